@@ -1,0 +1,29 @@
+"""gattn: all attention is message passing."""
+
+from gattn import datasets, models, nn
+from gattn.attention import Attention, attend
+from gattn.distributions import Distribution, Softmax, softmax
+from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.scores import AdditiveScore, DotScore, GATScore, Score
+from gattn.settings import backend, check_finite
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdditiveScore",
+    "Attention",
+    "CompleteGraph",
+    "Distribution",
+    "DotScore",
+    "GATScore",
+    "Score",
+    "Softmax",
+    "SparseGraph",
+    "attend",
+    "backend",
+    "check_finite",
+    "datasets",
+    "models",
+    "nn",
+    "softmax",
+]

@@ -1,0 +1,425 @@
+r"""The one attention core: a softmax over each target's neighbours, as message passing.
+
+.. math::
+    out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} v_j, \qquad
+    \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) \text{ for } j \in \mathcal{N}(i)\big)
+
+Dimensions: N targets, M sources, E edges, H heads, C channels, B batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.conv import MessagePassing
+
+from gattn.distributions import Distribution, resolve_distribution
+from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
+from gattn.ops.dropout import weight_dropout
+from gattn.scores import DotScore, Score
+from gattn.settings import checks_finite, resolve_backend
+
+
+class Attention(MessagePassing):
+    r"""Attention as PyG message passing: `edge_update` makes the weights, `message` applies them.
+
+    The base class of gattn's graph layers, and usable by itself: called with the arguments of :func:`gattn.attend`, it
+    attends (and drops weights in training mode only).
+
+    Args:
+        aggr: How messages are aggregated. Attention is their sum; PyG's other aggregations are possible.
+            (default: `"add"`)
+        flow: `"source_to_target"` or `"target_to_source"`. (default: `"source_to_target"`)
+        **kwargs: Further arguments of `torch_geometric.nn.conv.MessagePassing`, except `node_dim`.
+
+    Example:
+        >>> import torch
+        >>> from gattn.attention import Attention
+        >>> x = torch.randn(3, 2, 4)  # 3 nodes, 2 heads, 4 channels
+        >>> Attention()(x, x, x, torch.tensor([[0, 1], [2, 2]])).shape
+        torch.Size([3, 2, 4])
+    """
+
+    # PyG generates propagate() and edge_updater() for these arguments. As attributes, so that it need not parse sources.
+    edge_updater_type = {
+        "query": Optional[Tensor],
+        "key": Tensor,
+        "edge": Optional[Tensor],
+        "bias": Optional[Tensor],
+        "mask": Optional[Tensor],
+        "score": Score,
+        "distribution": Distribution,
+        "num_targets": int,
+    }
+    propagate_type = {"value": Tensor, "alpha": Tensor, "edge_value": Optional[Tensor]}
+
+    def __init__(self, aggr: Any = "add", *, flow: str = FLOWS[0], **kwargs: Any):
+        super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
+        # PyG's AttentionExplainer reads it where a layer's message has no argument called alpha.
+        self._alpha: Optional[Tensor] = None
+        self._restore_originals()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._restore_originals()
+
+    def _restore_originals(self) -> None:
+        # PyG takes a subclass's "original" from its already generated parent, which cannot explain.
+        type(self)._orig_propagate = MessagePassing.propagate
+        type(self)._orig_edge_updater = MessagePassing.edge_updater
+
+    def forward(self, query: Tensor | None, key: Tensor, value: Tensor, graph: Any, **kwargs: Any) -> Any:
+        """Attends; takes the arguments of `gattn.attend` except `training`."""
+        return self.attend(query, key, value, graph, **kwargs)
+
+    def attend(
+        self,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        graph: Any,
+        *,
+        score: Score | None = None,
+        edge: Tensor | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        edge_value: Tensor | None = None,
+        distribution: str | Distribution = "softmax",
+        dropout: float = 0.0,
+        training: bool | None = None,
+        return_weights: bool | str = False,
+        backend: str = "auto",
+    ) -> Any:
+        """See `gattn.attend`; `training=None` stands for the module's own mode."""
+        resolve_backend(backend)
+        score = DotScore() if score is None else score
+        distribution = resolve_distribution(distribution)
+        graph = as_graph(graph, self.flow)
+        if return_weights not in (False, True, "dropped"):
+            raise ValueError(f"return_weights is False, True or 'dropped', not {return_weights!r}.")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
+        heads = _check_shapes(query, key, value, score)
+        _check_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
+
+        num_targets = None if query is None else query.size(-2 if score.scalar else -3)
+        num_sources = value.size(-3)
+        index, num_targets, flow = _edge_list(graph, num_sources, num_targets, value.device)
+        num_edges, batch = index.size(1), value.shape[:-3]
+        if isinstance(graph, CompleteGraph):
+            bias = _per_edge(bias, "bias", graph, index, batch, heads)
+            mask = _per_edge(mask, "mask", graph, index, batch, heads)
+            mask = _both(mask, _length_mask(graph, index, batch))
+        mask = _check_edge_terms(edge, bias, mask, edge_value, score, batch, num_edges, heads, key, value)
+        if flow != self.flow:
+            index = index.flip(0)
+
+        # Half precision is computed in float32 throughout and rounded once, at the end.
+        result = _promote(query, key, value, edge, bias, edge_value, *score.parameters())
+        compute = torch.float32 if result in (torch.float16, torch.bfloat16) else result
+        query, key, value, edge, bias, edge_value = (
+            None if t is None else t.to(compute) for t in (query, key, value, edge, bias, edge_value)
+        )
+        if score.grouped:
+            key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
+        if score.scalar:
+            query, key = (None if t is None else t.unsqueeze(-1) for t in (query, key))
+
+        alpha = self.edge_updater(
+            index,
+            query=query,
+            key=key,
+            edge=edge,
+            bias=bias,
+            mask=mask,
+            score=score,
+            distribution=distribution,
+            num_targets=num_targets,
+        )
+        dropped = weight_dropout(alpha, dropout, self.training if training is None else training)
+        size = (num_sources, num_targets) if self.flow == FLOWS[0] else (num_targets, num_sources)
+        out = self.propagate(index, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
+        if return_weights is False:
+            return out
+        weights = (dropped if return_weights == "dropped" else alpha).to(result)
+        return out, graph.to_dense(weights, index) if isinstance(graph, CompleteGraph) else weights
+
+    def edge_update(
+        self,
+        query_i: Optional[Tensor],
+        key_j: Tensor,
+        edge: Optional[Tensor],
+        bias: Optional[Tensor],
+        mask: Optional[Tensor],
+        score: Score,
+        distribution: Distribution,
+        index: Tensor,
+        num_targets: int,
+    ) -> Tensor:
+        """Attention weights: scores, masks, distribution. `[..., E, H]`."""
+        if score.scalar:
+            query_i = None if query_i is None else query_i.squeeze(-1)
+            key_j = key_j.squeeze(-1)
+        logits = score.logits(query_i, key_j, edge)
+        if bias is not None:
+            logits = logits + bias
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf)
+        return distribution.weights(logits, index, num_targets, logits.dim() - 2)
+
+    def message(self, value_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:
+        """Weighted values, `[..., E, H, C]`."""
+        if edge_value is not None:
+            value_j = value_j + edge_value
+        return alpha.unsqueeze(-1) * value_j
+
+
+def attend(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    graph: Any,
+    *,
+    score: Score | None = None,
+    edge: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    edge_value: Tensor | None = None,
+    distribution: str | Distribution = "softmax",
+    dropout: float = 0.0,
+    training: bool = False,
+    return_weights: bool | str = False,
+    backend: str = "auto",
+) -> Any:
+    r"""Attention over any graph: the one function that all of gattn's layers are.
+
+    .. math::
+        out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} (v_j + e^v_{ij}), \qquad
+        \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) + b_{ij} \text{ for } j \in \mathcal{N}(i)\big)
+
+    Args:
+        query: Target side of the score: `[N, H, C]`; for `GATScore` `[N, H]`, or `None` for no target-side term.
+        key: Source side of the score: `[M, H, C]`; for `GATScore` `[M, H]`.
+        value: What is averaged: `[M, H, Cv]`. For `DotScore`, key and value may have fewer heads, a number that divides
+            H. All three may have one or two leading batch dimensions.
+        graph: Who attends to whom: a `SparseGraph`, a `CompleteGraph`, or a bare `edge_index` in any of PyG's forms.
+        score: How the two ends of an edge compare: `GATScore`, `AdditiveScore`, `DotScore` or your own.
+            (default: `DotScore()`)
+        edge: Per-edge term inside the score, in `edge_index` order: `[E, H, C]`; for `GATScore` `[E, H]`.
+            (default: `None`)
+        bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
+            (default: `None`)
+        mask: True = may attend: `[E]` or `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
+            (default: `None`)
+        edge_value: Added to the value: `[E, H, Cv]`. (default: `None`)
+        distribution: How logits become weights: `"softmax"`, or a `Distribution`. (default: `"softmax"`)
+        dropout: Probability that a weight is dropped, in training. (default: `0.0`)
+        training: Whether dropout applies. (default: `False`)
+        return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
+            (default: `False`)
+        backend: `"auto"` (the fastest that applies) or `"reference"`. (default: `"auto"`)
+
+    Returns:
+        `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
+        `return_weights` a pair: the output, and weights `[E, H]` in `edge_index` order, for a complete graph
+        `[H, N, M]` (each with the batch dimensions in front).
+
+    Raises:
+        ValueError: If shapes do not fit each other or the graph, or a name is unknown; the message says which.
+        IndexError: If an index of the graph is out of range.
+        TypeError: If `graph` is no graph, or a tensor is no tensor.
+
+    Example:
+        A Transformer's attention is graph attention on a complete graph; causal attention has fewer edges.
+
+        >>> import torch, gattn
+        >>> q, k, v = torch.randn(3, 5, 2, 4).unbind()  # 5 nodes, 2 heads, 4 channels
+        >>> full = gattn.attend(q, k, v, gattn.CompleteGraph(5))
+        >>> causal = gattn.attend(q, k, v, gattn.CompleteGraph(5, causal=True))
+        >>> citations = gattn.attend(q, k, v, torch.tensor([[0, 1, 2], [1, 2, 3]]))
+        >>> full.shape
+        torch.Size([5, 2, 4])
+    """
+    return _core.attend(
+        query,
+        key,
+        value,
+        graph,
+        score=score,
+        edge=edge,
+        bias=bias,
+        mask=mask,
+        edge_value=edge_value,
+        distribution=distribution,
+        dropout=dropout,
+        training=training,
+        return_weights=return_weights,
+        backend=backend,
+    )
+
+
+# One instance serves every functional call; made at import, because PyG generates code for it.
+_core = Attention()
+
+
+def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -> int:
+    """Checks query, key and value against each other and returns the number of heads."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) and not (name == "query" and tensor is None):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name} must be of a floating-point type; got {tensor.dtype}.")
+    if query is None and not score.scalar:
+        raise ValueError(f"{type(score).__name__} needs a query; query=None is possible with GATScore only.")
+    kind, letters = type(score).__name__, "H" if score.scalar else "H, C"
+    batch = value.dim() - 3
+    if batch not in (0, 1, 2):
+        raise ValueError(
+            f"value has shape [M, H, C], with at most two batch dimensions in front; got {list(value.shape)}."
+        )
+    for name, tensor, nodes in (("query", query, "N"), ("key", key, "M")):
+        if tensor is not None and tensor.dim() != value.dim() - score.scalar:
+            raise ValueError(
+                f"{kind} takes a {name} of shape [{nodes}, {letters}] beside a value of shape [M, H, C] (and the same "
+                f"batch dimensions in front of each); got {list(tensor.shape)} and {list(value.shape)}."
+            )
+    if key.shape[: batch + 2] != value.shape[: batch + 2]:
+        raise ValueError(
+            f"key and value have the same batch, sources and heads; got {list(key.shape)} and {list(value.shape)}."
+        )
+    heads = key.size(batch + 1)
+    if query is not None:
+        heads = query.size(batch + 1)
+        shared = key.size(batch + 1)
+        fits = shared > 0 and heads % shared == 0 if score.grouped else heads == shared
+        if query.shape[:batch] != key.shape[:batch] or query.shape[batch + 2 :] != key.shape[batch + 2 :] or not fits:
+            grouped = ", or key and value a number of heads that divides the query's" if score.grouped else ""
+            raise ValueError(
+                f"query and key have the same batch, heads and channels{grouped}; got {list(query.shape)} and "
+                f"{list(key.shape)}."
+            )
+    score.check(heads, 1 if score.scalar else key.size(-1))
+    return heads
+
+
+def _edge_list(
+    graph: Graph, num_sources: int, num_targets: int | None, device: torch.device
+) -> tuple[Tensor, int, str]:
+    """The graph's edges, its number of targets, and in which order the rows are."""
+    if isinstance(graph, CompleteGraph):
+        given = graph.num_targets if num_targets is None else num_targets
+        if (graph.num_targets, graph.num_sources) != (given, num_sources):
+            raise ValueError(
+                f"the CompleteGraph has {graph.num_targets} targets and {graph.num_sources} sources, but query has "
+                f"{given} rows and key and value have {num_sources}."
+            )
+        return graph.edge_index(device), graph.num_targets, FLOWS[0]
+    if num_targets is None:
+        num_targets = num_sources if graph.num_targets is None else graph.num_targets
+    edges = graph.with_sizes(num_sources, num_targets).edges()
+    if edges.index.device != device:
+        raise ValueError(f"the graph is on {edges.index.device}, the features are on {device}: move one of them.")
+    return edges.index, edges.num_targets, graph.flow
+
+
+def _per_edge(
+    dense: Tensor | None, name: str, graph: CompleteGraph, index: Tensor, batch: torch.Size, heads: int
+) -> Tensor | None:
+    """Picks a complete graph's edges out of a `[..., H, N, M]` tensor: `[..., E, H]`."""
+    if dense is None:
+        return None
+    shape = (*batch, heads, graph.num_targets, graph.num_sources)
+    try:
+        dense = dense.expand(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} on this complete graph must be broadcastable to {list(shape)} (batch, heads, targets, sources); "
+            f"got {list(dense.shape)}."
+        ) from error
+    return dense[..., index[1], index[0]].transpose(-1, -2)
+
+
+def _length_mask(graph: CompleteGraph, index: Tensor, batch: torch.Size) -> Tensor | None:
+    mask = graph.length_mask(index)
+    if mask is not None:
+        if mask.shape[:-1] != batch:
+            raise ValueError(
+                f"the graph has lengths for a batch of shape {list(mask.shape[:-1])}, but the features have "
+                f"{list(batch)} in front."
+            )
+        mask = mask.unsqueeze(-1)
+    return mask
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def _check_edge_terms(
+    edge: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    edge_value: Tensor | None,
+    score: Score,
+    batch: torch.Size,
+    num_edges: int,
+    heads: int,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor | None:
+    """Checks everything that comes one an edge, and returns the mask as `[..., E, H or 1]`."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask is a tensor of booleans, True = may attend; got {mask.dtype}.")
+    if mask is not None and tuple(mask.shape) == (num_edges,):
+        mask = mask.unsqueeze(-1)
+    per_head = (num_edges, heads)
+    expected = {
+        "edge": (edge, per_head if score.scalar else (*per_head, key.size(-1)), [heads]),
+        "bias": (bias, per_head, [heads]),
+        "mask": (mask, per_head, [heads, 1]),
+        "edge_value": (edge_value, (*per_head, value.size(-1)), [heads]),
+    }
+    for name, (tensor, shape, head_counts) in expected.items():
+        if tensor is None:
+            continue
+        shapes = [
+            (*front, shape[0], count, *shape[2:]) for front in dict.fromkeys([(), tuple(batch)]) for count in head_counts
+        ]
+        if tuple(tensor.shape) not in shapes:
+            raise ValueError(
+                f"{name} has one entry an edge, in the order of graph.edge_index: {list(shapes[0])} for this graph and "
+                f"{type(score).__name__}; got {list(tensor.shape)}."
+            )
+    return mask
+
+
+def _promote(*tensors: Tensor | None) -> torch.dtype:
+    present = [tensor.dtype for tensor in tensors if tensor is not None]
+    dtype = present[0]
+    for other in present[1:]:
+        dtype = torch.promote_types(dtype, other)
+    return dtype
+
+
+def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Grouped queries: each head of `tensor` serves several consecutive query heads."""
+    return tensor if tensor.size(-2) == heads else tensor.repeat_interleave(heads // tensor.size(-2), dim=-2)
+
+
+def _check_finite(**tensors: Tensor | None) -> None:
+    """The opt-in check of `gattn.check_finite`."""
+    if not checks_finite():
+        return
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        values = tensor.values() if tensor.layout == torch.sparse_csr else tensor
+        bad = ~values.isfinite()
+        if bad.any():
+            count, first = int(bad.sum()), tuple(bad.nonzero()[0].tolist())
+            what = "1 value that is" if count == 1 else f"{count} values that are"
+            raise ValueError(f"{name} holds {what} NaN or infinite (the first one at index {first}).")

@@ -1,0 +1,431 @@
+"""Who attends to whom: the graphs.
+
+`SparseGraph` is an edge list in any of PyG's forms; `CompleteGraph` is symbolic, every target sees every source (or
+every earlier one, or those within a window).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import SparseTensor, torch_sparse
+from torch_geometric.utils import (
+    add_self_loops,
+    is_sparse,
+    is_torch_sparse_tensor,
+    remove_self_loops,
+    to_edge_index,
+    to_torch_csr_tensor,
+)
+from torch_geometric.utils.sparse import set_sparse_value
+
+FLOWS = ("source_to_target", "target_to_source")
+
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+# What was derived from an edge_index: {edge_index: {(sizes, flags): (version, looped edge_index or None, its version)}}.
+# Values must never hold the key or a view of it, or no entry would ever be freed.
+_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class Edges(NamedTuple):
+    """The edges of a graph, checked and ready to compute with."""
+
+    adjacency: Any
+    """The graph in the form that it was given in, self-loops included."""
+    index: Tensor
+    """`[2, E]`, int64, rows as in `edge_index`."""
+    num_sources: int
+    num_targets: int
+
+
+class SparseGraph:
+    r"""A graph given by its edges.
+
+    Hold one if you use a graph again and again, or pass the same `edge_index`: what is derived from it (the index check,
+    the self-loops) is cached per tensor, by identity and version. An in-place edit is noticed; one that goes through
+    `.data` or `.numpy()` is not.
+
+    Args:
+        edge_index: `[2, E]`, sources above targets (for `flow="source_to_target"`): an integer tensor or a PyG
+            `EdgeIndex`. Or a sparse adjacency of shape `[N, M]` (rows are targets, what PyG calls `adj_t`): a
+            `torch.sparse` CSR, CSC or COO tensor, or a `torch_sparse.SparseTensor`.
+        num_sources: M; taken from the features, or the adjacency, where it is not given. (default: `None`)
+        num_targets: N; likewise. (default: `None`)
+        self_loops: What PyG's layers call `add_self_loops`: existing loops out, then one for each of the first
+            min(N, M) nodes. (default: `False`)
+        flow: `"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets.
+            (default: `"source_to_target"`)
+
+    Raises:
+        TypeError: If `edge_index` is none of the forms above.
+        ValueError: If its shape or dtype is wrong, the sizes contradict it, or a sparse adjacency comes with
+            `flow="target_to_source"`.
+        IndexError: On first use, if an index is negative or too large.
+
+    Example:
+        >>> import torch, gattn
+        >>> graph = gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]]), num_targets=3, num_sources=3, self_loops=True)
+        >>> graph.edge_index
+        tensor([[0, 1, 0, 1, 2],
+                [1, 2, 0, 1, 2]])
+    """
+
+    def __init__(
+        self,
+        edge_index: Any,
+        num_sources: int | None = None,
+        num_targets: int | None = None,
+        *,
+        self_loops: bool = False,
+        flow: str = "source_to_target",
+    ):
+        if flow not in FLOWS:
+            raise ValueError(f"flow is 'source_to_target' or 'target_to_source', not {flow!r}.")
+        _check_form(edge_index)
+        if is_sparse(edge_index):
+            if flow != FLOWS[0]:
+                raise ValueError(
+                    "flow='target_to_source' cannot be combined with a sparse adjacency, whose rows are the targets by "
+                    "definition: pass its transpose and leave flow alone."
+                )
+            rows, columns = edge_index.size(0), edge_index.size(1)
+            num_sources = _agree("sources", num_sources, columns, "the adjacency's second dimension")
+            num_targets = _agree("targets", num_targets, rows, "the adjacency's first dimension")
+        elif isinstance(edge_index, EdgeIndex):
+            first, second = edge_index.sparse_size()
+            if flow != FLOWS[0]:
+                first, second = second, first
+            num_sources = _agree("sources", num_sources, first, "the EdgeIndex's sparse_size")
+            num_targets = _agree("targets", num_targets, second, "the EdgeIndex's sparse_size")
+        self.adjacency = edge_index
+        self.num_sources = num_sources
+        self.num_targets = num_targets
+        self.self_loops = self_loops
+        self.flow = flow
+        self._sparse_edges: tuple[Any, Tensor] | None = None
+
+    @property
+    def edge_index(self) -> Tensor:
+        """All edges, `[2, E]`, self-loops included, in the order that attention weights have."""
+        return self.edges().index
+
+    def with_self_loops(self) -> SparseGraph:
+        """The same graph with `self_loops=True`."""
+        if self.self_loops:
+            return self
+        return SparseGraph(self.adjacency, self.num_sources, self.num_targets, self_loops=True, flow=self.flow)
+
+    def with_sizes(self, num_sources: int | None, num_targets: int | None) -> SparseGraph:
+        """The same graph, with the sizes that the features have.
+
+        Raises:
+            ValueError: If the graph's own sizes differ.
+        """
+        num_sources = _agree("sources", self.num_sources, num_sources, "the features")
+        num_targets = _agree("targets", self.num_targets, num_targets, "the features")
+        if (num_sources, num_targets) == (self.num_sources, self.num_targets):
+            return self
+        return SparseGraph(self.adjacency, num_sources, num_targets, self_loops=self.self_loops, flow=self.flow)
+
+    def edges(self) -> Edges:
+        """Checks the indices and adds the self-loops, or looks up that this was done.
+
+        Raises:
+            ValueError: If the number of sources or targets is not known yet.
+            IndexError: If an index is negative or too large.
+        """
+        if self.num_sources is None or self.num_targets is None:
+            raise ValueError("how many nodes does this graph have? Give the SparseGraph num_sources and num_targets.")
+        if is_sparse(self.adjacency):
+            if self._sparse_edges is None:
+                looped = _loop_sparse(self.adjacency) if self.self_loops else self.adjacency
+                self._sparse_edges = looped, _sparse_index(looped)
+                _check_range(self._sparse_edges[1], self.num_sources, self.num_targets)
+            return Edges(*self._sparse_edges, self.num_sources, self.num_targets)
+        looped = _derive(self.adjacency, self.num_sources, self.num_targets, self.self_loops, self.flow)
+        return Edges(looped, _plain(looped), self.num_sources, self.num_targets)
+
+    def edge_features(self, features: Tensor | None, fill_value: float | Tensor | str = "mean") -> Tensor | None:
+        """Brings per-edge features into the order of `edges()`: drops old self-loops, fills in the new ones'.
+
+        Args:
+            features: `[E, ...]`, one row for each edge as given. `None` takes a sparse adjacency's own values, if they
+                are vectors (single values are edge weights, which attention has no use for).
+            fill_value: Features of the new self-loops: a number, a tensor, or how to aggregate those of the edges that
+                point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). (default: `"mean"`)
+
+        Raises:
+            NotImplementedError: If self-loops are to be added to a `SparseTensor` with features, or features come
+                beside a sparse adjacency.
+        """
+        remedy = "pass an edge_index and edge_attr, or add the loops first and set add_self_loops=False."
+        if features is None:
+            features = _sparse_features(self.adjacency)
+            if features is None or not self.self_loops:
+                return features
+            if isinstance(self.adjacency, SparseTensor):
+                raise NotImplementedError(f"self-loops are not added to a SparseTensor with edge features: {remedy}")
+            return _sparse_features(_loop_sparse(self.adjacency, fill_value))
+        if not self.self_loops:
+            return features
+        if is_sparse(self.adjacency):
+            raise NotImplementedError(
+                f"self-loops are not added where edge features come beside a sparse adjacency: {remedy}"
+            )
+        if self.num_sources is None or self.num_targets is None:
+            raise ValueError("how many nodes does this graph have? Give the SparseGraph num_sources and num_targets.")
+        return _loop(self.adjacency, min(self.num_sources, self.num_targets), features, fill_value)[1]
+
+    def with_weights(self, weights: Tensor) -> Any:
+        """Attention weights beside the edges they belong to, as PyG's layers return them.
+
+        Args:
+            weights: `[E, H]`, in the order of `edges()`.
+
+        Returns:
+            `(edge_index, weights)`; for a `torch.sparse` adjacency `(adjacency with the weights as values, weights)`;
+            for a `SparseTensor` the `SparseTensor` that holds them.
+        """
+        adjacency = self.edges().adjacency
+        if isinstance(adjacency, SparseTensor):
+            return adjacency.set_value(weights, layout="coo")
+        if is_torch_sparse_tensor(adjacency):
+            return set_sparse_value(adjacency, weights), weights
+        return adjacency, weights
+
+    def __repr__(self) -> str:
+        sizes = f"num_sources={self.num_sources}, num_targets={self.num_targets}"
+        loops = ", self_loops=True" if self.self_loops else ""
+        flow = f", flow={self.flow!r}" if self.flow != FLOWS[0] else ""
+        return f"SparseGraph({sizes}{loops}{flow})"
+
+
+def _check_form(edge_index: Any) -> None:
+    if isinstance(edge_index, SparseTensor):
+        return
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            "a graph is an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a SparseTensor, a "
+            f"SparseGraph or a CompleteGraph; got {type(edge_index).__name__}."
+        )
+    if is_torch_sparse_tensor(edge_index):
+        return
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        hint = " (it looks transposed: pass edge_index.t())" if edge_index.dim() == 2 and edge_index.size(1) == 2 else ""
+        raise ValueError(
+            f"edge_index has shape [2, E], sources above targets; got shape {list(edge_index.shape)}{hint}."
+        )
+    if edge_index.dtype not in _INTEGER_DTYPES:
+        raise ValueError(
+            f"edge_index holds node indices, so its dtype is an integer one; got {edge_index.dtype}. "
+            "Convert it with edge_index.long()."
+        )
+
+
+def _agree(what: str, known: int | None, given: int | None, where: str) -> int | None:
+    if known is None or given is None:
+        return given if known is None else known
+    if known != given:
+        raise ValueError(f"the graph has {known} {what}, but {where} give {given}: they must be the same nodes.")
+    return known
+
+
+def _check_range(index: Tensor, num_sources: int, num_targets: int) -> None:
+    """Checks an edge list with sources in the first row."""
+    for row, what, limit in ((index[0], "source", num_sources), (index[1], "target", num_targets)):
+        if row.numel() == 0:
+            continue
+        lowest, highest = (int(bound) for bound in row.aminmax())
+        if lowest < 0:
+            raise IndexError(f"edge_index holds the negative {what} index {lowest}: indices count nodes from 0.")
+        if highest >= limit:
+            raise IndexError(
+                f"edge_index holds {what} index {highest}, but there are {limit} {what} nodes (0 to {limit - 1}): the "
+                "features have too few rows for this graph, or belong to another one."
+            )
+
+
+def _plain(edge_index: Tensor) -> Tensor:
+    """`edge_index` as a plain int64 tensor, without a copy where it is one."""
+    if isinstance(edge_index, EdgeIndex):
+        edge_index = edge_index.as_tensor()
+    return edge_index.long()
+
+
+def _loop(
+    edge_index: Tensor, num_nodes: int, features: Tensor | None = None, fill_value: float | Tensor | str = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """PyG's own functions, so that edges come in PyG's order."""
+    if features is not None and features.size(0) != edge_index.size(1):
+        raise ValueError(f"edge_attr has {features.size(0)} rows for {edge_index.size(1)} edges: it needs one an edge.")
+    edge_index, features = remove_self_loops(edge_index, features)
+    return add_self_loops(edge_index, features, fill_value=fill_value, num_nodes=num_nodes)
+
+
+def _loop_sparse(adjacency: Any, fill_value: float | Tensor | str = 1.0) -> Any:
+    if isinstance(adjacency, SparseTensor):
+        return torch_sparse.set_diag(adjacency)
+    if adjacency.layout == torch.sparse_csc:
+        index, values = to_edge_index(adjacency)
+        adjacency = to_torch_csr_tensor(index, values, tuple(adjacency.shape[:2]))
+    adjacency, _ = remove_self_loops(adjacency)
+    return add_self_loops(adjacency, fill_value=fill_value)[0]
+
+
+def _sparse_index(adjacency: Any) -> Tensor:
+    """The edge list of an adjacency whose rows are targets: sources above targets."""
+    if isinstance(adjacency, SparseTensor):
+        row, column, _ = adjacency.coo()
+    else:
+        (row, column), _ = to_edge_index(adjacency)
+    return torch.stack([column, row]).long()
+
+
+def _sparse_features(adjacency: Any) -> Tensor | None:
+    if isinstance(adjacency, SparseTensor):
+        values = adjacency.coo()[2]
+    elif is_torch_sparse_tensor(adjacency):
+        values = to_edge_index(adjacency)[1]
+    else:
+        return None
+    return values if values is not None and values.dim() > 1 else None
+
+
+def _derive(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Tensor:
+    """Checks `edge_index` and adds self-loops, once for each version of it."""
+    cacheable = not torch.compiler.is_compiling() and not edge_index.is_inference()
+    if not cacheable:
+        return _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
+    entries = _cache.setdefault(edge_index, {})
+    key = (num_sources, num_targets, self_loops, flow)
+    entry = entries.get(key)
+    # The looped tensor is handed out as part of attention weights, so its version counts too.
+    if entry is None or entry[0] != edge_index._version or (entry[1] is not None and entry[1]._version != entry[2]):
+        looped = _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
+        entry = (edge_index._version, looped, looped._version) if self_loops else (edge_index._version, None, 0)
+        entries[key] = entry
+    return edge_index if entry[1] is None else entry[1]
+
+
+def _derive_uncached(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Tensor:
+    if not torch.compiler.is_compiling():
+        index = _plain(edge_index)
+        _check_range(index if flow == FLOWS[0] else index.flip(0), num_sources, num_targets)
+    return _loop(edge_index, min(num_sources, num_targets))[0] if self_loops else edge_index
+
+
+class CompleteGraph:
+    r"""A graph in which every target attends to every source: what a Transformer's self-attention runs on.
+
+    Symbolic: it stores no edges. Fewer edges make the usual variants.
+
+    Args:
+        num_targets: N.
+        num_sources: M. (default: N)
+        causal: Whether targets see only the sources up to their own place. With N ≠ M the *last* target sees every
+            source (bottom-right alignment, what a cached decoding step needs). (default: `False`)
+        window: `(left, right)`: how far before and after its own place, inclusive, a target sees; an integer means both.
+            (default: `None`, all of them)
+        source_lengths: Of a padded batch: how many sources are real, one number for each element of the batch, `[B]`.
+            (default: `None`)
+        target_lengths: Likewise for targets; the others get zeros. (default: `None`)
+
+    Raises:
+        ValueError: If a size is negative, the window is negative, or a length is larger than its size.
+
+    Example:
+        >>> import gattn
+        >>> gattn.CompleteGraph(3, causal=True).edge_index()
+        tensor([[0, 0, 1, 0, 1, 2],
+                [0, 1, 1, 2, 2, 2]])
+    """
+
+    def __init__(
+        self,
+        num_targets: int,
+        num_sources: int | None = None,
+        *,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        source_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+    ):
+        num_sources = num_targets if num_sources is None else num_sources
+        if num_targets < 0 or num_sources < 0:
+            raise ValueError(f"a graph has no negative number of nodes: got {num_targets} targets, {num_sources} sources.")
+        if isinstance(window, int):
+            window = (window, window)
+        if window is not None and (len(window) != 2 or min(window) < 0):
+            raise ValueError(f"window is (left, right), both at least 0, or one integer for both; got {window}.")
+        for name, lengths, limit in (
+            ("source_lengths", source_lengths, num_sources),
+            ("target_lengths", target_lengths, num_targets),
+        ):
+            if lengths is None:
+                continue
+            if lengths.is_floating_point() or lengths.dim() == 0:
+                raise ValueError(f"{name} holds one integer for each element of the batch, [B]; got {lengths}.")
+            if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > limit):
+                raise ValueError(f"{name} must lie between 0 and {limit}; got {lengths.tolist()}.")
+        self.num_targets = num_targets
+        self.num_sources = num_sources
+        self.causal = causal
+        self.window = window
+        self.source_lengths = source_lengths
+        self.target_lengths = target_lengths
+
+    def edge_index(self, device: torch.device | str | None = None) -> Tensor:
+        """All edges as `[2, E]`, sources above targets, target by target: for the reference, and for drawing.
+
+        Lengths are no part of it, since they differ across the batch: `length_mask` says which edges they leave.
+        """
+        # Place of each target and source, counted from the end that is aligned.
+        target = torch.arange(self.num_targets, device=device).view(-1, 1) - self.num_targets
+        source = torch.arange(self.num_sources, device=device).view(1, -1) - self.num_sources
+        distance = source - target
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.causal:
+            seen &= distance <= 0
+        if self.window is not None:
+            seen &= (distance >= -self.window[0]) & (distance <= self.window[1])
+        target, source = seen.nonzero().unbind(1)
+        return torch.stack([source, target])
+
+    def length_mask(self, edge_index: Tensor) -> Tensor | None:
+        """Which edges join real nodes, `[B, E]`, True = real; `None` if the graph has no lengths."""
+        mask = None
+        for row, lengths in ((0, self.source_lengths), (1, self.target_lengths)):
+            if lengths is not None:
+                real = edge_index[row] < lengths.to(edge_index.device).unsqueeze(-1)
+                mask = real if mask is None else mask & real
+        return mask
+
+    def to_dense(self, weights: Tensor, edge_index: Tensor) -> Tensor:
+        """Attention weights `[..., E, H]` as matrices `[..., H, N, M]`, zero where there is no edge."""
+        dense = weights.new_zeros((*weights.shape[:-2], weights.size(-1), self.num_targets, self.num_sources))
+        dense[..., edge_index[1], edge_index[0]] = weights.transpose(-1, -2)
+        return dense
+
+    def __repr__(self) -> str:
+        parts = [f"{self.num_targets}, {self.num_sources}"]
+        parts += ["causal=True"] if self.causal else []
+        parts += [f"window={self.window}"] if self.window is not None else []
+        parts += ["source_lengths=..."] if self.source_lengths is not None else []
+        parts += ["target_lengths=..."] if self.target_lengths is not None else []
+        return f"CompleteGraph({', '.join(parts)})"
+
+
+#: Everything that `attend` takes as a graph, beside the raw forms of an edge list.
+Graph = SparseGraph | CompleteGraph
+
+
+def as_graph(graph: Any, flow: str = FLOWS[0]) -> Graph:
+    """Wraps an edge list in any form; graphs are returned as they are."""
+    if isinstance(graph, (SparseGraph, CompleteGraph)):
+        return graph
+    return SparseGraph(graph, flow=flow)

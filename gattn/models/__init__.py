@@ -1,0 +1,5 @@
+"""Whole networks."""
+
+from gattn.models.gat import GAT
+
+__all__ = ["GAT"]

@@ -1,0 +1,171 @@
+"""Graph attention networks: layers × heads × channels."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+
+from gattn.nn import GATConv, GATv2Conv, TransformerConv
+from gattn.nn.linear import FeatureDropout
+
+
+class GAT(BasicGNN):
+    r"""A graph attention network of any depth, after `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_.
+
+    Layers are `GATConv`, `GATv2Conv` or `TransformerConv`; activation, normalisation, jumping knowledge, trimming and
+    layer-wise inference are those of PyG's `BasicGNN`, which it is one of.
+
+    Args:
+        in_channels: Channels of the input; `-1` takes them from the first call.
+        hidden_channels: Channels between layers: all heads together.
+        num_layers: Number of attention layers.
+        out_channels: Channels of the output. The last layer averages its heads. (default: `None`, `hidden_channels`)
+        conv: `"gat"`, `"gatv2"` or `"transformer"`. (default: `"gat"`)
+        heads: Heads of each layer. (default: `8`)
+        out_heads: Heads of the last layer, where that maps to `out_channels`. (default: `1`)
+        dropout: Probability that a feature between layers is dropped. (default: `0.0`)
+        input_dropout: Likewise for the input. (default: `None`, as `dropout`)
+        attention_dropout: Likewise for attention weights. (default: `None`, as `dropout`)
+        residual: Whether layers have a linear skip connection. (default: `None`, what the layer does by itself: only
+            `"transformer"` has one)
+        act: Activation. (default: `"elu"`)
+        norm: Normalisation after each layer but the last, by name or as a module. (default: `None`)
+        jk: Jumping knowledge: `None`, `"last"`, `"cat"`, `"max"` or `"lstm"`. (default: `None`)
+        **kwargs: Further arguments of `BasicGNN` (`act_first`, `act_kwargs`, `norm_kwargs`) and of the layers
+            (`edge_dim`, `value_dropout`, `add_self_loops`, ...).
+
+    Shapes:
+        - **input:** features `[N, F]`, dense or sparse (bag-of-words stay sparse, and dropout keeps them so), the graph
+          in any form that the layers take, edge features `[E, D]`.
+        - **output:** `[N, out_channels]`.
+
+    Raises:
+        ValueError: If `conv` is unknown, or `hidden_channels` is not a multiple of `heads`.
+
+    Example:
+        The network of the paper, for Cora:
+
+        >>> import torch, gattn
+        >>> model = gattn.models.GAT(1433, 64, num_layers=2, out_channels=7, heads=8, dropout=0.6)
+        >>> model(torch.rand(5, 1433).to_sparse_csr(), torch.tensor([[0, 1], [1, 2]])).shape
+        torch.Size([5, 7])
+    """
+
+    #: The layers that `conv` names.
+    conv_types: ClassVar[dict[str, type[MessagePassing]]] = {
+        "gat": GATConv,
+        "gatv2": GATv2Conv,
+        "transformer": TransformerConv,
+    }
+    supports_edge_weight = False
+    supports_edge_attr = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        num_layers: int,
+        out_channels: int | None = None,
+        *,
+        conv: str = "gat",
+        heads: int = 8,
+        out_heads: int = 1,
+        dropout: float = 0.0,
+        input_dropout: float | None = None,
+        attention_dropout: float | None = None,
+        residual: bool | None = None,
+        act: Any = "elu",
+        norm: Any = None,
+        jk: str | None = None,
+        **kwargs: Any,
+    ):
+        if conv not in self.conv_types:
+            raise ValueError(f"conv is 'gat', 'gatv2' or 'transformer', not {conv!r}.")
+        if hidden_channels % heads != 0:
+            raise ValueError(
+                f"hidden_channels counts all heads together, so it must be a multiple of heads: "
+                f"{hidden_channels} is not one of {heads}."
+            )
+        if num_layers < 1:
+            raise ValueError(f"a GAT has at least one layer; got num_layers={num_layers}.")
+        if residual is not None:
+            kwargs["root_weight" if conv == "transformer" else "residual"] = residual
+        super().__init__(
+            in_channels,
+            hidden_channels,
+            num_layers,
+            out_channels,
+            dropout=dropout,
+            act=act,
+            norm=norm,
+            jk=jk,
+            conv=conv,
+            heads=heads,
+            out_heads=out_heads,
+            attention_dropout=dropout if attention_dropout is None else attention_dropout,
+            **kwargs,
+        )
+        self.input_dropout = FeatureDropout(dropout if input_dropout is None else input_dropout)
+
+    def init_conv(  # type: ignore[override]
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        *,
+        conv: str,
+        heads: int,
+        out_heads: int,
+        attention_dropout: float,
+        **kwargs: Any,
+    ) -> MessagePassing:
+        """Makes one layer; `BasicGNN` calls it."""
+        to_out = getattr(self, "_is_conv_to_out", False)
+        return self.conv_types[conv](
+            in_channels,
+            out_channels if to_out else out_channels // heads,
+            heads=out_heads if to_out else heads,
+            concat=not to_out,
+            dropout=attention_dropout,
+            **kwargs,
+        )
+
+    # PyG's to_hetero traces this signature, so it cannot be *args, **kwargs.
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Any,
+        edge_weight: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        batch_size: int | None = None,
+        num_sampled_nodes_per_hop: list[int] | None = None,
+        num_sampled_edges_per_hop: list[int] | None = None,
+    ) -> Tensor:
+        """Runs all layers.
+
+        Args:
+            x: Features `[N, F]`, dense or sparse.
+            edge_index: The graph, in any form that `gattn.attend` takes.
+            edge_weight: Not supported by attention layers; must be `None`. (default: `None`)
+            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
+            batch: The graph of each node, for normalisations that need it. (default: `None`)
+            batch_size: Number of graphs, likewise. (default: `None`)
+            num_sampled_nodes_per_hop: What PyG's `NeighborLoader` sampled, to compute no more than that.
+                (default: `None`)
+            num_sampled_edges_per_hop: Likewise for edges. (default: `None`)
+        """
+        if edge_weight is not None:
+            raise ValueError("attention layers compute their own weights: pass edge_attr (and edge_dim), not edge_weight.")
+        return super().forward(
+            self.input_dropout(x),
+            edge_index,
+            edge_weight,
+            edge_attr,
+            batch,
+            batch_size,
+            num_sampled_nodes_per_hop,
+            num_sampled_edges_per_hop,
+        )

@@ -1,0 +1,155 @@
+"""What the three drop-in layers share: inputs in every form, heads, edge features, returned weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gattn.attention import Attention, _check_finite
+from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
+from gattn.nn.linear import Linear
+from gattn.scores import Score
+
+
+class AttentionConv(Attention):
+    """Base class of `GATConv`, `GATv2Conv` and `TransformerConv`."""
+
+    in_channels: int | tuple[int, int]
+    out_channels: int
+    heads: int
+    concat: bool
+    dropout: float
+    value_dropout: float
+    edge_dim: int | None
+    lin_edge: Linear | None
+
+    def _check_options(self) -> None:
+        for name in ("heads", "out_channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        for name in ("dropout", "value_dropout"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is a probability between 0 and 1; got {getattr(self, name)}.")
+
+    def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        """Source and target features; the same tensor twice where `x` is a single one."""
+        sources, targets = x if isinstance(x, (tuple, list)) else (x, x)
+        for name, features in (("source features", sources), ("target features", targets)):
+            if not isinstance(features, Tensor) and (features is not None or name == "source features"):
+                raise TypeError(f"{name} must be a tensor; got {type(features).__name__}.")
+            if features is not None and features.dim() not in (2, 3, 4):
+                raise ValueError(
+                    f"features have shape [N, F], or [B, N, F] over one graph; got {name} of {list(features.shape)}."
+                )
+        in_channels = self.in_channels if isinstance(self.in_channels, (tuple, list)) else (self.in_channels,) * 2
+        for name, features, channels in (("x", sources, in_channels[0]), ("target x", targets, in_channels[1])):
+            if features is not None and channels > 0 and features.size(-1) != channels:
+                raise ValueError(
+                    f"{name} has {features.size(-1)} channels, but this layer was made for in_channels={channels}."
+                )
+        if targets is sources:
+            _check_finite(x=sources)
+        else:
+            _check_finite(**{"x[0]": sources, "x[1]": targets})
+        return sources, targets
+
+    def _graph(
+        self,
+        graph: Any,
+        sources: Tensor,
+        targets: Tensor | None,
+        self_loops: bool,
+        size: tuple[int | None, int | None] | None = None,
+    ) -> Graph:
+        """The graph, with its sizes known and its self-loops asked for."""
+        graph = as_graph(graph, self.flow)
+        if isinstance(graph, CompleteGraph):
+            if self_loops and graph.num_targets != graph.num_sources:
+                raise ValueError(
+                    f"add_self_loops=True makes no sense here: the {graph.num_targets} targets and {graph.num_sources} "
+                    "sources of this CompleteGraph are different nodes. Make the layer with add_self_loops=False."
+                )
+            return graph
+        size = (None, None) if size is None else tuple(size)
+        if self.flow != FLOWS[0]:
+            size = (size[1], size[0])
+        num_sources = size[0] if size[0] is not None else sources.size(-2)
+        num_targets = size[1] if targets is None else targets.size(-2)
+        if num_targets is None:
+            num_targets = num_sources if graph.num_targets is None else graph.num_targets
+        for what, given, features in (("sources", size[0], sources), ("targets", size[1], targets)):
+            if given is not None and features is not None and given != features.size(-2):
+                raise ValueError(f"size says {given} {what}, but their features have {features.size(-2)} rows.")
+        graph = graph.with_sizes(num_sources, num_targets)
+        return graph.with_self_loops() if self_loops else graph
+
+    def _edge_features(self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = 1.0) -> Tensor | None:
+        """Edge features `[E, D]` in the order of the graph's edges, or `None` for a layer without."""
+        if self.lin_edge is None:
+            if edge_attr is not None:
+                raise ValueError(
+                    f"got edge_attr, but this layer was made without edge features: give {type(self).__name__} "
+                    f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
+                )
+            return None
+        if isinstance(graph, SparseGraph):
+            edge_attr = graph.edge_features(edge_attr, fill_value)
+            num_edges = graph.edges().index.size(1)
+        else:
+            num_edges = graph.edge_index().size(1)
+        if edge_attr is None:
+            raise ValueError(
+                f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr of shape [E, {self.edge_dim}]."
+            )
+        if edge_attr.dim() == 1:
+            edge_attr = edge_attr.unsqueeze(-1)
+        if edge_attr.dim() != 2 or edge_attr.size(0) != num_edges:
+            raise ValueError(f"edge_attr has one row an edge, [{num_edges}, D]; got {list(edge_attr.shape)}.")
+        if self.lin_edge.in_channels > 0 and edge_attr.size(-1) != self.lin_edge.in_channels:
+            raise ValueError(
+                f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for "
+                f"edge_dim={self.lin_edge.in_channels}."
+            )
+        _check_finite(edge_attr=edge_attr)
+        return edge_attr
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[..., H * C]` as `[..., H, C]`."""
+        return x.unflatten(-1, (self.heads, self.out_channels))
+
+    def _attend_and_merge(
+        self,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        graph: Graph,
+        score: Score,
+        edge: Tensor | None,
+        edge_value: Tensor | None,
+        weights: bool | str,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends and joins the heads: `[..., N, H * C]`, or their mean `[..., N, C]`."""
+        value = F.dropout(value, self.value_dropout, self.training)
+        result = self.attend(
+            query,
+            key,
+            value,
+            graph,
+            score=score,
+            edge=edge,
+            edge_value=edge_value,
+            dropout=self.dropout,
+            return_weights=weights,
+        )
+        out, alpha = result if weights else (result, None)
+        return (out.flatten(-2) if self.concat else out.mean(-2)), alpha
+
+    @staticmethod
+    def _with_weights(graph: Graph, alpha: Tensor) -> Any:
+        """What PyG's layers return beside the output."""
+        return graph.with_weights(alpha) if isinstance(graph, SparseGraph) else (graph, alpha)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

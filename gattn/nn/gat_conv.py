@@ -1,0 +1,186 @@
+"""The graph attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.inits import glorot, zeros
+
+from gattn.nn.attention_conv import AttentionConv
+from gattn.nn.linear import Linear
+from gattn.scores import GATScore
+
+
+class GATConv(AttentionConv):
+    r"""The graph attention layer of `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_.
+
+    .. math::
+        x'_i = \sum_{j \in \mathcal{N}(i) \cup \{i\}} \alpha_{ij} W x_j, \qquad
+        \alpha_{i\cdot} = \mathrm{softmax}_j \, \mathrm{LeakyReLU}
+        (\langle a_{dst}, W x_i \rangle + \langle a_{src}, W x_j \rangle + \langle a_{edge}, W_e e_{ij} \rangle)
+
+    A drop-in for `torch_geometric.nn.GATConv`: the same arguments, parameter names and numbers. Beyond it: features
+    `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and float32
+    accumulation in half precision. Where it differs: with `flow="target_to_source"` a pair `x` gives as many rows as
+    there are targets.
+
+    Args:
+        in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
+            (sources, targets).
+        out_channels: Channels of the output, for each head.
+        heads: Number of heads. (default: `1`)
+        concat: Whether heads are concatenated rather than averaged. (default: `True`)
+        negative_slope: Slope of the LeakyReLU. (default: `0.2`)
+        dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
+        add_self_loops: Whether every node attends to itself. (default: `True`)
+        edge_dim: Channels of the edge features; `-1` takes them from the first call. (default: `None`, none)
+        fill_value: Edge features of the self-loops: a number, a tensor, or how to aggregate those of the edges that
+            point to the node: `"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`. (default: `"mean"`)
+        bias: Whether a bias is learnt. (default: `True`)
+        residual: Whether a learnt linear skip connection is added. (default: `False`)
+        value_dropout: Probability that a projected feature is dropped where it is summed (not where it is compared), in
+            training: what the paper's authors' code does. (default: `0.0`)
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
+
+    Shapes:
+        - **input:** features `[N, F_in]` or `([M, F_src], [N, F_dst])`, edge indices `[2, E]`, edge features `[E, D]`.
+        - **output:** `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    Example:
+        >>> import torch, gattn
+        >>> conv = gattn.nn.GATConv(16, 8, heads=4)
+        >>> conv(torch.randn(3, 16), torch.tensor([[0, 1], [1, 2]])).shape
+        torch.Size([3, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        edge_dim: int | None = None,
+        fill_value: float | Tensor | str = "mean",
+        bias: bool = True,
+        residual: bool = False,
+        *,
+        value_dropout: float = 0.0,
+        **kwargs: Any,
+    ):
+        super().__init__(kwargs.pop("aggr", "add"), **kwargs)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.concat = concat
+        self.negative_slope = negative_slope
+        self.dropout = dropout
+        self.add_self_loops = add_self_loops
+        self.edge_dim = edge_dim
+        self.fill_value = fill_value
+        self.residual = residual
+        self.value_dropout = value_dropout
+        self._check_options()
+
+        channels = heads * out_channels
+        self.lin = self.lin_src = self.lin_dst = None
+        if isinstance(in_channels, int):
+            self.lin = Linear(in_channels, channels, bias=False, weight_initializer="glorot")
+        else:
+            self.lin_src = Linear(in_channels[0], channels, bias=False, weight_initializer="glorot")
+            self.lin_dst = Linear(in_channels[1], channels, bias=False, weight_initializer="glorot")
+        self.att_src = Parameter(torch.empty(1, heads, out_channels))
+        self.att_dst = Parameter(torch.empty(1, heads, out_channels))
+        if edge_dim is not None:
+            self.lin_edge = Linear(edge_dim, channels, bias=False, weight_initializer="glorot")
+            self.att_edge = Parameter(torch.empty(1, heads, out_channels))
+        else:
+            self.lin_edge = None
+            self.register_parameter("att_edge", None)
+        total = channels if concat else out_channels
+        if residual:
+            target_channels = in_channels if isinstance(in_channels, int) else in_channels[1]
+            self.res = Linear(target_channels, total, bias=False, weight_initializer="glorot")
+        else:
+            self.register_parameter("res", None)
+        if bias:
+            self.bias = Parameter(torch.empty(total))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, as PyG does."""
+        super().reset_parameters()
+        for module in (self.lin, self.lin_src, self.lin_dst, self.lin_edge, self.res):
+            if module is not None:
+                module.reset_parameters()
+        glorot(self.att_src)
+        glorot(self.att_dst)
+        glorot(self.att_edge)
+        zeros(self.bias)
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor | None],
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Attends over each node's neighbours.
+
+        Args:
+            x: Features `[..., N, F]` (dense, or `[N, F]` sparse), or a pair (sources, targets), the second possibly
+                `None`.
+            edge_index: The graph, in any form that `gattn.attend` takes.
+            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
+            size: Numbers of nodes that the rows of `edge_index` count, where the features don't tell. (default: `None`)
+            return_attention_weights: Whether to return the weights, after dropout, too. (default: `None`)
+
+        Returns:
+            `[..., N, H * F_out]`; with `return_attention_weights` a pair of that and what
+            `SparseGraph.with_weights` describes.
+
+        Raises:
+            ValueError: If features, graph and options do not fit; the message says which.
+            IndexError: If an index of the graph is out of range.
+        """
+        sources, targets = self._inputs(x)
+        graph = self._graph(edge_index, sources, targets, self.add_self_loops, size)
+        lin_src = self.lin if self.lin is not None else self.lin_src
+        lin_dst = self.lin if self.lin is not None else self.lin_dst
+
+        value = self._heads(lin_src(sources))
+        target = None
+        if targets is not None:
+            target = value if targets is sources and lin_dst is lin_src else self._heads(lin_dst(targets))
+        key = (value * self.att_src).sum(-1)
+        query = None if target is None else (target * self.att_dst).sum(-1)
+
+        edge = self._edge_features(graph, edge_attr, self.fill_value)
+        if edge is not None:
+            edge = self._edge_logits(edge)
+        score = GATScore(self.negative_slope)
+        weights = "dropped" if return_attention_weights else False
+        out, alpha = self._attend_and_merge(query, key, value, graph, score, edge, None, weights)
+        if self.res is not None and targets is not None:
+            out = out + self.res(targets)
+        if self.bias is not None:
+            out = out + self.bias
+        return out if alpha is None else (out, self._with_weights(graph, alpha))
+
+    def _edge_logits(self, edge_attr: Tensor) -> Tensor:
+        """The edge term `[E, H]`, by folding W_e and a_edge into one `[H, D]` matrix: no `[E, H, C]` is made."""
+        if self.lin_edge.in_channels < 0:
+            self.lin_edge(edge_attr[:0])  # the first call finds the size
+        weight = self._heads(self.lin_edge.weight.t())
+        return edge_attr @ (weight * self.att_edge).sum(-1).to(edge_attr.dtype)

@@ -1,0 +1,1 @@
+"""What the core computes with."""

@@ -1,0 +1,51 @@
+"""Dropout on attention weights, by a counter-based generator.
+
+One definition for every backend: whether a weight is kept depends on the seed and on the weight's position alone, so a
+kernel can recompute it in the backward pass, in any order and on any number of threads, and tests can compare kernels
+under dropout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW32 = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection on 32-bit integers that spreads every input bit; in int64, where its products cannot overflow."""
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & _LOW32
+    return x ^ (x >> 16)
+
+
+def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """Which weights dropout keeps.
+
+    Weight number *n* (counted row by row over `shape`) is kept where `mix(mix(low(n) ^ low(seed)) ^ high(n) ^
+    high(seed))`, a uniform 32-bit integer, is at least `p * 2**32`.
+
+    Args:
+        seed: A scalar int64 tensor in `[0, 2**63)`, on the device that the mask is for.
+        shape: Shape of the weights, `[..., E, H]`.
+        p: Probability that a weight is dropped.
+    """
+    number = torch.arange(shape.numel(), device=seed.device)
+    random = _mix(_mix((number & _LOW32) ^ (seed & _LOW32)) ^ (number >> 32) ^ (seed >> 32))
+    return (random >= int(p * 2**32)).view(shape)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A fresh seed from PyTorch's default generator of `device`."""
+    return torch.randint(2**63 - 1, (), device=device)
+
+
+def weight_dropout(weights: Tensor, p: float, training: bool) -> Tensor:
+    """Zeroes each weight with probability `p` and scales the others by `1 / (1 - p)`."""
+    if not training or p == 0.0:
+        return weights
+    if p == 1.0:
+        return weights * 0.0
+    keep = keep_mask(draw_seed(weights.device), weights.shape, p)
+    return weights * (keep.to(weights.dtype) / (1 - p))

@@ -1,0 +1,172 @@
+r"""How a target *i* and a source *j* compare: the score functions.
+
+Dimensions, here and everywhere in gattn: N targets, M sources, E edges, H heads, C channels, B batch.
+
+A score holds tensors, not parameters: layers own the parameters. Its `logits` *is* its definition; every backend is
+tested against it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Score:
+    r"""Base class of all score functions :math:`s(q_i, k_j, e_{ij})`.
+
+    To add one, override :meth:`logits`; if it compares one scalar a head instead of a vector, set `scalar = True`.
+
+    Example:
+        >>> import torch, gattn
+        >>> class NegativeDistance(gattn.Score):
+        ...     def logits(self, query, key, edge):
+        ...         return -(query - key).square().sum(-1)
+        >>> x = torch.tensor([[[0.0]], [[1.0]]])  # two nodes, one head, one channel
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(2), score=NegativeDistance()).flatten()
+        tensor([0.2689, 0.7311])
+    """
+
+    #: Whether query and key are one scalar a head (`[N, H]`) rather than one vector (`[N, H, C]`).
+    scalar: ClassVar[bool] = False
+
+    #: Whether key and value may have fewer heads than the query (grouped queries).
+    grouped: ClassVar[bool] = False
+
+    def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """Compares the two ends of every edge.
+
+        Args:
+            query: Target-side term of each edge, `[..., E, H, C]` (`[..., E, H]` for a scalar score, or `None`).
+            key: Source-side term of each edge, of the same shape.
+            edge: The edge's own term, of the same shape, or `None`.
+
+        Returns:
+            One logit an edge and head, `[..., E, H]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define logits().")
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The tensors that the score itself holds (they take part in type promotion and in gradients)."""
+        return ()
+
+    def check(self, heads: int, channels: int) -> None:
+        """Raises `ValueError` where the score's own tensors do not fit `heads` and `channels`."""
+
+
+class GATScore(Score):
+    r"""The score of `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_: a sum of scalars.
+
+    .. math::
+        s_{ij} = \mathrm{LeakyReLU}(t_i + s_j + e_{ij}),
+        \quad t_i = \langle a_{dst}, W h_i \rangle, \; s_j = \langle a_{src}, W h_j \rangle
+
+    Args:
+        negative_slope: Slope of the LeakyReLU for negative inputs. (default: `0.2`)
+
+    Shapes:
+        query `[N, H]` or `None` (no target-side term), key `[M, H]`, edge `[E, H]`.
+    """
+
+    scalar = True
+
+    def __init__(self, negative_slope: float = 0.2):
+        self.negative_slope = negative_slope
+
+    def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        logits = key if query is None else query + key
+        if edge is not None:
+            logits = logits + edge
+        return F.leaky_relu(logits, self.negative_slope)
+
+    def __repr__(self) -> str:
+        return f"GATScore(negative_slope={self.negative_slope})"
+
+
+class AdditiveScore(Score):
+    r"""Additive attention: a small network with one hidden layer.
+
+    .. math::
+        s_{ij} = a^{\top} \sigma(q_i + k_j + e_{ij})
+
+    With :math:`\sigma` = LeakyReLU it is the score of `GATv2 <https://arxiv.org/abs/2105.14491>`_; with
+    :math:`\sigma = \tanh` that of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_ and the *concat* score of
+    `Luong et al. <https://arxiv.org/abs/1508.04025>`_.
+
+    Args:
+        vector: The vector :math:`a` of each head, `[H, C]`.
+        activation: `"leaky_relu"` or `"tanh"`. (default: `"leaky_relu"`)
+        negative_slope: Slope of the LeakyReLU for negative inputs. (default: `0.2`)
+
+    Shapes:
+        query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`.
+
+    Raises:
+        ValueError: If `vector` is not `[H, C]`, or the activation is not one of the two.
+    """
+
+    def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float = 0.2):
+        if vector.dim() != 2:
+            raise ValueError(
+                f"AdditiveScore's vector has one row a head, [H, C]; got a tensor of shape {list(vector.shape)}."
+            )
+        if activation not in ("leaky_relu", "tanh"):
+            raise ValueError(f"AdditiveScore's activation is 'leaky_relu' or 'tanh', not {activation!r}.")
+        self.vector = vector
+        self.activation = activation
+        self.negative_slope = negative_slope
+
+    def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        hidden = key if query is None else query + key
+        if edge is not None:
+            hidden = hidden + edge
+        hidden = hidden.tanh() if self.activation == "tanh" else F.leaky_relu(hidden, self.negative_slope)
+        return (hidden * self.vector).sum(-1)
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.vector,)
+
+    def check(self, heads: int, channels: int) -> None:
+        if tuple(self.vector.shape) != (heads, channels):
+            raise ValueError(
+                f"AdditiveScore's vector is {list(self.vector.shape)}, but query and key have {heads} heads and "
+                f"{channels} channels; it must be [{heads}, {channels}]."
+            )
+
+    def __repr__(self) -> str:
+        return f"AdditiveScore(vector={list(self.vector.shape)}, activation={self.activation!r})"
+
+
+class DotScore(Score):
+    r"""The (scaled) dot product of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+
+    .. math::
+        s_{ij} = c \cdot q_i^{\top} (k_j + e_{ij})
+
+    Args:
+        scale: The factor :math:`c`; `None` stands for :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product.
+            (default: `None`)
+
+    Shapes:
+        query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Key and value may have fewer heads, a number that
+        divides H (grouped queries): consecutive query heads then share one.
+    """
+
+    grouped = True
+
+    def __init__(self, scale: float | None = None):
+        self.scale = scale
+
+    def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        if query is None:
+            raise ValueError("DotScore multiplies query and key; query=None is possible with GATScore only.")
+        if edge is not None:
+            key = key + edge
+        scale = 1 / math.sqrt(key.size(-1)) if self.scale is None else self.scale
+        return (query * key).sum(-1) * scale
+
+    def __repr__(self) -> str:
+        return f"DotScore(scale={self.scale})"

@@ -1,0 +1,93 @@
+"""Settings that hold for a block of code: which backend computes, and whether inputs are checked for NaN.
+
+They are process-wide, as PyTorch's own flags are (`torch.compile` guards on them; a context variable would break its
+graph).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+#: What can compute attention. `"auto"` stands for the fastest that applies.
+BACKENDS = ("reference",)
+
+
+@dataclass
+class _Settings:
+    backend: str = "auto"
+    check_finite: bool = False
+
+
+_settings = _Settings()
+
+
+def resolve_backend(name: str) -> str:
+    """Turns a request (an argument, or the block's setting where the argument is `"auto"`) into a backend."""
+    if name == "auto":
+        name = _settings.backend
+    if name == "auto":
+        return BACKENDS[0]
+    if name not in BACKENDS:
+        known = ", ".join(repr(known) for known in ("auto", *BACKENDS))
+        raise ValueError(f"unknown backend {name!r}: this version of gattn has {known}.")
+    return name
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Chooses the backend for a block of code.
+
+    An explicit `backend=` argument inside the block still wins.
+
+    Args:
+        name: `"auto"` (the fastest that applies) or `"reference"` (plain PyG message passing).
+
+    Raises:
+        ValueError: If there is no backend of that name.
+
+    Example:
+        >>> import gattn
+        >>> with gattn.backend("reference"):
+        ...     pass
+    """
+    resolve_backend(name)
+    before = _settings.backend
+    _settings.backend = name
+    try:
+        yield
+    finally:
+        _settings.backend = before
+
+
+@contextmanager
+def check_finite(enabled: bool = True) -> Iterator[None]:
+    """Inside the block, every attention call first checks its inputs and names the one that holds NaN or infinity.
+
+    Costs a pass over each input, so it is off unless asked for.
+
+    Args:
+        enabled: Set to `False` to switch an outer check off again. (default: `True`)
+
+    Example:
+        >>> import torch, gattn
+        >>> conv = gattn.nn.GATConv(2, 4)
+        >>> x = torch.tensor([[0.0, 1.0], [float("nan"), 0.0]])
+        >>> with gattn.check_finite():
+        ...     conv(x, torch.tensor([[0], [1]]))
+        Traceback (most recent call last):
+        ...
+        ValueError: x holds 1 value that is NaN or infinite (the first one at index (1, 0)).
+    """
+    before = _settings.check_finite
+    _settings.check_finite = enabled
+    try:
+        yield
+    finally:
+        _settings.check_finite = before
+
+
+def checks_finite() -> bool:
+    """Whether the block that runs now asked for `check_finite`."""
+    return _settings.check_finite
