@@ -1,8 +1,8 @@
 """Node classification on citation networks by the protocol of the GAT paper: `python -m benchmarks.citation`.
 
-Two attention layers, row-normalised features, Adam; a checkpoint whenever validation loss and accuracy are both at their
-best so far; stop when neither improved for 100 epochs, or after 10 000; the test accuracy is the checkpoint's. Mean and
-standard deviation over seeds.
+Two attention layers, row-normalised features, Adam; a checkpoint whenever validation loss and accuracy are both at
+their best so far; stop when neither improved for 100 epochs, or after 10 000; the test accuracy is the checkpoint's.
+Mean and standard deviation over seeds.
 
 Every finished run is appended to a results file at once. A benchmark that was interrupted goes on where it stopped and
 ends with the same numbers, on one process or several.
@@ -102,7 +102,7 @@ def protocol_for(dataset: str, layers: str, max_epochs: int) -> Protocol:
 def build_model(run: Run, data: Data) -> gattn.models.GAT:
     """The network of the paper."""
     protocol = run.protocol
-    kwargs = {"value_dropout": protocol.value_dropout} if run.layers == "gattn" else {}
+    kwargs: dict[str, Any] = {"value_dropout": protocol.value_dropout} if run.layers == "gattn" else {}
     return (gattn.models.GAT if run.layers == "gattn" else PyGGAT)(
         data.num_features,
         protocol.hidden_channels,
@@ -254,13 +254,12 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "data set": dataset,
                 "model": model,
-                "layers": layers,
-                "features": group[0]["features"],
+                "layers": f"{layers}, {group[0]['features']} features",
                 "runs": str(len(group)),
-                "test accuracy, %": _spread(accuracies),
+                "test, %": _spread(accuracies),
                 "published, %": f"{published[0]:.1f} ± {published[1]:.1f}" if published else "–",
                 "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f}",
-                "ms per epoch (quartiles)": _quartiles([1000 * value for value in seconds]),
+                "ms/epoch (quartiles)": _quartiles([1000 * value for value in seconds]),
             }
         )
     return lines
@@ -301,7 +300,7 @@ def report(rows: Sequence[dict[str, Any]], unavailable: dict[str, str], out: Pat
     if lines:
         table = Table(title="Node classification, GAT paper's protocol")
         for name in lines[0]:
-            table.add_column(name, justify="left" if name in ("data set", "model", "layers") else "right")
+            table.add_column(name, justify="left" if name in ("data set", "model", "layers") else "right", no_wrap=True)
         for line in lines:
             table.add_row(*line.values())
         console.print(table)
@@ -355,13 +354,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--dataset", nargs="+", metavar="NAME", help="data sets by gattn's names; karate and cora if none")
+    parser.add_argument(
+        "--dataset", nargs="+", metavar="NAME", help="data sets by gattn's names; karate and cora if none"
+    )
     parser.add_argument("--model", nargs="+", default=["gat"], choices=MODELS, help="kinds of attention layer")
     parser.add_argument("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers")
     parser.add_argument("--runs", type=int, default=10, help="runs for each, with seeds from --seed on")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--device", default="cpu", help="PyTorch device")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the runs; the numbers stay the same")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes that share the runs; the numbers stay the same"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads a process; another number rounds differently")
     parser.add_argument(
         "--features",
@@ -417,7 +420,7 @@ def plan(options: argparse.Namespace, densities: dict[str, float]) -> list[Run]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
     options = parse(arguments)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     densities, unavailable = find(options)
     for reason in unavailable.values():
         console.print(f"[yellow]Skipped:[/yellow] {reason}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Results as append-only JSON lines: a run that is finished is never lost, and one that was cut off is never half there."""
+"""Results as append-only JSON lines: a finished run is never lost, one that was cut off is never half there."""
 
 from __future__ import annotations
 

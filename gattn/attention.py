@@ -9,7 +9,7 @@ Dimensions: N targets, M sources, E edges, H heads, C channels, B batch.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class Attention(MessagePassing):
         torch.Size([3, 2, 4])
     """
 
-    # PyG generates propagate() and edge_updater() for these arguments. As attributes, so that it need not parse sources.
-    edge_updater_type = {
+    # PyG generates propagate() and edge_updater() for these arguments; given so, it need not parse sources.
+    edge_updater_type: ClassVar[dict[str, Any]] = {
         "query": Optional[Tensor],
         "key": Tensor,
         "edge": Optional[Tensor],
@@ -53,7 +53,7 @@ class Attention(MessagePassing):
         "distribution": Distribution,
         "num_targets": int,
     }
-    propagate_type = {"value": Tensor, "alpha": Tensor, "edge_value": Optional[Tensor]}
+    propagate_type: ClassVar[dict[str, Any]] = {"value": Tensor, "alpha": Tensor, "edge_value": Optional[Tensor]}
 
     def __init__(self, aggr: Any = "add", *, flow: str = FLOWS[0], **kwargs: Any):
         super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
@@ -70,9 +70,9 @@ class Attention(MessagePassing):
         type(self)._orig_propagate = MessagePassing.propagate
         type(self)._orig_edge_updater = MessagePassing.edge_updater
 
-    def forward(self, query: Tensor | None, key: Tensor, value: Tensor, graph: Any, **kwargs: Any) -> Any:
-        """Attends; takes the arguments of `gattn.attend` except `training`."""
-        return self.attend(query, key, value, graph, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attends; takes the arguments of `gattn.attend`."""
+        return self.attend(*args, **kwargs)
 
     def attend(
         self,
@@ -119,13 +119,12 @@ class Attention(MessagePassing):
         # Half precision is computed in float32 throughout and rounded once, at the end.
         result = _promote(query, key, value, edge, bias, edge_value, *score.parameters())
         compute = torch.float32 if result in (torch.float16, torch.bfloat16) else result
-        query, key, value, edge, bias, edge_value = (
-            None if t is None else t.to(compute) for t in (query, key, value, edge, bias, edge_value)
-        )
+        key, value = key.to(compute), value.to(compute)
+        query, edge, bias, edge_value = (None if t is None else t.to(compute) for t in (query, edge, bias, edge_value))
         if score.grouped:
             key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
         if score.scalar:
-            query, key = (None if t is None else t.unsqueeze(-1) for t in (query, key))
+            query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
 
         alpha = self.edge_updater(
             index,
@@ -319,9 +318,9 @@ def _edge_list(
     if num_targets is None:
         num_targets = num_sources if graph.num_targets is None else graph.num_targets
     edges = graph.with_sizes(num_sources, num_targets).edges()
-    if edges.index.device != device:
-        raise ValueError(f"the graph is on {edges.index.device}, the features are on {device}: move one of them.")
-    return edges.index, edges.num_targets, graph.flow
+    if edges.edge_index.device != device:
+        raise ValueError(f"the graph is on {edges.edge_index.device}, the features are on {device}: move one of them.")
+    return edges.edge_index, edges.num_targets, graph.flow
 
 
 def _per_edge(
@@ -387,7 +386,9 @@ def _check_edge_terms(
         if tensor is None:
             continue
         shapes = [
-            (*front, shape[0], count, *shape[2:]) for front in dict.fromkeys([(), tuple(batch)]) for count in head_counts
+            (*front, shape[0], count, *shape[2:])
+            for front in dict.fromkeys([(), tuple(batch)])
+            for count in head_counts
         ]
         if tuple(tensor.shape) not in shapes:
             raise ValueError(

@@ -55,13 +55,17 @@ def data_root(root: str | os.PathLike[str] | None = None) -> Path:
 def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.PathLike[str] | None = None) -> Any:
     """Loads a data set by name, with the masks of a split.
 
-    | names | splits |
-    | --- | --- |
-    | `karate` | `public` (ours: of each class, in the order of nodes, the first two train and the next two validate, the rest test), `random` |
-    | `cora`, `citeseer`, `pubmed` | `public` (140/120/60, 500, 1000), `full` (all that is neither validation nor test trains), `geom-gcn` (ten), `random` (20 a class, 500, 1000) |
-    | `computers`, `photo`, `cs`, `physics` | `public` and `random` are one: 20 a class train, 30 times the number of classes validate, the rest tests |
-    | `roman-empire`, `amazon-ratings`, `minesweeper`, `tolokers`, `questions` | `public` (ten), `random` (as above) |
-    | `ogbn-...`, `ogbg-...`, by OGB's names | `public` |
+    Names, and the splits they have:
+
+    - `karate`: `"public"`, ours: of each class, in the order of nodes, the first two train and the next two validate,
+      the rest tests. `"random"`: the same in a random order.
+    - `cora`, `citeseer`, `pubmed`: `"public"` (20 a class train, 500 validate, 1000 test), `"full"` (all others train),
+      `"geom-gcn"` (ten fixed splits), `"random"` (sizes as in the public one).
+    - `computers`, `photo` (Amazon), `cs`, `physics` (Coauthor): `"public"` and `"random"` are the same, as nobody
+      published one: 20 a class train, 30 times the number of classes validate, the rest tests.
+    - `roman-empire`, `amazon-ratings`, `minesweeper`, `tolokers`, `questions`: `"public"` (ten fixed splits),
+      `"random"` (as above).
+    - OGB's node- and graph-property sets by OGB's names, `ogbn-...` and `ogbg-...`: `"public"`.
 
     Args:
         name: One of the above; case and `-` or `_` do not matter.
@@ -92,7 +96,9 @@ def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.Path
         return _load_ogb(key, folder)
     family = next((family for family in _FAMILIES if key in family.names), None)
     if family is None:
-        raise ValueError(f"unknown data set {name!r}: gattn has {', '.join(available())} and OGB's ogbn-... and ogbg-...")
+        raise ValueError(
+            f"unknown data set {name!r}: gattn has {', '.join(available())} and OGB's ogbn-... and ogbg-..."
+        )
     _check_split(name, split, family.splits)
     loader_name = family.names[key]
     missing = [file for file in family.files(loader_name, split) if not (folder / file).exists()]
@@ -187,7 +193,8 @@ def _load_heterophilous(name: str, folder: Path, split: str, seed: int) -> Data:
 
 def _planetoid_files(name: str, split: str) -> list[str]:
     raw = f"{name}/geom-gcn/raw" if split == "geom-gcn" else f"{name}/raw"
-    files = [f"{raw}/ind.{name.lower()}.{part}" for part in "x tx allx y ty ally graph test.index".split()]
+    parts = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
+    files = [f"{raw}/ind.{name.lower()}.{part}" for part in parts]
     if split == "geom-gcn":
         files += [f"{raw}/{name.lower()}_split_0.6_0.2_{i}.npz" for i in range(10)]
     return files
@@ -287,9 +294,9 @@ def _load_ogb(name: str, folder: Path) -> Any:
     else:
         missing = [f"{name.replace('-', '_')}/raw/..."]
         # Asking for a data set by name is the consent that ogb's question on standard input is for.
-        with mock.patch.object(module, "decide_download", lambda url: True):
-            with _explain_failure(name, folder, missing, url):
-                dataset = loader(name, root=str(folder))
+        consent = mock.patch.object(module, "decide_download", return_value=True)
+        with consent, _explain_failure(name, folder, missing, url):
+            dataset = loader(name, root=str(folder))
     if not is_node:
         return dataset
     if dataset.is_hetero:
@@ -301,6 +308,15 @@ def _load_ogb(name: str, folder: Path) -> Any:
     for mask, part in (("train_mask", "train"), ("val_mask", "valid"), ("test_mask", "test")):
         data[mask] = _mask(torch.as_tensor(parts[part]), data.num_nodes)
     return data
+
+
+# How a data set that OGB publishes as text is described once DatasetSaver wrote it.
+_SAVER_META = {
+    "binary": "True",
+    "add_inverse_edge": "False",
+    "additional node files": "None",
+    "additional edge files": "None",
+}
 
 
 def _ogb_meta(name: str, folder: Path, master: Path) -> dict[str, Any] | None:
@@ -322,6 +338,8 @@ def _ogb_meta(name: str, folder: Path, master: Path) -> dict[str, Any] | None:
             place = inner if inner.is_dir() else place
         elif name in table:
             meta = dict(table[name])
+            if meta["binary"] != "True" and (place / "raw" / "data.npz").exists():
+                meta.update(_SAVER_META)
         else:
             continue
         if not (place / "raw").is_dir() or not any((place / "raw").iterdir()):
@@ -333,7 +351,7 @@ def _ogb_meta(name: str, folder: Path, master: Path) -> dict[str, Any] | None:
                 f"version. If they are, make an empty file of that name there; if not, move the folder away and load "
                 "again."
             )
-        return {**meta, "dir_path": str(place), "binary": str((place / "raw" / "data.npz").exists())}
+        return {**meta, "dir_path": str(place)}
     if name not in table:
         raise ValueError(f"OGB has no data set {name!r}, and there is no {folder / underscored} with a meta_dict.pt.")
     return None

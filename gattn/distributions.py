@@ -77,9 +77,16 @@ class Distribution:
 
 
 class Softmax(Distribution):
-    """The scatter-softmax as an object: what `distribution="softmax"` names."""
+    """The scatter-softmax as an object: what `distribution="softmax"` names.
+
+    Example:
+        >>> import torch, gattn
+        >>> gattn.Softmax().weights(torch.zeros(2, 1), torch.tensor([0, 0]), num_targets=1, dim=0).flatten()
+        tensor([0.5000, 0.5000])
+    """
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
+        """See `gattn.softmax`."""
         return softmax(logits, index, num_targets, dim)
 
 

@@ -21,13 +21,12 @@ from torch_geometric.utils import (
     to_edge_index,
     to_torch_csr_tensor,
 )
-from torch_geometric.utils.sparse import set_sparse_value
 
 FLOWS = ("source_to_target", "target_to_source")
 
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-# What was derived from an edge_index: {edge_index: {(sizes, flags): (version, looped edge_index or None, its version)}}.
+# What was derived: {edge_index: {(sizes, flags): (its version, edge_index with self-loops or None, its version)}}.
 # Values must never hold the key or a view of it, or no entry would ever be freed.
 _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -37,8 +36,8 @@ class Edges(NamedTuple):
 
     adjacency: Any
     """The graph in the form that it was given in, self-loops included."""
-    index: Tensor
-    """`[2, E]`, int64, rows as in `edge_index`."""
+    edge_index: Tensor
+    """`[2, E]`, a plain int64 tensor, rows in the order that the graph was given in."""
     num_sources: int
     num_targets: int
 
@@ -46,9 +45,9 @@ class Edges(NamedTuple):
 class SparseGraph:
     r"""A graph given by its edges.
 
-    Hold one if you use a graph again and again, or pass the same `edge_index`: what is derived from it (the index check,
-    the self-loops) is cached per tensor, by identity and version. An in-place edit is noticed; one that goes through
-    `.data` or `.numpy()` is not.
+    Hold one if you use a graph again and again, or pass the same `edge_index`: what is derived from it (the index
+    check, the self-loops) is cached per tensor, by identity and version. An in-place edit is noticed; one that goes
+    through `.data` or `.numpy()`, or changes a sparse adjacency that a `SparseGraph` holds, is not.
 
     Args:
         edge_index: `[2, E]`, sources above targets (for `flow="source_to_target"`): an integer tensor or a PyG
@@ -112,7 +111,7 @@ class SparseGraph:
     @property
     def edge_index(self) -> Tensor:
         """All edges, `[2, E]`, self-loops included, in the order that attention weights have."""
-        return self.edges().index
+        return self.edges().edge_index
 
     def with_self_loops(self) -> SparseGraph:
         """The same graph with `self_loops=True`."""
@@ -195,7 +194,7 @@ class SparseGraph:
         if isinstance(adjacency, SparseTensor):
             return adjacency.set_value(weights, layout="coo")
         if is_torch_sparse_tensor(adjacency):
-            return set_sparse_value(adjacency, weights), weights
+            return _with_values(adjacency, weights), weights
         return adjacency, weights
 
     def __repr__(self) -> str:
@@ -210,13 +209,15 @@ def _check_form(edge_index: Any) -> None:
         return
     if not isinstance(edge_index, Tensor):
         raise TypeError(
-            "a graph is an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a SparseTensor, a "
-            f"SparseGraph or a CompleteGraph; got {type(edge_index).__name__}."
+            "a graph is an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a SparseTensor, "
+            f"a SparseGraph or a CompleteGraph; got {type(edge_index).__name__}."
         )
     if is_torch_sparse_tensor(edge_index):
         return
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
-        hint = " (it looks transposed: pass edge_index.t())" if edge_index.dim() == 2 and edge_index.size(1) == 2 else ""
+        hint = (
+            " (it looks transposed: pass edge_index.t())" if edge_index.dim() == 2 and edge_index.size(1) == 2 else ""
+        )
         raise ValueError(
             f"edge_index has shape [2, E], sources above targets; got shape {list(edge_index.shape)}{hint}."
         )
@@ -296,6 +297,16 @@ def _sparse_features(adjacency: Any) -> Tensor | None:
     return values if values is not None and values.dim() > 1 else None
 
 
+def _with_values(adjacency: Tensor, values: Tensor) -> Tensor:
+    """A `torch.sparse` adjacency with other values, whatever the shape of its own."""
+    size = (*adjacency.shape[:2], *values.shape[1:])
+    if adjacency.layout == torch.sparse_coo:
+        return torch.sparse_coo_tensor(adjacency.coalesce().indices(), values, size, is_coalesced=True)
+    if adjacency.layout == torch.sparse_csr:
+        return torch.sparse_csr_tensor(adjacency.crow_indices(), adjacency.col_indices(), values, size)
+    return torch.sparse_csc_tensor(adjacency.ccol_indices(), adjacency.row_indices(), values, size)
+
+
 def _derive(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Tensor:
     """Checks `edge_index` and adds self-loops, once for each version of it."""
     cacheable = not torch.compiler.is_compiling() and not edge_index.is_inference()
@@ -306,7 +317,8 @@ def _derive(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: 
     entry = entries.get(key)
     # The looped tensor is handed out as part of attention weights, so its version counts too.
     if entry is None or entry[0] != edge_index._version or (entry[1] is not None and entry[1]._version != entry[2]):
-        looped = _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
+        with torch.inference_mode(False):  # what is cached must serve training too
+            looped = _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
         entry = (edge_index._version, looped, looped._version) if self_loops else (edge_index._version, None, 0)
         entries[key] = entry
     return edge_index if entry[1] is None else entry[1]
@@ -329,8 +341,8 @@ class CompleteGraph:
         num_sources: M. (default: N)
         causal: Whether targets see only the sources up to their own place. With N ≠ M the *last* target sees every
             source (bottom-right alignment, what a cached decoding step needs). (default: `False`)
-        window: `(left, right)`: how far before and after its own place, inclusive, a target sees; an integer means both.
-            (default: `None`, all of them)
+        window: `(left, right)`: how far before and after its own place, inclusive, a target sees; an integer means
+            both. (default: `None`, no limit)
         source_lengths: Of a padded batch: how many sources are real, one number for each element of the batch, `[B]`.
             (default: `None`)
         target_lengths: Likewise for targets; the others get zeros. (default: `None`)
@@ -357,7 +369,9 @@ class CompleteGraph:
     ):
         num_sources = num_targets if num_sources is None else num_sources
         if num_targets < 0 or num_sources < 0:
-            raise ValueError(f"a graph has no negative number of nodes: got {num_targets} targets, {num_sources} sources.")
+            raise ValueError(
+                f"a graph has no negative number of nodes: got {num_targets} targets, {num_sources} sources."
+            )
         if isinstance(window, int):
             window = (window, window)
         if window is not None and (len(window) != 2 or min(window) < 0):

@@ -69,6 +69,12 @@ class GATScore(Score):
 
     Shapes:
         query `[N, H]` or `None` (no target-side term), key `[M, H]`, edge `[E, H]`.
+
+    Example:
+        >>> import torch, gattn
+        >>> logits, value = torch.zeros(3, 2), torch.randn(3, 2, 8)  # 3 nodes, 2 heads, 8 channels
+        >>> gattn.attend(logits, logits, value, torch.tensor([[0, 1], [2, 2]]), score=gattn.GATScore()).shape
+        torch.Size([3, 2, 8])
     """
 
     scalar = True
@@ -77,6 +83,7 @@ class GATScore(Score):
         self.negative_slope = negative_slope
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """See `Score.logits`."""
         logits = key if query is None else query + key
         if edge is not None:
             logits = logits + edge
@@ -106,6 +113,13 @@ class AdditiveScore(Score):
 
     Raises:
         ValueError: If `vector` is not `[H, C]`, or the activation is not one of the two.
+
+    Example:
+        >>> import torch, gattn
+        >>> x = torch.randn(3, 2, 8)  # 3 nodes, 2 heads, 8 channels
+        >>> bahdanau = gattn.AdditiveScore(torch.randn(2, 8), activation="tanh")
+        >>> gattn.attend(x, x, x, torch.tensor([[0, 1], [2, 2]]), score=bahdanau).shape
+        torch.Size([3, 2, 8])
     """
 
     def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float = 0.2):
@@ -120,6 +134,7 @@ class AdditiveScore(Score):
         self.negative_slope = negative_slope
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """See `Score.logits`."""
         hidden = key if query is None else query + key
         if edge is not None:
             hidden = hidden + edge
@@ -127,9 +142,11 @@ class AdditiveScore(Score):
         return (hidden * self.vector).sum(-1)
 
     def parameters(self) -> tuple[Tensor, ...]:
+        """The vector :math:`a`."""
         return (self.vector,)
 
     def check(self, heads: int, channels: int) -> None:
+        """Raises `ValueError` where the vector does not fit `heads` and `channels`."""
         if tuple(self.vector.shape) != (heads, channels):
             raise ValueError(
                 f"AdditiveScore's vector is {list(self.vector.shape)}, but query and key have {heads} heads and "
@@ -153,6 +170,12 @@ class DotScore(Score):
     Shapes:
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Key and value may have fewer heads, a number that
         divides H (grouped queries): consecutive query heads then share one.
+
+    Example:
+        >>> import torch, gattn
+        >>> query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)  # 4 query heads share 2 of key and value
+        >>> gattn.attend(query, key, key, gattn.CompleteGraph(3), score=gattn.DotScore(scale=1.0)).shape
+        torch.Size([3, 4, 8])
     """
 
     grouped = True
@@ -161,6 +184,7 @@ class DotScore(Score):
         self.scale = scale
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """See `Score.logits`."""
         if query is None:
             raise ValueError("DotScore multiplies query and key; query=None is possible with GATScore only.")
         if edge is not None:

@@ -39,17 +39,27 @@ def random_edge_index(
     return torch.stack([sources, targets])
 
 
-def assert_as_exact_as(actual: Tensor, peer: Tensor, exact: Tensor, *, factor: float = 4.0, name: str = "result") -> None:
+def assert_as_exact_as(
+    actual: Tensor,
+    peer: Tensor,
+    exact: Tensor,
+    *,
+    factor: float = 4.0,
+    scale: float | None = None,
+    name: str = "result",
+) -> None:
     """Asserts that `actual` is no further from the exact result than a peer is, up to a small factor.
 
     The budget is derived, not tuned: what the peer itself loses in this type against float64, at the worst element,
-    times `factor`, and never less than a few units in the last place of the largest element.
+    times `factor`, and never less than a few units in the last place at `scale`.
 
     Args:
         actual: What is tested.
         peer: The same computed by the reference in the same type.
         exact: The same computed by the reference in float64.
         factor: How many times the peer's error is allowed. (default: `4.0`)
+        scale: Magnitude of the terms that were summed, where that is more than the result's own. (default: `None`, the
+            result's largest element)
         name: What to call it in the message.
 
     Raises:
@@ -60,8 +70,8 @@ def assert_as_exact_as(actual: Tensor, peer: Tensor, exact: Tensor, *, factor: f
     if actual.numel() == 0:
         return
     exact = exact.double()
-    scale = exact.abs().max().item()
-    floor = 8 * torch.finfo(actual.dtype).eps * max(scale, torch.finfo(actual.dtype).tiny)
+    scale = exact.abs().max().item() if scale is None else scale
+    floor = 8 * torch.finfo(actual.dtype).eps * scale
     budget = factor * (peer.double() - exact).abs().max().item() + floor
     error = (actual.double() - exact).abs().max().item()
     # Written so that NaN fails.

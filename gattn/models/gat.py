@@ -110,7 +110,7 @@ class GAT(BasicGNN):
         )
         self.input_dropout = FeatureDropout(dropout if input_dropout is None else input_dropout)
 
-    def init_conv(  # type: ignore[override]
+    def init_conv(
         self,
         in_channels: int | tuple[int, int],
         out_channels: int,
@@ -157,8 +157,10 @@ class GAT(BasicGNN):
                 (default: `None`)
             num_sampled_edges_per_hop: Likewise for edges. (default: `None`)
         """
-        if edge_weight is not None:
-            raise ValueError("attention layers compute their own weights: pass edge_attr (and edge_dim), not edge_weight.")
+        if isinstance(edge_weight, Tensor):
+            raise ValueError(
+                "attention layers compute their own weights: pass edge_attr (and edge_dim), not edge_weight."
+            )
         return super().forward(
             self.input_dropout(x),
             edge_index,

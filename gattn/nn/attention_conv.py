@@ -35,6 +35,10 @@ class AttentionConv(Attention):
 
     def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
         """Source and target features; the same tensor twice where `x` is a single one."""
+        if isinstance(x, (tuple, list)) and len(x) != 2:
+            raise TypeError(
+                f"x is a tensor, or a pair of tensors (sources, targets); got a {type(x).__name__} of {len(x)}."
+            )
         sources, targets = x if isinstance(x, (tuple, list)) else (x, x)
         for name, features in (("source features", sources), ("target features", targets)):
             if not isinstance(features, Tensor) and (features is not None or name == "source features"):
@@ -72,21 +76,21 @@ class AttentionConv(Attention):
                     "sources of this CompleteGraph are different nodes. Make the layer with add_self_loops=False."
                 )
             return graph
-        size = (None, None) if size is None else tuple(size)
-        if self.flow != FLOWS[0]:
-            size = (size[1], size[0])
-        num_sources = size[0] if size[0] is not None else sources.size(-2)
-        num_targets = size[1] if targets is None else targets.size(-2)
+        num_sources = sources.size(-2)
+        num_targets = None if targets is None else targets.size(-2)
+        if size is not None:
+            given_sources, given_targets = size if self.flow == FLOWS[0] else (size[1], size[0])
+            for what, given, rows in (("sources", given_sources, num_sources), ("targets", given_targets, num_targets)):
+                if given is not None and rows is not None and given != rows:
+                    raise ValueError(f"size says {given} {what}, but their features have {rows} rows.")
+            num_targets = given_targets if num_targets is None else num_targets
         if num_targets is None:
             num_targets = num_sources if graph.num_targets is None else graph.num_targets
-        for what, given, features in (("sources", size[0], sources), ("targets", size[1], targets)):
-            if given is not None and features is not None and given != features.size(-2):
-                raise ValueError(f"size says {given} {what}, but their features have {features.size(-2)} rows.")
         graph = graph.with_sizes(num_sources, num_targets)
         return graph.with_self_loops() if self_loops else graph
 
-    def _edge_features(self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = 1.0) -> Tensor | None:
-        """Edge features `[E, D]` in the order of the graph's edges, or `None` for a layer without."""
+    def _edge_term(self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = 1.0) -> Tensor | None:
+        """Projected edge features in the order of the graph's edges; `None` for a layer without."""
         if self.lin_edge is None:
             if edge_attr is not None:
                 raise ValueError(
@@ -94,14 +98,15 @@ class AttentionConv(Attention):
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
             return None
+        _check_finite(edge_attr=edge_attr)
         if isinstance(graph, SparseGraph):
             edge_attr = graph.edge_features(edge_attr, fill_value)
-            num_edges = graph.edges().index.size(1)
+            num_edges = graph.edges().edge_index.size(1)
         else:
             num_edges = graph.edge_index().size(1)
         if edge_attr is None:
             raise ValueError(
-                f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr of shape [E, {self.edge_dim}]."
+                f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr, [E, {self.edge_dim}]."
             )
         if edge_attr.dim() == 1:
             edge_attr = edge_attr.unsqueeze(-1)
@@ -112,8 +117,11 @@ class AttentionConv(Attention):
                 f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for "
                 f"edge_dim={self.lin_edge.in_channels}."
             )
-        _check_finite(edge_attr=edge_attr)
-        return edge_attr
+        return self._project_edges(self.lin_edge, edge_attr)
+
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
+        """Edge features `[E, D]` as the score's edge term, `[E, H, C]`."""
+        return self._heads(lin_edge(edge_attr))
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[..., H * C]` as `[..., H, C]`."""

@@ -91,7 +91,9 @@ class GATConv(AttentionConv):
         self._check_options()
 
         channels = heads * out_channels
-        self.lin = self.lin_src = self.lin_dst = None
+        self.lin: Linear | None = None
+        self.lin_src: Any = None
+        self.lin_dst: Any = None
         if isinstance(in_channels, int):
             self.lin = Linear(in_channels, channels, bias=False, weight_initializer="glorot")
         else:
@@ -156,8 +158,7 @@ class GATConv(AttentionConv):
         """
         sources, targets = self._inputs(x)
         graph = self._graph(edge_index, sources, targets, self.add_self_loops, size)
-        lin_src = self.lin if self.lin is not None else self.lin_src
-        lin_dst = self.lin if self.lin is not None else self.lin_dst
+        lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
 
         value = self._heads(lin_src(sources))
         target = None
@@ -166,9 +167,7 @@ class GATConv(AttentionConv):
         key = (value * self.att_src).sum(-1)
         query = None if target is None else (target * self.att_dst).sum(-1)
 
-        edge = self._edge_features(graph, edge_attr, self.fill_value)
-        if edge is not None:
-            edge = self._edge_logits(edge)
+        edge = self._edge_term(graph, edge_attr, self.fill_value)
         score = GATScore(self.negative_slope)
         weights = "dropped" if return_attention_weights else False
         out, alpha = self._attend_and_merge(query, key, value, graph, score, edge, None, weights)
@@ -178,9 +177,8 @@ class GATConv(AttentionConv):
             out = out + self.bias
         return out if alpha is None else (out, self._with_weights(graph, alpha))
 
-    def _edge_logits(self, edge_attr: Tensor) -> Tensor:
-        """The edge term `[E, H]`, by folding W_e and a_edge into one `[H, D]` matrix: no `[E, H, C]` is made."""
-        if self.lin_edge.in_channels < 0:
-            self.lin_edge(edge_attr[:0])  # the first call finds the size
-        weight = self._heads(self.lin_edge.weight.t())
-        return edge_attr @ (weight * self.att_edge).sum(-1).to(edge_attr.dtype)
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
+        """The edge term `[E, H]`, by folding W_e and a_edge into one `[D, H]` matrix: no `[E, H, C]` is made."""
+        if lin_edge.in_channels < 0:
+            lin_edge(edge_attr[:0])  # the first call finds the size
+        return edge_attr @ (self._heads(lin_edge.weight.t()) * self.att_edge).sum(-1).to(edge_attr.dtype)

@@ -160,9 +160,7 @@ class GATv2Conv(AttentionConv):
         key = self._heads(self.lin_l(sources))
         query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
 
-        edge = self._edge_features(graph, edge_attr, self.fill_value)
-        if edge is not None:
-            edge = self._heads(self.lin_edge(edge))
+        edge = self._edge_term(graph, edge_attr, self.fill_value)
         score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
         weights = "dropped" if return_attention_weights else False
         out, alpha = self._attend_and_merge(query, key, key, graph, score, edge, None, weights)

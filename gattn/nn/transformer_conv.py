@@ -25,8 +25,8 @@ class TransformerConv(AttentionConv):
     On a `CompleteGraph` it is a Transformer's self-attention.
 
     A drop-in for `torch_geometric.nn.TransformerConv`: the same arguments, parameter names and numbers. Beyond it:
-    features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and float32
-    accumulation in half precision. Where it differs: `return_attention_weights=False` returns the output alone.
+    features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and
+    float32 accumulation in half precision. Where it differs: `return_attention_weights=False` returns the output alone.
 
     Args:
         in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
@@ -137,9 +137,7 @@ class TransformerConv(AttentionConv):
         key = self._heads(self.lin_key(sources))
         value = self._heads(self.lin_value(sources))
 
-        edge = self._edge_features(graph, edge_attr)
-        if edge is not None:
-            edge = self._heads(self.lin_edge(edge))
+        edge = self._edge_term(graph, edge_attr)
         weights = bool(return_attention_weights)
         out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, edge, weights)
         if self.root_weight:

@@ -1,0 +1,220 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import citation
+from benchmarks.results import ResultsFile
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--dataset", "karate", "--model", "gat", "gatv2", "--runs", "2", "--max-epochs", "25"]
+EXACT = (
+    "dataset",
+    "model",
+    "layers",
+    "seed",
+    "test_accuracy",
+    "val_loss",
+    "val_accuracy",
+    "epochs",
+    "checkpoint_epoch",
+    "curve",
+)
+
+
+def exact(out):
+    """What must not depend on where and when it was computed, in a fixed order."""
+    rows = ResultsFile(out / "runs.jsonl").rows()
+    return sorted(json.dumps({name: row[name] for name in EXACT}) for row in rows)
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "benchmarks.citation", *map(str, arguments)]
+
+
+@pytest.fixture
+def quick(tmp_path):
+    """The quick benchmark, run without interruption."""
+    citation.main([*QUICK, "--out", str(tmp_path / "whole")])
+    return tmp_path / "whole"
+
+
+class TestProtocol:
+    run = citation.Run("karate", "gat", "gattn", 0, "cpu", 1, "dense", citation.Protocol(patience=3, max_epochs=50))
+
+    def train(self, monkeypatch, losses, accuracies, run=None):
+        def epochs(run, data, model):
+            for loss, accuracy in zip(losses, accuracies, strict=True):
+                yield {
+                    "train_loss": 0.0,
+                    "val_loss": loss,
+                    "val_accuracy": accuracy,
+                    "test_accuracy": accuracy / 10 + loss,
+                }
+
+        monkeypatch.setattr(citation, "epochs", epochs)
+        return citation.train(run or self.run)
+
+    def test_a_checkpoint_needs_both_at_their_best(self, monkeypatch):
+        result = self.train(monkeypatch, [1.0, 0.9, 0.8, 0.95, 0.95, 0.95], [0.5, 0.6, 0.55, 0.5, 0.5, 0.5])
+        assert result["checkpoint_epoch"] == 2
+        assert result["test_accuracy"] == pytest.approx(0.06 + 0.9)
+        assert result["epochs"] == 6
+
+    def test_patience_counts_epochs_in_which_neither_improved(self, monkeypatch):
+        losses = [1.0, 1.1, 1.1, 0.9, 1.1, 1.1, 1.1, 0.1]
+        accuracies = [0.5, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.9]
+        assert self.train(monkeypatch, losses, accuracies)["epochs"] == 7
+
+    def test_equal_counts_as_best(self, monkeypatch):
+        result = self.train(monkeypatch, [1.0, 1.0, 2.0, 2.0, 2.0], [0.5, 0.5, 0.1, 0.1, 0.1])
+        assert result["checkpoint_epoch"] == 2
+
+    def test_no_more_than_max_epochs(self, monkeypatch):
+        run = replace(self.run, protocol=citation.Protocol(max_epochs=4))
+        assert self.train(monkeypatch, [1.0] * 9, [0.5] * 9, run)["epochs"] == 4
+
+    def test_a_loss_that_is_not_a_number_is_an_error(self, monkeypatch):
+        with pytest.raises(FloatingPointError, match="the validation loss became nan in epoch 2"):
+            self.train(monkeypatch, [1.0, float("nan")], [0.5, 0.5])
+
+    def test_hyper_parameters(self):
+        cora, pubmed = citation.protocol_for("cora", "gattn", 10), citation.protocol_for("pubmed", "gattn", 10)
+        assert (cora.learning_rate, cora.weight_decay, cora.out_heads) == (0.005, 0.0005, 1)
+        assert (pubmed.learning_rate, pubmed.weight_decay, pubmed.out_heads) == (0.01, 0.001, 8)
+        assert citation.protocol_for("cora", "pyg", 10).value_dropout == 0
+
+    @pytest.mark.parametrize("model", citation.MODELS)
+    def test_both_kinds_of_layers_are_the_same_network(self, model):
+        """What `--layers` compares differs in dropout alone."""
+        run = replace(self.run, model=model)
+        data = citation.prepare(run)
+        torch.manual_seed(0)
+        ours = citation.build_model(run, data).eval()
+        torch.manual_seed(0)
+        theirs = citation.build_model(replace(run, layers="pyg"), data).eval()
+        assert {type(layer).__module__.split(".")[0] for layer in theirs.convs} == {"torch_geometric"}
+        assert {type(layer).__module__.split(".")[0] for layer in ours.convs} == {"gattn"}
+        torch.testing.assert_close(ours(data.x, data.edge_index), theirs(data.x, data.edge_index))
+
+    def test_features(self, load):
+        load("cora")
+        run = replace(self.run, dataset="cora")
+        dense, sparse = citation.prepare(run).x, citation.prepare(replace(run, features="sparse")).x
+        torch.testing.assert_close(sparse.to_dense(), dense)
+        torch.testing.assert_close(dense.sum(1), torch.ones(2708))
+
+
+class TestResuming:
+    def test_nothing_runs_twice(self, quick, capsys):
+        before = (quick / "runs.jsonl").read_text()
+        table = (quick / "table.md").read_text()
+        citation.main([*QUICK, "--out", str(quick)])
+        assert "4 of 4 runs are in" in capsys.readouterr().out
+        assert (quick / "runs.jsonl").read_text() == before
+        assert (quick / "table.md").read_text() == table
+
+    @pytest.mark.parametrize("cut", [0, 1, 30])
+    def test_between_and_inside_rows(self, quick, tmp_path, cut):
+        """Two runs are there, and `cut` bytes of the third."""
+        lines = (quick / "runs.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "cut").mkdir()
+        (tmp_path / "cut" / "runs.jsonl").write_text("".join(lines[:2]) + lines[2][:cut])
+        citation.main([*QUICK, "--out", str(tmp_path / "cut")])
+        assert exact(tmp_path / "cut") == exact(quick)
+
+    @pytest.mark.slow
+    def test_a_killed_process_loses_nothing(self, tmp_path):
+        arguments = ["--dataset", "karate", "--runs", "6", "--max-epochs", "300"]
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+        subprocess.run(command(*arguments, "--out", whole), check=True, cwd=ROOT, capture_output=True)
+        for rows_wanted in (1, 3):  # each time inside a run, as rows appear when one has ended
+            process = subprocess.Popen(
+                command(*arguments, "--out", killed), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            deadline = time.monotonic() + 120
+            while len(ResultsFile(killed / "runs.jsonl").rows()) < rows_wanted and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(0.1)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        assert rows_wanted <= len(exact(killed)) < len(exact(whole)) == 6
+        subprocess.run(command(*arguments, "--out", killed), check=True, cwd=ROOT, capture_output=True)
+        assert exact(killed) == exact(whole)
+
+    @pytest.mark.slow
+    def test_several_processes_give_the_same_numbers(self, quick, tmp_path):
+        arguments = [*QUICK, "--workers", "2", "--out", tmp_path / "two"]
+        subprocess.run(command(*arguments), check=True, cwd=ROOT, capture_output=True)
+        assert exact(tmp_path / "two") == exact(quick)
+
+    def test_other_settings_are_other_runs(self, quick):
+        citation.main([*QUICK, "--max-epochs", "5", "--out", str(quick)])
+        assert len(ResultsFile(quick / "runs.jsonl").rows()) == 8
+
+
+class TestCommandLine:
+    def test_report(self, quick, capsys):
+        citation.main([*QUICK, "--layers", "gattn", "pyg", "--out", str(quick)])
+        printed = capsys.readouterr().out
+        table = (quick / "table.md").read_text()
+        for text in (printed, table):
+            assert "gattn, sparse features" in text
+            assert "pyg, dense features" in text
+            assert "GATv2 and Transformer rows use GAT's hyper-parameters" in text
+            assert f"torch {torch.__version__}" in text
+        assert (quick / "curves.png").stat().st_size > 10_000
+
+    def test_published_figures_stand_beside_ours(self):
+        row = {"dataset": "cora", "model": "gat", "layers": "gattn", "features": "sparse", "epochs": 3}
+        rows = [{**row, "test_accuracy": accuracy, "seconds_per_epoch": 0.01} for accuracy in (0.82, 0.84)]
+        (line,) = citation.summarise(rows)
+        assert line["published, %"] == "83.0 ± 0.7"
+        assert line["test, %"] == "83.0 ± 1.4"
+        assert line["ms/epoch (quartiles)"] == "10.0 (10.0–10.0)"
+
+    def test_without_arguments_a_missing_data_set_is_named_and_the_rest_runs(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.setenv("GATTN_DATA", str(tmp_path / "nothing"))
+        monkeypatch.setattr(
+            "socket.getaddrinfo", lambda *arguments, **kwargs: (_ for _ in ()).throw(OSError("offline"))
+        )
+        citation.main(["--runs", "1", "--max-epochs", "3", "--out", str(tmp_path / "out")])
+        printed = capsys.readouterr().out
+        assert "Skipped: cora is not under" in printed
+        assert "karate" in (tmp_path / "out" / "table.md").read_text()
+
+    def test_a_data_set_asked_for_by_name_and_missing_is_an_error(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("GATTN_DATA", str(tmp_path / "nothing"))
+        monkeypatch.setattr(
+            "socket.getaddrinfo", lambda *arguments, **kwargs: (_ for _ in ()).throw(OSError("offline"))
+        )
+        with pytest.raises(SystemExit, match="error: cora is not under"):
+            citation.main(["--dataset", "karate", "cora", "--out", str(tmp_path)])
+        with pytest.raises(SystemExit, match="error: unknown data set 'corra'"):
+            citation.main(["--dataset", "corra", "--out", str(tmp_path)])
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["--runs", "0"], ["--model", "gcn"], ["--features", "sparse", "--layers", "pyg"], ["--workers", "-1"]],
+    )
+    def test_wrong_arguments(self, arguments, capsys):
+        with pytest.raises(SystemExit):
+            citation.main(arguments)
+        assert "error:" in capsys.readouterr().err
+
+    def test_the_density_decides_how_features_are_stored(self):
+        options = citation.parse(["--layers", "gattn", "pyg", "--runs", "1"])
+        runs = citation.plan(options, {"cora": 0.013, "dense": 0.5})
+        assert [(run.dataset, run.layers, run.features) for run in runs] == [
+            ("cora", "gattn", "sparse"),
+            ("cora", "pyg", "dense"),
+            ("dense", "gattn", "dense"),
+            ("dense", "pyg", "dense"),
+        ]

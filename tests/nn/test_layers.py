@@ -1,0 +1,432 @@
+"""The layers where PyG's layers work, and what they can beyond."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+from torch_geometric.data import HeteroData
+from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
+from torch_geometric.nn import HeteroConv, Sequential, to_hetero
+
+import gattn
+from gattn import CompleteGraph, SparseGraph
+from gattn.nn import GATConv, GATv2Conv, TransformerConv
+from gattn.testing import assert_permutation_equivariant, random_edge_index
+
+LAYERS = [GATConv, GATv2Conv, TransformerConv]
+LOOPED = [GATConv, GATv2Conv]
+N, F = 10, 6
+
+
+@pytest.fixture
+def x():
+    return torch.randn(N, F)
+
+
+@pytest.fixture
+def edge_index():
+    return random_edge_index(N, num_edges=30)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+class TestEverywhere:
+    def test_permutation(self, layer, x, edge_index):
+        assert_permutation_equivariant(layer(F, 4, heads=2).double(), x.double(), edge_index)
+
+    def test_isolated_targets(self, layer, x):
+        conv = layer(
+            F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {"add_self_loops": False})
+        )
+        out = conv(x.requires_grad_(), torch.tensor([[0], [1]]))
+        assert (out[2:] == 0).all()
+        out.sum().backward()
+        assert x.grad.isfinite().all()
+
+    def test_empty_graphs(self, layer):
+        conv = layer(F, 4, heads=2, edge_dim=3)
+        empty = torch.empty(2, 0, dtype=torch.long)
+        assert conv(torch.randn(0, F), empty, torch.empty(0, 3)).shape == (0, 8)
+        assert conv(torch.randn(3, F), empty, torch.empty(0, 3)).shape == (3, 8)
+
+    def test_static_batches(self, layer, edge_index):
+        conv = layer(F, 4, heads=2, edge_dim=3)
+        x, edge_attr = torch.randn(3, N, F), torch.randn(30, 3)
+        out, (edges, alpha) = conv(x, edge_index, edge_attr, return_attention_weights=True)
+        assert alpha.shape == (3, edges.size(1), 2)
+        torch.testing.assert_close(out, torch.stack([conv(one, edge_index, edge_attr) for one in x]))
+        pair = conv((x, x[:, :7]), edge_index.clamp(max=6), edge_attr)
+        assert pair.shape == (3, 7, 8)
+
+    def test_sparse_features(self, layer, x, edge_index):
+        conv = layer(F, 4, heads=2)
+        x = torch.relu(x).requires_grad_()
+        expected = conv(x, edge_index)
+        expected.sum().backward()
+        gradients = [parameter.grad.clone() for parameter in conv.parameters()]
+        for sparse in (x.detach().to_sparse_csr(), x.detach().to_sparse_csc(), x.detach().to_sparse()):
+            conv.zero_grad()
+            out = conv(sparse, edge_index)
+            torch.testing.assert_close(out, expected)
+            out.sum().backward()
+            for parameter, gradient in zip(conv.parameters(), gradients, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
+
+    def test_sparse_features_that_need_a_gradient(self, layer, x, edge_index):
+        conv = layer(F, 4, heads=2)
+        dense = torch.relu(x).requires_grad_()
+        conv(dense, edge_index).sum().backward()
+        sparse = torch.relu(x).to_sparse_csr().requires_grad_()
+        conv(sparse, edge_index).sum().backward()
+        stored = dense.detach() != 0
+        torch.testing.assert_close(sparse.grad.to_dense()[stored], dense.grad[stored])
+
+    def test_sparse_graph_instead_of_edge_index(self, layer, x, edge_index):
+        conv = layer(F, 4, heads=2)
+        torch.testing.assert_close(conv(x, SparseGraph(edge_index)), conv(x, edge_index))
+        torch.testing.assert_close(conv(x, SparseGraph(edge_index, N, N)), conv(x, edge_index))
+
+    def test_autocast_gives_the_types_that_pyg_gives(self, layer, x, edge_index):
+        theirs, ours = getattr(pyg, layer.__name__)(F, 4, heads=2), layer(F, 4, heads=2)
+        ours.load_state_dict(theirs.state_dict())
+        exact = theirs(x, edge_index)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected, out = theirs(x, edge_index), ours(x, edge_index)
+        assert out.dtype == expected.dtype
+        assert (out - exact).abs().max() <= 2 * (expected - exact).abs().max()
+        out.sum().backward()
+        assert all(parameter.grad is not None for parameter in ours.parameters())
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, layer, x, edge_index, dtype):
+        conv = layer(F, 4, heads=2)
+        exact = conv(x, edge_index)
+        out = conv.to(dtype)(x.to(dtype), edge_index)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05)
+
+    def test_copies_and_checkpoints(self, layer, x, edge_index):
+        conv = layer(F, 4, heads=2).eval()
+        expected = conv(x, edge_index)
+        for copied in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
+            torch.testing.assert_close(copied(x, edge_index), expected)
+        fresh = layer(-1, 4, heads=2).eval()
+        fresh.load_state_dict(conv.state_dict())
+        torch.testing.assert_close(fresh(x, edge_index), expected)
+        assert pickle.loads(pickle.dumps(layer(-1, 4)))(x, edge_index).shape == (N, 4)
+
+    def test_sequential(self, layer, x, edge_index):
+        model = Sequential(
+            "x, edge_index", [(layer(F, 8), "x, edge_index -> x"), nn.ReLU(), (layer(8, 4), "x, edge_index -> x")]
+        )
+        assert model(x, edge_index).shape == (N, 4)
+
+    def test_compile(self, layer, x, edge_index):
+        torch._dynamo.reset()
+        conv = layer(F, 4, heads=2)
+        expected = conv(x, edge_index)
+        out = torch.compile(conv, fullgraph=True)(x, edge_index)
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
+
+    def test_dropout_is_reproducible_and_only_in_training(self, layer, x, edge_index):
+        conv = layer(F, 4, heads=2, dropout=0.5, value_dropout=0.5)
+        outs = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            outs.append(conv(x, edge_index))
+        assert torch.equal(*outs)
+        assert not torch.equal(conv(x, edge_index), outs[0])
+        conv.eval()
+        assert torch.equal(conv(x, edge_index), conv(x, edge_index))
+
+    def test_value_dropout_leaves_the_weights_alone(self, layer, x, edge_index):
+        conv = layer(F, 4, heads=2, value_dropout=0.9)
+        out, (_, alpha) = conv(x, edge_index, return_attention_weights=True)
+        conv.eval()
+        expected, (_, expected_alpha) = conv(x, edge_index, return_attention_weights=True)
+        torch.testing.assert_close(alpha, expected_alpha)
+        assert not torch.allclose(out, expected)
+
+    def test_backend_reference(self, layer, x, edge_index):
+        conv = layer(F, 4)
+        with gattn.backend("reference"):
+            torch.testing.assert_close(conv(x, edge_index), conv(x, edge_index))
+
+    def test_user_subclasses(self, layer, x, edge_index):
+        class Doubled(layer):
+            def message(self, value_j, alpha, edge_value):
+                return 2 * super().message(value_j, alpha, edge_value)
+
+        conv = Doubled(F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {}))
+        plain = layer(F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {}))
+        plain.load_state_dict(conv.state_dict())
+        torch.testing.assert_close(conv(x, edge_index), 2 * plain(x, edge_index))
+
+    def test_first_call_in_inference_mode(self, layer, x, edge_index):
+        conv = layer(F, 4)
+        with torch.inference_mode():
+            expected = conv(x, edge_index)
+        torch.testing.assert_close(conv(x, edge_index), expected)
+
+
+class TestFlow:
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_target_to_source_has_a_row_for_each_target(self, layer):
+        """PyG's GAT layers give as many rows as there are sources."""
+        edge_index = random_edge_index(9, 7, 30)
+        x = (torch.randn(9, F), torch.randn(7, F))
+        conv = layer(F, 4, heads=2)
+        backwards = layer(F, 4, heads=2, flow="target_to_source")
+        backwards.load_state_dict(conv.state_dict())
+        out = backwards(x, edge_index.flip(0))
+        assert out.shape == (7, 8)
+        torch.testing.assert_close(out, conv(x, edge_index))
+
+    def test_size_counts_the_rows_of_edge_index(self):
+        edge_index = random_edge_index(9, 7, 30)
+        conv = GATConv(F, 4)
+        backwards = GATConv(F, 4, flow="target_to_source")
+        backwards.load_state_dict(conv.state_dict())
+        x = torch.randn(9, F)
+        out = conv((x, None), edge_index, size=(9, 7))
+        assert out.shape == (7, 4)
+        torch.testing.assert_close(backwards((x, None), edge_index.flip(0), size=(7, 9)), out)
+
+
+class TestTheSwap:
+    """A graph layer on a complete graph is a Transformer's attention."""
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("batch", [(), (3,)])
+    def test_transformer_conv_on_a_complete_graph(self, causal, batch):
+        heads, channels = 2, 4
+        conv = TransformerConv(F, channels, heads=heads, root_weight=False).double()
+        x = torch.randn(*batch, N, F, dtype=torch.double)
+        out, (_, alpha) = conv(x, CompleteGraph(N, causal=causal), return_attention_weights=True)
+
+        def split(linear):
+            return linear(x).view(*batch, N, heads, channels).transpose(-3, -2)
+
+        query, key, value = split(conv.lin_query), split(conv.lin_key), split(conv.lin_value)
+        logits = query @ key.transpose(-1, -2) / math.sqrt(channels)
+        if causal:
+            logits = logits.masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf)
+        expected_alpha = logits.softmax(-1)
+        torch.testing.assert_close(alpha, expected_alpha)
+        torch.testing.assert_close(out, (expected_alpha @ value).transpose(-3, -2).flatten(-2))
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_complete_equals_its_edge_list(self, layer, x):
+        conv = layer(F, 4, heads=2)
+        torch.testing.assert_close(conv(x, CompleteGraph(N)), conv(x, CompleteGraph(N).edge_index()))
+
+    def test_edge_features_on_a_complete_graph(self, x):
+        graph = CompleteGraph(N, causal=True)
+        edge_index = graph.edge_index()
+        edge_attr = torch.randn(edge_index.size(1), 3)
+        conv = TransformerConv(F, 4, edge_dim=3)
+        torch.testing.assert_close(conv(x, graph, edge_attr), conv(x, edge_index, edge_attr))
+
+
+class TestHeterogeneous:
+    edge_types = [("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "rev_writes", "author")]
+
+    def data(self):
+        data = HeteroData()
+        data["author"].x, data["paper"].x = torch.randn(6, 16), torch.randn(8, 12)
+        sizes = {"author": 6, "paper": 8}
+        for source, name, target in self.edge_types:
+            data[source, name, target].edge_index = random_edge_index(sizes[source], sizes[target], 20)
+        return data
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_hetero_conv(self, layer):
+        data = self.data()
+        kwargs = {} if layer is TransformerConv else {"add_self_loops": False}
+        conv = HeteroConv({edge_type: layer((-1, -1), 4, heads=2, **kwargs) for edge_type in self.edge_types})
+        out = conv(data.x_dict, data.edge_index_dict)
+        assert out["paper"].shape == (8, 8)
+        assert out["author"].shape == (6, 8)
+
+    def test_hetero_conv_refuses_self_loops_between_different_nodes(self):
+        with pytest.raises(ValueError, match="add_self_loops"):
+            HeteroConv({("author", "writes", "paper"): GATConv((-1, -1), 4)})
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_to_hetero(self, layer):
+        kwargs = {} if layer is TransformerConv else {"add_self_loops": False}
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = layer((-1, -1), 8, heads=2, **kwargs)
+                self.second = layer((-1, -1), 4, **kwargs)
+
+            def forward(self, x, edge_index):
+                return self.second(self.first(x, edge_index).relu(), edge_index)
+
+        data = self.data()
+        model = to_hetero(Net(), data.metadata())
+        out = model(data.x_dict, data.edge_index_dict)
+        assert out["paper"].shape == (8, 4)
+        out["paper"].sum().backward()
+
+    def test_to_hetero_refuses_self_loops_between_different_nodes(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv = GATConv((-1, -1), 8)
+
+            def forward(self, x, edge_index):
+                return self.conv(x, edge_index)
+
+        with pytest.raises(ValueError, match="add_self_loops"):
+            to_hetero(Net(), self.data().metadata())
+
+
+class AttentionNet(nn.Module):
+    def __init__(self, module=gattn.nn, **kwargs):
+        super().__init__()
+        self.conv1 = module.GATConv(F, 8, heads=2, **kwargs)
+        self.conv2 = module.GATv2Conv(16, 8, heads=2, **kwargs)
+        self.conv3 = module.TransformerConv(16, 3)
+
+    def forward(self, x, edge_index):
+        return self.conv3(self.conv2(self.conv1(x, edge_index).relu(), edge_index).relu(), edge_index)
+
+
+class TestExplainers:
+    config = {"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"}
+
+    def test_attention_explainer_agrees_with_pygs_layers(self, x, edge_index):
+        theirs, ours = AttentionNet(pyg), AttentionNet()
+        ours.load_state_dict(theirs.state_dict())
+        masks = []
+        for model in (theirs, ours):
+            explainer = Explainer(
+                model, AttentionExplainer(), explanation_type="model", edge_mask_type="object", model_config=self.config
+            )
+            masks.append(explainer(x, edge_index).edge_mask)
+        torch.testing.assert_close(*masks)
+        assert masks[1].max() > 0
+
+    @pytest.mark.parametrize("index", [None, 2])
+    def test_gnn_explainer(self, x, edge_index, index):
+        explainer = Explainer(
+            AttentionNet(),
+            GNNExplainer(epochs=5),
+            explanation_type="model",
+            node_mask_type="attributes",
+            edge_mask_type="object",
+            model_config=self.config,
+        )
+        explanation = explainer(x, edge_index, index=index)
+        assert explanation.edge_mask.shape == (edge_index.size(1),)
+        assert explanation.edge_mask.max() > 0
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_an_edge_mask_reaches_the_messages(self, layer, x, edge_index):
+        theirs, ours = getattr(pyg, layer.__name__)(F, 4), layer(F, 4)
+        ours.load_state_dict(theirs.state_dict())
+        outs = []
+        for conv in (theirs, ours):
+            conv.explain = True
+            conv._edge_mask = torch.full((edge_index.size(1),), -100.0)
+            conv._loop_mask = edge_index[0] != edge_index[1]
+            outs.append(conv(x, edge_index))
+            conv.explain = False
+        torch.testing.assert_close(*outs)
+        assert not torch.allclose(outs[1], ours(x, edge_index))
+
+
+class TestBadInput:
+    edge_index = torch.tensor([[0, 1], [1, 2]])
+    x = torch.randn(4, F)
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_features_with_other_channels(self, layer):
+        with pytest.raises(ValueError, match="x has 7 channels, but this layer was made for in_channels=6"):
+            layer(F, 4)(torch.randn(4, 7), self.edge_index)
+        with pytest.raises(ValueError, match="target x has 6 channels, but this layer was made for in_channels=5"):
+            layer((F, 5), 4)((self.x, self.x), self.edge_index)
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_features_of_other_dimensions(self, layer):
+        with pytest.raises(ValueError, match=r"features have shape \[N, F\]"):
+            layer(F, 4)(self.x[0], self.edge_index)
+        with pytest.raises(TypeError, match="a pair of tensors .*; got a list of 4"):
+            layer(F, 4)(self.x.tolist(), self.edge_index)
+        with pytest.raises(TypeError, match="source features must be a tensor; got str"):
+            layer(F, 4)("x", self.edge_index)
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_too_few_nodes(self, layer):
+        with pytest.raises(IndexError, match="but there are 2 source nodes|but there are 2 target nodes"):
+            layer(F, 4)(self.x[:2], self.edge_index)
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_wrong_edge_index(self, layer):
+        with pytest.raises(ValueError, match="its dtype is an integer one"):
+            layer(F, 4)(self.x, self.edge_index.float())
+        with pytest.raises(ValueError, match=r"edge_index has shape \[2, E\]"):
+            layer(F, 4)(self.x, self.edge_index[0])
+        with pytest.raises(TypeError, match="a graph is an edge_index tensor"):
+            layer(F, 4)(self.x, None)
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_edge_attr_without_edge_dim_and_the_reverse(self, layer):
+        with pytest.raises(ValueError, match="made without edge features: give .* edge_dim=3"):
+            layer(F, 4)(self.x, self.edge_index, torch.randn(2, 3))
+        with pytest.raises(ValueError, match="made with edge_dim=3, so it needs edge_attr"):
+            layer(F, 4, edge_dim=3)(self.x, self.edge_index)
+        with pytest.raises(ValueError, match="edge_attr has 2 channels, but this layer was made for edge_dim=3"):
+            layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.randn(2, 2))
+        with pytest.raises(ValueError, match="edge_attr has .*5 rows for 2 edges|one row an edge"):
+            layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.randn(5, 3))
+
+    @pytest.mark.parametrize("layer", LOOPED)
+    def test_self_loops_of_a_bipartite_complete_graph(self, layer):
+        with pytest.raises(ValueError, match="add_self_loops=True makes no sense here"):
+            layer(F, 4)((self.x, self.x[:3]), CompleteGraph(3, 4))
+        assert layer(F, 4, add_self_loops=False)((self.x, self.x[:3]), CompleteGraph(3, 4)).shape == (3, 4)
+
+    def test_missing_targets(self):
+        for layer in (GATv2Conv, TransformerConv):
+            with pytest.raises(ValueError, match=r"x\[1\] may not be None"):
+                layer(F, 4)((self.x, None), self.edge_index)
+
+    def test_wrong_size(self):
+        with pytest.raises(ValueError, match="size says 5 sources, but their features have 4 rows"):
+            GATConv(F, 4)(self.x, self.edge_index, size=(5, 4))
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_options_out_of_range(self, layer):
+        for kwargs, message in (
+            ({"heads": 0}, "heads must be at least 1"),
+            ({"dropout": -0.1}, "dropout is a probability"),
+            ({"value_dropout": 2}, "value_dropout is a probability"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                layer(F, 4, **kwargs)
+
+    def test_shared_weights_of_different_sizes(self):
+        with pytest.raises(ValueError, match="share_weights=True needs"):
+            GATv2Conv((3, 4), 4, share_weights=True)
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_nan_is_named_on_request(self, layer):
+        bad = self.x.clone()
+        bad[1, 2] = math.nan
+        with gattn.check_finite():
+            with pytest.raises(ValueError, match="x holds 1 value that is NaN"):
+                layer(F, 4)(bad, self.edge_index)
+            with pytest.raises(ValueError, match=r"x\[1\] holds 1 value that is NaN"):
+                layer(F, 4)((self.x, bad), self.edge_index)
+            with pytest.raises(ValueError, match="x holds 1 value"):
+                layer(F, 4)(bad.to_sparse_csr(), self.edge_index)
+            with pytest.raises(ValueError, match="edge_attr holds 3 values that are NaN"):
+                layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.tensor([[0.0], [math.nan]]).expand(2, 3))

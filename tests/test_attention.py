@@ -1,0 +1,445 @@
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch_geometric.nn.conv import MessagePassing
+
+import gattn
+from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, SparseGraph, attend
+from gattn.attention import Attention
+from gattn.testing import random_edge_index
+
+N, M, E, H, C, CV = 6, 8, 30, 3, 4, 5
+SCORES = ["gat", "additive", "tanh", "dot"]
+
+
+def make_score(name, vector=None):
+    if name == "gat":
+        return GATScore(0.3)
+    if name == "dot":
+        return DotScore()
+    vector = torch.linspace(-1, 1, H * C, dtype=torch.double).view(H, C) if vector is None else vector
+    return AdditiveScore(vector, activation="tanh" if name == "tanh" else "leaky_relu")
+
+
+def make_inputs(score, batch=()):
+    """Float64 inputs, and every per-edge term."""
+    channels = () if score == "gat" else (C,)
+    double = {"dtype": torch.double}
+    return {
+        "query": torch.randn(*batch, N, H, *channels, **double),
+        "key": torch.randn(*batch, M, H, *channels, **double),
+        "value": torch.randn(*batch, M, H, CV, **double),
+        "edge": torch.randn(E, H, *channels, **double),
+        "bias": torch.randn(E, H, **double),
+        "mask": torch.rand(E, H) < 0.8,
+        "edge_value": torch.randn(E, H, CV, **double),
+    }
+
+
+def dense(score, edge_index, query, key, value, edge=None, bias=None, mask=None, edge_value=None):
+    """Attention written out, target by target, edge by edge, head by head."""
+    weights = torch.zeros(edge_index.size(1), H, dtype=torch.double)
+    out = torch.zeros(N, H, CV, dtype=torch.double)
+    for i in range(N):
+        edges = (edge_index[1] == i).nonzero().flatten().tolist()
+        for h in range(H):
+            logits = []
+            for e in edges:
+                j = edge_index[0, e]
+                term = 0 if edge is None else edge[e, h]
+                if score == "gat":
+                    logit = F.leaky_relu(query[i, h] + key[j, h] + term, 0.3)
+                elif score == "dot":
+                    logit = query[i, h] @ (key[j, h] + term) / math.sqrt(C)
+                else:
+                    hidden = query[i, h] + key[j, h] + term
+                    hidden = hidden.tanh() if score == "tanh" else F.leaky_relu(hidden, 0.2)
+                    logit = make_score(score).vector[h] @ hidden
+                logit = logit if bias is None else logit + bias[e, h]
+                logits.append(logit if mask is None or mask[e, h] else logit * 0 - math.inf)
+            if not any(logit > -math.inf for logit in logits):
+                continue
+            for e, alpha in zip(edges, torch.stack(logits).softmax(0), strict=True):
+                weights[e, h] = alpha
+                message = value[edge_index[0, e], h] + (0 if edge_value is None else edge_value[e, h])
+                out[i, h] += alpha * message
+    return out, weights
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(
+    "terms", [(), ("edge",), ("bias",), ("mask",), ("edge_value",), ("edge", "bias", "mask", "edge_value")]
+)
+def test_scores_against_the_written_out_formula(score, terms):
+    edge_index = random_edge_index(M, N, E)
+    inputs = {name: value for name, value in make_inputs(score).items() if name in ("query", "key", "value", *terms)}
+    out, weights = attend(graph=edge_index, score=make_score(score), return_weights=True, **inputs)
+    expected, expected_weights = dense(score, edge_index, **inputs)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(weights, expected_weights)
+    assert (out[N - 1] == 0).all(), "the last target has no neighbour"
+
+
+def test_an_example_to_check_by_hand():
+    # Target 0 sees sources 0 and 1 with logits log 1 and log 3, so weights 1/4 and 3/4 of values 4 and 8.
+    query = torch.tensor([[[1.0]]])
+    key = torch.tensor([[[math.log(1)]], [[math.log(3)]]])
+    value = torch.tensor([[[4.0]], [[8.0]]])
+    out, weights = attend(query, key, value, torch.tensor([[0, 1], [0, 0]]), return_weights=True)
+    torch.testing.assert_close(weights.flatten(), torch.tensor([0.25, 0.75]))
+    torch.testing.assert_close(out.flatten(), torch.tensor([7.0]))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_gradcheck(score):
+    edge_index = random_edge_index(M, N, E)
+    inputs = make_inputs(score)
+    mask = inputs.pop("mask")
+    vector = torch.randn(H, C, dtype=torch.double)
+    leaves = [tensor.requires_grad_() for tensor in (*inputs.values(), vector)]
+
+    def function(*leaves):
+        terms = dict(zip(inputs, leaves, strict=False))
+        return attend(graph=edge_index, mask=mask, score=make_score(score, leaves[-1]), return_weights=True, **terms)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("batch", [(2,), (2, 3)])
+def test_batches_over_one_graph(score, batch):
+    edge_index = random_edge_index(M, N, E)
+    inputs = make_inputs(score, batch)
+    out, weights = attend(graph=edge_index, score=make_score(score), return_weights=True, **inputs)
+    assert out.shape == (*batch, N, H, CV)
+    assert weights.shape == (*batch, E, H)
+    one = {
+        name: value[(1,) * len(batch)] if name in ("query", "key", "value") else value for name, value in inputs.items()
+    }
+    torch.testing.assert_close(out[(1,) * len(batch)], attend(graph=edge_index, score=make_score(score), **one))
+
+
+def test_query_none_is_a_target_side_term_of_zero():
+    edge_index = random_edge_index(M, N, E)
+    inputs = make_inputs("gat")
+    graph = SparseGraph(edge_index, num_targets=N)
+    out = attend(None, inputs["key"], inputs["value"], graph, score=GATScore())
+    zero = torch.zeros_like(inputs["query"])
+    torch.testing.assert_close(out, attend(zero, inputs["key"], inputs["value"], graph, score=GATScore()))
+
+
+def test_grouped_queries():
+    edge_index = random_edge_index(M, N, E)
+    query, key, value = torch.randn(N, 6, C), torch.randn(M, 2, C), torch.randn(M, 2, CV)
+    grouped = attend(query, key, value, edge_index)
+    repeated = attend(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), edge_index)
+    torch.testing.assert_close(grouped, repeated)
+
+
+class TestCompleteGraph:
+    @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_equals_scaled_dot_product_attention(self, batch, causal):
+        query, key, value = torch.randn(3, *batch, 7, H, C, dtype=torch.double)
+        out, weights = attend(query, key, value, CompleteGraph(7, causal=causal), return_weights=True)
+        q, k, v = (t.transpose(-3, -2) for t in (query, key, value))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(-3, -2)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close((weights @ v).transpose(-3, -2), out)
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_equals_its_own_edge_list(self, score):
+        inputs = {name: value for name, value in make_inputs(score).items() if name in ("query", "key", "value")}
+        graph = CompleteGraph(N, M, window=(2, 1))
+        complete = attend(graph=graph, score=make_score(score), **inputs)
+        torch.testing.assert_close(complete, attend(graph=graph.edge_index(), score=make_score(score), **inputs))
+
+    def test_bias_and_mask_broadcast(self):
+        query, key, value = torch.randn(3, 2, 5, H, C)
+        bias, mask = torch.randn(H, 5, 5), torch.rand(2, 1, 5, 5) < 0.8
+        mask[..., 0] = True
+        out = attend(query, key, value, CompleteGraph(5), bias=bias, mask=mask)
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~mask, -math.inf))
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+
+    def test_lengths_hide_padding(self):
+        query, key, value = torch.randn(3, 2, 5, H, C)
+        lengths = torch.tensor([3, 5])
+        graph = CompleteGraph(5, source_lengths=lengths, target_lengths=lengths)
+        out, weights = attend(query, key, value, graph, return_weights=True)
+        alone = attend(query[0, :3], key[0, :3], value[0, :3], CompleteGraph(3))
+        torch.testing.assert_close(out[0, :3], alone)
+        assert (out[0, 3:] == 0).all()
+        assert (weights[0, :, :, 3:] == 0).all()
+
+    def test_causal_is_aligned_at_the_bottom_right(self):
+        assert CompleteGraph(2, 4, causal=True).edge_index().tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 0, 0, 1, 1, 1, 1]]
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"window": -1}, "window is"),
+            ({"window": (1, 2, 3)}, "window is"),
+            ({"source_lengths": torch.tensor([6])}, "must lie between 0 and 5"),
+            ({"target_lengths": torch.tensor([0.5])}, "one integer for each"),
+            ({"num_sources": -1}, "no negative number"),
+        ],
+    )
+    def test_bad_arguments(self, kwargs, message):
+        with pytest.raises(ValueError, match=message):
+            CompleteGraph(5, **kwargs)
+
+    def test_sizes_and_batch_must_fit(self):
+        x = torch.randn(5, H, C)
+        with pytest.raises(ValueError, match="6 targets and 6 sources"):
+            attend(x, x, x, CompleteGraph(6))
+        with pytest.raises(ValueError, match="lengths for a batch of shape"):
+            attend(x, x, x, CompleteGraph(5, source_lengths=torch.tensor([1, 2])))
+        with pytest.raises(ValueError, match="bias on this complete graph must be broadcastable to"):
+            attend(x, x, x, CompleteGraph(5), bias=torch.zeros(2, 5))
+
+
+class TestAwkwardGraphs:
+    @pytest.mark.parametrize("score", SCORES)
+    def test_no_edges_and_no_nodes(self, score):
+        inputs = {name: value for name, value in make_inputs(score).items() if name in ("query", "key", "value")}
+        empty = torch.empty(2, 0, dtype=torch.long)
+        assert (attend(graph=empty, score=make_score(score), **inputs) == 0).all()
+        nobody = {name: value[:0] for name, value in inputs.items()}
+        assert attend(graph=empty, score=make_score(score), **nobody).shape == (0, H, CV)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_a_fully_masked_target_gets_zeros_and_finite_gradients(self, dtype):
+        edge_index = torch.tensor([[0, 1, 2], [0, 0, 1]])
+        query, key, value = (torch.randn(3, H, C, dtype=dtype).requires_grad_() for _ in range(3))
+        out = attend(query, key, value, edge_index, mask=torch.tensor([False, False, True]))
+        assert (out[0] == 0).all()
+        assert (out[1] != 0).all()
+        out.sum().backward()
+        for leaf in (query, key, value):
+            assert leaf.grad.isfinite().all()
+
+    def test_duplicate_edges_count_twice(self):
+        key = torch.tensor([[[0.0]], [[0.0]]])
+        value = torch.tensor([[[0.0]], [[3.0]]])
+        out = attend(key[:1], key, value, torch.tensor([[0, 1, 1], [0, 0, 0]]))
+        torch.testing.assert_close(out.flatten(), torch.tensor([2.0]))
+
+    def test_non_contiguous_inputs(self):
+        query, key, value = (torch.randn(C, H, 9).permute(2, 1, 0) for _ in range(3))
+        edge_index = random_edge_index(9, num_edges=30).t().contiguous().t()
+        expected = attend(query.contiguous(), key.contiguous(), value.contiguous(), edge_index.contiguous())
+        torch.testing.assert_close(attend(query, key, value, edge_index), expected)
+
+    def test_a_nan_shows_in_its_whole_row_and_nowhere_else(self):
+        x = torch.randn(4, 1, C)
+        key = x.clone()
+        key[0] = math.nan
+        out = attend(x, key, x, torch.tensor([[0, 1, 2], [1, 1, 3]]))
+        assert out[1].isnan().all()
+        assert out[3].isfinite().all()
+
+    def test_permuting_edges_permutes_weights(self):
+        edge_index = random_edge_index(M, N, E)
+        order = torch.randperm(E)
+        inputs = make_inputs("dot")
+        permuted = {name: value[order] if value.size(0) == E else value for name, value in inputs.items()}
+        out, weights = attend(graph=edge_index, return_weights=True, **inputs)
+        out_permuted, weights_permuted = attend(graph=edge_index[:, order], return_weights=True, **permuted)
+        torch.testing.assert_close(out_permuted, out)
+        torch.testing.assert_close(weights_permuted, weights[order])
+
+
+class TestTypes:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision_is_rounded_once(self, dtype):
+        edge_index = random_edge_index(50, num_edges=2000, hub=0.5)
+        query, key, value = torch.randn(3, 50, H, 32).to(dtype)
+        exact = attend(query.double(), key.double(), value.double(), edge_index)
+        out = attend(query, key, value, edge_index)
+        assert out.dtype == dtype
+        error = (out.double() - exact).abs()
+        assert (error <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
+
+    def test_mixed_types_promote(self):
+        x32, x16 = torch.randn(5, H), torch.randn(5, H, C).bfloat16()
+        assert attend(x32, x32, x16, CompleteGraph(5), score=GATScore()).dtype == torch.float32
+        vector = torch.randn(H, C)
+        assert attend(x16, x16, x16, CompleteGraph(5), score=AdditiveScore(vector)).dtype == torch.float32
+        assert attend(x16, x16, x16, CompleteGraph(5)).dtype == torch.bfloat16
+
+
+class TestDropout:
+    def test_the_dropped_weights_made_the_output(self):
+        edge_index = random_edge_index(M, N, E)
+        inputs = {name: value for name, value in make_inputs("dot").items() if name in ("query", "key", "value")}
+        arguments = {"graph": edge_index, "dropout": 0.5, "training": True, **inputs}
+        out, dropped = attend(return_weights="dropped", **arguments)
+        expected = torch.zeros(N, H, CV, dtype=torch.double)
+        expected.index_add_(0, edge_index[1], dropped.unsqueeze(-1) * inputs["value"][edge_index[0]])
+        torch.testing.assert_close(out, expected)
+        _, weights = attend(return_weights=True, **arguments)
+        torch.testing.assert_close(weights, attend(graph=edge_index, return_weights=True, **inputs)[1])
+        kept = dropped != 0
+        torch.testing.assert_close(dropped[kept], 2 * weights[kept])
+        assert 0.3 < kept[weights != 0].double().mean() < 0.7
+
+    def test_only_in_training(self):
+        x = torch.randn(5, H, C)
+        torch.testing.assert_close(attend(x, x, x, CompleteGraph(5), dropout=0.9), attend(x, x, x, CompleteGraph(5)))
+        core = Attention()
+        assert not torch.equal(core(x, x, x, CompleteGraph(5), dropout=0.9), attend(x, x, x, CompleteGraph(5)))
+        torch.testing.assert_close(
+            core.eval()(x, x, x, CompleteGraph(5), dropout=0.9), attend(x, x, x, CompleteGraph(5))
+        )
+
+    def test_everything_dropped(self):
+        x = torch.randn(5, H, C)
+        assert (attend(x, x, x, CompleteGraph(5), dropout=1.0, training=True) == 0).all()
+
+    def test_the_seed_decides(self):
+        x = torch.randn(20, H, C)
+        outs = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            outs.append(attend(x, x, x, CompleteGraph(20), dropout=0.5, training=True))
+        assert torch.equal(outs[0], outs[1])
+        assert not torch.equal(outs[0], outs[2])
+
+
+class TestCore:
+    def test_pyg_generates_code_for_it(self):
+        """A hook that PyG's generator cannot read would fall back to a slower copy, in silence."""
+        for module in (Attention(), gattn.nn.GATConv(2, 3), gattn.nn.GATv2Conv(2, 3), gattn.nn.TransformerConv(2, 3)):
+            prefix = f"{type(module).__module__}_{type(module).__name__}"
+            assert type(module).propagate.__module__ == f"{prefix}_propagate"
+            assert type(module).edge_updater.__module__ == f"{prefix}_edge_updater"
+            assert type(module)._orig_propagate is MessagePassing.propagate
+
+    def test_flow(self):
+        edge_index = random_edge_index(M, N, E)
+        inputs = make_inputs("dot")
+        expected = attend(graph=edge_index, **inputs)
+        backwards = SparseGraph(edge_index.flip(0), flow="target_to_source")
+        torch.testing.assert_close(attend(graph=backwards, **inputs), expected)
+        core = Attention(flow="target_to_source")
+        torch.testing.assert_close(core(graph=edge_index.flip(0), **inputs), expected)
+        torch.testing.assert_close(core(graph=SparseGraph(edge_index), **inputs), expected)
+
+    def test_aggregations_of_pyg(self):
+        edge_index = random_edge_index(M, N, E)
+        inputs = {name: value for name, value in make_inputs("dot").items() if name in ("query", "key", "value")}
+        _, weights = attend(graph=edge_index, return_weights=True, **inputs)
+        messages = weights.unsqueeze(-1) * inputs["value"][edge_index[0]]
+        rows = [messages[edge_index[1] == i] for i in range(N)]
+        expected = torch.stack([row.amax(0) if len(row) else torch.zeros(H, CV, dtype=torch.double) for row in rows])
+        torch.testing.assert_close(Attention("max")(graph=edge_index, **inputs), expected)
+
+    def test_hooks_see_and_change_messages(self):
+        core = Attention()
+        x = torch.randn(4, H, C)
+        handle = core.register_message_forward_hook(lambda module, inputs, out: out * 2)
+        torch.testing.assert_close(core(x, x, x, CompleteGraph(4)), 2 * attend(x, x, x, CompleteGraph(4)))
+        handle.remove()
+        core.register_edge_update_forward_hook(lambda module, inputs, out: torch.zeros_like(out))
+        assert (core(x, x, x, CompleteGraph(4)) == 0).all()
+
+    def test_copies(self):
+        core = Attention()
+        x = torch.randn(4, H, C)
+        for copied in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
+            torch.testing.assert_close(copied(x, x, x, CompleteGraph(4)), core(x, x, x, CompleteGraph(4)))
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_compiles_without_graph_breaks(self, score):
+        torch._dynamo.reset()
+        edge_index = random_edge_index(M, N, E)
+        inputs = make_inputs(score)
+        function = torch.compile(
+            lambda **inputs: attend(graph=edge_index, score=make_score(score), **inputs), fullgraph=True
+        )
+        torch.testing.assert_close(function(**inputs), attend(graph=edge_index, score=make_score(score), **inputs))
+
+
+class TestBadInput:
+    """One test a message; what came, what was expected."""
+
+    x = torch.randn(4, H, C)
+    edge_index = torch.tensor([[0, 1], [1, 2]])
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"graph": torch.tensor([[0.0], [1.0]])}, ValueError, "its dtype is an integer one; got torch.float32"),
+            (
+                {"graph": torch.tensor([[0, 1], [1, 2]]).bool()},
+                ValueError,
+                "its dtype is an integer one; got torch.bool",
+            ),
+            ({"graph": torch.zeros(3, 2, dtype=torch.long)}, ValueError, "it looks transposed"),
+            ({"graph": torch.zeros(2, dtype=torch.long)}, ValueError, r"edge_index has shape \[2, E\]"),
+            ({"graph": [[0, 1], [1, 2]]}, TypeError, "a graph is an edge_index tensor"),
+            ({"graph": torch.tensor([[0, 4], [1, 2]])}, IndexError, "source index 4, but there are 4 source nodes"),
+            ({"graph": torch.tensor([[0, 1], [1, 9]])}, IndexError, "target index 9, but there are 4 target nodes"),
+            ({"graph": torch.tensor([[0, -1], [1, 2]])}, IndexError, "negative source index -1"),
+            (
+                {"graph": SparseGraph(edge_index, num_targets=5)},
+                ValueError,
+                "the graph has 5 targets, but the features give 4",
+            ),
+            ({"key": x[:, :, :2]}, ValueError, "query and key have the same batch, heads and channels"),
+            ({"key": x[:3]}, ValueError, "key and value have the same batch, sources and heads"),
+            ({"query": x[:, :2]}, ValueError, "a number of heads that divides the query's"),
+            ({"query": None}, ValueError, "DotScore needs a query"),
+            ({"query": x[..., 0]}, ValueError, r"DotScore takes a query of shape \[N, H, C\]"),
+            ({"score": GATScore()}, ValueError, r"GATScore takes a query of shape \[N, H\]"),
+            ({"score": AdditiveScore(torch.zeros(H, C + 1))}, ValueError, r"it must be \[3, 4\]"),
+            ({"value": x.long()}, ValueError, "value must be of a floating-point type"),
+            ({"value": x.tolist()}, TypeError, "value must be a tensor; got list"),
+            ({"value": x[0, 0]}, ValueError, "at most two batch dimensions"),
+            ({"edge": torch.zeros(2, H)}, ValueError, r"edge has one entry an edge.*\[2, 3, 4\].*got \[2, 3\]"),
+            ({"edge": torch.zeros(2, H, 1)}, ValueError, "edge has one entry an edge"),
+            ({"bias": torch.zeros(2, 1)}, ValueError, "bias has one entry an edge"),
+            ({"edge_value": torch.zeros(3, H, C)}, ValueError, "edge_value has one entry an edge"),
+            ({"mask": torch.zeros(2, H)}, ValueError, "mask is a tensor of booleans"),
+            ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "mask has one entry an edge"),
+            ({"backend": "cuda"}, ValueError, "unknown backend 'cuda': this version of gattn has 'auto', 'reference'"),
+            ({"distribution": "sparsemax"}, ValueError, "unknown distribution 'sparsemax': use 'softmax' or an object"),
+            ({"dropout": 1.5}, ValueError, "dropout is a probability"),
+            ({"return_weights": "all"}, ValueError, "return_weights is False, True or 'dropped'"),
+        ],
+    )
+    def test_message(self, change, error, message):
+        arguments = {"query": self.x, "key": self.x, "value": self.x, "graph": self.edge_index}
+        with pytest.raises(error, match=message):
+            attend(**{**arguments, **change})
+
+    def test_scores_check_themselves(self):
+        with pytest.raises(ValueError, match="one row a head"):
+            AdditiveScore(torch.zeros(C))
+        with pytest.raises(ValueError, match="'leaky_relu' or 'tanh', not 'relu'"):
+            AdditiveScore(torch.zeros(H, C), activation="relu")
+
+    def test_backend_block(self):
+        with gattn.backend("reference"):
+            attend(self.x, self.x, self.x, self.edge_index)
+        with pytest.raises(ValueError, match="unknown backend 'tpu'"), gattn.backend("tpu"):
+            pass
+
+    def test_nan_is_named_on_request(self):
+        bad = self.x.clone()
+        bad[2, 1, 0] = math.nan
+        attend(self.x, bad, self.x, self.edge_index)
+        with gattn.check_finite():
+            attend(self.x, self.x, self.x, self.edge_index)
+            with pytest.raises(
+                ValueError, match=r"key holds 1 value that is NaN or infinite \(the first one at index \(2, 1, 0\)\)"
+            ):
+                attend(self.x, bad, self.x, self.edge_index)
+        attend(self.x, bad, self.x, self.edge_index)

@@ -1,0 +1,170 @@
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch_geometric.typing
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import add_self_loops, coalesce, remove_self_loops
+
+import gattn
+from gattn import CompleteGraph, SparseGraph, attend, graphs
+
+EDGES = torch.tensor([[0, 1, 1, 3, 2], [1, 1, 2, 0, 2]])
+
+
+def make(edge_index, **kwargs):
+    return SparseGraph(edge_index, num_sources=4, num_targets=4, **kwargs)
+
+
+class TestForms:
+    def forms(self):
+        rows = EDGES.flip(0)
+        adjacency = torch.sparse_coo_tensor(rows, torch.ones(5), (4, 4)).coalesce()
+        yield EDGES
+        yield EDGES.int()
+        yield EDGES.to(torch.uint8)
+        yield EdgeIndex(EDGES, sparse_size=(4, 4))
+        yield adjacency
+        yield torch.sparse_coo_tensor(rows, torch.ones(5), (4, 4))  # not coalesced
+        yield adjacency.to_sparse_csr()
+        yield adjacency.to_sparse_csc()
+        if torch_geometric.typing.WITH_TORCH_SPARSE:
+            yield SparseTensor(row=rows[0], col=rows[1], sparse_sizes=(4, 4))
+
+    @pytest.mark.parametrize("self_loops", [False, True])
+    def test_every_form_has_the_same_edges(self, self_loops):
+        expected = EDGES
+        if self_loops:
+            expected = add_self_loops(remove_self_loops(EDGES)[0], num_nodes=4)[0]
+        for form in self.forms():
+            edge_index = make(form, self_loops=self_loops).edge_index
+            assert edge_index.dtype == torch.int64
+            assert type(edge_index) is torch.Tensor
+            assert torch.equal(coalesce(edge_index), coalesce(expected)), form
+
+    def test_sizes_come_from_adjacencies(self):
+        graph = SparseGraph(torch.zeros(3, 5).to_sparse_csr())
+        assert (graph.num_targets, graph.num_sources) == (3, 5)
+        graph = SparseGraph(EdgeIndex(EDGES, sparse_size=(5, 6)))
+        assert (graph.num_targets, graph.num_sources) == (6, 5)
+        backwards = SparseGraph(EdgeIndex(EDGES, sparse_size=(5, 6)), flow="target_to_source")
+        assert (backwards.num_targets, backwards.num_sources) == (5, 6)
+
+    def test_bipartite_self_loops_join_the_first_nodes_of_both_sides(self):
+        graph = SparseGraph(torch.tensor([[0, 3], [0, 1]]), num_sources=4, num_targets=2, self_loops=True)
+        assert graph.edge_index.tolist() == [[3, 0, 1], [1, 0, 1]]
+
+    def test_contradictions(self):
+        with pytest.raises(ValueError, match="the graph has 6 sources, but the adjacency's second dimension give 5"):
+            SparseGraph(torch.zeros(3, 5).to_sparse_csr(), num_sources=6)
+        with pytest.raises(ValueError, match="cannot be combined with a sparse adjacency"):
+            SparseGraph(torch.zeros(3, 5).to_sparse_csr(), flow="target_to_source")
+        with pytest.raises(ValueError, match="flow is"):
+            SparseGraph(EDGES, flow="both")
+        with pytest.raises(ValueError, match="how many nodes does this graph have"):
+            _ = SparseGraph(EDGES, self_loops=True).edge_index
+
+
+class TestCache:
+    def count_checks(self, monkeypatch):
+        calls = []
+        check = graphs._check_range
+        monkeypatch.setattr(graphs, "_check_range", lambda *arguments: (calls.append(arguments), check(*arguments)))
+        return calls
+
+    def test_work_is_done_once_for_each_tensor(self, monkeypatch):
+        calls = self.count_checks(monkeypatch)
+        edge_index = EDGES.clone()
+        first = make(edge_index, self_loops=True).edge_index
+        assert make(edge_index, self_loops=True).edge_index is first
+        assert len(calls) == 1
+        make(edge_index).edges()
+        make(edge_index, flow="target_to_source").edges()
+        assert len(calls) == 3
+        make(edge_index.clone()).edges()
+        assert len(calls) == 4
+
+    def test_layers_share_it(self, monkeypatch):
+        calls = self.count_checks(monkeypatch)
+        edge_index, x = EDGES.clone(), torch.randn(4, 8)
+        for conv in (gattn.nn.GATConv(8, 8), gattn.nn.GATv2Conv(8, 8), gattn.nn.GATConv(8, 8)):
+            conv(x, edge_index)
+            conv(x, edge_index)
+        assert len(calls) == 1
+
+    def test_edits_in_place_are_noticed(self):
+        edge_index = EDGES.clone()
+        make(edge_index, self_loops=True).edges()
+        edge_index[0, 0] = 3
+        assert make(edge_index, self_loops=True).edge_index[0, 0] == 3
+        edge_index.view(-1)[0] = 9
+        with pytest.raises(IndexError, match="source index 9"):
+            make(edge_index, self_loops=True).edges()
+
+    def test_edits_of_what_was_handed_out_do_no_harm(self):
+        edge_index = EDGES.clone()
+        looped = make(edge_index, self_loops=True).edge_index
+        expected = looped.clone()
+        looped.zero_()
+        assert torch.equal(make(edge_index, self_loops=True).edge_index, expected)
+
+    def test_nothing_is_kept_alive(self):
+        edge_index = EDGES.clone()
+        graph = make(edge_index, self_loops=True)
+        looped = weakref.ref(graph.edge_index)
+        key = weakref.ref(edge_index)
+        size = len(graphs._cache)
+        del edge_index, graph
+        gc.collect()
+        assert key() is None
+        assert looped() is None
+        assert len(graphs._cache) == size - 1
+
+    def test_inference_tensors_have_no_version_and_work_all_the_same(self):
+        with torch.inference_mode():
+            edge_index = EDGES.clone()
+            assert make(edge_index, self_loops=True).edge_index.size(1) == 7
+            edge_index[0, 0] = 3
+            assert make(edge_index, self_loops=True).edge_index[0, 0] == 3
+
+    def test_copies(self):
+        graph = make(EDGES, self_loops=True)
+        for copied in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+            assert torch.equal(copied.edge_index, graph.edge_index)
+
+
+class TestFeatures:
+    def test_self_loops_get_their_fill_value(self):
+        graph = make(EDGES, self_loops=True)
+        features = torch.arange(5.0).view(5, 1)
+        assert graph.edge_features(features, fill_value="add").flatten().tolist() == [0, 2, 3, 3, 0, 2, 0]
+        with pytest.raises(ValueError, match="edge_attr has 4 rows for 5 edges"):
+            graph.edge_features(features[:4])
+
+    def test_features_beside_a_sparse_adjacency(self):
+        adjacency = torch.sparse_coo_tensor(EDGES.flip(0), torch.ones(5), (4, 4)).to_sparse_csr()
+        with pytest.raises(NotImplementedError, match="beside a sparse adjacency: pass an edge_index"):
+            SparseGraph(adjacency, self_loops=True).edge_features(torch.ones(5, 1))
+
+    @pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse")
+    def test_self_loops_in_a_sparse_tensor_with_features(self):
+        adjacency = SparseTensor(row=EDGES[1], col=EDGES[0], value=torch.ones(5, 2), sparse_sizes=(4, 4))
+        with pytest.raises(NotImplementedError, match="SparseTensor with edge features"):
+            SparseGraph(adjacency, self_loops=True).edge_features(None)
+
+
+def test_reprs():
+    assert (
+        repr(SparseGraph(EDGES, 4, 4, self_loops=True)) == "SparseGraph(num_sources=4, num_targets=4, self_loops=True)"
+    )
+    assert repr(CompleteGraph(3, causal=True, window=2)) == "CompleteGraph(3, 3, causal=True, window=(2, 2))"
+
+
+def test_a_graph_on_another_device_is_named():
+    x = torch.randn(4, 1, 2)
+    with pytest.raises(ValueError, match="the graph is on cpu, the features are on meta"):
+        attend(x.to("meta"), x.to("meta"), x.to("meta"), EDGES)

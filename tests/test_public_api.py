@@ -1,0 +1,48 @@
+"""The public names, frozen: a change here is a change for users, and belongs into the changelog."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import gattn
+
+PUBLIC = {
+    gattn: (
+        "AdditiveScore Attention CompleteGraph Distribution DotScore GATScore Score Softmax SparseGraph attend backend "
+        "check_finite datasets models nn softmax"
+    ),
+    gattn.nn: "GATConv GATv2Conv TransformerConv",
+    gattn.models: "GAT",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_public_names(module):
+    assert module.__all__ == PUBLIC[module].split()
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_attend_and_the_core_take_the_same_arguments():
+    ours = dict(inspect.signature(gattn.attend).parameters)
+    method = dict(inspect.signature(gattn.Attention.attend).parameters)
+    del method["self"]
+    assert list(ours) == list(method)
+    assert {name for name in ours if ours[name].default != method[name].default} == {"training"}
+
+
+@pytest.mark.parametrize("name", [name for name in gattn.__all__ if callable(getattr(gattn, name))])
+def test_everything_public_explains_itself(name):
+    docstring = inspect.getdoc(getattr(gattn, name))
+    assert docstring
+    assert "Example:" in docstring
+
+
+def test_importing_gattn_needs_no_optional_package():
+    code = (
+        "import sys\n"
+        "for name in ('matplotlib', 'rich', 'ogb', 'allpairspy', 'pytest', 'triton'): sys.modules[name] = None\n"
+        "import gattn\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
