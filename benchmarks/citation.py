@@ -259,7 +259,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "test, %": _spread(accuracies),
                 "published, %": f"{published[0]:.1f} ± {published[1]:.1f}" if published else "–",
                 "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f}",
-                "ms/epoch (quartiles)": _quartiles([1000 * value for value in seconds]),
+                "seconds/epoch (quartiles)": _quartiles(seconds),
             }
         )
     return lines
@@ -272,9 +272,9 @@ def _spread(values: Sequence[float]) -> str:
 
 def _quartiles(values: Sequence[float]) -> str:
     if len(values) == 1:
-        return f"{values[0]:.1f}"
+        return f"{values[0]:.4f}"
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.1f} ({low:.1f}–{high:.1f})"
+    return f"{middle:.4f} ({low:.4f}–{high:.4f})"
 
 
 def notes(rows: Sequence[dict[str, Any]], unavailable: dict[str, str]) -> list[str]:
@@ -343,6 +343,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set(xlabel="epoch", ylabel=label, title=dataset)
             axis.grid(alpha=0.25)
         accuracy_axis.legend(loc="lower right", fontsize=8)
+    figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -19,7 +19,7 @@ from gattn.distributions import Distribution, resolve_distribution
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
 from gattn.ops.dropout import weight_dropout
 from gattn.scores import DotScore, Score
-from gattn.settings import checks_finite, resolve_backend
+from gattn.settings import require_finite, resolve_backend
 
 
 class Attention(MessagePassing):
@@ -102,7 +102,7 @@ class Attention(MessagePassing):
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
         heads = _check_shapes(query, key, value, score)
-        _check_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
+        require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
 
         num_targets = None if query is None else query.size(-2 if score.scalar else -3)
         num_sources = value.size(-3)
@@ -409,18 +409,3 @@ def _promote(*tensors: Tensor | None) -> torch.dtype:
 def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
     """Grouped queries: each head of `tensor` serves several consecutive query heads."""
     return tensor if tensor.size(-2) == heads else tensor.repeat_interleave(heads // tensor.size(-2), dim=-2)
-
-
-def _check_finite(**tensors: Tensor | None) -> None:
-    """The opt-in check of `gattn.check_finite`."""
-    if not checks_finite():
-        return
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        values = tensor.values() if tensor.layout == torch.sparse_csr else tensor
-        bad = ~values.isfinite()
-        if bad.any():
-            count, first = int(bad.sum()), tuple(bad.nonzero()[0].tolist())
-            what = "1 value that is" if count == 1 else f"{count} values that are"
-            raise ValueError(f"{name} holds {what} NaN or infinite (the first one at index {first}).")

@@ -107,6 +107,7 @@ class SparseGraph:
         self.self_loops = self_loops
         self.flow = flow
         self._sparse_edges: tuple[Any, Tensor] | None = None
+        self._looped: SparseGraph | None = None
 
     @property
     def edge_index(self) -> Tensor:
@@ -117,7 +118,11 @@ class SparseGraph:
         """The same graph with `self_loops=True`."""
         if self.self_loops:
             return self
-        return SparseGraph(self.adjacency, self.num_sources, self.num_targets, self_loops=True, flow=self.flow)
+        if self._looped is None:
+            self._looped = SparseGraph(
+                self.adjacency, self.num_sources, self.num_targets, self_loops=True, flow=self.flow
+            )
+        return self._looped
 
     def with_sizes(self, num_sources: int | None, num_targets: int | None) -> SparseGraph:
         """The same graph, with the sizes that the features have.
@@ -130,6 +135,11 @@ class SparseGraph:
         if (num_sources, num_targets) == (self.num_sources, self.num_targets):
             return self
         return SparseGraph(self.adjacency, num_sources, num_targets, self_loops=self.self_loops, flow=self.flow)
+
+    def to(self, device: torch.device | str) -> SparseGraph:
+        """The same graph on another device."""
+        adjacency = self.adjacency.to(device)
+        return SparseGraph(adjacency, self.num_sources, self.num_targets, self_loops=self.self_loops, flow=self.flow)
 
     def edges(self) -> Edges:
         """Checks the indices and adds the self-loops, or looks up that this was done.

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 #: What can compute attention. `"auto"` stands for the fastest that applies.
 BACKENDS = ("reference",)
 
@@ -88,6 +91,17 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
         _settings.check_finite = before
 
 
-def checks_finite() -> bool:
-    """Whether the block that runs now asked for `check_finite`."""
-    return _settings.check_finite
+def require_finite(**tensors: Tensor | None) -> None:
+    """Inside a `check_finite` block, raises `ValueError` if one of these named tensors holds NaN or infinity."""
+    if not _settings.check_finite:
+        return
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        bad = ~tensor.isfinite()
+        if bad.any():
+            count, first = int(bad.sum()), tuple(bad.nonzero()[0].tolist())
+            what = "1 value that is" if count == 1 else f"{count} values that are"
+            raise ValueError(f"{name} holds {what} NaN or infinite (the first one at index {first}).")

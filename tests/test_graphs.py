@@ -131,6 +131,17 @@ class TestCache:
             edge_index[0, 0] = 3
             assert make(edge_index, self_loops=True).edge_index[0, 0] == 3
 
+    def test_loops_of_a_graph_that_is_held_are_made_once(self):
+        adjacency = torch.sparse_coo_tensor(EDGES.flip(0), torch.ones(5), (4, 4)).to_sparse_csr()
+        graph = SparseGraph(adjacency)
+        assert graph.with_self_loops().edge_index is graph.with_self_loops().edge_index
+        assert graph.with_self_loops().with_self_loops() is graph.with_self_loops()
+
+    def test_to_another_device(self):
+        graph = make(EDGES, self_loops=True, flow="target_to_source").to("meta")
+        assert graph.adjacency.device.type == "meta"
+        assert (graph.num_sources, graph.num_targets, graph.self_loops, graph.flow) == (4, 4, True, "target_to_source")
+
     def test_copies(self):
         graph = make(EDGES, self_loops=True)
         for copied in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):

@@ -7,10 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from gattn.attention import Attention, _check_finite
+from gattn.attention import Attention
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear
 from gattn.scores import Score
+from gattn.settings import require_finite
 
 
 class AttentionConv(Attention):
@@ -43,6 +44,8 @@ class AttentionConv(Attention):
         for name, features in (("source features", sources), ("target features", targets)):
             if not isinstance(features, Tensor) and (features is not None or name == "source features"):
                 raise TypeError(f"{name} must be a tensor; got {type(features).__name__}.")
+            if features is not None and not features.is_floating_point():
+                raise ValueError(f"{name} must be of a floating-point type; got {features.dtype}: use x.float().")
             if features is not None and features.dim() not in (2, 3, 4):
                 raise ValueError(
                     f"features have shape [N, F], or [B, N, F] over one graph; got {name} of {list(features.shape)}."
@@ -54,9 +57,9 @@ class AttentionConv(Attention):
                     f"{name} has {features.size(-1)} channels, but this layer was made for in_channels={channels}."
                 )
         if targets is sources:
-            _check_finite(x=sources)
+            require_finite(x=sources)
         else:
-            _check_finite(**{"x[0]": sources, "x[1]": targets})
+            require_finite(**{"x[0]": sources, "x[1]": targets})
         return sources, targets
 
     def _graph(
@@ -98,7 +101,7 @@ class AttentionConv(Attention):
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
             return None
-        _check_finite(edge_attr=edge_attr)
+        require_finite(edge_attr=edge_attr)
         if isinstance(graph, SparseGraph):
             edge_attr = graph.edge_features(edge_attr, fill_value)
             num_edges = graph.edges().edge_index.size(1)

@@ -178,7 +178,7 @@ class TestCommandLine:
         (line,) = citation.summarise(rows)
         assert line["published, %"] == "83.0 ± 0.7"
         assert line["test, %"] == "83.0 ± 1.4"
-        assert line["ms/epoch (quartiles)"] == "10.0 (10.0–10.0)"
+        assert line["seconds/epoch (quartiles)"] == "0.0100 (0.0100–0.0100)"
 
     def test_without_arguments_a_missing_data_set_is_named_and_the_rest_runs(self, monkeypatch, tmp_path, capsys):
         monkeypatch.setenv("GATTN_DATA", str(tmp_path / "nothing"))

@@ -3,7 +3,9 @@ import copy
 import pytest
 import torch
 import torch_geometric.nn as pyg
+import torch_geometric.typing
 from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import to_hetero
 
 import gattn
@@ -100,6 +102,26 @@ def test_to_hetero(x, edge_index):
         {("a", "to", "b"): edge_index, ("b", "to", "a"): edge_index.flip(0)},
     )
     assert out["a"].shape == out["b"].shape == (N, 3)
+
+
+@pytest.mark.skipif(
+    not (torch_geometric.typing.WITH_TORCH_SPARSE or torch_geometric.typing.WITH_PYG_LIB), reason="needs torch-sparse"
+)
+@pytest.mark.parametrize("conv", CONVS)
+def test_mini_batches(conv, x, edge_index):
+    """Sampling all neighbours changes nothing, with PyG's trimming and without."""
+    model = GAT(F, 16, 2, 3, conv=conv).eval()
+    expected = model(x, edge_index)
+    for batch in NeighborLoader(Data(x=x, edge_index=edge_index), num_neighbors=[-1, -1], batch_size=5):
+        seeds = batch.n_id[: batch.batch_size]
+        torch.testing.assert_close(model(batch.x, batch.edge_index)[: batch.batch_size], expected[seeds])
+        trimmed = model(
+            batch.x,
+            batch.edge_index,
+            num_sampled_nodes_per_hop=batch.num_sampled_nodes,
+            num_sampled_edges_per_hop=batch.num_sampled_edges,
+        )
+        torch.testing.assert_close(trimmed[: batch.batch_size], expected[seeds])
 
 
 def test_copies(x, edge_index):

@@ -362,6 +362,8 @@ class TestBadInput:
             layer(F, 4)(self.x.tolist(), self.edge_index)
         with pytest.raises(TypeError, match="source features must be a tensor; got str"):
             layer(F, 4)("x", self.edge_index)
+        with pytest.raises(ValueError, match="source features must be of a floating-point type; got torch.int64"):
+            layer(F, 4)(self.x.long(), self.edge_index)
 
     @pytest.mark.parametrize("layer", LAYERS)
     def test_too_few_nodes(self, layer):
