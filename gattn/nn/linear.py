@@ -27,21 +27,35 @@ class Linear(PyGLinear):
             return F.linear(x, self.weight, self.bias)
         if x.layout != torch.sparse_csr:
             x = x.to_sparse_csr()
-        out = x @ self.weight.t() if x.requires_grad else _SparseLinear.apply(x, self.weight)
+        out = _sparse_product(x, self.weight)
         return out if self.bias is None else out + self.bias
 
 
-class _SparseLinear(torch.autograd.Function):
-    """x Wᵀ for a constant sparse x: autograd's own formula is five times slower for its gradient."""
+def _sparse_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ for a sparse x, in float32 at least: CPU libraries know no other products of sparse matrices."""
+    dtype = weight.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        x, weight = x.float(), weight.float()
+    with torch.autocast(x.device.type, enabled=False):
+        out = x @ weight.t() if x.requires_grad else _ConstantSparseProduct.apply(x, weight)
+    return out.to(dtype)
+
+
+class _ConstantSparseProduct(torch.autograd.Function):
+    """The product for an x that needs no gradient: autograd's own formula is five times slower for the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x = x
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.t()
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.x = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, (ctx.x.t() @ grad).t()
+        with torch.autocast(grad.device.type, enabled=False):
+            return None, (ctx.x.t() @ grad).t()
 
 
 class FeatureDropout(torch.nn.Dropout):

@@ -107,6 +107,7 @@ def test_to_hetero(x, edge_index):
 @pytest.mark.skipif(
     not (torch_geometric.typing.WITH_TORCH_SPARSE or torch_geometric.typing.WITH_PYG_LIB), reason="needs torch-sparse"
 )
+@pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without a 'pyg-lib' installation:UserWarning")
 @pytest.mark.parametrize("conv", CONVS)
 def test_mini_batches(conv, x, edge_index):
     """Sampling all neighbours changes nothing, with PyG's trimming and without."""

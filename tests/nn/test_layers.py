@@ -75,6 +75,25 @@ class TestEverywhere:
             for parameter, gradient in zip(conv.parameters(), gradients, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient)
 
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    def test_sparse_features_in_other_types(self, layer, x, edge_index, dtype):
+        conv = layer(F, 4, heads=2).to(dtype)
+        x = torch.relu(x).to(dtype)
+        out = conv(x.to_sparse_csr(), edge_index)
+        assert out.dtype == dtype
+        torch.testing.assert_close(
+            out, conv(x, edge_index), rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+        )
+        out.float().sum().backward()
+
+    def test_sparse_features_under_autocast(self, layer, x, edge_index):
+        conv = layer(F, 4, heads=2)
+        x = torch.relu(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = conv(x.to_sparse_csr(), edge_index)
+            out.float().sum().backward()
+        torch.testing.assert_close(out.float(), conv(x, edge_index), rtol=0.05, atol=0.05)
+
     def test_sparse_features_that_need_a_gradient(self, layer, x, edge_index):
         conv = layer(F, 4, heads=2)
         dense = torch.relu(x).requires_grad_()
