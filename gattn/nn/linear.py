@@ -32,7 +32,7 @@ class Linear(PyGLinear):
 
 
 def _sparse_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ for a sparse x, in float32 at least: CPU libraries know no other products of sparse matrices."""
+    """The product x Wᵀ for a sparse x, in float32 at least: CPU libraries know no other products of sparse matrices."""
     dtype = weight.dtype
     if dtype in (torch.float16, torch.bfloat16):
         x, weight = x.float(), weight.float()

@@ -116,13 +116,17 @@ def test_mini_batches(conv, x, edge_index):
     for batch in NeighborLoader(Data(x=x, edge_index=edge_index), num_neighbors=[-1, -1], batch_size=5):
         seeds = batch.n_id[: batch.batch_size]
         torch.testing.assert_close(model(batch.x, batch.edge_index)[: batch.batch_size], expected[seeds])
-        trimmed = model(
-            batch.x,
-            batch.edge_index,
-            num_sampled_nodes_per_hop=batch.num_sampled_nodes,
-            num_sampled_edges_per_hop=batch.num_sampled_edges,
-        )
-        torch.testing.assert_close(trimmed[: batch.batch_size], expected[seeds])
+
+
+@pytest.mark.parametrize("conv", CONVS)
+def test_trimming_to_what_was_sampled(conv):
+    """Two seeds, three nodes sampled for them, five more for those: PyG's trimming leaves the seeds' output alone."""
+    model = GAT(F, 16, 2, 3, conv=conv).eval()
+    x = torch.randn(10, F)
+    edge_index = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 9], [0, 0, 1, 2, 2, 3, 4, 4]])
+    trimmed = model(x, edge_index, num_sampled_nodes_per_hop=[2, 3, 5], num_sampled_edges_per_hop=[3, 5])
+    assert trimmed.size(0) < 10
+    torch.testing.assert_close(trimmed[:2], model(x, edge_index)[:2])
 
 
 def test_copies(x, edge_index):
