@@ -17,16 +17,29 @@ from gattn.settings import require_finite
 class AttentionConv(Attention):
     """Base class of `GATConv`, `GATv2Conv` and `TransformerConv`."""
 
-    in_channels: int | tuple[int, int]
-    out_channels: int
-    heads: int
-    concat: bool
-    dropout: float
-    value_dropout: float
-    edge_dim: int | None
     lin_edge: Linear | None
 
-    def _check_options(self) -> None:
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        *,
+        heads: int,
+        concat: bool,
+        dropout: float,
+        value_dropout: float,
+        edge_dim: int | None,
+        aggr: Any = "add",
+        **kwargs: Any,
+    ):
+        super().__init__(aggr, **kwargs)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.concat = concat
+        self.dropout = dropout
+        self.value_dropout = value_dropout
+        self.edge_dim = edge_dim
         for name in ("heads", "out_channels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")

@@ -79,20 +79,21 @@ class GATv2Conv(AttentionConv):
         value_dropout: float = 0.0,
         **kwargs: Any,
     ):
-        super().__init__(kwargs.pop("aggr", "add"), **kwargs)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
-        self.concat = concat
+        super().__init__(
+            in_channels,
+            out_channels,
+            heads=heads,
+            concat=concat,
+            dropout=dropout,
+            value_dropout=value_dropout,
+            edge_dim=edge_dim,
+            **kwargs,
+        )
         self.negative_slope = negative_slope
-        self.dropout = dropout
         self.add_self_loops = add_self_loops
-        self.edge_dim = edge_dim
         self.fill_value = fill_value
         self.residual = residual
         self.share_weights = share_weights
-        self.value_dropout = value_dropout
-        self._check_options()
 
         channels = heads * out_channels
         source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels
