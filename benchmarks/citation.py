@@ -14,11 +14,13 @@ import argparse
 import concurrent.futures
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,6 +33,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -87,6 +90,10 @@ class PyGGAT(gattn.models.GAT):
     """The same network on PyG's layers."""
 
     conv_types = {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv}  # noqa: RUF012
+
+
+#: What a row of results must have to be read.
+FIELDS = ("epochs", "test_accuracy", "seconds_per_epoch", "curve", "machine", "python", "gattn", "torch", "workers")
 
 
 def protocol_for(dataset: str, layers: str, max_epochs: int) -> Protocol:
@@ -190,18 +197,26 @@ def train(run: Run, on_epoch: Any = None) -> dict[str, Any]:
 
 def key(row: dict[str, Any]) -> str:
     """What makes two rows the same run."""
-    return repr(sorted((name, row[name]) for name in Run.__dataclass_fields__ if name != "protocol")) + repr(
-        sorted(row["protocol"].items())
-    )
+    return repr([row[name] for name in (*Run.__dataclass_fields__, "gattn", "torch")])
+
+
+def planned(run: Run) -> str:
+    """The key that the run's row will have."""
+    return key({**asdict(run), **machine(run.device)})
+
+
+def finished(results: ResultsFile) -> dict[str, dict[str, Any]]:
+    """The rows that there are, by key."""
+    return {key(row): row for row in results.rows((*Run.__dataclass_fields__, *FIELDS))}
 
 
 def execute(runs: Sequence[Run], results: ResultsFile, workers: int, console: Console) -> None:
     """Runs what is not yet in the results file."""
-    done = {key(row) for row in results.rows()}
-    pending = [run for run in runs if key(asdict(run)) not in done]
+    done = finished(results)
+    pending = [run for run in runs if planned(run) not in done]
     if len(pending) < len(runs):
-        console.print(f"{len(runs) - len(pending)} of {len(runs)} runs are in {results.path} already.")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console.print(f"{len(runs) - len(pending)} of {len(runs)} runs are in {results.path} already.", soft_wrap=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("runs", total=len(runs), completed=len(runs) - len(pending))
 
@@ -221,20 +236,43 @@ def execute(runs: Sequence[Run], results: ResultsFile, workers: int, console: Co
 
                 finish(run, train(run, show))
             progress.remove_task(epoch_task)
-            return
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_die_with_parent) as pool:
-            futures = {pool.submit(train, run): run for run in pending}
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    finish(futures[future], future.result())
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        else:
+            share(pending, workers, finish)
 
 
-def _die_with_parent() -> None:
-    """Lets a worker end when its parent is killed, instead of waiting for ever."""
+def share(pending: Sequence[Run], workers: int, finish: Any) -> None:
+    """Trains on several processes, and calls `finish(run, result)` here as results come."""
+    queue = list(reversed(pending))
+    running: dict[concurrent.futures.Future[dict[str, Any]], Run] = {}
+    errors: list[BaseException] = []
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_prepare_worker)
+    try:
+        # No run is handed out before its turn, so that an interruption or an error ends all but those under way.
+        while running or (queue and not errors):
+            while queue and len(running) < workers and not errors:
+                run = queue.pop()
+                running[pool.submit(train, run)] = run
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                run = running.pop(future)
+                error = future.exception()
+                if error is None:
+                    finish(run, future.result())
+                else:
+                    errors.append(error)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+    if errors:
+        raise errors[0]
+
+
+def _prepare_worker() -> None:
+    """Leaves Ctrl-C to the parent, and ends with it when that is killed, instead of waiting for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hush()
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
@@ -249,7 +287,8 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (dataset, model, layers), group in groups.items():
         accuracies = [100 * row["test_accuracy"] for row in group]
         seconds = [row["seconds_per_epoch"] for row in group]
-        published = PUBLISHED.get((dataset, model))
+        is_papers = group[0]["protocol"]["max_epochs"] == Protocol.max_epochs
+        published = PUBLISHED.get((dataset, model)) if is_papers else None
         lines.append(
             {
                 "data set": dataset,
@@ -290,20 +329,34 @@ def notes(rows: Sequence[dict[str, Any]], unavailable: dict[str, str]) -> list[s
         lines.append("GATv2 and Transformer rows use GAT's hyper-parameters, untuned.")
     if any(row["layers"] == "pyg" for row in rows):
         lines.append("PyG's layers take dense features and have no dropout on projected features.")
+    limits = {row["protocol"]["max_epochs"] for row in rows} - {Protocol.max_epochs}
+    lines += [f"Cut off after {limit} epochs, which is not the paper's protocol." for limit in sorted(limits)]
     lines += [f"Not run: {reason}" for reason in unavailable.values()]
     return lines
+
+
+def compact(lines: Sequence[dict[str, str]]) -> Table:
+    """The table for a terminal of 80 columns; table.md has the rest."""
+    table = Table(title="Node classification, GAT paper's protocol", box=box.SIMPLE_HEAD, padding=(0, 1))
+    short = {"published, %": "paper, %", "seconds/epoch (quartiles)": "s/epoch"}
+    for name in lines[0]:
+        justify: Any = "left" if name in ("data set", "model", "layers") else "right"
+        table.add_column(short.get(name, name), justify=justify, no_wrap=True)
+    for line in lines:
+        seconds = line["seconds/epoch (quartiles)"].split()[0]
+        layers = line["layers"].split(",")[0]
+        table.add_row(*{**line, "layers": layers, "seconds/epoch (quartiles)": seconds}.values())
+    return table
 
 
 def report(rows: Sequence[dict[str, Any]], unavailable: dict[str, str], out: Path, console: Console) -> None:
     """Prints the table and writes it, with the learning curves, to `out`."""
     lines, remarks = summarise(rows), notes(rows, unavailable)
     if lines:
-        table = Table(title="Node classification, GAT paper's protocol")
-        for name in lines[0]:
-            table.add_column(name, justify="left" if name in ("data set", "model", "layers") else "right", no_wrap=True)
-        for line in lines:
-            table.add_row(*line.values())
-        console.print(table)
+        table = compact(lines)
+        # A line that the terminal breaks can still be read, one that was cut cannot.
+        width = max(console.width, Console(width=200).measure(table).maximum)
+        Console(width=width, file=console.file, markup=False).print(table)
     for remark in remarks:
         console.print(remark, highlight=False, soft_wrap=True)
     if lines:
@@ -379,9 +432,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("runs", "workers", "threads", "max_epochs"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= options.seed < 2**62:
+        parser.error("--seed must lie between 0 and 2**62")
     if options.features == "sparse" and "pyg" in options.layers:
         parser.error("--features sparse is not for --layers pyg, whose layers take dense features")
+    try:
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {options.device} cannot be used: {str(error).splitlines()[0]}")
+    try:
+        options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
+    except ValueError as error:
+        parser.error(str(error))
+    options.model, options.layers = unique(options.model), unique(options.layers)
+    options.out = options.out.expanduser()
     return options
+
+
+def hush() -> None:
+    """Silences what PyTorch says once a process about its own sparse matrices."""
+    warnings.filterwarnings("ignore", "Sparse .* is in beta|Sparse invariant checks")
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """The names, each once, in their order."""
+    return list(dict.fromkeys(names))
 
 
 def find(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
@@ -393,13 +468,24 @@ def find(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]
     densities, unavailable = {}, {}
     for dataset in options.dataset or DEFAULT_DATASETS:
         try:
-            x = gattn.datasets.load(dataset).x
-            densities[dataset] = x.count_nonzero().item() / max(x.numel(), 1)
-        except (gattn.datasets.DatasetUnavailableError, ValueError) as error:
+            data = gattn.datasets.load(dataset)
+            check_task(dataset, data)
+            densities[dataset] = data.x.count_nonzero().item() / max(data.x.numel(), 1)
+        except (gattn.datasets.DatasetUnavailableError, ValueError, ImportError) as error:
             if options.dataset:
                 sys.exit(f"error: {error}")
             unavailable[dataset] = str(error)
     return densities, unavailable
+
+
+def check_task(dataset: str, data: Any) -> None:
+    """Raises `ValueError` if the data are not a graph whose nodes have features and one class each."""
+    if not isinstance(data, Data):
+        raise ValueError(f"{dataset} has many graphs, and this benchmark classifies the nodes of one.")
+    if data.x is None:
+        raise ValueError(f"{dataset} has no node features, which this benchmark needs.")
+    if data.y.dim() != 1 or data.y.is_floating_point():
+        raise ValueError(f"{dataset} has not one class a node, which this benchmark needs.")
 
 
 def plan(options: argparse.Namespace, densities: dict[str, float]) -> list[Run]:
@@ -420,17 +506,28 @@ def plan(options: argparse.Namespace, densities: dict[str, float]) -> list[Run]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
+    hush()
     options = parse(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = Console(markup=False)
+    results = ResultsFile(options.out / "runs.jsonl")
+    try:
+        results.open()
+    except OSError as error:
+        sys.exit(f"error: results cannot be written to {options.out}: {error}")
     densities, unavailable = find(options)
     for reason in unavailable.values():
-        console.print(f"[yellow]Skipped:[/yellow] {reason}", soft_wrap=True)
+        console.print(f"Skipped: {reason}", style="yellow", highlight=False, soft_wrap=True)
     runs = plan(options, densities)
-    results = ResultsFile(options.out / "runs.jsonl")
-    execute(runs, results, options.workers, console)
+    try:
+        execute(runs, results, options.workers, console)
+    except KeyboardInterrupt:
+        console.print(
+            f"Interrupted. What has finished is in {results.path}; the same command goes on from there.", soft_wrap=True
+        )
+        sys.exit(130)
     # In the order of the plan, so that the table does not depend on the order in which processes finished.
-    finished = {key(row): row for row in results.rows()}
-    report([finished[key(asdict(run))] for run in runs], unavailable, options.out, console)
+    rows = finished(results)
+    report([rows[planned(run)] for run in runs], unavailable, options.out, console)
 
 
 if __name__ == "__main__":

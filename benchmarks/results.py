@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,29 +19,44 @@ class ResultsFile:
     """Rows of results, one JSON object a line.
 
     Args:
-        path: The file; it and its folder are made on the first append.
+        path: The file; it and its folder are made when it is opened or on the first append.
     """
 
     def __init__(self, path: Path):
         self.path = path
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All finished rows. A last line that a killed process left incomplete is passed over."""
+    def rows(self, fields: Iterable[str] = ()) -> list[dict[str, Any]]:
+        """All finished rows that have these fields.
+
+        What is no such row is passed over: a line that a killed process left incomplete, or another version's.
+        """
         if not self.path.exists():
             return []
         rows = []
-        for line in self.path.read_text().splitlines():
+        for line in self.path.read_text(errors="replace").splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(row, dict) and all(field in row for field in fields):
+                rows.append(row)
         return rows
+
+    def open(self) -> None:
+        """Makes the file, so that what stands against writing it shows before the first run and not after it.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a"):
+            pass
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds a row and waits until it is on disk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.open()
         line = json.dumps(row) + "\n"
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size:
+        if self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n"):
             line = "\n" + line  # ends the incomplete line
         with self.path.open("a") as file:
             file.write(line)

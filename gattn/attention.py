@@ -9,6 +9,7 @@ Dimensions: N targets, M sources, E edges, H heads, C channels, B batch.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -57,9 +58,9 @@ class Attention(MessagePassing):
 
     def __init__(self, aggr: Any = "add", *, flow: str = FLOWS[0], **kwargs: Any):
         super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
-        # PyG's AttentionExplainer reads it where a layer's message has no argument called alpha.
-        self._alpha: Optional[Tensor] = None
+        self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code that works with them looks at it
         self._restore_originals()
+        self._check_hooks()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -67,8 +68,31 @@ class Attention(MessagePassing):
 
     def _restore_originals(self) -> None:
         # PyG takes a subclass's "original" from its already generated parent, which cannot explain.
-        type(self)._orig_propagate = MessagePassing.propagate
-        type(self)._orig_edge_updater = MessagePassing.edge_updater
+        # MessagePassing itself has generated code, too, once anybody instantiated it.
+        originals = vars(MessagePassing)
+        type(self)._orig_propagate = originals.get("_orig_propagate", originals["propagate"])
+        type(self)._orig_edge_updater = originals.get("_orig_edge_updater", originals["edge_updater"])
+
+    def _check_hooks(self) -> None:
+        """A hook that asks for what is not there would find it among its module's globals, or nowhere."""
+        for hook, known, asked in (
+            ("message", self.propagate_type, self._user_args),
+            ("edge_update", self.edge_updater_type, self._edge_user_args),
+        ):
+            for name in asked:
+                plain = name[:-2] if name.endswith(("_i", "_j")) else name
+                defaults = [
+                    parameter.default
+                    for function in ("message", "aggregate", "update", "edge_update")
+                    for parameter in self.inspector.get_params(function)
+                    if parameter.name == name
+                ]
+                if plain not in known and all(default is inspect.Parameter.empty for default in defaults):
+                    raise TypeError(
+                        f"{type(self).__name__}.{hook} (or aggregate, update) asks for {name!r}, which gattn's layers "
+                        f"don't pass: there are {', '.join(known)}, per node with _i or _j at the end, and PyG's "
+                        "index, ptr, dim_size and size."
+                    )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attends; takes the arguments of `gattn.attend`."""
@@ -95,9 +119,11 @@ class Attention(MessagePassing):
         """See `gattn.attend`; `training=None` stands for the module's own mode."""
         resolve_backend(backend)
         score = DotScore() if score is None else score
+        if not isinstance(score, Score):
+            raise TypeError(f"score is an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
         distribution = resolve_distribution(distribution)
         graph = as_graph(graph, self.flow)
-        if return_weights not in (False, True, "dropped"):
+        if return_weights not in (False, True, "dropped"):  # 0 and 1 are among them
             raise ValueError(f"return_weights is False, True or 'dropped', not {return_weights!r}.")
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
@@ -117,7 +143,7 @@ class Attention(MessagePassing):
             index = index.flip(0)
 
         # Half precision is computed in float32 throughout and rounded once, at the end.
-        result = _promote(query, key, value, edge, bias, edge_value, *score.parameters())
+        result = _promote(query, key, value, edge, bias, edge_value, *score.tensors())
         compute = torch.float32 if result in (torch.float16, torch.bfloat16) else result
         key, value = key.to(compute), value.to(compute)
         query, edge, bias, edge_value = (None if t is None else t.to(compute) for t in (query, edge, bias, edge_value))
@@ -140,7 +166,7 @@ class Attention(MessagePassing):
         dropped = weight_dropout(alpha, dropout, self.training if training is None else training)
         size = (num_sources, num_targets) if self.flow == FLOWS[0] else (num_targets, num_sources)
         out = self.propagate(index, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
-        if return_weights is False:
+        if not return_weights:
             return out
         weights = (dropped if return_weights == "dropped" else alpha).to(result)
         return out, graph.to_dense(weights, index) if isinstance(graph, CompleteGraph) else weights
@@ -210,8 +236,8 @@ def attend(
             (default: `None`)
         bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
             (default: `None`)
-        mask: True = may attend: `[E]` or `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
-            (default: `None`)
+        mask: True = may attend: `[E]` or `[E, H]` (or with the batch dimensions in front); on a complete graph
+            broadcastable to `[B, H, N, M]`. (default: `None`)
         edge_value: Added to the value: `[E, H, Cv]`. (default: `None`)
         distribution: How logits become weights: `"softmax"`, or a `Distribution`. (default: `"softmax"`)
         dropout: Probability that a weight is dropped, in training. (default: `0.0`)
@@ -371,11 +397,14 @@ def _check_edge_terms(
     value: Tensor,
 ) -> Tensor | None:
     """Checks everything that comes one an edge, and returns the mask as `[..., E, H or 1]`."""
+    per_head = (num_edges, heads)
+    for name, tensor in (("edge", edge), ("bias", bias), ("mask", mask), ("edge_value", edge_value)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask is a tensor of booleans, True = may attend; got {mask.dtype}.")
-    if mask is not None and tuple(mask.shape) == (num_edges,):
+    if mask is not None and tuple(mask.shape) in ((num_edges,), (*batch, num_edges)) and mask.shape != per_head:
         mask = mask.unsqueeze(-1)
-    per_head = (num_edges, heads)
     expected = {
         "edge": (edge, per_head if score.scalar else (*per_head, key.size(-1)), [heads]),
         "bias": (bias, per_head, [heads]),
@@ -390,6 +419,8 @@ def _check_edge_terms(
             for front in dict.fromkeys([(), tuple(batch)])
             for count in head_counts
         ]
+        if torch.compiler.is_compiling():  # numbers of edges that depend on data cannot be compared there
+            continue
         if tuple(tensor.shape) not in shapes:
             raise ValueError(
                 f"{name} has one entry an edge, in the order of graph.edge_index: {list(shapes[0])} for this graph and "

@@ -7,8 +7,10 @@ which download there what is missing.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import aiohttp
+import fsspec.config
 import platformdirs
 import torch
 from torch import Tensor
@@ -49,7 +53,22 @@ class _Family:
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
     """The folder that data sets are read from: `root`, else `GATTN_DATA`, else a per-user cache folder."""
-    return Path(root or os.environ.get("GATTN_DATA") or platformdirs.user_cache_path("gattn"))
+    return Path(root or os.environ.get("GATTN_DATA") or platformdirs.user_cache_path("gattn")).expanduser()
+
+
+def canonical_name(name: str) -> str:
+    """The one name of a data set: `"Karate_Club"` gives `"karate"`.
+
+    Raises:
+        ValueError: If there is no data set of that name (OGB's are not looked up).
+    """
+    key = name.lower().replace("_", "-")
+    key = _ALIASES.get(key, key)
+    if key not in available() and not key.startswith(("ogbn-", "ogbg-")):
+        raise ValueError(
+            f"unknown data set {name!r}: gattn has {', '.join(available())} and OGB's ogbn-... and ogbg-..."
+        )
+    return key
 
 
 def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.PathLike[str] | None = None) -> Any:
@@ -88,22 +107,17 @@ def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.Path
         >>> data.num_nodes, data.num_edges, int(data.train_mask.sum())
         (34, 156, 8)
     """
-    key = name.lower().replace("_", "-")
-    key = _ALIASES.get(key, key)
-    folder = data_root(root)
+    key, folder = canonical_name(name), data_root(root)
     if key.startswith(("ogbn-", "ogbg-")):
         _check_split(name, split, ("public",))
         return _load_ogb(key, folder)
-    family = next((family for family in _FAMILIES if key in family.names), None)
-    if family is None:
-        raise ValueError(
-            f"unknown data set {name!r}: gattn has {', '.join(available())} and OGB's ogbn-... and ogbg-..."
-        )
+    family = next(family for family in _FAMILIES if key in family.names)
     _check_split(name, split, family.splits)
     loader_name = family.names[key]
-    missing = [file for file in family.files(loader_name, split) if not (folder / file).exists()]
-    with _explain_failure(name, folder, missing, family.url):
+    files = [folder / file for file in family.files(loader_name, split)]
+    if not files:
         return family.load(loader_name, folder, split, seed)
+    return _read(name, folder, files, family.url, lambda: family.load(loader_name, folder, split, seed))
 
 
 def available() -> list[str]:
@@ -116,27 +130,73 @@ def _check_split(name: str, split: str, splits: tuple[str, ...]) -> None:
         raise ValueError(f"{name} has no split {split!r}: it has {', '.join(repr(known) for known in splits)}.")
 
 
+def _read(name: str, folder: Path, files: list[Path], url: str, read: Callable[[], Any]) -> Any:
+    """Reads a data set that needs the raw `files`, downloading them if need be.
+
+    Whatever goes wrong becomes an error that says what to do, and leaves nothing behind by which the next try would go
+    wrong, too: no half downloads, no empty folders.
+    """
+    missing = [file for file in files if not file.exists()]
+    try:
+        with _bounded_waiting():
+            try:
+                return read()
+            except Exception as error:
+                processed = [file.parent.with_name("processed") for file in files[:1]]
+                if missing or isinstance(error, OSError) or not any(place.is_dir() for place in processed):
+                    raise
+                shutil.rmtree(processed[0])  # cut off while it was written; the raw files are whole, so make it anew
+                return read()
+    except BaseException as error:
+        _remove_traces(folder, missing)
+        if not isinstance(error, Exception) or isinstance(error, DatasetUnavailableError):
+            raise
+        reason = f"{type(error).__name__}: {str(error) or 'no reason given'}".splitlines()[0]
+        if missing:
+            raise DatasetUnavailableError(
+                f"{name} is not under {folder} and could not be downloaded ({reason}). Missing: "
+                f"{', '.join(str(file.relative_to(folder)) for file in missing)}. Get these files from {url} and put "
+                "them there, or set GATTN_DATA (or root=) to a folder that has them."
+            ) from error
+        if isinstance(error, PermissionError) or not os.access(folder, os.W_OK):
+            raise DatasetUnavailableError(
+                f"{folder} cannot be written ({reason}), and loaders write a processed/ folder beside the raw files of "
+                f"{name}: copy the data to a folder that can, and set GATTN_DATA (or root=) to it."
+            ) from error
+        raise DatasetUnavailableError(
+            f"the files of {name} under {files[0].parent.parent} cannot be read ({reason}): "
+            f"delete that folder, get the files anew from {url}, and load again."
+        ) from error
+
+
 @contextmanager
-def _explain_failure(name: str, folder: Path, missing: list[str], url: str) -> Iterator[None]:
-    """Turns a failed download into an error that says what is missing, and leaves no empty folders behind."""
-    timeout = socket.getdefaulttimeout()
+def _bounded_waiting() -> Iterator[None]:
+    """Lets no download wait for ever for a server that does not answer."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_SECONDS, sock_read=_TIMEOUT_SECONDS)
+    options = {"client_kwargs": {"timeout": timeout}}
+    before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT_SECONDS)
     try:
-        yield
-    except Exception as error:
-        if not missing or not isinstance(error, OSError):
-            raise
-        for file in missing:
-            for parent in list((folder / file).parents)[:3]:
-                if parent != folder and folder in parent.parents and parent.is_dir() and not any(parent.iterdir()):
-                    parent.rmdir()
-        raise DatasetUnavailableError(
-            f"{name} is not under {folder} and could not be downloaded ({type(error).__name__}: {error}). Missing: "
-            f"{', '.join(missing)}. Get these files from {url} and put them there, or set GATTN_DATA (or root=) to a "
-            "folder that has them."
-        ) from error
+        with mock.patch.dict(fsspec.config.conf, {"http": options, "https": options}):
+            yield
     finally:
-        socket.setdefaulttimeout(timeout)
+        socket.setdefaulttimeout(before)
+
+
+def _remove_traces(folder: Path, missing: list[Path]) -> None:
+    """Removes what a failed download left of the `missing` files, and the folders that it made for them."""
+    for file in missing:
+        if file.is_file():
+            file.unlink()
+        for parent in file.parents:
+            if folder not in parent.parents or not parent.is_dir():
+                break
+            siblings = parent.with_name("processed")
+            if parent.name == "raw" and siblings.is_dir() and not any(siblings.iterdir()):
+                siblings.rmdir()
+            if any(parent.iterdir()):
+                break
+            parent.rmdir()
 
 
 def _random_split(data: Data, seed: int, split: str = "test_rest", **counts: int) -> Data:
@@ -275,9 +335,12 @@ def _ogb_classes() -> list[Any]:
     from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
 
     classes: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage, NodeStorage, EdgeStorage]
+    classes += [numpy.ndarray, numpy.dtype]
+    classes += [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
     core = numpy._core if hasattr(numpy, "_core") else numpy.core
-    classes += [core.multiarray._reconstruct, core.multiarray.scalar, numpy.ndarray, numpy.dtype]
-    classes += [type(numpy.dtype(kind)) for kind in ("int64", "int32", "float64", "float32", "bool")]
+    for function in (core.multiarray._reconstruct, core.multiarray.scalar):
+        # NumPy 1 wrote its own old name into files.
+        classes += [function, (function, f"numpy.core.multiarray.{function.__name__}")]
     return classes
 
 
@@ -286,28 +349,80 @@ def _load_ogb(name: str, folder: Path) -> Any:
     is_node = name.startswith("ogbn-")
     module = ogb.nodeproppred.dataset_pyg if is_node else ogb.graphproppred.dataset_pyg
     loader = module.PygNodePropPredDataset if is_node else module.PygGraphPropPredDataset
-    meta = _ogb_meta(name, folder, Path(module.__file__).with_name("master.csv"))
     url = f"https://ogb.stanford.edu/docs/{'node' if is_node else 'graph'}prop/#{name}"
-    if meta is not None:
-        with _explain_failure(name, folder, [], url):
-            dataset = loader(name, meta_dict=meta)
+    place, meta = _find_ogb(name, folder, Path(module.__file__).with_name("master.csv"))
+    if meta.get("is hetero") == "True":
+        raise ValueError(f"{name} is a heterogeneous graph, which gattn.datasets does not load.")
+    files = [place / "raw" / file for file in _ogb_raw_files(meta, is_node)]
+    if place.is_dir() and any(file.exists() for file in files):
+        # ogb would replace the whole folder by a download, whatever else is in it.
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise DatasetUnavailableError(
+                f"{place / 'raw'} holds a part of {name}, but not {', '.join(missing)}. Get the missing files from "
+                f"{url}, or move the folder away and load again."
+            )
+        release = place / f"RELEASE_v{meta['version']}.txt"
+        if not release.exists():
+            raise DatasetUnavailableError(
+                f"{place} holds data of {name}, but not {release.name}, by which ogb tells that they are of the newest "
+                f"version. If they are, make an empty file of that name there; if not, move the folder away and load "
+                "again."
+            )
+        arguments: dict[str, Any] = {"meta_dict": {**meta, "dir_path": str(place)}}
     else:
-        missing = [f"{name.replace('-', '_')}/raw/..."]
+        if (place.parent / "meta_dict.pt").exists() or (place / "meta_dict.pt").exists():
+            raise DatasetUnavailableError(
+                f"{place} has no raw/ folder: unpack there the zip file that the saver wrote."
+            )
+        for empty in (place, folder / f"{place.name}_pyg"):
+            _remove_empty(empty)
+        archive = folder / f"{meta['download_name']}.zip"
+        if archive.exists() and not zipfile.is_zipfile(archive):
+            archive.unlink()  # a download that was cut off
+        arguments = {"root": str(folder)}
+
+    def read() -> Any:
         # Asking for a data set by name is the consent that ogb's question on standard input is for.
-        consent = mock.patch.object(module, "decide_download", return_value=True)
-        with consent, _explain_failure(name, folder, missing, url):
-            dataset = loader(name, root=str(folder))
+        with (
+            mock.patch.object(module, "decide_download", return_value=True),
+            mock.patch.object(module, "input", _never_ask, create=True),
+        ):
+            return loader(name, **arguments)
+
+    try:
+        dataset = _read(name, folder, files, url, read)
+    finally:
+        _remove_empty(place)
     if not is_node:
         return dataset
-    if dataset.is_hetero:
-        raise ValueError(f"{name} is a heterogeneous graph, which gattn.datasets does not load.")
     data = dataset[0]
     if data.y.dim() == 2 and data.y.size(1) == 1:
         data.y = data.y.squeeze(1)
     parts = dataset.get_idx_split()
     for mask, part in (("train_mask", "train"), ("val_mask", "valid"), ("test_mask", "test")):
-        data[mask] = _mask(torch.as_tensor(parts[part]), data.num_nodes)
+        data[mask] = _mask(torch.as_tensor(parts[part]).long(), data.num_nodes)
     return data
+
+
+def _never_ask(question: str = "") -> str:
+    raise DatasetUnavailableError(f"OGB's loader wants to know, which gattn never asks: {question.strip()}")
+
+
+def _remove_empty(place: Path) -> None:
+    """Removes a folder in which there is no file."""
+    if place.is_dir() and not any(path.is_file() for path in place.rglob("*")):
+        shutil.rmtree(place)
+
+
+def _ogb_raw_files(meta: dict[str, Any], is_node: bool) -> list[str]:
+    """The files without which ogb downloads, or fails."""
+    label = "node-label" if is_node else "graph-label"
+    if meta["binary"] == "True":
+        return ["data.npz", f"{label}.npz"]
+    features = [part for part in ("node", "edge") if meta[f"has_{part}_attr"] == "True"]
+    names = ["edge", *(f"{part}-feat" for part in features), "num-node-list", "num-edge-list", label]
+    return [f"{name}.csv.gz" for name in names]
 
 
 # How a data set that OGB publishes as text is described once DatasetSaver wrote it.
@@ -319,42 +434,46 @@ _SAVER_META = {
 }
 
 
-def _ogb_meta(name: str, folder: Path, master: Path) -> dict[str, Any] | None:
-    """What ogb must know to read `name` from disk without asking or downloading; `None` if it is not there.
+def _find_ogb(name: str, folder: Path, master: Path) -> tuple[Path, dict[str, Any]]:
+    """Where `name` lies, or is to be put, and its description.
 
     Understands OGB's own archives, unpacked, and what `ogb.io.DatasetSaver` writes (data in one binary file, and a
-    `meta_dict.pt` beside them).
+    `meta_dict.pt` beside them; in a folder whose name ends in that of the data set).
     """
     import pandas
 
     underscored = name.replace("-", "_")
+    suffix = underscored.split("_", 1)[1]
     table = pandas.read_csv(master, index_col=0, keep_default_na=False)
-    for place in (folder / underscored, folder / f"{underscored}_pyg", folder / f"submission_{underscored}"):
-        if not place.is_dir():
-            continue
+    usual = [folder / underscored, folder / f"{underscored}_pyg"]
+    saved = [path for path in sorted(folder.glob("*")) if path.name.lower().endswith(f"_{underscored}")]
+    for place in (*usual, *saved, folder / suffix):
         if (place / "meta_dict.pt").exists():
-            meta = torch.load(place / "meta_dict.pt", weights_only=True)
-            inner = place / underscored.split("_", 1)[1]
-            place = inner if inner.is_dir() else place
-        elif name in table:
+            try:
+                meta = dict(torch.load(place / "meta_dict.pt", weights_only=True))
+            except Exception as error:
+                raise DatasetUnavailableError(f"{place / 'meta_dict.pt'} cannot be read: {error}") from error
+            inner = [path for path in place.iterdir() if path.is_dir() and path.name.lower() == suffix]
+            return _with_split(inner[0] if inner else place, meta)
+        if name in table and (place / "raw").is_dir() and any((place / "raw").iterdir()):
             meta = dict(table[name])
             if meta["binary"] != "True" and (place / "raw" / "data.npz").exists():
                 meta.update(_SAVER_META)
-        else:
-            continue
-        if not (place / "raw").is_dir() or not any((place / "raw").iterdir()):
-            continue
-        release = place / f"RELEASE_v{meta['version']}.txt"
-        if not release.exists():
-            raise DatasetUnavailableError(
-                f"{place} holds data of {name}, but not {release.name}, by which ogb tells that they are of the newest "
-                f"version. If they are, make an empty file of that name there; if not, move the folder away and load "
-                "again."
-            )
-        return {**meta, "dir_path": str(place)}
+            return _with_split(place, meta)
     if name not in table:
-        raise ValueError(f"OGB has no data set {name!r}, and there is no {folder / underscored} with a meta_dict.pt.")
-    return None
+        raise ValueError(
+            f"OGB has no data set {name!r}, and there is none that ogb.io.DatasetSaver wrote, with its meta_dict.pt, "
+            f"in {usual[0]} or {folder / f'submission_{underscored}'}."
+        )
+    return usual[0], dict(table[name])
+
+
+def _with_split(place: Path, meta: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The description with the split that is there, if it is the only one."""
+    splits = [path.name for path in (place / "split").glob("*") if path.is_dir()]
+    if meta["split"] not in splits and len(splits) == 1:
+        meta["split"] = splits[0]
+    return place, meta
 
 
 def _mask(index: Tensor, size: int) -> Tensor:

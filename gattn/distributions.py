@@ -25,12 +25,17 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
     Returns:
         The weights, shaped and typed like `logits`.
 
+    Raises:
+        ValueError: If the logits are not of a floating-point type.
+
     Example:
         >>> import torch, gattn
         >>> gattn.softmax(torch.zeros(3), torch.tensor([0, 0, 2]), num_targets=3)
         tensor([0.5000, 0.5000, 1.0000])
     """
     dtype = logits.dtype
+    if not dtype.is_floating_point:
+        raise ValueError(f"softmax needs logits of a floating-point type; got {dtype}.")
     if dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     maximum = scatter(logits.detach(), index, dim, num_targets, reduce="max")

@@ -45,9 +45,10 @@ class Edges(NamedTuple):
 class SparseGraph:
     r"""A graph given by its edges.
 
-    Hold one if you use a graph again and again, or pass the same `edge_index`: what is derived from it (the index
-    check, the self-loops) is cached per tensor, by identity and version. An in-place edit is noticed; one that goes
-    through `.data` or `.numpy()`, or changes a sparse adjacency that a `SparseGraph` holds, is not.
+    Hold one if you use a graph again and again, or pass the same `edge_index` tensor: what is derived from that (the
+    index check, the self-loops) is cached per tensor, by identity and version. An in-place edit is noticed; one that
+    goes through `.data` or `.numpy()` is not. What is derived from a sparse adjacency is kept by the `SparseGraph` that
+    holds it, and no edit is noticed.
 
     Args:
         edge_index: `[2, E]`, sources above targets (for `flow="source_to_target"`): an integer tensor or a PyG
@@ -57,14 +58,14 @@ class SparseGraph:
         num_targets: N; likewise. (default: `None`)
         self_loops: What PyG's layers call `add_self_loops`: existing loops out, then one for each of the first
             min(N, M) nodes. (default: `False`)
-        flow: `"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets.
-            (default: `"source_to_target"`)
+        flow: `"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets. It
+            describes the graph, and holds in every layer, whatever the layer's own. (default: `"source_to_target"`)
 
     Raises:
         TypeError: If `edge_index` is none of the forms above.
         ValueError: If its shape or dtype is wrong, the sizes contradict it, or a sparse adjacency comes with
             `flow="target_to_source"`.
-        IndexError: On first use, if an index is negative or too large.
+        IndexError: On first use, if an index is negative or too large (not in compiled code, which cannot look).
 
     Example:
         >>> import torch, gattn
@@ -99,8 +100,12 @@ class SparseGraph:
             first, second = edge_index.sparse_size()
             if flow != FLOWS[0]:
                 first, second = second, first
-            num_sources = _agree("sources", num_sources, first, "the EdgeIndex's sparse_size")
-            num_targets = _agree("targets", num_targets, second, "the EdgeIndex's sparse_size")
+            # PyG infers sizes from the largest index, so there may be more nodes than it says, but not fewer.
+            num_sources = first if num_sources is None else num_sources
+            num_targets = second if num_targets is None else num_targets
+        for what, count in (("sources", num_sources), ("targets", num_targets)):
+            if count is not None and count < 0:
+                raise ValueError(f"a graph has no negative number of nodes; got {count} {what}.")
         self.adjacency = edge_index
         self.num_sources = num_sources
         self.num_targets = num_targets
@@ -130,8 +135,12 @@ class SparseGraph:
         Raises:
             ValueError: If the graph's own sizes differ.
         """
-        num_sources = _agree("sources", self.num_sources, num_sources, "the features")
-        num_targets = _agree("targets", self.num_targets, num_targets, "the features")
+        known_sources, known_targets = self.num_sources, self.num_targets
+        if isinstance(self.adjacency, EdgeIndex):
+            known_sources = None if (num_sources or 0) > (known_sources or 0) else known_sources
+            known_targets = None if (num_targets or 0) > (known_targets or 0) else known_targets
+        num_sources = _agree("sources", known_sources, num_sources, "the features")
+        num_targets = _agree("targets", known_targets, num_targets, "the features")
         if (num_sources, num_targets) == (self.num_sources, self.num_targets):
             return self
         return SparseGraph(self.adjacency, num_sources, num_targets, self_loops=self.self_loops, flow=self.flow)
@@ -148,19 +157,20 @@ class SparseGraph:
             ValueError: If the number of sources or targets is not known yet.
             IndexError: If an index is negative or too large.
         """
-        if self.num_sources is None or self.num_targets is None:
-            raise ValueError("how many nodes does this graph have? Give the SparseGraph num_sources and num_targets.")
+        num_sources, num_targets = self._known_sizes()
         if is_sparse(self.adjacency):
             if self._sparse_edges is None:
                 looped = _loop_sparse(self.adjacency) if self.self_loops else self.adjacency
                 self._sparse_edges = looped, _sparse_index(looped)
-                _check_range(self._sparse_edges[1], self.num_sources, self.num_targets)
-            return Edges(*self._sparse_edges, self.num_sources, self.num_targets)
-        looped = _derive(self.adjacency, self.num_sources, self.num_targets, self.self_loops, self.flow)
-        return Edges(looped, _plain(looped), self.num_sources, self.num_targets)
+                _check_range(self._sparse_edges[1], num_sources, num_targets)
+            return Edges(*self._sparse_edges, num_sources, num_targets)
+        looped = _derive(self.adjacency, num_sources, num_targets, self.self_loops, self.flow)
+        return Edges(looped, _plain(looped), num_sources, num_targets)
 
-    def edge_features(self, features: Tensor | None, fill_value: float | Tensor | str = "mean") -> Tensor | None:
-        """Brings per-edge features into the order of `edges()`: drops old self-loops, fills in the new ones'.
+    def with_features(
+        self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
+    ) -> tuple[SparseGraph, Tensor | None]:
+        """The graph with its self-loops among its edges, and the features of all those edges.
 
         Args:
             features: `[E, ...]`, one row for each edge as given. `None` takes a sparse adjacency's own values, if they
@@ -168,7 +178,12 @@ class SparseGraph:
             fill_value: Features of the new self-loops: a number, a tensor, or how to aggregate those of the edges that
                 point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). (default: `"mean"`)
 
+        Returns:
+            A graph with the same edges as `edges()`, in the same order, and features `[E, ...]`, or `None` where there
+            are none.
+
         Raises:
+            ValueError: If there is not one row of features an edge.
             NotImplementedError: If self-loops are to be added to a `SparseTensor` with features, or features come
                 beside a sparse adjacency.
         """
@@ -176,19 +191,31 @@ class SparseGraph:
         if features is None:
             features = _sparse_features(self.adjacency)
             if features is None or not self.self_loops:
-                return features
+                return self, features
             if isinstance(self.adjacency, SparseTensor):
                 raise NotImplementedError(f"self-loops are not added to a SparseTensor with edge features: {remedy}")
-            return _sparse_features(_loop_sparse(self.adjacency, fill_value))
+            return self, _sparse_features(_loop_sparse(self.adjacency, fill_value))
+        num_edges = self.adjacency.nnz() if isinstance(self.adjacency, SparseTensor) else None
+        if isinstance(self.adjacency, Tensor):
+            num_edges = self.adjacency._nnz() if is_sparse(self.adjacency) else self.adjacency.size(1)
+        if features.size(0) != num_edges:
+            raise ValueError(f"edge_attr has {features.size(0)} rows for {num_edges} edges: it needs one an edge.")
         if not self.self_loops:
-            return features
+            return self, features
         if is_sparse(self.adjacency):
             raise NotImplementedError(
                 f"self-loops are not added where edge features come beside a sparse adjacency: {remedy}"
             )
+        if not torch.compiler.is_compiling():
+            self.edges()  # checks the indices, by which features are aggregated
+        num_sources, num_targets = self._known_sizes()
+        looped, features = _loop(self.adjacency, min(num_sources, num_targets), features, fill_value)
+        return SparseGraph(looped, num_sources, num_targets, flow=self.flow), features
+
+    def _known_sizes(self) -> tuple[int, int]:
         if self.num_sources is None or self.num_targets is None:
             raise ValueError("how many nodes does this graph have? Give the SparseGraph num_sources and num_targets.")
-        return _loop(self.adjacency, min(self.num_sources, self.num_targets), features, fill_value)[1]
+        return self.num_sources, self.num_targets
 
     def with_weights(self, weights: Tensor) -> Any:
         """Attention weights beside the edges they belong to, as PyG's layers return them.
@@ -199,8 +226,16 @@ class SparseGraph:
         Returns:
             `(edge_index, weights)`; for a `torch.sparse` adjacency `(adjacency with the weights as values, weights)`;
             for a `SparseTensor` the `SparseTensor` that holds them.
+
+        Raises:
+            ValueError: If the weights of a batch, `[B, E, H]`, were to become values of one sparse matrix.
         """
         adjacency = self.edges().adjacency
+        if weights.dim() > 2 and is_sparse(adjacency):
+            raise ValueError(
+                f"the weights of a batch, {list(weights.shape)}, are no values of one sparse matrix: pass an "
+                "edge_index instead of a sparse adjacency to get weights [B, E, H]."
+            )
         if isinstance(adjacency, SparseTensor):
             return adjacency.set_value(weights, layout="coo")
         if is_torch_sparse_tensor(adjacency):
@@ -222,7 +257,12 @@ def _check_form(edge_index: Any) -> None:
             "a graph is an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a SparseTensor, "
             f"a SparseGraph or a CompleteGraph; got {type(edge_index).__name__}."
         )
-    if is_torch_sparse_tensor(edge_index):
+    if edge_index.layout != torch.strided:
+        if not is_torch_sparse_tensor(edge_index) or edge_index.sparse_dim() != 2:
+            raise ValueError(
+                f"a sparse adjacency is one [N, M] matrix in CSR, CSC or COO layout; got {edge_index.layout} of shape "
+                f"{list(edge_index.shape)}."
+            )
         return
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         hint = (
@@ -247,7 +287,9 @@ def _agree(what: str, known: int | None, given: int | None, where: str) -> int |
 
 
 def _check_range(index: Tensor, num_sources: int, num_targets: int) -> None:
-    """Checks an edge list with sources in the first row."""
+    """Checks an edge list with sources in the first row, where there are numbers to look at."""
+    if index.device.type == "meta" or _transforming():
+        return
     for row, what, limit in ((index[0], "source", num_sources), (index[1], "target", num_targets)):
         if row.numel() == 0:
             continue
@@ -255,10 +297,16 @@ def _check_range(index: Tensor, num_sources: int, num_targets: int) -> None:
         if lowest < 0:
             raise IndexError(f"edge_index holds the negative {what} index {lowest}: indices count nodes from 0.")
         if highest >= limit:
+            nodes = f"{limit} {what} nodes (0 to {limit - 1})" if limit else f"no {what} nodes"
             raise IndexError(
-                f"edge_index holds {what} index {highest}, but there are {limit} {what} nodes (0 to {limit - 1}): the "
-                "features have too few rows for this graph, or belong to another one."
+                f"edge_index holds {what} index {highest}, but there are {nodes}: the features have too few rows for "
+                "this graph, or belong to another one."
             )
+
+
+def _transforming() -> bool:
+    """Whether this runs inside one of `torch.func`'s transforms, whose tensors must not outlive it."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _plain(edge_index: Tensor) -> Tensor:
@@ -272,8 +320,8 @@ def _loop(
     edge_index: Tensor, num_nodes: int, features: Tensor | None = None, fill_value: float | Tensor | str = 1.0
 ) -> tuple[Tensor, Tensor | None]:
     """PyG's own functions, so that edges come in PyG's order."""
-    if features is not None and features.size(0) != edge_index.size(1):
-        raise ValueError(f"edge_attr has {features.size(0)} rows for {edge_index.size(1)} edges: it needs one an edge.")
+    if edge_index.dtype not in (torch.int64, torch.int32):
+        edge_index = edge_index.long()
     edge_index, features = remove_self_loops(edge_index, features)
     return add_self_loops(edge_index, features, fill_value=fill_value, num_nodes=num_nodes)
 
@@ -319,19 +367,23 @@ def _with_values(adjacency: Tensor, values: Tensor) -> Tensor:
 
 def _derive(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Tensor:
     """Checks `edge_index` and adds self-loops, once for each version of it."""
-    cacheable = not torch.compiler.is_compiling() and not edge_index.is_inference()
-    if not cacheable:
+    if torch.compiler.is_compiling() or _transforming() or edge_index.is_inference():
         return _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
     entries = _cache.setdefault(edge_index, {})
     key = (num_sources, num_targets, self_loops, flow)
     entry = entries.get(key)
     # The looped tensor is handed out as part of attention weights, so its version counts too.
-    if entry is None or entry[0] != edge_index._version or (entry[1] is not None and entry[1]._version != entry[2]):
+    if entry is None or entry[0] != _version(edge_index) or (entry[1] is not None and _version(entry[1]) != entry[2]):
         with torch.inference_mode(False):  # what is cached must serve training too
             looped = _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
-        entry = (edge_index._version, looped, looped._version) if self_loops else (edge_index._version, None, 0)
+        entry = (_version(edge_index), looped, _version(looped)) if self_loops else (_version(edge_index), None, 0)
         entries[key] = entry
     return edge_index if entry[1] is None else entry[1]
+
+
+def _version(edge_index: Tensor) -> int:
+    """Counts the in-place edits of a tensor; of an `EdgeIndex`, those of the tensor inside."""
+    return (edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index)._version
 
 
 def _derive_uncached(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Tensor:
@@ -382,9 +434,13 @@ class CompleteGraph:
             raise ValueError(
                 f"a graph has no negative number of nodes: got {num_targets} targets, {num_sources} sources."
             )
-        if isinstance(window, int):
+        if isinstance(window, int) and not isinstance(window, bool):
             window = (window, window)
-        if window is not None and (len(window) != 2 or min(window) < 0):
+        if window is not None and not (
+            isinstance(window, (tuple, list))
+            and len(window) == 2
+            and all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in window)
+        ):
             raise ValueError(f"window is (left, right), both at least 0, or one integer for both; got {window}.")
         for name, lengths, limit in (
             ("source_lengths", source_lengths, num_sources),
@@ -392,14 +448,16 @@ class CompleteGraph:
         ):
             if lengths is None:
                 continue
-            if lengths.is_floating_point() or lengths.dim() == 0:
+            if not isinstance(lengths, Tensor):
+                raise TypeError(f"{name} must be a tensor; got {type(lengths).__name__}.")
+            if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.dim() == 0:
                 raise ValueError(f"{name} holds one integer for each element of the batch, [B]; got {lengths}.")
             if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > limit):
                 raise ValueError(f"{name} must lie between 0 and {limit}; got {lengths.tolist()}.")
         self.num_targets = num_targets
         self.num_sources = num_sources
         self.causal = causal
-        self.window = window
+        self.window = None if window is None else tuple(window)
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
 

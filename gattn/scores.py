@@ -49,7 +49,7 @@ class Score:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define logits().")
 
-    def parameters(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the score itself holds (they take part in type promotion and in gradients)."""
         return ()
 
@@ -112,6 +112,7 @@ class AdditiveScore(Score):
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`.
 
     Raises:
+        TypeError: If `vector` is no tensor.
         ValueError: If `vector` is not `[H, C]`, or the activation is not one of the two.
 
     Example:
@@ -123,6 +124,8 @@ class AdditiveScore(Score):
     """
 
     def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float = 0.2):
+        if not isinstance(vector, Tensor):
+            raise TypeError(f"AdditiveScore's vector must be a tensor; got {type(vector).__name__}.")
         if vector.dim() != 2:
             raise ValueError(
                 f"AdditiveScore's vector has one row a head, [H, C]; got a tensor of shape {list(vector.shape)}."
@@ -141,7 +144,7 @@ class AdditiveScore(Score):
         hidden = hidden.tanh() if self.activation == "tanh" else F.leaky_relu(hidden, self.negative_slope)
         return (hidden * self.vector).sum(-1)
 
-    def parameters(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The vector :math:`a`."""
         return (self.vector,)
 

@@ -101,6 +101,8 @@ def require_finite(**tensors: Tensor | None) -> None:
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
         bad = ~tensor.isfinite()
+        if name == "bias":
+            bad &= tensor != -torch.inf  # which masks
         if bad.any():
             count, first = int(bad.sum()), tuple(bad.nonzero()[0].tolist())
             what = "1 value that is" if count == 1 else f"{count} values that are"

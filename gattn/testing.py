@@ -65,8 +65,10 @@ def assert_as_exact_as(
     Raises:
         AssertionError: If shapes or types differ, or the error exceeds the budget.
     """
-    assert actual.shape == peer.shape, f"{name} has shape {list(actual.shape)}, expected {list(peer.shape)}"
-    assert actual.dtype == peer.dtype, f"{name} has type {actual.dtype}, expected {peer.dtype}"
+    if actual.shape != peer.shape or actual.dtype != peer.dtype:
+        raise AssertionError(
+            f"{name} is {actual.dtype} of shape {list(actual.shape)}, expected {peer.dtype} of {list(peer.shape)}"
+        )
     if actual.numel() == 0:
         return
     exact = exact.double()
@@ -74,8 +76,8 @@ def assert_as_exact_as(
     floor = 8 * torch.finfo(actual.dtype).eps * scale
     budget = factor * (peer.double() - exact).abs().max().item() + floor
     error = (actual.double() - exact).abs().max().item()
-    # Written so that NaN fails.
-    assert error <= budget, f"{name} is off by {error:.3g}; the reference's own error allows {budget:.3g}"
+    if not error <= budget:  # so that NaN fails
+        raise AssertionError(f"{name} is off by {error:.3g}; the reference's own error allows {budget:.3g}")
 
 
 def assert_permutation_equivariant(

@@ -124,6 +124,20 @@ def test_batches_over_one_graph(score, batch):
     torch.testing.assert_close(out[(1,) * len(batch)], attend(graph=edge_index, score=make_score(score), **one))
 
 
+def test_masks_of_a_batch():
+    x, edge_index = torch.randn(2, 5, H, C), random_edge_index(5, num_edges=12)
+    mask = torch.rand(2, 12) < 0.5
+    out = attend(x, x, x, edge_index, mask=mask)
+    for i in range(2):
+        torch.testing.assert_close(out[i], attend(x[i], x[i], x[i], edge_index, mask=mask[i]))
+    torch.testing.assert_close(out, attend(x, x, x, edge_index, mask=mask.unsqueeze(-1).expand(2, 12, H)))
+
+
+def test_return_weights_takes_any_false_value():
+    x = torch.randn(3, H, C)
+    assert isinstance(attend(x, x, x, CompleteGraph(3), return_weights=0), torch.Tensor)
+
+
 def test_query_none_is_a_target_side_term_of_zero():
     edge_index = random_edge_index(M, N, E)
     inputs = make_inputs("gat")
@@ -188,6 +202,10 @@ class TestCompleteGraph:
             ({"window": (1, 2, 3)}, "window is"),
             ({"source_lengths": torch.tensor([6])}, "must lie between 0 and 5"),
             ({"target_lengths": torch.tensor([0.5])}, "one integer for each"),
+            ({"source_lengths": torch.tensor([[True, False]])}, "one integer for each"),
+            ({"window": 1.5}, "window is"),
+            ({"window": True}, "window is"),
+            ({"window": (1, None)}, "window is"),
             ({"num_sources": -1}, "no negative number"),
         ],
     )
@@ -409,6 +427,9 @@ class TestBadInput:
             ({"edge_value": torch.zeros(3, H, C)}, ValueError, "edge_value has one entry an edge"),
             ({"mask": torch.zeros(2, H)}, ValueError, "mask is a tensor of booleans"),
             ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "mask has one entry an edge"),
+            ({"score": "dot"}, TypeError, r"score is an object such as gattn.DotScore\(\).*got 'dot'"),
+            ({"score": DotScore}, TypeError, "score is an object"),
+            ({"edge": [1.0]}, TypeError, "edge must be a tensor; got list"),
             ({"backend": "cuda"}, ValueError, "unknown backend 'cuda': this version of gattn has 'auto', 'reference'"),
             ({"distribution": "sparsemax"}, ValueError, "unknown distribution 'sparsemax': use 'softmax' or an object"),
             ({"dropout": 1.5}, ValueError, "dropout is a probability"),
@@ -425,6 +446,12 @@ class TestBadInput:
             AdditiveScore(torch.zeros(C))
         with pytest.raises(ValueError, match="'leaky_relu' or 'tanh', not 'relu'"):
             AdditiveScore(torch.zeros(H, C), activation="relu")
+
+    def test_minus_infinity_in_a_bias_masks_and_is_no_mistake(self):
+        with gattn.check_finite():
+            attend(self.x, self.x, self.x, self.edge_index, bias=torch.full((2, H), -math.inf))
+            with pytest.raises(ValueError, match="bias holds 6 values"):
+                attend(self.x, self.x, self.x, self.edge_index, bias=torch.full((2, H), math.inf))
 
     def test_backend_block(self):
         with gattn.backend("reference"):

@@ -2,6 +2,7 @@
 
 import builtins
 import gzip
+import io
 import pickle
 import shutil
 
@@ -278,6 +279,65 @@ class TestOGB:
             datasets.load("ogbn-nothing", root=tmp_path)
 
 
+@pytest.mark.usefixtures("never_asks")
+class TestHalfThere:
+    """What an interrupted download, unpacking or processing leaves behind."""
+
+    def test_a_part_of_an_ogb_set_is_named_and_never_overwritten(self, tmp_path):
+        pytest.importorskip("ogb")
+        raw = tmp_path / "ogbn_products" / "raw"
+        raw.mkdir(parents=True)
+        for file in (raw / "edge.csv.gz", raw / "my_notes.txt", raw.parent / "RELEASE_v1.txt"):
+            file.write_text("mine")
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(DatasetUnavailableError, match=r"a part of ogbn-products, but not node-feat.csv.gz"):
+            datasets.load("ogbn-products", root=tmp_path)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    @pytest.mark.parametrize("folder", ["ogbn_arxiv/raw", "ogbn_arxiv/processed", "ogbn_arxiv_pyg"])
+    def test_an_empty_ogb_folder_raises_no_question(self, tmp_path, monkeypatch, folder):
+        pytest.importorskip("ogb")
+        monkeypatch.setattr(
+            "urllib.request.urlopen", lambda *arguments, **kwargs: (_ for _ in ()).throw(OSError("off"))
+        )
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / "arxiv.zip").write_text("half an archive")
+        with pytest.raises(DatasetUnavailableError, match="could not be downloaded"):
+            datasets.load("ogbn-arxiv", root=tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_heterogeneous_sets_are_refused_before_they_are_downloaded(self, tmp_path):
+        pytest.importorskip("ogb")
+        with pytest.raises(ValueError, match="ogbn-mag is a heterogeneous graph"):
+            datasets.load("ogbn-mag", root=tmp_path)
+
+    def test_processed_files_that_were_cut_off_are_made_anew(self, tmp_path):
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        expected = datasets.load("cora", root=tmp_path)
+        processed = tmp_path / "Cora" / "processed" / "data.pt"
+        processed.write_bytes(processed.read_bytes()[:1000])
+        assert torch.equal(datasets.load("cora", root=tmp_path).x, expected.x)
+
+    @pytest.mark.parametrize("content", [b"", b"<html>please log in</html>"])
+    def test_raw_files_that_cannot_be_read_are_named(self, tmp_path, content):
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        (tmp_path / "Cora" / "raw" / "ind.cora.allx").write_bytes(content)
+        with pytest.raises(
+            DatasetUnavailableError, match=r"the files of cora under .*Cora cannot be read.*delete that"
+        ):
+            datasets.load("cora", root=tmp_path)
+        assert (tmp_path / "Cora" / "raw" / "ind.cora.x").exists()
+
+    def test_a_download_that_is_no_data_is_not_kept(self, tmp_path, monkeypatch):
+        def login_page(*arguments, **kwargs):
+            return io.BytesIO(b"<html>please log in</html>")
+
+        monkeypatch.setattr("urllib.request.urlopen", login_page)
+        with pytest.raises(DatasetUnavailableError, match="could not be downloaded"):
+            datasets.load("photo", root=tmp_path)
+        assert not list(tmp_path.iterdir())
+
+
 class TestMissing:
     @pytest.fixture(autouse=True)
     def no_network(self, monkeypatch):
@@ -313,6 +373,7 @@ class TestMissing:
         monkeypatch.setenv("GATTN_DATA", str(tmp_path))
         assert data_root() == tmp_path
         assert data_root(tmp_path / "other") == tmp_path / "other"
+        assert "~" not in str(data_root("~/data"))
         monkeypatch.delenv("GATTN_DATA")
         assert data_root().name == "gattn"
 

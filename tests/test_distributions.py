@@ -31,6 +31,11 @@ def test_minus_infinity_means_no_weight(dtype):
     assert logits.grad.isfinite().all()
 
 
+def test_integer_logits_are_refused():
+    with pytest.raises(ValueError, match="logits of a floating-point type; got torch.int64"):
+        gattn.softmax(torch.zeros(3, dtype=torch.long), torch.tensor([0, 0, 1]), 2)
+
+
 def test_gradcheck():
     index = torch.tensor([1, 0, 1, 1])
     logits = torch.randn(4, 2, dtype=torch.double, requires_grad=True)

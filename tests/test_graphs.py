@@ -63,6 +63,12 @@ class TestForms:
             SparseGraph(torch.zeros(3, 5).to_sparse_csr(), num_sources=6)
         with pytest.raises(ValueError, match="cannot be combined with a sparse adjacency"):
             SparseGraph(torch.zeros(3, 5).to_sparse_csr(), flow="target_to_source")
+        with pytest.raises(ValueError, match="no negative number of nodes; got -1 sources"):
+            SparseGraph(EDGES, num_sources=-1)
+        with pytest.raises(ValueError, match=r"one \[N, M\] matrix in CSR, CSC or COO layout"):
+            SparseGraph(torch.zeros(2, 2, 2).to_sparse())
+        with pytest.raises(IndexError, match="there are no source nodes"):
+            SparseGraph(EDGES, 0, 4).edges()
         with pytest.raises(ValueError, match="flow is"):
             SparseGraph(EDGES, flow="both")
         with pytest.raises(ValueError, match="how many nodes does this graph have"):
@@ -104,6 +110,13 @@ class TestCache:
         edge_index.view(-1)[0] = 9
         with pytest.raises(IndexError, match="source index 9"):
             make(edge_index, self_loops=True).edges()
+
+    def test_edits_of_the_tensor_inside_an_edge_index_are_noticed(self):
+        inside = EDGES.clone()
+        edge_index = EdgeIndex(inside)
+        make(edge_index, self_loops=True).edges()
+        inside[0, 0] = 3
+        assert make(edge_index, self_loops=True).edge_index[0, 0] == 3
 
     def test_edits_of_what_was_handed_out_do_no_harm(self):
         edge_index = EDGES.clone()
@@ -152,20 +165,20 @@ class TestFeatures:
     def test_self_loops_get_their_fill_value(self):
         graph = make(EDGES, self_loops=True)
         features = torch.arange(5.0).view(5, 1)
-        assert graph.edge_features(features, fill_value="add").flatten().tolist() == [0, 2, 3, 3, 0, 2, 0]
+        assert graph.with_features(features, fill_value="add")[1].flatten().tolist() == [0, 2, 3, 3, 0, 2, 0]
         with pytest.raises(ValueError, match="edge_attr has 4 rows for 5 edges"):
-            graph.edge_features(features[:4])
+            graph.with_features(features[:4])
 
     def test_features_beside_a_sparse_adjacency(self):
         adjacency = torch.sparse_coo_tensor(EDGES.flip(0), torch.ones(5), (4, 4)).to_sparse_csr()
         with pytest.raises(NotImplementedError, match="beside a sparse adjacency: pass an edge_index"):
-            SparseGraph(adjacency, self_loops=True).edge_features(torch.ones(5, 1))
+            SparseGraph(adjacency, self_loops=True).with_features(torch.ones(5, 1))
 
     @pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse")
     def test_self_loops_in_a_sparse_tensor_with_features(self):
         adjacency = SparseTensor(row=EDGES[1], col=EDGES[0], value=torch.ones(5, 2), sparse_sizes=(4, 4))
         with pytest.raises(NotImplementedError, match="SparseTensor with edge features"):
-            SparseGraph(adjacency, self_loops=True).edge_features(None)
+            SparseGraph(adjacency, self_loops=True).with_features(None)
 
 
 def test_reprs():

@@ -16,7 +16,8 @@ class GAT(BasicGNN):
     r"""A graph attention network of any depth, after `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_.
 
     Layers are `GATConv`, `GATv2Conv` or `TransformerConv`; activation, normalisation, jumping knowledge, trimming and
-    layer-wise inference are those of PyG's `BasicGNN`, which it is one of.
+    layer-wise inference are those of PyG's `BasicGNN`, which it is one of. Differences from PyG's model of the same
+    name: `heads` is 8 where that has 1, the last layer has `out_heads`, and `conv="gatv2"` is its `v2=True`.
 
     Args:
         in_channels: Channels of the input; `-1` takes them from the first call.
@@ -84,7 +85,7 @@ class GAT(BasicGNN):
     ):
         if conv not in self.conv_types:
             raise ValueError(f"conv is 'gat', 'gatv2' or 'transformer', not {conv!r}.")
-        if hidden_channels % heads != 0:
+        if heads < 1 or hidden_channels % heads != 0:
             raise ValueError(
                 f"hidden_channels counts all heads together, so it must be a multiple of heads: "
                 f"{hidden_channels} is not one of {heads}."

@@ -69,6 +69,11 @@ class AttentionConv(Attention):
                 raise ValueError(
                     f"{name} has {features.size(-1)} channels, but this layer was made for in_channels={channels}."
                 )
+        if targets is not None and targets.shape[:-2] != sources.shape[:-2]:
+            raise ValueError(
+                f"sources and targets have the same batch dimensions; got x[0] of shape {list(sources.shape)} and x[1] "
+                f"of shape {list(targets.shape)}."
+            )
         if targets is sources:
             require_finite(x=sources)
         else:
@@ -91,11 +96,13 @@ class AttentionConv(Attention):
                     f"add_self_loops=True makes no sense here: the {graph.num_targets} targets and {graph.num_sources} "
                     "sources of this CompleteGraph are different nodes. Make the layer with add_self_loops=False."
                 )
+            if size is not None and tuple(size) != (graph.num_sources, graph.num_targets):
+                raise ValueError(f"size={tuple(size)} contradicts {graph}.")
             return graph
         num_sources = sources.size(-2)
         num_targets = None if targets is None else targets.size(-2)
         if size is not None:
-            given_sources, given_targets = size if self.flow == FLOWS[0] else (size[1], size[0])
+            given_sources, given_targets = size if graph.flow == FLOWS[0] else (size[1], size[0])
             for what, given, rows in (("sources", given_sources, num_sources), ("targets", given_targets, num_targets)):
                 if given is not None and rows is not None and given != rows:
                     raise ValueError(f"size says {given} {what}, but their features have {rows} rows.")
@@ -105,35 +112,44 @@ class AttentionConv(Attention):
         graph = graph.with_sizes(num_sources, num_targets)
         return graph.with_self_loops() if self_loops else graph
 
-    def _edge_term(self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = 1.0) -> Tensor | None:
-        """Projected edge features in the order of the graph's edges; `None` for a layer without."""
+    def _edge_term(
+        self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = "mean"
+    ) -> tuple[Graph, Tensor | None]:
+        """The graph with its self-loops, and projected features of its edges; `None` for a layer without."""
         if self.lin_edge is None:
             if edge_attr is not None:
                 raise ValueError(
                     f"got edge_attr, but this layer was made without edge features: give {type(self).__name__} "
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
-            return None
+            return graph, None
+        if edge_attr is not None and not isinstance(edge_attr, Tensor):
+            raise TypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
+        if edge_attr is not None and not edge_attr.is_floating_point():
+            raise ValueError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
         require_finite(edge_attr=edge_attr)
         if isinstance(graph, SparseGraph):
-            edge_attr = graph.edge_features(edge_attr, fill_value)
-            num_edges = graph.edges().edge_index.size(1)
-        else:
-            num_edges = graph.edge_index().size(1)
+            graph, edge_attr = graph.with_features(edge_attr, fill_value)
+        elif edge_attr is not None and edge_attr.size(0) != graph.edge_index().size(1):
+            raise ValueError(
+                f"edge_attr has {edge_attr.size(0)} rows for the {graph.edge_index().size(1)} edges of {graph}."
+            )
         if edge_attr is None:
             raise ValueError(
-                f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr, [E, {self.edge_dim}]."
+                f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr, [E, {self.edge_dim}] (the "
+                "single values of a sparse adjacency are edge weights, not features)."
             )
-        if edge_attr.dim() == 1:
-            edge_attr = edge_attr.unsqueeze(-1)
-        if edge_attr.dim() != 2 or edge_attr.size(0) != num_edges:
-            raise ValueError(f"edge_attr has one row an edge, [{num_edges}, D]; got {list(edge_attr.shape)}.")
-        if self.lin_edge.in_channels > 0 and edge_attr.size(-1) != self.lin_edge.in_channels:
+        edge_attr = edge_attr.unsqueeze(-1) if edge_attr.dim() == 1 else edge_attr
+        channels = getattr(self.lin_edge, "in_channels", -1)
+        if edge_attr.dim() != 2:
             raise ValueError(
-                f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for "
-                f"edge_dim={self.lin_edge.in_channels}."
+                f"edge_attr has shape [E, D], or [E] for a single feature; got {edge_attr.dim()} dimensions."
             )
-        return self._project_edges(self.lin_edge, edge_attr)
+        if channels > 0 and edge_attr.size(-1) != channels:
+            raise ValueError(
+                f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge_dim={channels}."
+            )
+        return graph, self._project_edges(self.lin_edge, edge_attr)
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
         """Edge features `[E, D]` as the score's edge term, `[E, H, C]`."""
@@ -172,7 +188,7 @@ class AttentionConv(Attention):
 
     @staticmethod
     def _with_weights(graph: Graph, alpha: Tensor) -> Any:
-        """What PyG's layers return beside the output."""
+        """What PyG's layers return beside the output; `(graph, alpha)` for a complete graph."""
         return graph.with_weights(alpha) if isinstance(graph, SparseGraph) else (graph, alpha)
 
     def __repr__(self) -> str:

@@ -25,7 +25,7 @@ class GATConv(AttentionConv):
     A drop-in for `torch_geometric.nn.GATConv`: the same arguments, parameter names and numbers. Beyond it: features
     `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and float32
     accumulation in half precision. Where it differs: with `flow="target_to_source"` a pair `x` gives as many rows as
-    there are targets.
+    there are targets; `edge_attr` without `edge_dim`, or the reverse, is an error and not ignored.
 
     Args:
         in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
@@ -151,11 +151,11 @@ class GATConv(AttentionConv):
 
         Returns:
             `[..., N, H * F_out]`; with `return_attention_weights` a pair of that and what
-            `SparseGraph.with_weights` describes.
+            `SparseGraph.with_weights` describes, `(graph, weights)` for a `CompleteGraph`.
 
         Raises:
             ValueError: If features, graph and options do not fit; the message says which.
-            IndexError: If an index of the graph is out of range.
+            IndexError: If an index of the graph is out of range (not in compiled code, which cannot look).
         """
         sources, targets = self._inputs(x)
         graph = self._graph(edge_index, sources, targets, self.add_self_loops, size)
@@ -168,7 +168,7 @@ class GATConv(AttentionConv):
         key = (value * self.att_src).sum(-1)
         query = None if target is None else (target * self.att_dst).sum(-1)
 
-        edge = self._edge_term(graph, edge_attr, self.fill_value)
+        graph, edge = self._edge_term(graph, edge_attr, self.fill_value)
         score = GATScore(self.negative_slope)
         weights = "dropped" if return_attention_weights else False
         out, alpha = self._attend_and_merge(query, key, value, graph, score, edge, None, weights)
@@ -180,6 +180,7 @@ class GATConv(AttentionConv):
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
         """The edge term `[E, H]`, by folding W_e and a_edge into one `[D, H]` matrix: no `[E, H, C]` is made."""
-        if lin_edge.in_channels < 0:
-            lin_edge(edge_attr[:0])  # the first call finds the size
-        return edge_attr @ (self._heads(lin_edge.weight.t()) * self.att_edge).sum(-1).to(edge_attr.dtype)
+        hooks = (lin_edge._forward_pre_hooks, lin_edge._forward_hooks, lin_edge._backward_hooks)
+        if type(lin_edge) is not Linear or any(hooks):  # wrapped, pruned, watched, or not initialised yet
+            return (super()._project_edges(lin_edge, edge_attr) * self.att_edge).sum(-1)
+        return edge_attr @ (self._heads(lin_edge.weight.t()) * self.att_edge).sum(-1)

@@ -26,7 +26,7 @@ class GATv2Conv(AttentionConv):
     A drop-in for `torch_geometric.nn.GATv2Conv`: the same arguments, parameter names and numbers. Beyond it: features
     `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and float32
     accumulation in half precision. Where it differs: with `flow="target_to_source"` a pair `x` gives as many rows as
-    there are targets.
+    there are targets; `edge_attr` without `edge_dim`, or the reverse, is an error and not ignored.
 
     Args:
         in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
@@ -148,11 +148,11 @@ class GATv2Conv(AttentionConv):
 
         Returns:
             `[..., N, H * F_out]`; with `return_attention_weights` a pair of that and what
-            `SparseGraph.with_weights` describes.
+            `SparseGraph.with_weights` describes, `(graph, weights)` for a `CompleteGraph`.
 
         Raises:
             ValueError: If features, graph and options do not fit; the message says which.
-            IndexError: If an index of the graph is out of range.
+            IndexError: If an index of the graph is out of range (not in compiled code, which cannot look).
         """
         sources, targets = self._inputs(x)
         if targets is None:
@@ -161,7 +161,7 @@ class GATv2Conv(AttentionConv):
         key = self._heads(self.lin_l(sources))
         query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
 
-        edge = self._edge_term(graph, edge_attr, self.fill_value)
+        graph, edge = self._edge_term(graph, edge_attr, self.fill_value)
         score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
         weights = "dropped" if return_attention_weights else False
         out, alpha = self._attend_and_merge(query, key, key, graph, score, edge, None, weights)

@@ -128,7 +128,7 @@ class TransformerConv(AttentionConv):
 
         Raises:
             ValueError: If features, graph and options do not fit; the message says which.
-            IndexError: If an index of the graph is out of range.
+            IndexError: If an index of the graph is out of range (not in compiled code, which cannot look).
         """
         sources, targets = self._inputs(x)
         if targets is None:
@@ -138,7 +138,7 @@ class TransformerConv(AttentionConv):
         key = self._heads(self.lin_key(sources))
         value = self._heads(self.lin_value(sources))
 
-        edge = self._edge_term(graph, edge_attr)
+        graph, edge = self._edge_term(graph, edge_attr)
         weights = bool(return_attention_weights)
         out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, edge, weights)
         if self.root_weight:
@@ -151,5 +151,5 @@ class TransformerConv(AttentionConv):
         if alpha is None:
             return out
         if isinstance(graph, SparseGraph) and not isinstance(graph.adjacency, SparseTensor):
-            return out, (graph.adjacency, alpha)  # PyG leaves a torch.sparse adjacency as it is here
+            return out, (graph.edges().adjacency, alpha)  # PyG leaves a torch.sparse adjacency as it is here
         return out, self._with_weights(graph, alpha)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_geometric.data import Data
 
 from benchmarks import citation
 from benchmarks.results import ResultsFile
@@ -155,6 +156,43 @@ class TestResuming:
         subprocess.run(command(*arguments), check=True, cwd=ROOT, capture_output=True)
         assert exact(tmp_path / "two") == exact(quick)
 
+    def test_lines_that_are_no_results_are_passed_over(self, quick):
+        expected = exact(quick)
+        with (quick / "runs.jsonl").open("ab") as file:
+            file.write(b'5\n{"a": 1}\n\xff\n[]\nnull\n')
+        citation.main([*QUICK, "--out", str(quick)])
+        assert len(citation.finished(ResultsFile(quick / "runs.jsonl"))) == len(expected) == 4
+
+    def test_another_version_of_gattn_runs_anew(self, quick, monkeypatch):
+        monkeypatch.setattr("gattn.__version__", "9.9")
+        citation.main([*QUICK, "--out", str(quick)])
+        assert len(ResultsFile(quick / "runs.jsonl").rows()) == 8
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_an_interruption_from_the_keyboard(self, tmp_path, workers):
+        arguments = ["--dataset", "karate", "--runs", "8", "--max-epochs", "2000", "--workers", workers]
+        process = subprocess.Popen(
+            command(*arguments, "--out", tmp_path), cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+        )
+        deadline = time.monotonic() + 120
+        while not ResultsFile(tmp_path / "runs.jsonl").rows() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        printed, _ = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert b"the same command goes on from there" in printed.replace(b"\n", b" ")
+        assert 1 <= len(ResultsFile(tmp_path / "runs.jsonl").rows()) < 8
+
+    def test_an_error_in_one_run_loses_no_other(self, tmp_path):
+        options = citation.parse([*QUICK, "--out", str(tmp_path)])
+        runs = citation.plan(options, {"karate": 1.0})
+        bad = replace(runs[1], dataset="nothing")
+        done = []
+        with pytest.raises(ValueError, match="unknown data set 'nothing'"):
+            citation.share([runs[0], bad], 2, lambda run, result: done.append(run))
+        assert done == [runs[0]]
+
     def test_other_settings_are_other_runs(self, quick):
         citation.main([*QUICK, "--max-epochs", "5", "--out", str(quick)])
         assert len(ResultsFile(quick / "runs.jsonl").rows()) == 8
@@ -166,19 +204,24 @@ class TestCommandLine:
         printed = capsys.readouterr().out
         table = (quick / "table.md").read_text()
         for text in (printed, table):
-            assert "gattn, sparse features" in text
-            assert "pyg, dense features" in text
+            text = text.replace("\n", " ")
             assert "GATv2 and Transformer rows use GAT's hyper-parameters" in text
+            assert "Cut off after 25 epochs" in text
             assert f"torch {torch.__version__}" in text
+        assert "gattn, sparse features" in table
+        assert "pyg, dense features" in table
         assert (quick / "curves.png").stat().st_size > 10_000
 
     def test_published_figures_stand_beside_ours(self):
         row = {"dataset": "cora", "model": "gat", "layers": "gattn", "features": "sparse", "epochs": 3}
+        row["protocol"] = {"max_epochs": 10_000}
         rows = [{**row, "test_accuracy": accuracy, "seconds_per_epoch": 0.01} for accuracy in (0.82, 0.84)]
         (line,) = citation.summarise(rows)
         assert line["published, %"] == "83.0 ± 0.7"
         assert line["test, %"] == "83.0 ± 1.4"
         assert line["seconds/epoch (quartiles)"] == "0.0100 (0.0100–0.0100)"
+        (line,) = citation.summarise([{**row, "protocol": {"max_epochs": 5}} for row in rows])
+        assert line["published, %"] == "–"
 
     def test_without_arguments_a_missing_data_set_is_named_and_the_rest_runs(self, monkeypatch, tmp_path, capsys):
         monkeypatch.setenv("GATTN_DATA", str(tmp_path / "nothing"))
@@ -197,12 +240,54 @@ class TestCommandLine:
         )
         with pytest.raises(SystemExit, match="error: cora is not under"):
             citation.main(["--dataset", "karate", "cora", "--out", str(tmp_path)])
-        with pytest.raises(SystemExit, match="error: unknown data set 'corra'"):
-            citation.main(["--dataset", "corra", "--out", str(tmp_path)])
+
+    def test_data_sets_that_are_no_node_classification(self, load, tmp_path):
+        load("ogbg-molbace")
+        with pytest.raises(SystemExit, match="error: ogbg-molbace has many graphs"):
+            citation.main(["--dataset", "ogbg-molbace", "--out", str(tmp_path)])
+        with pytest.raises(ValueError, match="no node features"):
+            citation.check_task("x", Data(y=torch.zeros(3, dtype=torch.long)))
+        with pytest.raises(ValueError, match="not one class a node"):
+            citation.check_task("x", Data(x=torch.zeros(3, 1), y=torch.zeros(3, 2)))
+
+    def test_names_are_made_one(self):
+        options = citation.parse(["--dataset", "Karate_Club", "karate", "PubMed", "--model", "gat", "gat"])
+        assert options.dataset == ["karate", "pubmed"]
+        assert options.model == ["gat"]
+
+    @pytest.mark.parametrize("columns", ["40", "80"])
+    def test_a_narrow_terminal_cuts_nothing(self, quick, capsys, monkeypatch, columns):
+        monkeypatch.setenv("COLUMNS", columns)
+        citation.main([*QUICK, "--out", str(quick)])
+        printed = capsys.readouterr().out
+        assert "…" not in printed
+        for line in citation.summarise(list(citation.finished(ResultsFile(quick / "runs.jsonl")).values())):
+            for name in ("data set", "model", "runs", "test, %", "published, %", "epochs"):
+                assert line[name] in printed
+
+    def test_results_that_cannot_be_written_are_an_error_before_anything_runs(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(citation, "train", lambda *arguments: pytest.fail("something ran"))
+        (tmp_path / "file").touch()
+        with pytest.raises(SystemExit, match="error: results cannot be written to"):
+            citation.main([*QUICK, "--out", str(tmp_path / "file")])
+
+    def test_brackets_in_paths_are_no_markup(self, tmp_path, capsys):
+        out = tmp_path / "br[/a]x"
+        citation.main(["--dataset", "karate", "--runs", "1", "--max-epochs", "2", "--out", str(out)])
+        assert "br[/a]x" in capsys.readouterr().out.replace("\n", "")
+        assert (out / "table.md").exists()
 
     @pytest.mark.parametrize(
         "arguments",
-        [["--runs", "0"], ["--model", "gcn"], ["--features", "sparse", "--layers", "pyg"], ["--workers", "-1"]],
+        [
+            ["--runs", "0"],
+            ["--model", "gcn"],
+            ["--features", "sparse", "--layers", "pyg"],
+            ["--workers", "-1"],
+            ["--dataset", "corra"],
+            ["--device", "nonsense"],
+            ["--seed", "-1"],
+        ],
     )
     def test_wrong_arguments(self, arguments, capsys):
         with pytest.raises(SystemExit):

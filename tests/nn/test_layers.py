@@ -3,11 +3,15 @@
 import copy
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import nn
+from torch.nn.utils import prune
+from torch_geometric import EdgeIndex
 from torch_geometric.data import HeteroData
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, to_hetero
@@ -151,6 +155,105 @@ class TestEverywhere:
         torch.testing.assert_close(out, expected)
         out.sum().backward()
 
+    @pytest.mark.parametrize("dynamic", [None, True])
+    def test_compile_with_edge_features_and_self_loops(self, layer, x, edge_index, dynamic):
+        torch._dynamo.reset()
+        conv, edge_attr = layer(F, 4, heads=2, edge_dim=3), torch.randn(30, 3)
+        compiled = torch.compile(conv, fullgraph=True, dynamic=dynamic)
+        for num_edges in (30, 21, 9):
+            inputs = x, edge_index[:, :num_edges], edge_attr[:num_edges]
+            torch.testing.assert_close(compiled(*inputs), conv(*inputs))
+
+    @pytest.mark.parametrize("edge_dim", [None, 3])
+    def test_export(self, layer, x, edge_index, edge_dim):
+        conv = layer(F, 4, heads=2, edge_dim=edge_dim).eval()
+        inputs = (x, edge_index) if edge_dim is None else (x, edge_index, torch.randn(30, edge_dim))
+        exported = torch.export.export(conv, inputs, strict=False).module()
+        torch.testing.assert_close(exported(*inputs), conv(*inputs))
+
+    def test_function_transforms_leave_nothing_behind(self, layer, x, edge_index):
+        conv = layer(F, 4)
+
+        def function(x):
+            return conv(x, edge_index).square().sum()
+
+        expected = torch.autograd.functional.hessian(function, x)
+        for _ in range(2):
+            torch.testing.assert_close(torch.func.hessian(function)(x), expected)
+        gradient = torch.func.grad(function)(x)
+        torch.testing.assert_close(gradient, torch.autograd.grad(function(x.requires_grad_()), x)[0])
+        _, (edges, _) = conv(x, edge_index, return_attention_weights=True)
+        pickle.dumps(edges)
+        torch.testing.assert_close(
+            torch.func.vmap(lambda x: conv(x, edge_index))(torch.stack([x.detach()] * 2))[1], conv(x, edge_index)
+        )
+
+    def test_without_numbers_to_look_at(self, layer, x, edge_index):
+        conv = layer(F, 4, **({} if layer is TransformerConv else {"add_self_loops": False})).to("meta")
+        assert conv(x.to("meta"), edge_index.to("meta")).shape == (N, 4)
+
+    def test_edge_projection_may_be_wrapped_pruned_and_watched(self, layer, x, edge_index):
+        theirs, ours = (getattr(module, layer.__name__)(F, 4, heads=2, edge_dim=3) for module in (pyg, gattn.nn))
+        ours.load_state_dict(theirs.state_dict())
+        calls, outs = [], []
+        edge_attr = torch.randn(30, 3)
+        for conv in (theirs, ours):
+            prune.l1_unstructured(conv.lin_edge, "weight", amount=0.3)
+            conv.lin_edge.register_forward_hook(lambda *arguments: calls.append(1))
+            for _ in range(2):
+                conv(x, edge_index, edge_attr).sum().backward()
+            outs.append(conv(x, edge_index, edge_attr))
+        torch.testing.assert_close(*outs)
+        assert len(calls) == 6
+        outs = []
+        for conv in (theirs, ours):
+            torch.manual_seed(0)
+            conv.lin_edge = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 8))
+            outs.append(conv(x, edge_index, edge_attr))
+        torch.testing.assert_close(*outs)
+
+    def test_lazy_edge_features_of_dimension_zero(self, layer, x, edge_index):
+        assert layer(F, 4, edge_dim=0)(x, edge_index, torch.randn(30, 3)).shape == (N, 4)
+
+    def test_weights_of_a_graph_that_has_its_own_self_loops(self, layer, x, edge_index):
+        csr = torch.sparse_coo_tensor(edge_index.flip(0), torch.ones(30), (N, N)).coalesce().to_sparse_csr()
+        for graph in (SparseGraph(edge_index, self_loops=True), SparseGraph(csr, self_loops=True)):
+            _, (edges, alpha) = layer(F, 4)(x, graph, return_attention_weights=True)
+            assert alpha.size(0) == (edges.size(1) if edges.layout == torch.strided else edges._nnz())
+
+    def test_weights_of_a_batch_do_not_fit_a_sparse_matrix(self, layer, edge_index):
+        csr = torch.sparse_coo_tensor(edge_index.flip(0), torch.ones(30), (N, N)).coalesce().to_sparse_csr()
+        conv, x = layer(F, 4, heads=2), torch.randn(3, N, F)
+        assert conv(x, csr).shape == (3, N, 8)
+        if layer is not TransformerConv:  # which returns the adjacency as it is
+            with pytest.raises(ValueError, match="are no values of one sparse matrix"):
+                conv(x, csr, return_attention_weights=True)
+
+    def test_an_edge_index_that_knows_fewer_nodes_than_there_are(self, layer, x):
+        """PyG infers an EdgeIndex's size from its largest index."""
+        edge_index = random_edge_index(N - 3, num_edges=30)
+        sorted_edges = EdgeIndex(edge_index).sort_by("col").values
+        sorted_edges.get_csc()
+        conv = layer(F, 4)
+        torch.testing.assert_close(conv(x, sorted_edges), conv(x, edge_index))
+        with pytest.raises((ValueError, IndexError)):
+            conv(x[:2], sorted_edges)
+
+    def test_hooks_that_ask_for_what_is_not_there(self, layer):
+        class PyGStyle(layer):
+            def message(self, x_j, alpha):
+                return alpha.unsqueeze(-1) * x_j
+
+        with pytest.raises(TypeError, match="asks for 'x_j', which gattn's layers don't pass: there are value, alpha"):
+            PyGStyle(F, 4)
+
+        class PyGStyleUpdate(layer):
+            def edge_update(self, alpha_j, index):
+                return alpha_j
+
+        with pytest.raises(TypeError, match="asks for 'alpha_j'.*there are query, key"):
+            PyGStyleUpdate(F, 4)
+
     def test_dropout_is_reproducible_and_only_in_training(self, layer, x, edge_index):
         conv = layer(F, 4, heads=2, dropout=0.5, value_dropout=0.5)
         outs = []
@@ -204,6 +307,13 @@ class TestFlow:
         out = backwards(x, edge_index.flip(0))
         assert out.shape == (7, 8)
         torch.testing.assert_close(out, conv(x, edge_index))
+
+    def test_a_graphs_own_flow_holds(self):
+        edge_index, x = random_edge_index(9, 7, 30), torch.randn(9, F)
+        conv = GATConv(F, 4)
+        backwards = SparseGraph(edge_index.flip(0), flow="target_to_source")
+        expected = conv((x, None), edge_index, size=(9, 7))
+        torch.testing.assert_close(conv((x, None), backwards, size=(7, 9)), expected)
 
     def test_size_counts_the_rows_of_edge_index(self):
         edge_index = random_edge_index(9, 7, 30)
@@ -347,6 +457,20 @@ class TestExplainers:
         assert explanation.edge_mask.shape == (edge_index.size(1),)
         assert explanation.edge_mask.max() > 0
 
+    def test_explaining_survives_a_bare_message_passing(self):
+        """Instantiating MessagePassing replaces its methods by generated ones, which cannot explain."""
+        code = (
+            "import torch, gattn\n"
+            "from torch_geometric.nn import MessagePassing\n"
+            "x, edge_index = torch.randn(3, 2), torch.tensor([[0, 1], [1, 2]])\n"
+            "before = gattn.nn.TransformerConv(2, 4)\n"
+            "MessagePassing()\n"
+            "for conv in (before, gattn.nn.TransformerConv(2, 4)):\n"
+            "    conv.explain, conv._edge_mask, conv._loop_mask = True, torch.zeros(2), torch.ones(2).bool()\n"
+            "    conv(x, edge_index)\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
     @pytest.mark.parametrize("layer", LAYERS)
     def test_an_edge_mask_reaches_the_messages(self, layer, x, edge_index):
         theirs, ours = getattr(pyg, layer.__name__)(F, 4), layer(F, 4)
@@ -406,6 +530,12 @@ class TestBadInput:
             layer(F, 4, edge_dim=3)(self.x, self.edge_index)
         with pytest.raises(ValueError, match="edge_attr has 2 channels, but this layer was made for edge_dim=3"):
             layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.randn(2, 2))
+        with pytest.raises(ValueError, match=r"floating-point type; got torch.int64: use .float\(\)"):
+            layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.ones(2, 3, dtype=torch.long))
+        with pytest.raises(TypeError, match="edge_attr must be a tensor; got list"):
+            layer(F, 4, edge_dim=3)(self.x, self.edge_index, [[1.0, 2.0, 3.0]] * 2)
+        with pytest.raises(IndexError, match="target index 9"):
+            layer(F, 4, edge_dim=3)(self.x, torch.tensor([[0, 1], [1, 9]]), torch.randn(2, 3))
         with pytest.raises(ValueError, match="edge_attr has .*5 rows for 2 edges|one row an edge"):
             layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.randn(5, 3))
 
@@ -421,6 +551,10 @@ class TestBadInput:
                 layer(F, 4)((self.x, None), self.edge_index)
 
     def test_wrong_size(self):
+        with pytest.raises(ValueError, match=r"size=\(5, 4\) contradicts CompleteGraph"):
+            GATConv(F, 4)(self.x, CompleteGraph(4), size=(5, 4))
+        with pytest.raises(ValueError, match="the same batch dimensions"):
+            GATConv(F, 4)((self.x.expand(2, 4, F), self.x.expand(3, 4, F)), self.edge_index)
         with pytest.raises(ValueError, match="size says 5 sources, but their features have 4 rows"):
             GATConv(F, 4)(self.x, self.edge_index, size=(5, 4))
 
