@@ -38,8 +38,12 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
         raise ValueError(f"softmax needs logits of a floating-point type; got {dtype}.")
     if dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    maximum = scatter(logits.detach(), index, dim, num_targets, reduce="max")
-    # A row of -inf alone would give exp(-inf + inf); a target without edges has maximum 0 already.
+    dim = dim % logits.dim()
+    # PyG's scatter(reduce="max") does the same at twice the cost: it first writes zeros, for targets without edges.
+    size = (*logits.shape[:dim], num_targets, *logits.shape[dim + 1 :])
+    places = index.view(-1, *[1] * (logits.dim() - dim - 1)).expand_as(logits)
+    maximum = logits.new_full(size, -torch.inf).scatter_reduce_(dim, places, logits.detach(), "amax")
+    # A row of -inf alone would give exp(-inf + inf).
     maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
     weights = (logits - maximum.index_select(dim, index)).exp()
     total = scatter(weights, index, dim, num_targets, reduce="sum")

@@ -26,7 +26,8 @@ class TransformerConv(AttentionConv):
 
     A drop-in for `torch_geometric.nn.TransformerConv`: the same arguments, parameter names and numbers. Beyond it:
     features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and
-    float32 accumulation in half precision. Where it differs: `return_attention_weights=False` returns the output alone.
+    float32 accumulation in half precision. Where it differs: `return_attention_weights=False` returns the output alone;
+    `edge_attr` without `edge_dim` is an error.
 
     Args:
         in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph

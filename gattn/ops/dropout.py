@@ -16,7 +16,7 @@ _LOW32 = 0xFFFFFFFF
 def _mix(x: Tensor) -> Tensor:
     """A bijection on 32-bit integers that spreads every input bit; in int64, where its products cannot overflow."""
     for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & _LOW32
+        x = (x ^ (x >> 16)).mul_(0x45D9F3B).bitwise_and_(_LOW32)
     return x ^ (x >> 16)
 
 
@@ -48,4 +48,4 @@ def weight_dropout(weights: Tensor, p: float, training: bool) -> Tensor:
     if p == 1.0:
         return weights * 0.0
     keep = keep_mask(draw_seed(weights.device), weights.shape, p)
-    return weights * (keep.to(weights.dtype) / (1 - p))
+    return weights * keep.to(weights.dtype).div_(1 - p)
