@@ -127,6 +127,9 @@ class Attention(MessagePassing):
             raise ValueError(f"return_weights is False, True or 'dropped', not {return_weights!r}.")
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
+        for name, term in (("edge", edge), ("bias", bias), ("mask", mask), ("edge_value", edge_value)):
+            if term is not None and not isinstance(term, Tensor):
+                raise TypeError(f"{name} must be a tensor; got {type(term).__name__}.")
         heads = _check_shapes(query, key, value, score)
         require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
 
@@ -139,8 +142,7 @@ class Attention(MessagePassing):
             mask = _per_edge(mask, "mask", graph, index, batch, heads)
             mask = _both(mask, _length_mask(graph, index, batch))
         mask = _check_edge_terms(edge, bias, mask, edge_value, score, batch, num_edges, heads, key, value)
-        if flow != self.flow:
-            index = index.flip(0)
+        rows = index if flow == self.flow else index.flip(0)  # in the order that PyG's machinery goes by
 
         # Half precision is computed in float32 throughout and rounded once, at the end.
         result = _promote(query, key, value, edge, bias, edge_value, *score.tensors())
@@ -153,7 +155,7 @@ class Attention(MessagePassing):
             query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
 
         alpha = self.edge_updater(
-            index,
+            rows,
             query=query,
             key=key,
             edge=edge,
@@ -165,7 +167,7 @@ class Attention(MessagePassing):
         )
         dropped = weight_dropout(alpha, dropout, self.training if training is None else training)
         size = (num_sources, num_targets) if self.flow == FLOWS[0] else (num_targets, num_sources)
-        out = self.propagate(index, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
+        out = self.propagate(rows, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
         if not return_weights:
             return out
         weights = (dropped if return_weights == "dropped" else alpha).to(result)
@@ -398,9 +400,6 @@ def _check_edge_terms(
 ) -> Tensor | None:
     """Checks everything that comes one an edge, and returns the mask as `[..., E, H or 1]`."""
     per_head = (num_edges, heads)
-    for name, tensor in (("edge", edge), ("bias", bias), ("mask", mask), ("edge_value", edge_value)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask is a tensor of booleans, True = may attend; got {mask.dtype}.")
     if mask is not None and tuple(mask.shape) in ((num_edges,), (*batch, num_edges)) and mask.shape != per_head:

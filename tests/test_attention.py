@@ -221,6 +221,8 @@ class TestCompleteGraph:
             attend(x, x, x, CompleteGraph(5, source_lengths=torch.tensor([1, 2])))
         with pytest.raises(ValueError, match="bias on this complete graph must be broadcastable to"):
             attend(x, x, x, CompleteGraph(5), bias=torch.zeros(2, 5))
+        with pytest.raises(TypeError, match="mask must be a tensor; got list"):
+            attend(x, x, x, CompleteGraph(5), mask=[[True] * 5] * 5)
 
 
 class TestAwkwardGraphs:
@@ -349,6 +351,13 @@ class TestCore:
         core = Attention(flow="target_to_source")
         torch.testing.assert_close(core(graph=edge_index.flip(0), **inputs), expected)
         torch.testing.assert_close(core(graph=SparseGraph(edge_index), **inputs), expected)
+        x = torch.randn(4, H, C)
+        for actual, wanted in zip(
+            core(x, x, x, CompleteGraph(4, causal=True), return_weights=True),
+            attend(x, x, x, CompleteGraph(4, causal=True), return_weights=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual, wanted)
 
     def test_aggregations_of_pyg(self):
         edge_index = random_edge_index(M, N, E)
