@@ -10,16 +10,21 @@ Dimensions: N targets, M sources, E edges, H heads, C channels, B batch.
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.utils import is_sparse
 
-from gattn.distributions import Distribution, resolve_distribution
+from gattn.distributions import Distribution, Softmax, resolve_distribution
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
-from gattn.ops.dropout import weight_dropout
-from gattn.scores import DotScore, Score
+from gattn.ops import cpu, reference
+from gattn.ops.dropout import draw_seed, drop
+from gattn.ops.edge_lists import plain, transforming
+from gattn.ops.layout import layout_of
+from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.settings import require_finite, resolve_backend
 
 
@@ -117,7 +122,7 @@ class Attention(MessagePassing):
         backend: str = "auto",
     ) -> Any:
         """See `gattn.attend`; `training=None` stands for the module's own mode."""
-        resolve_backend(backend)
+        backend = resolve_backend(backend)
         score = DotScore() if score is None else score
         if not isinstance(score, Score):
             raise TypeError(f"score is an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
@@ -132,46 +137,104 @@ class Attention(MessagePassing):
                 raise TypeError(f"{name} must be a tensor; got {type(term).__name__}.")
         heads = _check_shapes(query, key, value, score)
         require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
+        fused = backend != "reference" and self._can_fuse(backend, value.device, score, distribution)
 
         num_targets = None if query is None else query.size(-2 if score.scalar else -3)
-        num_sources = value.size(-3)
-        index, num_targets, flow = _edge_list(graph, num_sources, num_targets, value.device)
-        num_edges, batch = index.size(1), value.shape[:-3]
+        has_terms = not (edge is None and bias is None and mask is None and edge_value is None)
+        edges = _edge_list(graph, value.size(-3), num_targets, value.device, fused, has_terms, bool(return_weights))
+        batch = value.shape[:-3]
         if isinstance(graph, CompleteGraph):
-            bias = _per_edge(bias, "bias", graph, index, batch, heads)
-            mask = _per_edge(mask, "mask", graph, index, batch, heads)
-            mask = _both(mask, _length_mask(graph, index, batch))
-        mask = _check_edge_terms(edge, bias, mask, edge_value, score, batch, num_edges, heads, key, value)
-        rows = index if flow == self.flow else index.flip(0)  # in the order that PyG's machinery goes by
+            bias = _per_edge(bias, "bias", graph, edges.index, batch, heads)
+            mask = _per_edge(mask, "mask", graph, edges.index, batch, heads)
+            mask = _both(mask, _length_mask(graph, edges.index, batch))
+        if has_terms or mask is not None:
+            mask = _check_edge_terms(edge, bias, mask, edge_value, score, batch, edges.count, heads, key, value)
 
-        # Half precision is computed in float32 throughout and rounded once, at the end.
         result = _promote(query, key, value, edge, bias, edge_value, *score.tensors())
-        compute = torch.float32 if result in (torch.float16, torch.bfloat16) else result
-        key, value = key.to(compute), value.to(compute)
-        query, edge, bias, edge_value = (None if t is None else t.to(compute) for t in (query, edge, bias, edge_value))
-        if score.grouped:
-            key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
-        if score.scalar:
-            query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
+        # Half precision is computed in float32 throughout and rounded once, at the end.
+        compute = cpu.compute_dtype(result)
+        vectors = result if fused else compute
+        scalars = compute if score.scalar else vectors
+        shared_value, shared_edge = value is key, edge is edge_value
+        key, value = key.to(scalars), value.to(vectors)
+        query, edge = _to(query, scalars), _to(edge, scalars)
+        bias, edge_value = _to(bias, compute), _to(edge_value, vectors)
+        seed = None
+        if dropout > 0.0 and (self.training if training is None else training):
+            seed = draw_seed(value.device)
 
-        alpha = self.edge_updater(
-            rows,
-            query=query,
-            key=key,
-            edge=edge,
-            bias=bias,
-            mask=mask,
-            score=score,
-            distribution=distribution,
-            num_targets=num_targets,
-        )
-        dropped = weight_dropout(alpha, dropout, self.training if training is None else training)
-        size = (num_sources, num_targets) if self.flow == FLOWS[0] else (num_targets, num_sources)
-        out = self.propagate(rows, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
+        if fused:
+            out, alpha = cpu.attention(
+                query,
+                key,
+                key if shared_value else value,
+                edges.index,
+                edges.num_targets,
+                score,
+                self_loops=edges.self_loops,
+                flow=edges.flow,
+                edge=edge,
+                bias=bias,
+                mask=mask,
+                edge_value=edge if shared_edge else edge_value,
+                dropout=dropout,
+                seed=seed,
+                with_weights=bool(return_weights),
+            )
+            dropped = None
+        else:
+            rows = edges.index if edges.flow == self.flow else edges.index.flip(0)  # as PyG's machinery goes by
+            if score.grouped:
+                key, value = reference.repeat_heads(key, heads), reference.repeat_heads(value, heads)
+            if score.scalar:
+                query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
+            alpha = self.edge_updater(
+                rows,
+                query=query,
+                key=key,
+                edge=edge,
+                bias=bias,
+                mask=mask,
+                score=score,
+                distribution=distribution,
+                num_targets=edges.num_targets,
+            )
+            dropped = alpha if seed is None else drop(alpha, dropout, seed)
+            size = (value.size(-3), edges.num_targets)
+            size = size if self.flow == FLOWS[0] else size[::-1]
+            out = self.propagate(rows, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
         if not return_weights:
             return out
-        weights = (dropped if return_weights == "dropped" else alpha).to(result)
-        return out, graph.to_dense(weights, index) if isinstance(graph, CompleteGraph) else weights
+        if return_weights == "dropped" and seed is not None:
+            alpha = drop(alpha, dropout, seed) if dropped is None else dropped
+        weights = alpha.to(result)
+        return out, graph.to_dense(weights, edges.index) if isinstance(graph, CompleteGraph) else weights
+
+    def _can_fuse(self, backend: str, device: torch.device, score: Score, distribution: Distribution) -> bool:
+        """Whether a kernel computes this call: the one place where that is asked.
+
+        Raises:
+            ValueError: If that is not possible, and `backend` is not `"auto"`; the message says why not.
+        """
+        reason = _no_kernel(device, score, distribution) or _transforms() or self._watched() or cpu.unavailable(backend)
+        if reason is None or backend == "auto":
+            return reason is None
+        raise ValueError(f"backend={backend!r} cannot serve this call: {reason}. backend='auto' can.")
+
+    def _watched(self) -> str | None:
+        """What needs messages to be there, or changes how they are made."""
+        if self.explain:
+            return "an explainer looks at its messages"
+        for name, original in _HOOKS.items():
+            if getattr(type(self), name) is not original:
+                return f"{type(self).__name__} overrides {name}()"
+        if not isinstance(self.aggr_module, SumAggregation):
+            return f"messages are aggregated by {self.aggr_module}, not summed"
+        if self.decomposed_layers > 1:
+            return "the layer is decomposed (decomposed_layers > 1)"
+        if any(getattr(self, name) for name in _HOOK_TABLES):
+            return "a hook is registered on its message passing"
+        return None
 
     def edge_update(
         self,
@@ -189,18 +252,11 @@ class Attention(MessagePassing):
         if score.scalar:
             query_i = None if query_i is None else query_i.squeeze(-1)
             key_j = key_j.squeeze(-1)
-        logits = score.logits(query_i, key_j, edge)
-        if bias is not None:
-            logits = logits + bias
-        if mask is not None:
-            logits = logits.masked_fill(~mask, -torch.inf)
-        return distribution.weights(logits, index, num_targets, logits.dim() - 2)
+        return reference.weights(query_i, key_j, edge, bias, mask, score, distribution, index, num_targets)
 
     def message(self, value_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:
         """Weighted values, `[..., E, H, C]`."""
-        if edge_value is not None:
-            value_j = value_j + edge_value
-        return alpha.unsqueeze(-1) * value_j
+        return reference.messages(value_j, alpha, edge_value)
 
 
 def attend(
@@ -246,7 +302,8 @@ def attend(
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
             (default: `False`)
-        backend: `"auto"` (the fastest that applies) or `"reference"`. (default: `"auto"`)
+        backend: `"auto"` (the fastest that applies), `"cpu"` (fused CPU kernels) or `"reference"` (plain PyG message
+            passing). (default: `"auto"`)
 
     Returns:
         `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
@@ -257,6 +314,7 @@ def attend(
         ValueError: If shapes do not fit each other or the graph, or a name is unknown; the message says which.
         IndexError: If an index of the graph is out of range.
         TypeError: If `graph` is no graph, or a tensor is no tensor.
+        RuntimeError: If `backend="cpu"` is asked for, and the kernels were not built.
 
     Example:
         A Transformer's attention is graph attention on a complete graph; causal attention has fewer edges.
@@ -287,8 +345,38 @@ def attend(
     )
 
 
+# Overriding one of these, or hooking into PyG's machinery, needs that machinery.
+_HOOKS = {name: getattr(Attention, name) for name in ("edge_update", "message", "aggregate", "update")}
+_HOOK_TABLES = tuple(
+    f"_{step}_forward{when}_hooks"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for when in ("_pre", "")
+)
+
 # One instance serves every functional call; made at import, because PyG generates code for it.
 _core = Attention()
+
+
+def _no_kernel(device: torch.device, score: Score, distribution: Distribution) -> str | None:
+    """Why no kernel knows this score, distribution or device."""
+    if device.type != "cpu":
+        return f"the tensors are on {device}"
+    if type(score) not in (GATScore, AdditiveScore, DotScore):
+        return f"it knows gattn's own scores, not {type(score).__name__}"
+    if type(distribution) is not Softmax:
+        return f"it knows the softmax, not {distribution}"
+    return None
+
+
+def _transforms() -> str | None:
+    """What asks for more than operators give."""
+    if transforming():
+        return "torch.func transforms need plain PyTorch"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation needs plain PyTorch"
+    if torch.compiler.is_exporting():
+        return "an exported program is to run without gattn"
+    return None
 
 
 def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -> int:
@@ -331,10 +419,27 @@ def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score
     return heads
 
 
+class _EdgeList(NamedTuple):
+    """A graph's edges as the kernels or the reference take them."""
+
+    index: Tensor
+    num_targets: int
+    self_loops: bool
+    """Whether self-loops are still to be added."""
+    flow: str
+    count: int
+    """Number of edges, self-loops included; known if it was asked for."""
+
+
 def _edge_list(
-    graph: Graph, num_sources: int, num_targets: int | None, device: torch.device
-) -> tuple[Tensor, int, str]:
-    """The graph's edges, its number of targets, and in which order the rows are."""
+    graph: Graph,
+    num_sources: int,
+    num_targets: int | None,
+    device: torch.device,
+    fused: bool,
+    count: bool,
+    weights: bool,
+) -> _EdgeList:
     if isinstance(graph, CompleteGraph):
         given = graph.num_targets if num_targets is None else num_targets
         if (graph.num_targets, graph.num_sources) != (given, num_sources):
@@ -342,13 +447,22 @@ def _edge_list(
                 f"the CompleteGraph has {graph.num_targets} targets and {graph.num_sources} sources, but query has "
                 f"{given} rows and key and value have {num_sources}."
             )
-        return graph.edge_index(device), graph.num_targets, FLOWS[0]
+        index = graph.edge_index(device)
+        return _EdgeList(index, graph.num_targets, False, FLOWS[0], index.size(1))
     if num_targets is None:
         num_targets = num_sources if graph.num_targets is None else graph.num_targets
-    edges = graph.with_sizes(num_sources, num_targets).edges()
-    if edges.edge_index.device != device:
-        raise ValueError(f"the graph is on {edges.edge_index.device}, the features are on {device}: move one of them.")
-    return edges.edge_index, edges.num_targets, graph.flow
+    graph = graph.with_sizes(num_sources, num_targets)
+    # Kernels check indices and add self-loops themselves (but compiled code must know how many weights there are).
+    if fused and not is_sparse(graph.adjacency) and not (weights and torch.compiler.is_compiling()):
+        index, self_loops, num_edges = plain(graph.adjacency), graph.self_loops, 0
+        if count and not torch.compiler.is_compiling():
+            num_edges = layout_of(index, num_sources, num_targets, self_loops, graph.flow).num_edges
+    else:
+        index, self_loops = graph.edges().edge_index, False
+        num_edges = index.size(1)
+    if index.device != device:
+        raise ValueError(f"the graph is on {index.device}, the features are on {device}: move one of them.")
+    return _EdgeList(index, num_targets, self_loops, graph.flow, num_edges)
 
 
 def _per_edge(
@@ -436,6 +550,5 @@ def _promote(*tensors: Tensor | None) -> torch.dtype:
     return dtype
 
 
-def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Grouped queries: each head of `tensor` serves several consecutive query heads."""
-    return tensor if tensor.size(-2) == heads else tensor.repeat_interleave(heads // tensor.size(-2), dim=-2)
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

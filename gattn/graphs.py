@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor, torch_sparse
 from torch_geometric.utils import (
@@ -22,13 +21,9 @@ from torch_geometric.utils import (
     to_torch_csr_tensor,
 )
 
-FLOWS = ("source_to_target", "target_to_source")
+from gattn.ops.edge_lists import FLOWS, add_loops, check_range, checked, looped, plain
 
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-# What was derived: {edge_index: {(sizes, flags): (its version, edge_index with self-loops or None, its version)}}.
-# Values must never hold the key or a view of it, or no entry would ever be freed.
-_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Edges(NamedTuple):
@@ -160,12 +155,13 @@ class SparseGraph:
         num_sources, num_targets = self._known_sizes()
         if is_sparse(self.adjacency):
             if self._sparse_edges is None:
-                looped = _loop_sparse(self.adjacency) if self.self_loops else self.adjacency
-                self._sparse_edges = looped, _sparse_index(looped)
-                _check_range(self._sparse_edges[1], num_sources, num_targets)
+                adjacency = _loop_sparse(self.adjacency) if self.self_loops else self.adjacency
+                self._sparse_edges = adjacency, _sparse_index(adjacency)
+                check_range(self._sparse_edges[1], num_sources, num_targets, FLOWS[0])
             return Edges(*self._sparse_edges, num_sources, num_targets)
-        looped = _derive(self.adjacency, num_sources, num_targets, self.self_loops, self.flow)
-        return Edges(looped, _plain(looped), num_sources, num_targets)
+        derive = looped if self.self_loops else checked
+        edge_index = derive(self.adjacency, num_sources, num_targets, self.flow)
+        return Edges(edge_index, plain(edge_index).long(), num_sources, num_targets)
 
     def with_features(
         self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
@@ -206,11 +202,12 @@ class SparseGraph:
             raise NotImplementedError(
                 f"self-loops are not added where edge features come beside a sparse adjacency: {remedy}"
             )
-        if not torch.compiler.is_compiling():
-            self.edges()  # checks the indices, by which features are aggregated
         num_sources, num_targets = self._known_sizes()
-        looped, features = _loop(self.adjacency, min(num_sources, num_targets), features, fill_value)
-        return SparseGraph(looped, num_sources, num_targets, flow=self.flow), features
+        checked(self.adjacency, num_sources, num_targets, self.flow)  # features are aggregated by these indices
+        edge_index, features = add_loops(self.adjacency, min(num_sources, num_targets), features, fill_value)
+        if torch.compiler.is_compiling():  # there, only features and edges made together are known to be as many
+            return SparseGraph(edge_index, num_sources, num_targets, flow=self.flow), features
+        return self, features
 
     def _known_sizes(self) -> tuple[int, int]:
         if self.num_sources is None or self.num_targets is None:
@@ -286,46 +283,6 @@ def _agree(what: str, known: int | None, given: int | None, where: str) -> int |
     return known
 
 
-def _check_range(index: Tensor, num_sources: int, num_targets: int) -> None:
-    """Checks an edge list with sources in the first row, where there are numbers to look at."""
-    if index.device.type == "meta" or _transforming():
-        return
-    for row, what, limit in ((index[0], "source", num_sources), (index[1], "target", num_targets)):
-        if row.numel() == 0:
-            continue
-        lowest, highest = (int(bound) for bound in row.aminmax())
-        if lowest < 0:
-            raise IndexError(f"edge_index holds the negative {what} index {lowest}: indices count nodes from 0.")
-        if highest >= limit:
-            nodes = f"{limit} {what} nodes (0 to {limit - 1})" if limit else f"no {what} nodes"
-            raise IndexError(
-                f"edge_index holds {what} index {highest}, but there are {nodes}: the features have too few rows for "
-                "this graph, or belong to another one."
-            )
-
-
-def _transforming() -> bool:
-    """Whether this runs inside one of `torch.func`'s transforms, whose tensors must not outlive it."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def _plain(edge_index: Tensor) -> Tensor:
-    """`edge_index` as a plain int64 tensor, without a copy where it is one."""
-    if isinstance(edge_index, EdgeIndex):
-        edge_index = edge_index.as_tensor()
-    return edge_index.long()
-
-
-def _loop(
-    edge_index: Tensor, num_nodes: int, features: Tensor | None = None, fill_value: float | Tensor | str = 1.0
-) -> tuple[Tensor, Tensor | None]:
-    """PyG's own functions, so that edges come in PyG's order."""
-    if edge_index.dtype not in (torch.int64, torch.int32):
-        edge_index = edge_index.long()
-    edge_index, features = remove_self_loops(edge_index, features)
-    return add_self_loops(edge_index, features, fill_value=fill_value, num_nodes=num_nodes)
-
-
 def _loop_sparse(adjacency: Any, fill_value: float | Tensor | str = 1.0) -> Any:
     if isinstance(adjacency, SparseTensor):
         return torch_sparse.set_diag(adjacency)
@@ -363,34 +320,6 @@ def _with_values(adjacency: Tensor, values: Tensor) -> Tensor:
     if adjacency.layout == torch.sparse_csr:
         return torch.sparse_csr_tensor(adjacency.crow_indices(), adjacency.col_indices(), values, size)
     return torch.sparse_csc_tensor(adjacency.ccol_indices(), adjacency.row_indices(), values, size)
-
-
-def _derive(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Tensor:
-    """Checks `edge_index` and adds self-loops, once for each version of it."""
-    if torch.compiler.is_compiling() or _transforming() or edge_index.is_inference():
-        return _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
-    entries = _cache.setdefault(edge_index, {})
-    key = (num_sources, num_targets, self_loops, flow)
-    entry = entries.get(key)
-    # The looped tensor is handed out as part of attention weights, so its version counts too.
-    if entry is None or entry[0] != _version(edge_index) or (entry[1] is not None and _version(entry[1]) != entry[2]):
-        with torch.inference_mode(False):  # what is cached must serve training too
-            looped = _derive_uncached(edge_index, num_sources, num_targets, self_loops, flow)
-        entry = (_version(edge_index), looped, _version(looped)) if self_loops else (_version(edge_index), None, 0)
-        entries[key] = entry
-    return edge_index if entry[1] is None else entry[1]
-
-
-def _version(edge_index: Tensor) -> int:
-    """Counts the in-place edits of a tensor; of an `EdgeIndex`, those of the tensor inside."""
-    return (edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index)._version
-
-
-def _derive_uncached(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Tensor:
-    if not torch.compiler.is_compiling():
-        index = _plain(edge_index)
-        _check_range(index if flow == FLOWS[0] else index.flip(0), num_sources, num_targets)
-    return _loop(edge_index, min(num_sources, num_targets))[0] if self_loops else edge_index
 
 
 class CompleteGraph:

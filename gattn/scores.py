@@ -192,8 +192,13 @@ class DotScore(Score):
             raise ValueError("DotScore multiplies query and key; query=None is possible with GATScore only.")
         if edge is not None:
             key = key + edge
-        scale = 1 / math.sqrt(key.size(-1)) if self.scale is None else self.scale
-        return (query * key).sum(-1) * scale
+        return (query * key).sum(-1) * self.factor(key.size(-1))
+
+    def factor(self, channels: int) -> float:
+        """The factor :math:`c` for vectors of that many channels."""
+        if self.scale is not None:
+            return self.scale
+        return 1 / math.sqrt(channels) if channels else 1.0
 
     def __repr__(self) -> str:
         return f"DotScore(scale={self.scale})"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 #: What can compute attention. `"auto"` stands for the fastest that applies.
-BACKENDS = ("reference",)
+BACKENDS = ("cpu", "reference")
 
 
 @dataclass
@@ -27,12 +27,10 @@ _settings = _Settings()
 
 
 def resolve_backend(name: str) -> str:
-    """Turns a request (an argument, or the block's setting where the argument is `"auto"`) into a backend."""
+    """What is asked for: by an argument or, where that is `"auto"`, by the block around it."""
     if name == "auto":
         name = _settings.backend
-    if name == "auto":
-        return BACKENDS[0]
-    if name not in BACKENDS:
+    if name not in ("auto", *BACKENDS):
         known = ", ".join(repr(known) for known in ("auto", *BACKENDS))
         raise ValueError(f"unknown backend {name!r}: this version of gattn has {known}.")
     return name
@@ -45,7 +43,8 @@ def backend(name: str) -> Iterator[None]:
     An explicit `backend=` argument inside the block still wins.
 
     Args:
-        name: `"auto"` (the fastest that applies) or `"reference"` (plain PyG message passing).
+        name: `"auto"` (the fastest that applies), `"cpu"` (the fused CPU kernels; a call that they cannot serve raises)
+            or `"reference"` (plain PyG message passing).
 
     Raises:
         ValueError: If there is no backend of that name.

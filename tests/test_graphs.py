@@ -11,7 +11,8 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, coalesce, remove_self_loops
 
 import gattn
-from gattn import CompleteGraph, SparseGraph, attend, graphs
+from gattn import CompleteGraph, SparseGraph, attend
+from gattn.ops import edge_lists
 
 EDGES = torch.tensor([[0, 1, 1, 3, 2], [1, 1, 2, 0, 2]])
 
@@ -78,8 +79,8 @@ class TestForms:
 class TestCache:
     def count_checks(self, monkeypatch):
         calls = []
-        check = graphs._check_range
-        monkeypatch.setattr(graphs, "_check_range", lambda *arguments: (calls.append(arguments), check(*arguments)))
+        check = edge_lists.check_range
+        monkeypatch.setattr(edge_lists, "check_range", lambda *arguments: (calls.append(arguments), check(*arguments)))
         return calls
 
     def test_work_is_done_once_for_each_tensor(self, monkeypatch):
@@ -130,12 +131,12 @@ class TestCache:
         graph = make(edge_index, self_loops=True)
         looped = weakref.ref(graph.edge_index)
         key = weakref.ref(edge_index)
-        size = len(graphs._cache)
+        size = len(edge_lists._cache)
         del edge_index, graph
         gc.collect()
         assert key() is None
         assert looped() is None
-        assert len(graphs._cache) == size - 1
+        assert len(edge_lists._cache) == size - 1
 
     def test_inference_tensors_have_no_version_and_work_all_the_same(self):
         with torch.inference_mode():

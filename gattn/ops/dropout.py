@@ -41,11 +41,8 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (), device=device)
 
 
-def weight_dropout(weights: Tensor, p: float, training: bool) -> Tensor:
-    """Zeroes each weight with probability `p` and scales the others by `1 / (1 - p)`."""
-    if not training or p == 0.0:
-        return weights
+def drop(weights: Tensor, p: float, seed: Tensor) -> Tensor:
+    """Zeroes each weight with probability `p`, as `seed` decides, and scales the others by `1 / (1 - p)`."""
     if p == 1.0:
         return weights * 0.0
-    keep = keep_mask(draw_seed(weights.device), weights.shape, p)
-    return weights * keep.to(weights.dtype).div_(1 - p)
+    return weights * keep_mask(seed, weights.shape, p).to(weights.dtype).div_(1 - p)

@@ -1,0 +1,99 @@
+// The C interface: picks the instruction set, and runs the kernels compiled for it.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "arguments.h"
+
+#if defined(__x86_64__) && defined(GATTN_X86_DISPATCH)
+#define FOR_EACH_ISA(F) F(baseline) F(avx2) F(avx512)
+#else
+#define FOR_EACH_ISA(F) F(baseline)
+#endif
+
+#define DECLARE(isa)                                             \
+  int64_t gattn_run_##isa(const Arguments& a, bool is_forward); \
+  bool gattn_keeps_signs_##isa(int64_t type);
+FOR_EACH_ISA(DECLARE)
+
+namespace {
+
+struct InstructionSet {
+  const char* name;
+  bool (*supported)();
+  int64_t (*run)(const Arguments&, bool);
+  bool (*keeps_signs)(int64_t);
+};
+
+bool supports_baseline() { return true; }
+#if defined(__x86_64__) && defined(GATTN_X86_DISPATCH)
+bool supports_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool supports_avx512() {
+  return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+#define ENTRY(isa) {#isa, supports_##isa, gattn_run_##isa, gattn_keeps_signs_##isa},
+const InstructionSet kInstructionSets[] = {FOR_EACH_ISA(ENTRY)};
+const int kNumInstructionSets = int(sizeof(kInstructionSets) / sizeof(kInstructionSets[0]));
+
+int best() {
+  int found = 0;
+  for (int i = 0; i < kNumInstructionSets; ++i)
+    if (kInstructionSets[i].supported()) found = i;
+  return found;
+}
+
+int chosen = best();
+
+}  // namespace
+
+extern "C" {
+
+// The instruction set in use, and (for tests) another one: returns 0 if this machine or build doesn't have it.
+const char* gattn_instruction_set() { return kInstructionSets[chosen].name; }
+int64_t gattn_use_instruction_set(const char* name) {
+  for (int i = 0; i < kNumInstructionSets; ++i) {
+    if (strcmp(kInstructionSets[i].name, name) == 0 && kInstructionSets[i].supported()) {
+      chosen = i;
+      return 1;
+    }
+  }
+  return 0;
+}
+
+// Guards against a library of another version: both must agree on Arguments.
+int64_t gattn_arguments_bytes() { return sizeof(Arguments); }
+
+// Fresh memory comes in small pages, each of which costs a fault when it is first written to; large ones cost a tenth.
+int64_t gattn_use_huge_pages(void* memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t page = 1 << 21, begin = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t first = (begin + page - 1) / page * page, last = (begin + uintptr_t(bytes)) / page * page;
+  if (first < last) return madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+  return 0;
+}
+
+// Bytes an edge that the forward pass keeps for the backward pass (logits and the signs of the LeakyReLU's inputs).
+int64_t gattn_record_bytes(int64_t family, int64_t type, int64_t heads, int64_t channels, int64_t has_edge) {
+  if (family != kLeakyReLU || has_edge || !kInstructionSets[chosen].keeps_signs(type)) return 0;
+  int64_t bytes = heads * (4 + (channels + 15) / 16 * 2);
+  for (int64_t power = 8; power <= 64; power *= 2)
+    if (bytes <= power) return power;  // never across more cache lines than needed
+  return (bytes + 63) / 64 * 64;
+}
+
+int64_t gattn_forward(const Arguments* a) { return kInstructionSets[chosen].run(*a, true); }
+int64_t gattn_backward(const Arguments* a) { return kInstructionSets[chosen].run(*a, false); }
+
+}  // extern "C"

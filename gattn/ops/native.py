@@ -1,0 +1,138 @@
+"""The compiled library of CPU kernels: found, loaded once, and asked what it can do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+# Part of the C interface: see csrc/arguments.h.
+PADDING = 64
+
+_errors: dict[int, str] = {
+    -1: "an index of the graph is out of range",
+    -2: "the graph has too many nodes or edges for 32-bit numbers",
+    -3: "not enough memory",
+}
+
+
+class NativeLibraryError(RuntimeError):
+    """The CPU kernels cannot be used; the message says why."""
+
+
+class Task(ctypes.Structure):
+    """Mirrors `Task` in csrc/arguments.h, as `Rows` and `Arguments` below mirror theirs."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("first_row", "last_row", "first_edge", "last_edge", "slot")]
+
+
+class Rows(ctypes.Structure):
+    """The edges of each row, side by side."""
+
+    _fields_ = [
+        ("start", ctypes.c_void_p),
+        ("node", ctypes.c_void_p),
+        ("tasks", ctypes.c_void_p),
+        ("num_tasks", ctypes.c_int64),
+        ("split", ctypes.c_void_p),
+        ("split_row", ctypes.c_void_p),
+        ("num_split", ctypes.c_int64),
+        ("num_slots", ctypes.c_int64),
+    ]
+
+
+def _fields(names: str, kind: type) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Arguments(ctypes.Structure):
+    """Everything that a kernel gets."""
+
+    _fields_ = [
+        *_fields("targets sources edges heads key_heads channels value_channels batch", ctypes.c_int64),
+        *_fields("family type threads", ctypes.c_int64),
+        *_fields("negative_slope scale", ctypes.c_double),
+        ("by_target", Rows),
+        ("by_source", Rows),
+        *_fields("edge_of_target_position target_position source_position", ctypes.c_void_p),
+        *_fields("query key value", ctypes.c_void_p),
+        *_fields("query_row query_batch key_row key_batch value_row value_batch", ctypes.c_int64),
+        *_fields("vector edge bias mask edge_value", ctypes.c_void_p),
+        *_fields("edge_batch bias_batch mask_batch mask_edge mask_head edge_value_batch", ctypes.c_int64),
+        *_fields("dropout seed threshold", ctypes.c_int64),
+        ("keep_scale", ctypes.c_double),
+        *_fields("out out_wide stats record", ctypes.c_void_p),
+        ("record_bytes", ctypes.c_int64),
+        *_fields("weights partial", ctypes.c_void_p),
+        *_fields("grad_out grad_weights node_terms edge_terms grad_query grad_key grad_value", ctypes.c_void_p),
+        *_fields("grad_vector grad_edge grad_bias grad_edge_value", ctypes.c_void_p),
+    ]
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def num_threads() -> int:
+    """As many as PyTorch uses; in a forked process one, because OpenMP's threads don't survive a fork."""
+    return 1 if _forked else torch.get_num_threads()
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, loaded.
+
+    Raises:
+        NativeLibraryError: If it was not built, or cannot be loaded.
+    """
+    # A compiled module's place is known to the import system, in an editable install too.
+    spec = find_spec("gattn.ops._kernels")
+    if spec is None or spec.origin is None:
+        raise NativeLibraryError(
+            "they were not built when gattn was installed (that needs a C++17 compiler, GCC or Clang, with OpenMP): "
+            "install gattn again where there is one"
+        )
+    try:
+        loaded = ctypes.CDLL(spec.origin)  # after PyTorch, whose OpenMP it shares
+    except OSError as error:
+        raise NativeLibraryError(f"they could not be loaded: {error}") from error
+    loaded.gattn_arguments_bytes.restype = ctypes.c_int64
+    if loaded.gattn_arguments_bytes() != ctypes.sizeof(Arguments):
+        raise NativeLibraryError("they were built from another version of the sources: install gattn again")
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    for name, arguments in {
+        "gattn_rows_by_target": [pointer] * 2 + [integer] * 7 + [pointer] * 4,
+        "gattn_rows_by_source": [pointer] * 2 + [integer] * 3 + [pointer] * 4,
+        "gattn_tasks": [pointer, integer] + [pointer] * 4,
+        "gattn_use_huge_pages": [pointer, integer],
+        "gattn_record_bytes": [integer] * 5,
+        "gattn_forward": [pointer],
+        "gattn_backward": [pointer],
+        "gattn_use_instruction_set": [ctypes.c_char_p],
+    }.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int64
+    loaded.gattn_tasks.restype = None
+    loaded.gattn_instruction_set.restype = ctypes.c_char_p
+    wanted = os.environ.get("GATTN_INSTRUCTION_SET")
+    if wanted and not loaded.gattn_use_instruction_set(wanted.encode()):
+        raise NativeLibraryError(f"GATTN_INSTRUCTION_SET={wanted} is not possible on this machine, or with this build")
+    return loaded
+
+
+def raise_for(status: int) -> None:
+    """Turns the negative result of a function of the library into an error."""
+    if status < 0:
+        error = MemoryError if status == -3 else ValueError
+        raise error(_errors[status])
