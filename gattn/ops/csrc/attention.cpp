@@ -1,8 +1,8 @@
 // Attention over the edges of a graph, forward and backward, for one instruction set.
 //
-// A block is up to kBlock edges of one row. Logits and weights of a block lie head by head, [H][kBlock], so that a
-// softmax runs along vectors; rows of nodes are read in strips of channels that fit into registers. Nothing of size
-// [E, H, C] is ever stored. Work is cut into tasks that depend on the graph alone, and partial results are added up in
+// A block is up to kBlock edges, of several short rows or of one. Its logits and weights, [kBlock, H], stay in the
+// first-level cache; rows of nodes are read in strips of channels that fit into registers. Nothing of size [E, H, C] is
+// ever stored. Work is cut into tasks that depend on the graph alone, and partial results are added up in
 // a fixed order: the bits of the result do not depend on the number of threads.
 //
 // Forward, by target: logits, a running softmax, the weighted sum.
@@ -26,7 +26,10 @@
 namespace {
 
 constexpr int kBlock = 32;
-constexpr int kAhead = 16;
+#ifndef AHEAD
+#define AHEAD 16
+#endif
+constexpr int kAhead = AHEAD;
 static_assert(kBlock + kAhead <= kPadding, "prefetching reads that many indices ahead");
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -71,9 +74,14 @@ INLINE void for_strips(int64_t channels, F&& f) {
 
 #define EACH_VECTOR _Pragma("GCC unroll 4") for (int k = 0; k < S::kVectors; ++k)
 
-// ----------------------------------------------------------------------------------------------------- blocks of rows
+// ------------------------------------------------------------------------------------------------- rows of one segment
+//
+// A segment is a run of edges that share one end, whose row is fixed; the rows of the other ends are gathered. Scalars
+// of an edge (logits, weights, their gradients) lie H apart.
 
-// The rows of a block's other ends, and of those that come next.
+// Whether the rows that come next are fetched, too: by whoever reads rows first.
+enum Prefetch { kNow, kNextToo };
+
 template <class T>
 struct Gathered {
   const T* row[kBlock];
@@ -87,47 +95,62 @@ struct Gathered {
   }
 };
 
-// A per-edge term's rows. `base` null: there are none.
+// The edges [first, last) of a block, `others` from `offset` on, and per-edge rows or null.
 template <class T>
-INLINE void gather_edges(const T** rows, const T* base, int64_t stride, const int64_t* edge, int n) {
-  for (int e = 0; e < n; ++e) rows[e] = base + edge[e] * stride;
-}
+struct Segment {
+  const Gathered<T>& others;
+  int64_t offset;
+  const T* const* edges;
+  int64_t edge_offset;
+  int first, last;
+  int64_t heads;
 
-enum Prefetch { kNow, kNextToo };
+  template <bool kEdge, class S>
+  INLINE auto load(S strip, int e, int k) const {
+    auto row = strip.load_at(others.row[e] + offset, k);
+    if constexpr (kEdge) row += strip.load_at(edges[e] + edge_offset, k);
+    return row;
+  }
+  template <Prefetch P, class S>
+  INLINE void prefetch(S strip, int e) const {
+    if constexpr (P == kNextToo) strip.prefetch(others.ahead[e] + offset);
+  }
+};
 
-// out[e] = <x, row_e + edge_e> over one strip, added to out.
-template <Prefetch P, bool kEdge, class S, class T, class A>
-INLINE void dot_rows(S strip, const A* x, const Gathered<T>& rows, const T* const* edges, int64_t offset, int n,
-                     A* out) {
+// out_e += <x, row_e>. kEdge adds edge_e to row_e, kMoved to x.
+template <Prefetch P, bool kEdge, bool kMoved, class S, class T, class A>
+INLINE void dot_rows(S strip, const T* x, const Segment<T>& segment, A* out) {
   Vec<A> fixed[S::kVectors];
   EACH_VECTOR fixed[k] = strip.load_at(x, k);
-  for (int e = 0; e < n; ++e) {
-    if constexpr (P == kNextToo) strip.prefetch(rows.ahead[e] + offset);
+  for (int e = segment.first; e < segment.last; ++e) {
+    segment.template prefetch<P>(strip, e);
     Vec<A> sum = {};
     EACH_VECTOR {
-      Vec<A> other = strip.load_at(rows.row[e] + offset, k);
-      if constexpr (kEdge) other += strip.load_at(edges[e], k);
-      sum += fixed[k] * other;
+      if constexpr (kMoved)
+        sum += (fixed[k] + strip.load_at(segment.edges[e] + segment.edge_offset, k)) * segment.template load<false>(strip, e, k);
+      else
+        sum += fixed[k] * segment.template load<kEdge>(strip, e, k);
     }
-    out[e] += sum_lanes(sum);
+    out[e * segment.heads] += sum_lanes(sum);
   }
 }
 
-// acc += sum over e of factor_e (row_e + edge_e), one strip.
+// sum += factor_e (row_e + edge_e).
 template <Prefetch P, bool kEdge, class S, class T, class A>
-INLINE void add_rows(S strip, const A* factor, const Gathered<T>& rows, const T* const* edges, int64_t offset, int n,
-                     A* acc) {
-  Vec<A> sum[S::kVectors];
-  EACH_VECTOR sum[k] = strip.load_at(acc, k);
-  for (int e = 0; e < n; ++e) {
-    if constexpr (P == kNextToo) strip.prefetch(rows.ahead[e] + offset);
-    Vec<A> weight = splat<Vec<A>>(factor[e]);
-    EACH_VECTOR {
-      Vec<A> other = strip.load_at(rows.row[e] + offset, k);
-      if constexpr (kEdge) other += strip.load_at(edges[e], k);
-      sum[k] += weight * other;
-    }
+INLINE void add_weighted(S strip, const A* factor, const Segment<T>& segment, Vec<A>* sum) {
+  for (int e = segment.first; e < segment.last; ++e) {
+    segment.template prefetch<P>(strip, e);
+    const Vec<A> weight = splat<Vec<A>>(factor[e * segment.heads]);
+    EACH_VECTOR sum[k] += weight * segment.template load<kEdge>(strip, e, k);
   }
+}
+
+// The same, added to acc in memory, or (`anew`) replacing it.
+template <Prefetch P, bool kEdge, class S, class T, class A>
+INLINE void add_rows(S strip, const A* factor, const Segment<T>& segment, bool anew, A* acc) {
+  Vec<A> sum[S::kVectors];
+  EACH_VECTOR sum[k] = anew ? Vec<A>{} : strip.load_at(acc, k);
+  add_weighted<P, kEdge>(strip, factor, segment, sum);
   EACH_VECTOR strip.store_at(acc, k, sum[k]);
 }
 
@@ -144,43 +167,41 @@ INLINE Vec<A> derivative(Vec<A> x, Vec<A> y, A slope) {
   else return x > A(0) ? splat<Vec<A>>(A(1)) : splat<Vec<A>>(slope);
 }
 
-// out[e] = <vector, activation(x + row_e + edge_e)> over one strip, added to out. With kSigns the signs of the
-// activation's inputs are kept in signs[e].
-template <Family kFamily, Prefetch P, bool kEdge, bool kSigns, class S, class T, class A>
-INLINE void additive_rows(S strip, const A* vector, const A* x, A slope, const Gathered<T>& rows,
-                          const T* const* edges, int64_t offset, int n, A* out, uint8_t* signs, int64_t signs_stride) {
+// out_e += <vector, activation(x + row_e + edge_e)>. With kSigns the signs of the activation's inputs are kept.
+template <Family kFamily, bool kEdge, bool kSigns, class S, class T, class A>
+INLINE void additive_rows(S strip, const A* vector, const T* x, A slope, const Segment<T>& segment, A* out,
+                          uint8_t* signs, int64_t signs_stride) {
   Vec<A> fixed[S::kVectors], weight[S::kVectors];
   EACH_VECTOR fixed[k] = strip.load_at(x, k), weight[k] = strip.load_at(vector, k);
-  for (int e = 0; e < n; ++e) {
-    if constexpr (P == kNextToo) strip.prefetch(rows.ahead[e] + offset);
+  for (int e = segment.first; e < segment.last; ++e) {
+    segment.template prefetch<kNextToo>(strip, e);
     Vec<A> sum = {};
     EACH_VECTOR {
-      Vec<A> hidden = fixed[k] + strip.load_at(rows.row[e] + offset, k);
-      if constexpr (kEdge) hidden += strip.load_at(edges[e], k);
+      Vec<A> hidden = fixed[k] + segment.template load<kEdge>(strip, e, k);
       if constexpr (kSigns) {
         LaneBits bits = positive_bits(hidden);
         memcpy(signs + e * signs_stride + strip.first / 8 + k * int(sizeof bits), &bits, sizeof bits);
       }
       sum += weight[k] * activate<kFamily>(hidden, slope);
     }
-    out[e] += sum_lanes(sum);
+    out[e * segment.heads] += sum_lanes(sum);
   }
 }
 
-// acc += sum over e of factor_e activation'(x + row_e + edge_e), and total += sum of factor_e activation(...).
-template <Family kFamily, bool kEdge, class S, class T, class A>
-INLINE void add_derivatives(S strip, const A* x, A slope, const A* factor, const Gathered<T>& rows,
-                            const T* const* edges, int64_t offset, int n, A* acc, A* total) {
+// acc += sum of factor_e activation'(x + row_e + edge_e), and total += sum of factor_e activation(...).
+template <Family kFamily, Prefetch P, bool kEdge, class S, class T, class A>
+INLINE void add_derivatives(S strip, const T* x, A slope, const A* factor, const Segment<T>& segment, bool anew,
+                            A* acc, A* total) {
   Vec<A> fixed[S::kVectors], sum[S::kVectors], outputs[S::kVectors];
   EACH_VECTOR {
-    fixed[k] = strip.load_at(x, k), sum[k] = strip.load_at(acc, k);
+    fixed[k] = strip.load_at(x, k), sum[k] = anew ? Vec<A>{} : strip.load_at(acc, k);
     outputs[k] = total == nullptr ? Vec<A>{} : strip.load_at(total, k);
   }
-  for (int e = 0; e < n; ++e) {
-    Vec<A> weight = splat<Vec<A>>(factor[e]);
+  for (int e = segment.first; e < segment.last; ++e) {
+    segment.template prefetch<P>(strip, e);
+    const Vec<A> weight = splat<Vec<A>>(factor[e * segment.heads]);
     EACH_VECTOR {
-      Vec<A> hidden = fixed[k] + strip.load_at(rows.row[e] + offset, k);
-      if constexpr (kEdge) hidden += strip.load_at(edges[e], k);
+      Vec<A> hidden = fixed[k] + segment.template load<kEdge>(strip, e, k);
       Vec<A> output = activate<kFamily>(hidden, slope);
       sum[k] += weight * derivative<kFamily>(hidden, output, slope);
       outputs[k] += weight * output;
@@ -192,17 +213,18 @@ INLINE void add_derivatives(S strip, const A* x, A slope, const A* factor, const
   }
 }
 
-// The same for a LeakyReLU whose inputs' signs were kept: acc += sum over e of factor_e (1 or slope).
-template <class S, class A>
-INLINE void add_slopes(S strip, A slope, const A* factor, const uint8_t* const* signs, int64_t offset, int n, A* acc) {
+// acc += sum of factor_e (1 or slope), for a LeakyReLU whose inputs' signs were kept.
+template <class S, class T, class A>
+INLINE void add_slopes(S strip, A slope, const A* factor, const uint8_t* const* signs, int64_t signs_offset,
+                       const Segment<T>& segment, bool anew, A* acc) {
   if constexpr (kHasBits<A>) {
     Vec<A> sum[S::kVectors];
-    EACH_VECTOR sum[k] = strip.load_at(acc, k);
-    for (int e = 0; e < n; ++e) {
-      Vec<A> weight = splat<Vec<A>>(factor[e]), sloped = weight * slope;
+    EACH_VECTOR sum[k] = anew ? Vec<A>{} : strip.load_at(acc, k);
+    for (int e = segment.first; e < segment.last; ++e) {
+      const Vec<A> weight = splat<Vec<A>>(factor[e * segment.heads]), sloped = weight * slope;
       EACH_VECTOR {
         LaneBits bits;
-        memcpy(&bits, signs[e] + offset + strip.first / 8 + k * int(sizeof bits), sizeof bits);
+        memcpy(&bits, signs[e] + signs_offset + strip.first / 8 + k * int(sizeof bits), sizeof bits);
         sum[k] += select_bits(bits, weight, sloped);
       }
     }
@@ -223,50 +245,57 @@ INLINE uint32_t mix(uint32_t x) {
 template <class T, Family kFamily>
 class Kernel {
   using A = Compute<T>;
+  static constexpr int W = kLanes<A>;
   static constexpr bool kScalar = kFamily == kGAT;
   static constexpr bool kAdditive = kFamily == kLeakyReLU || kFamily == kTanh;
 
+  // A run of a block's edges in one row. `begins` and `ends`: whether they are the row's first and last.
+  struct Run {
+    int64_t row;
+    int first, last;
+    bool begins, ends;
+  };
+
  public:
   static int64_t workspace_elements(const Arguments& a) {
-    int64_t wide = a.heads * max(a.channels, a.value_channels) + kLanes<A>;
-    return 6 * a.heads * kBlock + 8 * (a.heads + kLanes<A>) + 6 * wide + 16 * kLanes<A>;
+    int64_t wide = a.heads * max(a.channels, a.value_channels);
+    return 11 * (round_up(a.heads * kBlock) + W) + 3 * round_up(a.heads) + 3 * round_up(wide);
   }
 
   Kernel(const Arguments& arguments, A* workspace) : a(arguments), H(a.heads), C(a.channels), V(a.value_channels) {
     auto take = [&](int64_t elements) {
       A* taken = workspace;
-      workspace += (elements + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+      workspace += round_up(elements);
       return taken;
     };
-    logits = take(H * kBlock), gradients = take(H * kBlock), slopes = take(H * kBlock);
-    keep = take(H * kBlock), deltas = take(H * kBlock), products = take(H * kBlock);
-    maximum = take(H), sum = take(H), factor = take(H), scalars = take(H);
+    const int64_t scalars = H * kBlock + W;  // vectors of them may begin at any edge
+    logits = take(scalars), gradients = take(scalars), slopes = take(scalars), keep = take(scalars);
+    products = take(scalars), maxima = take(scalars), reciprocals = take(scalars), deltas = take(scalars);
+    low_number = reinterpret_cast<uint32_t*>(take(scalars));
+    high_number = reinterpret_cast<uint32_t*>(take(scalars));
+    is_cyclic = H <= W && W % H == 0;
+    maximum = take(H), sum = take(H), factor = take(H);
     const int64_t wide = H * max(C, V);
-    x = take(wide), y = take(wide), acc = take(wide), acc_key = take(wide), total = take(wide);
-    group = a.key_heads > 0 ? H / a.key_heads : 1;
+    acc = take(wide), acc_key = take(wide), total = take(wide);
+    G = a.key_heads;
+    group = G > 0 ? H / G : 1;
     use_signs = a.record_bytes > 0;
     signs_bytes = (C + 15) / 16 * 2;
+    numbers_needed = a.dropout || a.bias || a.mask || a.edge || a.edge_value || a.weights || a.grad_weights ||
+                     a.grad_bias || a.grad_edge || a.grad_edge_value;
   }
 
   // ------------------------------------------------------------------------------------------------------------ forward
 
   void forward(const Task& task, int64_t b) {
-    const Rows& rows = a.by_target;
-    for (int64_t i = task.first_row; i < task.last_row; ++i) {
-      int64_t first = rows.start[i], last = rows.start[i + 1];
-      if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
-      load_target(i, b);
-      for (int64_t h = 0; h < H; ++h) maximum[h] = -INFINITY, sum[h] = 0;
-      memset(acc, 0, size_t(H * V) * sizeof(A));
-      for (int64_t p = first; p < last; p += kBlock) forward_block(b, p, int(min(kBlock, last - p)), p == first);
-      if (task.slot < 0) {
-        finish_forward(i, b);
-      } else {
-        A* partial = forward_partial(b, task.slot);
-        memcpy(partial, maximum, size_t(H) * sizeof(A));
-        memcpy(partial + H, sum, size_t(H) * sizeof(A));
-        memcpy(partial + 2 * H, acc, size_t(H * V) * sizeof(A));
-      }
+    for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
+      forward_block(b, p, n, runs, num_runs);
+    });
+    if (task.slot >= 0) {
+      A* partial = forward_partial(b, task.slot);
+      memcpy(partial, maximum, size_t(H) * sizeof(A));
+      memcpy(partial + H, sum, size_t(H) * sizeof(A));
+      memcpy(partial + 2 * H, acc, size_t(H * V) * sizeof(A));
     }
   }
 
@@ -277,14 +306,15 @@ class Kernel {
     for (int64_t slot = rows.split[split]; slot < rows.split[split + 1]; ++slot) {
       const A* partial = forward_partial(b, slot);
       for (int64_t h = 0; h < H; ++h) {
-        A most = partial[h] > maximum[h] ? partial[h] : maximum[h], base = finite_base(most);
-        A old_factor = exp_of(maximum[h] - base), new_factor = exp_of(partial[h] - base);
+        const A most = partial[h] > maximum[h] ? partial[h] : maximum[h], base = finite_base(most);
+        const A old_factor = exp_of(maximum[h] - base), new_factor = exp_of(partial[h] - base);
         sum[h] = sum[h] * old_factor + partial[H + h] * new_factor;
         maximum[h] = most;
         for (int64_t c = h * V; c < (h + 1) * V; ++c)
           acc[c] = acc[c] * old_factor + partial[2 * H + c] * new_factor;
       }
     }
+    finish_stats(rows.split_row[split], b);
     finish_forward(rows.split_row[split], b);
   }
 
@@ -297,7 +327,13 @@ class Kernel {
       if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
       for (int64_t p = first; p < last; ++p) {
         A* weight = weights + edge_of(p) * H;
-        for (int64_t h = 0; h < H; ++h) weight[h] = exp_of(weight[h] - row[h]) * row[H + h];
+        for_heads([&](auto heads) INLINE_LAMBDA {
+          using S = decltype(heads);
+          EACH_VECTOR {
+            Vec<A> logit = heads.load_at(weight, k) - heads.load_at(row, k);
+            heads.store_at(weight, k, vector_exp(logit) * heads.load_at(row + H, k));
+          }
+        });
       }
     }
   }
@@ -308,15 +344,19 @@ class Kernel {
   void fill_node_terms(int64_t i, int64_t b) {
     A* terms = node_terms(i, b);
     memcpy(terms, stats(i, b), size_t(2 * H) * sizeof(A));
-    const T* grad = static_cast<const T*>(a.grad_out) + (b * a.targets + i) * H * V;
-    const T* out = static_cast<const T*>(a.out) + (b * a.targets + i) * H * V;
-    const A* wide = a.out_wide == nullptr ? nullptr : static_cast<const A*>(a.out_wide) + (b * a.targets + i) * H * V;
+    const int64_t row = b * a.targets + i;
+    const T* grad = static_cast<const T*>(a.grad_out) + row * H * V;
     for (int64_t h = 0; h < H; ++h) {
       Vec<A> product = {};
       for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
         using S = decltype(strip);
-        EACH_VECTOR product += strip.load_at(grad + h * V, k) *
-                               (wide == nullptr ? strip.load_at(out + h * V, k) : strip.load_at(wide + h * V, k));
+        if (a.out_wide == nullptr) {
+          const T* out = static_cast<const T*>(a.out) + (row * H + h) * V;
+          EACH_VECTOR product += strip.load_at(grad + h * V, k) * strip.load_at(out, k);
+        } else {
+          const A* out = static_cast<const A*>(a.out_wide) + (row * H + h) * V;
+          EACH_VECTOR product += strip.load_at(grad + h * V, k) * strip.load_at(out, k);
+        }
       });
       terms[2 * H + h] = sum_lanes(product);
     }
@@ -329,60 +369,47 @@ class Kernel {
       }
     }
     if constexpr (kScalar) {
-      for (int64_t h = 0; h < H; ++h) terms[3 * H + h] = a.query == nullptr ? A(0) : scalar_query(i, b)[h];
+      if (a.query == nullptr) memset(terms + 3 * H, 0, size_t(H) * sizeof(A));
+      else memcpy(terms + 3 * H, scalar_query(i, b), size_t(H) * sizeof(A));
     }
   }
 
   void backward_by_source(const Task& task, int64_t b) {
-    const Rows& rows = a.by_source;
     start_vector_gradient();
-    for (int64_t j = task.first_row; j < task.last_row; ++j) {
-      int64_t first = rows.start[j], last = rows.start[j + 1];
-      if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
-      load_row(value_row(j, b), a.key_heads * V, y);
-      if constexpr (kScalar) memcpy(scalars, scalar_key(j, b), size_t(H) * sizeof(A));
-      else load_row(key_row(j, b), a.key_heads * C, x);
-      memset(acc, 0, size_t(a.key_heads * V) * sizeof(A));
-      memset(acc_key, 0, size_t(key_width()) * sizeof(A));
-      for (int64_t p = first; p < last; p += kBlock) source_block(b, p, int(min(kBlock, last - p)));
-      if (use_signs && a.grad_vector != nullptr) multiply_add(total, x, acc_key, H * C);
-      if (task.slot < 0) {
-        finish_source(j, b);
-      } else {
-        A* partial = source_partial(b, task.slot);
-        memcpy(partial, acc, size_t(a.key_heads * V) * sizeof(A));
-        memcpy(partial + a.key_heads * V, acc_key, size_t(key_width()) * sizeof(A));
-      }
+    for_blocks(a.by_source, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
+      source_block(b, p, n, runs, num_runs);
+    });
+    if (task.slot >= 0) {
+      add_to_vector_gradient(key_row(task.first_row, b), acc_key);
+      A* partial = source_partial(b, task.slot);
+      memcpy(partial, acc, size_t(G * V) * sizeof(A));
+      memcpy(partial + G * V, acc_key, size_t(key_width()) * sizeof(A));
     }
-    store_vector_gradient(a.by_target.num_tasks + (&task - rows.tasks), b);
+    store_vector_gradient(a.by_target.num_tasks + (&task - a.by_source.tasks), b);
   }
 
   void merge_source(int64_t split, int64_t b) {
     const Rows& rows = a.by_source;
-    memset(acc, 0, size_t(a.key_heads * V) * sizeof(A));
+    memset(acc, 0, size_t(G * V) * sizeof(A));
     memset(acc_key, 0, size_t(key_width()) * sizeof(A));
     for (int64_t slot = rows.split[split]; slot < rows.split[split + 1]; ++slot) {
       const A* partial = source_partial(b, slot);
-      for (int64_t c = 0; c < a.key_heads * V; ++c) acc[c] += partial[c];
-      for (int64_t c = 0; c < key_width(); ++c) acc_key[c] += partial[a.key_heads * V + c];
+      for (int64_t c = 0; c < G * V; ++c) acc[c] += partial[c];
+      for (int64_t c = 0; c < key_width(); ++c) acc_key[c] += partial[G * V + c];
     }
     finish_source(rows.split_row[split], b);
   }
 
   void backward_by_target(const Task& task, int64_t b) {
-    const Rows& rows = a.by_target;
     start_vector_gradient();
-    for (int64_t i = task.first_row; i < task.last_row; ++i) {
-      int64_t first = rows.start[i], last = rows.start[i + 1];
-      if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
-      if constexpr (!kScalar) load_row(query_row(i, b), H * C, x);
-      memset(acc, 0, size_t(query_width()) * sizeof(A));
-      for (int64_t p = first; p < last; p += kBlock) target_block(b, p, int(min(kBlock, last - p)));
-      if (use_signs && a.grad_vector != nullptr) multiply_add(total, x, acc, H * C);
-      if (task.slot < 0) finish_target(i, b);
-      else memcpy(target_partial(b, task.slot), acc, size_t(query_width()) * sizeof(A));
+    for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
+      target_block(b, p, n, runs, num_runs);
+    });
+    if (task.slot >= 0) {
+      add_to_vector_gradient(query_row(task.first_row, b), acc);
+      memcpy(target_partial(b, task.slot), acc, size_t(query_width()) * sizeof(A));
     }
-    store_vector_gradient(&task - rows.tasks, b);
+    store_vector_gradient(&task - a.by_target.tasks, b);
   }
 
   void merge_target(int64_t split, int64_t b) {
@@ -396,8 +423,9 @@ class Kernel {
   }
 
  private:
-  // ---------------------------------------------------------------------------------------------- where things are
+  // -------------------------------------------------------------------------------------------------- where things are
 
+  static int64_t round_up(int64_t elements) { return (elements + W - 1) / W * W; }
   const T* query_row(int64_t i, int64_t b) const {
     return static_cast<const T*>(a.query) + b * a.query_batch + i * a.query_row;
   }
@@ -408,7 +436,6 @@ class Kernel {
     if (a.value == nullptr) return key_row(j, b);
     return static_cast<const T*>(a.value) + b * a.value_batch + j * a.value_row;
   }
-  int64_t value_stride() const { return a.value == nullptr ? a.key_row : a.value_row; }
   // GAT's query and key come in the type that is computed in.
   const A* scalar_query(int64_t i, int64_t b) const {
     return static_cast<const A*>(a.query) + b * a.query_batch + i * a.query_row;
@@ -416,15 +443,19 @@ class Kernel {
   const A* scalar_key(int64_t j, int64_t b) const {
     return static_cast<const A*>(a.key) + b * a.key_batch + j * a.key_row;
   }
+  T* output(int64_t i, int64_t b) const { return static_cast<T*>(a.out) + (b * a.targets + i) * H * V; }
+  A* wide_output(int64_t i, int64_t b) const {
+    return a.out_wide == nullptr ? nullptr : static_cast<A*>(a.out_wide) + (b * a.targets + i) * H * V;
+  }
   A* stats(int64_t i, int64_t b) const { return static_cast<A*>(a.stats) + (b * a.targets + i) * 2 * H; }
   A* node_terms(int64_t i, int64_t b) const { return static_cast<A*>(a.node_terms) + (b * a.targets + i) * 4 * H; }
-  int64_t key_width() const { return kScalar ? H : a.key_heads * C; }
+  int64_t key_width() const { return kScalar ? H : G * C; }
   int64_t query_width() const { return kScalar ? H : H * C; }
   A* forward_partial(int64_t b, int64_t slot) const {
     return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * (2 * H + H * V);
   }
   A* source_partial(int64_t b, int64_t slot) const {
-    return static_cast<A*>(a.partial) + (b * a.by_source.num_slots + slot) * (a.key_heads * V + key_width());
+    return static_cast<A*>(a.partial) + (b * a.by_source.num_slots + slot) * (G * V + key_width());
   }
   A* target_partial(int64_t b, int64_t slot) const {
     return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * query_width();
@@ -432,406 +463,263 @@ class Kernel {
   int64_t edge_of(int64_t target_position) const {
     return a.edge_of_target_position == nullptr ? target_position : a.edge_of_target_position[target_position];
   }
-  const T* edge_terms_of(int64_t b) const {
-    return kScalar || a.edge == nullptr ? nullptr : static_cast<const T*>(a.edge) + b * a.edge_batch;
-  }
-  const T* edge_values_of(int64_t b) const {
-    return a.edge_value == nullptr ? nullptr : static_cast<const T*>(a.edge_value) + b * a.edge_value_batch;
-  }
   uint8_t* record(int64_t target_position, int64_t b) const {
     return a.record + (b * a.edges + target_position) * a.record_bytes;
   }
   static A finite_base(A most) { return most == -A(INFINITY) ? A(0) : most; }
   static A exp_of(A value) { return vector_exp(splat<Vec<A>>(value))[0]; }
 
-  static void load_row(const T* row, int64_t width, A* to) {
-    for_strips<A>(width, [&](auto strip) INLINE_LAMBDA {
-      using S = decltype(strip);
-      EACH_VECTOR strip.store_at(to, k, strip.load_at(row, k));
-    });
-  }
-  static void multiply_add(A* to, const A* first, const A* second, int64_t width) {
-    for (int64_t c = 0; c < width; ++c) to[c] += first[c] * second[c];
-  }
-  void load_target(int64_t i, int64_t b) {
-    if constexpr (!kScalar) load_row(query_row(i, b), H * C, x);
-    else if (a.query == nullptr) memset(scalars, 0, size_t(H) * sizeof(A));
-    else memcpy(scalars, scalar_query(i, b), size_t(H) * sizeof(A));
+  template <class F>
+  INLINE void for_heads(F&& f) const {
+    for_strips<A>(H, static_cast<F&&>(f));
   }
 
-  // -------------------------------------------------------------------------------------------------- parts of a block
+  // ------------------------------------------------------------------------------------------------ scalars of each head
+  //
+  // Edges of a run lie side by side, H numbers each. Where H divides the lanes of a vector, vectors of several edges are
+  // taken at once: lane l belongs to head l % H, and a row of H numbers is repeated.
+
+  INLINE void copy_heads(A* to, const A* from) const {
+    switch (H) {
+      case 1: *to = *from; break;
+      case 4: memcpy(to, from, 4 * sizeof(A)); break;
+      case 8: memcpy(to, from, 8 * sizeof(A)); break;
+      default:
+        for (int64_t h = 0; h < H; ++h) to[h] = from[h];
+    }
+  }
+  INLINE Vec<A> repeat_heads(const A* row) const {
+    A lanes[W];
+    for (int64_t at = 0; at < W; at += H) copy_heads(lanes + at, row);
+    return load(lanes);
+  }
+  // Combines the lanes of each head, in all of them.
+  template <class F>
+  INLINE Vec<A> fold_heads(Vec<A> v, F&& combine) const {
+    for (int64_t shift = W / 2; shift >= H; shift /= 2) v = combine(v, rotate(v, int(shift)));
+    return v;
+  }
+  // Calls f(pointer, lanes) on vectors of a run's numbers, and f of the rest of less than a vector.
+  template <class F>
+  INLINE void for_run(const Run& run, F&& f) const {
+    const int64_t first = run.first * H, last = run.last * H;
+    int64_t at = first;
+    for (; at + W <= last; at += W) f(at, Whole{});
+    if (at < last) f(at, Part{int(last - at)});
+  }
+  struct Whole {
+    template <class P>
+    INLINE Vec<A> load_or(const P* p, Vec<A>) const { return load(p); }
+    INLINE void store_to(A* p, Vec<A> v) const { store(p, v); }
+  };
+  struct Part {
+    int lanes;
+    INLINE Vec<A> load_or(const A* p, Vec<A> other) const { return first_lanes_of(load(p), other, lanes); }
+    INLINE void store_to(A* p, Vec<A> v) const { store_part(p, v, lanes); }
+  };
+
+  // -------------------------------------------------------------------------------------------------- cutting into blocks
+
+  // Calls f(first position, number of edges, runs, number of runs). Short rows share a block, long ones have several.
+  template <class F>
+  INLINE void for_blocks(const Rows& rows, const Task& task, F&& f) {
+    if (task.slot >= 0) {
+      const Run run = {task.first_row, 0, 0, true, false};
+      cut_row(run, task.first_edge, task.last_edge, f);
+      return;
+    }
+    Run runs[kBlock];
+    int num_runs = 0, n = 0;
+    int64_t begin = rows.start[task.first_row];
+    for (int64_t row = task.first_row; row < task.last_row; ++row) {
+      const int64_t first = rows.start[row], last = rows.start[row + 1];
+      if (num_runs == kBlock || last - first > kBlock - n) {
+        if (num_runs > 0) f(begin, n, runs, num_runs);
+        num_runs = n = 0;
+        begin = first;
+      }
+      if (last - first > kBlock) {
+        cut_row({row, 0, 0, true, true}, first, last, f);
+        begin = last;
+      } else {
+        runs[num_runs++] = {row, n, n + int(last - first), true, true};
+        n += int(last - first);
+      }
+    }
+    if (num_runs > 0) f(begin, n, runs, num_runs);
+  }
+
+  template <class F>
+  INLINE void cut_row(const Run& whole, int64_t first, int64_t last, F&& f) {
+    for (int64_t p = first; p < last; p += kBlock) {
+      const int n = int(min(kBlock, last - p));
+      const Run run = {whole.row, 0, n, p == first, whole.ends && p + n == last};
+      f(p, n, &run, 1);
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------------- parts of a block
+
+  // The rows of per-edge vectors of head 0; null where there are none.
+  const T* const* edge_rows(const void* base, int64_t batch_stride, int64_t b, int64_t width, int n, const T** rows) {
+    if (base == nullptr) return nullptr;
+    for (int e = 0; e < n; ++e) rows[e] = static_cast<const T*>(base) + b * batch_stride + edge[e] * H * width;
+    return rows;
+  }
+  const T* const* score_edges(int64_t b, int n) {
+    if constexpr (kScalar) return nullptr;
+    else return edge_rows(a.edge, a.edge_batch, b, C, n, score_edge);
+  }
+  const T* const* value_edges(int64_t b, int n) {
+    return edge_rows(a.edge_value, a.edge_value_batch, b, V, n, value_edge);
+  }
+
+  // to_e += from[edge e], H numbers.
+  void add_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
+    const A* base = static_cast<const A*>(from) + b * batch_stride;
+    for (int e = 0; e < n; ++e) {
+      const A* row = base + edge[e] * H;
+      for_heads([&](auto heads) INLINE_LAMBDA {
+        using S = decltype(heads);
+        EACH_VECTOR heads.store_at(to + e * H, k, heads.load_at(to + e * H, k) + heads.load_at(row, k));
+      });
+    }
+  }
+  void store_edge_scalars(void* to, int64_t b, int n, const A* from) {
+    for (int e = 0; e < n; ++e)
+      copy_heads(static_cast<A*>(to) + (b * a.edges + edge[e]) * H, from + e * H);
+  }
 
   // Adds bias and mask to the block's logits.
   void finish_logits(int64_t b, int n) {
-    if (a.bias != nullptr) {
-      const A* bias = static_cast<const A*>(a.bias) + b * a.bias_batch;
-      for (int e = 0; e < n; ++e)
-        for (int64_t h = 0; h < H; ++h) logits[h * kBlock + e] += bias[edge[e] * H + h];
-    }
+    if (a.bias != nullptr) add_edge_scalars(a.bias, a.bias_batch, b, n, logits);
     if (a.mask != nullptr) {
       const uint8_t* mask = a.mask + b * a.mask_batch;
       for (int e = 0; e < n; ++e)
         for (int64_t h = 0; h < H; ++h)
-          if (!mask[edge[e] * a.mask_edge + h * a.mask_head]) logits[h * kBlock + e] = -INFINITY;
+          if (!mask[edge[e] * a.mask_edge + h * a.mask_head]) logits[e * H + h] = -INFINITY;
     }
   }
 
-  // keep[h][e]: 0 or 1 / (1 - p), by the definition in gattn/ops/dropout.py.
+  // GAT's edge term and activation; slopes are the activation's derivative.
+  void finish_scalar_logits(int64_t b, int n) {
+    if (a.edge != nullptr) add_edge_scalars(a.edge, a.edge_batch, b, n, logits);
+    const A slope = A(a.negative_slope);
+    for (int64_t at = 0; at < n * H; at += W) {
+      const Vec<A> x = load(logits + at);
+      const Vec<A> by = x > A(0) ? splat<Vec<A>>(A(1)) : splat<Vec<A>>(slope);
+      store(slopes + at, by);
+      store(logits + at, x * by);
+    }
+  }
+
+  // keep: 0 or 1 / (1 - p) for each weight, by the definition in gattn/ops/dropout.py.
   void draw_dropout(int64_t b, int n) {
     const uint32_t low_seed = uint32_t(a.seed), high_seed = uint32_t(uint64_t(a.seed) >> 32);
     const A scale = A(a.keep_scale);
-    const uint64_t threshold = uint64_t(a.threshold);
-    for (int64_t h = 0; h < H; ++h) {
-      for (int e = 0; e < n; ++e) {
-        const uint64_t number = uint64_t((b * a.edges + edge[e]) * H + h);
-        const uint32_t random = mix(mix(uint32_t(number) ^ low_seed) ^ uint32_t(number >> 32) ^ high_seed);
-        keep[h * kBlock + e] = random >= threshold ? scale : A(0);
-      }
-    }
-  }
-
-  // Logits of vector scores: `x` is fixed, `others` holds the rows of the edges' other ends.
-  template <bool kFromTarget>
-  void vector_logits(const Gathered<T>& others, int64_t b, int n) {
-    const T* edges[kBlock];
-    const T* edge_base = edge_terms_of(b);
-    memset(logits, 0, size_t(H * kBlock) * sizeof(A));
-    for (int64_t h = 0; h < H; ++h) {
-      // Grouped queries: the key's head.
-      const int64_t g = h / group;
-      const int64_t other = (kFromTarget ? g : h) * C, own = (kFromTarget ? h : g) * C;
-      if (edge_base != nullptr) gather_edges(edges, edge_base + h * C, H * C, edge, n);
-      for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
-        A* out = logits + h * kBlock;
-        if constexpr (kFamily == kDot) {
-          if (edge_base == nullptr) dot_rows<kNextToo, false>(strip, x + own, others, edges, other, n, out);
-          else if (kFromTarget) dot_rows<kNextToo, true>(strip, x + own, others, edges, other, n, out);
-          else dot_rows_moved(strip, x + own, others, edges, other, n, out);
-        } else {
-          const A* vector = static_cast<const A*>(a.vector) + h * C;
-          const A slope = A(a.negative_slope);
-          uint8_t* signs = kFromTarget && use_signs ? signs_of_block + h * signs_bytes : nullptr;
-          if (edge_base != nullptr)
-            additive_rows<kFamily, kNextToo, true, false>(strip, vector, x + own, slope, others, edges, other, n, out,
-                                                          nullptr, 0);
-          else if (kHasBits<A> && kFamily == kLeakyReLU && signs != nullptr)
-            additive_rows<kFamily, kNextToo, false, kHasBits<A>>(strip, vector, x + own, slope, others, edges, other, n,
-                                                                 out, signs, a.record_bytes);
-          else
-            additive_rows<kFamily, kNextToo, false, false>(strip, vector, x + own, slope, others, edges, other, n, out,
-                                                           nullptr, 0);
-        }
-      });
-      if constexpr (kFamily == kDot)
-        for (int e = 0; e < n; ++e) logits[h * kBlock + e] *= A(a.scale);
-    }
-  }
-
-  // <x + edge_e, row_e>: the edge term belongs to the key, which is fixed here.
-  template <class S>
-  static INLINE void dot_rows_moved(S strip, const A* key, const Gathered<T>& rows, const T* const* edges,
-                                    int64_t offset, int n, A* out) {
-    Vec<A> fixed[S::kVectors];
-    EACH_VECTOR fixed[k] = strip.load_at(key, k);
     for (int e = 0; e < n; ++e) {
-      strip.prefetch(rows.ahead[e] + offset);
-      Vec<A> dot = {};
-      EACH_VECTOR dot += (fixed[k] + strip.load_at(edges[e], k)) * strip.load_at(rows.row[e] + offset, k);
-      out[e] += sum_lanes(dot);
-    }
-  }
-
-  void forward_block(int64_t b, int64_t p, int n, bool first) {
-    const int32_t* node = a.by_target.node + p;
-    for (int e = 0; e < n; ++e) edge[e] = edge_of(p + e);
-    if constexpr (kScalar) {
-      for (int e = 0; e < n; ++e) {
-        const A* key = scalar_key(node[e], b);
-        for (int64_t h = 0; h < H; ++h) logits[h * kBlock + e] = scalars[h] + key[h];
-      }
-      finish_scalar_logits(b, n);
-    } else {
-      gathered.gather(key_row(0, b), a.key_row, node, n);
-      if (use_signs) signs_of_block = record(p, b) + H * sizeof(A);
-      vector_logits<true>(gathered, b, n);
-    }
-    finish_logits(b, n);
-    if (use_signs) {
-      for (int e = 0; e < n; ++e) {
-        A* kept = reinterpret_cast<A*>(record(p + e, b));
-        for (int64_t h = 0; h < H; ++h) kept[h] = logits[h * kBlock + e];
-      }
-    }
-    if (a.weights != nullptr) {
-      A* weights = static_cast<A*>(a.weights) + b * a.edges * H;
-      for (int e = 0; e < n; ++e)
-        for (int64_t h = 0; h < H; ++h) weights[edge[e] * H + h] = logits[h * kBlock + e];
-    }
-    running_softmax(n);
-    if (a.dropout) {
-      draw_dropout(b, n);
-      for (int64_t h = 0; h < H; ++h)
-        for (int e = 0; e < n; ++e) logits[h * kBlock + e] *= keep[h * kBlock + e];
-    }
-    if (!first) scale_rows(acc, factor);
-    const bool shared = a.value == nullptr && !kScalar;
-    if (!shared) gathered.gather(value_row(0, b), value_stride(), node, n);
-    const T* edges[kBlock];
-    const T* edge_base = edge_values_of(b);
-    for (int64_t h = 0; h < H; ++h) {
-      if (edge_base != nullptr) gather_edges(edges, edge_base + h * V, H * V, edge, n);
-      for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-        const A* weights = logits + h * kBlock;
-        const int64_t offset = h / group * V;
-        if (edge_base != nullptr) add_rows<kNextToo, true>(strip, weights, gathered, edges, offset, n, acc + h * V);
-        else if (shared) add_rows<kNow, false>(strip, weights, gathered, edges, offset, n, acc + h * V);
-        else add_rows<kNextToo, false>(strip, weights, gathered, edges, offset, n, acc + h * V);
-      });
-    }
-  }
-
-  // GAT's edge terms and activation; slopes[h][e] is its derivative.
-  void finish_scalar_logits(int64_t b, int n) {
-    const A slope = A(a.negative_slope);
-    if (a.edge != nullptr) {
-      const A* terms = static_cast<const A*>(a.edge) + b * a.edge_batch;
-      for (int e = 0; e < n; ++e)
-        for (int64_t h = 0; h < H; ++h) logits[h * kBlock + e] += terms[edge[e] * H + h];
-    }
-    for (int64_t h = 0; h < H; ++h) {
-      A* row = logits + h * kBlock;
-      A* row_slopes = slopes + h * kBlock;
-      for (int e = 0; e < n; ++e) {
-        row_slopes[e] = row[e] > 0 ? A(1) : slope;
-        row[e] *= row_slopes[e];
-      }
-    }
-  }
-
-  // Turns the block's logits into exp(logit - maximum), and brings maximum, sum and factor up to date.
-  void running_softmax(int n) {
-    constexpr int W = kLanes<A>;
-    for (int64_t h = 0; h < H; ++h) {
-      A* row = logits + h * kBlock;
-      for (int e = n; e < (n + W - 1) / W * W; ++e) row[e] = -INFINITY;
-      Vec<A> most = load(row);
-      for (int e = W; e < n; e += W) {
-        Vec<A> other = load(row + e);
-        most = other > most ? other : most;
-      }
-      A highest = max_lanes(most);
-      highest = highest > maximum[h] ? highest : maximum[h];
-      const A base = finite_base(highest);
-      factor[h] = maximum[h] == highest ? A(1) : exp_of(maximum[h] - base);
-      maximum[h] = highest;
-      Vec<A> total_weight = {};
-      for (int e = 0; e < n; e += W) {
-        Vec<A> weight = vector_exp(load(row + e) - base);
-        store(row + e, weight);
-        total_weight += weight;
-      }
-      sum[h] = sum[h] * factor[h] + sum_lanes(total_weight);
-    }
-  }
-
-  void scale_rows(A* rows, const A* by) {
-    for (int64_t h = 0; h < H; ++h) {
-      if (by[h] == A(1)) continue;
-      for (int64_t c = h * V; c < (h + 1) * V; ++c) rows[c] *= by[h];
-    }
-  }
-
-  void finish_forward(int64_t i, int64_t b) {
-    A* row = stats(i, b);
-    for (int64_t h = 0; h < H; ++h) {
-      row[h] = finite_base(maximum[h]);
-      // Only exact zeros are replaced, so that a NaN shows in the whole row.
-      row[H + h] = sum[h] == 0 ? A(0) : 1 / sum[h];
-    }
-    T* out = static_cast<T*>(a.out) + (b * a.targets + i) * H * V;
-    A* wide = a.out_wide == nullptr ? nullptr : static_cast<A*>(a.out_wide) + (b * a.targets + i) * H * V;
-    for (int64_t h = 0; h < H; ++h) {
-      const Vec<A> scale = splat<Vec<A>>(row[H + h]);
-      for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-        using S = decltype(strip);
-        EACH_VECTOR {
-          Vec<A> result = strip.load_at(acc + h * V, k) * scale;
-          strip.store_at(out + h * V, k, result);
-          if (wide != nullptr) strip.store_at(wide + h * V, k, result);
-        }
-      });
-    }
-  }
-
-  // ------------------------------------------------------------------------------------------------ backward, by source
-
-  void source_block(int64_t b, int64_t p, int n) {
-    const int32_t* node = a.by_source.node + p;
-    const int32_t* position = a.target_position + p;
-    for (int e = 0; e < n; ++e) {
-      edge[e] = edge_of(position[e]);
-      __builtin_prefetch(node_terms(node[e + kAhead], b));
-    }
-    gathered.gather(static_cast<const T*>(a.grad_out) + b * a.targets * H * V, H * V, node, n);
-
-    const uint8_t* signs[kBlock];
-    if (use_signs) {
-      for (int e = 0; e < n; ++e) {
-        const uint8_t* kept = record(position[e], b);
-        __builtin_prefetch(record(position[e + kAhead], b));
-        for (int64_t h = 0; h < H; ++h) memcpy(logits + h * kBlock + e, kept + h * sizeof(A), sizeof(A));
-        signs[e] = kept + H * sizeof(A);
-      }
-    } else if constexpr (kScalar) {
-      for (int e = 0; e < n; ++e) {
-        const A* query = node_terms(node[e], b) + 3 * H;
-        for (int64_t h = 0; h < H; ++h) logits[h * kBlock + e] = query[h] + scalars[h];
-      }
-      finish_scalar_logits(b, n);
-      finish_logits(b, n);
-    } else {
-      queries.gather(query_row(0, b), a.query_row, node, n);
-      vector_logits<false>(queries, b, n);
-      finish_logits(b, n);
-    }
-
-    // products = <grad_out_i, v_j + e_ij>
-    const T* value_edges[kBlock];
-    const T* value_base = edge_values_of(b);
-    memset(products, 0, size_t(H * kBlock) * sizeof(A));
-    for (int64_t h = 0; h < H; ++h) {
-      if (value_base != nullptr) gather_edges(value_edges, value_base + h * V, H * V, edge, n);
-      const int64_t g = h / group;
-      for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-        if (value_base == nullptr)
-          dot_rows<kNextToo, false>(strip, y + g * V, gathered, value_edges, h * V, n, products + h * kBlock);
-        else dot_rows_moved(strip, y + g * V, gathered, value_edges, h * V, n, products + h * kBlock);
-      });
-    }
-    logit_gradients(b, p, n, node);
-
-    for (int64_t h = 0; h < H; ++h) {
-      const int64_t g = h / group;
-      for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-        add_rows<kNow, false>(strip, logits + h * kBlock, gathered, value_edges, h * V, n, acc + g * V);
-      });
-    }
-    if constexpr (!kScalar) key_gradients(b, n, signs);
-    edge_gradients(b, n);
-  }
-
-  // From logits and products to gradients[h][e] (of the score), and weights after dropout in logits[h][e].
-  void logit_gradients(int64_t b, int64_t p, int n, const int32_t* node) {
-    constexpr int W = kLanes<A>;
-    for (int e = 0; e < n; ++e) {
-      const A* terms = node_terms(node[e], b);
+      const uint64_t number = uint64_t((b * a.edges + edge[e]) * H);
       for (int64_t h = 0; h < H; ++h) {
-        logits[h * kBlock + e] -= terms[h];
-        gradients[h * kBlock + e] = terms[H + h];
-        deltas[h * kBlock + e] = terms[2 * H + h];
+        low_number[e * H + h] = uint32_t(number + uint64_t(h));
+        high_number[e * H + h] = uint32_t((number + uint64_t(h)) >> 32);
       }
     }
-    if (a.dropout) draw_dropout(b, n);
-    if (a.grad_weights != nullptr) {
-      const A* grads = static_cast<const A*>(a.grad_weights) + b * a.edges * H;
-      for (int e = 0; e < n; ++e)
-        for (int64_t h = 0; h < H; ++h) deltas[h * kBlock + e] -= grads[edge[e] * H + h];
+    const bool nothing = a.threshold > int64_t(UINT32_MAX);
+    const uint32_t threshold = uint32_t(a.threshold);
+    for (int64_t at = 0; at < n * H; ++at) {
+      const uint32_t random = mix(mix(low_number[at] ^ low_seed) ^ high_number[at] ^ high_seed);
+      keep[at] = random >= threshold ? scale : A(0);
     }
-    for (int64_t h = 0; h < H; ++h) {
-      const int64_t row = h * kBlock;
-      for (int e = n; e < (n + W - 1) / W * W; ++e) logits[row + e] = gradients[row + e] = deltas[row + e] = keep[row + e] = 0;
-      for (int e = 0; e < n; e += W) {
-        Vec<A> weight = vector_exp(load(logits + row + e)) * load(gradients + row + e);
-        Vec<A> kept = a.dropout ? load(keep + row + e) : splat<Vec<A>>(A(1));
-        store(gradients + row + e, weight * (load(products + row + e) * kept - load(deltas + row + e)));
-        store(logits + row + e, weight * kept);
-      }
-    }
-    if (a.grad_bias != nullptr) store_edge_scalars(static_cast<A*>(a.grad_bias), b, n);
-    if constexpr (kScalar) {
-      for (int64_t h = 0; h < H; ++h)
-        for (int e = 0; e < n; ++e) {
-          gradients[h * kBlock + e] *= slopes[h * kBlock + e];
-          acc_key[h] += gradients[h * kBlock + e];
-        }
-      if (a.grad_edge != nullptr) store_edge_scalars(static_cast<A*>(a.grad_edge), b, n);
-    }
-    if (a.edge_terms != nullptr) {
-      A* terms = static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H;
-      for (int e = 0; e < n; ++e)
-        for (int64_t h = 0; h < H; ++h) terms[e * H + h] = gradients[h * kBlock + e];
-    }
+    if (nothing) memset(keep, 0, size_t(n * H) * sizeof(A));
   }
 
-  void store_edge_scalars(A* to, int64_t b, int n) {
-    to += b * a.edges * H;
-    for (int e = 0; e < n; ++e)
-      for (int64_t h = 0; h < H; ++h) to[edge[e] * H + h] = gradients[h * kBlock + e];
-  }
-
-  void key_gradients(int64_t b, int n, const uint8_t* const* signs) {
-    const T* edges[kBlock];
-    const T* edge_base = edge_terms_of(b);
+  // Logits of vector scores: the run's own row is fixed, `others` are the rows of the edges' other ends.
+  template <bool kFromTarget>
+  void vector_logits(const Gathered<T>& others, int64_t b, int n, const Run* runs, int num_runs) {
+    const T* const* edges = score_edges(b, n);
     const A slope = A(a.negative_slope);
-    for (int64_t h = 0; h < H; ++h) {
-      const int64_t g = h / group;
-      const A* factors = gradients + h * kBlock;
-      if (edge_base != nullptr) gather_edges(edges, edge_base + h * C, H * C, edge, n);
-      for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
-        A* to = acc_key + g * C;
-        if constexpr (kFamily == kDot) {
-          add_rows<kNow, false>(strip, factors, queries, edges, h * C, n, to);
-        } else if (use_signs) {
-          add_slopes(strip, slope, factors, signs, h * signs_bytes, n, to);
-        } else {
-          A* outputs = a.grad_vector == nullptr ? nullptr : total + h * C;
-          if (edge_base == nullptr)
-            add_derivatives<kFamily, false>(strip, x + h * C, slope, factors, queries, edges, h * C, n, to, outputs);
-          else add_derivatives<kFamily, true>(strip, x + h * C, slope, factors, queries, edges, h * C, n, to, outputs);
-        }
-      });
-    }
-  }
-
-  // Gradients of the per-edge vectors: each edge is visited once, so they are written, not added.
-  void edge_gradients(int64_t b, int n) {
-    T* grad_edge = kScalar ? nullptr : static_cast<T*>(a.grad_edge);
-    T* grad_value = static_cast<T*>(a.grad_edge_value);
-    if (grad_edge == nullptr && grad_value == nullptr) return;
-    const bool same = grad_edge == grad_value;
-    const T* edge_base = edge_terms_of(b);
-    const A slope = A(a.negative_slope);
-    for (int64_t h = 0; h < H; ++h) {
-      const int64_t g = h / group;
-      if (grad_value != nullptr && !same) {
-        for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-          using S = decltype(strip);
-          for (int e = 0; e < n; ++e) {
-            T* to = grad_value + ((b * a.edges + edge[e]) * H + h) * V;
-            EACH_VECTOR strip.store_at(to, k, strip.load_at(gathered.row[e] + h * V, k) * logits[h * kBlock + e]);
+    memset(logits, 0, size_t(n * H) * sizeof(A));
+    for (int r = 0; r < num_runs; ++r) {
+      const Run& run = runs[r];
+      const T* own = kFromTarget ? query_row(run.row, b) : key_row(run.row, b);
+      for (int64_t h = 0; h < H; ++h) {
+        const int64_t g = h / group;  // grouped queries: the key's head
+        const Segment<T> segment = {others, (kFromTarget ? g : h) * C, edges, h * C, run.first, run.last, H};
+        const T* x = own + (kFromTarget ? h : g) * C;
+        A* out = logits + h;
+        for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
+          if constexpr (kFamily == kDot) {
+            if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, x, segment, out);
+            else dot_rows<kNextToo, kFromTarget, !kFromTarget>(strip, x, segment, out);
+          } else {
+            const A* vector = static_cast<const A*>(a.vector) + h * C;
+            if (edges != nullptr) {
+              additive_rows<kFamily, true, false>(strip, vector, x, slope, segment, out, nullptr, 0);
+            } else if (kFromTarget && use_signs) {
+              uint8_t* signs = signs_of_block + h * signs_bytes;
+              additive_rows<kFamily, false, kHasBits<A> && kFamily == kLeakyReLU>(strip, vector, x, slope, segment, out,
+                                                                                  signs, a.record_bytes);
+            } else {
+              additive_rows<kFamily, false, false>(strip, vector, x, slope, segment, out, nullptr, 0);
+            }
           }
         });
       }
-      if constexpr (!kScalar) {
-        if (grad_edge == nullptr) continue;
-        for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
+    }
+    if constexpr (kFamily == kDot)
+      for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * A(a.scale));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------- forward
+
+  void forward_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+    const int32_t* node = a.by_target.node + p;
+    if (numbers_needed)
+      for (int e = 0; e < n; ++e) edge[e] = edge_of(p + e);
+    if constexpr (kScalar) {
+      for (int e = 0; e < n; ++e) copy_heads(logits + e * H, scalar_key(node[e], b));
+      if (a.query != nullptr)
+        for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], scalar_query(runs[r].row, b));
+      finish_scalar_logits(b, n);
+    } else {
+      gathered.gather(key_row(0, b), a.key_row, node, n);
+      if (use_signs) signs_of_block = record(p, b) + H * int64_t(sizeof(A));
+      vector_logits<true>(gathered, b, n, runs, num_runs);
+    }
+    finish_logits(b, n);
+    if (use_signs)
+      for (int e = 0; e < n; ++e) copy_heads(reinterpret_cast<A*>(record(p + e, b)), logits + e * H);
+    if (a.weights != nullptr) store_edge_scalars(a.weights, b, n, logits);
+
+    for (int r = 0; r < num_runs; ++r) softmax(runs[r], b);
+    if (a.dropout) {
+      draw_dropout(b, n);
+      for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * load(keep + at));
+    }
+
+    const bool shared = a.value == nullptr && !kScalar;
+    if (!shared) gathered.gather(value_row(0, b), a.value == nullptr ? a.key_row : a.value_row, node, n);
+    const T* const* edges = value_edges(b, n);
+    for (int r = 0; r < num_runs; ++r) {
+      const Run& run = runs[r];
+      const A* scales = stats(run.row, b) + H;
+      T* out = output(run.row, b);
+      A* wide = wide_output(run.row, b);
+      for (int64_t h = 0; h < H; ++h) {
+        const Segment<T> segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H};
+        for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
           using S = decltype(strip);
-          for (int e = 0; e < n; ++e) {
-            T* to = grad_edge + ((b * a.edges + edge[e]) * H + h) * C;
-            const A gradient = gradients[h * kBlock + e];
+          Vec<A> total_value[S::kVectors] = {};
+          if (!run.begins) EACH_VECTOR total_value[k] = strip.load_at(acc + h * V, k) * factor[h];
+          if (edges != nullptr) add_weighted<kNextToo, true>(strip, logits + h, segment, total_value);
+          else if (shared) add_weighted<kNow, false>(strip, logits + h, segment, total_value);
+          else add_weighted<kNextToo, false>(strip, logits + h, segment, total_value);
+          if (!run.ends) {
+            EACH_VECTOR strip.store_at(acc + h * V, k, total_value[k]);
+          } else {
             EACH_VECTOR {
-              Vec<A> query = strip.load_at(queries.row[e] + h * C, k), result;
-              if constexpr (kFamily == kDot) {
-                result = query * (gradient * A(a.scale));
-              } else {
-                Vec<A> hidden = strip.load_at(x + g * C, k) + query +
-                                strip.load_at(edge_base + (edge[e] * H + h) * C, k);
-                Vec<A> output = activate<kFamily>(hidden, slope);
-                result = strip.load_at(static_cast<const A*>(a.vector) + h * C, k) *
-                         derivative<kFamily>(hidden, output, slope) * gradient;
-              }
-              if (same) result += strip.load_at(gathered.row[e] + h * V, k) * logits[h * kBlock + e];
-              strip.store_at(to, k, result);
+              strip.store_at(out + h * V, k, total_value[k] * scales[h]);
+              if (wide != nullptr) strip.store_at(wide + h * V, k, total_value[k] * scales[h]);
             }
           }
         });
@@ -839,8 +727,300 @@ class Kernel {
     }
   }
 
+  // x[h] added to the run's logits.
+  void add_to_run(const Run& run, const A* x) {
+    if (is_cyclic) {
+      const Vec<A> repeated = repeat_heads(x);
+      for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA { lanes.store_to(logits + at, load(logits + at) + repeated); });
+    } else {
+      for (int e = run.first; e < run.last; ++e)
+        for (int64_t h = 0; h < H; ++h) logits[e * H + h] += x[h];
+    }
+  }
+
+  // Turns the run's logits into exp(logit - maximum), and brings the row's maximum, sum and factor up to date.
+  void softmax(const Run& run, int64_t b) {
+    A* row = stats(run.row, b);
+    if (!is_cyclic) {
+      subtract_maximum(run, row);
+      for (int64_t at = run.first * H; at < run.last * H; ++at) logits[at] = exp_of(logits[at]);
+      add_weights(run, row);
+      return;
+    }
+    const Vec<A> lowest = splat<Vec<A>>(-A(INFINITY));
+    const Vec<A> before = run.begins ? lowest : repeat_heads(maximum);
+    Vec<A> most = before;
+    for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
+      const Vec<A> logit = lanes.load_or(logits + at, lowest);
+      most = logit > most ? logit : most;
+    });
+    most = fold_heads(most, [](Vec<A> x, Vec<A> y) INLINE_LAMBDA { return x > y ? x : y; });
+    // A row of -inf alone would give exp(-inf + inf).
+    const Vec<A> base = most == -A(INFINITY) ? Vec<A>{} : most;
+    Vec<A> total_weight = {};
+    for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
+      const Vec<A> weight = vector_exp(lanes.load_or(logits + at, lowest) - base);
+      lanes.store_to(logits + at, weight);
+      total_weight += weight;
+    });
+    total_weight = fold_heads(total_weight, [](Vec<A> x, Vec<A> y) INLINE_LAMBDA { return x + y; });
+    if (!run.begins) {
+      const Vec<A> by = vector_exp(before - base);
+      total_weight += repeat_heads(sum) * by;
+      store_part(factor, by, int(H));
+    }
+    if (run.ends) {
+      store_part(row, base, int(H));
+      store_part(row + H, reciprocal(total_weight), int(H));
+    } else {
+      store_part(maximum, most, int(H));
+      store_part(sum, total_weight, int(H));
+    }
+  }
+
+  // The same where H does not divide the lanes.
+  void subtract_maximum(const Run& run, A* row) {
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      EACH_VECTOR {
+        const Vec<A> before = run.begins ? splat<Vec<A>>(-A(INFINITY)) : heads.load_at(maximum, k);
+        Vec<A> most = before;
+        for (int e = run.first; e < run.last; ++e) {
+          const Vec<A> logit = heads.load_at(logits + e * H, k);
+          most = logit > most ? logit : most;
+        }
+        const Vec<A> base = most == -A(INFINITY) ? Vec<A>{} : most;
+        if (!run.begins) heads.store_at(factor, k, vector_exp(before - base));
+        heads.store_at(maximum, k, most);
+        if (run.ends) heads.store_at(row, k, base);
+        for (int e = run.first; e < run.last; ++e)
+          heads.store_at(logits + e * H, k, heads.load_at(logits + e * H, k) - base);
+      }
+    });
+  }
+  void add_weights(const Run& run, A* row) {
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      EACH_VECTOR {
+        Vec<A> total_weight = {};
+        if (!run.begins) total_weight = heads.load_at(sum, k) * heads.load_at(factor, k);
+        for (int e = run.first; e < run.last; ++e) total_weight += heads.load_at(logits + e * H, k);
+        heads.store_at(sum, k, total_weight);
+        if (run.ends) heads.store_at(row + H, k, reciprocal(total_weight));
+      }
+    });
+  }
+
+  // Only exact zeros are replaced, so that a NaN shows in the whole row.
+  static INLINE Vec<A> reciprocal(Vec<A> x) { return x == A(0) ? Vec<A>{} : A(1) / x; }
+
+  void finish_stats(int64_t i, int64_t b) {
+    A* row = stats(i, b);
+    for (int64_t h = 0; h < H; ++h) {
+      row[h] = finite_base(maximum[h]);
+      row[H + h] = sum[h] == 0 ? A(0) : 1 / sum[h];
+    }
+  }
+
+  void finish_forward(int64_t i, int64_t b) {
+    const A* scales = stats(i, b) + H;
+    T* out = output(i, b);
+    A* wide = wide_output(i, b);
+    for (int64_t h = 0; h < H; ++h) {
+      const Vec<A> scale = splat<Vec<A>>(scales[h]);
+      for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
+        using S = decltype(strip);
+        EACH_VECTOR {
+          const Vec<A> result = strip.load_at(acc + h * V, k) * scale;
+          strip.store_at(out + h * V, k, result);
+          if (wide != nullptr) strip.store_at(wide + h * V, k, result);
+        }
+      });
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------- backward, by source
+
+  void source_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+    const int32_t* node = a.by_source.node + p;
+    const int32_t* position = a.target_position + p;
+    const A* terms[kBlock];
+    for (int e = 0; e < n; ++e) {
+      terms[e] = node_terms(node[e], b);
+      __builtin_prefetch(node_terms(node[e + kAhead], b));
+    }
+    if (numbers_needed)
+      for (int e = 0; e < n; ++e) edge[e] = edge_of(position[e]);
+    gathered.gather(static_cast<const T*>(a.grad_out) + b * a.targets * H * V, H * V, node, n);
+
+    const uint8_t* signs[kBlock];
+    if (use_signs) {
+      for (int e = 0; e < n; ++e) {
+        const uint8_t* kept = record(position[e], b);
+        __builtin_prefetch(record(position[e + kAhead], b));
+        copy_heads(logits + e * H, reinterpret_cast<const A*>(kept));
+        signs[e] = kept + H * int64_t(sizeof(A));
+      }
+    } else {
+      if constexpr (kScalar) {
+        for (int e = 0; e < n; ++e) copy_heads(logits + e * H, terms[e] + 3 * H);
+        for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], scalar_key(runs[r].row, b));
+        finish_scalar_logits(b, n);
+      } else {
+        queries.gather(query_row(0, b), a.query_row, node, n);
+        vector_logits<false>(queries, b, n, runs, num_runs);
+      }
+      finish_logits(b, n);
+    }
+
+    // products = <grad_out_i, v_j + e_ij>
+    const T* const* edges = value_edges(b, n);
+    memset(products, 0, size_t(n * H) * sizeof(A));
+    for (int r = 0; r < num_runs; ++r) {
+      for (int64_t h = 0; h < H; ++h) {
+        const Segment<T> segment = {gathered, h * V, edges, h * V, runs[r].first, runs[r].last, H};
+        const T* value = value_row(runs[r].row, b) + h / group * V;
+        for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
+          if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, value, segment, products + h);
+          else dot_rows<kNextToo, false, true>(strip, value, segment, products + h);
+        });
+      }
+    }
+    logit_gradients(b, p, n, terms);
+
+    for (int r = 0; r < num_runs; ++r) {
+      const Run& run = runs[r];
+      for (int64_t h = 0; h < H; ++h) {
+        const Segment<T> segment = {gathered, h * V, nullptr, 0, run.first, run.last, H};
+        for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
+          add_rows<kNow, false>(strip, logits + h, segment, run.begins && h % group == 0, acc + h / group * V);
+        });
+      }
+      if constexpr (kScalar) add_gradients(run, acc_key);
+      else key_gradients(run, b, n, signs);
+      if (a.grad_edge != nullptr || a.grad_edge_value != nullptr) edge_gradients(run, b);
+      if (run.ends) {
+        add_to_vector_gradient(key_row(run.row, b), acc_key);
+        finish_source(run.row, b);
+      }
+    }
+  }
+
+  // to[h] += the run's sum of gradients.
+  void add_gradients(const Run& run, A* to) {
+    if (is_cyclic) {
+      Vec<A> total_gradient = {};
+      for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA { total_gradient += lanes.load_or(gradients + at, Vec<A>{}); });
+      total_gradient = fold_heads(total_gradient, [](Vec<A> x, Vec<A> y) INLINE_LAMBDA { return x + y; });
+      if (!run.begins) total_gradient += repeat_heads(to);
+      store_part(to, total_gradient, int(H));
+      return;
+    }
+    for (int64_t h = 0; h < H; ++h) {
+      A total_gradient = run.begins ? A(0) : to[h];
+      for (int e = run.first; e < run.last; ++e) total_gradient += gradients[e * H + h];
+      to[h] = total_gradient;
+    }
+  }
+
+  // From logits and products to gradients (of the logits), and weights after dropout in place of the logits.
+  void logit_gradients(int64_t b, int64_t p, int n, const A* const* terms) {
+    for (int e = 0; e < n; ++e) {
+      copy_heads(maxima + e * H, terms[e]);
+      copy_heads(reciprocals + e * H, terms[e] + H);
+      copy_heads(deltas + e * H, terms[e] + 2 * H);
+    }
+    if (a.dropout) draw_dropout(b, n);
+    if (a.grad_weights != nullptr) {
+      memset(gradients, 0, size_t(n * H) * sizeof(A));
+      add_edge_scalars(a.grad_weights, a.edges * H, b, n, gradients);
+    }
+    for (int64_t at = 0; at < n * H; at += W) {
+      Vec<A> weight = vector_exp(load(logits + at) - load(maxima + at)) * load(reciprocals + at);
+      Vec<A> product = load(products + at), kept = weight;
+      if (a.dropout) product *= load(keep + at), kept *= load(keep + at);
+      if (a.grad_weights != nullptr) product += load(gradients + at);
+      store(gradients + at, weight * (product - load(deltas + at)));
+      store(logits + at, kept);
+    }
+    if (a.grad_bias != nullptr) store_edge_scalars(a.grad_bias, b, n, gradients);
+    if constexpr (kScalar) {
+      for (int64_t at = 0; at < n * H; at += W) store(gradients + at, load(gradients + at) * load(slopes + at));
+      if (a.grad_edge != nullptr) store_edge_scalars(a.grad_edge, b, n, gradients);
+    }
+    if (a.edge_terms != nullptr)
+      memcpy(static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H, gradients, size_t(n * H) * sizeof(A));
+  }
+
+  void key_gradients(const Run& run, int64_t b, int n, const uint8_t* const* signs) {
+    const T* const* edges = score_edges(b, n);
+    const A slope = A(a.negative_slope);
+    for (int64_t h = 0; h < H; ++h) {
+      const int64_t g = h / group;
+      const A* factors = gradients + h;
+      A* to = acc_key + g * C;
+      const Segment<T> segment = {queries, h * C, edges, h * C, run.first, run.last, H};
+      for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
+        if constexpr (kFamily == kDot) {
+          add_rows<kNow, false>(strip, factors, segment, run.begins && h % group == 0, to);
+        } else if (use_signs) {
+          add_slopes(strip, slope, factors, signs, h * signs_bytes, segment, run.begins, to);
+        } else {
+          const T* x = key_row(run.row, b) + h * C;
+          A* outputs = a.grad_vector == nullptr ? nullptr : total + h * C;
+          if (edges == nullptr) add_derivatives<kFamily, kNow, false>(strip, x, slope, factors, segment, run.begins, to, outputs);
+          else add_derivatives<kFamily, kNow, true>(strip, x, slope, factors, segment, run.begins, to, outputs);
+        }
+      });
+    }
+  }
+
+  // Gradients of the per-edge vectors: each edge is visited once, so they are written, not added.
+  void edge_gradients(const Run& run, int64_t b) {
+    T* grad_edge = kScalar ? nullptr : static_cast<T*>(a.grad_edge);
+    T* grad_value = static_cast<T*>(a.grad_edge_value);
+    const bool same = grad_edge == grad_value;
+    const A slope = A(a.negative_slope);
+    for (int e = run.first; e < run.last; ++e) {
+      for (int64_t h = 0; h < H; ++h) {
+        const int64_t row = (b * a.edges + edge[e]) * H + h;
+        const T* grad_out = gathered.row[e] + h * V;
+        const A weight = logits[e * H + h];
+        if (grad_value != nullptr && !same) {
+          for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
+            using S = decltype(strip);
+            EACH_VECTOR strip.store_at(grad_value + row * V, k, strip.load_at(grad_out, k) * weight);
+          });
+        }
+        if constexpr (!kScalar) {
+          if (grad_edge == nullptr) continue;
+          const A gradient = gradients[e * H + h];
+          const T* query = queries.row[e] + h * C;
+          for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
+            using S = decltype(strip);
+            EACH_VECTOR {
+              Vec<A> result;
+              if constexpr (kFamily == kDot) {
+                result = strip.load_at(query, k) * (gradient * A(a.scale));
+              } else {
+                const T* key = key_row(run.row, b) + h * C;
+                const Vec<A> hidden =
+                    strip.load_at(key, k) + strip.load_at(query, k) + strip.load_at(score_edge[e] + h * C, k);
+                const Vec<A> output = activate<kFamily>(hidden, slope);
+                result = strip.load_at(static_cast<const A*>(a.vector) + h * C, k) *
+                         derivative<kFamily>(hidden, output, slope) * gradient;
+              }
+              if (same) result += strip.load_at(grad_out, k) * weight;
+              strip.store_at(grad_edge + row * C, k, result);
+            }
+          });
+        }
+      }
+    }
+  }
+
   void finish_source(int64_t j, int64_t b) {
-    const int64_t row = b * a.sources + j, G = a.key_heads;
+    const int64_t row = b * a.sources + j;
     if constexpr (kScalar) {
       if (a.grad_key != nullptr) memcpy(static_cast<A*>(a.grad_key) + row * H, acc_key, size_t(H) * sizeof(A));
     } else {
@@ -865,48 +1045,51 @@ class Kernel {
     });
   }
 
-  // ------------------------------------------------------------------------------------------------ backward, by target
+  // ------------------------------------------------------------------------------------------------- backward, by target
 
-  void target_block(int64_t b, int64_t p, int n) {
+  void target_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     const A* terms = static_cast<const A*>(a.edge_terms) + b * a.edges * H;
     const int32_t* position = a.source_position + p;
     for (int e = 0; e < n; ++e) {
       __builtin_prefetch(terms + position[e + kAhead] * H);
-      const A* term = terms + position[e] * H;
-      for (int64_t h = 0; h < H; ++h) {
-        if constexpr (kScalar) acc[h] += term[h];
-        else gradients[h * kBlock + e] = term[h];
-      }
+      copy_heads(gradients + e * H, terms + position[e] * H);
     }
-    if constexpr (kScalar) return;
     const uint8_t* signs[kBlock];
     if (use_signs) {
-      for (int e = 0; e < n; ++e) signs[e] = record(p + e, b) + H * sizeof(A);
-    } else {
-      for (int e = 0; e < n; ++e) edge[e] = edge_of(p + e);
+      for (int e = 0; e < n; ++e) signs[e] = record(p + e, b) + H * int64_t(sizeof(A));
+    } else if constexpr (!kScalar) {
+      if (numbers_needed)
+        for (int e = 0; e < n; ++e) edge[e] = edge_of(p + e);
       gathered.gather(key_row(0, b), a.key_row, a.by_target.node + p, n);
     }
-    const T* edges[kBlock];
-    const T* edge_base = edge_terms_of(b);
+    for (int r = 0; r < num_runs; ++r) {
+      if constexpr (kScalar) add_gradients(runs[r], acc);
+      else query_gradients(runs[r], b, n, signs);
+      if (runs[r].ends) {
+        add_to_vector_gradient(query_row(runs[r].row, b), acc);
+        finish_target(runs[r].row, b);
+      }
+    }
+  }
+
+  void query_gradients(const Run& run, int64_t b, int n, const uint8_t* const* signs) {
+    const T* const* edges = score_edges(b, n);
     const A slope = A(a.negative_slope);
     for (int64_t h = 0; h < H; ++h) {
-      const int64_t g = h / group;
-      const A* factors = gradients + h * kBlock;
-      if (edge_base != nullptr) gather_edges(edges, edge_base + h * C, H * C, edge, n);
+      const A* factors = gradients + h;
+      A* to = acc + h * C;
+      const Segment<T> segment = {gathered, h / group * C, edges, h * C, run.first, run.last, H};
       for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
-        A* to = acc + h * C;
         if constexpr (kFamily == kDot) {
-          if (edge_base == nullptr) add_rows<kNextToo, false>(strip, factors, gathered, edges, g * C, n, to);
-          else add_rows<kNextToo, true>(strip, factors, gathered, edges, g * C, n, to);
+          if (edges == nullptr) add_rows<kNextToo, false>(strip, factors, segment, run.begins, to);
+          else add_rows<kNextToo, true>(strip, factors, segment, run.begins, to);
         } else if (use_signs) {
-          add_slopes(strip, slope, factors, signs, h * signs_bytes, n, to);
-        } else if constexpr (kAdditive) {
-          if (edge_base == nullptr)
-            add_derivatives<kFamily, false>(strip, x + h * C, slope, factors, gathered, edges, h * C, n, to,
-                                            static_cast<A*>(nullptr));
-          else
-            add_derivatives<kFamily, true>(strip, x + h * C, slope, factors, gathered, edges, h * C, n, to,
-                                           static_cast<A*>(nullptr));
+          add_slopes(strip, slope, factors, signs, h * signs_bytes, segment, run.begins, to);
+        } else {
+          const T* x = query_row(run.row, b) + h * C;
+          A* none = nullptr;
+          if (edges == nullptr) add_derivatives<kFamily, kNextToo, false>(strip, x, slope, factors, segment, run.begins, to, none);
+          else add_derivatives<kFamily, kNextToo, true>(strip, x, slope, factors, segment, run.begins, to, none);
         }
       });
     }
@@ -923,10 +1106,19 @@ class Kernel {
     }
   }
 
-  // The additive score's vector: one partial sum a task.
+  // The additive score's vector: one partial sum a task. With kept signs, sum of ds LeakyReLU(q + k) is taken apart into
+  // <q, sum of ds LeakyReLU'> for each target and <k, the same> for each source.
 
   void start_vector_gradient() {
     if (kAdditive && a.grad_vector != nullptr) memset(total, 0, size_t(H * C) * sizeof(A));
+  }
+  void add_to_vector_gradient(const T* row, const A* derivatives) {
+    if (!kAdditive || !use_signs || a.grad_vector == nullptr) return;
+    for_strips<A>(H * C, [&](auto strip) INLINE_LAMBDA {
+      using S = decltype(strip);
+      EACH_VECTOR strip.store_at(
+          total, k, strip.load_at(total, k) + strip.load_at(row, k) * strip.load_at(derivatives, k));
+    });
   }
   void store_vector_gradient(int64_t task, int64_t b) {
     if (!kAdditive || a.grad_vector == nullptr) return;
@@ -936,13 +1128,16 @@ class Kernel {
 
   const Arguments& a;
   const int64_t H, C, V;
-  int64_t group, signs_bytes;
-  bool use_signs;
-  A *logits, *gradients, *slopes, *keep, *deltas, *products;
-  A *maximum, *sum, *factor, *scalars;
-  A *x, *y, *acc, *acc_key, *total;
+  int64_t G, group, signs_bytes;
+  bool use_signs, numbers_needed;
+  bool is_cyclic;
+  A *logits, *gradients, *slopes, *keep, *products, *maxima, *reciprocals, *deltas;
+  uint32_t *low_number, *high_number;
+  A *maximum, *sum, *factor;
+  A *acc, *acc_key, *total;
   uint8_t* signs_of_block = nullptr;
   int64_t edge[kBlock];
+  const T *score_edge[kBlock], *value_edge[kBlock];
   Gathered<T> gathered, queries;
 };
 
@@ -1023,6 +1218,9 @@ int64_t run_family(const Arguments& a, bool is_forward) {
 }  // namespace
 
 int64_t JOIN(gattn_run_, GATTN_ISA)(const Arguments& a, bool is_forward) {
+#ifdef GATTN_FLOAT_ONLY
+  return run_family<float>(a, is_forward);
+#endif
   switch (a.type) {
     case kFloat64: return run_family<double>(a, is_forward);
     case kBFloat16: return run_family<BFloat16>(a, is_forward);

@@ -232,6 +232,25 @@ INLINE auto max_lanes(V v) {
 INLINE float max_lanes(Vec<float> v) { return _mm512_reduce_max_ps((__m512)v); }
 #endif
 
+// Lane i gets lane i + shift, around the end.
+template <class V>
+INLINE V rotate(V v, int shift) {
+  typedef decltype(v > v) Index;
+  constexpr int n = int(sizeof(V) / sizeof(v[0]));
+  Index lane;
+  for (int i = 0; i < n; ++i) lane[i] = i;
+  return __builtin_shuffle(v, (lane + shift) & (n - 1));
+}
+
+// The first n lanes of one vector, the others of another.
+template <class V>
+INLINE V first_lanes_of(V v, V other, int n) {
+  typedef decltype(v > v) Index;
+  Index lane;
+  for (int i = 0; i < int(sizeof(V) / sizeof(v[0])); ++i) lane[i] = i;
+  return lane < n ? v : other;
+}
+
 // The sign bits of a comparison, one a lane, and back: only where a vector fills whole bytes.
 
 template <class A>
