@@ -136,7 +136,9 @@ def prepare(run: Run) -> Data:
 def epochs(run: Run, data: Data, model: torch.nn.Module) -> Iterator[dict[str, float]]:
     """Trains; yields after each epoch (a training step and a validation) losses and accuracies."""
     protocol = run.protocol
-    optimizer = torch.optim.Adam(model.parameters(), lr=protocol.learning_rate, weight_decay=protocol.weight_decay)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=protocol.learning_rate, weight_decay=protocol.weight_decay, fused=True
+    )
     while True:
         model.train()
         optimizer.zero_grad()

@@ -22,7 +22,7 @@ from gattn.distributions import Distribution, Softmax, resolve_distribution
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
 from gattn.ops import cpu, reference
 from gattn.ops.dropout import draw_seed, drop
-from gattn.ops.edge_lists import plain, transforming
+from gattn.ops.edge_lists import plain
 from gattn.ops.layout import layout_of
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.settings import require_finite, resolve_backend
@@ -216,7 +216,9 @@ class Attention(MessagePassing):
         Raises:
             ValueError: If that is not possible, and `backend` is not `"auto"`; the message says why not.
         """
-        reason = _no_kernel(device, score, distribution) or _transforms() or self._watched() or cpu.unavailable(backend)
+        reason = (
+            _no_kernel(device, score, distribution) or cpu.transformed() or self._watched() or cpu.unavailable(backend)
+        )
         if reason is None or backend == "auto":
             return reason is None
         raise ValueError(f"backend={backend!r} cannot serve this call: {reason}. backend='auto' can.")
@@ -365,17 +367,6 @@ def _no_kernel(device: torch.device, score: Score, distribution: Distribution) -
         return f"it knows gattn's own scores, not {type(score).__name__}"
     if type(distribution) is not Softmax:
         return f"it knows the softmax, not {distribution}"
-    return None
-
-
-def _transforms() -> str | None:
-    """What asks for more than operators give."""
-    if transforming():
-        return "torch.func transforms need plain PyTorch"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode differentiation needs plain PyTorch"
-    if torch.compiler.is_exporting():
-        return "an exported program is to run without gattn"
     return None
 
 

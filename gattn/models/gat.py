@@ -109,6 +109,7 @@ class GAT(BasicGNN):
             attention_dropout=dropout if attention_dropout is None else attention_dropout,
             **kwargs,
         )
+        self.dropout = FeatureDropout(dropout)
         self.input_dropout = FeatureDropout(dropout if input_dropout is None else input_dropout)
 
     def init_conv(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.attention import Attention
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
-from gattn.nn.linear import Linear
+from gattn.nn.linear import Linear, dropout
 from gattn.scores import Score
 from gattn.settings import require_finite
 
@@ -171,7 +170,7 @@ class AttentionConv(Attention):
         weights: bool | str,
     ) -> tuple[Tensor, Tensor | None]:
         """Attends and joins the heads: `[..., N, H * C]`, or their mean `[..., N, C]`."""
-        value = F.dropout(value, self.value_dropout, self.training)
+        value = dropout(value, self.value_dropout, self.training)
         result = self.attend(
             query,
             key,

@@ -10,7 +10,6 @@ import ctypes
 import math
 import warnings
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from gattn.distributions import Softmax
 from gattn.ops import native, reference
-from gattn.ops.edge_lists import FLOWS, looped, plain
+from gattn.ops.edge_lists import FLOWS, looped, plain, transforming
 from gattn.ops.layout import layout_of
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 
@@ -28,6 +27,9 @@ _FAMILIES = ("gat", "leaky_relu", "tanh", "dot")  # in the order of Family
 # Below this many channels read, threads cost more than they give.
 _SERIAL_WORK = 1 << 16
 _HUGE_BYTES = 1 << 22
+
+_load_error = native.load_error()  # asked once: compiled code cannot ask
+_warned = False
 
 _library = torch.library.Library("gattn", "DEF")
 _INPUTS = (
@@ -40,6 +42,8 @@ _library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_weights, Tensor out, Tensor weights, Tensor stats, "
     f"Tensor record, Tensor wide, {_INPUTS}, bool[] wanted) -> Tensor[]"
 )
+
+_library.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
 
 #: Inputs that have gradients, by their place among the operators' inputs.
 _DIFFERENTIABLE = {"query": 0, "key": 1, "value": 2, "vector": 3, "edge": 4, "bias": 5, "edge_value": 7}
@@ -124,6 +128,27 @@ def attention(
     return out, weights if with_weights else None
 
 
+def drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    """Zeroes each element of `x` with probability `p`, as `seed` decides, and scales the others by `1 / (1 - p)`."""
+    return torch.ops.gattn.drop.default(x, p, seed)
+
+
+def usable() -> bool:
+    """Whether operators can be used here: the kernels are there, and nobody asks for more than operators give."""
+    return transformed() is None and unavailable("auto") is None
+
+
+def transformed() -> str | None:
+    """What asks for more than operators give."""
+    if transforming():
+        return "torch.func transforms need plain PyTorch"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation needs plain PyTorch"
+    if torch.compiler.is_exporting():
+        return "an exported program is to run without gattn"
+    return None
+
+
 def unavailable(backend: str) -> str | None:
     """Why the kernels cannot be used on this machine; `None` if they can.
 
@@ -132,27 +157,20 @@ def unavailable(backend: str) -> str | None:
     Raises:
         RuntimeError: If they cannot be used, and `backend` is not `"auto"`.
     """
-    error = _load_error()
-    if error is None:
-        return None
-    if backend != "auto":
-        raise RuntimeError(f"backend='cpu' needs gattn's CPU kernels, but {error}.")
-    _warn_once(error)
-    return error
+    if _load_error is not None:
+        if backend != "auto":
+            raise RuntimeError(f"backend='cpu' needs gattn's CPU kernels, but {_load_error}.")
+        _warn_once()
+    return _load_error
 
 
-@cache
-def _load_error() -> str | None:
-    try:
-        native.library()
-    except native.NativeLibraryError as error:
-        return str(error)
-    return None
-
-
-@cache
-def _warn_once(error: str) -> None:
-    warnings.warn(f"gattn computes attention without its CPU kernels, many times slower: {error}.", stacklevel=5)
+def _warn_once() -> None:
+    global _warned
+    if not _warned and not torch.compiler.is_compiling():
+        _warned = True
+        warnings.warn(
+            f"gattn computes attention without its CPU kernels, many times slower: {_load_error}.", stacklevel=5
+        )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -241,9 +259,7 @@ class _Call:
             )
         if seed is not None:
             arguments.dropout = 1
-            arguments.seed = int(seed)
-            arguments.threshold = int(dropout * 2**32)
-            arguments.keep_scale = 1 / (1 - dropout) if dropout < 1 else 0.0
+            arguments.seed, arguments.threshold, arguments.keep_scale = _dropout_arguments(dropout, seed)
 
     def _hold(self, tensor: Tensor) -> int:
         self.held.append(tensor)
@@ -281,6 +297,31 @@ class _Call:
     def scratch(self, *shape: int) -> int:
         """The address of memory that is needed until the kernel is done."""
         return self._hold(self.empty(*shape))
+
+
+def _dropout_arguments(p: float, seed: Tensor) -> tuple[int, int, float]:
+    """Seed, threshold and scale, as the kernels take them."""
+    return int(seed), int(p * 2**32), 1 / (1 - p) if p < 1 else 0.0
+
+
+def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    x = x.contiguous()
+    result = torch.empty_like(x)
+    seed_value, threshold, scale = _dropout_arguments(p, seed)
+    threads = native.num_threads() if x.numel() > _SERIAL_WORK else 1
+    native.library().gattn_drop(
+        x.data_ptr(), result.data_ptr(), x.numel(), DTYPES.index(x.dtype), seed_value, threshold, scale, threads
+    )
+    return result
+
+
+def _save_drop(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -> None:
+    _, ctx.p, seed = inputs
+    ctx.save_for_backward(seed)
+
+
+def _differentiate_drop(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return drop(grad, ctx.p, *ctx.saved_tensors), None, None
 
 
 def _forward(*inputs: Any) -> list[Tensor]:
@@ -554,3 +595,6 @@ torch.library.register_autograd("gattn::attention", _differentiate, setup_contex
 torch.library.register_autograd(
     "gattn::attention_backward", _differentiate_twice, setup_context=_save_backward, lib=_library
 )
+_library.impl("drop", _drop, "CPU")
+torch.library.register_fake("gattn::drop", lambda x, p, seed: torch.empty_like(x).contiguous(), lib=_library)
+torch.library.register_autograd("gattn::drop", _differentiate_drop, setup_context=_save_drop, lib=_library)

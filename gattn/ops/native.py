@@ -115,6 +115,7 @@ def library() -> ctypes.CDLL:
         "gattn_rows_by_target": [pointer] * 2 + [integer] * 7 + [pointer] * 4,
         "gattn_rows_by_source": [pointer] * 2 + [integer] * 3 + [pointer] * 4,
         "gattn_tasks": [pointer, integer] + [pointer] * 4,
+        "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
         "gattn_use_huge_pages": [pointer, integer],
         "gattn_record_bytes": [integer] * 5,
         "gattn_forward": [pointer],
@@ -123,12 +124,21 @@ def library() -> ctypes.CDLL:
     }.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, ctypes.c_int64
-    loaded.gattn_tasks.restype = None
+    loaded.gattn_tasks.restype = loaded.gattn_drop.restype = None
     loaded.gattn_instruction_set.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")
     if wanted and not loaded.gattn_use_instruction_set(wanted.encode()):
         raise NativeLibraryError(f"GATTN_INSTRUCTION_SET={wanted} is not possible on this machine, or with this build")
     return loaded
+
+
+def load_error() -> str | None:
+    """Why the library cannot be used; `None` if it can."""
+    try:
+        library()
+    except NativeLibraryError as error:
+        return str(error)
+    return None
 
 
 def raise_for(status: int) -> None:

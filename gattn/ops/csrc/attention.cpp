@@ -14,6 +14,7 @@
 #include <cstdlib>
 
 #include "arguments.h"
+#include "dropout.h"
 #include "simd.h"
 
 #ifndef GATTN_ISA
@@ -230,14 +231,6 @@ INLINE void add_slopes(S strip, A slope, const A* factor, const uint8_t* const* 
     }
     EACH_VECTOR strip.store_at(acc, k, sum[k]);
   }
-}
-
-// ------------------------------------------------------------------------------------------------------------ dropout
-
-INLINE uint32_t mix(uint32_t x) {
-  x = (x ^ x >> 16) * 0x45d9f3bu;
-  x = (x ^ x >> 16) * 0x45d9f3bu;
-  return x ^ x >> 16;
 }
 
 // ---------------------------------------------------------------------------------------------------------- the kernel
@@ -489,7 +482,7 @@ class Kernel {
     }
   }
   INLINE Vec<A> repeat_heads(const A* row) const {
-    A lanes[W];
+    A lanes[W + 8];  // room that GCC asks for: it does not see that H <= W
     for (int64_t at = 0; at < W; at += H) copy_heads(lanes + at, row);
     return load(lanes);
   }
@@ -624,13 +617,8 @@ class Kernel {
         high_number[e * H + h] = uint32_t((number + uint64_t(h)) >> 32);
       }
     }
-    const bool nothing = a.threshold > int64_t(UINT32_MAX);
-    const uint32_t threshold = uint32_t(a.threshold);
-    for (int64_t at = 0; at < n * H; ++at) {
-      const uint32_t random = mix(mix(low_number[at] ^ low_seed) ^ high_number[at] ^ high_seed);
-      keep[at] = random >= threshold ? scale : A(0);
-    }
-    if (nothing) memset(keep, 0, size_t(n * H) * sizeof(A));
+    for (int64_t at = 0; at < n * H; ++at)
+      keep[at] = is_kept(low_number[at] ^ low_seed, high_number[at] ^ high_seed, a.threshold) ? scale : A(0);
   }
 
   // Logits of vector scores: the run's own row is fixed, `others` are the rows of the edges' other ends.

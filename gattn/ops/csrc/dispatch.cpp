@@ -17,7 +17,8 @@
 
 #define DECLARE(isa)                                             \
   int64_t gattn_run_##isa(const Arguments& a, bool is_forward); \
-  bool gattn_keeps_signs_##isa(int64_t type);
+  bool gattn_keeps_signs_##isa(int64_t type);                   \
+  void gattn_drop_##isa(const void*, void*, int64_t, int64_t, int64_t, int64_t, double, int64_t);
 FOR_EACH_ISA(DECLARE)
 
 namespace {
@@ -27,6 +28,7 @@ struct InstructionSet {
   bool (*supported)();
   int64_t (*run)(const Arguments&, bool);
   bool (*keeps_signs)(int64_t);
+  void (*drop)(const void*, void*, int64_t, int64_t, int64_t, int64_t, double, int64_t);
 };
 
 bool supports_baseline() { return true; }
@@ -40,7 +42,7 @@ bool supports_avx512() {
 }
 #endif
 
-#define ENTRY(isa) {#isa, supports_##isa, gattn_run_##isa, gattn_keeps_signs_##isa},
+#define ENTRY(isa) {#isa, supports_##isa, gattn_run_##isa, gattn_keeps_signs_##isa, gattn_drop_##isa},
 const InstructionSet kInstructionSets[] = {FOR_EACH_ISA(ENTRY)};
 const int kNumInstructionSets = int(sizeof(kInstructionSets) / sizeof(kInstructionSets[0]));
 
@@ -95,5 +97,11 @@ int64_t gattn_record_bytes(int64_t family, int64_t type, int64_t heads, int64_t 
 
 int64_t gattn_forward(const Arguments* a) { return kInstructionSets[chosen].run(*a, true); }
 int64_t gattn_backward(const Arguments* a) { return kInstructionSets[chosen].run(*a, false); }
+
+// y = x with elements dropped, the others times scale.
+void gattn_drop(const void* x, void* y, int64_t size, int64_t type, int64_t seed, int64_t threshold, double scale,
+                int64_t threads) {
+  kInstructionSets[chosen].drop(x, y, size, type, seed, threshold, scale, threads);
+}
 
 }  // extern "C"
