@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.inits import glorot, zeros
@@ -162,11 +163,12 @@ class GATConv(AttentionConv):
         lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
 
         value = self._heads(lin_src(sources))
-        target = None
-        if targets is not None:
-            target = value if targets is sources and lin_dst is lin_src else self._heads(lin_dst(targets))
-        key = (value * self.att_src).sum(-1)
-        query = None if target is None else (target * self.att_dst).sum(-1)
+        if targets is sources and lin_dst is lin_src:
+            key, query = self._terms(sources, value, lin_src, self.att_src, self.att_dst)
+        else:
+            (key,), query = self._terms(sources, value, lin_src, self.att_src), None
+            if targets is not None:
+                (query,) = self._terms(targets, self._heads(lin_dst(targets)), lin_dst, self.att_dst)
 
         graph, edge = self._edge_term(graph, edge_attr, self.fill_value)
         score = GATScore(self.negative_slope)
@@ -178,9 +180,25 @@ class GATConv(AttentionConv):
             out = out + self.bias
         return out if alpha is None else (out, self._with_weights(graph, alpha))
 
+    def _terms(self, x: Tensor, projected: Tensor, lin: Any, *vectors: Tensor) -> tuple[Tensor, ...]:
+        """The score's terms of each node, `[..., N, H]`: products of vectors and its projection `[..., N, H, C]`."""
+        if projected.dtype != vectors[0].dtype or x.dtype != projected.dtype:  # as under autocast
+            return tuple((projected * vector).sum(-1) for vector in vectors)
+        stacked = torch.stack([vector.squeeze(0) for vector in vectors])
+        # With fewer channels coming in than going out, a⊤(W x) costs less as (a⊤W) x.
+        if x.layout == torch.strided and x.size(-1) <= projected.size(-1) * projected.size(-2) and _is_plain(lin):
+            folded = torch.einsum("khc,hcf->khf", stacked, lin.weight.view(*projected.shape[-2:], -1))
+            return F.linear(x, folded.flatten(0, 1)).unflatten(-1, folded.shape[:2]).unbind(-2)
+        return torch.einsum("...hc,khc->k...h", projected, stacked).unbind()
+
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
         """The edge term `[E, H]`, by folding W_e and a_edge into one `[D, H]` matrix: no `[E, H, C]` is made."""
-        hooks = (lin_edge._forward_pre_hooks, lin_edge._forward_hooks, lin_edge._backward_hooks)
-        if type(lin_edge) is not Linear or any(hooks):  # wrapped, pruned, watched, or not initialised yet
+        if not _is_plain(lin_edge):
             return (super()._project_edges(lin_edge, edge_attr) * self.att_edge).sum(-1)
         return edge_attr @ (self._heads(lin_edge.weight.t()) * self.att_edge).sum(-1)
+
+
+def _is_plain(lin: Any) -> bool:
+    """Whether a layer is its weight and nothing else: not wrapped, pruned or watched, and initialised already."""
+    hooks = (lin._forward_pre_hooks, lin._forward_hooks, lin._backward_hooks)
+    return type(lin) is Linear and not any(hooks)

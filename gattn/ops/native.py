@@ -1,4 +1,8 @@
-"""The compiled library of CPU kernels: found, loaded once, and asked what it can do."""
+"""The compiled library of CPU kernels: found, loaded once, and asked what it can do.
+
+For tests: `GATTN_KERNELS` names another build of the library (one with sanitizers, say), `GATTN_INSTRUCTION_SET` another
+instruction set than the best (`baseline`, `avx2`, `avx512`).
+"""
 
 from __future__ import annotations
 
@@ -98,13 +102,14 @@ def library() -> ctypes.CDLL:
     """
     # A compiled module's place is known to the import system, in an editable install too.
     spec = find_spec("gattn.ops._kernels")
-    if spec is None or spec.origin is None:
+    path = os.environ.get("GATTN_KERNELS") or (None if spec is None else spec.origin)
+    if path is None:
         raise NativeLibraryError(
             "they were not built when gattn was installed (that needs a C++17 compiler, GCC or Clang, with OpenMP): "
             "install gattn again where there is one"
         )
     try:
-        loaded = ctypes.CDLL(spec.origin)  # after PyTorch, whose OpenMP it shares
+        loaded = ctypes.CDLL(path)  # after PyTorch, whose OpenMP it shares
     except OSError as error:
         raise NativeLibraryError(f"they could not be loaded: {error}") from error
     loaded.gattn_arguments_bytes.restype = ctypes.c_int64

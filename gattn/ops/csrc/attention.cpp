@@ -27,10 +27,7 @@
 namespace {
 
 constexpr int kBlock = 32;
-#ifndef AHEAD
-#define AHEAD 16
-#endif
-constexpr int kAhead = AHEAD;
+constexpr int kAhead = 16;
 static_assert(kBlock + kAhead <= kPadding, "prefetching reads that many indices ahead");
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -118,40 +115,71 @@ struct Segment {
   }
 };
 
+// Which heads the channels of a strip belong to: all to one, or, with few channels, those of a vector to several.
+template <class A>
+struct OneHead {
+  static constexpr bool kPacked = false;
+  int64_t head;
+  INLINE Vec<A> spread(const A* scalars, int) const { return splat<Vec<A>>(scalars[head]); }
+};
+template <class A>
+struct PackedHeads {
+  static constexpr bool kPacked = true;
+  int64_t head;
+  int64_t channels;
+  INLINE int64_t per_vector() const { return kLanes<A> / channels; }
+  // `scalars` can be read for a vector's length.
+  INLINE Vec<A> spread(const A* scalars, int k) const {
+    return __builtin_shuffle(load(scalars + head + k * per_vector()), lane_numbers<A>() / LaneInt<A>(channels));
+  }
+  // The sum over each head's channels.
+  INLINE void gather(Vec<A> v, int k, int64_t heads, A* scalars) const {
+    for (int64_t shift = channels / 2; shift > 0; shift /= 2)
+      v += __builtin_shuffle(v, lane_numbers<A>() ^ LaneInt<A>(shift));
+    v = __builtin_shuffle(v, lane_numbers<A>() * LaneInt<A>(channels) & (kLanes<A> - 1));
+    const int64_t first = head + k * per_vector();
+    store_part(scalars + first, v, int(min(per_vector(), heads - first)));
+  }
+};
+
 // out_e += <x, row_e>. kEdge adds edge_e to row_e, kMoved to x.
-template <Prefetch P, bool kEdge, bool kMoved, class S, class T, class A>
-INLINE void dot_rows(S strip, const T* x, const Segment<T>& segment, A* out) {
+template <Prefetch P, bool kEdge, bool kMoved, class S, class Heads, class T, class A>
+INLINE void dot_rows(S strip, Heads heads, const T* x, const Segment<T>& segment, A* out) {
   Vec<A> fixed[S::kVectors];
   EACH_VECTOR fixed[k] = strip.load_at(x, k);
   for (int e = segment.first; e < segment.last; ++e) {
     segment.template prefetch<P>(strip, e);
+    A* scalars = out + e * segment.heads;
     Vec<A> sum = {};
     EACH_VECTOR {
+      Vec<A> product;
       if constexpr (kMoved)
-        sum += (fixed[k] + strip.load_at(segment.edges[e] + segment.edge_offset, k)) * segment.template load<false>(strip, e, k);
+        product = (fixed[k] + strip.load_at(segment.edges[e] + segment.edge_offset, k)) *
+                  segment.template load<false>(strip, e, k);
       else
-        sum += fixed[k] * segment.template load<kEdge>(strip, e, k);
+        product = fixed[k] * segment.template load<kEdge>(strip, e, k);
+      if constexpr (Heads::kPacked) heads.gather(product, k, segment.heads, scalars);
+      else sum += product;
     }
-    out[e * segment.heads] += sum_lanes(sum);
+    if constexpr (!Heads::kPacked) scalars[heads.head] += sum_lanes(sum);
   }
 }
 
 // sum += factor_e (row_e + edge_e).
-template <Prefetch P, bool kEdge, class S, class T, class A>
-INLINE void add_weighted(S strip, const A* factor, const Segment<T>& segment, Vec<A>* sum) {
+template <Prefetch P, bool kEdge, class S, class Heads, class T, class A>
+INLINE void add_weighted(S strip, Heads heads, const A* factor, const Segment<T>& segment, Vec<A>* sum) {
   for (int e = segment.first; e < segment.last; ++e) {
     segment.template prefetch<P>(strip, e);
-    const Vec<A> weight = splat<Vec<A>>(factor[e * segment.heads]);
-    EACH_VECTOR sum[k] += weight * segment.template load<kEdge>(strip, e, k);
+    EACH_VECTOR sum[k] += heads.spread(factor + e * segment.heads, k) * segment.template load<kEdge>(strip, e, k);
   }
 }
 
 // The same, added to acc in memory, or (`anew`) replacing it.
-template <Prefetch P, bool kEdge, class S, class T, class A>
-INLINE void add_rows(S strip, const A* factor, const Segment<T>& segment, bool anew, A* acc) {
+template <Prefetch P, bool kEdge, class S, class Heads, class T, class A>
+INLINE void add_rows(S strip, Heads heads, const A* factor, const Segment<T>& segment, bool anew, A* acc) {
   Vec<A> sum[S::kVectors];
   EACH_VECTOR sum[k] = anew ? Vec<A>{} : strip.load_at(acc, k);
-  add_weighted<P, kEdge>(strip, factor, segment, sum);
+  add_weighted<P, kEdge>(strip, heads, factor, segment, sum);
   EACH_VECTOR strip.store_at(acc, k, sum[k]);
 }
 
@@ -252,7 +280,7 @@ class Kernel {
  public:
   static int64_t workspace_elements(const Arguments& a) {
     int64_t wide = a.heads * max(a.channels, a.value_channels);
-    return 11 * (round_up(a.heads * kBlock) + W) + 3 * round_up(a.heads) + 3 * round_up(wide);
+    return 11 * (round_up(a.heads * kBlock) + W) + 4 * (round_up(a.heads) + W) + 3 * round_up(wide);
   }
 
   Kernel(const Arguments& arguments, A* workspace) : a(arguments), H(a.heads), C(a.channels), V(a.value_channels) {
@@ -267,7 +295,7 @@ class Kernel {
     low_number = reinterpret_cast<uint32_t*>(take(scalars));
     high_number = reinterpret_cast<uint32_t*>(take(scalars));
     is_cyclic = H <= W && W % H == 0;
-    maximum = take(H), sum = take(H), factor = take(H);
+    maximum = take(H + W), sum = take(H + W), factor = take(H + W), scales = take(H + W);
     const int64_t wide = H * max(C, V);
     acc = take(wide), acc_key = take(wide), total = take(wide);
     G = a.key_heads;
@@ -486,10 +514,22 @@ class Kernel {
     for (int64_t at = 0; at < W; at += H) copy_heads(lanes + at, row);
     return load(lanes);
   }
+  // Calls f(strip, heads, first head) on strips of [H, width] channels.
+  template <class F>
+  INLINE void for_head_strips(int64_t width, F&& f) const {
+    if (group == 1 && width > 0 && width < W && W % width == 0) {
+      for_strips<A>(H * width, [&](auto strip) INLINE_LAMBDA {
+        f(strip, PackedHeads<A>{strip.first / width, width}, int64_t(0));
+      });
+    } else {
+      for (int64_t h = 0; h < H; ++h)
+        for_strips<A>(width, [&](auto strip) INLINE_LAMBDA { f(strip, OneHead<A>{h}, h); });
+    }
+  }
   // Combines the lanes of each head, in all of them.
   template <class F>
   INLINE Vec<A> fold_heads(Vec<A> v, F&& combine) const {
-    for (int64_t shift = W / 2; shift >= H; shift /= 2) v = combine(v, rotate(v, int(shift)));
+    for (int64_t shift = W / 2; shift >= H; shift /= 2) v = combine(v, rotate_lanes<A>(v, int(shift)));
     return v;
   }
   // Calls f(pointer, lanes) on vectors of a run's numbers, and f of the rest of less than a vector.
@@ -507,7 +547,7 @@ class Kernel {
   };
   struct Part {
     int lanes;
-    INLINE Vec<A> load_or(const A* p, Vec<A> other) const { return first_lanes_of(load(p), other, lanes); }
+    INLINE Vec<A> load_or(const A* p, Vec<A> other) const { return first_lanes_of<A>(load(p), other, lanes); }
     INLINE void store_to(A* p, Vec<A> v) const { store_part(p, v, lanes); }
   };
 
@@ -630,17 +670,23 @@ class Kernel {
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
       const T* own = kFromTarget ? query_row(run.row, b) : key_row(run.row, b);
-      for (int64_t h = 0; h < H; ++h) {
-        const int64_t g = h / group;  // grouped queries: the key's head
-        const Segment<T> segment = {others, (kFromTarget ? g : h) * C, edges, h * C, run.first, run.last, H};
-        const T* x = own + (kFromTarget ? h : g) * C;
-        A* out = logits + h;
-        for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
-          if constexpr (kFamily == kDot) {
-            if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, x, segment, out);
-            else dot_rows<kNextToo, kFromTarget, !kFromTarget>(strip, x, segment, out);
-          } else {
-            const A* vector = static_cast<const A*>(a.vector) + h * C;
+      auto segment_of = [&](int64_t h) {
+        return Segment<T>{others, (kFromTarget ? h / group : h) * C, edges, h * C, run.first, run.last, H};
+      };
+      auto own_head = [&](int64_t h) { return own + (kFromTarget ? h : h / group) * C; };
+      if constexpr (kFamily == kDot) {
+        for_head_strips(C, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+          const Segment<T> segment = segment_of(h);
+          if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, heads, own_head(h), segment, logits);
+          else dot_rows<kNextToo, kFromTarget, !kFromTarget>(strip, heads, own_head(h), segment, logits);
+        });
+      } else {
+        for (int64_t h = 0; h < H; ++h) {
+          const Segment<T> segment = segment_of(h);
+          const T* x = own_head(h);
+          const A* vector = static_cast<const A*>(a.vector) + h * C;
+          A* out = logits + h;
+          for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
             if (edges != nullptr) {
               additive_rows<kFamily, true, false>(strip, vector, x, slope, segment, out, nullptr, 0);
             } else if (kFromTarget && use_signs) {
@@ -650,8 +696,8 @@ class Kernel {
             } else {
               additive_rows<kFamily, false, false>(strip, vector, x, slope, segment, out, nullptr, 0);
             }
-          }
-        });
+          });
+        }
       }
     }
     if constexpr (kFamily == kDot)
@@ -690,28 +736,27 @@ class Kernel {
     const T* const* edges = value_edges(b, n);
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
-      const A* scales = stats(run.row, b) + H;
+      copy_heads(scales, stats(run.row, b) + H);
       T* out = output(run.row, b);
       A* wide = wide_output(run.row, b);
-      for (int64_t h = 0; h < H; ++h) {
+      for_head_strips(V, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+        using S = decltype(strip);
         const Segment<T> segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H};
-        for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-          using S = decltype(strip);
-          Vec<A> total_value[S::kVectors] = {};
-          if (!run.begins) EACH_VECTOR total_value[k] = strip.load_at(acc + h * V, k) * factor[h];
-          if (edges != nullptr) add_weighted<kNextToo, true>(strip, logits + h, segment, total_value);
-          else if (shared) add_weighted<kNow, false>(strip, logits + h, segment, total_value);
-          else add_weighted<kNextToo, false>(strip, logits + h, segment, total_value);
-          if (!run.ends) {
-            EACH_VECTOR strip.store_at(acc + h * V, k, total_value[k]);
-          } else {
-            EACH_VECTOR {
-              strip.store_at(out + h * V, k, total_value[k] * scales[h]);
-              if (wide != nullptr) strip.store_at(wide + h * V, k, total_value[k] * scales[h]);
-            }
+        Vec<A> total_value[S::kVectors] = {};
+        if (!run.begins) EACH_VECTOR total_value[k] = strip.load_at(acc + h * V, k) * heads.spread(factor, k);
+        if (edges != nullptr) add_weighted<kNextToo, true>(strip, heads, logits, segment, total_value);
+        else if (shared) add_weighted<kNow, false>(strip, heads, logits, segment, total_value);
+        else add_weighted<kNextToo, false>(strip, heads, logits, segment, total_value);
+        if (!run.ends) {
+          EACH_VECTOR strip.store_at(acc + h * V, k, total_value[k]);
+        } else {
+          EACH_VECTOR {
+            const Vec<A> result = total_value[k] * heads.spread(scales, k);
+            strip.store_at(out + h * V, k, result);
+            if (wide != nullptr) strip.store_at(wide + h * V, k, result);
           }
-        });
-      }
+        }
+      });
     }
   }
 
@@ -865,25 +910,21 @@ class Kernel {
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r) {
-      for (int64_t h = 0; h < H; ++h) {
+      const T* value = value_row(runs[r].row, b);
+      for_head_strips(V, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
         const Segment<T> segment = {gathered, h * V, edges, h * V, runs[r].first, runs[r].last, H};
-        const T* value = value_row(runs[r].row, b) + h / group * V;
-        for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-          if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, value, segment, products + h);
-          else dot_rows<kNextToo, false, true>(strip, value, segment, products + h);
-        });
-      }
+        if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, heads, value + h / group * V, segment, products);
+        else dot_rows<kNextToo, false, true>(strip, heads, value + h / group * V, segment, products);
+      });
     }
     logit_gradients(b, p, n, terms);
 
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
-      for (int64_t h = 0; h < H; ++h) {
+      for_head_strips(V, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
         const Segment<T> segment = {gathered, h * V, nullptr, 0, run.first, run.last, H};
-        for_strips<A>(V, [&](auto strip) INLINE_LAMBDA {
-          add_rows<kNow, false>(strip, logits + h, segment, run.begins && h % group == 0, acc + h / group * V);
-        });
-      }
+        add_rows<kNow, false>(strip, heads, logits, segment, run.begins && h % group == 0, acc + h / group * V);
+      });
       if constexpr (kScalar) add_gradients(run, acc_key);
       else key_gradients(run, b, n, signs);
       if (a.grad_edge != nullptr || a.grad_edge_value != nullptr) edge_gradients(run, b);
@@ -950,7 +991,7 @@ class Kernel {
       const Segment<T> segment = {queries, h * C, edges, h * C, run.first, run.last, H};
       for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
         if constexpr (kFamily == kDot) {
-          add_rows<kNow, false>(strip, factors, segment, run.begins && h % group == 0, to);
+          add_rows<kNow, false>(strip, OneHead<A>{h}, gradients, segment, run.begins && h % group == 0, to);
         } else if (use_signs) {
           add_slopes(strip, slope, factors, signs, h * signs_bytes, segment, run.begins, to);
         } else {
@@ -1069,8 +1110,9 @@ class Kernel {
       const Segment<T> segment = {gathered, h / group * C, edges, h * C, run.first, run.last, H};
       for_strips<A>(C, [&](auto strip) INLINE_LAMBDA {
         if constexpr (kFamily == kDot) {
-          if (edges == nullptr) add_rows<kNextToo, false>(strip, factors, segment, run.begins, to);
-          else add_rows<kNextToo, true>(strip, factors, segment, run.begins, to);
+          const OneHead<A> head = {h};
+          if (edges == nullptr) add_rows<kNextToo, false>(strip, head, gradients, segment, run.begins, to);
+          else add_rows<kNextToo, true>(strip, head, gradients, segment, run.begins, to);
         } else if (use_signs) {
           add_slopes(strip, slope, factors, signs, h * signs_bytes, segment, run.begins, to);
         } else {
@@ -1121,7 +1163,7 @@ class Kernel {
   bool is_cyclic;
   A *logits, *gradients, *slopes, *keep, *products, *maxima, *reciprocals, *deltas;
   uint32_t *low_number, *high_number;
-  A *maximum, *sum, *factor;
+  A *maximum, *sum, *factor, *scales;
   A *acc, *acc_key, *total;
   uint8_t* signs_of_block = nullptr;
   int64_t edge[kBlock];
@@ -1206,9 +1248,6 @@ int64_t run_family(const Arguments& a, bool is_forward) {
 }  // namespace
 
 int64_t JOIN(gattn_run_, GATTN_ISA)(const Arguments& a, bool is_forward) {
-#ifdef GATTN_FLOAT_ONLY
-  return run_family<float>(a, is_forward);
-#endif
   switch (a.type) {
     case kFloat64: return run_family<double>(a, is_forward);
     case kBFloat16: return run_family<BFloat16>(a, is_forward);

@@ -232,23 +232,37 @@ INLINE auto max_lanes(V v) {
 INLINE float max_lanes(Vec<float> v) { return _mm512_reduce_max_ps((__m512)v); }
 #endif
 
+// Numbers of lanes, to shuffle by.
+template <class A>
+using LaneVec = decltype(Vec<A>{} > Vec<A>{});
+template <class A>
+struct LaneIntOf {
+  using type = int32_t;
+};
+template <>
+struct LaneIntOf<double> {
+  using type = int64_t;
+};
+template <class A>
+using LaneInt = typename LaneIntOf<A>::type;
+
+template <class A>
+INLINE LaneVec<A> lane_numbers() {
+  LaneVec<A> lane;
+  for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  return lane;
+}
+
 // Lane i gets lane i + shift, around the end.
-template <class V>
-INLINE V rotate(V v, int shift) {
-  typedef decltype(v > v) Index;
-  constexpr int n = int(sizeof(V) / sizeof(v[0]));
-  Index lane;
-  for (int i = 0; i < n; ++i) lane[i] = i;
-  return __builtin_shuffle(v, (lane + shift) & (n - 1));
+template <class A>
+INLINE Vec<A> rotate_lanes(Vec<A> v, int shift) {
+  return __builtin_shuffle(v, (lane_numbers<A>() + LaneInt<A>(shift)) & (kLanes<A> - 1));
 }
 
 // The first n lanes of one vector, the others of another.
-template <class V>
-INLINE V first_lanes_of(V v, V other, int n) {
-  typedef decltype(v > v) Index;
-  Index lane;
-  for (int i = 0; i < int(sizeof(V) / sizeof(v[0])); ++i) lane[i] = i;
-  return lane < n ? v : other;
+template <class A>
+INLINE Vec<A> first_lanes_of(Vec<A> v, Vec<A> other, int n) {
+  return lane_numbers<A>() < LaneInt<A>(n) ? v : other;
 }
 
 // The sign bits of a comparison, one a lane, and back: only where a vector fills whole bytes.
@@ -283,7 +297,7 @@ INLINE Vec<float> select_bits(LaneBits, Vec<float>, Vec<float> no) { return no; 
 // Functions. NaN stays NaN.
 
 INLINE Vec<float> vector_exp(Vec<float> x) {
-  // exp(x) = 2^n exp(r), |r| <= ln(2) / 2; a minimax polynomial for exp(r), 1 ulp over the range that is not zero.
+  // exp(x) = 2^n exp(r), |r| <= ln(2) / 2, with the polynomial and the split of ln(2) of the Cephes library (S. Moshier).
   const Vec<float> lowest = splat<Vec<float>>(-87.33654f), highest = splat<Vec<float>>(88.72283f);
   Vec<float> bounded = x < lowest ? lowest : x;
   bounded = bounded > highest ? highest : bounded;
@@ -311,6 +325,7 @@ INLINE Vec<double> vector_exp(Vec<double> x) {
 }
 
 INLINE Vec<float> vector_tanh(Vec<float> x) {
+  // The polynomial for small arguments is Cephes', too.
   Vec<float> magnitude = x < 0.0f ? -x : x;
   Vec<float> large = 1.0f - 2.0f / (vector_exp(magnitude + magnitude) + 1.0f);
   Vec<float> square = x * x;
