@@ -153,7 +153,9 @@ class Attention(MessagePassing):
         result = _promote(query, key, value, edge, bias, edge_value, *score.tensors())
         # Half precision is computed in float32 throughout and rounded once, at the end.
         compute = cpu.compute_dtype(result)
-        vectors = result if fused else compute
+        # A batch's gradients of the edges that it shares are summed before they are rounded.
+        shared_by_batch = len(batch) > 0 and any(t is not None and t.dim() == 3 for t in (edge, edge_value))
+        vectors = result if fused and not shared_by_batch else compute
         scalars = compute if score.scalar else vectors
         shared_value, shared_edge = value is key, edge is edge_value
         key, value = key.to(scalars), value.to(vectors)
@@ -181,7 +183,7 @@ class Attention(MessagePassing):
                 seed=seed,
                 with_weights=bool(return_weights),
             )
-            dropped = None
+            out, dropped = out.to(result), None
         else:
             rows = edges.index if edges.flow == self.flow else edges.index.flip(0)  # as PyG's machinery goes by
             if score.grouped:

@@ -169,7 +169,7 @@ def _warn_once() -> None:
     if not _warned and not torch.compiler.is_compiling():
         _warned = True
         warnings.warn(
-            f"gattn computes attention without its CPU kernels, many times slower: {_load_error}.", stacklevel=5
+            f"gattn computes attention without its CPU kernels, many times slower: {_load_error}.", stacklevel=6
         )
 
 
@@ -239,7 +239,9 @@ class _Call:
         if query is not None:
             arguments.query, arguments.query_row, arguments.query_batch = self._rows(query, node_dims)
         arguments.key, arguments.key_row, arguments.key_batch = self._rows(key, node_dims)
-        if value is not None:
+        if value is None:
+            arguments.value_is_key = 1
+        else:
             arguments.value, arguments.value_row, arguments.value_batch = self._rows(value, 2)
         if vector is not None:
             arguments.vector = self._hold(vector.contiguous())
@@ -393,6 +395,7 @@ def _backward(
     if inputs[16] and wants["edge"]:
         arguments.grad_edge_value = arguments.grad_edge
     if wants["query"] or wants["vector"]:
+        arguments.target_pass = 1
         arguments.edge_terms = call.scratch(call.batch, layout.num_edges, call.heads)
     if wants["vector"]:
         tasks = layout.by_target.num_tasks + layout.by_source.num_tasks

@@ -63,7 +63,7 @@ class Arguments(ctypes.Structure):
         ("by_source", Rows),
         *_fields("edge_of_target_position target_position source_position", ctypes.c_void_p),
         *_fields("query key value", ctypes.c_void_p),
-        *_fields("query_row query_batch key_row key_batch value_row value_batch", ctypes.c_int64),
+        *_fields("value_is_key query_row query_batch key_row key_batch value_row value_batch", ctypes.c_int64),
         *_fields("vector edge bias mask edge_value", ctypes.c_void_p),
         *_fields("edge_batch bias_batch mask_batch mask_edge mask_head edge_value_batch", ctypes.c_int64),
         *_fields("dropout seed threshold", ctypes.c_int64),
@@ -71,7 +71,9 @@ class Arguments(ctypes.Structure):
         *_fields("out out_wide stats record", ctypes.c_void_p),
         ("record_bytes", ctypes.c_int64),
         *_fields("weights partial", ctypes.c_void_p),
-        *_fields("grad_out grad_weights node_terms edge_terms grad_query grad_key grad_value", ctypes.c_void_p),
+        *_fields("grad_out grad_weights node_terms edge_terms", ctypes.c_void_p),
+        ("target_pass", ctypes.c_int64),
+        *_fields("grad_query grad_key grad_value", ctypes.c_void_p),
         *_fields("grad_vector grad_edge grad_bias grad_edge_value", ctypes.c_void_p),
     ]
 

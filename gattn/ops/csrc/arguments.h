@@ -39,7 +39,8 @@ struct Arguments {
   const int32_t* source_position;          // [E], of each position by target
 
   // Inputs. Rows of nodes are dense inside, `*_row` elements apart, batch elements `*_batch` elements.
-  const void *query, *key, *value;  // value null: the same as key
+  const void *query, *key, *value;
+  int64_t value_is_key;
   int64_t query_row, query_batch, key_row, key_batch, value_row, value_batch;
   const void* vector;      // [H, C]
   const void* edge;        // [E, H, C], for GAT [E, H]
@@ -67,8 +68,9 @@ struct Arguments {
   const void* grad_out;      // [B, N, H, V]
   const void* grad_weights;  // [B, E, H] or null
   void* node_terms;          // [B, N, 4, H] scratch
-  void* edge_terms;          // [B, E, H] scratch: gradients of logits, by source
-  void *grad_query, *grad_key, *grad_value;  // each possibly null; grad_value null also where value is key
+  void* edge_terms;          // [B, E, H] scratch: gradients of logits, by source; unused without target_pass
+  int64_t target_pass;       // whether gradients of the target side are wanted
+  void *grad_query, *grad_key, *grad_value;  // each possibly null
   void* grad_vector;       // [tasks by target + tasks by source, B, H, C] partial sums
   void* grad_edge;         // like edge; with the batch in front
   void* grad_bias;         // [B, E, H]

@@ -294,7 +294,7 @@ class Kernel {
     products = take(scalars), maxima = take(scalars), reciprocals = take(scalars), deltas = take(scalars);
     low_number = reinterpret_cast<uint32_t*>(take(scalars));
     high_number = reinterpret_cast<uint32_t*>(take(scalars));
-    is_cyclic = H <= W && W % H == 0;
+    is_cyclic = H > 0 && H <= W && W % H == 0;
     maximum = take(H + W), sum = take(H + W), factor = take(H + W), scales = take(H + W);
     const int64_t wide = H * max(C, V);
     acc = take(wide), acc_key = take(wide), total = take(wide);
@@ -454,7 +454,7 @@ class Kernel {
     return static_cast<const T*>(a.key) + b * a.key_batch + j * a.key_row;
   }
   const T* value_row(int64_t j, int64_t b) const {
-    if (a.value == nullptr) return key_row(j, b);
+    if (a.value_is_key) return key_row(j, b);
     return static_cast<const T*>(a.value) + b * a.value_batch + j * a.value_row;
   }
   // GAT's query and key come in the type that is computed in.
@@ -731,8 +731,8 @@ class Kernel {
       for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * load(keep + at));
     }
 
-    const bool shared = a.value == nullptr && !kScalar;
-    if (!shared) gathered.gather(value_row(0, b), a.value == nullptr ? a.key_row : a.value_row, node, n);
+    const bool shared = a.value_is_key;
+    if (!shared) gathered.gather(value_row(0, b), a.value_is_key ? a.key_row : a.value_row, node, n);
     const T* const* edges = value_edges(b, n);
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
@@ -977,7 +977,7 @@ class Kernel {
       for (int64_t at = 0; at < n * H; at += W) store(gradients + at, load(gradients + at) * load(slopes + at));
       if (a.grad_edge != nullptr) store_edge_scalars(a.grad_edge, b, n, gradients);
     }
-    if (a.edge_terms != nullptr)
+    if (a.target_pass)
       memcpy(static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H, gradients, size_t(n * H) * sizeof(A));
   }
 
@@ -1054,7 +1054,7 @@ class Kernel {
       if (a.grad_key != nullptr) memcpy(static_cast<A*>(a.grad_key) + row * H, acc_key, size_t(H) * sizeof(A));
     } else {
       scale_score_gradient(acc_key, G * C);
-      if (a.value == nullptr)
+      if (a.value_is_key)
         for (int64_t c = 0; c < G * C; ++c) acc_key[c] += acc[c];
       if (a.grad_key != nullptr) store_row(static_cast<T*>(a.grad_key) + row * G * C, acc_key, G * C);
     }
@@ -1225,7 +1225,7 @@ int64_t backward(const Arguments& a) {
     if (split > 0) {
       FOR_TASKS for (int64_t t = 0; t < split * a.batch; ++t) kernel.merge_source(t % split, t / split);
     }
-    if (a.edge_terms == nullptr) return;
+    if (!a.target_pass) return;
     tasks = a.by_target.num_tasks, split = a.by_target.num_split;
     FOR_TASKS for (int64_t t = 0; t < tasks * a.batch; ++t)
       kernel.backward_by_target(a.by_target.tasks[t % tasks], t / tasks);

@@ -1,0 +1,1012 @@
+"""Speed and memory of graph attention, side by side with PyG and DGL: `python -m benchmarks.kernels`.
+
+Two parts: *attention* alone (projected features in, output out; autograd, allocation and graph look-up included), and
+the whole *layer* as a network's first (128 input channels that need no gradient, projections included, the same weights
+on all sides), with and without edge features. Two modes: forward, and forward + backward to all inputs that need it.
+
+Every measurement has a process of its own: running out of memory is a result. Nothing is timed before its output and
+its gradients were compared with a float64 reference. Units of a *gather*: the time that `embedding_bag` takes to sum,
+over the same edges, one row of features for each.
+
+Every finished measurement is appended to a results file at once, and is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import ctypes
+import gc
+import importlib
+import math
+import multiprocessing
+import os
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import torch_geometric.typing
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+import gattn
+from benchmarks.results import ResultsFile, machine
+
+LAYERS = ("gat", "gatv2", "transformer")
+PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl")
+DTYPES = ("float32", "bfloat16")
+EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
+
+IN_CHANNELS = 128
+EDGE_CHANNELS = 16
+NEGATIVE_SLOPE = 0.2
+SEED = 0
+
+MIN_REPEATS = 3
+"""Repeats that even a slow peer makes."""
+
+CHUNK_EDGES = 2**17
+"""The reference takes so many edges at a time, and all those of a target."""
+
+CHECKED_ROWS = 4096
+"""Of a result with one row a node, so many are compared, drawn at random; parameters' gradients are compared whole."""
+
+#: How many rows of features a kernel must at least fetch for each edge, forward and backward.
+GATHERED_ROWS = {"gat": (1, 1), "gatv2": (1, 1), "transformer": (2, 3)}
+
+#: How many it must at least read or write for each node besides: forward targets' queries and the output, backward all
+#: inputs, the output, its gradient and the inputs' gradients.
+STREAMED_ROWS = {"gat": (1, 4), "gatv2": (2, 6), "transformer": (2, 8)}
+
+#: Results with one row a node.
+NODE_RESULTS = ("output without autograd", "output", "gradient of query", "gradient of key", "gradient of value")
+
+#: From Okabe and Ito's palette, which colour-blind readers can tell apart.
+COLOURS = {"gattn": "#0072B2", "pyg-scatter": "#E69F00", "pyg-compile": "#D55E00", "dgl": "#009E73"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A graph, random or of a data set, and the width of the features. Self-loops come on top of the edges."""
+
+    name: str
+    nodes: int
+    edges: int
+    heads: int
+    channels: int
+    hub: int | None = None
+    """The node that a third of the edges point to."""
+    dataset: str | None = None
+
+
+#: What `--shape` names; a hub graph has two variants.
+SHAPES = {
+    "cora": (Shape("cora", 2_708, 10_556, 8, 8),),
+    "mid": (Shape("mid", 42_000, 580_000, 8, 32),),
+    "arxiv": (Shape("arxiv", 169_343, 2_330_000, 4, 64),),
+    "hub": (
+        Shape("hub first", 169_343, 2_330_000, 4, 64, hub=0),
+        Shape("hub last", 169_343, 2_330_000, 4, 64, hub=169_342),
+    ),
+    "photo": (Shape("photo", 7_650, 238_162, 8, 32, dataset="photo"),),
+}
+SMALL = Shape("small", 5_000, 50_000, 4, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement, made in a process of its own."""
+
+    shape: Shape
+    part: str
+    """`"attention"`, `"layer"`, or `"gather"` for the yardstick."""
+    layer: str
+    edge_features: bool
+    dtype: str
+    peer: str
+    threads: int
+    repeats: int
+    seconds: float
+
+    def __str__(self) -> str:
+        words = [self.shape.name, self.part, self.layer, "edge features" * self.edge_features, self.dtype, self.peer]
+        return " ".join(filter(None, words))
+
+    def problem(self) -> tuple[Any, ...]:
+        """What cases have in common that must have the same result."""
+        return self.shape, self.part, self.layer, self.edge_features, self.dtype
+
+
+@dataclass
+class Inputs:
+    """What all peers compute from, the same numbers for each."""
+
+    edge_index: Tensor
+    """`[2, E]`, as it is passed; GAT's and GATv2's layers add the self-loops themselves."""
+    edge_attr: Tensor | None
+    all_edges: Tensor
+    """`[2, E]`, with self-loops."""
+    all_attr: Tensor | None
+    tensors: dict[str, Tensor]
+    """The layer's `x`; or what attention takes: query, key, value (GATv2's key is its value) and vector."""
+    layer: Any
+    """gattn's layer, whose weights all peers share; `None` for attention alone."""
+    grad: Tensor
+    """Gradient of the output."""
+
+
+def draw_edges(shape: Shape) -> Tensor:
+    """`[2, E]`, without self-loops."""
+    if shape.dataset is not None:
+        return remove_self_loops(gattn.datasets.load(shape.dataset).edge_index)[0]
+    generator = torch.Generator().manual_seed(SEED)
+    target = torch.randint(shape.nodes, (shape.edges,), generator=generator)
+    if shape.hub is not None:
+        target[torch.rand(shape.edges, generator=generator) < 1 / 3] = shape.hub
+    source = (target + torch.randint(1, shape.nodes, (shape.edges,), generator=generator)) % shape.nodes
+    return torch.stack([source, target])
+
+
+def draw(case: Case) -> Inputs:
+    """Draws the inputs; the same for every peer."""
+    shape, dtype = case.shape, getattr(torch, case.dtype)
+    generator = torch.Generator().manual_seed(SEED)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    edges = draw_edges(shape)
+    nodes, heads, channels = shape.nodes, shape.heads, shape.channels
+    all_edges, _ = add_self_loops(edges, num_nodes=nodes)
+    if case.part != "layer":
+        tensors = {"value": randn(nodes, heads, channels)}
+        if case.layer == "gat":
+            tensors |= {"query": randn(nodes, heads), "key": randn(nodes, heads)}
+        elif case.layer == "gatv2":
+            tensors = {"query": randn(nodes, heads, channels), "key": tensors["value"]}
+            tensors["vector"] = (torch.randn(heads, channels, generator=generator) / math.sqrt(channels)).to(dtype)
+        elif case.layer == "transformer":
+            tensors |= {"query": randn(nodes, heads, channels), "key": randn(nodes, heads, channels)}
+        return Inputs(all_edges, None, all_edges, None, tensors, None, randn(nodes, heads, channels))
+
+    adds_loops = case.layer != "transformer"
+    edge_index, edge_attr, all_attr = (edges if adds_loops else all_edges), None, None
+    if case.edge_features:
+        edge_attr = all_attr = randn(edge_index.size(1), EDGE_CHANNELS)
+        if adds_loops:
+            _, all_attr = add_self_loops(edges, edge_attr.double(), fill_value="mean", num_nodes=nodes)
+    conv = {"gat": gattn.nn.GATConv, "gatv2": gattn.nn.GATv2Conv, "transformer": gattn.nn.TransformerConv}[case.layer]
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(SEED)
+        layer = conv(IN_CHANNELS, channels, heads=heads, edge_dim=EDGE_CHANNELS if case.edge_features else None)
+    x, grad = randn(nodes, IN_CHANNELS), randn(nodes, heads * channels)
+    return Inputs(edge_index, edge_attr, all_edges, all_attr, {"x": x}, layer.to(dtype), grad)
+
+
+def score_of(case: Case, vector: Tensor | None) -> gattn.Score:
+    """The layer's score, by gattn's name."""
+    if case.layer == "gat":
+        return gattn.GATScore(NEGATIVE_SLOPE)
+    if vector is not None:
+        return gattn.AdditiveScore(vector, negative_slope=NEGATIVE_SLOPE)
+    return gattn.DotScore()
+
+
+# The reference -------------------------------------------------------------------------------------------------------
+
+
+def reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients by gattn's reference path in `dtype`, some targets at a time, summed in float64."""
+    tensors = {name: tensor.to(dtype) for name, tensor in inputs.tensors.items()}
+    layer, parameters = None, {}
+    if inputs.layer is not None:
+        layer = copy.deepcopy(inputs.layer).to(dtype)
+        layer.add_self_loops = False
+        parameters = dict(layer.named_parameters())
+    elif "vector" in tensors:
+        parameters = {"vector": tensors.pop("vector").requires_grad_()}
+    wanted = list(parameters) if layer is not None else [*tensors, *parameters]
+    totals = {name: torch.zeros((tensors | parameters)[name].shape, dtype=torch.float64) for name in wanted}
+    output = torch.zeros(inputs.grad.shape, dtype=torch.float64)
+    for edges in chunks(inputs.all_edges[1]):
+        (sources, source), (targets, target) = (row[edges].unique(return_inverse=True) for row in inputs.all_edges)
+        graph = gattn.SparseGraph(torch.stack([source, target]), sources.numel(), targets.numel())
+        places = {name: targets if name == "query" else sources for name in tensors}
+        with gattn.backend("reference"):
+            if layer is not None:
+                attr = None if inputs.all_attr is None else inputs.all_attr[edges].to(dtype)
+                leaves = parameters
+                out = layer((tensors["x"][sources], tensors["x"][targets]), graph, attr)
+            else:
+                rows = {name: tensor[places[name]].requires_grad_() for name, tensor in tensors.items()}
+                leaves = rows | parameters
+                score = score_of(case, parameters.get("vector"))
+                out = gattn.attend(rows["query"], rows["key"], rows.get("value", rows["key"]), graph, score=score)
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.grad[targets].to(dtype))
+        output[targets] = out.detach().double()
+        for name, grad in zip(leaves, grads, strict=True):
+            if name in places:
+                totals[name].index_add_(0, places[name], grad.double())
+            else:
+                totals[name] += grad
+    gradients = {f"gradient of {name}": total for name, total in totals.items()}
+    return {"output without autograd": output, "output": output, **gradients}
+
+
+def chunks(target: Tensor, size: int = CHUNK_EDGES) -> Iterator[Tensor]:
+    """Edges by target, about `size` at a time; all edges of a target come together."""
+    degree = torch.bincount(target)
+    chunk = (degree.cumsum(0) - degree) // size
+    order = target.argsort(stable=True)
+    counts = chunk[target[order]].unique_consecutive(return_counts=True)[1]
+    yield from order.split(counts.tolist())
+
+
+def write_reference(case: Case, path: Path) -> None:
+    """Writes what `check` needs: rows of the exact results, and how far from them a result may be.
+
+    The budget is derived, not tuned: four times what the reference itself loses in the case's dtype, a few units in the
+    last place of the scale, and what a float32 sum of so many terms loses that are added one after another, a unit for
+    the root of their number: a target's edges, and for a parameter's gradient all edges. The scale is the largest
+    element; for gradients of parameters the largest of them all, as some vanish (a bias of keys shifts all logits of a
+    target), and what is left of them is rounding.
+    """
+    prepare_process(case)
+    inputs = draw(case)
+    exact = reference(case, inputs, torch.float64)
+    rounded = reference(case, inputs, getattr(torch, case.dtype))
+    nodes, hub = case.shape.nodes, case.shape.hub
+    rows = torch.randperm(nodes, generator=torch.Generator().manual_seed(SEED))[:CHECKED_ROWS]
+    if hub is not None:
+        rows = torch.cat([rows, torch.tensor([hub])])
+    of_parameters = [value.abs().max().item() for name, value in exact.items() if name not in NODE_RESULTS]
+    last_place = torch.finfo(getattr(torch, case.dtype)).eps
+    results = {}
+    for name, value in exact.items():
+        if name in NODE_RESULTS:
+            scale, terms = value.abs().max().item(), int(inputs.all_edges[1].bincount().max())
+        else:
+            scale, terms = max(of_parameters), inputs.all_edges.size(1)
+        loss = (rounded[name] - value).abs().max().item()
+        budget = 4 * loss + (8 * last_place + math.sqrt(terms) * torch.finfo(torch.float32).eps) * scale
+        results[name] = {
+            "exact": value[rows] if name in NODE_RESULTS else value,
+            "rows": rows if name in NODE_RESULTS else None,
+            "scale": scale,
+            "budget": budget,
+        }
+    torch.save(results, path)
+
+
+def check(results: dict[str, Tensor], expected: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Error and budget of each result, relative to its scale, the largest element.
+
+    Raises:
+        ValueError: If a result is missing, or there is one that nobody expects.
+    """
+    if set(results) != set(expected):
+        raise ValueError(f"the results are {sorted(results)}, expected were {sorted(expected)}")
+    errors = {}
+    for name, truth in expected.items():
+        actual = results[name].detach()
+        if truth["rows"] is not None:
+            actual = actual[truth["rows"]]
+        error = (actual.double().reshape(truth["exact"].shape) - truth["exact"]).abs().max().item()
+        scale = truth["scale"] or 1.0
+        errors[name] = (error / scale, truth["budget"] / scale)
+    return errors
+
+
+# The peers -----------------------------------------------------------------------------------------------------------
+
+
+class Computation:
+    """A peer's forward pass, and its gradients.
+
+    Args:
+        case: Which peer, on what.
+    """
+
+    def __init__(self, case: Case):
+        inputs = draw(case)
+        build = build_layer if case.part == "layer" else BUILDERS.get(case.peer, build_pyg)
+        self.call, self.leaves = build(case, inputs)
+        self.grad = inputs.grad
+
+    def forward(self) -> Tensor:
+        """The output, computed without autograd."""
+        with torch.no_grad():
+            return self.call()
+
+    def forward_backward(self) -> dict[str, Tensor]:
+        """The output, and the gradients of all inputs that need one."""
+        out = self.call()
+        grads = torch.autograd.grad(out, list(self.leaves.values()), self.grad)
+        named = {f"gradient of {name}": grad for name, grad in zip(self.leaves, grads, strict=True)}
+        return {"output": out.detach(), **named}
+
+
+Built = tuple[Callable[[], Tensor], dict[str, Tensor]]
+"""A forward pass, and the tensors that it is differentiated for."""
+
+
+def build_gather(case: Case, inputs: Inputs) -> Built:
+    """The yardstick: the sum of each target's neighbours, no attention."""
+    source, target = inputs.edge_index
+    source = source[target.argsort(stable=True)]
+    degree = target.bincount(minlength=case.shape.nodes)
+    offsets = degree.cumsum(0) - degree
+    value = inputs.tensors["value"].flatten(1)
+    return (lambda: F.embedding_bag(source, value, offsets, mode="sum")), {}
+
+
+def differentiable(inputs: Inputs) -> dict[str, Tensor]:
+    """The inputs of attention, with gradients asked for."""
+    return {name: tensor.requires_grad_() for name, tensor in inputs.tensors.items()}
+
+
+def build_gattn(case: Case, inputs: Inputs) -> Built:
+    """Attention by gattn's kernels."""
+    leaves = differentiable(inputs)
+    query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
+    graph = gattn.SparseGraph(inputs.edge_index, case.shape.nodes, case.shape.nodes)
+    score = score_of(case, leaves.get("vector"))
+    return (lambda: gattn.attend(query, key, value, graph, score=score, backend="cpu")), leaves
+
+
+def pyg_conv(layer: str) -> Any:
+    """PyG's layer of that name."""
+    return {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv}[layer]
+
+
+def compiled(case: Case, function: Any) -> Any:
+    """The function, compiled if the peer is."""
+    return torch.compile(function, dynamic=False) if case.peer == "pyg-compile" else function
+
+
+def build_pyg(case: Case, inputs: Inputs) -> Built:
+    """What PyG's layers do after their projections."""
+    edge_index, leaves = inputs.edge_index, differentiable(inputs)
+    query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
+    conv = pyg_conv(case.layer)(1, case.shape.channels, heads=case.shape.heads)
+    if "vector" in leaves:
+        leaves["vector"] = conv.att = torch.nn.Parameter(leaves["vector"].detach().unsqueeze(0))
+
+    def forward() -> Tensor:
+        if case.layer == "gat":
+            alpha = conv.edge_updater(edge_index, alpha=(key, query), edge_attr=None, size=None)
+            return conv.propagate(edge_index, x=(value, value), alpha=alpha, size=None)
+        if case.layer == "gatv2":
+            alpha = conv.edge_updater(edge_index, x=(key, query), edge_attr=None)
+            return conv.propagate(edge_index, x=(key, query), alpha=alpha)
+        out = conv.propagate(edge_index, query=query, key=key, value=value, edge_attr=None)
+        conv._alpha = None
+        return out
+
+    return compiled(case, forward), leaves
+
+
+def build_dgl(case: Case, inputs: Inputs) -> Built:
+    """What DGL's layers do after their projections, by its fused operators."""
+    dgl = importlib.import_module("dgl")
+    leaves = differentiable(inputs)
+    query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
+    graph = dgl.graph(tuple(inputs.edge_index), num_nodes=case.shape.nodes)
+
+    def forward() -> Tensor:
+        if case.layer == "gat":
+            logits = F.leaky_relu(dgl.ops.u_add_v(graph, key.unsqueeze(-1), query.unsqueeze(-1)), NEGATIVE_SLOPE)
+        elif case.layer == "gatv2":
+            hidden = F.leaky_relu(dgl.ops.u_add_v(graph, key, query), NEGATIVE_SLOPE)
+            logits = (hidden * leaves["vector"]).sum(-1, keepdim=True)
+        else:
+            logits = dgl.ops.u_dot_v(graph, key, query) / math.sqrt(case.shape.channels)
+        return dgl.ops.u_mul_e_sum(graph, value, dgl.ops.edge_softmax(graph, logits))
+
+    return forward, leaves
+
+
+def build_layer(case: Case, inputs: Inputs) -> Built:
+    """A whole layer, gattn's or PyG's, with the same weights."""
+    layer, graph = inputs.layer, inputs.edge_index
+    x, edge_attr = inputs.tensors["x"], inputs.edge_attr
+    if case.peer == "gattn":
+
+        def forward() -> Tensor:
+            with gattn.backend("cpu"):
+                return layer(x, graph, edge_attr)
+
+        return forward, dict(layer.named_parameters())
+    edge_dim = EDGE_CHANNELS if case.edge_features else None
+    conv = pyg_conv(case.layer)(IN_CHANNELS, case.shape.channels, heads=case.shape.heads, edge_dim=edge_dim)
+    conv.load_state_dict(layer.state_dict())
+    call = compiled(case, conv)
+    return (lambda: call(x, graph, edge_attr)), dict(conv.named_parameters())
+
+
+#: Who computes attention alone, apart from PyG.
+BUILDERS = {"gattn": build_gattn, "dgl": build_dgl, "embedding_bag": build_gather}
+
+
+# One measurement -----------------------------------------------------------------------------------------------------
+
+
+def prepare_process(case: Case) -> None:
+    """Settings that hold for a whole process."""
+    torch.set_num_threads(case.threads)
+    torch_geometric.typing.WITH_TORCH_SCATTER = case.peer == "pyg-scatter"
+    warnings.filterwarnings("ignore")  # what PyG and PyTorch's compiler say about themselves
+
+
+def measure(case: Case, expected: Path | None) -> dict[str, Any]:
+    """Checks a peer, then takes its memory and its times.
+
+    Args:
+        case: What to measure.
+        expected: What `write_reference` wrote; `None` for the yardstick, which is forward only and has no reference.
+    """
+    prepare_process(case)
+    if case.peer != "pyg-compile":
+        # Loads code and starts threads, which are no memory of the computation's.
+        tiny = Computation(replace(case, shape=replace(case.shape, nodes=16, edges=64, hub=None, dataset=None)))
+        tiny.forward() if expected is None else tiny.forward_backward()
+    computation = Computation(case)
+    if expected is None:
+        _, peak_bytes = peak_above(computation.forward)
+        return {"outcome": "ok", "reason": "", "peak_bytes": peak_bytes, "forward": timed(computation.forward, case)}
+    if case.peer == "pyg-compile":
+        computation.forward_backward()
+    results, peak_bytes = peak_above(computation.forward_backward)
+    results["output without autograd"] = computation.forward()
+    errors = check(results, torch.load(expected))
+    # Written so that NaN fails.
+    wrong = [name for name, (error, budget) in errors.items() if not error <= budget]
+    if wrong:
+        error, budget = errors[wrong[0]]
+        reason = f"{wrong[0]} is off by {error:.1e} of its largest element, where {budget:.1e} is allowed"
+        return {"outcome": "WRONG", "reason": reason}
+    del results
+    return {
+        "outcome": "ok",
+        "reason": "",
+        "peak_bytes": peak_bytes,
+        "errors": {name: {"error": error, "budget": budget} for name, (error, budget) in errors.items()},
+        "forward": timed(computation.forward, case),
+        "forward_backward": timed(computation.forward_backward, case),
+    }
+
+
+def peak_above(function: Callable[[], Any]) -> tuple[Any, int]:
+    """Calls the function; its result, and how far the process's resident memory rose meanwhile, in bytes.
+
+    Where Linux does not count anew, what rose above the largest that there ever was.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would be used again, uncounted
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result = function()
+        return result, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    before = _memory("VmRSS")
+    result = function()
+    return result, max(_memory("VmHWM") - before, 0) * 1024
+
+
+def _memory(name: str) -> int:
+    """An entry of the process's status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def timed(function: Callable[[], Any], case: Case) -> dict[str, Any]:
+    """Seconds that calls take, after a warm-up of as many calls as fit in a tenth of the time."""
+    start = time.perf_counter()
+    for _ in range(MIN_REPEATS):
+        function()
+        if time.perf_counter() - start > case.seconds / 10:
+            break
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < case.repeats and (len(times) < MIN_REPEATS or time.perf_counter() - start < case.seconds):
+        before = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - before)
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return {"median": middle, "q1": low, "q3": high, "times": [float(f"{seconds:.4g}") for seconds in times]}
+
+
+# Processes -----------------------------------------------------------------------------------------------------------
+
+
+#: Imported once, for all processes.
+PRELOADED = ("gattn", "matplotlib.pyplot", "rich.progress", "torch_geometric.nn")
+
+
+def run_apart(function: Callable[..., Any], *arguments: Any, timeout: float) -> tuple[str, Any]:
+    """Calls the function in a process of its own.
+
+    Returns:
+        `("ok", what it returned)`; or what happened instead, `"out of memory"`, `"timed out"` or `"failed"`, and why.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return "timed out", f"after {timeout:g} s"
+        answer = receiver.recv()
+        process.join(10)  # so that the compiler's helpers are put away
+        return answer
+    except EOFError:
+        process.join()
+        # Nobody but the kernel, short of memory, sends a signal that cannot be caught.
+        if process.exitcode == -signal.SIGKILL:
+            return "out of memory", "killed"
+        return "failed", f"the process ended with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """What a child process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its child
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the one to be killed if memory runs out
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    try:
+        answer = "ok", function(*arguments)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0]}"[:120]
+        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        answer = ("out of memory" if is_memory else "failed"), reason
+    sender.send(answer)
+
+
+# Results -------------------------------------------------------------------------------------------------------------
+
+#: Outcomes that are results. What was wrong or failed is tried again.
+FINAL = ("ok", "out of memory", "timed out")
+
+#: What another row must have in common with a run for not being made again.
+VERSIONS = ("gattn", "torch", "torch-geometric", "machine")
+
+
+def key(row: dict[str, Any]) -> str:
+    """What makes two rows the same measurement."""
+    return repr([row.get(name) for name in (*Case.__dataclass_fields__, *VERSIONS)])
+
+
+def planned(case: Case) -> str:
+    """The key that the case's row will have."""
+    return key({**asdict(case), **machine()})
+
+
+def recorded(results: ResultsFile) -> dict[str, dict[str, Any]]:
+    """The newest row of each measurement, by key."""
+    return {key(row): row for row in results.rows((*Case.__dataclass_fields__, "outcome", "reason", "machine"))}
+
+
+def execute(cases: Sequence[Case], results: ResultsFile, timeout: float, console: Console) -> None:
+    """Makes the measurements that are not yet in the results file."""
+    done = {name for name, row in recorded(results).items() if row["outcome"] in FINAL}
+    pending = [case for case in cases if planned(case) not in done]
+    if len(pending) < len(cases):
+        text = f"{len(cases) - len(pending)} of {len(cases)} measurements are in {results.path} already."
+        console.print(text, soft_wrap=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, tempfile.TemporaryDirectory() as folder:
+        task = progress.add_task("", total=len(cases), completed=len(cases) - len(pending))
+        problem, expected, outcome, reason = None, Path(folder) / "reference.pt", "ok", ""
+        for case in pending:
+            is_yardstick = case.part == "gather"
+            if not is_yardstick and case.problem() != problem:
+                progress.update(task, description=f"{case}: reference")
+                problem = case.problem()
+                outcome, reason = run_apart(write_reference, case, expected, timeout=timeout)
+            progress.update(task, description=str(case))
+            if is_yardstick or outcome == "ok":
+                row = measure_apart(case, None if is_yardstick else expected, timeout)
+            else:
+                row = {"outcome": "failed", "reason": f"no reference: {outcome} {reason}"}
+            results.append({**asdict(case), **row, **machine()})
+            progress.advance(task)
+
+
+def measure_apart(case: Case, expected: Path | None, timeout: float) -> dict[str, Any]:
+    """The row of a case, measured in a process of its own."""
+    outcome, result = run_apart(measure, case, expected, timeout=timeout)
+    return result if outcome == "ok" else {"outcome": outcome, "reason": result}
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def bytes_moved(case: Case, mode: str) -> int:
+    """The least that must move: rows fetched for each edge and its index, and each node's rows read or written once."""
+    shape = case.shape
+    if case.part == "gather":
+        gathered, streamed, passes = 1, 1, 1
+    else:
+        passes = 1 if mode == "forward" else 2
+        gathered, streamed = sum(GATHERED_ROWS[case.layer][:passes]), sum(STREAMED_ROWS[case.layer][:passes])
+    row = shape.heads * shape.channels * getattr(torch, case.dtype).itemsize
+    num_edges = shape.edges + shape.nodes
+    return num_edges * (gathered * row + passes * torch.int64.itemsize) + shape.nodes * streamed * row
+
+
+def median(row: dict[str, Any] | None, mode: str) -> float | None:
+    """The row's median time, if it has one."""
+    return row[mode]["median"] if row is not None and mode in row else None
+
+
+def ratio(other: float | None, own: float | None, digits: str = ".1f") -> str:
+    """How many times as much the other is."""
+    return f"{other / own:{digits}}×" if other and own else "–"
+
+
+class Report:
+    """Rows beside each other.
+
+    Args:
+        cases: The plan, in the order of the table.
+        rows: Their rows.
+    """
+
+    def __init__(self, cases: Sequence[Case], rows: Sequence[dict[str, Any]]):
+        self.rows = dict(zip(cases, rows, strict=True))
+
+    def peer(self, case: Case, **changes: Any) -> dict[str, Any] | None:
+        """The row of a case that differs in this; `None` if there is none."""
+        return self.rows.get(replace(case, **changes))
+
+    def gather(self, case: Case) -> dict[str, Any] | None:
+        """The yardstick of a case; `None` where there is none for its type."""
+        return self.peer(case, part="gather", layer="", edge_features=False, peer="embedding_bag")
+
+    def lines(self) -> list[dict[str, str]]:
+        """The table."""
+        return [self.line(case, row) for case, row in self.rows.items()]
+
+    def line(self, case: Case, row: dict[str, Any]) -> dict[str, str]:
+        """One line of the table."""
+        eager, fused = self.peer(case, peer="pyg"), self.peer(case, peer="pyg-compile")
+        layer = case.layer + " + edge features" * case.edge_features
+        line = {
+            "shape": case.shape.name,
+            "part": case.part,
+            "layer": layer or "–",
+            "dtype": case.dtype,
+            "peer": case.peer,
+            "forward, ms": quartiles(row, "forward"),
+            "forward + backward, ms": quartiles(row, "forward_backward"),
+            "peak, MB": f"{row['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in row else "–",
+            "forward, × PyG": ratio(median(eager, "forward"), median(row, "forward")),
+            "× PyG": ratio(median(eager, "forward_backward"), median(row, "forward_backward")),
+            "× compiled": ratio(median(fused, "forward_backward"), median(row, "forward_backward")),
+            "memory, PyG's ÷": ratio((eager or {}).get("peak_bytes"), row.get("peak_bytes")),
+        }
+        is_counted = case.part == "attention" and case.peer == "gattn"
+        for mode, name in (("forward", "forward"), ("forward_backward", "forward + backward")):
+            seconds, unit = median(row, mode), median(self.gather(case), "forward")
+            line[f"{name}, gathers"] = f"{seconds / unit:.1f}" if is_counted and seconds and unit else "–"
+            is_moved = seconds and (is_counted or (case.part == "gather"))
+            line[f"{name}, GB/s"] = f"{bytes_moved(case, mode) / seconds / 1e9:.1f}" if is_moved and seconds else "–"
+        return line
+
+    def remarks(self) -> list[str]:
+        """Ratios between lines, then what happened where no time is given."""
+        remarks = []
+        for case, row in self.rows.items():
+            if row["outcome"] != "ok":
+                remarks.append(f"{case}: {row['outcome']}{': ' * bool(row['reason'])}{row['reason']}")
+            plain = self.peer(case, shape=SHAPES["arxiv"][0])
+            if case.shape.hub is not None and plain is not None and case.part != "gather":
+                share = ratio(median(row, "forward_backward"), median(plain, "forward_backward"), ".2f")
+                remarks.append(f"{case}: {share} the time of the plain graph, forward + backward.")
+            if case.dtype != "float32":
+                single = self.peer(case, dtype="float32")
+                share = ratio(median(single, "forward"), median(row, "forward"), ".2f")
+                remarks.append(f"{case}: forward {share} as fast as float32.")
+        return remarks
+
+
+def quartiles(row: dict[str, Any], mode: str) -> str:
+    """Median and quartiles in milliseconds, or what happened instead."""
+    if row["outcome"] != "ok":
+        return row["outcome"]
+    if mode not in row:
+        return "–"
+    low, middle, high = (f"{1000 * row[mode][name]:.4g}" for name in ("q1", "median", "q3"))
+    return f"{middle} ({low}–{high})"
+
+
+def notes(rows: Sequence[dict[str, Any]], missing: dict[str, str]) -> list[str]:
+    """What a reader of the table must know."""
+    described = {
+        ", ".join(f"{name} {row[name]}" for name in (*VERSIONS, "torch-scatter", "python") if name in row)
+        + f", {row['threads']} thread(s)"
+        for row in rows
+    }
+    return [
+        *sorted(described),
+        "Medians with quartiles. Peak: resident memory above the inputs in the first forward + backward, the graph's "
+        "preparation included (compiled: after compilation).",
+        "× PyG, × compiled: how many times faster than PyG eager and compiled, forward + backward. Gathers: in units "
+        "of one embedding_bag over the same edges. GB/s: the least that must move, over the time.",
+        *(f"{peer}: {reason}" for peer, reason in missing.items()),
+    ]
+
+
+def write(report: Report, missing: dict[str, str], out: Path, console: Console) -> None:
+    """Prints the table, and writes it and the picture to `out`."""
+    lines = report.lines()
+    remarks = [*report.remarks(), *notes(list(report.rows.values()), missing)]
+    table = compact(lines)
+    # A line that the terminal breaks can still be read, one that was cut cannot.
+    width = max(console.width, Console(width=300).measure(table).maximum)
+    Console(width=width, file=console.file, markup=False).print(table)
+    for remark in remarks:
+        console.print(remark, highlight=False, soft_wrap=True)
+    header = [f"| {' | '.join(lines[0])} |", f"|{' --- |' * len(lines[0])}"]
+    body = [f"| {' | '.join(line.values())} |" for line in lines]
+    (out / "table.md").write_text("\n".join([*header, *body, "", *(f"- {remark}" for remark in remarks)]) + "\n")
+    draw_speedup(report, out / "speedup.png")
+    console.print(f"Written: {out / 'table.md'}, {out / 'speedup.png'}", highlight=False, soft_wrap=True)
+
+
+def compact(lines: Sequence[dict[str, str]]) -> Table:
+    """The table for a terminal; table.md has the rest."""
+    table = Table(title="Graph attention on this machine's CPU", box=box.SIMPLE_HEAD, padding=(0, 1))
+    names = {
+        "shape": "shape",
+        "part": "part",
+        "layer": "layer",
+        "peer": "peer",
+        "forward, ms": "fwd, ms",
+        "forward + backward, ms": "fwd+bwd, ms",
+        "× PyG": "× PyG",
+        "× compiled": "× comp.",
+        "forward + backward, gathers": "gathers",
+        "peak, MB": "MB",
+    }
+    for name, title in names.items():
+        justify: Any = "left" if name in ("shape", "part", "layer", "peer") else "right"
+        table.add_column(title, justify=justify, no_wrap=True)
+    for line in lines:
+        short = {
+            **line,
+            "peer": line["peer"] if line["dtype"] == "float32" else f"{line['peer']}, {line['dtype']}",
+            "layer": line["layer"].replace("edge features", "edges"),
+            "forward, ms": line["forward, ms"].split(" (")[0],
+            "forward + backward, ms": line["forward + backward, ms"].split(" (")[0],
+        }
+        table.add_row(*(short[name] for name in names))
+    return table
+
+
+def draw_speedup(report: Report, path: Path) -> None:
+    """Bars: how many times faster than PyG eager, forward + backward."""
+    parts = [("attention", False), ("layer", False), ("layer", True)]
+    present = {(case.part, case.edge_features) for case in report.rows}
+    parts = [part for part in parts if part in present] or parts[:1]
+    groups = list(dict.fromkeys((case.shape, case.layer) for case in report.rows if case.part != "gather"))
+    figure, axes = plt.subplots(
+        len(parts),
+        1,
+        figsize=(max(6.0, 1.1 * len(groups) + 1.5), 2.7 * len(parts) + 0.4),
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
+    )
+    shown = [peer for peer in COLOURS if any(case.peer == peer for case in report.rows)]
+    for (part, has_features), axis in zip(parts, axes[:, 0], strict=True):
+        for case, row in report.rows.items():
+            if (case.part, case.edge_features, case.dtype) != (part, has_features, "float32"):
+                continue
+            group = groups.index((case.shape, case.layer))
+            eager, own = report.peer(case, peer="pyg"), median(row, "forward_backward")
+            reference_time = median(eager, "forward_backward")
+            if case.peer == "pyg" and row["outcome"] != "ok":
+                axis.text(group, 1.1, f"PyG:\n{row['outcome']}", ha="center", va="bottom", fontsize=7)
+            elif case.peer in shown and reference_time and own:
+                place = group + (shown.index(case.peer) - (len(shown) - 1) / 2) * 0.8 / len(shown)
+                factor = reference_time / own
+                axis.bar(place, factor - 1, 0.8 / len(shown), bottom=1, color=COLOURS[case.peer])
+                above = factor >= 1
+                axis.annotate(
+                    f"{factor:.3g}×",
+                    (place, factor),
+                    xytext=(0, 2 if above else -2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom" if above else "top",
+                    fontsize=8,
+                )
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_yscale("log", subs=[])
+        axis.margins(y=0.2)
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0.9), max(high, 12))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        title = {"attention": "attention alone", "layer": "whole layer"}[part]
+        axis.set(title=title + ", with edge features" * has_features, ylabel="times faster")
+        axis.grid(axis="y", alpha=0.25)
+        axis.set_xticks(range(len(groups)), [f"{shape.name}\n{layer}" for shape, layer in groups], fontsize=8)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in shown]
+    figure.legend(handles, shown, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
+    figure.suptitle("Forward + backward, compared with PyG eager", fontsize=10)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels", description=(__doc__ or "").split("\n\n")[0].split(":")[0] + "."
+    )
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, help="graphs and widths (default: all)")
+    parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="kinds of layer (default: all)")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, help="who is measured (default: all)")
+    parser.add_argument(
+        "--edge-features", default="both", choices=EDGE_FEATURES, help="of whole layers (default: both)"
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32"],
+        choices=DTYPES,
+        help="number types; others than float32 are for gattn alone (default: float32)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads (default: PyTorch's, here %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, help="calls that are timed, at most (default: 30)")
+    parser.add_argument(
+        "--seconds", type=float, help=f"or until so much time has passed, after {MIN_REPEATS} calls (default: 20)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1200, help="seconds after which a process is ended (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/kernels"), help="folder of results, table and picture (%(default)s)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="under a minute: where nothing else is said, Cora's shape, a small graph, few repeats, no compiled PyG",
+    )
+    options = parser.parse_args(arguments)
+    quick_peers = [peer for peer in PEERS if peer != "pyg-compile"]
+    defaults: dict[str, Any] = {"peers": PEERS, "repeats": 30, "seconds": 20.0}
+    if options.quick:
+        defaults = {"peers": quick_peers, "repeats": 10, "seconds": 0.3}
+    for name, default in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    for name in ("threads", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    for name in ("seconds", "timeout"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name} must be positive")
+    if options.shape is None and options.quick:
+        options.shapes = [*SHAPES["cora"], SMALL]
+    else:
+        options.shapes = [shape for name in dict.fromkeys(options.shape or SHAPES) for shape in SHAPES[name]]
+    options.out = options.out.expanduser()
+    return options
+
+
+def find_peers(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The peers that are installed, and what is the matter with the others."""
+    modules = {"pyg-scatter": "torch_scatter", "dgl": "dgl"}
+    missing = {}
+    for name in names:
+        try:
+            importlib.import_module(modules.get(name, "gattn"))
+        except ModuleNotFoundError as error:
+            missing[name] = "not installed" if error.name == modules[name] else f"cannot be imported: {error}"
+        except Exception as error:  # a build for another PyTorch ends in errors of many kinds
+            missing[name] = f"cannot be imported: {str(error).splitlines()[0]}"
+    return [name for name in dict.fromkeys(names) if name not in missing], missing
+
+
+def find_shapes(shapes: Sequence[Shape]) -> tuple[list[Shape], dict[str, str]]:
+    """The shapes that can be had, those of data sets in their real size, and why others cannot."""
+    found, missing = [], {}
+    for shape in shapes:
+        if shape.dataset is not None:
+            try:
+                data = gattn.datasets.load(shape.dataset)
+            except gattn.datasets.DatasetUnavailableError as error:
+                missing[shape.name] = str(error)
+                continue
+            num_edges = remove_self_loops(data.edge_index)[0].size(1)
+            shape = replace(shape, nodes=data.num_nodes, edges=num_edges)
+        found.append(shape)
+    return found, missing
+
+
+def plan(options: argparse.Namespace, shapes: Sequence[Shape], peers: Sequence[str]) -> list[Case]:
+    """All measurements; those that share a reference follow each other."""
+    cases = []
+    fixed = (options.threads, options.repeats, options.seconds)
+    for shape in shapes:
+        cases.append(Case(shape, "gather", "", False, "float32", "embedding_bag", *fixed))
+        parts = [("attention", False)]
+        if shape.hub is None:
+            parts += [("layer", has_features) for has_features in EDGE_FEATURES[options.edge_features]]
+        for part, has_features in parts:
+            for layer in dict.fromkeys(options.layers):
+                for dtype in dict.fromkeys(options.dtypes):
+                    for peer in peers:
+                        is_only_ours = shape.hub is not None or dtype != "float32"
+                        if (is_only_ours and peer != "gattn") or (peer == "dgl" and part == "layer"):
+                            continue
+                        cases.append(Case(shape, part, layer, has_features, dtype, peer, *fixed))
+    return cases
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark."""
+    options = parse(arguments)
+    console = Console(markup=False)
+    results = ResultsFile(options.out / "runs.jsonl")
+    try:
+        results.open()
+    except OSError as error:
+        sys.exit(f"error: results cannot be written to {options.out}: {error}")
+    peers, missing_peers = find_peers(options.peers)
+    shapes, missing_shapes = find_shapes(options.shapes)
+    cases = plan(options, shapes, peers)
+    if not any(case.part != "gather" for case in cases):
+        reasons = [f"{name}: {reason}" for name, reason in (missing_peers | missing_shapes).items()]
+        sys.exit(f"error: nothing can be measured: {'; '.join(reasons) or 'these peers take no part in these shapes'}")
+    try:
+        execute(cases, results, options.timeout, console)
+    except KeyboardInterrupt:
+        text = f"Interrupted. What has finished is in {results.path}; the same command goes on from there."
+        console.print(text, soft_wrap=True)
+        sys.exit(130)
+    rows = recorded(results)
+    write(Report(cases, [rows[planned(case)] for case in cases]), missing_peers | missing_shapes, options.out, console)
+
+
+if __name__ == "__main__":
+    main()

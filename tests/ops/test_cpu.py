@@ -1,0 +1,861 @@
+"""The fused kernels against the reference in float64, and what they promise beyond."""
+
+import functools
+import itertools
+import math
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from torch_geometric import EdgeIndex
+from torch_geometric.explain import AttentionExplainer, Explainer
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+import gattn
+from gattn import AdditiveScore, CompleteGraph, DotScore, SparseGraph, attend
+from gattn.attention import Attention
+from gattn.nn import GATConv, GATv2Conv, TransformerConv
+from gattn.ops import cpu, dropout
+from gattn.ops import layout as layout_module
+from gattn.testing import random_edge_index
+from tests.ops.fuzz import DTYPES, LONG_ROW, SCORES, Call, compare, grid, threads
+
+LAYERS = [GATConv, GATv2Conv, TransformerConv]
+TERMS = ("edge", "bias", "edge_value")
+
+
+def make_call(
+    score,
+    edge_index,
+    sources,
+    targets,
+    *,
+    heads=3,
+    channels=8,
+    value_channels=5,
+    batch=(),
+    dtype=torch.float32,
+    terms=TERMS,
+    batched=False,
+    key_heads=None,
+    graph=None,
+    seed=0,
+    **options,
+):
+    """A call with contiguous tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    make = functools.partial(grid, generator=generator, dtype=dtype)
+    wide = () if score.startswith("gat") else (channels,)
+    front, edges = batch if batched else (), edge_index.size(1)
+    tensors = {
+        "query": make((*batch, targets, heads, *wide)),
+        "key": make((*batch, sources, key_heads or heads, *wide)),
+        "value": make((*batch, sources, key_heads or heads, value_channels)),
+        "vector": (torch.randn(heads, channels, generator=generator) / channels**0.5).to(dtype),
+        "edge": make((*front, edges, heads, *wide)),
+        "bias": make((*front, edges, heads)),
+        "edge_value": make((*front, edges, heads, value_channels)),
+    }
+    left_out = {name for name in TERMS if name not in terms}
+    left_out |= {"query"} if score == "gat without query" else set()
+    left_out |= {"vector"} if score not in ("leaky_relu", "tanh") else set()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    graph = SparseGraph(edge_index, sources, targets) if graph is None else graph
+    return Call(score, graph, edge_index, targets, tensors, seed=seed, **options)
+
+
+def pairs(*values):
+    """Combinations among which every two values meet."""
+    return [tuple(case) for case in AllPairs([list(value) for value in values])]
+
+
+def equal(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the calls of the kernels."""
+    counted = []
+    original = cpu.attention
+
+    def attention(*args, **kwargs):
+        counted.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(gattn.attention.cpu, "attention", attention)
+    return counted
+
+
+class TestAgainstTheReference:
+    @pytest.mark.parametrize(
+        ("score", "dtype", "heads", "channels", "value_channels", "terms", "p"),
+        pairs(
+            SCORES,
+            DTYPES,
+            (1, 3, 4, 8, 17),
+            (1, 3, 8, 16, 33, 64, 70, 130),
+            (1, 3, 8, 16, 33, 64, 70, 130),
+            ((), ("edge",), ("bias",), ("edge_value",), TERMS),
+            (0.0, 0.4),
+        ),
+    )
+    def test_widths_types_and_terms(self, score, dtype, heads, channels, value_channels, terms, p):
+        edge_index = random_edge_index(9, 7, 60, hub=0.6)
+        compare(
+            make_call(
+                score,
+                edge_index,
+                9,
+                7,
+                heads=heads,
+                channels=channels,
+                value_channels=value_channels,
+                dtype=dtype,
+                terms=terms,
+                dropout=p,
+                weights="dropped" if p else True,
+            )
+        )
+
+    @pytest.mark.parametrize(
+        ("score", "batch", "batched", "mask", "weights", "p"),
+        pairs(
+            SCORES, ((2,), (2, 3)), (False, True), ("E", "EH", "BE", "BEH", None), (False, True, "dropped"), (0.0, 0.4)
+        ),
+    )
+    def test_batches_and_masks(self, score, batch, batched, mask, weights, p):
+        edge_index = random_edge_index(6, 8, 40)
+        shapes = {"E": (40,), "EH": (40, 3), "BE": (*batch, 40), "BEH": (*batch, 40, 3)}
+        mask = None if mask is None else torch.rand(shapes[mask]) < 0.7
+        compare(make_call(score, edge_index, 6, 8, batch=batch, batched=batched, mask=mask, weights=weights, dropout=p))
+
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("wanted", ["query", "key", "value", "vector", *TERMS])
+    def test_one_gradient_alone(self, score, wanted):
+        call = make_call(score, random_edge_index(6, 8, 40), 6, 8, wanted=(wanted,))
+        compare(call)
+        if wanted in call.tensors:
+            everything = make_call(score, call.edges, 6, 8).results("cpu")
+            torch.testing.assert_close(call.results("cpu")[f"grad of {wanted}"], everything[f"grad of {wanted}"])
+
+    @pytest.mark.parametrize("score", ["leaky_relu", "tanh", "dot"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shared", [("key", "value"), ("edge", "edge_value")])
+    def test_one_tensor_in_two_places(self, score, dtype, shared):
+        call = make_call(score, random_edge_index(6, 8, 40), 6, 8, channels=9, value_channels=9, dtype=dtype)
+        call.tensors[shared[1]] = call.tensors[shared[0]]
+        compare(call)
+        compare(make_call_like(call, mask=torch.rand(40) < 0.5, dropout=0.3))
+
+    @pytest.mark.parametrize("key_heads", [1, 2, 4])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("batch", [(), (2,)])
+    def test_grouped_queries(self, key_heads, dtype, batch):
+        edge_index = random_edge_index(6, 8, 80, hub=0.7)
+        call = make_call("dot", edge_index, 6, 8, heads=8, key_heads=key_heads, dtype=dtype, batch=batch, dropout=0.3)
+        compare(call)
+
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("end", [0, 1])
+    @pytest.mark.parametrize("hub", [0, 4])
+    @pytest.mark.parametrize("degree", [32, 33, 2 * LONG_ROW + 3])
+    def test_long_rows(self, score, end, hub, degree):
+        edge_index = torch.randint(5, (2, degree + 20))
+        edge_index[end, :degree] = hub
+        edge_index = edge_index[:, torch.randperm(degree + 20)]
+        mask = torch.rand(degree + 20) < 0.9
+        terms = TERMS if degree < 40 else ()
+        compare(
+            make_call(score, edge_index, 5, 5, channels=5, value_channels=3, terms=terms, mask=mask, dropout=0.3), "cpu"
+        )
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_logits_far_from_zero(self, score):
+        call = make_call(score, random_edge_index(6, 8, 80, hub=0.6), 6, 8, terms=("bias",))
+        for shift in (-1e4, 1e4):
+            call.tensors["bias"] = call.tensors["bias"] * 32 + shift
+            compare(call)
+
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("batch", [(), (5,)])
+    def test_half_precision_is_rounded_once(self, score, dtype, batch):
+        """Results, and the gradients of terms that a batch shares, too."""
+        call = make_call(
+            score, random_edge_index(6, 8, 80, hub=0.5), 6, 8, channels=33, value_channels=33, dtype=dtype, batch=batch
+        )
+        actual, exact = call.results("cpu"), call.results("reference", exact=True)
+        for name, result in actual.items():
+            error = (result.double() - exact[name]).abs()
+            bound = 0.51 * torch.finfo(dtype).eps * exact[name].abs() + 1e-5 * exact[name].abs().max() + 6e-8
+            assert (error <= bound).all(), f"{name}: {(error / bound).max():.2f}"
+
+
+def make_call_like(call, **changes):
+    return Call(**{**{name: getattr(call, name) for name in call.__dataclass_fields__}, **changes})
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize(("sources", "targets"), [(0, 0), (4, 4), (4, 0), (0, 4)])
+    @pytest.mark.parametrize("terms", [(), TERMS])
+    def test_no_edges(self, score, sources, targets, terms, poison):
+        call = make_call(score, torch.empty(2, 0, dtype=torch.long), sources, targets, terms=terms)
+        compare(call)
+        for name, result in call.results("cpu").items():
+            assert (result == 0).all(), name
+
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("nothing", ["channels", "value_channels"])
+    def test_no_channels(self, score, nothing, poison):
+        widths = {"channels": 4, "value_channels": 3, nothing: 0}
+        generator = {"terms": ("bias",)}
+        if score in ("leaky_relu", "tanh") and nothing == "channels":
+            call = make_call(score, random_edge_index(4, 4, 9), 4, 4, channels=1, value_channels=3, **generator)
+            call.tensors.update({name: call.tensors[name][..., :0] for name in ("query", "key", "vector")})
+        else:
+            call = make_call(score, random_edge_index(4, 4, 9), 4, 4, **widths, **generator)
+        compare(call)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "torch.zeros(3, 0), torch.zeros(3, 0), torch.zeros(3, 0, 2), edge_index, score=GATScore()",
+            "x, x, x, edge_index, score=AdditiveScore(torch.zeros(0, 4))",
+            "x, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), edge_index",
+        ],
+    )
+    def test_no_heads(self, call):
+        code = (
+            "import torch; from gattn import *; x = torch.zeros(3, 0, 4); edge_index = torch.tensor([[0, 1], [1, 2]]); "
+            f"assert attend({call}).shape[:2] == (3, 0)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_an_empty_batch(self, score):
+        compare(make_call(score, random_edge_index(4, 4, 9), 4, 4, batch=(0,)))
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_isolated_nodes(self, score):
+        call = make_call(score, torch.tensor([[3, 3], [1, 1]]), 6, 8)
+        compare(call)
+        results = call.results("cpu")
+        assert (results["out"][[0, *range(2, 8)]] == 0).all()
+        assert (results["grad of value"][[0, 1, 2, 4, 5]] == 0).all()
+
+    @pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+    @pytest.mark.parametrize("self_loops", [False, True])
+    @pytest.mark.parametrize(("sources", "targets"), [(6, 8), (8, 6), (7, 7)])
+    @pytest.mark.parametrize("form", ["int64", "int32", "EdgeIndex", "sorted EdgeIndex", "transposed"])
+    def test_forms_of_a_graph(self, flow, self_loops, sources, targets, form):
+        edge_index = random_edge_index(sources, targets, 40)
+        rows = edge_index if flow == "source_to_target" else edge_index.flip(0)
+        if form.endswith("EdgeIndex"):
+            sizes = (sources, targets) if flow == "source_to_target" else (targets, sources)
+            given = EdgeIndex(rows, sparse_size=sizes)
+            if form.startswith("sorted"):
+                given = given.sort_by("col").values
+                rows = given.as_tensor()
+        else:
+            given = rows.t().contiguous().t() if form == "transposed" else rows.to(getattr(torch, form))
+        edges = rows if flow == "source_to_target" else rows.flip(0)
+        if self_loops:
+            edges = add_self_loops(remove_self_loops(edges)[0], num_nodes=min(sources, targets))[0]
+        graph = SparseGraph(given, sources, targets, self_loops=self_loops, flow=flow)
+        for score in ("gat", "leaky_relu", "dot"):
+            compare(make_call(score, edges, sources, targets, graph=graph, mask=torch.rand(edges.size(1)) < 0.8))
+
+    @pytest.mark.parametrize("self_loops", [False, True])
+    def test_sparse_matrices(self, self_loops):
+        adjacency = (torch.rand(7, 7) < 0.4).float().to_sparse_csr()
+        graph = SparseGraph(adjacency, self_loops=self_loops)
+        compare(make_call("leaky_relu", graph.edge_index, 7, 7, graph=graph))
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_duplicates_and_order(self, score):
+        edge_index = random_edge_index(4, 4, 60)
+        compare(make_call(score, edge_index, 4, 4))
+        compare(make_call(score, edge_index[:, edge_index[1].argsort(stable=True)], 4, 4))
+        compare(make_call(score, edge_index[:, edge_index[0].argsort()], 4, 4))
+
+    @pytest.mark.parametrize("score", ["leaky_relu", "tanh", "dot"])
+    @pytest.mark.parametrize("batch", [(), (2,)])
+    def test_complete_graphs(self, score, batch):
+        query, key, value = torch.randn(3, *batch, 9, 3, 4, dtype=torch.double)
+        score = DotScore() if score == "dot" else AdditiveScore(torch.randn(3, 4, dtype=torch.double), score)
+        graph, bias = CompleteGraph(9, causal=True, window=(4, 0)), torch.randn(3, 9, 9, dtype=torch.double)
+        results = [
+            attend(query, key, value, graph, score=score, bias=bias, return_weights=True, backend=backend)
+            for backend in ("cpu", "reference")
+        ]
+        torch.testing.assert_close(*results)
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+    @pytest.mark.parametrize(("row", "index"), [(0, 4), (0, -1), (1, 5), (1, -7)])
+    @pytest.mark.parametrize("self_loops", [False, True])
+    def test_bad_indices_in_the_same_words(self, dtype, row, index, self_loops):
+        edge_index = torch.tensor([[0, 1, 2], [1, 2, 3]], dtype=dtype)
+        edge_index[row, 1] = index
+        words = []
+        for backend in ("cpu", "auto", "reference"):
+            call = make_call(
+                "dot", edge_index, 4, 5, terms=(), graph=SparseGraph(edge_index, 4, 5, self_loops=self_loops)
+            )
+            with pytest.raises(IndexError, match=f"{('source', 'target')[row]} index {index}") as caught:
+                call.results(backend)
+            words.append(str(caught.value))
+        assert len(set(words)) == 1
+
+    def test_an_edit_in_place_is_noticed(self):
+        edge_index = random_edge_index(6, 8, 40)
+        call = make_call("dot", edge_index, 6, 8)
+        before = call.results("cpu")
+        edge_index[0] = edge_index[0].flip(0)
+        compare(call)
+        assert not torch.equal(call.results("cpu")["out"], before["out"])
+        edge_index[0, 3] = 6
+        with pytest.raises(IndexError, match="source index 6"):
+            call.results("cpu")
+
+
+class TestMemory:
+    @pytest.mark.parametrize("score", SCORES)
+    def test_non_contiguous_inputs(self, score):
+        edge_index = random_edge_index(8, 8, 40)
+        call = make_call(score, edge_index, 8, 8, channels=6, value_channels=6)
+        changes = {
+            "a slice of something wider": lambda t: torch.cat([t, t, t], -1)[..., t.size(-1) : 2 * t.size(-1)],
+            "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+            "every other row": lambda t: t.repeat_interleave(2, 0)[::2],
+            "not aligned": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+            "expanded": lambda t: t[:1].expand_as(t),
+        }
+        for change in changes.values():
+            compare(make_call_like(call, tensors={name: change(t) for name, t in call.tensors.items()}))
+
+    def test_slices_of_one_projection(self):
+        fused = grid((8, 3, 3, 6), torch.Generator().manual_seed(0), torch.float32)
+        call = make_call("dot", random_edge_index(8, 8, 40), 8, 8, terms=())
+        call.tensors = dict(zip(("query", "key", "value"), fused.unbind(1), strict=True))
+        compare(call)
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_mixed_types(self, score):
+        call = make_call(score, random_edge_index(6, 8, 40), 6, 8)
+        for types in (
+            {"query": torch.float32, "value": torch.bfloat16},
+            {"key": torch.float16, "value": torch.bfloat16},
+            {"bias": torch.float64},
+            {"edge": torch.float64, "vector": torch.float16},
+        ):
+            compare(
+                make_call_like(call, tensors={name: t.to(types.get(name, t.dtype)) for name, t in call.tensors.items()})
+            )
+
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("terms", [(), TERMS])
+    def test_nothing_unwritten_is_read(self, score, dtype, terms, poison):
+        """The graph is new each time, so that its layout is, too."""
+        edge_index = random_edge_index(9, 7, 90, hub=0.6)
+        found = []
+        for byte in (0xFF, 0x7B, 0x00):
+            poison(byte)
+            call = make_call(score, edge_index.clone(), 9, 7, dtype=dtype, terms=terms, dropout=0.3, batch=(2,))
+            found.append(call.results("cpu"))
+        equal(found[0], found[1])
+        equal(found[0], found[2])
+        assert all(result.isfinite().all() for result in found[0].values())
+
+    def test_split_rows_read_nothing_unwritten(self, poison):
+        edge_index = random_edge_index(9, 9, 3 * LONG_ROW, hub=0.9)
+        for score, edges in itertools.product(("gat", "leaky_relu", "dot"), (edge_index, edge_index.flip(0))):
+            compare(make_call(score, edges.clone(), 9, 9, heads=2, channels=3, value_channels=3, terms=()))
+
+    @pytest.mark.parametrize("score", ["gat", "leaky_relu", "tanh", "dot"])
+    @pytest.mark.parametrize("weights", [False, True])
+    def test_no_tensor_of_all_edges_heads_and_channels(self, score, weights):
+        nodes, edges, heads, channels = 50, 20_000, 4, 64
+        call = make_call(
+            score,
+            random_edge_index(nodes, num_edges=edges),
+            nodes,
+            nodes,
+            heads=heads,
+            channels=channels,
+            value_channels=channels,
+            terms=(),
+            weights=weights,
+        )
+        peaks = {}
+        for backend in ("cpu", "reference"):
+            with torch.profiler.profile(profile_memory=True) as profile:
+                call.results(backend)
+            current = peak = 0
+            for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+                if event.name() == "[memory]":
+                    current += event.nbytes()
+                    peak = max(peak, current)
+            peaks[backend] = peak
+        assert peaks["reference"] >= edges * heads * channels * 4, "the profiler sees it"
+        assert peaks["cpu"] < edges * heads * channels, "a quarter of one such tensor"
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fills fresh memory with a byte: first such that floats are NaN."""
+    state = {"byte": 0xFF}
+
+    def poisoned(function):
+        def make(*args, **kwargs):
+            tensor = function(*args, **kwargs)
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+                tensor.untyped_storage().fill_(state["byte"])
+            return tensor
+
+        return make
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    assert layout_module.torch.empty(3).isnan().all()
+    assert cpu.torch.empty(3, dtype=torch.int32).tolist() == [-1] * 3
+    return functools.partial(state.__setitem__, "byte")
+
+
+class TestSameBits:
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("shape", ["plain", "target hub", "source hub"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_for_any_number_of_threads(self, score, shape, dtype):
+        edge_index = random_edge_index(500, num_edges=30_000, hub=0 if shape == "plain" else 0.5)
+        edge_index = edge_index.flip(0) if shape == "source hub" else edge_index
+        found = []
+        for number in (1, 2, 3, 2, 3):
+            call = make_call(
+                score,
+                edge_index.clone(),
+                500,
+                500,
+                heads=2,
+                terms=("bias",),
+                dropout=0.2,
+                weights="dropped",
+                dtype=dtype,
+            )
+            with threads(number):
+                found.append(call.results("cpu"))
+        for other in found[1:]:
+            equal(found[0], other)
+
+    def test_in_concurrent_calls(self):
+        calls = [
+            make_call(score, random_edge_index(99, num_edges=9000, seed=i), 99, 99) for i, score in enumerate(SCORES)
+        ]
+        for call in calls:
+            call.dropout = 0.0
+        expected = [call.results("cpu") for call in calls]
+        failures = []
+
+        def work(offset):
+            try:
+                for i in range(3 * len(calls)):
+                    at = (i + offset) % len(calls)
+                    equal(calls[at].results("cpu"), expected[at])
+            except BaseException as error:
+                failures.append(error)
+
+        workers = [threading.Thread(target=work, args=(offset,)) for offset in (0, 2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not failures
+
+    def test_one_layout_made_by_two_threads(self):
+        for _ in range(10):
+            edge_index = random_edge_index(99, num_edges=5000)
+            call = make_call("dot", edge_index, 99, 99, terms=(), dropout=0.0)
+            outs = []
+            workers = [
+                threading.Thread(target=lambda call=call, outs=outs: outs.append(call.results("cpu"))) for _ in "ab"
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            equal(*outs)
+
+
+class TestSpecialValues:
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("heads", [1, 3, 8])
+    def test_a_nan_shows_in_its_rows_and_nowhere_else(self, score, dtype, heads):
+        edge_index = random_edge_index(9, 7, 60, hub=0.5)
+        for name in ("key", "value"):
+            call = make_call(score, edge_index, 9, 7, heads=heads, dtype=dtype, terms=(), weights=False)
+            call.tensors[name][2] = math.nan
+            out = call.results("cpu")["out"]
+            reached = torch.zeros(7, dtype=torch.bool).index_fill(0, edge_index[1][edge_index[0] == 2], True)
+            assert reached.any()
+            assert not reached.all()
+            assert out[reached].isnan().all()
+            assert out[~reached].isfinite().all()
+
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("how", ["mask", "bias"])
+    @pytest.mark.parametrize("degree", [3, 50, LONG_ROW + 1])
+    def test_a_fully_masked_target(self, score, dtype, how, degree):
+        edge_index = torch.randint(4, (2, degree + 9))
+        edge_index[1, :degree], edge_index[1, degree:] = 0, 1
+        call = make_call(score, edge_index, 4, 4, heads=2, channels=3, dtype=dtype, terms=("bias",))
+        if how == "mask":
+            call.mask = edge_index[1] != 0
+        else:
+            call.tensors["bias"][edge_index[1] == 0] = -math.inf
+        results = call.results("cpu")
+        assert (results["out"][0] == 0).all()
+        assert (results["weights"][edge_index[1] == 0] == 0).all()
+        assert (results["out"][1] != 0).any()
+        assert all(result.isfinite().all() for result in results.values())
+        compare(call)
+
+    def test_minus_infinity_masks(self):
+        edge_index = random_edge_index(9, 7, 60)
+        mask = torch.rand(60, 3) < 0.5
+        call = make_call("dot", edge_index, 9, 7, terms=("bias",))
+        masked = make_call_like(call, mask=mask)
+        call.tensors = {**call.tensors, "bias": call.tensors["bias"].masked_fill(~mask, -math.inf)}
+        equal(call.results("cpu"), masked.results("cpu"))
+
+    def test_subnormal_numbers_are_kept(self):
+        x = torch.full((1, 1, 3), 1e-40)
+        out = attend(x, x, x, torch.zeros(2, 1, dtype=torch.long), backend="cpu")
+        assert torch.equal(out, x)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+    def test_dropout_of_any_tensor(self, dtype, p):
+        x = torch.randn(3, 50_001).to(dtype).requires_grad_()
+        seed = dropout.draw_seed(x.device)
+        out, expected = cpu.drop(x, p, seed), dropout.drop(x, p, seed) if p < 1 else x * 0
+        torch.testing.assert_close(out, expected)
+        assert torch.equal(out == 0, expected == 0)
+        for number in (1, 2, 3):
+            with threads(number):
+                assert torch.equal(cpu.drop(x, p, seed), out)
+        actual, wanted = (torch.autograd.grad(y.sum(), x)[0] for y in (out, expected))
+        torch.testing.assert_close(actual, wanted)
+
+
+class TestDerivatives:
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("p", [0.0, 0.4])
+    @pytest.mark.parametrize("weights", [False, True, "dropped"])
+    def test_first_and_second(self, score, p, weights):
+        """Inputs off the grid: finite differences must not step across a kink."""
+        call = make_call(
+            score,
+            random_edge_index(4, 3, 9),
+            4,
+            3,
+            heads=2,
+            channels=2,
+            value_channels=2,
+            dtype=torch.double,
+            dropout=p,
+            weights=weights,
+            mask=torch.rand(9, 2) < 0.8,
+        )
+        leaves = {name: torch.randn_like(t).requires_grad_() for name, t in call.tensors.items()}
+
+        def function(*tensors):
+            out, alpha = call.attend(dict(zip(leaves, tensors, strict=True)), "cpu")
+            return out if alpha is None else (out, alpha)
+
+        assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+        assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
+
+    @pytest.mark.parametrize("score", ["leaky_relu", "dot"])
+    def test_second_of_shared_tensors_loops_and_flow(self, score):
+        edge_index = random_edge_index(4, num_edges=6)
+        x, edge = torch.randn(4, 2, 3, dtype=torch.double), torch.randn(10, 2, 3, dtype=torch.double)
+        graph = SparseGraph(remove_self_loops(edge_index)[0].flip(0), 4, 4, self_loops=True, flow="target_to_source")
+        edge = edge[: graph.edge_index.size(1)]
+        vector = torch.randn(2, 3, dtype=torch.double)
+
+        def function(x, edge, vector):
+            kind = DotScore() if score == "dot" else AdditiveScore(vector)
+            return attend(x, x, x, graph, score=kind, edge=edge, edge_value=edge, backend="cpu") + 0 * vector.sum()
+
+        leaves = [tensor.requires_grad_() for tensor in (x, edge, vector)]
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_third(self, score):
+        call = make_call(score, random_edge_index(4, 3, 9), 4, 3, heads=1, channels=2, terms=(), dtype=torch.double)
+        found = []
+        for backend in ("cpu", "reference"):
+            key = call.tensors["key"].clone().requires_grad_()
+            value = call.attend({**call.tensors, "key": key}, backend)[0].square().sum()
+            for _ in range(3):
+                (grad,) = torch.autograd.grad(value, key, create_graph=True)
+                value = (grad * torch.linspace(-1, 2, grad.numel(), dtype=torch.double).view_as(grad)).sum()
+            found.append(value.detach())
+        torch.testing.assert_close(*found)
+
+    @pytest.mark.parametrize("family", ["gat", "leaky_relu", "tanh", "dot"])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_opcheck(self, family, dtype, keep):
+        call = make_call(family, random_edge_index(4, 3, 9), 4, 3, heads=2, channels=4, value_channels=3, dtype=dtype)
+        wide = cpu.compute_dtype(dtype)
+        types = {
+            "vector": wide,
+            "bias": wide,
+            **(dict.fromkeys(("query", "key", "edge"), wide) if family == "gat" else {}),
+        }
+        tensors = {name: t.to(types.get(name, dtype)).requires_grad_(keep) for name, t in call.tensors.items()}
+        names = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value")
+        inputs = [tensors.get(name) for name in names]
+        inputs += [call.edges, 4, 3, False, "source_to_target", family, 0.2, 0.5, False, 0.3, torch.tensor(7)]
+        utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(torch.ops.gattn.attention.default, (*inputs, keep, True), test_utils=utils)
+        detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+        out = torch.ops.gattn.attention.default(*detached, True, True)
+        grads = torch.randn_like(out[0]), torch.randn_like(out[1])
+        wanted = [tensors.get(name) is not None for name in cpu._DIFFERENTIABLE]
+        torch.library.opcheck(
+            torch.ops.gattn.attention_backward.default, (*grads, *out, *detached, wanted), test_utils=utils
+        )
+        torch.library.opcheck(torch.ops.gattn.drop.default, (grads[0], 0.3, torch.tensor(7)), test_utils=utils)
+
+
+class TestChoice:
+    x = torch.randn(4, 2, 3)
+    edge_index = torch.tensor([[0, 1], [1, 2]])
+
+    def test_auto_and_cpu_use_the_kernel_and_reference_does_not(self, calls):
+        for backend, expected in (("auto", 1), ("cpu", 2), ("reference", 2)):
+            attend(self.x, self.x, self.x, self.edge_index, backend=backend)
+            assert len(calls) == expected
+        for name, expected in (("reference", 2), ("cpu", 3), ("auto", 4)):
+            with gattn.backend(name):
+                attend(self.x, self.x, self.x, self.edge_index)
+            assert len(calls) == expected
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_layers_use_it(self, layer, calls):
+        conv, x = layer(3, 4, heads=2, edge_dim=2), torch.randn(4, 3)
+        out = conv(x, self.edge_index, torch.randn(2, 2))
+        assert len(calls) == 1
+        out.sum().backward()
+        with gattn.backend("reference"):
+            conv(x, self.edge_index, torch.randn(2, 2))
+        assert len(calls) == 1
+
+    def refused(self, function, reason, calls):
+        """Explicit requests say why not; automatic ones use the reference."""
+        before = len(calls)
+        with gattn.backend("cpu"), pytest.raises(ValueError, match=f"cannot serve this call: .*{reason}.*'auto' can"):
+            function()
+        result = function()
+        with gattn.backend("reference"):
+            expected = function()
+        torch.testing.assert_close(result, expected)
+        assert len(calls) == before
+
+    def test_own_scores(self, calls):
+        class Mine(DotScore):
+            def logits(self, query, key, edge):
+                return super().logits(query, key, edge) * 2
+
+        self.refused(lambda: attend(self.x, self.x, self.x, self.edge_index, score=Mine()), "not Mine", calls)
+
+    def test_own_distributions(self, calls):
+        class Mine(gattn.Distribution):
+            def weights(self, logits, index, num_targets, dim):
+                return logits.sigmoid()
+
+        self.refused(lambda: attend(self.x, self.x, self.x, self.edge_index, distribution=Mine()), "not Mine", calls)
+
+    def test_other_aggregations(self, calls):
+        self.refused(lambda: Attention("max")(self.x, self.x, self.x, self.edge_index), "not summed", calls)
+        conv = GATConv(3, 4, aggr="mean")
+        self.refused(lambda: conv(torch.ones(4, 3), self.edge_index), "not summed", calls)
+
+    @pytest.mark.parametrize("hook", ["message", "edge_update", "aggregate", "update"])
+    def test_overridden_hooks(self, hook, calls):
+        def message(self, value_j, alpha, edge_value):
+            return 2 * Attention.message(self, value_j, alpha, edge_value)
+
+        def edge_update(self, query_i, key_j, edge, bias, mask, score, distribution, index, num_targets):
+            return key_j.sum(-1)
+
+        def aggregate(self, inputs, index, ptr=None, dim_size=None):
+            return 3 * Attention.aggregate(self, inputs, index, ptr, dim_size)
+
+        def update(self, inputs):
+            return inputs + 1
+
+        core = type("Mine", (Attention,), {hook: locals()[hook]})()
+        self.refused(lambda: core(self.x, self.x, self.x, self.edge_index), rf"overrides {hook}\(\)", calls)
+
+    @pytest.mark.parametrize(
+        "hook",
+        [
+            "register_message_forward_hook",
+            "register_message_forward_pre_hook",
+            "register_propagate_forward_hook",
+            "register_aggregate_forward_hook",
+            "register_edge_update_forward_hook",
+        ],
+    )
+    def test_registered_hooks(self, hook, calls):
+        core = Attention()
+        handle = getattr(core, hook)(lambda *args: None)
+        self.refused(lambda: core(self.x, self.x, self.x, self.edge_index), "a hook is registered", calls)
+        handle.remove()
+        core(self.x, self.x, self.x, self.edge_index, backend="cpu")
+        assert len(calls) == 1
+
+    def test_explainers(self):
+        class Model(torch.nn.Module):
+            def __init__(self, backend):
+                super().__init__()
+                self.conv, self.backend = GATConv(3, 4), backend
+
+            def forward(self, x, edge_index):
+                with gattn.backend(self.backend):
+                    return self.conv(x, edge_index)
+
+        for backend in ("auto", "cpu"):
+            explainer = Explainer(
+                Model(backend),
+                AttentionExplainer(),
+                explanation_type="model",
+                edge_mask_type="object",
+                model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+            )
+            if backend == "auto":
+                assert explainer(torch.randn(4, 3), self.edge_index).edge_mask.shape == (2,)
+            else:
+                with pytest.raises(ValueError, match="(hook is registered|explainer)"):
+                    explainer(torch.randn(4, 3), self.edge_index)
+
+    def test_meta_tensors(self):
+        x = self.x.to("meta")
+        assert attend(x, x, x, self.edge_index.to("meta")).shape == (4, 2, 3)
+        with pytest.raises(ValueError, match="the tensors are on meta"):
+            attend(x, x, x, self.edge_index.to("meta"), backend="cpu")
+
+    @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "forward mode", "jacrev", "hessian"])
+    def test_transforms(self, transform, calls):
+        def function(x):
+            return attend(x, x, x, self.edge_index).square().sum((-1, -2, -3))
+
+        def dual(x):
+            with torch.autograd.forward_ad.dual_level():
+                out = function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+                return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+        transformed = {
+            "vmap": lambda x: torch.func.vmap(function)(torch.stack([x, 2 * x])),
+            "grad": torch.func.grad(function),
+            "jvp": lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),)),
+            "forward mode": dual,
+            "jacrev": torch.func.jacrev(function),
+            "hessian": torch.func.hessian(function),
+        }[transform]
+        self.refused(lambda: transformed(self.x), "needs? plain PyTorch", calls)
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_export(self, layer, calls):
+        conv, x = layer(3, 4).eval(), torch.randn(4, 3)
+        exported = torch.export.export(conv, (x, self.edge_index), strict=False)
+        assert not any("gattn" in str(node.target) for node in exported.graph.nodes)
+        assert not calls
+        torch.testing.assert_close(exported.module()(x, self.edge_index), conv(x, self.edge_index))
+        with gattn.backend("cpu"), pytest.raises(ValueError, match="exported program"):
+            torch.export.export(conv, (x, self.edge_index), strict=False)
+
+
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def reset(self):
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("score", SCORES)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_attend(self, score, dtype):
+        """Traced and differentiated ahead of time, by the operators' shape-only versions."""
+        call = make_call(score, random_edge_index(6, 8, 40), 6, 8, dtype=dtype, mask=torch.rand(40) < 0.8)
+        kind = functools.partial(call.make_score)
+        graph = call.edges
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def function(tensors):
+            terms = {name: tensor for name, tensor in tensors.items() if name != "vector"}
+            terms.setdefault("query", None)
+            sized = SparseGraph(graph, num_targets=8)
+            score = kind(tensors.get("vector"))
+            return attend(graph=sized, score=score, mask=call.mask, return_weights=True, backend="cpu", **terms)
+
+        leaves = {name: tensor.requires_grad_() for name, tensor in call.tensors.items()}
+        expected = call.results("cpu")
+        out, weights = function(leaves)
+        grads = torch.autograd.grad([out, weights], list(leaves.values()), [call.grad(out, 1), call.grad(weights, 2)])
+        equal(
+            {"out": out, "weights": weights, **{f"grad of {n}": g for n, g in zip(leaves, grads, strict=True)}},
+            {name: expected[name] for name in ("out", "weights", *(f"grad of {n}" for n in leaves))},
+        )
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_layers_with_dynamic_sizes(self, layer):
+        conv = layer(5, 4, heads=2, edge_dim=3)
+        compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend="aot_eager")
+        self.check(conv, compiled, ((10, 30), (13, 41), (4, 9)), 3)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("layer", LAYERS)
+    @pytest.mark.parametrize("edge_dim", [None, 3])
+    def test_layers_by_inductor(self, layer, edge_dim):
+        conv = layer(5, 4, heads=2, edge_dim=edge_dim)
+        self.check(conv, torch.compile(conv, fullgraph=True), ((10, 30), (13, 41)), edge_dim)
+
+    def check(self, conv, compiled, sizes, edge_dim):
+        for nodes, edges in sizes:
+            x, edge_index = torch.randn(nodes, 5), random_edge_index(nodes, num_edges=edges)
+            inputs = (x, edge_index) if edge_dim is None else (x, edge_index, torch.randn(edges, edge_dim))
+            found = []
+            for function in (compiled, conv):
+                conv.zero_grad()
+                out = function(*inputs)
+                out.square().sum().backward()
+                found.append((out.detach(), [parameter.grad for parameter in conv.parameters()]))
+            torch.testing.assert_close(*found)
+
+    def test_dropout(self):
+        call = make_call("dot", random_edge_index(6, 8, 40), 6, 8, terms=(), dropout=0.5, weights="dropped")
+        function = torch.compile(
+            lambda q, k, v: attend(
+                q, k, v, call.edges, dropout=0.5, training=True, return_weights="dropped", backend="cpu"
+            ),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        for _ in range(3):
+            out, weights = function(*(call.tensors[name] for name in ("query", "key", "value")))
+            messages = weights.unsqueeze(-1) * call.tensors["value"][call.edges[0]]
+            torch.testing.assert_close(out, torch.zeros_like(out).index_add(0, call.edges[1], messages))

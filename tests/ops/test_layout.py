@@ -1,0 +1,182 @@
+"""The counting sort against plain PyTorch."""
+
+import gc
+
+import pytest
+import torch
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+from gattn.ops import edge_lists, native
+from gattn.ops.layout import Layout, layout_of
+from gattn.testing import random_edge_index
+from tests.ops.fuzz import LONG_ROW, threads
+
+FLOWS = edge_lists.FLOWS
+
+
+def check_tasks(table, num_rows):
+    """Every row and every edge belongs to one task; long rows are cut into consecutive slots."""
+    start = table.start.tolist()
+    row = edge = slot = 0
+    split = {}
+    for first_row, last_row, first_edge, last_edge, task_slot in table._tasks.tolist():
+        assert first_edge == edge < max(last_edge, edge + 1)
+        if task_slot < 0:
+            assert (first_row, last_edge) == (row, start[last_row])
+            assert all(start[r + 1] - start[r] <= LONG_ROW for r in range(first_row, last_row))
+        else:
+            assert task_slot == slot
+            assert last_row == first_row + 1 == row + 1
+            assert start[row] <= first_edge < last_edge <= start[row + 1]
+            assert last_edge - first_edge <= LONG_ROW
+            split.setdefault(first_row, []).append(slot)
+            slot += 1
+        edge = last_edge
+        row = last_row if task_slot < 0 or edge == start[last_row] else row
+    assert (row, edge, slot) == (num_rows, start[-1], table.num_slots)
+    assert table._split_row.tolist() == list(split)
+    assert table._split.tolist() == [*(slots[0] for slots in split.values()), table.num_slots]
+    assert all(start[r + 1] - start[r] > LONG_ROW for r in split)
+
+
+def check(layout, edges, num_sources, num_targets):
+    source, target = edges
+    count = edges.size(1)
+    order = target.argsort(stable=True)
+    number = torch.arange(count)
+    assert layout.num_edges == count
+    start = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(target, minlength=num_targets).cumsum(0)])
+    assert torch.equal(layout.by_target.start, start.int())
+    assert torch.equal(layout.by_target.node[:count], source[order].int())
+    assert (layout.by_target.node[count : count + native.PADDING] == 0).all()
+    assert torch.equal(number if layout.edge is None else layout.edge[:count].long(), order)
+    check_tasks(layout.by_target, num_targets)
+
+    by_source = source[order].argsort(stable=True)
+    table = layout.by_source
+    start = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(source, minlength=num_sources).cumsum(0)])
+    assert torch.equal(table.start, start.int())
+    assert torch.equal(table.node[:count], target[order][by_source].int())
+    assert torch.equal(layout.target_position[:count].long(), by_source)
+    assert torch.equal(layout.source_position[:count].long(), by_source.argsort())
+    check_tasks(table, num_sources)
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("self_loops", [False, True])
+@pytest.mark.parametrize(
+    ("sources", "targets", "edges", "hub"),
+    [
+        (5, 5, 0, 0),
+        (1, 1, 3, 0),
+        (7, 3, 40, 0),
+        (3, 7, 40, 0.5),
+        (50, 50, 5000, 0),
+        (9, 40, 2 * LONG_ROW + 5, 0.9),
+        (40, 9, LONG_ROW + 1, 1.0),
+        (2000, 2000, 300_000, 0.2),
+    ],
+)
+def test_it_is_a_stable_sort(flow, self_loops, sources, targets, edges, hub):
+    edge_index = random_edge_index(sources, targets, edges, hub=hub)
+    expected = edge_index
+    if self_loops:
+        expected = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=min(sources, targets))[0]
+    given = edge_index if flow == FLOWS[0] else edge_index.flip(0)
+    check(Layout(given, sources, targets, self_loops, flow), expected, sources, targets)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize("degree", [31, 32, 33, LONG_ROW, LONG_ROW + 1, 3 * LONG_ROW + 1])
+@pytest.mark.parametrize("hub", [0, 3])
+def test_long_rows(end, degree, hub):
+    edge_index = torch.randint(4, (2, degree + 10))
+    edge_index[end] = hub
+    edge_index[end, -10:] = (hub + 1) % 4
+    check(Layout(edge_index, 4, 4, False, FLOWS[0]), edge_index, 4, 4)
+
+
+@pytest.mark.parametrize("form", ["int32", "int16", "uint8", "columns", "transposed"])
+def test_forms(form):
+    edge_index = random_edge_index(9, 7, 60)
+    given = {
+        "columns": edge_index.repeat_interleave(2, 1)[:, ::2],
+        "transposed": edge_index.t().contiguous().t(),
+    }.get(form)
+    given = edge_index.to(getattr(torch, form)) if given is None else given
+    check(Layout(given, 9, 7, False, FLOWS[0]), edge_index, 9, 7)
+
+
+def test_sorted_edges_need_no_numbers():
+    edge_index = random_edge_index(9, 7, 60)
+    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
+    layout = Layout(edge_index, 9, 7, False, FLOWS[0])
+    assert layout.edge is None
+    check(layout, edge_index, 9, 7)
+    assert Layout(edge_index.flip(1), 9, 7, False, FLOWS[0]).edge is not None
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(0, 0), (0, 4), (4, 0)])
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_no_nodes(sources, targets, self_loops):
+    empty = torch.empty(2, 0, dtype=torch.long)
+    check(Layout(empty, sources, targets, self_loops, FLOWS[0]), empty, sources, targets)
+
+
+@pytest.mark.parametrize("shape", ["random", "sorted", "hub"])
+def test_any_number_of_threads(shape):
+    """As many edges as need several pieces."""
+    nodes, edges = 3000, 500_000
+    edge_index = random_edge_index(nodes, num_edges=edges, hub=0.3 if shape == "hub" else 0)
+    if shape == "sorted":
+        edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
+    for number in (1, 2, 3):
+        with threads(number):
+            check(Layout(edge_index, nodes, nodes, False, FLOWS[0]), edge_index, nodes, nodes)
+            if number > 1:
+                looped = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=nodes)[0]
+                check(Layout(edge_index, nodes, nodes, True, FLOWS[0]), looped, nodes, nodes)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("place", [0, 250_000, 499_999])
+@pytest.mark.parametrize(("row", "index"), [(0, -1), (0, 100), (1, -(2**40)), (1, 2**40)])
+def test_bad_indices_anywhere(number, place, row, index):
+    edge_index = random_edge_index(100, num_edges=500_000)
+    edge_index[row, place] = index
+    with threads(number), pytest.raises(IndexError, match=f"{('source', 'target')[row]} index {index}"):
+        Layout(edge_index, 100, 100, False, FLOWS[0])
+
+
+def test_too_many_nodes():
+    empty = torch.empty(2, 0, dtype=torch.long)
+    with pytest.raises(ValueError, match="too many nodes or edges"):
+        native.raise_for(
+            native.library().gattn_rows_by_target(
+                0, 0, 1, 1, 0, 2**31, 4, 0, 1, *(torch.empty(100, dtype=torch.long).data_ptr() for _ in range(4))
+            )
+        )
+    assert Layout(empty, 2**31 - 1 - native.PADDING, 4, False, FLOWS[0]).num_edges == 0
+
+
+class TestCache:
+    def test_one_layout_a_version(self):
+        edge_index = random_edge_index(9, 7, 60)
+        layout = layout_of(edge_index, 9, 7, False, FLOWS[0])
+        assert layout_of(edge_index, 9, 7, False, FLOWS[0]) is layout
+        assert layout_of(edge_index, 9, 8, False, FLOWS[0]) is not layout
+        assert layout_of(edge_index, 9, 7, True, FLOWS[0]) is not layout
+        edge_index[0, 0] = 8
+        renewed = layout_of(edge_index, 9, 7, False, FLOWS[0])
+        assert renewed is not layout
+        check(renewed, edge_index, 9, 7)
+
+    def test_it_dies_with_its_edges(self):
+        gc.collect()
+        before = len(edge_lists._cache)
+        edge_index = random_edge_index(9, 7, 60)
+        _ = layout_of(edge_index, 9, 7, False, FLOWS[0]).by_source
+        assert len(edge_lists._cache) == before + 1
+        del edge_index
+        gc.collect()
+        assert len(edge_lists._cache) == before
