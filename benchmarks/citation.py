@@ -87,9 +87,14 @@ class Run:
 
 
 class PyGGAT(gattn.models.GAT):
-    """The same network on PyG's layers."""
+    """The same network on PyG's layers and PyTorch's dropout."""
 
     conv_types = {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv}  # noqa: RUF012
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for name in ("input_dropout", "dropout"):
+            setattr(self, name, torch.nn.Dropout(getattr(self, name).p))
 
 
 #: What a row of results must have to be read.

@@ -144,11 +144,11 @@ class Attention(MessagePassing):
         edges = _edge_list(graph, value.size(-3), num_targets, value.device, fused, has_terms, bool(return_weights))
         batch = value.shape[:-3]
         if isinstance(graph, CompleteGraph):
-            bias = _per_edge(bias, "bias", graph, edges.index, batch, heads)
-            mask = _per_edge(mask, "mask", graph, edges.index, batch, heads)
-            mask = _both(mask, _length_mask(graph, edges.index, batch))
+            bias = _per_edge(bias, "bias", graph, edges.edge_index, batch, heads)
+            mask = _per_edge(mask, "mask", graph, edges.edge_index, batch, heads)
+            mask = _both(mask, _length_mask(graph, edges.edge_index, batch))
         if has_terms or mask is not None:
-            mask = _check_edge_terms(edge, bias, mask, edge_value, score, batch, edges.count, heads, key, value)
+            mask = _check_edge_terms(edge, bias, mask, edge_value, score, batch, edges.num_edges, heads, key, value)
 
         result = _promote(query, key, value, edge, bias, edge_value, *score.tensors())
         # Half precision is computed in float32 throughout and rounded once, at the end.
@@ -170,7 +170,7 @@ class Attention(MessagePassing):
                 query,
                 key,
                 key if shared_value else value,
-                edges.index,
+                edges.edge_index,
                 edges.num_targets,
                 score,
                 self_loops=edges.self_loops,
@@ -185,7 +185,9 @@ class Attention(MessagePassing):
             )
             out, dropped = out.to(result), None
         else:
-            rows = edges.index if edges.flow == self.flow else edges.index.flip(0)  # as PyG's machinery goes by
+            rows = (
+                edges.edge_index if edges.flow == self.flow else edges.edge_index.flip(0)
+            )  # as PyG's machinery goes by
             if score.grouped:
                 key, value = reference.repeat_heads(key, heads), reference.repeat_heads(value, heads)
             if score.scalar:
@@ -207,10 +209,11 @@ class Attention(MessagePassing):
             out = self.propagate(rows, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
         if not return_weights:
             return out
+        assert alpha is not None
         if return_weights == "dropped" and seed is not None:
             alpha = drop(alpha, dropout, seed) if dropped is None else dropped
         weights = alpha.to(result)
-        return out, graph.to_dense(weights, edges.index) if isinstance(graph, CompleteGraph) else weights
+        return out, graph.to_dense(weights, edges.edge_index) if isinstance(graph, CompleteGraph) else weights
 
     def _can_fuse(self, backend: str, device: torch.device, score: Score, distribution: Distribution) -> bool:
         """Whether a kernel computes this call: the one place where that is asked.
@@ -415,12 +418,12 @@ def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score
 class _EdgeList(NamedTuple):
     """A graph's edges as the kernels or the reference take them."""
 
-    index: Tensor
+    edge_index: Tensor
     num_targets: int
     self_loops: bool
     """Whether self-loops are still to be added."""
     flow: str
-    count: int
+    num_edges: int
     """Number of edges, self-loops included; known if it was asked for."""
 
 

@@ -185,8 +185,9 @@ class GATConv(AttentionConv):
         if projected.dtype != vectors[0].dtype or x.dtype != projected.dtype:  # as under autocast
             return tuple((projected * vector).sum(-1) for vector in vectors)
         stacked = torch.stack([vector.squeeze(0) for vector in vectors])
-        # With fewer channels coming in than going out, a⊤(W x) costs less as (a⊤W) x.
-        if x.layout == torch.strided and x.size(-1) <= projected.size(-1) * projected.size(-2) and _is_plain(lin):
+        # Unless many more channels come in than go out, a⊤(W x) costs less as (a⊤W) x.
+        channels = projected.size(-1) * projected.size(-2)
+        if x.layout == torch.strided and x.size(-1) <= 2 * channels and _is_plain(lin):
             folded = torch.einsum("khc,hcf->khf", stacked, lin.weight.view(*projected.shape[-2:], -1))
             return F.linear(x, folded.flatten(0, 1)).unflatten(-1, folded.shape[:2]).unbind(-2)
         return torch.einsum("...hc,khc->k...h", projected, stacked).unbind()

@@ -1,6 +1,6 @@
 """The compiled library of CPU kernels: found, loaded once, and asked what it can do.
 
-For tests: `GATTN_KERNELS` names another build of the library (one with sanitizers, say), `GATTN_INSTRUCTION_SET` another
+For tests: `GATTN_KERNELS` names another build of the library (with sanitizers, say), `GATTN_INSTRUCTION_SET` another
 instruction set than the best (`baseline`, `avx2`, `avx512`).
 """
 

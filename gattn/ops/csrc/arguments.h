@@ -49,7 +49,7 @@ struct Arguments {
   const void* edge_value;  // [E, H, V]; may be the same as edge
   int64_t edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch;
 
-  // Dropout: weight n is kept where its random number is at least the threshold.
+  // Dropout: weight n is kept, times keep_scale, where its random number, of 32 bits, is at least the threshold.
   int64_t dropout;
   int64_t seed;
   int64_t threshold;

@@ -122,23 +122,36 @@ struct OneHead {
   int64_t head;
   INLINE Vec<A> spread(const A* scalars, int) const { return splat<Vec<A>>(scalars[head]); }
 };
+// How several heads of few channels share a vector.
+template <class A>
+struct Packing {
+  bool possible;
+  int channels, per_vector, shift;  // channels = 2^shift
+  LaneVec<A> spread, gather;
+
+  Packing(int64_t width, int64_t group)
+      : possible(group == 1 && width > 0 && width < kLanes<A> && kLanes<A> % width == 0),
+        channels(possible ? int(width) : 1),
+        per_vector(kLanes<A> / channels),
+        shift(__builtin_ctz(unsigned(channels))),
+        spread(lane_numbers<A>() >> shift),
+        gather(lane_numbers<A>() << shift & (kLanes<A> - 1)) {}
+};
 template <class A>
 struct PackedHeads {
   static constexpr bool kPacked = true;
+  const Packing<A>& packing;
   int64_t head;
-  int64_t channels;
-  INLINE int64_t per_vector() const { return kLanes<A> / channels; }
   // `scalars` can be read for a vector's length.
   INLINE Vec<A> spread(const A* scalars, int k) const {
-    return __builtin_shuffle(load(scalars + head + k * per_vector()), lane_numbers<A>() / LaneInt<A>(channels));
+    return __builtin_shuffle(load(scalars + head + k * packing.per_vector), packing.spread);
   }
   // The sum over each head's channels.
   INLINE void gather(Vec<A> v, int k, int64_t heads, A* scalars) const {
-    for (int64_t shift = channels / 2; shift > 0; shift /= 2)
-      v += __builtin_shuffle(v, lane_numbers<A>() ^ LaneInt<A>(shift));
-    v = __builtin_shuffle(v, lane_numbers<A>() * LaneInt<A>(channels) & (kLanes<A> - 1));
-    const int64_t first = head + k * per_vector();
-    store_part(scalars + first, v, int(min(per_vector(), heads - first)));
+    for (int distance = packing.channels / 2; distance > 0; distance /= 2)
+      v += __builtin_shuffle(v, lane_numbers<A>() ^ LaneInt<A>(distance));
+    const int64_t first = head + k * packing.per_vector;
+    store_part(scalars + first, __builtin_shuffle(v, packing.gather), int(min(packing.per_vector, heads - first)));
   }
 };
 
@@ -283,7 +296,15 @@ class Kernel {
     return 11 * (round_up(a.heads * kBlock) + W) + 4 * (round_up(a.heads) + W) + 3 * round_up(wide);
   }
 
-  Kernel(const Arguments& arguments, A* workspace) : a(arguments), H(a.heads), C(a.channels), V(a.value_channels) {
+  Kernel(const Arguments& arguments, A* workspace)
+      : a(arguments),
+        H(a.heads),
+        C(a.channels),
+        V(a.value_channels),
+        G(a.key_heads),
+        group(G > 0 ? H / G : 1),
+        value_packing(V, group),
+        key_packing(C, group) {
     auto take = [&](int64_t elements) {
       A* taken = workspace;
       workspace += round_up(elements);
@@ -298,8 +319,6 @@ class Kernel {
     maximum = take(H + W), sum = take(H + W), factor = take(H + W), scales = take(H + W);
     const int64_t wide = H * max(C, V);
     acc = take(wide), acc_key = take(wide), total = take(wide);
-    G = a.key_heads;
-    group = G > 0 ? H / G : 1;
     use_signs = a.record_bytes > 0;
     signs_bytes = (C + 15) / 16 * 2;
     numbers_needed = a.dropout || a.bias || a.mask || a.edge || a.edge_value || a.weights || a.grad_weights ||
@@ -516,10 +535,10 @@ class Kernel {
   }
   // Calls f(strip, heads, first head) on strips of [H, width] channels.
   template <class F>
-  INLINE void for_head_strips(int64_t width, F&& f) const {
-    if (group == 1 && width > 0 && width < W && W % width == 0) {
+  INLINE void for_head_strips(int64_t width, const Packing<A>& packing, F&& f) const {
+    if (packing.possible) {
       for_strips<A>(H * width, [&](auto strip) INLINE_LAMBDA {
-        f(strip, PackedHeads<A>{strip.first / width, width}, int64_t(0));
+        f(strip, PackedHeads<A>{packing, strip.first >> packing.shift}, int64_t(0));
       });
     } else {
       for (int64_t h = 0; h < H; ++h)
@@ -657,8 +676,9 @@ class Kernel {
         high_number[e * H + h] = uint32_t((number + uint64_t(h)) >> 32);
       }
     }
+    const uint32_t threshold = uint32_t(a.threshold);
     for (int64_t at = 0; at < n * H; ++at)
-      keep[at] = is_kept(low_number[at] ^ low_seed, high_number[at] ^ high_seed, a.threshold) ? scale : A(0);
+      keep[at] = is_kept(low_number[at] ^ low_seed, high_number[at] ^ high_seed, threshold) ? scale : A(0);
   }
 
   // Logits of vector scores: the run's own row is fixed, `others` are the rows of the edges' other ends.
@@ -675,7 +695,7 @@ class Kernel {
       };
       auto own_head = [&](int64_t h) { return own + (kFromTarget ? h : h / group) * C; };
       if constexpr (kFamily == kDot) {
-        for_head_strips(C, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+        for_head_strips(C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
           const Segment<T> segment = segment_of(h);
           if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, heads, own_head(h), segment, logits);
           else dot_rows<kNextToo, kFromTarget, !kFromTarget>(strip, heads, own_head(h), segment, logits);
@@ -739,7 +759,7 @@ class Kernel {
       copy_heads(scales, stats(run.row, b) + H);
       T* out = output(run.row, b);
       A* wide = wide_output(run.row, b);
-      for_head_strips(V, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      for_head_strips(V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
         using S = decltype(strip);
         const Segment<T> segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H};
         Vec<A> total_value[S::kVectors] = {};
@@ -911,7 +931,7 @@ class Kernel {
     memset(products, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r) {
       const T* value = value_row(runs[r].row, b);
-      for_head_strips(V, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      for_head_strips(V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
         const Segment<T> segment = {gathered, h * V, edges, h * V, runs[r].first, runs[r].last, H};
         if (edges == nullptr) dot_rows<kNextToo, false, false>(strip, heads, value + h / group * V, segment, products);
         else dot_rows<kNextToo, false, true>(strip, heads, value + h / group * V, segment, products);
@@ -921,7 +941,7 @@ class Kernel {
 
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
-      for_head_strips(V, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      for_head_strips(V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
         const Segment<T> segment = {gathered, h * V, nullptr, 0, run.first, run.last, H};
         add_rows<kNow, false>(strip, heads, logits, segment, run.begins && h % group == 0, acc + h / group * V);
       });
@@ -1157,8 +1177,9 @@ class Kernel {
   }
 
   const Arguments& a;
-  const int64_t H, C, V;
-  int64_t G, group, signs_bytes;
+  const int64_t H, C, V, G, group;
+  const Packing<A> value_packing, key_packing;
+  int64_t signs_bytes;
   bool use_signs, numbers_needed;
   bool is_cyclic;
   A *logits, *gradients, *slopes, *keep, *products, *maxima, *reciprocals, *deltas;

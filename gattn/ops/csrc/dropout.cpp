@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kChunk = 1 << 14;
 
 template <class T>
-void drop(const void* from, void* to, int64_t size, int64_t seed, int64_t threshold, double scale, int64_t threads) {
+void drop(const void* from, void* to, int64_t size, int64_t seed, uint32_t threshold, double scale, int64_t threads) {
   using A = Compute<T>;
   const T* x = static_cast<const T*>(from);
   T* y = static_cast<T*>(to);
@@ -38,9 +38,9 @@ void drop(const void* from, void* to, int64_t size, int64_t seed, int64_t thresh
 void JOIN(gattn_drop_, GATTN_ISA)(const void* x, void* y, int64_t size, int64_t type, int64_t seed, int64_t threshold,
                                   double scale, int64_t threads) {
   switch (type) {
-    case kFloat64: return drop<double>(x, y, size, seed, threshold, scale, threads);
-    case kBFloat16: return drop<BFloat16>(x, y, size, seed, threshold, scale, threads);
-    case kFloat16: return drop<Float16>(x, y, size, seed, threshold, scale, threads);
-    default: return drop<float>(x, y, size, seed, threshold, scale, threads);
+    case kFloat64: return drop<double>(x, y, size, seed, uint32_t(threshold), scale, threads);
+    case kBFloat16: return drop<BFloat16>(x, y, size, seed, uint32_t(threshold), scale, threads);
+    case kFloat16: return drop<Float16>(x, y, size, seed, uint32_t(threshold), scale, threads);
+    default: return drop<float>(x, y, size, seed, uint32_t(threshold), scale, threads);
   }
 }

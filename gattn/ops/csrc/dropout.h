@@ -11,7 +11,7 @@ inline uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// For the halves of a weight's number, each combined with that of the seed. A threshold of 2^32 drops everything.
-inline bool is_kept(uint32_t low, uint32_t high, int64_t threshold) { return int64_t(mix(mix(low) ^ high)) >= threshold; }
+// For the halves of a weight's number, each combined with that of the seed.
+inline bool is_kept(uint32_t low, uint32_t high, uint32_t threshold) { return mix(mix(low) ^ high) >= threshold; }
 
 }  // namespace
