@@ -137,7 +137,7 @@ class Attention(MessagePassing):
                 raise TypeError(f"{name} must be a tensor; got {type(term).__name__}.")
         heads = _check_shapes(query, key, value, score)
         require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
-        fused = backend != "reference" and self._can_fuse(backend, value.device, score, distribution)
+        fused = backend != "reference" and self._can_fuse(backend, value, score, distribution)
 
         num_targets = None if query is None else query.size(-2 if score.scalar else -3)
         has_terms = not (edge is None and bias is None and mask is None and edge_value is None)
@@ -185,9 +185,7 @@ class Attention(MessagePassing):
             )
             out, dropped = out.to(result), None
         else:
-            rows = (
-                edges.edge_index if edges.flow == self.flow else edges.edge_index.flip(0)
-            )  # as PyG's machinery goes by
+            rows = edges.edge_index if edges.flow == self.flow else edges.edge_index.flip(0)  # as PyG goes by
             if score.grouped:
                 key, value = reference.repeat_heads(key, heads), reference.repeat_heads(value, heads)
             if score.scalar:
@@ -215,14 +213,14 @@ class Attention(MessagePassing):
         weights = alpha.to(result)
         return out, graph.to_dense(weights, edges.edge_index) if isinstance(graph, CompleteGraph) else weights
 
-    def _can_fuse(self, backend: str, device: torch.device, score: Score, distribution: Distribution) -> bool:
+    def _can_fuse(self, backend: str, value: Tensor, score: Score, distribution: Distribution) -> bool:
         """Whether a kernel computes this call: the one place where that is asked.
 
         Raises:
             ValueError: If that is not possible, and `backend` is not `"auto"`; the message says why not.
         """
         reason = (
-            _no_kernel(device, score, distribution) or cpu.transformed() or self._watched() or cpu.unavailable(backend)
+            _no_kernel(value, score, distribution) or cpu.transformed() or self._watched() or cpu.unavailable(backend)
         )
         if reason is None or backend == "auto":
             return reason is None
@@ -364,10 +362,12 @@ _HOOK_TABLES = tuple(
 _core = Attention()
 
 
-def _no_kernel(device: torch.device, score: Score, distribution: Distribution) -> str | None:
-    """Why no kernel knows this score, distribution or device."""
-    if device.type != "cpu":
-        return f"the tensors are on {device}"
+def _no_kernel(value: Tensor, score: Score, distribution: Distribution) -> str | None:
+    """Why no kernel knows such tensors, this score or this distribution."""
+    if value.device.type != "cpu":
+        return f"the tensors are on {value.device}"
+    if value.dtype not in cpu.DTYPES:
+        return f"it knows float64, float32, bfloat16 and float16, not {value.dtype}"
     if type(score) not in (GATScore, AdditiveScore, DotScore):
         return f"it knows gattn's own scores, not {type(score).__name__}"
     if type(distribution) is not Softmax:

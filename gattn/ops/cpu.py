@@ -229,7 +229,7 @@ class _Call:
             batch=self.batch,
             family=_FAMILIES.index(family),
             type=DTYPES.index(self.dtype),
-            threads=native.num_threads() if work > _SERIAL_WORK else 1,
+            threads=torch.get_num_threads() if work > _SERIAL_WORK else 1,
             negative_slope=negative_slope,
             scale=scale,
             by_target=layout.by_target.rows,
@@ -310,10 +310,10 @@ def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
     x = x.contiguous()
     result = torch.empty_like(x)
     seed_value, threshold, scale = _dropout_arguments(p, seed)
-    threads = native.num_threads() if x.numel() > _SERIAL_WORK else 1
-    native.library().gattn_drop(
-        x.data_ptr(), result.data_ptr(), x.numel(), DTYPES.index(x.dtype), seed_value, threshold, scale, threads
-    )
+    threads = torch.get_num_threads() if x.numel() > _SERIAL_WORK else 1
+    addresses = x.data_ptr(), result.data_ptr()
+    kind = DTYPES.index(x.dtype)
+    native.run("gattn_drop", *addresses, x.numel(), kind, seed_value, threshold, scale, threads, threads=threads)
     return result
 
 
@@ -347,7 +347,7 @@ def _forward(*inputs: Any) -> list[Tensor]:
     arguments.partial = call.scratch(
         call.batch * layout.by_target.num_slots, 2 * call.heads + call.heads * call.value_channels
     )
-    native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
+    native.raise_for(native.run("gattn_forward", ctypes.byref(arguments), threads=arguments.threads))
     return [out, weights, stats, record, wide]
 
 
@@ -401,7 +401,7 @@ def _backward(
         tasks = layout.by_target.num_tasks + layout.by_source.num_tasks
         partial = torch.zeros(tasks * call.batch, call.heads, call.channels, dtype=call.compute)
         arguments.grad_vector = partial.data_ptr()
-    native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))
+    native.raise_for(native.run("gattn_backward", ctypes.byref(arguments), threads=arguments.threads))
     if wants["vector"]:
         grads["vector"] = partial.sum(0).to(vector.dtype)
     for name, tensor in (("edge", edge), ("bias", bias), ("edge_value", edge_value)):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
-
-import torch
+from typing import Any
 
 # Part of the C interface: see csrc/arguments.h.
 PADDING = 64
@@ -78,21 +78,28 @@ class Arguments(ctypes.Structure):
     ]
 
 
-_forked = False
+_fresh_thread: ThreadPoolExecutor | None = None
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = True
+    global _fresh_thread
+    _fresh_thread = ThreadPoolExecutor(1)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def num_threads() -> int:
-    """As many as PyTorch uses; in a forked process one, because OpenMP's threads don't survive a fork."""
-    return 1 if _forked else torch.get_num_threads()
+def run(name: str, *arguments: Any, threads: int = 1) -> int:
+    """Calls a function of the library that uses up to so many threads.
+
+    OpenMP's threads don't survive a fork, and the thread that forked would wait for them for ever. In a forked process,
+    a thread that OpenMP has not seen before calls.
+    """
+    function = getattr(library(), name)
+    if _fresh_thread is None or threads == 1:
+        return function(*arguments)
+    return _fresh_thread.submit(function, *arguments).result()
 
 
 @cache
