@@ -545,6 +545,10 @@ class Kernel {
         for_strips<A>(width, [&](auto strip) INLINE_LAMBDA { f(strip, OneHead<A>{h}, h); });
     }
   }
+  static INLINE void fetch(const T* row, int64_t bytes) {
+    const char* p = reinterpret_cast<const char*>(row);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+  }
   // Combines the lanes of each head, in all of them.
   template <class F>
   INLINE Vec<A> fold_heads(Vec<A> v, F&& combine) const {
@@ -731,7 +735,12 @@ class Kernel {
     if (numbers_needed)
       for (int e = 0; e < n; ++e) edge[e] = edge_of(p + e);
     if constexpr (kScalar) {
-      for (int e = 0; e < n; ++e) copy_heads(logits + e * H, scalar_key(node[e], b));
+      // Rows are on their way while the softmax is computed.
+      const int64_t row_bytes = G * V * int64_t(sizeof(T));
+      for (int e = 0; e < n; ++e) {
+        copy_heads(logits + e * H, scalar_key(node[e], b));
+        fetch(value_row(node[e], b), row_bytes);
+      }
       if (a.query != nullptr)
         for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], scalar_query(runs[r].row, b));
       finish_scalar_logits(b, n);
