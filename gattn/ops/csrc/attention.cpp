@@ -144,14 +144,14 @@ struct PackedHeads {
   int64_t head;
   // `scalars` can be read for a vector's length.
   INLINE Vec<A> spread(const A* scalars, int k) const {
-    return __builtin_shuffle(load(scalars + head + k * packing.per_vector), packing.spread);
+    return shuffle(load(scalars + head + k * packing.per_vector), packing.spread);
   }
   // The sum over each head's channels.
   INLINE void gather(Vec<A> v, int k, int64_t heads, A* scalars) const {
     for (int distance = packing.channels / 2; distance > 0; distance /= 2)
-      v += __builtin_shuffle(v, lane_numbers<A>() ^ LaneInt<A>(distance));
+      v += shuffle(v, lane_numbers<A>() ^ LaneInt<A>(distance));
     const int64_t first = head + k * packing.per_vector;
-    store_part(scalars + first, __builtin_shuffle(v, packing.gather), int(min(packing.per_vector, heads - first)));
+    store_part(scalars + first, shuffle(v, packing.gather), int(min(packing.per_vector, heads - first)));
   }
 };
 

@@ -253,10 +253,21 @@ INLINE LaneVec<A> lane_numbers() {
   return lane;
 }
 
+template <class V, class Lanes>
+INLINE V shuffle(V v, Lanes lanes) {
+#if defined(__clang__)
+  V result;
+  for (int i = 0; i < int(sizeof(V) / sizeof(v[0])); ++i) result[i] = v[lanes[i]];
+  return result;
+#else
+  return __builtin_shuffle(v, lanes);
+#endif
+}
+
 // Lane i gets lane i + shift, around the end.
 template <class A>
 INLINE Vec<A> rotate_lanes(Vec<A> v, int shift) {
-  return __builtin_shuffle(v, (lane_numbers<A>() + LaneInt<A>(shift)) & (kLanes<A> - 1));
+  return shuffle(v, (lane_numbers<A>() + LaneInt<A>(shift)) & (kLanes<A> - 1));
 }
 
 // The first n lanes of one vector, the others of another.
