@@ -1006,7 +1006,7 @@ class Kernel {
       for (int64_t at = 0; at < n * H; at += W) store(gradients + at, load(gradients + at) * load(slopes + at));
       if (a.grad_edge != nullptr) store_edge_scalars(a.grad_edge, b, n, gradients);
     }
-    if (a.target_pass)
+    if (a.target_pass && n > 0)
       memcpy(static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H, gradients, size_t(n * H) * sizeof(A));
   }
 
