@@ -313,7 +313,7 @@ def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
     threads = torch.get_num_threads() if x.numel() > _SERIAL_WORK else 1
     addresses = x.data_ptr(), result.data_ptr()
     kind = DTYPES.index(x.dtype)
-    native.run("gattn_drop", *addresses, x.numel(), kind, seed_value, threshold, scale, threads, threads=threads)
+    native.library().gattn_drop(*addresses, x.numel(), kind, seed_value, threshold, scale, threads)
     return result
 
 
@@ -347,7 +347,7 @@ def _forward(*inputs: Any) -> list[Tensor]:
     arguments.partial = call.scratch(
         call.batch * layout.by_target.num_slots, 2 * call.heads + call.heads * call.value_channels
     )
-    native.raise_for(native.run("gattn_forward", ctypes.byref(arguments), threads=arguments.threads))
+    native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
     return [out, weights, stats, record, wide]
 
 
@@ -401,7 +401,7 @@ def _backward(
         tasks = layout.by_target.num_tasks + layout.by_source.num_tasks
         partial = torch.zeros(tasks * call.batch, call.heads, call.channels, dtype=call.compute)
         arguments.grad_vector = partial.data_ptr()
-    native.raise_for(native.run("gattn_backward", ctypes.byref(arguments), threads=arguments.threads))
+    native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))
     if wants["vector"]:
         grads["vector"] = partial.sum(0).to(vector.dtype)
     for name, tensor in (("edge", edge), ("bias", bias), ("edge_value", edge_value)):

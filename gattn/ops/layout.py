@@ -73,9 +73,7 @@ class Layout:
         node = torch.empty(room, dtype=torch.int32)
         edge = torch.empty(room, dtype=torch.int32)
         is_sorted = ctypes.c_int64()
-        threads = torch.get_num_threads()
-        num_edges = native.run(
-            "gattn_rows_by_target",
+        num_edges = native.library().gattn_rows_by_target(
             source.data_ptr(),
             target.data_ptr(),
             source.stride(0),
@@ -84,12 +82,11 @@ class Layout:
             num_sources,
             num_targets,
             self_loops,
-            threads,
+            torch.get_num_threads(),
             start.data_ptr(),
             node.data_ptr(),
             edge.data_ptr(),
             ctypes.byref(is_sorted),
-            threads=threads,
         )
         if num_edges == -1:
             check_range(edge_index, num_sources, num_targets, flow)
@@ -105,20 +102,17 @@ class Layout:
         """Rows by source; `target_position` and `source_position` come with them."""
         start = torch.empty(self.num_sources + 1, dtype=torch.int32)
         node, target_position, source_position = torch.empty(3, self.num_edges + native.PADDING, dtype=torch.int32)
-        threads = torch.get_num_threads()
         native.raise_for(
-            native.run(
-                "gattn_rows_by_source",
+            native.library().gattn_rows_by_source(
                 self.by_target.start.data_ptr(),
                 self.by_target.node.data_ptr(),
                 self.num_sources,
                 self.num_targets,
-                threads,
+                torch.get_num_threads(),
                 start.data_ptr(),
                 node.data_ptr(),
                 target_position.data_ptr(),
                 source_position.data_ptr(),
-                threads=threads,
             )
         )
         self.target_position, self.source_position = target_position, source_position

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 # Part of the C interface: see csrc/arguments.h.
 PADDING = 64
+
+_OMP_PAUSE_HARD = 2
 
 _errors: dict[int, str] = {
     -1: "an index of the graph is out of range",
@@ -78,30 +79,6 @@ class Arguments(ctypes.Structure):
     ]
 
 
-_fresh_thread: ThreadPoolExecutor | None = None
-
-
-def _after_fork() -> None:
-    global _fresh_thread
-    _fresh_thread = ThreadPoolExecutor(1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def run(name: str, *arguments: Any, threads: int = 1) -> int:
-    """Calls a function of the library that uses up to so many threads.
-
-    OpenMP's threads don't survive a fork, and the thread that forked would wait for them for ever. In a forked process,
-    a thread that OpenMP has not seen before calls.
-    """
-    function = getattr(library(), name)
-    if _fresh_thread is None or threads == 1:
-        return function(*arguments)
-    return _fresh_thread.submit(function, *arguments).result()
-
-
 @cache
 def library() -> ctypes.CDLL:
     """The library, loaded.
@@ -143,6 +120,10 @@ def library() -> ctypes.CDLL:
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")
     if wanted and not loaded.gattn_use_instruction_set(wanted.encode()):
         raise NativeLibraryError(f"GATTN_INSTRUCTION_SET={wanted} is not possible on this machine, or with this build")
+    if hasattr(os, "register_at_fork"):
+        # OpenMP's threads don't survive a fork, and a child would wait for them for ever, in PyTorch's loops too: they
+        # are ended before, and started anew where they are needed.
+        os.register_at_fork(before=lambda: loaded.omp_pause_resource_all(_OMP_PAUSE_HARD))
     return loaded
 
 
