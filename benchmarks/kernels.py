@@ -14,25 +14,14 @@ Every finished measurement is appended to a results file at once, and is not mad
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import ctypes
-import gc
 import importlib
 import math
-import multiprocessing
-import os
-import resource
-import signal
-import statistics
 import sys
 import tempfile
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +41,18 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
+from benchmarks.measuring import (
+    FINAL,
+    MIN_REPEATS,
+    VERSIONS,
+    check,
+    median,
+    peak_above,
+    quartiles,
+    ratio,
+    run_apart,
+    timed,
+)
 from benchmarks.results import ResultsFile, machine
 
 LAYERS = ("gat", "gatv2", "transformer")
@@ -63,9 +64,6 @@ IN_CHANNELS = 128
 EDGE_CHANNELS = 16
 NEGATIVE_SLOPE = 0.2
 SEED = 0
-
-MIN_REPEATS = 3
-"""Repeats that even a slow peer makes."""
 
 CHUNK_EDGES = 2**17
 """The reference takes so many edges at a time, and all those of a target."""
@@ -300,25 +298,6 @@ def write_reference(case: Case, path: Path) -> None:
     torch.save(results, path)
 
 
-def check(results: dict[str, Tensor], expected: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Error and budget of each result, relative to its scale, the largest element.
-
-    Raises:
-        ValueError: If a result is missing, or there is one that nobody expects.
-    """
-    if set(results) != set(expected):
-        raise ValueError(f"the results are {sorted(results)}, expected were {sorted(expected)}")
-    errors = {}
-    for name, truth in expected.items():
-        actual = results[name].detach()
-        if truth["rows"] is not None:
-            actual = actual[truth["rows"]]
-        error = (actual.double().reshape(truth["exact"].shape) - truth["exact"]).abs().max().item()
-        scale = truth["scale"] or 1.0
-        errors[name] = (error / scale, truth["budget"] / scale)
-    return errors
-
-
 # The peers -----------------------------------------------------------------------------------------------------------
 
 
@@ -475,7 +454,8 @@ def measure(case: Case, expected: Path | None) -> dict[str, Any]:
     computation = Computation(case)
     if expected is None:
         _, peak_bytes = peak_above(computation.forward)
-        return {"outcome": "ok", "reason": "", "peak_bytes": peak_bytes, "forward": timed(computation.forward, case)}
+        forward = timed(computation.forward, case.repeats, case.seconds)
+        return {"outcome": "ok", "reason": "", "peak_bytes": peak_bytes, "forward": forward}
     if case.peer == "pyg-compile":
         computation.forward_backward()
     results, peak_bytes = peak_above(computation.forward_backward)
@@ -493,115 +473,12 @@ def measure(case: Case, expected: Path | None) -> dict[str, Any]:
         "reason": "",
         "peak_bytes": peak_bytes,
         "errors": {name: {"error": error, "budget": budget} for name, (error, budget) in errors.items()},
-        "forward": timed(computation.forward, case),
-        "forward_backward": timed(computation.forward_backward, case),
+        "forward": timed(computation.forward, case.repeats, case.seconds),
+        "forward_backward": timed(computation.forward_backward, case.repeats, case.seconds),
     }
 
 
-def peak_above(function: Callable[[], Any]) -> tuple[Any, int]:
-    """Calls the function; its result, and how far the process's resident memory rose meanwhile, in bytes.
-
-    Where Linux does not count anew, what rose above the largest that there ever was.
-    """
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would be used again, uncounted
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        result = function()
-        return result, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    before = _memory("VmRSS")
-    result = function()
-    return result, max(_memory("VmHWM") - before, 0) * 1024
-
-
-def _memory(name: str) -> int:
-    """An entry of the process's status, in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
-
-
-def timed(function: Callable[[], Any], case: Case) -> dict[str, Any]:
-    """Seconds that calls take, after a warm-up of as many calls as fit in a tenth of the time."""
-    start = time.perf_counter()
-    for _ in range(MIN_REPEATS):
-        function()
-        if time.perf_counter() - start > case.seconds / 10:
-            break
-    times: list[float] = []
-    start = time.perf_counter()
-    while len(times) < case.repeats and (len(times) < MIN_REPEATS or time.perf_counter() - start < case.seconds):
-        before = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - before)
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return {"median": middle, "q1": low, "q3": high, "times": [float(f"{seconds:.4g}") for seconds in times]}
-
-
-# Processes -----------------------------------------------------------------------------------------------------------
-
-
-#: Imported once, for all processes.
-PRELOADED = ("gattn", "matplotlib.pyplot", "rich.progress", "torch_geometric.nn")
-
-
-def run_apart(function: Callable[..., Any], *arguments: Any, timeout: float) -> tuple[str, Any]:
-    """Calls the function in a process of its own.
-
-    Returns:
-        `("ok", what it returned)`; or what happened instead, `"out of memory"`, `"timed out"` or `"failed"`, and why.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(timeout):
-            return "timed out", f"after {timeout:g} s"
-        answer = receiver.recv()
-        process.join(10)  # so that the compiler's helpers are put away
-        return answer
-    except EOFError:
-        process.join()
-        # Nobody but the kernel, short of memory, sends a signal that cannot be caught.
-        if process.exitcode == -signal.SIGKILL:
-            return "out of memory", "killed"
-        return "failed", f"the process ended with exit code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-
-
-def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """What a child process runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its child
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the one to be killed if memory runs out
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    try:
-        answer = "ok", function(*arguments)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        reason = f"{type(error).__name__}: {lines[0]}"[:120]
-        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-        answer = ("out of memory" if is_memory else "failed"), reason
-    sender.send(answer)
-
-
 # Results -------------------------------------------------------------------------------------------------------------
-
-#: Outcomes that are results. What was wrong or failed is tried again.
-FINAL = ("ok", "out of memory", "timed out")
-
-#: What another row must have in common with a run for not being made again.
-VERSIONS = ("gattn", "torch", "torch-geometric", "machine")
 
 
 def key(row: dict[str, Any]) -> str:
@@ -665,16 +542,6 @@ def bytes_moved(case: Case, mode: str) -> int:
     row = shape.heads * shape.channels * getattr(torch, case.dtype).itemsize
     num_edges = shape.edges + shape.nodes
     return num_edges * (gathered * row + passes * torch.int64.itemsize) + shape.nodes * streamed * row
-
-
-def median(row: dict[str, Any] | None, mode: str) -> float | None:
-    """The row's median time, if it has one."""
-    return row[mode]["median"] if row is not None and mode in row else None
-
-
-def ratio(other: float | None, own: float | None, digits: str = ".1f") -> str:
-    """How many times as much the other is."""
-    return f"{other / own:{digits}}×" if other and own else "–"
 
 
 class Report:
@@ -741,16 +608,6 @@ class Report:
                 share = ratio(median(single, "forward"), median(row, "forward"), ".2f")
                 remarks.append(f"{case}: forward {share} as fast as float32.")
         return remarks
-
-
-def quartiles(row: dict[str, Any], mode: str) -> str:
-    """Median and quartiles in milliseconds, or what happened instead."""
-    if row["outcome"] != "ok":
-        return row["outcome"]
-    if mode not in row:
-        return "–"
-    low, middle, high = (f"{1000 * row[mode][name]:.4g}" for name in ("q1", "median", "q3"))
-    return f"{middle} ({low}–{high})"
 
 
 def notes(rows: Sequence[dict[str, Any]], missing: dict[str, str]) -> list[str]:
@@ -822,7 +679,9 @@ def draw_speedup(report: Report, path: Path) -> None:
     parts = [("attention", False), ("layer", False), ("layer", True)]
     present = {(case.part, case.edge_features) for case in report.rows}
     parts = [part for part in parts if part in present] or parts[:1]
-    groups = list(dict.fromkeys((case.shape, case.layer) for case in report.rows if case.part != "gather"))
+    cases = [case for case in report.rows if case.part != "gather"]
+    compared = [case for case in cases if report.peer(case, peer="pyg", dtype="float32") is not None]
+    groups = list(dict.fromkeys((case.shape, case.layer) for case in compared or cases))
     figure, axes = plt.subplots(
         len(parts),
         1,
@@ -834,7 +693,8 @@ def draw_speedup(report: Report, path: Path) -> None:
     shown = [peer for peer in COLOURS if any(case.peer == peer for case in report.rows)]
     for (part, has_features), axis in zip(parts, axes[:, 0], strict=True):
         for case, row in report.rows.items():
-            if (case.part, case.edge_features, case.dtype) != (part, has_features, "float32"):
+            is_shown = (case.part, case.edge_features, case.dtype) == (part, has_features, "float32")
+            if not is_shown or (case.shape, case.layer) not in groups:
                 continue
             group = groups.index((case.shape, case.layer))
             eager, own = report.peer(case, peer="pyg"), median(row, "forward_backward")

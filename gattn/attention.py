@@ -20,7 +20,7 @@ from torch_geometric.utils import is_sparse
 
 from gattn.distributions import Distribution, Softmax, resolve_distribution
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
-from gattn.ops import cpu, reference
+from gattn.ops import cpu, dense, reference
 from gattn.ops.dropout import draw_seed, drop
 from gattn.ops.edge_lists import plain
 from gattn.ops.layout import layout_of
@@ -135,18 +135,28 @@ class Attention(MessagePassing):
         for name, term in (("edge", edge), ("bias", bias), ("mask", mask), ("edge_value", edge_value)):
             if term is not None and not isinstance(term, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(term).__name__}.")
+        training = self.training if training is None else training
         heads = _check_shapes(query, key, value, score)
         require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
-        fused = backend != "reference" and self._can_fuse(backend, value, score, distribution)
-
+        has_edge_terms = edge is not None or edge_value is not None
+        backend = self._choose(backend, graph, value, score, distribution, has_edge_terms)
         num_targets = None if query is None else query.size(-2 if score.scalar else -3)
-        has_terms = not (edge is None and bias is None and mask is None and edge_value is None)
-        edges = _edge_list(graph, value.size(-3), num_targets, value.device, fused, has_terms, bool(return_weights))
         batch = value.shape[:-3]
         if isinstance(graph, CompleteGraph):
-            bias = _per_edge(bias, "bias", graph, edges.edge_index, batch, heads)
-            mask = _per_edge(mask, "mask", graph, edges.edge_index, batch, heads)
-            mask = _both(mask, _length_mask(graph, edges.edge_index, batch))
+            _check_complete(graph, value.size(-3), num_targets, batch)
+            if backend == "dense":
+                return _attend_densely(
+                    query, key, value, graph, score, heads, bias, mask, dropout * training, return_weights
+                )
+        has_terms = has_edge_terms or bias is not None or mask is not None
+        fused = backend == "cpu"
+        edges = _edge_list(graph, value.size(-3), num_targets, value.device, fused, has_terms, bool(return_weights))
+        if isinstance(graph, CompleteGraph):
+            bias, mask = (
+                None if term is None else graph.pick(_expand(term, name, graph, batch, heads), edges.edge_index)
+                for name, term in (("bias", bias), ("mask", mask))
+            )
+            mask = _both(mask, _length_mask(graph, edges.edge_index))
         if has_terms or mask is not None:
             mask = _check_edge_terms(edge, bias, mask, edge_value, score, batch, edges.num_edges, heads, key, value)
 
@@ -162,7 +172,7 @@ class Attention(MessagePassing):
         query, edge = _to(query, scalars), _to(edge, scalars)
         bias, edge_value = _to(bias, compute), _to(edge_value, vectors)
         seed = None
-        if dropout > 0.0 and (self.training if training is None else training):
+        if dropout > 0.0 and training:
             seed = draw_seed(value.device)
 
         if fused:
@@ -213,17 +223,29 @@ class Attention(MessagePassing):
         weights = alpha.to(result)
         return out, graph.to_dense(weights, edges.edge_index) if isinstance(graph, CompleteGraph) else weights
 
-    def _can_fuse(self, backend: str, value: Tensor, score: Score, distribution: Distribution) -> bool:
-        """Whether a kernel computes this call: the one place where that is asked.
+    def _choose(
+        self, backend: str, graph: Graph, value: Tensor, score: Score, distribution: Distribution, has_edge_terms: bool
+    ) -> str:
+        """Which backend computes this call: the one place where that is asked.
 
         Raises:
-            ValueError: If that is not possible, and `backend` is not `"auto"`; the message says why not.
+            ValueError: If `backend` is not `"auto"` and cannot; the message says why not.
         """
-        reason = (
-            _no_kernel(value, score, distribution) or cpu.transformed() or self._watched() or cpu.unavailable(backend)
-        )
-        if reason is None or backend == "auto":
-            return reason is None
+        if backend == "reference":
+            return backend
+        for name in ("dense", "cpu") if backend == "auto" else (backend,):
+            reason = (
+                _not_dense(graph, score, distribution, has_edge_terms)
+                if name == "dense"
+                else _no_kernel(value, score, distribution)
+            )
+            reason = reason or cpu.transformed() or self._watched()
+            if reason is None and name == "cpu":
+                reason = cpu.unavailable(backend)
+            if reason is None:
+                return name
+        if backend == "auto":
+            return "reference"
         raise ValueError(f"backend={backend!r} cannot serve this call: {reason}. backend='auto' can.")
 
     def _watched(self) -> str | None:
@@ -307,13 +329,13 @@ def attend(
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
             (default: `False`)
-        backend: `"auto"` (the fastest that applies), `"cpu"` (fused CPU kernels) or `"reference"` (plain PyG message
-            passing). (default: `"auto"`)
+        backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` (fused CPU
+            kernels) or `"reference"` (plain PyG message passing). (default: `"auto"`)
 
     Returns:
         `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
         `return_weights` a pair: the output, and weights `[E, H]` in `edge_index` order, for a complete graph
-        `[H, N, M]` (each with the batch dimensions in front).
+        `[H, N, M]` (each with the batch dimensions in front), for a packed one a list of such, one a block.
 
     Raises:
         ValueError: If shapes do not fit each other or the graph, or a name is unknown; the message says which.
@@ -358,8 +380,66 @@ _HOOK_TABLES = tuple(
     for when in ("_pre", "")
 )
 
+#: The scores that backends know.
+_SCORES = (GATScore, AdditiveScore, DotScore)
+
 # One instance serves every functional call; made at import, because PyG generates code for it.
 _core = Attention()
+
+
+def _not_dense(graph: Graph, score: Score, distribution: Distribution, has_edge_terms: bool) -> str | None:
+    """Why attention cannot be computed without a list of edges."""
+    if not isinstance(graph, CompleteGraph):
+        return "it serves complete graphs, not lists of edges"
+    if has_edge_terms:
+        return "edge and edge_value come one an edge"
+    if type(score) not in _SCORES:
+        return f"it knows gattn's own scores, not {type(score).__name__}"
+    if type(distribution) is not Softmax:
+        return f"it knows the softmax, not {distribution}"
+    return None
+
+
+def _attend_densely(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    graph: CompleteGraph,
+    score: Score,
+    heads: int,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+    return_weights: bool | str,
+) -> Any:
+    batch = value.shape[:-3]
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(_MASK_DTYPE.format(mask.dtype))
+    for name, term in (("bias", bias), ("mask", mask)):
+        if term is not None:
+            _expand(term, name, graph, batch, heads)
+    result = _promote(query, key, value, bias, *score.tensors())
+    compute = cpu.compute_dtype(result)
+    # Fused kernels compute dot products of half precision in float32 themselves.
+    dtype = result if isinstance(score, DotScore) else compute
+    query, key, value = _to(query, dtype), key.to(dtype), value.to(dtype)
+    if isinstance(score, AdditiveScore):
+        score = AdditiveScore(score.vector.to(compute), score.activation, score.negative_slope)
+    out, weights = dense.attention(
+        query,
+        key,
+        value,
+        graph,
+        score,
+        bias=_to(bias, compute),
+        mask=mask,
+        dropout=dropout,
+        with_weights=return_weights,
+    )
+    out = out.to(result)
+    if not return_weights:
+        return out
+    return out, [x.to(result) for x in weights] if isinstance(weights, list) else weights.to(result)
 
 
 def _no_kernel(value: Tensor, score: Score, distribution: Distribution) -> str | None:
@@ -368,7 +448,7 @@ def _no_kernel(value: Tensor, score: Score, distribution: Distribution) -> str |
         return f"the tensors are on {value.device}"
     if value.dtype not in cpu.DTYPES:
         return f"it knows float64, float32, bfloat16 and float16, not {value.dtype}"
-    if type(score) not in (GATScore, AdditiveScore, DotScore):
+    if type(score) not in _SCORES:
         return f"it knows gattn's own scores, not {type(score).__name__}"
     if type(distribution) is not Softmax:
         return f"it knows the softmax, not {distribution}"
@@ -415,6 +495,9 @@ def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score
     return heads
 
 
+_MASK_DTYPE = "mask is a tensor of booleans, True = may attend; got {}."
+
+
 class _EdgeList(NamedTuple):
     """A graph's edges as the kernels or the reference take them."""
 
@@ -437,12 +520,6 @@ def _edge_list(
     weights: bool,
 ) -> _EdgeList:
     if isinstance(graph, CompleteGraph):
-        given = graph.num_targets if num_targets is None else num_targets
-        if (graph.num_targets, graph.num_sources) != (given, num_sources):
-            raise ValueError(
-                f"the CompleteGraph has {graph.num_targets} targets and {graph.num_sources} sources, but query has "
-                f"{given} rows and key and value have {num_sources}."
-            )
         index = graph.edge_index(device)
         return _EdgeList(index, graph.num_targets, False, FLOWS[0], index.size(1))
     if num_targets is None:
@@ -461,33 +538,42 @@ def _edge_list(
     return _EdgeList(index, num_targets, self_loops, graph.flow, num_edges)
 
 
-def _per_edge(
-    dense: Tensor | None, name: str, graph: CompleteGraph, index: Tensor, batch: torch.Size, heads: int
-) -> Tensor | None:
-    """Picks a complete graph's edges out of a `[..., H, N, M]` tensor: `[..., E, H]`."""
-    if dense is None:
-        return None
-    shape = (*batch, heads, graph.num_targets, graph.num_sources)
-    try:
-        dense = dense.expand(shape)
-    except RuntimeError as error:
+def _check_complete(graph: CompleteGraph, num_sources: int, num_targets: int | None, batch: torch.Size) -> None:
+    """Checks a complete graph's sizes and lengths against the features."""
+    given = graph.num_targets if num_targets is None else num_targets
+    if (graph.num_targets, graph.num_sources) != (given, num_sources):
         raise ValueError(
-            f"{name} on this complete graph must be broadcastable to {list(shape)} (batch, heads, targets, sources); "
-            f"got {list(dense.shape)}."
-        ) from error
-    return dense[..., index[1], index[0]].transpose(-1, -2)
-
-
-def _length_mask(graph: CompleteGraph, index: Tensor, batch: torch.Size) -> Tensor | None:
-    mask = graph.length_mask(index)
-    if mask is not None:
-        if mask.shape[:-1] != batch:
+            f"the CompleteGraph has {graph.num_targets} targets and {graph.num_sources} sources, but query has "
+            f"{given} rows and key and value have {num_sources}."
+        )
+    for lengths in (graph.source_lengths, graph.target_lengths):
+        if lengths is not None and lengths.shape != batch:
             raise ValueError(
-                f"the graph has lengths for a batch of shape {list(mask.shape[:-1])}, but the features have "
+                f"the graph has lengths for a batch of shape {list(lengths.shape)}, but the features have "
                 f"{list(batch)} in front."
             )
-        mask = mask.unsqueeze(-1)
-    return mask
+
+
+def _expand(dense: Tensor, name: str, graph: CompleteGraph, batch: torch.Size, heads: int) -> Tensor:
+    """A complete graph's bias or mask in its full shape, `[..., H, N, M]`."""
+    shape, letters = (*batch, heads, graph.num_targets, graph.num_sources), "batch, heads, targets, sources"
+    if graph.blocks is not None:
+        targets, sources = (
+            (max(sizes, default=0) for sizes in zip(*graph.blocks, strict=True)) if graph.blocks else (0, 0)
+        )
+        shape, letters = (len(graph.blocks), heads, targets, sources), "blocks, heads, most targets, most sources"
+    try:
+        return dense.expand(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} on this complete graph must be broadcastable to {list(shape)} ({letters}); got "
+            f"{list(dense.shape)}."
+        ) from error
+
+
+def _length_mask(graph: CompleteGraph, index: Tensor) -> Tensor | None:
+    mask = graph.length_mask(index)
+    return None if mask is None else mask.unsqueeze(-1)
 
 
 def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -511,7 +597,7 @@ def _check_edge_terms(
     """Checks everything that comes one an edge, and returns the mask as `[..., E, H or 1]`."""
     per_head = (num_edges, heads)
     if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"mask is a tensor of booleans, True = may attend; got {mask.dtype}.")
+        raise ValueError(_MASK_DTYPE.format(mask.dtype))
     if mask is not None and tuple(mask.shape) in ((num_edges,), (*batch, num_edges)) and mask.shape != per_head:
         mask = mask.unsqueeze(-1)
     expected = {

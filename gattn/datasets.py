@@ -120,6 +120,48 @@ def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.Path
     return _read(name, folder, files, family.url, lambda: family.load(loader_name, folder, split, seed))
 
 
+def load_text(name: str, root: str | os.PathLike[str] | None = None) -> str:
+    """Loads a text by name.
+
+    Names:
+
+    - `tinyshakespeare`: 40 000 lines of Shakespeare's plays, the file `input.txt` of Karpathy's char-rnn.
+
+    Args:
+        name: One of the above; case and `-` or `_` do not matter.
+        root: Folder of the data. (default: `None`: `GATTN_DATA`, else a folder `gattn` in the user's cache)
+
+    Returns:
+        The whole text.
+
+    Raises:
+        ValueError: If there is no text of that name.
+        DatasetUnavailableError: If the file is not there, or is no text.
+
+    Example:
+        >>> import gattn
+        >>> text = gattn.datasets.load_text("tinyshakespeare")  # doctest: +SKIP
+        >>> len(text), len(set(text))  # doctest: +SKIP
+        (1115394, 65)
+    """
+    key = name.lower().replace("_", "").replace("-", "")
+    if key not in _TEXTS:
+        raise ValueError(f"unknown text {name!r}: gattn has {', '.join(_TEXTS)}.")
+    file, url = _TEXTS[key]
+    folder = data_root(root)
+    try:
+        return (folder / file).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DatasetUnavailableError(
+            f"{key} is not under {folder}. Missing: {file}. Get this file from {url} and put it there, or set "
+            "GATTN_DATA (or root=) to a folder that has it."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetUnavailableError(
+            f"{folder / file} cannot be read ({type(error).__name__}: {error}): delete it, and get it anew from {url}."
+        ) from error
+
+
 def available() -> list[str]:
     """Names of the data sets that `load` knows, without OGB's."""
     return [name for family in _FAMILIES for name in family.names]
@@ -270,6 +312,14 @@ _ALIASES = {
 }
 
 _SHCHUR = "https://github.com/shchur/gnn-benchmark/tree/master/data/npz"
+
+#: Texts by name: the file under the root, and where it comes from.
+_TEXTS = {
+    "tinyshakespeare": (
+        "tinyshakespeare/input.txt",
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    )
+}
 
 _FAMILIES = (
     _Family({"karate": "karate"}, ("public", "random"), _load_karate, lambda name, split: [], ""),

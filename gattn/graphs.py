@@ -325,15 +325,15 @@ def _with_values(adjacency: Tensor, values: Tensor) -> Tensor:
 class CompleteGraph:
     r"""A graph in which every target attends to every source: what a Transformer's self-attention runs on.
 
-    Symbolic: it stores no edges. Fewer edges make the usual variants.
+    Symbolic: it stores no edges. Fewer edges make the usual variants; `packed` lays several such graphs end to end.
 
     Args:
         num_targets: N.
         num_sources: M. (default: N)
         causal: Whether targets see only the sources up to their own place. With N ≠ M the *last* target sees every
             source (bottom-right alignment, what a cached decoding step needs). (default: `False`)
-        window: `(left, right)`: how far before and after its own place, inclusive, a target sees; an integer means
-            both. (default: `None`, no limit)
+        window: `(left, right)`: how far before and after its own place, inclusive, a target sees; a positive
+            integer means both. (default: `None`, no limit)
         source_lengths: Of a padded batch: how many sources are real, one number for each element of the batch, `[B]`.
             (default: `None`)
         target_lengths: Likewise for targets; the others get zeros. (default: `None`)
@@ -363,49 +363,141 @@ class CompleteGraph:
             raise ValueError(
                 f"a graph has no negative number of nodes: got {num_targets} targets, {num_sources} sources."
             )
-        if isinstance(window, int) and not isinstance(window, bool):
+        if isinstance(window, int) and not isinstance(window, bool) and window > 0:
             window = (window, window)
         if window is not None and not (
             isinstance(window, (tuple, list))
             and len(window) == 2
             and all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in window)
         ):
-            raise ValueError(f"window is (left, right), both at least 0, or one integer for both; got {window}.")
+            raise ValueError(f"window is (left, right), both at least 0, or one positive integer; got {window}.")
         for name, lengths, limit in (
             ("source_lengths", source_lengths, num_sources),
             ("target_lengths", target_lengths, num_targets),
         ):
             if lengths is None:
                 continue
-            if not isinstance(lengths, Tensor):
-                raise TypeError(f"{name} must be a tensor; got {type(lengths).__name__}.")
-            if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.dim() == 0:
-                raise ValueError(f"{name} holds one integer for each element of the batch, [B]; got {lengths}.")
-            if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > limit):
+            _check_counts(name, lengths)
+            if lengths.numel() and not torch.compiler.is_compiling() and int(lengths.max()) > limit:
                 raise ValueError(f"{name} must lie between 0 and {limit}; got {lengths.tolist()}.")
+        if source_lengths is not None and target_lengths is not None and source_lengths.shape != target_lengths.shape:
+            raise ValueError(
+                f"source_lengths and target_lengths are for the same batch; got {list(source_lengths.shape)} and "
+                f"{list(target_lengths.shape)}."
+            )
         self.num_targets = num_targets
         self.num_sources = num_sources
         self.causal = causal
         self.window = None if window is None else tuple(window)
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
+        self.blocks: tuple[tuple[int, int], ...] | None = None
+        """Of a packed graph: the number of targets and sources of each block."""
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: Any = None,
+        source_lengths: Any = None,
+        *,
+        ptr: Tensor | None = None,
+        source_ptr: Tensor | None = None,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+    ) -> CompleteGraph:
+        """Complete graphs laid end to end: each block attends within itself, and nothing is padded.
+
+        Args:
+            lengths: Number of targets in each block: a tensor `[B]`, or a sequence of integers.
+            source_lengths: Likewise for sources. (default: `None`, the same)
+            ptr: Instead of `lengths`: where each block begins, and the end, `[B + 1]`, as PyG's batches have it.
+                (default: `None`)
+            source_ptr: Likewise for sources. (default: `None`)
+            causal: As for a single graph, within each block. (default: `False`)
+            window: Likewise. (default: `None`)
+
+        Raises:
+            ValueError: If neither or both of `lengths` and `ptr` are given, or they are no lengths and no starts.
+
+        Example:
+            >>> import gattn
+            >>> gattn.CompleteGraph.packed([1, 2]).edge_index()
+            tensor([[0, 1, 2, 1, 2],
+                    [0, 1, 1, 2, 2]])
+        """
+        targets = _block_sizes("lengths", lengths, "ptr", ptr)
+        if targets is None:
+            raise ValueError("a packed graph needs the lengths of its blocks, or the ptr at which they begin.")
+        sources = _block_sizes("source_lengths", source_lengths, "source_ptr", source_ptr)
+        sources = targets if sources is None else sources
+        if len(sources) != len(targets):
+            raise ValueError(f"targets have {len(targets)} blocks and sources {len(sources)}: they must be the same.")
+        graph = cls(sum(targets), sum(sources), causal=causal, window=window)
+        graph.blocks = tuple(zip(targets, sources, strict=True))
+        return graph
+
+    def with_causal(self) -> CompleteGraph:
+        """The same graph with `causal=True`."""
+        return self if self.causal else self._copy(causal=True)
+
+    def with_source_lengths(self, lengths: Tensor) -> CompleteGraph:
+        """The same graph, for a batch whose elements have so many real sources."""
+        return self._copy(source_lengths=lengths)
+
+    def _copy(self, **changes: Any) -> CompleteGraph:
+        options = {
+            name: getattr(self, name)
+            for name in ("num_targets", "num_sources", "causal", "window", "source_lengths", "target_lengths")
+        }
+        graph = CompleteGraph(**(options | changes))
+        graph.blocks = self.blocks
+        return graph
 
     def edge_index(self, device: torch.device | str | None = None) -> Tensor:
         """All edges as `[2, E]`, sources above targets, target by target: for the reference, and for drawing.
 
         Lengths are no part of it, since they differ across the batch: `length_mask` says which edges they leave.
         """
-        # Place of each target and source, counted from the end that is aligned.
-        target = torch.arange(self.num_targets, device=device).view(-1, 1) - self.num_targets
-        source = torch.arange(self.num_sources, device=device).view(1, -1) - self.num_sources
-        distance = source - target
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.causal:
-            seen &= distance <= 0
-        if self.window is not None:
-            seen &= (distance >= -self.window[0]) & (distance <= self.window[1])
+        if self.blocks is None:
+            return self._block_edges(self.num_targets, self.num_sources, device)
+        edges, start = [torch.empty(2, 0, dtype=torch.int64, device=device)], [0, 0]
+        for num_targets, num_sources in self.blocks:
+            offset = torch.tensor(start, device=device).unsqueeze(1)
+            edges.append(self._block_edges(num_targets, num_sources, device) + offset)
+            start = [start[0] + num_sources, start[1] + num_targets]
+        return torch.cat(edges, dim=1)
+
+    def _block_edges(self, num_targets: int, num_sources: int, device: torch.device | str | None) -> Tensor:
+        seen = self.visible(num_targets, num_sources, num_sources - num_targets, device)
         target, source = seen.nonzero().unbind(1)
         return torch.stack([source, target])
+
+    def visible(
+        self, num_targets: int, num_sources: int, offset: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Which sources `causal` and `window` leave to which targets, `[N, M]`, True = seen.
+
+        Args:
+            num_targets: N.
+            num_sources: M.
+            offset: The source at the place of target 0.
+            device: Where to make it. (default: `None`)
+        """
+        target = torch.arange(num_targets, device=device).unsqueeze(1)
+        distance = torch.arange(num_sources, device=device) - target - offset
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        left, right = self.reach
+        if left is not None:
+            seen &= distance >= -left
+        if right is not None:
+            seen &= distance <= right
+        return seen
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How far before and after its own place a target sees; `None` means without limit."""
+        left, right = (None, None) if self.window is None else self.window
+        return left, 0 if self.causal else right
 
     def length_mask(self, edge_index: Tensor) -> Tensor | None:
         """Which edges join real nodes, `[B, E]`, True = real; `None` if the graph has no lengths."""
@@ -416,11 +508,35 @@ class CompleteGraph:
                 mask = real if mask is None else mask & real
         return mask
 
-    def to_dense(self, weights: Tensor, edge_index: Tensor) -> Tensor:
-        """Attention weights `[..., E, H]` as matrices `[..., H, N, M]`, zero where there is no edge."""
-        dense = weights.new_zeros((*weights.shape[:-2], weights.size(-1), self.num_targets, self.num_sources))
-        dense[..., edge_index[1], edge_index[0]] = weights.transpose(-1, -2)
-        return dense
+    def to_dense(self, weights: Tensor, edge_index: Tensor) -> Any:
+        """Attention weights `[..., E, H]` as matrices `[..., H, N, M]`, zero where there is no edge.
+
+        A packed graph gives a list, one matrix for each block.
+        """
+        source, target = edge_index
+        if self.blocks is None:
+            return _to_matrix(weights, source, target, self.num_targets, self.num_sources)
+        matrices, first_target, first_source, first_edge = [], 0, 0, 0
+        for num_targets, num_sources in self.blocks:
+            last = first_edge + self._block_edges(num_targets, num_sources, source.device).size(1)
+            edges = slice(first_edge, last)
+            rows, columns = target[edges] - first_target, source[edges] - first_source
+            matrices.append(_to_matrix(weights[..., edges, :], columns, rows, num_targets, num_sources))
+            first_target, first_source, first_edge = first_target + num_targets, first_source + num_sources, last
+        return matrices
+
+    def pick(self, dense: Tensor, edge_index: Tensor) -> Tensor:
+        """The entries of `[..., H, N, M]` that belong to edges, as `[..., E, H]`.
+
+        A packed graph's are `[B, H, N, M]`, with as many elements as there are blocks, N and M those of the largest.
+        """
+        source, target = edge_index
+        if self.blocks is None:
+            return dense[..., target, source].transpose(-1, -2)
+        counts = torch.tensor(self.blocks, device=source.device).view(-1, 2)
+        block = torch.arange(len(self.blocks), device=source.device).repeat_interleave(counts[:, 0])[target]
+        first = counts.cumsum(0) - counts
+        return dense[block, :, target - first[block, 0], source - first[block, 1]]
 
     def __repr__(self) -> str:
         parts = [f"{self.num_targets}, {self.num_sources}"]
@@ -428,7 +544,45 @@ class CompleteGraph:
         parts += [f"window={self.window}"] if self.window is not None else []
         parts += ["source_lengths=..."] if self.source_lengths is not None else []
         parts += ["target_lengths=..."] if self.target_lengths is not None else []
+        parts += [f"{len(self.blocks)} blocks"] if self.blocks is not None else []
         return f"CompleteGraph({', '.join(parts)})"
+
+
+def _to_matrix(weights: Tensor, source: Tensor, target: Tensor, num_targets: int, num_sources: int) -> Tensor:
+    matrix = weights.new_zeros((*weights.shape[:-2], weights.size(-1), num_targets, num_sources))
+    matrix[..., target, source] = weights.transpose(-1, -2)
+    return matrix
+
+
+def _check_counts(name: str, lengths: Any) -> None:
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(lengths).__name__}.")
+    if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.dim() == 0:
+        raise ValueError(f"{name} holds one integer for each element of the batch, [B]; got {lengths}.")
+    if lengths.numel() and not torch.compiler.is_compiling() and int(lengths.min()) < 0:
+        raise ValueError(f"{name} must not be negative; got {lengths.tolist()}.")
+
+
+def _block_sizes(name: str, lengths: Any, ptr_name: str, ptr: Any) -> list[int] | None:
+    """Sizes of blocks, from lengths or from where they begin."""
+    if ptr is not None:
+        if lengths is not None:
+            raise ValueError(f"{name} and {ptr_name} say the same thing: give one of them.")
+        starts = torch.as_tensor(ptr)
+        _check_counts(ptr_name, starts)
+        if starts.dim() != 1 or starts.numel() == 0 or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+            raise ValueError(
+                f"{ptr_name} holds where each block begins, and the end: it starts at 0 and never falls; got "
+                f"{starts.tolist()}."
+            )
+        return starts.diff().tolist()
+    if lengths is None:
+        return None
+    lengths = torch.as_tensor(lengths, dtype=None if len(lengths) else torch.int64)
+    _check_counts(name, lengths)
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} holds one integer for each block, [B]; got {list(lengths.shape)}.")
+    return lengths.tolist()
 
 
 #: Everything that `attend` takes as a graph, beside the raw forms of an edge list.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 #: What can compute attention. `"auto"` stands for the fastest that applies.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("dense", "cpu", "reference")
 
 
 @dataclass
@@ -43,8 +43,8 @@ def backend(name: str) -> Iterator[None]:
     An explicit `backend=` argument inside the block still wins.
 
     Args:
-        name: `"auto"` (the fastest that applies), `"cpu"` (the fused CPU kernels; a call that they cannot serve raises)
-            or `"reference"` (plain PyG message passing).
+        name: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` (the fused
+            CPU kernels) or `"reference"` (plain PyG message passing). A backend that cannot serve a call raises.
 
     Raises:
         ValueError: If there is no backend of that name.

@@ -3,6 +3,7 @@
 import builtins
 import gzip
 import io
+import os
 import pickle
 import shutil
 
@@ -376,6 +377,43 @@ class TestMissing:
         assert "~" not in str(data_root("~/data"))
         monkeypatch.delenv("GATTN_DATA")
         assert data_root().name == "gattn"
+
+
+class TestText:
+    def test_tiny_shakespeare(self):
+        try:
+            text = datasets.load_text("tinyshakespeare")
+        except DatasetUnavailableError as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(str(error))
+        assert (len(text), len(set(text))) == (1_115_394, 65)
+        assert text.startswith("First Citizen:\nBefore we proceed any further")
+
+    @pytest.mark.parametrize("name", ["tinyshakespeare", "Tiny-Shakespeare", "tiny_shakespeare"])
+    def test_the_file_is_read_as_it_is(self, name, tmp_path, monkeypatch):
+        (tmp_path / "tinyshakespeare").mkdir()
+        (tmp_path / "tinyshakespeare" / "input.txt").write_bytes("To be,\nor nöt".encode())
+        assert datasets.load_text(name, tmp_path) == "To be,\nor nöt"
+        monkeypatch.setenv("GATTN_DATA", str(tmp_path))
+        assert datasets.load_text(name) == "To be,\nor nöt"
+
+    def test_a_missing_file_is_named(self, tmp_path):
+        with pytest.raises(DatasetUnavailableError, match="Missing: tinyshakespeare/input.txt") as error:
+            datasets.load_text("tinyshakespeare", tmp_path)
+        assert "https://" in str(error.value)
+        assert "GATTN_DATA" in str(error.value)
+        assert str(tmp_path) in str(error.value)
+
+    def test_a_file_that_is_no_text_is_named(self, tmp_path):
+        (tmp_path / "tinyshakespeare").mkdir()
+        (tmp_path / "tinyshakespeare" / "input.txt").write_bytes(b"\xff\xfe")
+        with pytest.raises(DatasetUnavailableError, match=r"input.txt cannot be read \(UnicodeDecodeError"):
+            datasets.load_text("tinyshakespeare", tmp_path)
+
+    def test_unknown_names(self):
+        with pytest.raises(ValueError, match="unknown text 'hamlet': gattn has tinyshakespeare"):
+            datasets.load_text("hamlet")
 
 
 def test_unknown_names_and_splits():

@@ -196,3 +196,181 @@ def test_a_graph_on_another_device_is_named():
     x = torch.randn(4, 1, 2)
     with pytest.raises(ValueError, match="the graph is on cpu, the features are on meta"):
         attend(x.to("meta"), x.to("meta"), x.to("meta"), EDGES)
+
+
+class TestCompleteGraph:
+    def test_packed_blocks_lie_end_to_end(self):
+        graph = CompleteGraph.packed([1, 2])
+        assert (graph.num_targets, graph.num_sources) == (3, 3)
+        assert graph.blocks == ((1, 1), (2, 2))
+        assert graph.edge_index().tolist() == [[0, 1, 2, 1, 2], [0, 1, 1, 2, 2]]
+        assert CompleteGraph.packed([2, 1], causal=True).edge_index().tolist() == [[0, 0, 1, 2], [0, 1, 1, 2]]
+        assert CompleteGraph.packed([1, 3], window=(1, 0)).edge_index().tolist() == [
+            [0, 1, 1, 2, 2, 3],
+            [0, 1, 2, 2, 3, 3],
+        ]
+
+    def test_packed_blocks_of_other_sources(self):
+        graph = CompleteGraph.packed([1, 0, 2], [2, 3, 1])
+        assert (graph.num_targets, graph.num_sources) == (3, 6)
+        assert graph.edge_index().tolist() == [[0, 1, 5, 5], [0, 0, 1, 2]]
+        # In each block the last target sees every source.
+        causal = CompleteGraph.packed([1, 2], [2, 3], causal=True)
+        assert causal.edge_index().tolist() == [[0, 1, 2, 3, 2, 3, 4], [0, 0, 1, 1, 2, 2, 2]]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"lengths": [3, 0, 2]},
+            {"lengths": (3, 0, 2)},
+            {"lengths": torch.tensor([3, 0, 2])},
+            {"lengths": torch.tensor([3, 0, 2], dtype=torch.int32)},
+            {"ptr": torch.tensor([0, 3, 3, 5])},
+            {"ptr": [0, 3, 3, 5]},
+        ],
+    )
+    def test_packed_by_lengths_or_starts(self, arguments):
+        assert CompleteGraph.packed(**arguments).blocks == ((3, 3), (0, 0), (2, 2))
+        sources = {
+            name.replace("lengths", "source_lengths").replace("ptr", "source_ptr"): x for name, x in arguments.items()
+        }
+        assert CompleteGraph.packed([1, 1, 1], **sources).blocks == ((1, 3), (1, 0), (1, 2))
+
+    def test_packed_from_a_batch_of_pyg(self):
+        data = [torch_geometric.data.Data(x=torch.zeros(n, 1)) for n in (2, 3)]
+        assert CompleteGraph.packed(ptr=torch_geometric.data.Batch.from_data_list(data).ptr).blocks == ((2, 2), (3, 3))
+
+    def test_nothing_packed(self):
+        for graph in (
+            CompleteGraph.packed([]),
+            CompleteGraph.packed(ptr=torch.tensor([0])),
+            CompleteGraph.packed([0, 0]),
+        ):
+            assert (graph.num_targets, graph.num_sources) == (0, 0)
+            assert graph.edge_index().shape == (2, 0)
+            assert graph.edge_index().dtype == torch.int64
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({}, "needs the lengths of its blocks, or the ptr"),
+            ({"source_lengths": [1, 2]}, "needs the lengths of its blocks, or the ptr"),
+            ({"lengths": [1, 2], "ptr": torch.tensor([0, 1, 3])}, "lengths and ptr say the same thing"),
+            (
+                {"lengths": [1, 2], "source_lengths": [1, 2], "source_ptr": torch.tensor([0, 1, 3])},
+                "source_lengths and source_ptr say the same thing",
+            ),
+            ({"ptr": torch.tensor([0, 3, 2])}, r"ptr holds where each block begins.*never falls; got \[0, 3, 2\]"),
+            ({"ptr": torch.tensor([1, 3])}, r"starts at 0 and never falls; got \[1, 3\]"),
+            ({"ptr": torch.tensor([], dtype=torch.int64)}, "ptr holds where each block begins"),
+            ({"ptr": torch.tensor([[0, 1], [1, 2]])}, "ptr holds where each block begins"),
+            ({"lengths": [1, 2], "source_ptr": torch.tensor([1, 3, 4])}, "source_ptr holds where each block begins"),
+            ({"lengths": [2, -1]}, r"lengths must not be negative; got \[2, -1\]"),
+            ({"lengths": [2, 1], "source_lengths": [2, -1]}, "source_lengths must not be negative"),
+            ({"lengths": torch.tensor([2.0, 1.0])}, "lengths holds one integer for each"),
+            ({"lengths": [2.0, 1.0]}, "lengths holds one integer for each"),
+            ({"lengths": torch.tensor([True, False])}, "lengths holds one integer for each"),
+            ({"lengths": torch.tensor([[2, 1]])}, r"lengths holds one integer for each block, \[B\]; got \[1, 2\]"),
+            ({"ptr": torch.tensor([0.0, 2.0])}, "ptr holds one integer for each"),
+            ({"lengths": [2, 1], "source_lengths": [2, 1, 1]}, "targets have 2 blocks and sources 3"),
+            ({"lengths": [2, 1], "window": (1, -1)}, "window is"),
+        ],
+    )
+    def test_wrongly_packed(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            CompleteGraph.packed(**arguments)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"source_lengths": torch.tensor([5, 6])}, r"source_lengths must lie between 0 and 5; got \[5, 6\]"),
+            ({"target_lengths": torch.tensor([5, 4])}, r"target_lengths must lie between 0 and 4; got \[5, 4\]"),
+            ({"source_lengths": torch.tensor([5, -1])}, r"source_lengths must not be negative; got \[5, -1\]"),
+            ({"source_lengths": torch.tensor(3)}, "source_lengths holds one integer for each"),
+            (
+                {"source_lengths": torch.tensor([5, 4]), "target_lengths": torch.tensor([4])},
+                r"for the same batch; got \[2\] and \[1\]",
+            ),
+        ],
+    )
+    def test_wrong_lengths(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            CompleteGraph(4, 5, **arguments)
+
+    def test_lengths_that_are_no_tensor(self):
+        with pytest.raises(TypeError, match="source_lengths must be a tensor; got list"):
+            CompleteGraph(4, source_lengths=[1, 2])
+
+    def test_with_causal(self):
+        lengths = torch.tensor([1, 2])
+        graph = CompleteGraph(2, 3, window=(4, 1), source_lengths=lengths, target_lengths=lengths)
+        causal = graph.with_causal()
+        assert causal.causal
+        assert not graph.causal
+        assert (causal.num_targets, causal.num_sources, causal.window) == (2, 3, (4, 1))
+        assert causal.source_lengths is causal.target_lengths is lengths
+        assert causal.edge_index().tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 1, 1]]
+        assert causal.with_causal() is causal
+        packed = CompleteGraph.packed([2, 1]).with_causal()
+        assert packed.blocks == ((2, 2), (1, 1))
+        assert packed.edge_index().tolist() == [[0, 0, 1, 2], [0, 1, 1, 2]]
+
+    def test_with_source_lengths(self):
+        graph = CompleteGraph(2, 3, causal=True, window=2)
+        padded = graph.with_source_lengths(torch.tensor([1, 3]))
+        assert graph.source_lengths is None
+        assert padded.source_lengths.tolist() == [1, 3]
+        assert (padded.num_targets, padded.num_sources, padded.causal, padded.window) == (2, 3, True, (2, 2))
+        with pytest.raises(ValueError, match="source_lengths must lie between 0 and 3"):
+            graph.with_source_lengths(torch.tensor([4]))
+
+    def test_what_a_window_leaves(self):
+        graph = CompleteGraph(3, 4, window=(1, 0))
+        assert graph.reach == (1, 0)
+        assert graph.edge_index().tolist() == [[0, 1, 1, 2, 2, 3], [0, 0, 1, 1, 2, 2]]
+        assert graph.visible(2, 4, 1).int().tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
+        assert CompleteGraph(3, window=(1, 2), causal=True).reach == (1, 0)
+        assert CompleteGraph(3, causal=True).reach == (None, 0)
+        assert CompleteGraph(3).reach == (None, None)
+
+    def test_lengths_leave_edges_between_real_nodes(self):
+        graph = CompleteGraph(2, source_lengths=torch.tensor([1, 2]), target_lengths=torch.tensor([2, 1]))
+        index = graph.edge_index()
+        assert index.tolist() == [[0, 1, 0, 1], [0, 0, 1, 1]]
+        assert graph.length_mask(index).int().tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]
+        assert CompleteGraph(2).length_mask(index) is None
+
+    @pytest.mark.parametrize("batch", [(), (5,)])
+    def test_entries_of_matrices_and_back(self, batch):
+        for graph in (CompleteGraph(3, 4, causal=True), CompleteGraph.packed([1, 0, 2], [2, 3, 1])):
+            index = graph.edge_index()
+            weights = torch.rand(*batch, index.size(1), 2)
+            matrices = graph.to_dense(weights, index)
+            if graph.blocks is None:
+                assert matrices.shape == (*batch, 2, 3, 4)
+                assert torch.equal(graph.pick(matrices, index), weights)
+                continue
+            assert [tuple(matrix.shape) for matrix in matrices] == [
+                (*batch, 2, 1, 2),
+                (*batch, 2, 0, 3),
+                (*batch, 2, 2, 1),
+            ]
+            if not batch:
+                largest = torch.zeros(3, 2, 2, 3)
+                for place, matrix in enumerate(matrices):
+                    largest[place, :, : matrix.size(1), : matrix.size(2)] = matrix
+                assert torch.equal(graph.pick(largest, index), weights)
+
+    def test_copies(self):
+        graph = CompleteGraph.packed([1, 2], causal=True)
+        for copied in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+            assert torch.equal(copied.edge_index(), graph.edge_index())
+
+    def test_repr(self):
+        assert repr(CompleteGraph(3, 5)) == "CompleteGraph(3, 5)"
+        assert repr(CompleteGraph.packed([1, 2], [4, 1], causal=True)) == "CompleteGraph(3, 5, causal=True, 2 blocks)"
+        lengths = torch.tensor([1])
+        assert (
+            repr(CompleteGraph(3, source_lengths=lengths, target_lengths=lengths))
+            == "CompleteGraph(3, 3, source_lengths=..., target_lengths=...)"
+        )

@@ -13,8 +13,13 @@ PUBLIC = {
         "AdditiveScore Attention CompleteGraph Distribution DotScore GATScore Score Softmax SparseGraph attend backend "
         "check_finite datasets models nn softmax"
     ),
-    gattn.nn: "GATConv GATv2Conv TransformerConv",
-    gattn.models: "GAT",
+    gattn.nn: (
+        "ALiBi GATConv GATv2Conv GPSConv GraphPositionalEncoding KeyValueCache LearnedPositionalEncoding "
+        "MultiheadAttention RelativePosition RelativePositionBias RotaryPositionalEncoding SinusoidalPositionalEncoding "
+        "Transformer TransformerConv TransformerDecoder TransformerDecoderLayer TransformerEncoder "
+        "TransformerEncoderLayer"
+    ),
+    gattn.models: "GAT TransformerLM TransformerSeq2Seq",
 }
 
 

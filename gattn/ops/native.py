@@ -10,7 +10,6 @@ import ctypes
 import os
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 # Part of the C interface: see csrc/arguments.h.
 PADDING = 64

@@ -1,0 +1,179 @@
+"""What benchmarks of speed share: a process for each measurement, the check that comes first, memory, and times."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+MIN_REPEATS = 3
+"""Repeats that even a slow peer makes."""
+
+#: Outcomes that are results. What was wrong or failed is tried again.
+FINAL = ("ok", "out of memory", "timed out")
+
+#: What another row must have in common with a run for not being made again.
+VERSIONS = ("gattn", "torch", "torch-geometric", "machine")
+
+
+def check(results: dict[str, Tensor], expected: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Error and budget of each result, relative to its scale, the largest element.
+
+    Raises:
+        ValueError: If a result is missing, or there is one that nobody expects.
+    """
+    if set(results) != set(expected):
+        raise ValueError(f"the results are {sorted(results)}, expected were {sorted(expected)}")
+    errors = {}
+    for name, truth in expected.items():
+        actual = results[name].detach()
+        if truth["rows"] is not None:
+            actual = actual[truth["rows"]]
+        error = (actual.double().reshape(truth["exact"].shape) - truth["exact"]).abs().max().item()
+        scale = truth["scale"] or 1.0
+        errors[name] = (error / scale, truth["budget"] / scale)
+    return errors
+
+
+def peak_above(function: Callable[[], Any]) -> tuple[Any, int]:
+    """Calls the function; its result, and how far the process's resident memory rose meanwhile, in bytes.
+
+    Where Linux does not count anew, what rose above the largest that there ever was.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would be used again, uncounted
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result = function()
+        return result, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    before = _memory("VmRSS")
+    result = function()
+    return result, max(_memory("VmHWM") - before, 0) * 1024
+
+
+def _memory(name: str) -> int:
+    """An entry of the process's status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def timed(function: Callable[[], Any], repeats: int, seconds: float) -> dict[str, Any]:
+    """Seconds that calls take, after a warm-up of as many calls as fit in a tenth of the time.
+
+    Args:
+        function: What is timed.
+        repeats: Calls at most.
+        seconds: Or until so much time has passed, after `MIN_REPEATS` calls.
+    """
+    start = time.perf_counter()
+    for _ in range(MIN_REPEATS):
+        function()
+        if time.perf_counter() - start > seconds / 10:
+            break
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < repeats and (len(times) < MIN_REPEATS or time.perf_counter() - start < seconds):
+        before = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - before)
+    return spread(times)
+
+
+def spread(times: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles, and the times themselves."""
+    low, middle, high = statistics.quantiles(times if len(times) > 1 else [*times, *times], n=4, method="inclusive")
+    return {"median": middle, "q1": low, "q3": high, "times": [float(f"{seconds:.4g}") for seconds in times]}
+
+
+# Processes -----------------------------------------------------------------------------------------------------------
+
+
+#: Imported once, for all processes.
+PRELOADED = ("gattn", "matplotlib.pyplot", "rich.progress", "torch_geometric.nn")
+
+
+def run_apart(function: Callable[..., Any], *arguments: Any, timeout: float) -> tuple[str, Any]:
+    """Calls the function in a process of its own.
+
+    Returns:
+        `("ok", what it returned)`; or what happened instead, `"out of memory"`, `"timed out"` or `"failed"`, and why.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return "timed out", f"after {timeout:g} s"
+        answer = receiver.recv()
+        process.join(10)  # so that the compiler's helpers are put away
+        return answer
+    except EOFError:
+        process.join()
+        # Nobody but the kernel, short of memory, sends a signal that cannot be caught.
+        if process.exitcode == -signal.SIGKILL:
+            return "out of memory", "killed"
+        return "failed", f"the process ended with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """What a child process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its child
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the one to be killed if memory runs out
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    try:
+        answer = "ok", function(*arguments)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0]}"[:120]
+        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        answer = ("out of memory" if is_memory else "failed"), reason
+    sender.send(answer)
+
+
+# Reports -------------------------------------------------------------------------------------------------------------
+
+
+def median(row: dict[str, Any] | None, mode: str) -> float | None:
+    """The row's median time, if it has one."""
+    return row[mode]["median"] if row is not None and mode in row else None
+
+
+def ratio(other: float | None, own: float | None, digits: str = ".1f") -> str:
+    """How many times as much the other is."""
+    return f"{other / own:{digits}}×" if other and own else "–"
+
+
+def quartiles(row: dict[str, Any], mode: str) -> str:
+    """Median and quartiles in milliseconds, or what happened instead."""
+    if row["outcome"] != "ok":
+        return row["outcome"]
+    if mode not in row:
+        return "–"
+    low, middle, high = (f"{1000 * row[mode][name]:.4g}" for name in ("q1", "median", "q3"))
+    return f"{middle} ({low}–{high})"

@@ -1,0 +1,627 @@
+import functools
+import math
+import re
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import gattn
+from benchmarks import measuring, sequence
+from benchmarks.results import ResultsFile, machine
+
+TEXT = "\n".join(f"{number} times {number} is {number * number}" for number in range(60))
+SETTING = sequence.Setting(
+    num_layers=1,
+    heads=2,
+    channels=8,
+    context=8,
+    batch=3,
+    learning_rate=0.01,
+    evaluate_every=10,
+    warm_up=5,
+    random_batches=2,
+)
+RUN = sequence.Run("text", "gattn", 0, 24, 1, SETTING)
+CASE = sequence.Case("speed", "full", 6, "gattn", 2, 8, 2, 0, 1, 3, 0.01)
+KINDS = [
+    *((graph, peer) for graph in ("full", "causal", "window") for peer in ("gattn", "torch", "sdpa")),
+    *(("ragged", peer) for peer in ("gattn", "gattn-padded", "torch", "sdpa")),
+]
+
+
+def here(function, *arguments, timeout):
+    """In place of `sequence.run_apart`: the same in this process."""
+    return "ok", function(*arguments)
+
+
+@pytest.fixture(autouse=True)
+def leave_this_process_as_it_was(monkeypatch):
+    monkeypatch.setattr(sequence, "prepare_process", lambda case: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The benchmark on a small text, a small model and short sequences, without other processes."""
+    monkeypatch.setattr(gattn.datasets, "load_text", lambda name: TEXT)
+    monkeypatch.setattr(sequence, "Setting", functools.partial(sequence.Setting, **asdict(SETTING)))
+    monkeypatch.setattr(sequence, "run_apart", here)
+    monkeypatch.setattr(sequence, "peak_above", lambda function: (function(), 10**6))  # collecting garbage takes long
+    for name, value in {
+        "CHANNELS": 8,
+        "HEADS": 2,
+        "BATCH": 2,
+        "LENGTHS": (4, 6, 9),
+        "NODES": (8, 16, 32),
+        "WINDOW": (2, 0),
+        "RAGGED": (16, 16),
+        "EDGES_PER_NODE": 3,
+        "CHUNK": 4,
+        "SAMPLE": 20,
+    }.items():
+        monkeypatch.setattr(sequence, name, value)
+
+
+def arguments(out, *more):
+    quick = ["--quick", "--iterations", "12", "--repeats", "2", "--seconds", "0.001", "--threads", "1"]
+    return [*quick, *more, "--out", str(out)]
+
+
+def measured(case, path):
+    sequence.write_reference(case, path / "reference.pt")
+    return sequence.measure(case, path / "reference.pt")
+
+
+def row_of(case, seconds=0.1, **changes):
+    times = {"median": seconds, "q1": seconds, "q3": seconds, "times": [seconds]}
+    row = {"outcome": "ok", "reason": "", "peak_bytes": 10**7, "forward_peak_bytes": 10**6}
+    return {**asdict(case), **row, "forward": times, "forward_backward": times, **machine(), **changes}
+
+
+def train_all(runs, folder, corpus):
+    results = ResultsFile(folder / "runs.jsonl")
+    results.open()
+    sequence.train(runs, corpus, results, sequence.Console(markup=False))
+    return results.rows()
+
+
+@pytest.fixture
+def corpus():
+    return sequence.Corpus(TEXT)
+
+
+class TestText:
+    def test_the_last_tenth_validates(self, corpus):
+        tokens = torch.cat([corpus.train, corpus.validation]).tolist()
+        assert "".join(corpus.symbols[token] for token in tokens) == TEXT
+        assert corpus.train.numel() == int(0.9 * len(TEXT))
+        assert corpus.name != sequence.Corpus(TEXT + "!").name
+
+    def test_batches_are_pieces_of_the_text(self, corpus):
+        pieces = sequence.draw_batch(corpus.train, SETTING, 0, 0)
+        assert pieces.shape == (3, 9)
+        for piece in pieces:
+            assert "".join(corpus.symbols[token] for token in piece) in TEXT
+
+    def test_batches_depend_on_seed_and_iteration(self, corpus):
+        keys = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 1)]
+        first, again = ([sequence.draw_batch(corpus.train, SETTING, *key).tolist() for key in keys] for _ in range(2))
+        assert first == again
+        assert all(a != b for place, a in enumerate(first) for b in first[:place])
+
+    @pytest.mark.parametrize("length", [25, 26, 32])
+    def test_the_whole_loss_is_the_mean_over_all_tokens_but_the_first(self, corpus, length):
+        model, tokens = sequence.build_model(RUN, len(corpus.symbols)), corpus.validation[:length]
+        total = 0.0
+        for place in range(1, length):
+            first = (place - 1) // 8 * 8
+            logits = model(tokens[first:place].unsqueeze(0))[0, -1]
+            total -= logits.log_softmax(-1)[tokens[place]].item()
+        assert sequence.whole_loss(model, tokens, 8) == pytest.approx(total / (length - 1), rel=1e-5)
+
+    def test_learning_rate(self):
+        rates = [sequence.learning_rate(sequence.Setting(), iteration, 2000) for iteration in range(2001)]
+        assert rates[0] == pytest.approx(1e-3 / 101)
+        assert rates[100] == max(rates) == 1e-3
+        assert rates[1050] == pytest.approx((1e-3 + 1e-4) / 2)
+        assert rates[2000] == pytest.approx(1e-4)
+        assert all(a > b for a, b in pairwise(rates[100:]))
+
+
+class TestTraining:
+    def test_the_published_setting(self):
+        """0.80 M parameters: nanoGPT counts them without positions."""
+        model = sequence.build_model(replace(RUN, setting=sequence.Setting()), 65)
+        assert sum(x.numel() for x in model.parameters()) - 64 * 128 == 795_904
+        assert isinstance(model.layers[0], gattn.nn.TransformerEncoderLayer)
+
+    def test_both_kinds_of_layers_start_equal_and_learn_alike(self, corpus, tmp_path):
+        rows = train_all([RUN, replace(RUN, layers="torch")], tmp_path, corpus)
+        ours, theirs = ([point["val_loss"] for point in row["curve"]] for row in rows)
+        assert [row["layers"] for row in rows] == ["gattn", "torch"]
+        assert [point["iteration"] for point in rows[0]["curve"]] == [0, 10, 20, 24]
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert ours[0] == pytest.approx(math.log(len(corpus.symbols)), rel=0.02)
+        assert ours[-1] < ours[0] - 0.05
+        models = [sequence.build_model(replace(RUN, layers=layers), 5) for layers in sequence.LAYERS]
+        assert type(models[1].layers[0]) is torch.nn.TransformerEncoderLayer
+        for name, weight in models[0].state_dict().items():
+            assert torch.equal(weight, models[1].state_dict()[name])
+
+    def test_norms_do_not_decay(self, corpus, tmp_path):
+        groups = sequence.Training(RUN, corpus, tmp_path).optimizer.param_groups
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+        assert [{x.dim() for x in group["params"]} for group in groups] == [{2}, {1}]
+        assert groups[0]["betas"] == (0.9, 0.99)
+
+    @pytest.mark.parametrize("layers", sequence.LAYERS)
+    def test_an_interrupted_run_ends_with_the_same_numbers(self, layers, corpus, tmp_path, monkeypatch):
+        run, steps = replace(RUN, layers=layers), []
+        (tmp_path / "whole").mkdir()
+        whole = sequence.Training(run, corpus, tmp_path / "whole")
+        whole.advance(24)
+
+        step = sequence.Training._step
+
+        def cut_off(training):
+            if training.iteration == 17 and not steps:
+                raise KeyboardInterrupt
+            steps.append(training.iteration)
+            step(training)
+
+        first = sequence.Training(run, corpus, tmp_path)
+        first.advance(17)
+        monkeypatch.setattr(sequence.Training, "_step", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            first.advance(7)
+        second = sequence.Training(run, corpus, tmp_path)
+        second.advance(24)
+        assert steps == list(range(10, 24))
+        assert second.curve == whole.curve
+        assert len(second.seconds) == 24
+        assert second.sample(30) == whole.sample(30)
+        for name, weight in whole.model.state_dict().items():
+            assert torch.equal(weight, second.model.state_dict()[name])
+
+    def test_a_run_that_was_cut_off_before_its_row_is_reported(self, corpus, tmp_path):
+        sequence.Training(RUN, corpus, tmp_path).advance(24)
+        rows = train_all([RUN], tmp_path, corpus)
+        assert len(rows) == 1
+        assert len(rows[0]["iteration"]["times"]) == 24
+
+    def test_a_checkpoint_of_another_setting_is_not_used(self, corpus, tmp_path):
+        sequence.Training(RUN, corpus, tmp_path).advance(10)
+        assert sequence.Training(RUN, corpus, tmp_path).iteration == 10
+        other = replace(RUN, setting=replace(SETTING, learning_rate=1.0))
+        assert sequence.Training(other, corpus, tmp_path).iteration == 0
+
+    def test_turns(self, corpus, tmp_path, monkeypatch):
+        monkeypatch.setattr(sequence, "CHUNK", 10)
+        done = []
+
+        def advance(training, count):
+            done.append((training.run.layers, count))
+            training.iteration = min(training.iteration + count, 24)
+
+        trainings = [sequence.Training(replace(RUN, layers=layers), corpus, tmp_path) for layers in sequence.LAYERS]
+        trainings[1].iteration = 10
+        for training in sequence.turns(trainings):
+            advance(training, 10)
+        order = [layers for layers, _ in done]
+        assert order == ["gattn", "torch", "gattn", "gattn", "torch"]
+
+    def test_nan_ends_it(self, corpus, tmp_path):
+        training = sequence.Training(RUN, corpus, tmp_path)
+        with torch.no_grad():
+            training.model.norm.weight.fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match="became nan in iteration 0"):
+            training.advance(1)
+
+    def test_the_sample(self, corpus, tmp_path):
+        training = sequence.Training(RUN, corpus, tmp_path)
+        text = training.sample(30)
+        assert len(text) == 30
+        assert set(text) <= set(TEXT)
+        start = torch.tensor([[corpus.symbols.index("\n")]])
+        generator = torch.Generator().manual_seed(0)
+        tokens = training.model.generate(start, 30, temperature=0.8, use_cache=False, generator=generator)
+        assert "".join(corpus.symbols[token] for token in tokens[0, 1:]) == text
+
+
+class TestInputs:
+    def test_lengths(self):
+        lengths = sequence.lengths_of(replace(CASE, graph="ragged", length=512, batch=64))
+        assert len(lengths) == 64
+        assert 32 <= min(lengths) < 80
+        assert 460 < max(lengths) <= 512
+        assert sequence.lengths_of(CASE) == [6, 6]
+
+    def test_neighbours(self, monkeypatch):
+        monkeypatch.setattr(sequence, "WINDOW", (1, 0))
+        targets = torch.tensor([1, 2])
+        assert sequence.neighbours("causal", targets, 3).tolist() == [[1, 1, 0], [1, 1, 1]]
+        assert sequence.neighbours("window", targets, 3).tolist() == [[1, 1, 0], [0, 1, 1]]
+        edge_index = torch.tensor([[0, 0, 2, 1], [1, 1, 2, 0]])
+        assert sequence.neighbours("sparse", targets, 3, edge_index).tolist() == [[2, 0, 0], [0, 0, 1]]
+
+    @pytest.mark.parametrize(
+        ("graph", "edges"), [("full", 2 * 200**2), ("causal", 200 * 201), ("window", 2 * (72 * 128 + 128 * 129 // 2))]
+    )
+    def test_number_of_edges(self, graph, edges):
+        assert replace(CASE, graph=graph, length=200).num_edges() == edges
+        assert replace(CASE, graph="sparse", length=200, batch=1).num_edges() == 3200
+
+    def test_every_node_of_the_sparse_graph_has_as_many_edges(self):
+        edge_index = sequence.draw(replace(CASE, part="graphs", graph="sparse", length=9), "layer").edge_index
+        assert edge_index[1].bincount().tolist() == [16] * 9
+
+
+class TestReference:
+    @pytest.mark.parametrize("graph", ["full", "causal", "window"])
+    def test_against_pytorch(self, graph, monkeypatch):
+        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence, "CHUNK_LOGITS", 30)  # two targets at a time
+        case = replace(CASE, graph=graph)
+        inputs = sequence.draw(case, "layer")
+        results = sequence.reference(case, inputs, torch.float64)
+        layer = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+        layer.load_state_dict(inputs.parameters)
+        x = inputs.tokens["x"].double().view(2, 6, 8).requires_grad_()
+        distance = torch.arange(6) - torch.arange(6).unsqueeze(1)
+        hidden = {"full": distance > 9, "causal": distance > 0, "window": (distance > 0) | (distance < -2)}[graph]
+        out = layer(x, x, x, need_weights=False, attn_mask=hidden)[0]
+        leaves = {"x": x, **dict(layer.named_parameters())}
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.grad.double().view(2, 6, 8))
+        torch.testing.assert_close(results["output"], out.detach().flatten(0, 1))
+        for name, grad in zip(leaves, grads, strict=True):
+            torch.testing.assert_close(
+                results[f"gradient of {name}"], grad.reshape(results[f"gradient of {name}"].shape)
+            )
+
+    def test_an_edge_that_is_there_twice_counts_twice(self):
+        case = replace(CASE, part="graphs", graph="sparse", length=3, batch=1, heads=1)
+        tokens = {name: torch.randn(3, 8) for name in ("query", "key", "value")}
+        edge_index = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 1, 2]])
+        out = sequence.plain(case, tokens, {}, edge_index)
+        logits = tokens["key"][[0, 0, 1]] @ tokens["query"][0] / math.sqrt(8)
+        torch.testing.assert_close(out[0], logits.softmax(0) @ tokens["value"][[0, 0, 1]])
+        torch.testing.assert_close(out[1], tokens["value"][0])
+
+    @pytest.mark.parametrize(("graph", "peer"), KINDS)
+    @pytest.mark.parametrize("length", [9, 80])
+    def test_peers_are_right(self, graph, peer, length, tmp_path, monkeypatch):
+        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        row = measured(replace(CASE, graph=graph, peer=peer, length=length, batch=3), tmp_path)
+        assert row["outcome"] == "ok", row["reason"]
+        names = ("query", "key", "value") if peer == "sdpa" else ("x", "in_proj_weight", "out_proj.bias")
+        assert {"output", "output without autograd", *(f"gradient of {name}" for name in names)} <= set(row["errors"])
+        assert all(error["error"] < 1e-5 for error in row["errors"].values())
+        assert row["peak_bytes"] >= 0
+        for mode in sequence.MODES:
+            assert 0 < row[mode]["q1"] <= row[mode]["median"] <= row[mode]["q3"]
+            assert len(row[mode]["times"]) == 3
+
+    @pytest.mark.parametrize("graph", sequence.GRAPH_COLOURS)
+    def test_graphs_are_right(self, graph, tmp_path, monkeypatch):
+        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        row = measured(replace(CASE, part="graphs", graph=graph, batch=1, length=80), tmp_path)
+        assert row["outcome"] == "ok", row["reason"]
+        assert "gradient of x" in row["errors"]
+
+    def test_of_long_sequences_the_output_alone_is_compared(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sequence, "CHECKED_LENGTH", 5)
+        row = measured(CASE, tmp_path)
+        assert set(row["errors"]) == {"output", "output without autograd"}
+        assert row["outcome"] == "ok"
+
+
+class TestWrongResults:
+    @pytest.mark.parametrize("peer", ["gattn", "sdpa"])
+    def test_one_percent_is_caught_in_each_result(self, peer):
+        case = replace(CASE, peer=peer, graph="ragged", batch=3)
+        expected, results = sequence.expected_of(case, case.kind), sequence.Computation(case).results()
+        assert set(results) == set(expected)
+        assert all(error <= budget for error, budget in sequence.check(results, expected).values())
+        for name in expected:
+            errors = sequence.check({**results, name: results[name] * 1.01}, expected)
+            assert [other for other, (error, budget) in errors.items() if error > budget] == [name]
+
+    @pytest.mark.parametrize("factor", [1.01, float("nan")])
+    def test_no_time_is_given(self, factor, tmp_path, monkeypatch):
+        class Wrong(gattn.nn.MultiheadAttention):
+            def forward(self, *args, **kwargs):
+                return super().forward(*args, **kwargs)[0] * factor, None
+
+        monkeypatch.setattr(gattn.nn, "MultiheadAttention", Wrong)
+        row = measured(CASE, tmp_path)
+        assert set(row) == {"outcome", "reason"}
+        assert row["outcome"] == "WRONG"
+        assert "is off by" in row["reason"]
+
+    @pytest.mark.parametrize("graph", ["causal", "window", "ragged"])
+    @pytest.mark.parametrize(("peer", "function"), [("gattn-padded", "gattn_options"), ("torch", "torch_options")])
+    def test_a_peer_that_sees_too_much_is_wrong(self, graph, peer, function, tmp_path, monkeypatch):
+        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence, function, lambda *args: {})
+        assert measured(replace(CASE, graph=graph, peer=peer, batch=3), tmp_path)["outcome"] == "WRONG"
+
+    def test_it_is_shown_and_tried_again(self, tiny, tmp_path, monkeypatch, capsys):
+        few = arguments(tmp_path, "--parts", "speed")
+        with monkeypatch.context() as patch:
+            patch.setattr(sequence, "torch_options", lambda case, real: {})
+            sequence.main(few)
+        table = (tmp_path / "speed.md").read_text()
+        assert "| causal | 4 | torch | WRONG | WRONG |" in table
+        assert "speed window 9 torch: WRONG: output without autograd is off by" in table
+        assert "WRONG" in capsys.readouterr().out
+        sequence.main(few)
+        assert "WRONG" not in (tmp_path / "speed.md").read_text()
+
+
+class TestResuming:
+    def test_nothing_is_done_twice(self, tiny, tmp_path, monkeypatch, capsys):
+        sequence.main(arguments(tmp_path))
+        names = ("runs.jsonl", "lm.md", "lm-gattn.txt", "speed.md", "graphs.md")
+        before = [(tmp_path / name).read_text() for name in names]
+        monkeypatch.setattr(sequence, "measure", lambda *args: pytest.fail("measured again"))
+        monkeypatch.setattr(sequence, "Training", lambda *args: pytest.fail("trained again"))
+        capsys.readouterr()
+        sequence.main(arguments(tmp_path))
+        printed = capsys.readouterr().out
+        assert "2 of 2 training runs are in" in printed
+        assert "34 of 34 measurements are in" in printed
+        assert [(tmp_path / name).read_text() for name in names] == before
+
+    def test_an_interruption_keeps_what_has_finished(self, tiny, tmp_path, monkeypatch, capsys):
+        measure = sequence.measure
+
+        def interrupted(case, expected):
+            if case.graph == "causal":
+                raise KeyboardInterrupt
+            return measure(case, expected)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sequence, "measure", interrupted)
+            with pytest.raises(SystemExit) as exit_info:
+                sequence.main(arguments(tmp_path, "--parts", "speed"))
+        assert exit_info.value.code == 130
+        assert "the same command goes on from there" in capsys.readouterr().out.replace("\n", " ")
+        rows = ResultsFile(tmp_path / "runs.jsonl").rows()
+        assert [(row["graph"], row["length"], row["peer"]) for row in rows] == [
+            ("full", length, peer) for length in (4, 9) for peer in ("gattn", "torch", "sdpa")
+        ]
+        sequence.main(arguments(tmp_path, "--parts", "speed"))
+        assert "6 of 22 measurements are in" in capsys.readouterr().out
+
+    def test_an_interrupted_training_goes_on(self, tiny, tmp_path, monkeypatch, capsys):
+        step = sequence.Training._step
+
+        def cut_off(training):
+            if training.iteration == 22:
+                raise KeyboardInterrupt
+            step(training)
+
+        def lm(folder):
+            sequence.main(arguments(folder, "--parts", "lm", "--iterations", "24"))
+
+        lm(tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(sequence.Training, "_step", cut_off)
+            with pytest.raises(SystemExit):
+                lm(tmp_path / "parts")
+        assert not ResultsFile(tmp_path / "parts" / "runs.jsonl").rows()
+        lm(tmp_path / "parts")
+        rows = [
+            {row["layers"]: (row["curve"], row["sample"]) for row in ResultsFile(tmp_path / name / "runs.jsonl").rows()}
+            for name in ("whole", "parts")
+        ]
+        assert rows[0] == rows[1]
+        assert set(rows[0]) == {"gattn", "torch"}
+
+    def test_another_version_is_measured_anew(self, tiny, tmp_path, monkeypatch):
+        few = arguments(tmp_path, "--parts", "lm", "graphs", "--layers", "gattn")
+        sequence.main(few)
+        monkeypatch.setattr("gattn.__version__", "9.9")
+        sequence.main(few)
+        assert len(ResultsFile(tmp_path / "runs.jsonl").rows()) == 2 * (1 + 12)
+
+    def test_without_a_reference_nothing_is_measured(self, tiny, tmp_path, monkeypatch):
+        def apart(function, *arguments, timeout):
+            killed = function is sequence.write_reference
+            return ("out of memory", "killed") if killed else here(function, *arguments, timeout=timeout)
+
+        monkeypatch.setattr(sequence, "run_apart", apart)
+        sequence.main(arguments(tmp_path, "--parts", "speed"))
+        rows = ResultsFile(tmp_path / "runs.jsonl").rows()
+        assert {row["reason"] for row in rows} == {"no reference: out of memory killed"}
+
+
+class TestReport:
+    def report(self):
+        """PyTorch takes twice as long and three times the memory; its second round at length 6 is slower."""
+        window = replace(CASE, graph="window")
+        ragged = [replace(CASE, graph="ragged", peer=peer) for peer in ("gattn", "gattn-padded", "torch", "sdpa")]
+        torch_cases = [replace(CASE, peer="torch"), replace(CASE, peer="torch", round=1)]
+        cases = [CASE, *torch_cases, window, *ragged]
+        rows = [
+            row_of(CASE),
+            *(
+                row_of(case, seconds, peak_bytes=3 * 10**7)
+                for case, seconds in zip(torch_cases, (0.1, 0.3), strict=True)
+            ),
+        ]
+        rows += [
+            row_of(window, 0.02),
+            *(row_of(case, time) for case, time in zip(ragged, (0.1, 0.15, 0.18, 0.2), strict=True)),
+        ]
+        rows[-1] = {**asdict(ragged[-1]), "outcome": "out of memory", "reason": "killed", **machine()}
+        return sequence.Report(cases, rows)
+
+    def test_rounds_are_taken_together(self):
+        rows = [row_of(CASE, 0.1), row_of(replace(CASE, round=1), 0.3, peak_bytes=2 * 10**7)]
+        merged = sequence.merge(rows)
+        assert merged["forward"]["median"] == pytest.approx(0.2)
+        assert merged["forward"]["times"] == [0.1, 0.3]
+        assert merged["peak_bytes"] == 2 * 10**7
+        rows[1]["outcome"] = "WRONG"
+        assert sequence.merge(rows)["outcome"] == "WRONG"
+
+    def test_speed(self):
+        report = self.report()
+        lines = {(line["graph"], line["peer"]): line for line in sequence.speed_lines(report)}
+        assert len(lines) == 7
+        assert lines["full", "gattn"]["forward + backward, torch's ÷"] == "2.00×"
+        assert lines["full", "gattn"]["peak, torch's ÷"] == "3.0×"
+        assert lines["full", "torch"]["forward, ms"].startswith("200 (")
+        assert lines["window", "gattn"]["forward, torch's ÷"] == "–"
+        assert lines["ragged", "sdpa"]["forward, ms"] == "out of memory"
+        assert sequence.speed_remarks(report) == [
+            "window 6: 5.0× as fast as full attention, forward + backward.",
+            "ragged 6: 1.5× as fast as padding it with gattn, forward + backward.",
+            "ragged 6: 1.8× as fast as padding it with torch, forward + backward.",
+        ]
+
+    def test_graphs(self):
+        cases = [replace(CASE, part="graphs", graph="full", batch=1, length=length) for length in (10, 20)]
+        rows = [row_of(cases[0], 0.001), row_of(cases[1], 0.004, peak_bytes=3 * 10**7)]
+        first, second = sequence.graph_lines(sequence.Report(cases, rows))
+        assert (first["edges"], second["edges"]) == ("100", "400")
+        assert second["forward + backward, ns an edge"] == "10000.0"
+        assert second["time, half as many nodes' ×"] == "4.0×"
+        assert second["peak, half as many nodes' ×"] == "3.0×"
+        assert first["time, half as many nodes' ×"] == "–"
+
+    def test_lm(self):
+        point = {"iteration": 0, "val_loss": 2.0, "val_loss_random": 2.1}
+        common = {"curve": [point], "val_loss": 2.0, "val_loss_random": 2.1, "parameters": 7, "sample": "to be"}
+        rows = [
+            {
+                **asdict(replace(RUN, layers=layers)),
+                **common,
+                "total_seconds": 100 * time,
+                "iteration": {"median": time, "q1": time, "q3": 2 * time},
+            }
+            for layers, time in (("gattn", 0.011), ("torch", 0.01))
+        ]
+        ours, theirs = sequence.lm_lines(rows)
+        assert ours["an iteration, × torch's"] == ours["all, × torch's"] == "1.100×"
+        assert ours["an iteration, ms"] == "11.00 (11.00–22.00)"
+        assert (ours["validation loss"], ours["over random batches"]) == ("2.0000", "2.1000")
+        assert theirs["all, × torch's"] == "1.000×"
+        assert sequence.lm_lines(rows[:1])[0]["all, × torch's"] == "–"
+
+    def test_written(self, tmp_path, capsys):
+        sequence.write_speed(self.report(), tmp_path, sequence.Console(markup=False))
+        for text in (capsys.readouterr().out, (tmp_path / "speed.md").read_text()):
+            assert "speed ragged 6 sdpa: out of memory: killed" in text
+            assert f"torch {torch.__version__}" in text
+        assert 5_000 < (tmp_path / "speed.png").stat().st_size < 100_000
+
+    @pytest.mark.parametrize("columns", ["40", "80"])
+    def test_a_narrow_terminal_cuts_nothing(self, columns, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", columns)
+        sequence.write_speed(self.report(), tmp_path, sequence.Console(markup=False))
+        assert "…" not in capsys.readouterr().out
+
+
+class TestCommandLine:
+    def test_results(self, tiny, tmp_path, capsys):
+        sequence.main(arguments(tmp_path))
+        rows = ResultsFile(tmp_path / "runs.jsonl").rows()
+        assert [row["part"] for row in rows] == ["lm"] * 2 + ["speed"] * 22 + ["graphs"] * 12
+        assert {row.get("outcome", "ok") for row in rows} == {"ok"}
+        assert all(row["machine"] and row["torch"] and row["gattn"] for row in rows)
+        assert rows[0]["in_turns_with"] == ["gattn", "torch"]
+        for name in sequence.PARTS:
+            assert 5_000 < (tmp_path / f"{name}.png").stat().st_size < 150_000
+        for layers in sequence.LAYERS:
+            assert 10 < len((tmp_path / f"lm-{layers}.txt").read_text()) <= 21
+        assert "nanoGPT's way, which reports 1.88" in (tmp_path / "lm.md").read_text()
+        assert re.search(r"^\| gattn \| \d+ \| 12 \| \d\.\d{4} \|", (tmp_path / "lm.md").read_text(), re.MULTILINE)
+        assert "| ragged | 16 | gattn-padded |" in (tmp_path / "speed.md").read_text()
+        assert "| sparse | 32 | 96 |" in (tmp_path / "graphs.md").read_text()
+        assert "One layer on four graphs" in capsys.readouterr().out
+
+    def test_the_plan(self):
+        cases = sequence.plan(sequence.parse([]))
+        assert len(cases) == 2 * (3 * 6 * 3 + 4 + 4 * 6)
+        assert {(case.channels, case.heads) for case in cases} == {(256, 8)}
+        assert {case.batch for case in cases if case.part == "speed"} == {4, 64}
+        first = [(case.graph, case.length, case.round, case.peer) for case in cases[:7]]
+        assert first == [
+            *(("full", 128, number, peer) for number in (0, 1) for peer in ("gattn", "torch", "sdpa")),
+            ("full", 256, 0, "gattn"),
+        ]
+        ragged = [(case.length, case.batch, case.peer) for case in cases if case.graph == "ragged" and not case.round]
+        assert ragged == [(512, 64, peer) for peer in ("gattn", "gattn-padded", "torch", "sdpa")]
+        sizes = [case.length for case in cases if (case.part, case.graph, case.round) == ("graphs", "sparse", 0)]
+        assert sizes == [256, 512, 1024, 2048, 4096, 8192]
+        # Those that share a reference lie together.
+        problems = [case.problem() for case in cases]
+        changes = sum(a != b for a, b in pairwise(problems))
+        assert changes + 1 == len(set(problems))
+
+    def test_parts_and_layers(self):
+        cases = sequence.plan(sequence.parse(["--parts", "speed", "--layers", "torch"]))
+        assert {case.peer for case in cases} == {"torch", "sdpa"}
+        cases = sequence.plan(sequence.parse(["--parts", "graphs", "lm"]))
+        assert {case.part for case in cases} == {"graphs"}
+        assert sequence.plan(sequence.parse(["--parts", "lm"])) == []
+
+    def test_quick_gives_defaults_only(self):
+        quick = sequence.parse(["--quick"])
+        assert (quick.iterations, quick.rounds, quick.repeats) == (100, 1, 10)
+        assert {case.length for case in sequence.plan(quick)} == {128, 256, 512, 1024}
+        chosen = sequence.parse(["--quick", "--iterations", "7", "--rounds", "3"])
+        assert (chosen.iterations, chosen.rounds) == (7, 3)
+        assert sequence.parse([]).iterations == 2000
+
+    def test_a_missing_text(self, tiny, tmp_path, monkeypatch, capsys):
+        def missing(name):
+            raise gattn.datasets.DatasetUnavailableError("the text is not there")
+
+        monkeypatch.setattr(gattn.datasets, "load_text", missing)
+        with pytest.raises(SystemExit, match="error: the text is not there"):
+            sequence.main(arguments(tmp_path, "--parts", "lm"))
+        sequence.main(arguments(tmp_path, "--layers", "gattn"))
+        assert "Skipped: the text is not there" in capsys.readouterr().out
+        assert {row["part"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()} == {"speed", "graphs"}
+
+    def test_results_that_cannot_be_written_are_an_error_before_anything_runs(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(SystemExit, match="error: results cannot be written to"):
+            sequence.main(arguments(tmp_path / "file"))
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            ["--parts", "all"],
+            ["--layers", "keras"],
+            ["--iterations", "0"],
+            ["--threads", "-1"],
+            ["--rounds", "0"],
+            ["--repeats", "0"],
+            ["--seconds", "0"],
+            ["--timeout", "nan"],
+            ["--seed", "-1"],
+            ["--parts", "graphs", "--layers", "torch"],
+            ["--nonsense"],
+        ],
+    )
+    def test_wrong_arguments(self, wrong, capsys):
+        with pytest.raises(SystemExit):
+            sequence.main(wrong)
+        assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_in_processes(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(sequence, "run_apart", measuring.run_apart)
+    sequence.main(arguments(tmp_path, "--parts", "graphs"))
+    rows = ResultsFile(tmp_path / "runs.jsonl").rows()
+    assert [row["outcome"] for row in rows] == ["ok"] * 12

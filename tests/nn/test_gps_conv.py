@@ -1,0 +1,171 @@
+"""The GPS block against PyG's, and PyG's with our layers inside."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+
+from gattn.nn import GATConv, GATv2Conv, GPSConv, TransformerConv
+from gattn.testing import assert_permutation_equivariant
+
+F, HEADS = 8, 4
+CONVS = {
+    "none": lambda: None,
+    "ours": lambda: GATConv(F, F // 2, heads=2),
+    "theirs": lambda: pyg.GCNConv(F, F),
+}
+
+
+@pytest.fixture
+def batch():
+    return torch.tensor([0] * 4 + [1] + [2] * 6)
+
+
+@pytest.fixture
+def edge_index():
+    edges = torch.randint(0, 4, (2, 8)), torch.tensor([[4], [4]]), torch.randint(5, 11, (2, 15))
+    return torch.cat(edges, 1)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(11, F, dtype=torch.double)
+
+
+def make(conv, **kwargs):
+    """PyG's block and ours, with the same weights, none of them zero or one."""
+    theirs = pyg.GPSConv(F, CONVS[conv](), heads=HEADS, **kwargs)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    ours = GPSConv(F, CONVS[conv](), heads=HEADS, **kwargs)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    return ours.double(), theirs.double()
+
+
+def run(block, x, edge_index, batch):
+    x = x.clone().requires_grad_()
+    out = block(x, edge_index, batch)
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).cos()).sum()
+    parameters = list(block.parameters())
+    return out, torch.autograd.grad(loss, [x, *parameters], allow_unused=block.conv is None)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("norm", ["batch_norm", "graph_norm", "layer_norm", None])
+@pytest.mark.parametrize("conv", CONVS)
+def test_equals_pyg(conv, norm, batched, training, x, edge_index, batch):
+    ours, theirs = (block.train(training) for block in make(conv, norm=norm))
+    batch = batch if batched else None
+    out, gradients = run(ours, x, edge_index, batch)
+    expected, expected_gradients = run(theirs, x, edge_index, batch)
+    torch.testing.assert_close(out, expected)
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    for name, buffer in theirs.named_buffers():
+        torch.testing.assert_close(ours.get_buffer(name), buffer)
+
+
+def test_other_options_equal_pygs(x, edge_index, batch):
+    kwargs = {"act": "leaky_relu", "act_kwargs": {"negative_slope": 0.3}, "norm_kwargs": {"eps": 0.1}}
+    ours, theirs = (block.eval() for block in make("ours", **kwargs))
+    torch.testing.assert_close(ours(x, edge_index, batch), theirs(x, edge_index, batch))
+    different = GPSConv(F, CONVS["ours"](), heads=HEADS).double().eval()
+    different.load_state_dict(theirs.state_dict())
+    assert not torch.allclose(different(x, edge_index, batch), theirs(x, edge_index, batch))
+
+
+def test_arguments_are_pygs():
+    theirs, ours = (list(inspect.signature(block).parameters.values()) for block in (pyg.GPSConv, GPSConv))
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+
+
+def test_same_seed_gives_same_parameters():
+    torch.manual_seed(1)
+    theirs = pyg.GPSConv(F, None, heads=HEADS)
+    torch.manual_seed(1)
+    ours = GPSConv(F, None, heads=HEADS)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+
+
+def test_reset_draws_everything_anew():
+    block = GPSConv(F, GATConv(F, F), heads=HEADS)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.fill_(7)
+    block.reset_parameters()
+    assert not any((parameter == 7).any() for parameter in block.parameters())
+
+
+def test_dropout_acts_in_training_only(x, edge_index, batch):
+    block = GPSConv(F, GATConv(F, F), heads=HEADS, dropout=0.5, norm=None).double()
+    assert not torch.allclose(block(x, edge_index, batch), block(x, edge_index, batch))
+    block.eval()
+    assert torch.equal(block(x, edge_index, batch), block(x, edge_index, batch))
+    # All branches dropped, only the residuals are left: x + x, and the MLP's branch.
+    block = GPSConv(F, GATConv(F, F), heads=HEADS, dropout=1.0, norm=None).double()
+    torch.testing.assert_close(block(x, edge_index, batch), 2 * x)
+
+
+def test_attention_stays_within_a_graph(x, edge_index, batch):
+    block = GPSConv(F, None, heads=HEADS, norm=None).double().eval()
+    out = block(x, edge_index, batch)
+    changed = x.clone()
+    changed[4:] += 1
+    other = block(changed, edge_index, batch)
+    torch.testing.assert_close(other[:4], out[:4])
+    assert not torch.isclose(other[4:], out[4:]).all(-1).any()
+    alone = [block(part, edge_index) for part in x.split([4, 1, 6])]
+    torch.testing.assert_close(out, torch.cat(alone))
+
+
+def test_edge_features_reach_the_layer(x, edge_index, batch):
+    block = GPSConv(F, TransformerConv(F, F, edge_dim=3), heads=HEADS).double().eval()
+    edge_attr = torch.randn(edge_index.size(1), 3, dtype=torch.double)
+    out = block(x, edge_index, batch, edge_attr=edge_attr)
+    assert not torch.allclose(out, block(x, edge_index, batch, edge_attr=2 * edge_attr))
+
+
+def test_attention_options(x, edge_index, batch):
+    block = GPSConv(F, None, heads=HEADS, attn_kwargs={"num_kv_heads": 2, "qk_norm": True}).double()
+    assert (block.attn.num_kv_heads, block.attn.q_norm is None) == (2, False)
+    assert block(x, edge_index, batch).shape == x.shape
+
+
+@pytest.mark.parametrize("conv", [GATConv, GATv2Conv, TransformerConv])
+def test_pygs_block_takes_our_layers(conv, x, edge_index, batch):
+    block = pyg.GPSConv(F, conv(F, F // 2, heads=2), heads=HEADS).double().eval()
+    ours = GPSConv(F, conv(F, F // 2, heads=2), heads=HEADS).double().eval()
+    ours.load_state_dict(block.state_dict())
+    out = block(x, edge_index, batch)
+    torch.testing.assert_close(ours(x, edge_index, batch), out)
+    replaced = copy.deepcopy(block)
+    replaced.conv = getattr(pyg, conv.__name__)(F, F // 2, heads=2).double()
+    replaced.conv.load_state_dict(block.conv.state_dict())
+    torch.testing.assert_close(replaced(x, edge_index, batch), out)
+
+
+def test_permutation(x, edge_index):
+    block = GPSConv(F, GATConv(F, F), heads=HEADS).double().eval()
+    assert_permutation_equivariant(block, x, edge_index)
+
+
+def test_a_graph_without_nodes_between_others(x, edge_index):
+    block = GPSConv(F, None, heads=HEADS, norm=None).double().eval()
+    batch = torch.tensor([0] * 4 + [2] * 7)
+    expected = torch.cat([block(x[:4], edge_index), block(x[4:], edge_index)])
+    torch.testing.assert_close(block(x, edge_index, batch), expected)
+
+
+def test_errors(x, edge_index, batch):
+    block = GPSConv(F, None, heads=HEADS).double()
+    with pytest.raises(ValueError, match="ascending"):
+        block(x, edge_index, batch.flip(0))
+    with pytest.raises(ValueError, match="8 is not one of 3"):
+        GPSConv(F, None, heads=3)
