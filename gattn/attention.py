@@ -329,8 +329,8 @@ def attend(
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
             (default: `False`)
-        backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` (fused CPU
-            kernels) or `"reference"` (plain PyG message passing). (default: `"auto"`)
+        backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` (fused
+            CPU kernels) or `"reference"` (plain PyG message passing). (default: `"auto"`)
 
     Returns:
         `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With

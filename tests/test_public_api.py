@@ -15,9 +15,9 @@ PUBLIC = {
     ),
     gattn.nn: (
         "ALiBi GATConv GATv2Conv GPSConv GraphPositionalEncoding KeyValueCache LearnedPositionalEncoding "
-        "MultiheadAttention RelativePosition RelativePositionBias RotaryPositionalEncoding SinusoidalPositionalEncoding "
-        "Transformer TransformerConv TransformerDecoder TransformerDecoderLayer TransformerEncoder "
-        "TransformerEncoderLayer"
+        "MultiheadAttention RelativePosition RelativePositionBias RotaryPositionalEncoding "
+        "SinusoidalPositionalEncoding Transformer TransformerConv TransformerDecoder TransformerDecoderLayer "
+        "TransformerEncoder TransformerEncoderLayer"
     ),
     gattn.models: "GAT TransformerLM TransformerSeq2Seq",
 }

@@ -66,7 +66,9 @@ def _check_tokens(name: str, tokens: Tensor, num_tokens: int) -> None:
 
 
 class TransformerLM(Module):
-    r"""A decoder-only language model: causal attention, pre-norm, as in `GPT-2
+    r"""A decoder-only language model: causal attention, pre-norm, as in GPT-2.
+
+    See `Language Models are Unsupervised Multitask Learners
     <https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf>`_.
 
     .. math::

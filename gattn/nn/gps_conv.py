@@ -15,8 +15,9 @@ from gattn.nn.multihead_attention import MultiheadAttention
 
 
 class GPSConv(torch_geometric.nn.GPSConv):
-    r"""The block of `Recipe for a General, Powerful, Scalable Graph Transformer <https://arxiv.org/abs/2205.12454>`_:
-    a graph layer over the edges and attention over all nodes of the same graph, side by side.
+    r"""A graph layer over the edges and attention over all nodes of the same graph, side by side.
+
+    The block of `Recipe for a General, Powerful, Scalable Graph Transformer <https://arxiv.org/abs/2205.12454>`_:
 
     .. math::
         h = \mathrm{norm}(x + \mathrm{conv}(x, E)) + \mathrm{norm}(x + \mathrm{attention}(x)), \qquad

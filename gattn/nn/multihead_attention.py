@@ -313,7 +313,8 @@ class MultiheadAttention(Attention):
         if query.dim() == 3 and query.size(batch) != key.size(batch):
             hint = "" if self.batch_first else " (this layer expects [T, B, E]: was batch_first=True meant?)"
             raise ValueError(
-                f"query and key have the same batch, but their shapes are {list(query.shape)} and {list(key.shape)}{hint}."
+                f"query and key have the same batch, but their shapes are {list(query.shape)} and {list(key.shape)}"
+                f"{hint}."
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -448,7 +449,7 @@ def _check_mask_dtype(name: str, mask: Tensor) -> None:
 
 
 def _by_block(dense: Tensor | None, graph: CompleteGraph) -> Tensor | None:
-    """The part of `[..., N, M]` that belongs to each block of a packed graph, `[B, ..., N, M]`, padded to the largest."""
+    """The part of `[..., N, M]` that belongs to each block of a packed graph, `[B, ..., N, M]`, padded to one size."""
     if dense is None or not graph.blocks:
         return dense
     if dense.dim() > 3:

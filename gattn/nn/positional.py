@@ -188,8 +188,9 @@ class ALiBi(RelativePosition):
 
 
 class RelativePositionBias(RelativePosition):
-    r"""A learnt bias for each distance, after `Shaw et al. <https://arxiv.org/abs/1803.02155>`_ and `T5
-    <https://arxiv.org/abs/1910.10683>`_.
+    r"""A learnt bias for each distance.
+
+    After `Shaw et al. <https://arxiv.org/abs/1803.02155>`_ and `T5 <https://arxiv.org/abs/1910.10683>`_:
 
     .. math::
         b_{ij} = w_{h, \, \mathrm{clip}(j - i, -D, D)}

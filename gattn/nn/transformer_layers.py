@@ -108,7 +108,7 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
     ):
         torch.nn.Module.__init__(self)
         factory = {"device": device, "dtype": dtype}
-        self.self_attn = MultiheadAttention(  # type: ignore[assignment]
+        self.self_attn = MultiheadAttention(
             d_model, nhead, dropout=dropout, bias=bias, batch_first=batch_first, **factory, **kwargs
         )
         self._make(
@@ -144,8 +144,9 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
 
 
 class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLayer):
-    r"""Self-attention, attention over an encoder's output, and a feed-forward network, of `Attention Is All You Need
-    <https://arxiv.org/abs/1706.03762>`_.
+    r"""Self-attention, attention over an encoder's output, and a feed-forward network.
+
+    The decoder's layer of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_:
 
     .. math::
         y = \mathrm{norm}(x + \mathrm{attention}(x)), \quad z = \mathrm{norm}(y + \mathrm{attention}(y, m)), \quad
@@ -201,9 +202,9 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
         torch.nn.Module.__init__(self)
         factory = {"device": device, "dtype": dtype}
         common = {"dropout": dropout, "bias": bias, "batch_first": batch_first, **factory}
-        self.self_attn = MultiheadAttention(d_model, nhead, **common, **kwargs)  # type: ignore[assignment]
+        self.self_attn = MultiheadAttention(d_model, nhead, **common, **kwargs)
         kwargs.pop("position", None)
-        self.multihead_attn = MultiheadAttention(d_model, nhead, **common, **kwargs)  # type: ignore[assignment]
+        self.multihead_attn = MultiheadAttention(d_model, nhead, **common, **kwargs)
         self._make(
             d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, factory, sublayers=3
         )
@@ -277,7 +278,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
     def __init__(
         self,
-        encoder_layer: torch.nn.Module,
+        encoder_layer: Any,
         num_layers: int,
         norm: torch.nn.Module | None = None,
         enable_nested_tensor: bool = True,
@@ -434,8 +435,8 @@ class Transformer(torch.nn.Transformer):
             layer = TransformerEncoderLayer(d_model, nhead, **options)
             custom_encoder = TransformerEncoder(layer, num_encoder_layers, norm())
         if custom_decoder is None:
-            layer = TransformerDecoderLayer(d_model, nhead, **options)
-            custom_decoder = TransformerDecoder(layer, num_decoder_layers, norm())
+            decoder_layer = TransformerDecoderLayer(d_model, nhead, **options)
+            custom_decoder = TransformerDecoder(decoder_layer, num_decoder_layers, norm())
         super().__init__(
             d_model,
             nhead,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from gattn.graphs import CompleteGraph
@@ -62,9 +64,11 @@ def attention(
     front = value.shape[:-3]
     batch = math.prod(front)
     bias, mask = (_with_one_batch(x, front if graph.blocks is None else torch.Size()) for x in (bias, mask))
-    query, key, value = (None if x is None else x.reshape(batch, *x.shape[len(front) :]) for x in (query, key, value))
+    query = None if query is None else query.reshape(batch, *query.shape[len(front) :])
+    key, value = (x.reshape(batch, *x.shape[len(front) :]) for x in (key, value))
     weights: list[Tensor] = []
-    with torch.autocast(value.device.type, enabled=False):
+    kind = value.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         if with_weights == "dropped" and dropout > 0.0:
             # The fused kernels do not say which weights they dropped.
             weights = [F.dropout(x, dropout) for x in _weights(query, key, graph, score, bias, mask)]
@@ -179,8 +183,8 @@ def _uniform(
     if right is not None and right >= num_sources - 1 - offset:
         right = None
 
-    is_dot = isinstance(score, DotScore) and key.size(-1) > 0
-    if is_dot and plain and left is None and right == 0 and offset <= 0 and num_sources == num_targets + offset:
+    is_square = left is None and right == 0 and offset <= 0 and num_sources == num_targets + offset
+    if plain and is_square and isinstance(score, DotScore) and key.size(-1) > 0:
         assert query is not None
         out = _dot(query[:, -offset:], key, value, score, None, None, dropout, causal=True)
         return out if offset == 0 else F.pad(out, (0, 0, 0, 0, -offset, 0))
@@ -240,19 +244,71 @@ def _dot(
     if bias is not None or mask is not None:
         terms, blind = _mask_blind(bias, mask)
         terms = terms.expand(*terms.shape[:2], *shape)
-    out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        terms,
-        dropout,
-        causal,
-        scale=score.factor(query.size(-1)),
-        enable_gqa=key.size(1) != heads,
-    )
+    scale = score.factor(query.size(-1))
+    grouped = {"enable_gqa": True} if key.size(1) != heads else {}
+    if _is_flash_on_cpu(query, key, value, terms, dropout, causal, scale, grouped):
+        if terms is not None and terms.dtype == torch.bool:
+            terms = torch.zeros_like(terms, dtype=query.dtype).masked_fill(~terms, -torch.inf)
+        out = _Flash.apply(query, key, value, terms, causal, scale)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, terms, dropout, causal, scale=scale, **grouped)
     if blind is not None:
         out = out.masked_fill(blind, 0.0)
     return out.transpose(1, 2)
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _is_flash_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
+    grouped: dict[str, bool],
+) -> bool:
+    """Whether PyTorch would call the kernel that `_Flash` wraps, and gradients are wanted."""
+    if torch.compiler.is_compiling() or query.device.type != "cpu" or not torch.is_grad_enabled():
+        return False
+    if not (query.requires_grad or key.requires_grad or value.requires_grad):
+        return False
+    choice = torch._fused_sdp_choice(query, key, value, terms, dropout, causal, scale=scale, **grouped)
+    return choice == SDPBackend.FLASH_ATTENTION.value
+
+
+class _Flash(torch.autograd.Function):
+    """PyTorch's fused attention on the CPU. Its gradient has none of its own, so there plain PyTorch steps in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, terms: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        out, log_sum = _FLASH(query, key, value, 0.0, causal, attn_mask=terms, scale=scale)
+        ctx.save_for_backward(query, key, value, terms, out, log_sum)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, terms, out, log_sum = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            grads = _FLASH_BACKWARD(
+                grad, query, key, value, out, log_sum, 0.0, ctx.causal, attn_mask=terms, scale=ctx.scale
+            )
+            return *grads, None, None, None
+        leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value)]
+        logits = leaves[0] @ leaves[1].transpose(-1, -2) * ctx.scale
+        if ctx.causal:
+            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+            logits = logits.masked_fill(later, -torch.inf)
+        if terms is not None:
+            logits = logits + terms
+        out = logits.softmax(-1) @ leaves[2]
+        return *torch.autograd.grad(out, leaves, grad, create_graph=True), None, None, None
 
 
 def _mask_blind(bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -282,8 +338,8 @@ def _by_targets(
     """
     count = max(_CHUNK // max(key.numel(), 1), 1)
     counts = [min(count, num_targets - start) for start in range(0, num_targets, count)] or [0]
-    queries = [None] * len(counts) if query is None else query.split(counts, 1)
-    biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else x.split(counts, 2) for x in (bias, mask))
+    queries = [None] * len(counts) if query is None else _split(query, counts, 1)
+    biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in (bias, mask))
     results = []
     for q, b, m, n in zip(queries, biases, masks, counts, strict=True):
         if len(counts) > 1 and torch.is_grad_enabled():
@@ -291,6 +347,12 @@ def _by_targets(
         else:
             results.append(function(q, key, score, b, m, n))
     return results
+
+
+def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    if torch.compiler.is_compiling():  # which cannot make a split again in the backward pass
+        return [x.narrow(dim, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
+    return list(x.split(sizes, dim))
 
 
 def _alpha(
@@ -384,14 +446,21 @@ class _Rows(NamedTuple):
 
     def take(self, x: Tensor) -> tuple[Tensor, ...]:
         """The nodes of each group."""
-        if self.order is not None:
-            x = _Take.apply(x, self.order.to(x.device), self.inverse.to(x.device))
+        if self.order is not None and self.inverse is not None:
+            x = _apply(_Take, x, self.order.to(x.device), self.inverse.to(x.device))
         return x.split(self.sizes)
 
     def put(self, parts: list[Tensor]) -> Tensor:
         """All nodes again, zeros for those in no group."""
         x = torch.cat(parts)
-        return x if self.order is None else _Put.apply(x, self.order.to(x.device), self.inverse.to(x.device))
+        if self.order is not None and self.inverse is not None:
+            x = _apply(_Put, x, self.order.to(x.device), self.inverse.to(x.device))
+        return x
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    # The compiler finds gradients by itself, and stumbles over such functions.
+    return function.forward(*arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
 
 
 class _Take(torch.autograd.Function):
@@ -431,7 +500,7 @@ class _Put(torch.autograd.Function):
 def _elements(graph: CompleteGraph, batch: int) -> tuple[tuple[int, int, int, int, int], ...] | None:
     """First target, number of targets, first source, number of sources and offset of each element of a ragged batch.
 
-    `None` if it is not ragged, or if its lengths cannot be looked at cheaply.
+    `None` if it has no lengths, or they cannot be looked at cheaply.
     """
     n, m = graph.num_targets, graph.num_sources
     if graph.blocks is not None:
@@ -448,8 +517,6 @@ def _elements(graph: CompleteGraph, batch: int) -> tuple[tuple[int, int, int, in
     targets, sources = (
         [full] * batch if x is None else x.flatten().tolist() for x, full in zip(lengths, (n, m), strict=True)
     )
-    if min(targets, default=n) == n and min(sources, default=m) == m:
-        return None
     return tuple((b * n, targets[b], b * m, sources[b], m - n) for b in range(batch))
 
 

@@ -984,8 +984,9 @@ class TestChoice:
 
 class TestCompiled:
     @pytest.fixture(autouse=True)
-    def reset(self):
+    def reset(self, tmp_path, monkeypatch):
         torch._dynamo.reset()
+        monkeypatch.chdir(tmp_path)  # where it fails, the compiler leaves files
 
     def check(self, score, graph, batch, backend, **options):
         tensors = make_tensors(score, graph, batch)
