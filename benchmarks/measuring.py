@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import multiprocessing
 import os
 import resource
@@ -108,7 +109,12 @@ def timed(function: Callable[[], Any], repeats: int, seconds: float) -> dict[str
 def spread(times: Sequence[float]) -> dict[str, Any]:
     """Median and quartiles, and the first of the times themselves."""
     low, middle, high = statistics.quantiles(times if len(times) > 1 else [*times, *times], n=4, method="inclusive")
-    return {"median": middle, "q1": low, "q3": high, "times": [float(f"{seconds:.4g}") for seconds in times[:KEPT_TIMES]]}
+    return {
+        "median": middle,
+        "q1": low,
+        "q3": high,
+        "times": [float(f"{seconds:.4g}") for seconds in times[:KEPT_TIMES]],
+    }
 
 
 # Processes -----------------------------------------------------------------------------------------------------------

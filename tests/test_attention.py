@@ -439,7 +439,11 @@ class TestBadInput:
             ({"score": "dot"}, TypeError, r"score is an object such as gattn.DotScore\(\).*got 'dot'"),
             ({"score": DotScore}, TypeError, "score is an object"),
             ({"edge": [1.0]}, TypeError, "edge must be a tensor; got list"),
-            ({"backend": "cuda"}, ValueError, "unknown backend 'cuda': this version of gattn has 'auto', 'dense', 'cpu'"),
+            (
+                {"backend": "cuda"},
+                ValueError,
+                "unknown backend 'cuda': this version of gattn has 'auto', 'dense', 'cpu'",
+            ),
             ({"distribution": "sparsemax"}, ValueError, "unknown distribution 'sparsemax': use 'softmax' or an object"),
             ({"dropout": 1.5}, ValueError, "dropout is a probability"),
             ({"return_weights": "all"}, ValueError, "return_weights is False, True or 'dropped'"),
