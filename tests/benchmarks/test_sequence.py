@@ -126,9 +126,9 @@ class TestText:
 
     def test_learning_rate(self):
         rates = [sequence.learning_rate(sequence.Setting(), iteration, 2000) for iteration in range(2001)]
-        assert rates[0] == pytest.approx(1e-3 / 101)
-        assert rates[100] == max(rates) == 1e-3
-        assert rates[1050] == pytest.approx((1e-3 + 1e-4) / 2)
+        assert rates[0] == pytest.approx(4e-3 / 101)
+        assert rates[100] == max(rates) == 4e-3
+        assert rates[1050] == pytest.approx((4e-3 + 1e-4) / 2)
         assert rates[2000] == pytest.approx(1e-4)
         assert all(a > b for a, b in pairwise(rates[100:]))
 
