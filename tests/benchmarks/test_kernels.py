@@ -122,7 +122,7 @@ class TestReference:
         assert row["peak_bytes"] >= 0
         for mode in ("forward", "forward_backward"):
             assert 0 < row[mode]["q1"] <= row[mode]["median"] <= row[mode]["q3"]
-            assert len(row[mode]["times"]) == 3
+            assert len(row[mode]["times"]) >= 3
 
     @pytest.mark.parametrize("layer", kernels.LAYERS)
     @pytest.mark.parametrize("part", ["attention", "layer"])

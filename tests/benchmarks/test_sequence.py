@@ -304,7 +304,7 @@ class TestReference:
         assert row["peak_bytes"] >= 0
         for mode in sequence.MODES:
             assert 0 < row[mode]["q1"] <= row[mode]["median"] <= row[mode]["q3"]
-            assert len(row[mode]["times"]) == 3
+            assert len(row[mode]["times"]) >= 3
 
     @pytest.mark.parametrize("graph", sequence.GRAPH_COLOURS)
     def test_graphs_are_right(self, graph, tmp_path, monkeypatch):
