@@ -167,7 +167,7 @@ class ALiBi(RelativePosition):
     Example:
         >>> import torch, gattn
         >>> gattn.nn.ALiBi(2)(torch.tensor([0, -1]))
-        tensor([[-0.0000, -0.0000],
+        tensor([[ 0.0000,  0.0000],
                 [-0.0625, -0.0039]])
     """
 
