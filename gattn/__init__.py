@@ -2,7 +2,7 @@
 
 from gattn import datasets, models, nn
 from gattn.attention import Attention, attend
-from gattn.distributions import Distribution, Softmax, softmax
+from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, softmax
 from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.settings import backend, check_finite
@@ -16,6 +16,8 @@ __all__ = [
     "Distribution",
     "DotScore",
     "GATScore",
+    "Hard",
+    "LocalGaussian",
     "Score",
     "Softmax",
     "SparseGraph",

@@ -18,7 +18,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.utils import is_sparse
 
-from gattn.distributions import Distribution, Softmax, resolve_distribution
+from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, resolve_distribution
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
 from gattn.ops import cpu, dense, reference
 from gattn.ops.dropout import draw_seed, drop
@@ -146,7 +146,7 @@ class Attention(MessagePassing):
             _check_complete(graph, value.size(-3), num_targets, batch)
             if backend == "dense":
                 return _attend_densely(
-                    query, key, value, graph, score, heads, bias, mask, dropout * training, return_weights
+                    query, key, value, graph, score, heads, bias, mask, distribution, dropout * training, return_weights
                 )
         has_terms = has_edge_terms or bias is not None or mask is not None
         fused = backend == "cpu"
@@ -196,6 +196,8 @@ class Attention(MessagePassing):
             out, dropped = out.to(result), None
         else:
             rows = edges.edge_index if edges.flow == self.flow else edges.edge_index.flip(0)  # as PyG goes by
+            distribution.check(batch, edges.num_targets)
+            distribution = distribution.with_sources(edges.edge_index[FLOWS.index(edges.flow)])
             if score.grouped:
                 key, value = reference.repeat_heads(key, heads), reference.repeat_heads(value, heads)
             if score.scalar:
@@ -395,8 +397,10 @@ def _not_dense(graph: Graph, score: Score, distribution: Distribution, has_edge_
         return "edge and edge_value come one an edge"
     if type(score) not in _SCORES:
         return f"it knows gattn's own scores, not {type(score).__name__}"
-    if type(distribution) is not Softmax:
-        return f"it knows the softmax, not {distribution}"
+    if graph.blocks is not None and type(distribution) is not Softmax:
+        return f"on packed graphs it knows the softmax, not {distribution}"
+    if type(distribution) not in (Softmax, Hard, LocalGaussian):
+        return f"it knows gattn's own distributions, not {distribution}"
     return None
 
 
@@ -409,10 +413,12 @@ def _attend_densely(
     heads: int,
     bias: Tensor | None,
     mask: Tensor | None,
+    distribution: Distribution,
     dropout: float,
     return_weights: bool | str,
 ) -> Any:
     batch = value.shape[:-3]
+    distribution.check(batch, graph.num_targets)
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(_MASK_DTYPE.format(mask.dtype))
     for name, term in (("bias", bias), ("mask", mask)):
@@ -433,6 +439,7 @@ def _attend_densely(
         score,
         bias=_to(bias, compute),
         mask=mask,
+        distribution=distribution,
         dropout=dropout,
         with_weights=return_weights,
     )

@@ -1,6 +1,7 @@
 """Whole networks."""
 
 from gattn.models.gat import GAT
+from gattn.models.seq2seq import Seq2Seq
 from gattn.models.transformer import TransformerLM, TransformerSeq2Seq
 
-__all__ = ["GAT", "TransformerLM", "TransformerSeq2Seq"]
+__all__ = ["GAT", "Seq2Seq", "TransformerLM", "TransformerSeq2Seq"]

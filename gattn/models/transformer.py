@@ -11,6 +11,7 @@ from torch.nn import Dropout, Embedding, LayerNorm, Linear, Module
 
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import beam_search, sample
+from gattn.models.tokens import check_tokens, shift
 from gattn.nn.multihead_attention import KeyValueCache
 from gattn.nn.positional import (
     ALiBi,
@@ -53,16 +54,6 @@ def _inner_position(position: str, channels: int, heads: int) -> Module | None:
     if position == "rotary":
         return RotaryPositionalEncoding(channels // heads)
     return ALiBi(heads) if position == "alibi" else None
-
-
-def _check_tokens(name: str, tokens: Tensor, num_tokens: int) -> None:
-    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"{name} are integers, [B, T]; got {tokens.dtype} of shape {list(tokens.shape)}.")
-    if torch.compiler.is_compiling() or tokens.numel() == 0:
-        return
-    lowest, highest = (int(bound) for bound in tokens.aminmax())
-    if lowest < 0 or highest >= num_tokens:
-        raise IndexError(f"{name} lie between 0 and {num_tokens - 1}; got {lowest if lowest < 0 else highest}.")
 
 
 class TransformerLM(Module):
@@ -166,7 +157,7 @@ class TransformerLM(Module):
             ValueError: If the sequence is longer than `context`, or tokens are no integers `[B, T]`.
             IndexError: If a token is out of range.
         """
-        _check_tokens("tokens", tokens, self.num_tokens)
+        check_tokens("tokens", tokens, self.num_tokens)
         first = 0 if cache is None else len(cache)
         if first + tokens.size(1) > self.context:
             raise ValueError(
@@ -339,7 +330,7 @@ class TransformerSeq2Seq(Module):
             ValueError: If lengths do not fit.
             IndexError: If a token is out of range.
         """
-        _check_tokens("source tokens", source, self.num_source_tokens)
+        check_tokens("source tokens", source, self.num_source_tokens)
         graph = CompleteGraph(source.size(1), source_lengths=source_lengths, target_lengths=source_lengths)
         return self.encoder(self.source_embedding(source), graph=graph)
 
@@ -376,11 +367,10 @@ class TransformerSeq2Seq(Module):
             ValueError: If shapes or lengths do not fit.
             IndexError: If a token is out of range.
         """
-        _check_tokens("target tokens", target, self.num_target_tokens)
+        check_tokens("target tokens", target, self.num_target_tokens)
         if source.size(0) != target.size(0):
             raise ValueError(f"each source has one target; got {source.size(0)} and {target.size(0)}.")
-        shifted = torch.cat([target.new_full((target.size(0), 1), self.start), target[:, :-1]], 1)
-        return self.decode(shifted, self.encode(source, source_lengths), source_lengths)
+        return self.decode(shift(target, self.start), self.encode(source, source_lengths), source_lengths)
 
     @torch.no_grad()
     def generate(

@@ -13,6 +13,15 @@ from gattn.nn.positional import (
     RotaryPositionalEncoding,
     SinusoidalPositionalEncoding,
 )
+from gattn.nn.rnn_attention import (
+    AdditiveAttention,
+    DotProductAttention,
+    GeneralAttention,
+    HardAttention,
+    LocalAttention,
+    MemoryAttention,
+    ReinforceLoss,
+)
 from gattn.nn.transformer_conv import TransformerConv
 from gattn.nn.transformer_layers import (
     Transformer,
@@ -24,13 +33,20 @@ from gattn.nn.transformer_layers import (
 
 __all__ = [
     "ALiBi",
+    "AdditiveAttention",
+    "DotProductAttention",
     "GATConv",
     "GATv2Conv",
     "GPSConv",
+    "GeneralAttention",
     "GraphPositionalEncoding",
+    "HardAttention",
     "KeyValueCache",
     "LearnedPositionalEncoding",
+    "LocalAttention",
+    "MemoryAttention",
     "MultiheadAttention",
+    "ReinforceLoss",
     "RelativePosition",
     "RelativePositionBias",
     "RotaryPositionalEncoding",

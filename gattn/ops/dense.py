@@ -12,7 +12,7 @@ H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate, groupby
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+from gattn.distributions import Distribution, Softmax
 from gattn.graphs import CompleteGraph
 from gattn.ops.reference import repeat_heads
 from gattn.scores import DotScore, Score
@@ -44,6 +45,7 @@ def attention(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    distribution: Distribution,
     dropout: float = 0.0,
     with_weights: bool | str = False,
 ) -> tuple[Tensor, Any]:
@@ -58,6 +60,7 @@ def attention(
         bias: Broadcastable to `[..., H, N, M]`; of a packed graph to `[B, H, N, M]`, where B counts blocks, and N and M
             are those of the largest.
         mask: Likewise.
+        distribution: One of gattn's own; of a packed graph the softmax.
         dropout: Probability that a weight is dropped, here and now.
         with_weights: `True` for the weights before dropout, `"dropped"` for those that make the output.
     """
@@ -69,14 +72,19 @@ def attention(
     weights: list[Tensor] = []
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
-        if with_weights == "dropped" and dropout > 0.0:
-            # The fused kernels do not say which weights they dropped.
-            weights = [F.dropout(x, dropout) for x in _weights(query, key, graph, score, bias, mask)]
-            out = torch.cat([_weighted(x, v) for x, v in zip(weights, _blocks(value, graph, 1), strict=True)], 1)
+        is_softmax = type(distribution) is Softmax
+        if not is_softmax or (with_weights == "dropped" and dropout > 0.0):
+            # The fused kernels know the softmax only, and do not say which weights they dropped.
+            weights = list(_matrices(_alpha if is_softmax else _logits, query, key, graph, score, bias, mask))
+            if not is_softmax:
+                weights = [_distribute(distribution, weights[0], front)]
+            dropped = [F.dropout(x, dropout) for x in weights] if dropout > 0.0 else weights
+            out = torch.cat([_weighted(x, v) for x, v in zip(dropped, _blocks(value, graph, 1), strict=True)], 1)
+            weights = dropped if with_weights == "dropped" else weights
         else:
             out = _output(query, key, value, graph, score, bias, mask, dropout)
             if with_weights:
-                weights = list(_weights(query, key, graph, score, bias, mask))
+                weights = list(_matrices(_alpha, query, key, graph, score, bias, mask))
     out = out.reshape(*front, *out.shape[1:])
     if not with_weights:
         return out, None
@@ -127,7 +135,8 @@ def _output(
     return targets.put(outputs).unflatten(0, (batch, num_targets))
 
 
-def _weights(
+def _matrices(
+    function: Callable[..., Tensor],
     query: Tensor | None,
     key: Tensor,
     graph: CompleteGraph,
@@ -135,7 +144,7 @@ def _weights(
     bias: Tensor | None,
     mask: Tensor | None,
 ) -> Iterator[Tensor]:
-    """Weights before dropout: `[B, H, N, M]`, block by block."""
+    """What the function makes for some targets, weights before dropout or logits, for all: `[B, H, N, M]` by block."""
     lengths = _length_mask(graph, key.device)
     blocks = ((graph.num_targets, graph.num_sources),) if graph.blocks is None else graph.blocks
     queries = [None] * len(blocks) if query is None else _blocks(query, graph, 0)
@@ -145,7 +154,7 @@ def _weights(
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
             allowed = _both(allowed, graph.visible(n, m, m - n, key.device)[None, None])
-        parts = _by_targets(_alpha, n, q, k, score, b, allowed)
+        parts = _by_targets(function, n, q, k, score, b, allowed)
         yield torch.cat(parts, 2)
 
 
@@ -355,10 +364,10 @@ def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     return list(x.split(sizes, dim))
 
 
-def _alpha(
+def _logits(
     query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
 ) -> Tensor:
-    """The weights of so many targets, `[B, H, count, M]`."""
+    """The logits of so many targets, `[B, H, count, M]`, minus infinity where masked."""
     if isinstance(score, DotScore):
         assert query is not None
         keys = repeat_heads(key, query.size(2)).to(_compute_dtype(key.dtype))
@@ -368,12 +377,28 @@ def _alpha(
         logits = logits.permute(0, 3, 1, 2).expand(-1, -1, count, -1)
     if bias is not None:
         logits = logits + bias
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
+    return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
+
+
+def _alpha(
+    query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
+) -> Tensor:
+    """The softmax of `_logits`, zeros where a target sees nothing."""
+    logits = _logits(query, key, score, bias, mask, count)
     if bias is None and mask is None:
         return logits.softmax(-1)
     blind = (logits == -torch.inf).all(-1, keepdim=True)
     return logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+
+def _distribute(distribution: Distribution, logits: Tensor, front: torch.Size) -> Tensor:
+    """Weights of another distribution than the softmax, of the shape of the logits, `[B, H, N, M]`."""
+    num_targets, num_sources = logits.shape[2:]
+    target = torch.arange(num_targets, device=logits.device).repeat_interleave(num_sources)
+    source = torch.arange(num_sources, device=logits.device).repeat(num_targets)
+    edges = logits.flatten(2).transpose(1, 2).reshape(*front, target.numel(), logits.size(1))
+    weights = distribution.with_sources(source).weights(edges, target, num_targets, edges.dim() - 2)
+    return weights.reshape(logits.size(0), target.numel(), logits.size(1)).transpose(1, 2).reshape(logits.shape)
 
 
 def _weighted(weights: Tensor, value: Tensor) -> Tensor:

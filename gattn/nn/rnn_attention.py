@@ -1,0 +1,566 @@
+r"""Attention of a recurrent network over a memory: the alignments of encoder–decoder translation.
+
+Each is attention on a bipartite complete graph, with one head: N queries are the targets, M places of the memory the
+sources. They differ in their scores (dot, general, additive), in their graphs (global, local) and in their
+distributions (soft, hard).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+
+from gattn.attention import attend
+from gattn.distributions import Distribution, Hard, LocalGaussian
+from gattn.graphs import CompleteGraph
+from gattn.scores import AdditiveScore, DotScore, Score
+
+
+class Memory(NamedTuple):
+    """A memory, made ready to be attended to again and again."""
+
+    keys: Tensor
+    """What the score compares, `[B, M, C]`."""
+    values: Tensor
+    """What is averaged, `[B, M, Cm]`, zeros beyond the lengths."""
+    mask: Tensor | None
+    """Which places are real, `[B, M]`; `None` means all."""
+
+
+class MemoryAttention(Module):
+    r"""Base class of all attention of queries over a memory: a softmax over the memory's valid places.
+
+    .. math::
+        c_i = \sum_{j=1}^{S} \alpha_{ij} m_j, \qquad \alpha_{ij} = \mathrm{softmax}_j(s(q_i, m_j))
+
+    To add one, override :meth:`score`, and :meth:`keys` where the memory is projected first.
+
+    Args:
+        dropout: Probability that a weight is dropped, in training. (default: `0.0`)
+    """
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
+        self.dropout = dropout
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def keys(self, memory: Tensor) -> Tensor:
+        """What the score compares, `[..., M, C]`; made once for all queries."""
+        return memory
+
+    def score(self, query: Tensor) -> tuple[Tensor, Score]:
+        """The queries as they are compared with the keys, `[..., N, C]`, and how."""
+        raise NotImplementedError(f"{type(self).__name__} does not define score().")
+
+    def prepare(self, memory: Tensor, source_lengths: Tensor | None = None) -> Memory:
+        """What `forward` makes of a memory first. A decoder that attends step by step calls it once.
+
+        Args:
+            memory: `[B, M, Cm]`, or `[M, Cm]`.
+            source_lengths: How many places of each are real, `[B]`. (default: `None`, all)
+
+        Raises:
+            ValueError: If shapes or lengths do not fit.
+        """
+        if memory.dim() not in (2, 3):
+            raise ValueError(f"a memory is [B, M, C] or [M, C]; got {list(memory.shape)}.")
+        mask = None
+        if source_lengths is not None:
+            CompleteGraph(1, memory.size(-2), source_lengths=source_lengths)  # checks them
+            if source_lengths.shape != memory.shape[:-2]:
+                raise ValueError(
+                    f"there is one length for each memory, {list(memory.shape[:-2])}; got {list(source_lengths.shape)}."
+                )
+            places = torch.arange(memory.size(-2), device=memory.device)
+            mask = places < source_lengths.to(memory.device).unsqueeze(-1)
+            memory = memory.masked_fill(~mask.unsqueeze(-1), 0.0)  # zero times NaN is NaN
+        return Memory(self.keys(memory), memory, mask)
+
+    def forward(
+        self,
+        query: Tensor,
+        memory: Tensor | Memory,
+        source_lengths: Tensor | None = None,
+        *,
+        first: int = 0,
+        return_weights: bool = False,
+    ) -> Any:
+        """Attends.
+
+        Args:
+            query: `[B, N, Cq]`, or `[N, Cq]`.
+            memory: `[B, M, Cm]`, or `[M, Cm]`; or what `prepare` made of it.
+            source_lengths: How many places of each memory are real, `[B]`; nothing beyond is looked at. Where it is 0,
+                the context is zeros. (default: `None`, all)
+            first: The place of the first query among all that there will be, for those that look at it (monotonic
+                alignment). (default: `0`)
+            return_weights: Whether to return the weights, too. (default: `False`)
+
+        Returns:
+            Contexts `[B, N, Cm]`, and with `return_weights` weights `[B, N, M]`.
+
+        Raises:
+            ValueError: If shapes or lengths do not fit.
+        """
+        return self._attend(query, self._prepared(query, memory, source_lengths), first, return_weights)
+
+    def _prepared(self, query: Tensor, memory: Tensor | Memory, source_lengths: Tensor | None) -> Memory:
+        """The memory as `prepare` makes it, if it fits the queries."""
+        if not isinstance(memory, Memory):
+            memory = self.prepare(memory, source_lengths)
+        elif source_lengths is not None:
+            raise ValueError("a prepared memory has its lengths already: give them to prepare() alone.")
+        if query.dim() != memory.values.dim():
+            raise ValueError(
+                f"queries and memory are [B, N, C] and [B, M, C], or both without B; got {list(query.shape)} and "
+                f"{list(memory.values.shape)}."
+            )
+        return memory
+
+    def _attend(self, query: Tensor, memory: Memory, first: int, return_weights: bool) -> Any:
+        return self._over(query, memory, return_weights)
+
+    def _over(
+        self,
+        query: Tensor,
+        memory: Memory,
+        return_weights: bool,
+        mask: Tensor | None = None,
+        distribution: str | Distribution = "softmax",
+    ) -> Any:
+        """Attends to what `mask`, `[..., N, M]`, leaves of the memory."""
+        if memory.mask is not None:
+            real = memory.mask.unsqueeze(-2)
+            mask = real if mask is None else real & mask
+        query, score = self.score(query)
+        result = attend(
+            query.unsqueeze(-2),
+            memory.keys.unsqueeze(-2),
+            memory.values.unsqueeze(-2),
+            CompleteGraph(query.size(-2), memory.values.size(-2)),
+            score=score,
+            mask=None if mask is None else mask.unsqueeze(-3),
+            distribution=distribution,
+            dropout=self.dropout,
+            training=self.training,
+            return_weights=return_weights,
+        )
+        if return_weights:
+            return result[0].squeeze(-2), result[1].squeeze(-3)
+        return result.squeeze(-2)
+
+
+class DotProductAttention(MemoryAttention):
+    r"""Attention by dot products, plain or scaled.
+
+    Those of `Luong et al. <https://arxiv.org/abs/1508.04025>`_ and `Vaswani et al. <https://arxiv.org/abs/1706.03762>`_:
+
+    .. math::
+        s(q, m) = c \cdot q^{\top} m
+
+    Args:
+        scale: The factor :math:`c`; `None` stands for :math:`1 / \sqrt{C}`, `1.0` is Luong's. (default: `None`)
+        dropout: Probability that a weight is dropped, in training. (default: `0.0`)
+
+    Shapes:
+        - **input:** queries `[B, N, C]`, memory `[B, M, C]`; **output:** contexts `[B, N, C]`.
+
+    Raises:
+        ValueError: If (in use) queries and memory have not the same number of channels.
+
+    Example:
+        >>> import torch, gattn
+        >>> attention = gattn.nn.DotProductAttention(scale=1.0)
+        >>> memory, lengths = torch.randn(2, 7, 8), torch.tensor([7, 4])
+        >>> context, weights = attention(torch.randn(2, 3, 8), memory, lengths, return_weights=True)
+        >>> context.shape, weights.shape
+        (torch.Size([2, 3, 8]), torch.Size([2, 3, 7]))
+    """
+
+    def __init__(self, scale: float | None = None, dropout: float = 0.0):
+        super().__init__(dropout)
+        self.scale = scale
+
+    def score(self, query: Tensor) -> tuple[Tensor, Score]:
+        """See `MemoryAttention.score`."""
+        return query, DotScore(self.scale)
+
+    def extra_repr(self) -> str:
+        """What is printed."""
+        return f"scale={self.scale}"
+
+
+class GeneralAttention(MemoryAttention):
+    r"""The *general* score of `Luong et al. <https://arxiv.org/abs/1508.04025>`_: a learnt bilinear form.
+
+    .. math::
+        s(q, m) = q^{\top} W m
+
+    Args:
+        query_channels: Channels of the queries, Cq.
+        memory_channels: Channels of the memory, Cm.
+        dropout: Probability that a weight is dropped, in training. (default: `0.0`)
+
+    Shapes:
+        - **input:** queries `[B, N, Cq]`, memory `[B, M, Cm]`; **output:** contexts `[B, N, Cm]`.
+
+    Raises:
+        ValueError: If a number of channels is not positive.
+
+    Example:
+        >>> import torch, gattn
+        >>> gattn.nn.GeneralAttention(6, 8)(torch.randn(2, 3, 6), torch.randn(2, 7, 8)).shape
+        torch.Size([2, 3, 8])
+    """
+
+    def __init__(self, query_channels: int, memory_channels: int, dropout: float = 0.0):
+        super().__init__(dropout)
+        _check_positive(query_channels=query_channels, memory_channels=memory_channels)
+        self.query_proj = Linear(query_channels, memory_channels, bias=False)
+
+    def score(self, query: Tensor) -> tuple[Tensor, Score]:
+        """See `MemoryAttention.score`."""
+        return self.query_proj(query), DotScore(1.0)
+
+
+class AdditiveAttention(MemoryAttention):
+    r"""The score of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_, a small network (also *MLP*, *concat*).
+
+    .. math::
+        s(q, m) = v^{\top} \tanh(W q + U m + b)
+
+    Args:
+        query_channels: Channels of the queries, Cq.
+        memory_channels: Channels of the memory, Cm.
+        hidden_channels: Channels of the hidden layer. (default: `None`, Cm)
+        bias: Whether there is a bias :math:`b`. (default: `True`)
+        dropout: Probability that a weight is dropped, in training. (default: `0.0`)
+
+    Shapes:
+        - **input:** queries `[B, N, Cq]`, memory `[B, M, Cm]`; **output:** contexts `[B, N, Cm]`.
+
+    Raises:
+        ValueError: If a number of channels is not positive.
+
+    Example:
+        >>> import torch, gattn
+        >>> attention = gattn.nn.AdditiveAttention(6, 8, hidden_channels=16)
+        >>> memory = attention.prepare(torch.randn(2, 7, 8))  # U m, once for all steps
+        >>> for step in range(3):
+        ...     context = attention(torch.randn(2, 1, 6), memory)
+        >>> context.shape
+        torch.Size([2, 1, 8])
+    """
+
+    def __init__(
+        self,
+        query_channels: int,
+        memory_channels: int,
+        hidden_channels: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ):
+        super().__init__(dropout)
+        hidden_channels = memory_channels if hidden_channels is None else hidden_channels
+        _check_positive(query_channels=query_channels, memory_channels=memory_channels, hidden_channels=hidden_channels)
+        self.query_proj = Linear(query_channels, hidden_channels, bias=False)
+        self.key_proj = Linear(memory_channels, hidden_channels, bias=bias)
+        self.vector = Parameter(torch.empty(hidden_channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        super().reset_parameters()
+        bound = self.vector.numel() ** -0.5
+        torch.nn.init.uniform_(self.vector, -bound, bound)
+
+    def keys(self, memory: Tensor) -> Tensor:
+        """See `MemoryAttention.keys`."""
+        return self.key_proj(memory)
+
+    def score(self, query: Tensor) -> tuple[Tensor, Score]:
+        """See `MemoryAttention.score`."""
+        return self.query_proj(query), AdditiveScore(self.vector.unsqueeze(0), activation="tanh")
+
+
+class _Wrapper(MemoryAttention):
+    """Another way to use the score of an attention layer."""
+
+    def __init__(self, attention: MemoryAttention):
+        super().__init__()
+        if not isinstance(attention, MemoryAttention) or isinstance(attention, _Wrapper):
+            raise TypeError(
+                f"{type(self).__name__} takes a DotProductAttention, GeneralAttention or AdditiveAttention, whose "
+                f"score it uses; got {type(attention).__name__}."
+            )
+        self.attention = attention
+
+    def prepare(self, memory: Tensor, source_lengths: Tensor | None = None) -> Memory:
+        """See `MemoryAttention.prepare`."""
+        return self.attention.prepare(memory, source_lengths)
+
+
+class LocalAttention(_Wrapper):
+    r"""Attention within a window of the memory (*local-m*, *local-p*).
+
+    From `Effective Approaches to Attention-based Neural Machine Translation <https://arxiv.org/abs/1508.04025>`_. Query
+    *t* sees the places :math:`[p_t - D, p_t + D]`, with
+
+    .. math::
+        p_t = t \;\text{(monotonic)}, \qquad
+        p_t = S \, \sigma(v_p^{\top} \tanh(W_p q_t)) \;\text{(predictive)}
+
+    where :math:`S` is the memory's length, and places and queries count from 0. With predictive alignment the weights
+    are multiplied by :math:`\exp(-(s - p_t)^2 / 2 \sigma^2)`, :math:`\sigma = D / 2`, through which :math:`p_t` learns.
+    A window without places gives zeros.
+
+    Args:
+        attention: A layer whose score is used.
+        window: The half-width :math:`D`.
+        alignment: `"monotonic"` or `"predictive"`. (default: `"monotonic"`)
+        query_channels: Channels of the queries, Cq; for predictive alignment. (default: `None`)
+        hidden_channels: Channels of :math:`W_p q_t`. (default: `None`, Cq)
+        gaussian: Whether weights are multiplied by the Gaussian. (default: `None`, with predictive alignment only)
+
+    Shapes:
+        - **input:** queries `[B, N, Cq]`, memory `[B, M, Cm]`; **output:** contexts `[B, N, Cm]`.
+
+    Raises:
+        ValueError: If `window` is not positive, the alignment is unknown, or `query_channels` is given for monotonic
+            alignment or missing for predictive.
+        TypeError: If `attention` is none of the layers with a score of their own.
+
+    Example:
+        >>> import torch, gattn
+        >>> general = gattn.nn.GeneralAttention(8, 8)
+        >>> local = gattn.nn.LocalAttention(general, window=2, alignment="predictive", query_channels=8)
+        >>> local(torch.randn(2, 3, 8), torch.randn(2, 7, 8), torch.tensor([7, 4])).shape
+        torch.Size([2, 3, 8])
+    """
+
+    alignments: ClassVar[tuple[str, ...]] = ("monotonic", "predictive")
+
+    def __init__(
+        self,
+        attention: MemoryAttention,
+        window: float,
+        alignment: str = "monotonic",
+        query_channels: int | None = None,
+        hidden_channels: int | None = None,
+        gaussian: bool | None = None,
+    ):
+        super().__init__(attention)
+        if not window > 0:
+            raise ValueError(f"window is the positive half-width D of [p - D, p + D]; got {window}.")
+        if alignment not in self.alignments:
+            raise ValueError(f"alignment is 'monotonic' or 'predictive', not {alignment!r}.")
+        is_predictive = alignment == "predictive"
+        if is_predictive != (query_channels is not None) or (hidden_channels is not None and not is_predictive):
+            raise ValueError(
+                "predictive alignment needs query_channels, and monotonic alignment neither that nor hidden_channels."
+            )
+        self.window = window
+        self.alignment = alignment
+        self.gaussian = is_predictive if gaussian is None else gaussian
+        if query_channels is not None:
+            hidden_channels = query_channels if hidden_channels is None else hidden_channels
+            _check_positive(query_channels=query_channels, hidden_channels=hidden_channels)
+            self.place_hidden = Linear(query_channels, hidden_channels, bias=False)
+            self.place = Linear(hidden_channels, 1, bias=False)
+
+    def centres(self, query: Tensor, memory: Memory, first: int = 0) -> Tensor:
+        """The centres :math:`p_t`, `[..., N]`, never in half precision, which cannot tell far places apart."""
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        if self.alignment == "monotonic":
+            return torch.arange(first, first + query.size(-2), dtype=dtype, device=query.device)
+        share = self.place(self.place_hidden(query).tanh()).squeeze(-1).to(dtype).sigmoid()
+        if memory.mask is None:
+            return memory.values.size(-2) * share
+        return memory.mask.sum(-1, keepdim=True) * share
+
+    def _attend(self, query: Tensor, memory: Memory, first: int, return_weights: bool) -> Any:
+        centres = self.centres(query, memory, first)
+        places = torch.arange(memory.values.size(-2), device=query.device)
+        inside = (places - centres.detach().unsqueeze(-1)).abs() <= self.window
+        distribution = LocalGaussian(centres, self.window) if self.gaussian else "softmax"
+        return self.attention._over(query, memory, return_weights, inside, distribution)
+
+    def extra_repr(self) -> str:
+        """What is printed."""
+        return f"window={self.window}, alignment={self.alignment!r}, gaussian={self.gaussian}"
+
+
+class Choice(NamedTuple):
+    """What was chosen, and how probable that was."""
+
+    weights: Tensor
+    """One for each choice, `[B, N, M]`."""
+    log_prob: Tensor
+    """Logarithms of the choices' probabilities, `[B, N]`."""
+    entropy: Tensor
+    """Entropies of the distributions that they were drawn from, in nats, `[B, N]`."""
+
+
+class HardAttention(_Wrapper):
+    r"""One place of the memory for each query: drawn in training, the most probable one in evaluation.
+
+    From `Show, Attend and Tell <https://arxiv.org/abs/1502.03044>`_:
+
+    .. math::
+        c_i = m_j, \qquad j \sim \mathrm{softmax}_j(s(q_i, m_j))
+
+    `"reinforce"` trains it through `choose` and :class:`ReinforceLoss`, whose gradient is unbiased but varies much.
+    `"straight_through"` (`Gumbel-softmax <https://arxiv.org/abs/1611.01144>`_) trains it through the context like any
+    soft attention; its gradient varies less, and is biased: it is that of a softmax which was not used.
+
+    Args:
+        attention: A layer whose score is used.
+        estimator: `"reinforce"` or `"straight_through"`. (default: `"reinforce"`)
+        temperature: Of the straight-through estimator. (default: `1.0`)
+        expected: Probability that, in training, a query gets its expected context (soft attention) instead, which
+            lowers the variance; the paper has one half. (default: `0.0`)
+
+    Shapes:
+        - **input:** queries `[B, N, Cq]`, memory `[B, M, Cm]`; **output:** contexts `[B, N, Cm]`.
+
+    Raises:
+        ValueError: If the estimator is unknown, the temperature not positive, or `expected` no probability.
+        TypeError: If `attention` is none of the layers with a score of their own.
+
+    Example:
+        >>> import torch, gattn
+        >>> hard = gattn.nn.HardAttention(gattn.nn.GeneralAttention(8, 8))
+        >>> context, choice = hard.choose(torch.randn(2, 3, 8), torch.randn(2, 7, 8))
+        >>> choice.weights.sum(-1).unique(), choice.log_prob.shape
+        (tensor([1.]), torch.Size([2, 3]))
+    """
+
+    def __init__(
+        self,
+        attention: MemoryAttention,
+        estimator: str = "reinforce",
+        temperature: float = 1.0,
+        expected: float = 0.0,
+    ):
+        super().__init__(attention)
+        Hard(True, estimator, temperature, expected)  # checks them
+        self.estimator = estimator
+        self.temperature = temperature
+        self.expected = expected
+
+    def choose(
+        self, query: Tensor, memory: Tensor | Memory, source_lengths: Tensor | None = None, *, first: int = 0
+    ) -> tuple[Tensor, Choice]:
+        """Attends, and returns what `ReinforceLoss` needs beside the contexts.
+
+        Args:
+            query: As in `forward`, like the others.
+            memory: See `query`.
+            source_lengths: See `query`.
+            first: See `query`.
+        """
+        hard = Hard(self.training, self.estimator, self.temperature, self.expected)
+        memory = self._prepared(query, memory, source_lengths)
+        context, weights = self.attention._over(query, memory, True, None, hard)
+        return context, Choice(weights, hard.log_prob.squeeze(-1), hard.entropy.squeeze(-1))
+
+    def _attend(self, query: Tensor, memory: Memory, first: int, return_weights: bool) -> Any:
+        context, choice = self.choose(query, memory)
+        return (context, choice.weights) if return_weights else context
+
+    def extra_repr(self) -> str:
+        """What is printed."""
+        return f"estimator={self.estimator!r}, temperature={self.temperature}, expected={self.expected}"
+
+
+class ReinforceLoss(Module):
+    r"""A loss whose gradient is, on average, that of the expected reward with respect to hard choices.
+
+    `REINFORCE <https://doi.org/10.1007/BF00992696>`_ with a moving baseline and an entropy term, as in
+    `Show, Attend and Tell <https://arxiv.org/abs/1502.03044>`_:
+
+    .. math::
+        L = -\frac{1}{n} \sum_i \left[ \lambda_r (r_i - b) \log p(j_i) + \lambda_e H_i \right],
+        \qquad b \leftarrow \beta b + (1 - \beta) \frac{1}{n} \sum_i r_i
+
+    The baseline is updated after it was used, in training, so that it does not depend on the choices that it judges.
+
+    Args:
+        weight: The factor :math:`\lambda_r`. (default: `1.0`)
+        entropy_weight: The factor :math:`\lambda_e`: larger keeps choices undecided for longer. (default: `0.0`)
+        decay: The share :math:`\beta` of the old baseline. (default: `0.9`)
+
+    Shapes:
+        - **input:** rewards, log-probabilities and entropies of the choices, all of one shape, and a mask of the ones
+          that count; **output:** a scalar.
+
+    Raises:
+        ValueError: If a weight is negative, `decay` is not in [0, 1), or shapes differ.
+
+    Example:
+        >>> import torch, gattn
+        >>> hard, loss = gattn.nn.HardAttention(gattn.nn.GeneralAttention(8, 8)), gattn.nn.ReinforceLoss()
+        >>> context, choice = hard.choose(torch.randn(2, 3, 8), torch.randn(2, 7, 8))
+        >>> reward = -context.square().mean(-1)  # what is to become large
+        >>> loss(reward, choice.log_prob, choice.entropy).backward()
+    """
+
+    baseline: Tensor
+    is_new: Tensor
+
+    def __init__(self, weight: float = 1.0, entropy_weight: float = 0.0, decay: float = 0.9):
+        super().__init__()
+        if weight < 0 or entropy_weight < 0:
+            raise ValueError(f"weights are at least 0; got {weight} and {entropy_weight}.")
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay is at least 0 and less than 1; got {decay}.")
+        self.weight = weight
+        self.entropy_weight = entropy_weight
+        self.decay = decay
+        self.register_buffer("baseline", torch.zeros(()))
+        self.register_buffer("is_new", torch.ones((), dtype=torch.bool))
+
+    def forward(
+        self, reward: Tensor, log_prob: Tensor, entropy: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The loss; its value means nothing, its gradient does.
+
+        Args:
+            reward: What each choice led to; no gradient flows through it.
+            log_prob: Logarithm of each choice's probability.
+            entropy: Of the distribution it was drawn from. (default: `None`, needed with an entropy term only)
+            mask: Which choices count, booleans. (default: `None`, all)
+        """
+        for name, term in (("log_prob", log_prob), ("entropy", entropy), ("mask", mask)):
+            if term is not None and term.shape != reward.shape:
+                raise ValueError(f"{name} has one entry a reward, {list(reward.shape)}; got {list(term.shape)}.")
+        if self.entropy_weight > 0 and entropy is None:
+            raise ValueError("an entropy term needs the entropy of the choices.")
+        reward = reward.detach()
+        if mask is not None:
+            reward, log_prob = reward[mask], log_prob[mask]
+            entropy = None if entropy is None else entropy[mask]
+        loss = -self.weight * (reward - self.baseline) * log_prob
+        if entropy is not None and self.entropy_weight > 0:
+            loss = loss - self.entropy_weight * entropy
+        if self.training and reward.numel():
+            decay = torch.where(self.is_new, 0.0, self.decay)  # the first mean is better than zero
+            self.baseline.mul_(decay).add_((1 - decay) * reward.mean().to(self.baseline.dtype))
+            self.is_new.fill_(False)
+        return loss.sum() / max(reward.numel(), 1)
+
+
+def _check_positive(**channels: int) -> None:
+    for name, count in channels.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1; got {count}.")
