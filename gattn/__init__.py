@@ -1,9 +1,13 @@
 """gattn: all attention is message passing."""
 
+from importlib import import_module
+from types import ModuleType
+
 from gattn import datasets, models, nn
 from gattn.attention import Attention, attend
 from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, softmax
 from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.settings import backend, check_finite
 
@@ -27,5 +31,12 @@ __all__ = [
     "datasets",
     "models",
     "nn",
+    "record_attention",
     "softmax",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "visualize":  # needs matplotlib, which nobody else does
+        return import_module("gattn.visualize")
+    raise AttributeError(f"module 'gattn' has no attribute {name!r}")

@@ -24,6 +24,7 @@ from gattn.ops import cpu, dense, reference
 from gattn.ops.dropout import draw_seed, drop
 from gattn.ops.edge_lists import plain
 from gattn.ops.layout import layout_of
+from gattn.recording import recorded
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.settings import require_finite, resolve_backend
 
@@ -103,6 +104,7 @@ class Attention(MessagePassing):
         """Attends; takes the arguments of `gattn.attend`."""
         return self.attend(*args, **kwargs)
 
+    @recorded
     def attend(
         self,
         query: Tensor | None,

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import sys
+import unicodedata
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,6 +161,59 @@ def load_text(name: str, root: str | os.PathLike[str] | None = None) -> str:
         raise DatasetUnavailableError(
             f"{folder / file} cannot be read ({type(error).__name__}: {error}): delete it, and get it anew from {url}."
         ) from error
+
+
+def load_pairs(name: str, root: str | os.PathLike[str] | None = None) -> list[tuple[str, str]]:
+    """Loads pairs of sentences by name, each a sentence and its translation.
+
+    Names:
+
+    - `tatoeba`: 169 000 short German sentences in English, the file `deu-eng.zip` of ManyThings' pairs from Tatoeba.
+
+    Text is in Unicode's normal form C; spaces of whatever kind and number are one, invisible characters left out.
+
+    Args:
+        name: One of the above; case and `-` or `_` do not matter.
+        root: Folder of the data. (default: `None`: `GATTN_DATA`, else a folder `gattn` in the user's cache)
+
+    Returns:
+        Pairs (German, English), each once, in the file's order.
+
+    Raises:
+        ValueError: If there are no pairs of that name.
+        DatasetUnavailableError: If the file is not there, or cannot be read.
+
+    Example:
+        >>> import gattn
+        >>> pairs = gattn.datasets.load_pairs("tatoeba")  # doctest: +SKIP
+        >>> len(pairs), pairs[0]  # doctest: +SKIP
+        (169159, ('Hallo!', 'Hi.'))
+    """
+    key = name.lower().replace("_", "").replace("-", "")
+    if key not in _PAIRS:
+        raise ValueError(f"unknown pairs {name!r}: gattn has {', '.join(_PAIRS)}.")
+    file, member, url = _PAIRS[key]
+    folder = data_root(root)
+    try:
+        with zipfile.ZipFile(folder / file) as archive:
+            lines = archive.read(member).decode("utf-8").split("\n")
+        pairs = [tuple(_clean(sentence) for sentence in line.split("\t")[:2]) for line in lines if line]
+        # Newer files have a third column, which names the authors.
+        return list(dict.fromkeys((german, english) for english, german in pairs))
+    except FileNotFoundError as error:
+        raise DatasetUnavailableError(
+            f"{key} is not under {folder}. Missing: {file}. Get this file from {url} and put it there, or set "
+            "GATTN_DATA (or root=) to a folder that has it."
+        ) from error
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise DatasetUnavailableError(
+            f"{folder / file} cannot be read ({type(error).__name__}: {error}): delete it, and get it anew from {url}."
+        ) from error
+
+
+def _clean(sentence: str) -> str:
+    """Normal form C, single spaces, nothing invisible."""
+    return " ".join(unicodedata.normalize("NFC", sentence).translate(_INVISIBLE).split())
 
 
 def available() -> list[str]:
@@ -320,6 +374,12 @@ _TEXTS = {
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     )
 }
+
+#: Pairs of sentences by name: the file under the root, the file in it, and where it comes from.
+_PAIRS = {"tatoeba": ("tatoeba/deu-eng.zip", "deu.txt", "https://www.manythings.org/anki/deu-eng.zip")}
+
+#: Soft hyphens and spaces without width.
+_INVISIBLE = dict.fromkeys((0xAD, 0x200B, 0xFEFF))
 
 _FAMILIES = (
     _Family({"karate": "karate"}, ("public", "random"), _load_karate, lambda name, split: [], ""),

@@ -10,16 +10,18 @@ import gattn
 
 PUBLIC = {
     gattn: (
-        "AdditiveScore Attention CompleteGraph Distribution DotScore GATScore Score Softmax SparseGraph attend backend "
-        "check_finite datasets models nn softmax"
+        "AdditiveScore Attention CompleteGraph Distribution DotScore GATScore Hard LocalGaussian Score "
+        "Softmax SparseGraph attend backend check_finite datasets models nn record_attention softmax"
     ),
     gattn.nn: (
-        "ALiBi GATConv GATv2Conv GPSConv GraphPositionalEncoding KeyValueCache LearnedPositionalEncoding "
-        "MultiheadAttention RelativePosition RelativePositionBias RotaryPositionalEncoding "
-        "SinusoidalPositionalEncoding Transformer TransformerConv TransformerDecoder TransformerDecoderLayer "
-        "TransformerEncoder TransformerEncoderLayer"
+        "ALiBi AdditiveAttention AttentionPooling DotProductAttention GATConv GATv2Conv GPSConv "
+        "GeneralAttention GraphPositionalEncoding HardAttention KeyValueCache LearnedPositionalEncoding "
+        "LocalAttention MemoryAttention MultiheadAttention ReinforceLoss RelativePosition "
+        "RelativePositionBias RotaryPositionalEncoding SinusoidalPositionalEncoding Transformer "
+        "TransformerConv TransformerDecoder TransformerDecoderLayer TransformerEncoder "
+        "TransformerEncoderLayer"
     ),
-    gattn.models: "GAT TransformerLM TransformerSeq2Seq",
+    gattn.models: "GAT HAN Seq2Seq TransformerLM TransformerSeq2Seq",
 }
 
 
@@ -47,7 +49,8 @@ def test_everything_public_explains_itself(name):
 def test_importing_gattn_needs_no_optional_package():
     code = (
         "import sys\n"
-        "for name in ('matplotlib', 'rich', 'ogb', 'allpairspy', 'pytest', 'triton'): sys.modules[name] = None\n"
+        "for name in ('matplotlib', 'networkx', 'rich', 'ogb', 'allpairspy', 'pytest', 'triton'):\n"
+        "    sys.modules[name] = None\n"
         "import gattn\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

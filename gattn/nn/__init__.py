@@ -4,6 +4,7 @@ from gattn.nn.gat_conv import GATConv
 from gattn.nn.gatv2_conv import GATv2Conv
 from gattn.nn.gps_conv import GPSConv
 from gattn.nn.multihead_attention import KeyValueCache, MultiheadAttention
+from gattn.nn.pooling import AttentionPooling
 from gattn.nn.positional import (
     ALiBi,
     GraphPositionalEncoding,
@@ -34,6 +35,7 @@ from gattn.nn.transformer_layers import (
 __all__ = [
     "ALiBi",
     "AdditiveAttention",
+    "AttentionPooling",
     "DotProductAttention",
     "GATConv",
     "GATv2Conv",

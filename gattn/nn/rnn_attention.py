@@ -52,7 +52,7 @@ class MemoryAttention(Module):
         """Draws all parameters anew."""
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+                module.reset_parameters()  # type: ignore[operator]
 
     def keys(self, memory: Tensor) -> Tensor:
         """What the score compares, `[..., M, C]`; made once for all queries."""
