@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -414,6 +415,71 @@ class TestText:
     def test_unknown_names(self):
         with pytest.raises(ValueError, match="unknown text 'hamlet': gattn has tinyshakespeare"):
             datasets.load_text("hamlet")
+
+
+def write_pairs(folder, text, member="deu.txt"):
+    (folder / "tatoeba").mkdir()
+    with zipfile.ZipFile(folder / "tatoeba" / "deu-eng.zip", "w") as archive:
+        archive.writestr(member, text)
+
+
+class TestPairs:
+    def test_tatoeba(self):
+        try:
+            pairs = datasets.load_pairs("tatoeba")
+        except DatasetUnavailableError as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(str(error))
+        assert len(pairs) == len(set(pairs)) == 169_159
+        assert pairs[0] == ("Hallo!", "Hi.")
+        assert all(sentence == " ".join(sentence.split()) != "" for pair in pairs for sentence in pair)
+
+    @pytest.mark.parametrize("name", ["tatoeba", "Tatoeba", "TATO_EBA"])
+    def test_pairs_in_the_files_order_each_once(self, name, tmp_path, monkeypatch):
+        write_pairs(tmp_path, "Run!\tLauf!\nHi.\tHallo!\nRun!\tLauf!\nHi.\tGrüß Gott!")
+        expected = [("Lauf!", "Run!"), ("Hallo!", "Hi."), ("Grüß Gott!", "Hi.")]
+        assert datasets.load_pairs(name, tmp_path) == expected
+        monkeypatch.setenv("GATTN_DATA", str(tmp_path))
+        assert datasets.load_pairs(name) == expected
+
+    def test_text_is_cleaned(self, tmp_path):
+        write_pairs(tmp_path, "At 6\u202f p.m. \tUm 18\xa0Uhr, u\u0308ber\xadmorgen\u200b.\r\n")
+        assert datasets.load_pairs("tatoeba", tmp_path) == [("Um 18 Uhr, übermorgen.", "At 6 p.m.")]
+
+    def test_authors_are_left_out(self, tmp_path):
+        write_pairs(tmp_path, "Hi.\tHallo!\tCC-BY 2.0 (France) Attribution: tatoeba.org #538123 (CM)\n")
+        assert datasets.load_pairs("tatoeba", tmp_path) == [("Hallo!", "Hi.")]
+
+    def test_a_missing_file_is_named(self, tmp_path):
+        with pytest.raises(DatasetUnavailableError, match="Missing: tatoeba/deu-eng.zip") as error:
+            datasets.load_pairs("tatoeba", tmp_path)
+        assert "https://" in str(error.value)
+        assert "GATTN_DATA" in str(error.value)
+        assert str(tmp_path) in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("text", "member", "reason"),
+        [
+            (b"\xff\xfe", "deu.txt", "UnicodeDecodeError"),
+            (b"Hi.\tHallo!", "fra.txt", "KeyError"),
+            (b"Hi. Hallo!", "deu.txt", "ValueError"),
+        ],
+    )
+    def test_a_file_that_holds_no_pairs_is_named(self, text, member, reason, tmp_path):
+        write_pairs(tmp_path, text, member)
+        with pytest.raises(DatasetUnavailableError, match=rf"deu-eng.zip cannot be read \({reason}.*delete it"):
+            datasets.load_pairs("tatoeba", tmp_path)
+
+    def test_a_file_that_is_no_archive_is_named(self, tmp_path):
+        (tmp_path / "tatoeba").mkdir()
+        (tmp_path / "tatoeba" / "deu-eng.zip").write_text("<html>please log in</html>")
+        with pytest.raises(DatasetUnavailableError, match=r"deu-eng.zip cannot be read \(BadZipFile"):
+            datasets.load_pairs("tatoeba", tmp_path)
+
+    def test_unknown_names(self):
+        with pytest.raises(ValueError, match="unknown pairs 'europarl': gattn has tatoeba"):
+            datasets.load_pairs("europarl")
 
 
 def test_unknown_names_and_splits():

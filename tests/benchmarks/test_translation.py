@@ -1,0 +1,615 @@
+import itertools
+import json
+import math
+import random
+import zipfile
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+import gattn
+from benchmarks import translation
+from benchmarks.results import ResultsFile, machine
+from benchmarks.translation import END, PAD, START, Batches, Corpus, Item, Run, Setting, Training
+
+WORDS = {
+    "Tom sieht": "Tom sees",
+    "Wir suchen": "We seek",
+    "Ich habe": "I have",
+    "Sie kauft": "She buys",
+    "den Hund": "the dog",
+    "das Haus": "the house",
+    "die Blume": "the flower",
+    "den Ball": "the ball",
+    "heute": "today",
+    "morgen": "tomorrow",
+    "dort": "there",
+    "hier": "here",
+}
+SETTING = Setting(
+    vocabulary=120,
+    parameters=20_000,
+    transformer_channels=16,
+    transformer_layers=1,
+    heads=2,
+    batch=8,
+    iterations=12,
+    warm_up=3,
+    evaluate_every=5,
+    curve_sentences=4,
+    test_sentences=10,
+    beams=2,
+)
+
+
+def make_pairs():
+    """Sentences of four to seven words, and some of 16 and 28."""
+    phrases = list(WORDS.items())
+    triples = itertools.product(phrases[:4], phrases[4:8], phrases[8:])
+    short = [tuple(" ".join(part[side] for part in triple) for side in range(2)) for triple in triples]
+    joined = [(f"{a} und {b}.", f"{x} and {y}.") for (a, x), (b, y) in itertools.permutations(short[::3], 2)]
+    long = [(f"{a[:-1]} und {b}", f"{x[:-1]} and {y}") for (a, x), (b, y) in pairwise(joined[::9])]
+    return [(f"{a}.", f"{b}.") for a, b in short] + joined + long
+
+
+PAIRS = make_pairs()
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return Corpus(PAIRS, SETTING.vocabulary)
+
+
+@pytest.fixture
+def run(corpus):
+    return Run("general", 0, corpus.name, "cpu", SETTING)
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """The tiny corpus as a file in the published format; and tiny settings."""
+    (tmp_path / "data" / "tatoeba").mkdir(parents=True)
+    with zipfile.ZipFile(tmp_path / "data" / "tatoeba" / "deu-eng.zip", "w") as archive:
+        archive.writestr("deu.txt", "".join(f"{english}\t{german}\n" for german, english in PAIRS))
+    monkeypatch.setenv("GATTN_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(translation, "SETTINGS", dict.fromkeys(translation.SETTINGS, SETTING))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arguments(path, *more):
+    return ["--out", str(path / "out"), "--jobs", "1", *more]
+
+
+def here(pending, folder, jobs):
+    """In place of `translation.share`: one after the other in this process."""
+    for run in pending:
+        messages = []
+        result = translation.train(run, folder, lambda *progress: messages.append(("progress", *progress)))  # noqa: B023
+        yield from ((run, *message) for message in messages)
+        yield run, "done", result
+
+
+def sentences(split):
+    """All sentences on each side of each part of a split."""
+    parts = {"train": split.train}
+    for name in ("validation", "test", "long"):
+        parts[name] = [(item.source, text) for item in getattr(split, name) for text in item.references]
+    return parts
+
+
+class TestSplit:
+    def test_no_sentence_is_in_two_parts(self):
+        # Some translations more, so that there are components of more than one pair.
+        pairs = PAIRS + [(german, english.replace("sees", "looks at")) for german, english in PAIRS[::2]]
+        pairs += [(german.replace("den Hund", "den Köter"), english) for german, english in PAIRS[::3]]
+        split = translation.split_pairs(pairs)
+        parts = sentences(split)
+        assert sorted(itertools.chain(*parts.values())) == sorted(set(pairs))
+        assert all(parts.values())
+        for (_, some), (_, others) in itertools.combinations(parts.items(), 2):
+            if some is parts["test"] and others is parts["long"]:
+                continue
+            for side in range(2):
+                assert not {translation.form(x[side]) for x in some} & {translation.form(x[side]) for x in others}
+
+    def test_case_and_punctuation_connect(self):
+        chain = [("Geh!", "Go."), ("geh", "Leave!"), ("Lauf weg!", "leave"), ("Lauf weg.", "Run away.")]
+        for number in range(200):
+            pairs = [(f"{a} {number}", f"{b} {number}") for a, b in chain]
+            filled = [part for part in sentences(translation.split_pairs(pairs)).values() if part]
+            assert [sorted(part) for part in filled] == [sorted(pairs)]
+        assert translation.form("Das ist's, ja?") == translation.form("das ist s ja!")
+        assert translation.form("?!") == "?!"
+
+    def test_languages_do_not_connect(self):
+        split = translation.split_pairs([(f"{i}", f"{i + 1}") for i in range(400)])
+        assert split.validation
+        assert split.test
+
+    def test_the_order_of_pairs_does_not_matter(self):
+        shuffled = [*PAIRS, *PAIRS[:7]]
+        random.Random(0).shuffle(shuffled)
+        assert translation.split_pairs(shuffled) == translation.split_pairs(PAIRS)
+
+    def test_a_new_pair_changes_its_own_component_only(self):
+        before, after = (sentences(translation.split_pairs(pairs)) for pairs in (PAIRS, [*PAIRS, ("Neu.", "New.")]))
+        for name, part in before.items():
+            assert set(part) == set(after[name]) - {("Neu.", "New.")}
+
+    def test_long_sentences(self):
+        fifteen = " ".join("abcdefghijklmno")
+        assert Item(fifteen, ("x",)).is_long
+        assert Item("x", ("y", fifteen)).is_long
+        assert not Item("x", (fifteen[:-2],)).is_long
+        split = translation.split_pairs(PAIRS)
+        assert all(item.is_long for item in split.long)
+        assert not any(item.is_long for item in split.test)
+        long = sum(Item(german, (english,)).is_long for german, english in PAIRS)
+        assert 0.2 * long < len(split.long) < 0.47 * long
+
+    def test_references(self):
+        pairs = [(f"Satz {i}", f"{word} {i}") for i in range(300) for word in ("b", "a", "c")]
+        split = translation.split_pairs(pairs)
+        number = split.test[0].source.split()[1]
+        assert split.test[0].references == (f"a {number}", f"b {number}", f"c {number}")
+        assert len({item.source for item in split.test}) == len(split.test)
+
+    def test_shares(self):
+        split = translation.split_pairs([(f"Satz {i}", f"Sentence {i}") for i in range(20_000)])
+        deviation = math.sqrt(20_000 * 0.0125)
+        assert abs(len(split.test) - 250) < 4 * deviation
+        assert abs(len(split.validation) - 250) < 4 * deviation
+
+    def test_tatoeba(self):
+        try:
+            split = translation.split_pairs(gattn.datasets.load_pairs("tatoeba"))
+        except gattn.datasets.DatasetUnavailableError as error:
+            pytest.skip(str(error))
+        assert [len(part) for part in (split.train, split.validation, split.test, split.long)] == [
+            163_984,
+            1917,
+            1976,
+            1006,
+        ]
+        assert set(translation.EXAMPLES) <= {item.source for item in (*split.test, *split.long)}
+        words = [len(text.split()) for text in translation.EXAMPLES]
+        assert words == sorted(words)
+        assert words[-1] == 15
+
+
+class TestTokens:
+    def test_there_and_back(self, corpus):
+        texts = [german for german, _ in corpus.split.train[:20]]
+        sequences = corpus.encode(texts)
+        assert all(sequence[-1] == END and (sequence[:-1] > END).all() for sequence in sequences)
+        tokens, lengths = translation.padded(sequences, "cpu")
+        assert lengths.tolist() == [len(sequence) for sequence in sequences]
+        tokens[tokens == PAD] = END
+        assert corpus.decode(tokens) == texts
+        assert corpus.size == SETTING.vocabulary
+
+    def test_what_comes_after_the_end_is_no_text(self, corpus):
+        (sequence,) = corpus.encode(["Tom sieht den Hund"])
+        assert corpus.decode(torch.cat([sequence, sequence]).unsqueeze(0)) == ["Tom sieht den Hund"]
+
+    def test_pieces(self, corpus):
+        (sequence,) = corpus.encode(["Tom, xyz"])
+        assert "".join(corpus.pieces(sequence.tolist())).endswith("end")
+        assert [translation.visible(piece) for piece in ("▁Tom", "m", ".", "▁")] == ["Tom", "-m", ".", "▁"]
+
+    def test_the_vocabulary_is_learnt_from_the_training_pairs_only(self, corpus, monkeypatch):
+        seen, learn = [], translation.train_vocabulary
+
+        def listen(texts, size):
+            seen.extend(texts)
+            return learn(seen, size)
+
+        monkeypatch.setattr(translation, "train_vocabulary", listen)
+        Corpus(PAIRS, 120)
+        assert sorted(seen) == sorted(text for pair in corpus.split.train for text in pair)
+
+    def test_it_is_kept_and_learnt_alike(self, corpus, tmp_path, monkeypatch):
+        first = Corpus(PAIRS, 120, tmp_path)
+        assert len(list(tmp_path.iterdir())) == 1
+        shuffled = random.Random(0).sample(PAIRS, len(PAIRS))
+        assert Corpus(shuffled, 120).processor.serialized_model_proto() == first.processor.serialized_model_proto()
+        monkeypatch.setattr(translation, "train_vocabulary", None)
+        assert Corpus(PAIRS, 120, tmp_path).encode(["Hund"])[0].equal(corpus.encode(["Hund"])[0])
+
+
+class TestBatches:
+    lengths = np.random.default_rng(0).integers(1, 40, (1003, 2))
+
+    def test_an_epoch_has_every_pair_once(self):
+        batches = Batches(self.lengths, 10, 0)
+        assert batches.per_epoch == 101
+        for epoch in range(2):
+            numbers = np.concatenate([batches[101 * epoch + i] for i in range(101)])
+            assert sorted(numbers) == list(range(1003))
+
+    def test_they_depend_on_seed_and_iteration_only(self):
+        orders = {(seed, i): Batches(self.lengths, 10, seed)[i].tolist() for seed in (0, 1) for i in (0, 1, 101)}
+        assert len({tuple(order) for order in orders.values()}) == 6
+        batches = Batches(self.lengths, 10, 1)
+        for iteration in (101, 1, 0):
+            assert batches[iteration].tolist() == orders[1, iteration]
+
+    def test_there_is_little_padding(self):
+        batches = Batches(self.lengths, 10, 0)
+        targets = [self.lengths[batches[i], 1] for i in range(101)]
+        assert sum(x.max() * len(x) for x in targets) < 1.1 * self.lengths[:, 1].sum()
+        # Short and long ones take turns.
+        assert abs(np.corrcoef([x.mean() for x in targets], range(101))[0, 1]) < 0.3
+
+    def test_a_batch(self):
+        pairs = [(torch.tensor([5, 2]), torch.tensor([7, 8, 2])), (torch.tensor([6, 6, 2]), torch.tensor([2]))]
+        batch = translation.make_batch(pairs, "cpu")
+        assert batch.source.tolist() == [[5, 2, PAD], [6, 6, 2]]
+        assert batch.target.tolist() == [[7, 8, 2], [2, PAD, PAD]]
+        assert (batch.source_lengths.tolist(), batch.target_lengths.tolist()) == ([2, 3], [3, 1])
+
+
+class TestModels:
+    def test_a_like_number_of_parameters(self):
+        setting = translation.SETTINGS["default"]
+        counts = {}
+        for row in translation.ROWS:
+            width = translation.find_width(row, setting, setting.vocabulary)
+            with torch.device("meta"):
+                counts[row], *others = (
+                    translation.num_parameters(translation.make_model(row, width + change, setting, 4000))
+                    for change in (0, -4, 4)
+                )
+            assert all(abs(counts[row] - setting.parameters) <= abs(x - setting.parameters) for x in others)
+        assert max(counts.values()) < 1.05 * min(counts.values())
+
+    @pytest.mark.parametrize("row", translation.ROWS)
+    def test_rows(self, row, corpus, run):
+        model = translation.build_model(replace(run, row=row), corpus.size)
+        kind = gattn.models.TransformerSeq2Seq if row == "transformer" else gattn.models.Seq2Seq
+        assert type(model) is kind
+        assert (model.start, model.end) == (START, END)
+        same, other = (translation.build_model(replace(run, row=row, seed=seed), corpus.size) for seed in (0, 1))
+        name, weight = next(iter(model.state_dict().items()))
+        assert torch.equal(weight, same.state_dict()[name])
+        assert not torch.equal(weight, other.state_dict()[name])
+
+    @pytest.mark.parametrize("row", ["none", "local-p", "hard", "transformer"])
+    def test_padding_does_not_count(self, row, corpus, run):
+        model = translation.build_model(replace(run, row=row), corpus.size).double().eval()
+        pairs = corpus.train[::60][:5]
+        total = 0.0
+        for source, target in pairs:
+            logits = model(source.unsqueeze(0), target.unsqueeze(0))[0]
+            total -= logits.log_softmax(-1)[torch.arange(len(target)), target].sum().item()
+        batch = translation.make_batch(pairs, "cpu")
+        assert translation.cross_entropy(model, batch, "sum").item() == pytest.approx(total, rel=1e-9)
+        mean = total / sum(len(target) for _, target in pairs)
+        assert translation.cross_entropy(model, batch).item() == pytest.approx(mean, rel=1e-9)
+        assert translation.loss_of(model, batch).item() == pytest.approx(mean, rel=1e-9)
+
+    def test_translations_come_in_their_order(self, corpus, run):
+        model = translation.build_model(run, corpus.size).eval()
+        texts = [german for german, _ in PAIRS[::100]][::-1]
+        one_by_one = [translation.translate(model, corpus, [text], 2, "cpu")[0] for text in texts]
+        # Texts of one length in a batch, so that each may be as long as it may alone.
+        lengths = [len(sequence) for sequence in corpus.encode(texts)]
+        for length in set(lengths):
+            inside = [i for i, other in enumerate(lengths) if other == length]
+            found = translation.translate(model, corpus, [texts[i] for i in inside], 2, "cpu", size=3)
+            assert found == [one_by_one[i] for i in inside]
+        assert len(translation.translate(model, corpus, texts, 1, "cpu")) == len(texts)
+
+
+class TestScores:
+    def test_perfect_and_useless(self):
+        items = [Item("a", ("this is a small house", "it is a little house")), Item("b", ("we go home now",))]
+        for translations in (["this is a small house", "we go home now"], ["it is a little house", "we go home now"]):
+            assert translation.scores(translations, items) == {"bleu": 100.0, "chrf": 100.0}
+        result = translation.scores(["x y z w", "q q q q"], items)
+        assert result["bleu"] == 0.0
+        assert result["chrf"] < 5
+
+    def test_bleu_by_hand(self):
+        """Of five words four are right, of four pairs three, of three triples two, of two quadruples one."""
+        items = [Item("s", ("the cat sat on mats",))]
+        expected = 100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
+        assert translation.scores(["the cat sat on rugs"], items)["bleu"] == pytest.approx(expected, abs=1e-3)
+
+    def test_bins(self):
+        items = [Item(" ".join(["x"] * n), (f"one two three four {n}",)) for n in (4, 5, 8, 30, 26)]
+        right = [item.references[0] for item in items]
+        bins = translation.bins_of([*right[:3], "no", "no"], items)
+        assert [(part["low"], part["high"], part["count"]) for part in bins] == [(1, 4, 1), (5, 8, 2), (26, None, 2)]
+        assert [part["bleu"] for part in bins] == [100.0, 100.0, 0.0]
+        assert [part["words"] for part in bins] == [4, 6.5, 28]
+
+    def test_every_length_has_one_bin(self):
+        highs = [high for _, high in translation.BINS]
+        assert translation.BINS[0][0] == 1
+        assert highs[-1] is None
+        assert all(low == high + 1 for (low, _), high in zip(translation.BINS[1:], highs[:-1], strict=True))
+
+
+class TestTraining:
+    def test_learning_rate(self):
+        setting = Setting(iterations=100, warm_up=20)
+        rates = [translation.learning_rate(3.0, setting, iteration) for iteration in range(101)]
+        assert rates[0] == pytest.approx(3 / 21)
+        assert rates[20] == max(rates) == 3.0
+        assert rates[60] == pytest.approx(1.5)
+        assert rates[100] == 0.0
+        assert all(a > b for a, b in pairwise(rates[20:]))
+
+    @pytest.mark.parametrize("row", ["none", "additive", "local-p", "hard", "hard-st", "transformer"])
+    def test_it_learns(self, row, corpus, run, tmp_path):
+        setting = replace(SETTING, iterations=40, learning_rate=0.01, transformer_learning_rate=0.01, evaluate_every=20)
+        training = Training(replace(run, row=row, setting=setting), corpus, tmp_path)
+        training.advance(100)
+        assert training.is_finished
+        assert [point["iteration"] for point in training.curve] == [20, 40]
+        first, last = (point["val_loss"] for point in training.curve)
+        assert last < first < math.log(corpus.size)
+        assert training.curve[-1]["seconds"] == pytest.approx(training.seconds, abs=0.01)
+
+    @pytest.mark.parametrize("row", ["hard", "transformer"])
+    def test_an_interrupted_run_ends_with_the_same_numbers(self, row, corpus, run, tmp_path, monkeypatch):
+        run = replace(run, row=row)
+        (tmp_path / "whole").mkdir()
+        whole = Training(run, corpus, tmp_path / "whole")
+        whole.advance(12)
+        first = Training(run, corpus, tmp_path)
+        first.advance(8)
+        torch.manual_seed(99)
+        second = Training(run, corpus, tmp_path)
+        assert second.iteration == 5
+        assert second.seconds == pytest.approx(first.curve[0]["seconds"], abs=0.01)
+        second.advance(12)
+
+        def without_times(curve):
+            return [{name: value for name, value in point.items() if name != "seconds"} for point in curve]
+
+        assert without_times(second.curve) == without_times(whole.curve)
+        for name, weight in whole.model.state_dict().items():
+            assert torch.equal(weight, second.model.state_dict()[name])
+        ours, theirs = second.result(), whole.result()
+        for name in ("test", "long", "bins", "examples", "parameters"):
+            assert ours[name] == theirs[name]
+
+    def test_another_run_does_not_use_the_checkpoint(self, corpus, run, tmp_path):
+        Training(run, corpus, tmp_path).advance(5)
+        assert Training(run, corpus, tmp_path).iteration == 5
+        for change in ({"seed": 1}, {"row": "dot"}, {"setting": replace(SETTING, learning_rate=1.0)}):
+            assert Training(replace(run, **change), corpus, tmp_path).iteration == 0
+
+    def test_too_long_pairs_are_left_out(self, corpus, run, tmp_path):
+        training = Training(replace(run, setting=replace(SETTING, longest=12)), corpus, tmp_path)
+        assert 0 < len(training.pairs) < len(corpus.train)
+        assert max(max(map(len, pair)) for pair in training.pairs) == 12
+
+    def test_validation_is_over_all_references(self, corpus, run, tmp_path):
+        training = Training(run, corpus, tmp_path)
+        assert len(training.validation) == sum(len(item.references) for item in corpus.split.validation)
+        training._losses = [1.0]
+        training._evaluate()
+        total, count = 0.0, 0
+        model = training.model.eval()
+        for source, target in training.validation:
+            logits = model(source.unsqueeze(0), target.unsqueeze(0))[0]
+            total += F.cross_entropy(logits, target, reduction="sum").item()
+            count += len(target)
+        assert training.curve[-1]["val_loss"] == pytest.approx(total / count, rel=1e-5)
+
+    def test_nan_ends_it(self, corpus, run, tmp_path):
+        training = Training(run, corpus, tmp_path)
+        with torch.no_grad():
+            training.model.output.bias.fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match="became nan in iteration 5 of general seed 0"):
+            training.advance(5)
+
+    @pytest.mark.parametrize("row", translation.ROWS)
+    def test_results(self, row, corpus, run, tmp_path):
+        training = Training(replace(run, row=row, setting=replace(SETTING, test_sentences=3)), corpus, tmp_path)
+        row = training.result()
+        json.dumps(row)
+        assert [row[part]["sentences"] for part in ("test", "long")] == [3, 3]
+        assert sum(part["count"] for part in row["bins"]) == 6
+        assert len(row["examples"]) == 3
+        for example in row["examples"]:
+            assert example["source"][-1] == "end"
+            assert ("weights" in example) == (training.run.row not in ("none", "transformer"))
+            if "weights" in example:
+                assert len(example["weights"]) == len(example["translation"])
+                assert {len(line) for line in example["weights"]} == {len(example["source"])}
+
+
+class TestCommandLine:
+    def test_everything(self, published, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(translation, "share", here)
+        chosen = ["--rows", "general", "none"]
+        translation.main(arguments(tmp_path, *chosen, "--seeds", "1", "0"))
+        rows = ResultsFile(tmp_path / "out" / "runs.jsonl").rows()
+        assert [(row["row"], row["seed"]) for row in rows] == [
+            (row, seed) for seed in (1, 0) for row in ("none", "general")
+        ]
+        names = {"runs.jsonl", "table.md", "lengths.png", "times.png", *(f"alignment-{i}.png" for i in (1, 2, 3))}
+        written = {path.name for path in (tmp_path / "out").iterdir()}
+        assert {name for name in written if not name.endswith((".pt", ".model"))} == names
+        table = (tmp_path / "out" / "table.md").read_text().splitlines()
+        assert [line.split(" | ")[0] for line in table[2:5]] == ["| none", "| general", ""]
+        assert "German to English" in capsys.readouterr().out
+
+        monkeypatch.setattr(translation, "train", None)
+        translation.main(arguments(tmp_path, *chosen))
+        assert "4 of 4 runs" in capsys.readouterr().out
+        assert (tmp_path / "out" / "table.md").read_text().splitlines() == table
+        (tmp_path / "out" / "table.md").unlink()
+        monkeypatch.delenv("GATTN_DATA")
+        translation.main(arguments(tmp_path, "--report"))
+        assert (tmp_path / "out" / "table.md").read_text().splitlines() == table
+        assert len(ResultsFile(tmp_path / "out" / "runs.jsonl").rows()) == 4
+
+    def test_an_interruption(self, published, tmp_path, monkeypatch, capsys):
+        def interrupted(pending, folder, jobs):
+            yield next(here(pending, folder, jobs))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(translation, "share", interrupted)
+        with pytest.raises(SystemExit) as error:
+            translation.main(arguments(tmp_path, "--rows", "none", "--seeds", "0"))
+        assert error.value.code == 130
+        assert "the same command goes on from there" in capsys.readouterr().out
+
+    def test_a_failure_does_not_stop_the_others(self, published, tmp_path, monkeypatch):
+        def failing(pending, folder, jobs):
+            yield pending[0], "failed", "ValueError: no"
+            yield from here(pending[1:], folder, jobs)
+
+        monkeypatch.setattr(translation, "share", failing)
+        with pytest.raises(SystemExit, match="error: none seed 0: ValueError: no"):
+            translation.main(arguments(tmp_path, "--rows", "none", "dot", "--seeds", "0"))
+        assert [row["row"] for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows()] == ["dot"]
+
+    def test_missing_data(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("GATTN_DATA", str(tmp_path))
+        with pytest.raises(SystemExit, match=r"error: tatoeba is not under .*deu-eng.zip"):
+            translation.main(arguments(tmp_path))
+
+    def test_a_report_of_nothing(self, tmp_path):
+        with pytest.raises(SystemExit, match="has no runs of the setting quick on cpu"):
+            translation.main(arguments(tmp_path, "--report", "--quick"))
+
+    def test_results_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "out").touch()
+        with pytest.raises(SystemExit, match="error: results cannot be written"):
+            translation.main(arguments(tmp_path))
+
+    def test_defaults(self):
+        options = translation.parse([])
+        assert (options.rows, options.seeds, options.setting) == (list(translation.ROWS), [0, 1], "default")
+        assert str(options.out) == "runs/translation"
+        quick = translation.parse(["--quick"])
+        assert (quick.setting, str(quick.out)) == ("quick", "runs/translation-quick")
+        assert translation.parse(["--rows", "hard", "dot", "--seeds", "3", "3"]).rows == ["dot", "hard"]
+        assert translation.parse(["--seeds", "3", "3"]).seeds == [3]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            ["--rows", "all"],
+            ["--setting", "small"],
+            ["--quick", "--setting", "large"],
+            ["--jobs", "0"],
+            ["--seeds", "-1"],
+            ["--seeds"],
+            ["--device", "nothing"],
+            ["--nonsense"],
+        ],
+    )
+    def test_wrong_arguments(self, wrong, capsys):
+        with pytest.raises(SystemExit):
+            translation.main(wrong)
+        assert "error:" in capsys.readouterr().err
+
+
+class TestReport:
+    def rows(self):
+        rows = []
+        for name, seed in itertools.product(("dot", "none"), (0, 1)):
+            bins = [
+                {"low": 1, "high": 4, "count": 3, "words": 2.5, "bleu": 20.0 + seed},
+                {"low": 26, "high": None, "count": 2, "words": 30.0, "bleu": 10.0 - seed},
+            ]
+            curve = [{"iteration": i, "seconds": 6.0 * i, "bleu": float(i + seed)} for i in (1, 2)]
+            result = {"sentences": 5, "beam": {"bleu": 10.0 + 2 * seed, "chrf": 30.0}, "greedy": {"bleu": 9.0}}
+            example = {"source": ["a$", "end"], "translation": ["x", "y", "end"]}
+            if name == "dot":
+                example["weights"] = [[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]
+            row = asdict(Run(name, seed, "corpus", "cpu", SETTING))
+            row |= {"parameters": 1000, "curve": curve, "seconds": 60.0 + 120 * seed, "test": result, "long": result}
+            row |= {"bins": bins, "examples": [example] * 3, "jobs": 2, "sacrebleu": "2"}
+            rows.append({**row, **machine()})
+        return rows
+
+    def test_the_table(self):
+        lines = translation.summarise(self.rows())
+        assert [line["attention"] for line in lines] == ["none", "dot"]
+        assert lines[0]["test BLEU"] == "11.0 ± 1.4"
+        assert lines[0]["test BLEU, greedy"] == "9.0 ± 0.0"
+        assert lines[0]["training, min"] == "2.0 ± 1.4"
+        assert (lines[0]["seeds"], lines[0]["parameters"]) == ("2", "1000")
+        assert translation.summarise(self.rows()[:1])[0]["test BLEU"] == "10.0"
+
+    def test_the_newest_row_of_each_run_in_the_setting(self, tmp_path):
+        results = ResultsFile(tmp_path / "runs.jsonl")
+        rows = self.rows()
+        for row in (*rows, {**rows[0], "parameters": 7}, {**rows[1], "setting": asdict(translation.SETTINGS["large"])}):
+            results.append(row)
+        chosen = translation.select(results, SETTING, "cpu")
+        assert [(row["row"], row["seed"]) for row in chosen] == [("none", 0), ("none", 1), ("dot", 0), ("dot", 1)]
+        assert chosen[2]["parameters"] == 7
+        assert translation.select(results, SETTING, "cuda") == []
+
+    def test_lines_are_means(self, tmp_path, monkeypatch):
+        figures = []
+        monkeypatch.setattr(translation, "save", lambda figure, path: figures.append(figure))
+        translation.draw_lengths(self.rows(), tmp_path / "x.png")
+        translation.draw_times(self.rows(), tmp_path / "x.png")
+        lengths, times = (figure.axes[0] for figure in figures)
+        assert [line.get_label() for line in lengths.lines] == ["none", "dot"]
+        assert lengths.lines[0].get_xydata().tolist() == [[2.5, 20.5], [30.0, 9.5]]
+        assert [tick.get_text() for tick in lengths.get_xticklabels()] == ["1–4\n(3)", "26+\n(2)"]
+        assert times.lines[0].get_xydata().tolist() == [[0.1, 1.5], [0.2, 2.5]]
+        for figure in figures:
+            translation.plt.close(figure)
+
+    def test_what_is_written(self, tmp_path, capsys):
+        translation.report(self.rows(), tmp_path, Console(markup=False, width=60))
+        text = (tmp_path / "table.md").read_text()
+        assert "5 test sentences, 5 long ones" in text
+        assert "iterations 12" in text
+        assert machine()["machine"] in text
+        assert "2 run(s) at once" in text
+        assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".png"}
+        assert len(list(tmp_path.iterdir())) == 6
+        out = capsys.readouterr().out
+        assert "11.0 ± 1.4" in out  # nothing is cut off
+
+    def test_without_weights_no_alignments(self, tmp_path):
+        translation.report(self.rows()[2:], tmp_path, Console(markup=False, quiet=True))
+        assert {path.name for path in tmp_path.iterdir()} == {"table.md", "lengths.png", "times.png"}
+
+    def test_styles(self):
+        assert set(translation.STYLES) == set(translation.ROWS)
+        assert len({style["marker"] for style in translation.STYLES.values()}) == len(translation.ROWS)
+
+
+@pytest.mark.slow
+def test_in_processes(published, tmp_path, monkeypatch, capsys):
+    """Two at once, to the same numbers as here, but for times; and a process that fails."""
+    wrong = replace(SETTING, heads=3)
+    monkeypatch.setitem(translation.SETTINGS, "quick", wrong)
+    translation.main(arguments(tmp_path, "--rows", "none", "transformer", "--seeds", "0", "--jobs", "2"))
+    with pytest.raises(SystemExit, match="error: transformer seed 0: ValueError: "):
+        translation.main(arguments(tmp_path, "--rows", "transformer", "--seeds", "0", "--quick"))
+    rows = {row["row"]: row for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows()}
+    assert set(rows) == {"none", "transformer"}
+    monkeypatch.setattr(translation, "share", here)
+    more = arguments(tmp_path / "here", "--rows", "none", "transformer", "--seeds", "0")
+    translation.main(more)
+    for row in ResultsFile(tmp_path / "here" / "out" / "runs.jsonl").rows():
+        assert {name: row[name] for name in ("test", "long", "bins", "examples")} == {
+            name: rows[row["row"]][name] for name in ("test", "long", "bins", "examples")
+        }
