@@ -1,7 +1,13 @@
+import math
+
 import pytest
 import torch
 
 import gattn
+from gattn import CompleteGraph, DotScore, Hard, LocalGaussian, SparseGraph, attend
+from gattn.testing import assert_as_exact_as, random_edge_index
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -48,3 +54,435 @@ def test_a_product_with_a_mask_is_not_a_mask():
     index = torch.zeros(2, dtype=torch.long)
     assert gattn.softmax(logits * mask, index, 1)[1] > 0.1
     assert gattn.softmax(logits.masked_fill(~mask, -torch.inf), index, 1).tolist() == [1.0, 0.0]
+
+
+def edges_of(index, num_targets):
+    """Each target with its edges, in their order."""
+    return [(target, (index == target).nonzero().flatten()) for target in range(num_targets)]
+
+
+def sparse_case(flow, dtype=torch.double):
+    """Edges between 6 sources and 5 targets, duplicates and a target without any among them, and features of both."""
+    edge_index = random_edge_index(6, 5, 17, seed=2)
+    graph = SparseGraph(edge_index if flow == "source_to_target" else edge_index.flip(0), 6, 5, flow=flow)
+    query, key, value = (torch.randn(n, 2, 3, dtype=dtype) for n in (5, 6, 6))
+    return graph, edge_index, query, key, value
+
+
+each_flow = pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+
+
+class TestLocalGaussian:
+    centres = torch.tensor([0.0, 1.3, 7.0, -2.0, 2.5], dtype=torch.double)
+
+    def by_hand(self, logits, edge_index, centres, width):
+        """The formula, edge by edge."""
+        weights = torch.zeros_like(logits)
+        for target, edges in edges_of(edge_index[1], 5):
+            for head in range(logits.size(1)):
+                total = sum(math.exp(logits[e, head]) for e in edges)
+                for e in edges:
+                    distance = float(edge_index[0, e]) - float(centres[target])
+                    near = math.exp(-(distance**2) / (2 * (width / 2) ** 2))
+                    weights[e, head] = math.exp(logits[e, head]) / total * near
+        return weights
+
+    @each_flow
+    @pytest.mark.parametrize("width", [0.5, 2, 3.7])
+    def test_formula_on_sparse_graphs(self, width, flow):
+        graph, edge_index, query, key, value = sparse_case(flow)
+        near = LocalGaussian(self.centres, width)
+        out, weights = attend(query, key, value, graph, distribution=near, return_weights=True)
+        logits = (query[edge_index[1]] * key[edge_index[0]]).sum(-1) / math.sqrt(3)
+        expected = self.by_hand(logits, edge_index, self.centres, width)
+        torch.testing.assert_close(weights, expected)
+        sums = torch.zeros(5, 2, 3, dtype=torch.double)
+        sums.index_add_(0, edge_index[1], expected.unsqueeze(-1) * value[edge_index[0]])
+        torch.testing.assert_close(out, sums)
+
+    def test_with_self_loops(self):
+        """Loops come after the other edges, and have sources, too."""
+        edge_index = torch.tensor([[0, 2, 1, 1], [1, 1, 0, 1]])
+        x = torch.randn(3, 1, 2, dtype=torch.double)
+        near = LocalGaussian(torch.tensor([0.5, 2.0, 9.0]), 3)
+        graph = SparseGraph(edge_index, 3, 3, self_loops=True)
+        _, weights = attend(x, x, x, graph, distribution=near, return_weights=True)
+        _, soft = attend(x, x, x, graph, return_weights=True)
+        source, target = graph.edge_index
+        assert source.tolist() == [0, 2, 1, 0, 1, 2]
+        distance = source - torch.tensor([0.5, 2.0, 9.0], dtype=torch.double)[target]
+        torch.testing.assert_close(weights, soft * torch.exp(-distance.square() / (2 * 1.5**2)).unsqueeze(-1))
+
+    @pytest.mark.parametrize("backend", ["dense", "reference"])
+    def test_centres_of_each_element_of_a_batch(self, backend):
+        query, key, centres = torch.randn(2, 3, 4, 1, 3), torch.randn(2, 3, 6, 1, 3), torch.rand(2, 3, 4) * 6
+        graph = CompleteGraph(4, 6)
+        out = attend(query, key, key, graph, distribution=LocalGaussian(centres, 2), backend=backend)
+        for i in range(2):
+            for j in range(3):
+                alone = LocalGaussian(centres[i, j], 2)
+                expected = attend(query[i, j], key[i, j], key[i, j], graph, distribution=alone, backend=backend)
+                torch.testing.assert_close(out[i, j], expected)
+        shared = attend(query, key, key, graph, distribution=LocalGaussian(centres[0, 0], 2), backend=backend)
+        torch.testing.assert_close(shared[0, 0], out[0, 0])
+        assert not torch.allclose(shared[1, 2], out[1, 2])
+
+    @each_flow
+    def test_gradients(self, flow):
+        graph, _, query, key, value = sparse_case(flow)
+
+        def function(centres, query, key):
+            near = LocalGaussian(centres, 2.5)
+            return attend(query, key, value, graph, distribution=near, return_weights=True)
+
+        leaves = [x.clone().requires_grad_() for x in (self.centres, query, key)]
+        assert torch.autograd.gradcheck(function, leaves)
+
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_half_precision_tells_far_places_apart(self, dtype):
+        """Of 16 bits, places near 1000 would be rounded to the next 4, or 1."""
+        query, key = torch.randn(1, 1, 4, dtype=dtype), torch.randn(1100, 1, 4, dtype=dtype)
+        found = []
+        for kind in (dtype, torch.float64):
+            near = LocalGaussian(torch.tensor([1000.0], dtype=kind), 3)
+            graph = CompleteGraph(1, 1100)
+            x = (query.to(kind), key.to(kind), key.to(kind))
+            found.append(attend(*x, graph, distribution=near, return_weights=True, backend="reference")[1].flatten())
+        actual, exact = found
+        assert actual.dtype == dtype
+        assert_as_exact_as(actual, exact.to(dtype), exact)
+
+    def test_packed_graphs(self):
+        """The reference serves; a source's number counts through all blocks."""
+        x, graph = torch.randn(5, 1, 3), CompleteGraph.packed([2, 3])
+        centres = torch.tensor([0.0, 1.0, 2.0, 3.5, 4.0])
+        _, weights = attend(x, x, x, graph, distribution=LocalGaussian(centres, 2), return_weights=True)
+        for block, first, last in ((0, 0, 2), (1, 2, 5)):
+            part, near = x[first:last], LocalGaussian(centres[first:last] - first, 2)
+            _, expected = attend(part, part, part, CompleteGraph(last - first), distribution=near, return_weights=True)
+            torch.testing.assert_close(weights[block], expected)
+
+    def test_wrong_ones(self):
+        x, graph = torch.randn(2, 4, 1, 3), CompleteGraph(4)
+        with pytest.raises(TypeError, match="centres are a tensor, one a target; got float"):
+            LocalGaussian(2.0, 3)
+        for width in (0, -1.0, math.nan):
+            with pytest.raises(ValueError, match=f"width is positive; got {width}"):
+                LocalGaussian(torch.zeros(4), width)
+        for shape in ((), (3,), (2, 3), (3, 4), (4, 1), (1, 4)):
+            for backend in ("dense", "reference"):
+                with pytest.raises(ValueError, match=r"one centre a target, \[2, 4\]; got"):
+                    attend(x, x, x, graph, distribution=LocalGaussian(torch.zeros(shape), 2), backend=backend)
+        sparse = torch.tensor([[0, 1], [1, 2]])
+        with pytest.raises(ValueError, match=r"one centre a target, \[4\]; got \[2\]"):
+            attend(x[0], x[0], x[0], sparse, distribution=LocalGaussian(torch.zeros(2), 2))
+        with pytest.raises(ValueError, match="ask with_sources"):
+            LocalGaussian(torch.zeros(4), 2).weights(torch.zeros(2, 1), torch.tensor([0, 1]), 4, 0)
+
+    def test_sources_are_bound_to_a_copy(self):
+        near = LocalGaussian(torch.zeros(2), 2)
+        bound = near.with_sources(torch.tensor([0, 1]))
+        assert bound is not near
+        weights = bound.weights(torch.zeros(2, 1), torch.tensor([0, 0]), 2, 0)
+        torch.testing.assert_close(weights, torch.tensor([[0.5], [0.5 * math.exp(-0.5)]]))
+        with pytest.raises(ValueError, match="with_sources"):
+            near.weights(torch.zeros(2, 1), torch.tensor([0, 0]), 2, 0)
+        assert str(near) == "LocalGaussian(centres=[2], width=2)"
+
+
+#: Three neighbours, one, none, and two that cannot be chosen.
+INDEX = torch.tensor([0, 1, 0, 0, 3, 3])
+LOGITS = torch.tensor([[0.3, -1.0], [5.0, 0.0], [1.1, 2.0], [-0.4, 0.5], [-torch.inf] * 2, [-torch.inf] * 2]).double()
+
+
+class TestHard:
+    @pytest.mark.parametrize("estimator", ["reinforce", "straight_through"])
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_it_draws_with_the_probabilities_of_the_softmax(self, dim, estimator):
+        count = 20_000
+        logits = LOGITS.expand(count, -1, -1) if dim else LOGITS.repeat(1, count)
+        drawn = Hard(estimator=estimator, generator=torch.Generator().manual_seed(1)).weights(logits, INDEX, 4, dim)
+        drawn = drawn if dim else drawn.view(6, count, 2).transpose(0, 1)
+        assert ((drawn == 0) | (drawn == 1)).all()
+        expected = gattn.softmax(LOGITS, INDEX, 4)
+        error = (expected * (1 - expected) / count).sqrt()
+        assert ((drawn.mean(0) - expected).abs() <= 4 * error).all()
+        # One neighbour for each target, and heads draw by themselves.
+        assert (drawn[:, INDEX == 0].sum(1) == 1).all()
+        assert (drawn[:, 1] == 1).all()
+        assert (drawn[:, 4:] == 0).all()
+        both = (drawn[:, 0, 0] * drawn[:, 2, 1]).mean()
+        together = expected[0, 0] * expected[2, 1]
+        assert (both - together).abs() <= 4 * (together * (1 - together) / count).sqrt()
+
+    @pytest.mark.parametrize("estimator", ["reinforce", "straight_through"])
+    def test_the_most_probable_one_and_the_first_of_equals(self, estimator):
+        logits = torch.tensor([1.0, 3.0, 3.0, 0.0, -2.0, -2.0, -torch.inf])
+        index = torch.tensor([0, 0, 0, 2, 2, 1, 1])
+        hard = Hard(sample=False, estimator=estimator)
+        assert hard.weights(logits, index, 4, 0).tolist() == [0, 1, 0, 1, 0, 1, 0]
+        assert hard.weights(logits.flip(0), index.flip(0), 4, 0).tolist() == [0, 1, 0, 1, 1, 0, 0]
+
+    @each_flow
+    def test_on_sparse_graphs(self, flow):
+        """Of the edges that reach a target, the first with its largest logit."""
+        graph, edge_index, query, key, value = sparse_case(flow)
+        hard = Hard(sample=False)
+        out, weights = attend(query, key, value, graph, distribution=hard, return_weights=True)
+        logits = (query[edge_index[1]] * key[edge_index[0]]).sum(-1) / math.sqrt(3)
+        assert hard.log_prob.shape == hard.entropy.shape == (5, 2)
+        for target, edges in edges_of(edge_index[1], 5):
+            for head in range(2):
+                row = logits[edges, head].tolist()
+                if not row:
+                    assert (out[target] == 0).all()
+                    assert hard.log_prob[target, head] == hard.entropy[target, head] == 0
+                    continue
+                best = row.index(max(row))
+                assert weights[edges, head].tolist() == [float(place == best) for place in range(len(row))]
+                torch.testing.assert_close(out[target, head], value[edge_index[0, edges[best]], head])
+                probability = math.exp(row[best]) / sum(map(math.exp, row))
+                assert hard.log_prob[target, head].item() == pytest.approx(math.log(probability))
+
+    @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+    def test_log_prob_and_entropy(self, batch):
+        logits = torch.randn(*batch, 6, 2, dtype=torch.double)
+        logits[..., 4:, :] = -torch.inf
+        hard = Hard()
+        weights = hard.weights(logits, INDEX, 4, -2)
+        assert hard.log_prob.shape == hard.entropy.shape == (*batch, 4, 2)
+        probabilities = gattn.softmax(logits, INDEX, 4, -2)
+        for target, edges in edges_of(INDEX, 4):
+            p, chosen = probabilities[..., edges, :], weights[..., edges, :]
+            log_prob, entropy = hard.log_prob[..., target, :], hard.entropy[..., target, :]
+            if target >= 2:
+                assert (log_prob == 0).all()
+                assert (entropy == 0).all()
+            else:
+                torch.testing.assert_close(log_prob.exp(), (p * chosen).sum(-2))
+                torch.testing.assert_close(entropy, -(p * p.log()).sum(-2))
+
+    @pytest.mark.parametrize("sample", [False, True])
+    def test_their_gradients(self, sample):
+        logits = torch.randn(6, 2, dtype=torch.double, requires_grad=True)
+        dead = torch.zeros(6, 2, dtype=torch.bool)
+        dead[4:], dead[2, 0] = True, True
+
+        def function(logits):
+            hard = Hard(sample, generator=torch.Generator().manual_seed(3))
+            hard.weights(logits.masked_fill(dead, -torch.inf), INDEX, 4, 0)
+            return hard.log_prob, hard.entropy
+
+        assert torch.autograd.gradcheck(function, logits)
+        log_prob, entropy = function(logits)
+        (grad,) = torch.autograd.grad(log_prob.sum() + entropy.sum(), logits)
+        assert (grad[dead] == 0).all()
+        assert (grad[[0, 3], 1] != 0).all()
+
+    def test_probabilities_too_small_for_their_type(self):
+        """Gradients are finite where a probability is zero, or has lost its digits."""
+        logits = torch.tensor([0.0, -200.0, 0.0, -100.0], requires_grad=True)
+        hard = Hard(sample=False)
+        hard.weights(logits, torch.tensor([0, 0, 1, 1]), 2, 0)
+        assert hard.log_prob.tolist() == [0, 0]
+        assert (hard.entropy < 1e-30).all()
+        (hard.log_prob.sum() + hard.entropy.sum()).backward()
+        assert logits.grad.isfinite().all()
+
+    def test_reinforce_has_no_gradient_of_its_own(self):
+        logits = torch.randn(6, 2, requires_grad=True)
+        assert not Hard().weights(logits, INDEX, 4, 0).requires_grad
+        assert not Hard(False, "straight_through").weights(logits, INDEX, 4, 0).requires_grad
+        assert Hard(True, "straight_through").weights(logits, INDEX, 4, 0).requires_grad
+
+    @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+    def test_straight_through_is_the_slope_of_a_softmax_with_the_same_noise(self, temperature):
+        logits = LOGITS.clone().requires_grad_()
+        hard = Hard(estimator="straight_through", temperature=temperature, generator=torch.Generator().manual_seed(5))
+        weights = hard.weights(logits, INDEX, 4, 0)
+        noise = -torch.empty_like(LOGITS).exponential_(generator=torch.Generator().manual_seed(5)).log()
+        for target, edges in edges_of(INDEX, 2):
+            assert torch.equal(weights[edges].argmax(0), (LOGITS + noise)[edges].argmax(0)), target
+        assert (weights.detach().sum(0) == 2).all()
+        incoming = torch.randn(6, 2, dtype=torch.double)
+        (grad,) = torch.autograd.grad((weights * incoming).sum(), logits)
+        leaf = LOGITS.clone().requires_grad_()
+        relaxed = gattn.softmax((leaf + noise) / temperature, INDEX, 4)
+        (expected,) = torch.autograd.grad((relaxed * incoming).sum(), leaf)
+        torch.testing.assert_close(grad, expected)
+        assert grad[:4].abs().sum() > 0
+
+    def test_a_one_stays_a_one(self):
+        """In straight-through's sum, too, of which the slope is to vanish."""
+        weights = Hard(estimator="straight_through").weights(
+            torch.randn(3000, 1), torch.arange(1000).repeat(3), 1000, 0
+        )
+        assert weights.unique().tolist() == [0, 1]
+
+    @pytest.mark.parametrize("backend", ["dense", "reference"])
+    @pytest.mark.parametrize("estimator", ["reinforce", "straight_through"])
+    def test_always_expected_is_soft(self, estimator, backend):
+        query, key = torch.randn(2, 4, 2, 3, dtype=torch.double), torch.randn(2, 5, 2, 3, dtype=torch.double)
+        graph, found = CompleteGraph(4, 5), []
+        hard = Hard(estimator=estimator, expected=1.0)
+        for distribution in (hard, "softmax"):
+            leaf = query.clone().requires_grad_()
+            out, weights = attend(
+                leaf, key, key, graph, distribution=distribution, return_weights=True, backend=backend
+            )
+            found.append((out, weights, torch.autograd.grad(out.square().sum(), leaf)[0]))
+        torch.testing.assert_close(*found)
+        assert (hard.log_prob == 0).all(), "nothing was chosen"
+        _, weights = found[1][:2]
+        torch.testing.assert_close(hard.entropy, -(weights * weights.log()).sum(-1).transpose(-1, -2))
+
+    def test_expected_is_a_probability_for_each_target_and_head(self):
+        count = 4000
+        logits = LOGITS[:4].expand(count, -1, -1)
+        hard = Hard(expected=0.3, generator=torch.Generator().manual_seed(2))
+        weights = hard.weights(logits, INDEX[:4], 2, -2)[:, INDEX[:4] == 0]
+        soft = torch.isclose(weights, gattn.softmax(LOGITS, INDEX, 4)[:4][INDEX[:4] == 0]).all(1)
+        assert ((weights == 0) | (weights == 1)).all(1)[~soft].all()
+        assert torch.equal(hard.log_prob[:, 0] == 0, soft)
+        error = math.sqrt(0.3 * 0.7 / count)
+        assert ((soft.double().mean(0) - 0.3).abs() < 4 * error).all()
+        assert ((soft.all(1).double().mean() - 0.09).abs() < 4 * error).all()
+        assert (Hard(sample=False, expected=1.0).weights(logits, INDEX[:4], 2, -2) % 1 == 0).all(), "no drawing"
+
+    def test_masked_and_empty_rows_get_zeros_and_finite_gradients(self):
+        x = torch.randn(4, 2, 3, dtype=torch.double)
+        mask = torch.ones(2, 4, 4, dtype=torch.bool)
+        mask[:, 1], mask[0, 2] = False, False
+        for estimator in ("reinforce", "straight_through"):
+            for backend in ("dense", "reference"):
+                leaf, hard = x.clone().requires_grad_(), Hard(estimator=estimator, expected=0.5)
+                out = attend(leaf, leaf, leaf, CompleteGraph(4), mask=mask, distribution=hard, backend=backend)
+                (grad,) = torch.autograd.grad(out.sum() + hard.log_prob.sum() + hard.entropy.sum(), leaf)
+                assert (out[1] == 0).all()
+                assert (out[2, 0] == 0).all()
+                assert (hard.log_prob[1] == 0).all()
+                assert (hard.entropy[1] == 0).all()
+                assert grad.isfinite().all()
+
+    def test_nan_is_not_hidden(self):
+        logits = LOGITS.clone()
+        logits[2, 0] = torch.nan
+        for sample in (False, True):
+            weights = Hard(sample=sample).weights(logits, INDEX, 4, 0)
+            assert weights.isnan().tolist() == [[entry, False] for entry in (True, False, True, True, False, False)]
+
+    def test_random_numbers(self):
+        logits = torch.randn(300, 2)
+        index = torch.arange(100).repeat(3)
+
+        def draw(generator=None, **options):
+            hard = Hard(generator=generator, **options)
+            return hard.weights(logits, index, 100, 0)
+
+        for options in ({}, {"estimator": "straight_through"}, {"expected": 0.5}):
+            for seeded in (lambda seed: torch.Generator().manual_seed(seed), torch.manual_seed):
+                draws = []
+                for seed in (1, 1, 2):
+                    generator = seeded(seed)
+                    draws.append(draw(None if seeded is torch.manual_seed else generator, **options))
+                assert torch.equal(draws[0], draws[1])
+                assert not torch.equal(draws[0], draws[2])
+        state = torch.get_rng_state()
+        draw(torch.Generator().manual_seed(1), expected=0.5)
+        draw(sample=False)
+        assert torch.equal(torch.get_rng_state(), state)
+
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize("backend", ["dense", "reference"])
+    def test_half_precision(self, backend, dtype):
+        """Choices are one or zero, and their probabilities are not rounded on the way."""
+        x = torch.randn(9, 2, 8).to(dtype)
+        hard, exact = Hard(sample=False), Hard(sample=False)
+        out, weights = attend(x, x, x, CompleteGraph(9), distribution=hard, return_weights=True, backend=backend)
+        wide = x.double()
+        expected = attend(wide, wide, wide, CompleteGraph(9), distribution=exact)
+        assert out.dtype == weights.dtype == dtype
+        assert hard.log_prob.dtype == torch.float32
+        assert torch.equal(out.double(), expected)
+        torch.testing.assert_close(hard.log_prob.double(), exact.log_prob, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hard.entropy.double(), exact.entropy, rtol=1e-4, atol=1e-4)
+        assert hard.weights(LOGITS.to(dtype), INDEX, 4, 0).dtype == dtype
+        assert hard.log_prob.dtype == hard.entropy.dtype == torch.float32
+
+    def test_dropout(self):
+        x = torch.randn(300, 1, 2)
+        for backend in ("dense", "reference"):
+            out, weights = attend(
+                *(x, x, x, CompleteGraph(300)),
+                distribution=Hard(sample=False),
+                dropout=0.4,
+                training=True,
+                return_weights="dropped",
+                backend=backend,
+            )
+            assert weights.unique().tolist() == pytest.approx([0, 1 / 0.6])
+            assert 0.45 < weights.count_nonzero() / 300 < 0.75
+            torch.testing.assert_close(out[:, 0], weights[0] @ x[:, 0])
+
+    def test_packed_graphs(self):
+        x, hard = torch.randn(5, 1, 3), Hard(sample=False)
+        _, weights = attend(x, x, x, CompleteGraph.packed([2, 3]), distribution=hard, return_weights=True)
+        for block, part in zip(weights, x.split([2, 3]), strict=True):
+            logits = part[:, 0] @ part[:, 0].t()
+            assert torch.equal(block[0].argmax(-1), logits.argmax(-1))
+            assert (block.sum(-1) == 1).all()
+
+    def test_wrong_ones(self):
+        for options, message in (
+            ({"estimator": "gumbel"}, "estimator is 'reinforce' or 'straight_through', not 'gumbel'"),
+            ({"temperature": 0.0}, "temperature is positive; got 0.0"),
+            ({"temperature": math.nan}, "temperature is positive; got nan"),
+            ({"expected": 1.5}, "expected is a probability; got 1.5"),
+            ({"expected": -0.1}, "expected is a probability; got -0.1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Hard(**options)
+        assert str(Hard()) == "Hard(sample=True, estimator='reinforce')"
+
+
+@pytest.mark.parametrize("distribution", [Hard(sample=False), LocalGaussian(torch.zeros(4), 2)], ids=["hard", "local"])
+class TestBackends:
+    x = torch.randn(4, 2, 3)
+
+    def test_kernels_do_not_know_them(self, distribution):
+        for graph in (CompleteGraph(4), torch.tensor([[0, 1], [1, 2]])):
+            with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: it knows the softmax, not "):
+                attend(self.x, self.x, self.x, graph, distribution=distribution, backend="cpu")
+            out = attend(self.x, self.x, self.x, graph, distribution=distribution)
+            expected = attend(self.x, self.x, self.x, graph, distribution=distribution, backend="reference")
+            torch.testing.assert_close(out, expected)
+
+    def test_packed_graphs_are_left_to_the_reference(self, distribution):
+        graph = CompleteGraph.packed([1, 3])
+        with pytest.raises(ValueError, match="cannot serve this call: on packed graphs it knows the softmax, not "):
+            attend(self.x, self.x, self.x, graph, distribution=distribution, backend="dense")
+        out = attend(self.x, self.x, self.x, graph, distribution=distribution)
+        expected = attend(self.x, self.x, self.x, graph, distribution=distribution, backend="reference")
+        torch.testing.assert_close(out, expected)
+
+    def test_subclasses_are_not_taken_for_their_parents(self, distribution):
+        class Mine(type(distribution)):
+            def weights(self, logits, index, num_targets, dim):
+                return super().weights(logits, index, num_targets, dim) * 2
+
+        mine = Mine(sample=False) if isinstance(distribution, Hard) else Mine(torch.zeros(4), 2)
+        out = attend(self.x, self.x, self.x, CompleteGraph(4), distribution=mine)
+        expected = attend(self.x, self.x, self.x, CompleteGraph(4), distribution=distribution)
+        torch.testing.assert_close(out, 2 * expected)
+        with pytest.raises(ValueError, match="it knows gattn's own distributions, not "):
+            attend(self.x, self.x, self.x, CompleteGraph(4), distribution=mine, backend="dense")
+
+    def test_of_other_scores(self, distribution):
+        """Whatever the score, a distribution gets its logits."""
+        vector = torch.randn(2, 3)
+        for score in (DotScore(0.3), gattn.AdditiveScore(vector, "tanh"), gattn.AdditiveScore(vector)):
+            results = [
+                attend(self.x, self.x, self.x, CompleteGraph(4), score=score, distribution=distribution, backend=name)
+                for name in ("dense", "reference")
+            ]
+            torch.testing.assert_close(*results)

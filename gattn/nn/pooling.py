@@ -190,5 +190,5 @@ def _membership(index: Tensor, num_elements: int, num_sets: int) -> SparseGraph:
         )
     if not torch.compiler.is_compiling() and num_elements and int(index.min()) < 0:
         raise IndexError(f"index counts sets from 0; got {int(index.min())}.")
-    edge_index = torch.stack([torch.arange(num_elements, device=index.device), index.long()])
+    edge_index = torch.stack([torch.arange(num_elements, device=index.device), index])
     return SparseGraph(edge_index, num_elements, num_sets)

@@ -484,6 +484,84 @@ class TestBiasAndMask:
                 call("dot", tensors, graph, backend, mask=torch.ones(2, 1, 4, 4, dtype=torch.bool))
 
 
+class TestOtherDistributions:
+    """A matrix of logits, and the distribution's own weights for its entries."""
+
+    NAMES = [name for name in GRAPHS if not name.startswith("packed")]
+    each_kind = pytest.mark.parametrize("kind", ["local", "local of each element", "hard"])
+
+    @staticmethod
+    def make(kind, graph, batch):
+        if kind == "hard":
+            return gattn.Hard(sample=False)
+        shape = (graph.num_targets,) if kind == "local" else (*batch, graph.num_targets)
+        return gattn.LocalGaussian(torch.rand(shape, dtype=torch.double) * graph.num_sources, 3)
+
+    @some_graphs(*NAMES)
+    @each_kind
+    @pytest.mark.parametrize("score", ["dot", "tanh", "gat without query"])
+    def test_every_graph(self, name, kind, score):
+        graph, batch = GRAPHS[name]
+        distribution = self.make(kind, graph, batch)
+        compare(score, make_tensors(score, graph, batch), graph, distribution=distribution)
+
+    @some_graphs("full", "causal, fewer targets", "window", "both lengths", "lengths of two batches")
+    @each_kind
+    @pytest.mark.parametrize("score", ["dot", "leaky_relu"])
+    def test_with_bias_and_mask(self, name, kind, score):
+        graph, batch = GRAPHS[name]
+        tensors = make_tensors(score, graph, batch)
+        tensors["bias"] = torch.randn(H, graph.num_targets, 1, dtype=torch.double)
+        mask = torch.rand(*batch, H, graph.num_targets, graph.num_sources) < 0.6
+        compare(score, tensors, graph, mask=mask, distribution=self.make(kind, graph, batch))
+
+    @pytest.mark.parametrize("batch", [(), (1,), (0,), (2, 3), (2, 0)])
+    @pytest.mark.parametrize("sizes", [(4, 5), (0, 5), (4, 0), (0, 0)])
+    @each_kind
+    def test_nothing_and_batches(self, kind, sizes, batch):
+        graph = CompleteGraph(*sizes)
+        compare("dot", make_tensors("dot", graph, batch), graph, distribution=self.make(kind, graph, batch))
+
+    @pytest.mark.parametrize("key_heads", [1, 2])
+    @each_kind
+    def test_grouped_queries_and_some_targets_at_a_time(self, kind, key_heads, monkeypatch):
+        monkeypatch.setattr(dense, "_CHUNK", 20)
+        graph = CompleteGraph(7, causal=True)
+        tensors = make_tensors("dot", graph, (2,), heads=4, key_heads=key_heads)
+        compare("dot", tensors, graph, distribution=self.make(kind, graph, (2,)))
+
+    @some_graphs("full", "causal", "both lengths")
+    def test_what_it_leaves_and_takes_gradients_of(self, name):
+        """Log-probabilities and entropies of choices, and centres."""
+        graph, batch = GRAPHS[name]
+        tensors = make_tensors("dot", graph, batch)
+        found = []
+        for backend in ("dense", "reference"):
+            leaf = tensors["query"].clone().requires_grad_()
+            hard = gattn.Hard(sample=False)
+            call("dot", {**tensors, "query": leaf}, graph, backend, distribution=hard)
+            grads = [torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (hard.log_prob, hard.entropy)]
+            centres = torch.linspace(-1, graph.num_sources, graph.num_targets, dtype=torch.double, requires_grad=True)
+            out = call("dot", tensors, graph, backend, distribution=gattn.LocalGaussian(centres, 2))
+            grads += torch.autograd.grad(out, centres, incoming([out])[0])
+            assert hard.log_prob.shape == hard.entropy.shape == (*batch, graph.num_targets, H)
+            assert all((grad != 0).any() for grad in grads)
+            found.append([hard.log_prob.detach(), hard.entropy.detach(), *grads])
+        torch.testing.assert_close(*found)
+
+    def test_it_draws_with_the_probabilities_of_the_softmax(self):
+        graph, count = CompleteGraph(3, 4, causal=True), 5_000
+        tensors = make_tensors("dot", graph)
+        many = {name: tensor.expand(count, *tensor.shape) for name, tensor in tensors.items()}
+        hard = gattn.Hard(generator=torch.Generator().manual_seed(1))
+        _, drawn = call("dot", many, graph, return_weights=True, distribution=hard)
+        _, expected = call("dot", tensors, graph, return_weights=True)
+        assert (drawn.sum(-1) == 1).all()
+        assert ((drawn.mean(0) - expected).abs() <= 4 * (expected * (1 - expected) / count).sqrt()).all()
+        chosen = (drawn * expected).sum(-1).transpose(-1, -2)
+        torch.testing.assert_close(hard.log_prob, chosen.log())
+
+
 class TestWeights:
     @some_graphs("full", "causal", "causal, fewer targets", "window", "band", "both lengths", "packed, many")
     @pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])

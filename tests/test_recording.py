@@ -1,0 +1,298 @@
+"""Recording changes nothing, and gathers the very weights that layers return."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn import Module, Sequential
+from torch_geometric.nn import Sequential as GraphSequential
+
+import gattn
+from gattn import recording
+from gattn.recording import record_attention
+from gattn.testing import random_edge_index
+
+NODES, EDGES = 9, 30
+TOKENS = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+
+
+class Functional(Module):
+    """Calls gattn.attend itself."""
+
+    def forward(self, x, edge_index):
+        x = x.unflatten(-1, (2, -1))
+        return gattn.attend(x, x, x, edge_index, dropout=0.5, training=self.training).flatten(-2)
+
+
+class Stack(Module):
+    """Layers that are called in many ways: by name, from a list, twice, functionally."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = gattn.nn.GATConv(8, 4, heads=2, dropout=0.5)
+        self.more = torch.nn.ModuleList([Functional(), gattn.nn.GATv2Conv(8, 8)])
+        self.block = gattn.nn.GPSConv(8, gattn.nn.TransformerConv(8, 8), heads=2, attn_kwargs={"dropout": 0.5})
+        self.same = self.conv
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        for layer in self.more:
+            x = layer(x, edge_index)
+        return self.same(self.block(x, edge_index), edge_index)
+
+
+def graph_inputs():
+    return torch.randn(NODES, 8), random_edge_index(NODES, num_edges=EDGES)
+
+
+MODELS = {
+    "stack": (Stack, graph_inputs),
+    "gat": (lambda: gattn.models.GAT(8, 8, 3, 5, heads=4, dropout=0.5), graph_inputs),
+    "lm": (lambda: gattn.models.TransformerLM(6, 16, 2, dropout=0.5), lambda: (TOKENS,)),
+    "transformer": (lambda: gattn.models.TransformerSeq2Seq(6, 6, 16, 1, 4), lambda: (TOKENS, TOKENS[:, :3])),
+    "recurrent": (lambda: gattn.models.Seq2Seq(6, 6, 4, 8, dropout=0.5), lambda: (TOKENS, TOKENS[:, :3])),
+    "hard": (lambda: gattn.models.Seq2Seq(6, 6, 4, 8, attention="hard"), lambda: (TOKENS, TOKENS[:, :3])),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model_and_inputs(request):
+    make, inputs = MODELS[request.param]
+    return make(), inputs()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert recording._recorders == ()
+
+
+def run(model, inputs):
+    """Output, gradients, and where the random numbers are afterwards."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    out = model(*inputs)
+    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    return out, [p.grad for p in model.parameters()], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("training", [False, True])
+def test_changes_nothing(model_and_inputs, training, backend):
+    model, inputs = model_and_inputs
+    model.train(training)
+    with gattn.backend(backend):
+        out, gradients, state = run(model, inputs)
+        with record_attention(model) as records:
+            recorded, recorded_gradients, recorded_state = run(model, inputs)
+    assert records
+    assert torch.equal(recorded, out)
+    assert torch.equal(recorded_state, state)
+    for actual, expected in zip(recorded_gradients, gradients, strict=True):
+        assert (actual is None and expected is None) or torch.equal(actual, expected)
+    assert all(module.training == training for module in model.modules())
+
+
+def test_names_and_shapes():
+    model, inputs = Stack().eval(), graph_inputs()
+    with record_attention(model) as records:
+        model(*inputs)
+    edges = int((inputs[1][0] != inputs[1][1]).sum()) + NODES  # with self-loops
+    assert {name: [tuple(call.weights.shape) for call in calls] for name, calls in records.items()} == {
+        "conv": [(edges, 2), (edges, 2)],  # the layer has two names and counts under the first
+        "more.0": [(EDGES, 2)],
+        "more.1": [(edges, 1)],
+        "block.attn": [(2, NODES, NODES)],
+        "block.conv": [(EDGES, 1)],
+    }
+    assert list(records) == ["conv", "more.0", "more.1", "block.attn", "block.conv"]
+
+
+def test_names_of_an_encoder_and_decoder():
+    model = gattn.models.TransformerSeq2Seq(6, 6, 16, 1, 4).eval()
+    with record_attention(model) as records:
+        model(TOKENS, TOKENS[:, :3])
+    shapes = {name.split("layers.")[1]: calls[0].weights.shape for name, calls in records.items()}
+    assert set(shapes) == {"0.self_attn", "0.multihead_attn"}
+    assert shapes["0.multihead_attn"] == (2, 4, 3, 5)
+    assert len(records) == 3
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("conv", [gattn.nn.GATConv, gattn.nn.GATv2Conv, gattn.nn.TransformerConv])
+def test_weights_are_those_that_layers_return(conv, flow):
+    x, edge_index = graph_inputs()
+    layer = conv(8, 4, heads=3, flow=flow).eval()
+    with record_attention(layer) as records:
+        layer(x, edge_index)
+    (call,) = records[""]
+    _, (edges, weights) = layer(x, edge_index, return_attention_weights=True)
+    assert torch.equal(call.weights, weights)
+    source, target = edges if flow == "source_to_target" else edges.flip(0)
+    assert torch.equal(call.edge_index, torch.stack([source, target]))
+    total = torch.zeros(NODES, 3).index_add(0, call.edge_index[1], call.weights)
+    torch.testing.assert_close(total[call.edge_index[1]], torch.ones(len(target), 3))
+
+
+def test_weights_of_complete_and_packed_graphs():
+    x = torch.randn(2, 5, 8)
+    layer = gattn.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with record_attention(layer) as records:
+        layer(x, x, x, need_weights=False, is_causal=True)
+        layer(x[0], x[0], x[0], need_weights=False, graph=gattn.CompleteGraph.packed([2, 3]))
+    causal, packed = records[""]
+    expected = layer(x, x, x, average_attn_weights=False, is_causal=True)[1]
+    assert torch.equal(causal.weights, expected)
+    assert (causal.weights.triu(1) == 0).all()
+    assert causal.graph.causal
+    assert causal.edge_index is None
+    assert [tuple(block.shape) for block in packed.weights] == [(2, 2, 2), (2, 3, 3)]
+    alone = layer(x[:1, :2], x[:1, :2], x[:1, :2], average_attn_weights=False)[1]
+    torch.testing.assert_close(packed.weights[0], alone[0])
+
+
+@pytest.mark.parametrize("form", ["csr", "graph"])
+def test_other_forms_of_a_graph(form):
+    x, edge_index = graph_inputs()
+    edge_index = torch.unique(edge_index, dim=1)
+    values = torch.ones(edge_index.size(1))
+    adjacency = torch.sparse_coo_tensor(edge_index.flip(0), values, (NODES, NODES)).to_sparse_csr()
+    graph = adjacency if form == "csr" else gattn.SparseGraph(edge_index)
+    layer = gattn.nn.TransformerConv(8, 4).eval()
+    with record_attention(layer) as records:
+        layer(x, graph)
+        gattn.attend(x.unsqueeze(1), x.unsqueeze(1), x.unsqueeze(1), graph)  # no layer of this model
+    (call,) = records[""]
+    target = call.edge_index[1]
+    assert call.weights.shape == (target.numel(), 1)
+    torch.testing.assert_close(
+        torch.zeros(NODES).index_add(0, target, call.weights[:, 0])[target], torch.ones(len(target))
+    )
+
+
+def test_dropout_comes_after():
+    x, edge_index = graph_inputs()
+    layer = gattn.nn.GATConv(8, 4, dropout=0.5)
+    with record_attention(layer) as records:
+        layer(x, edge_index)
+        _, (_, dropped) = layer(x, edge_index, return_attention_weights=True)
+    layer.eval()
+    _, (_, weights) = layer(x, edge_index, return_attention_weights=True)
+    plain, asked = records[""]
+    assert torch.equal(plain.weights, weights)
+    assert torch.equal(asked.weights, dropped)
+    assert (dropped == 0).any()
+
+
+def test_detaches_unless_told_otherwise():
+    x, edge_index = graph_inputs()
+    layer = gattn.nn.GATConv(8, 4)
+    with record_attention(layer) as records, record_attention(layer, detach=False) as attached:
+        layer(x, edge_index)
+    assert not records[""][0].weights.requires_grad
+    attached[""][0].weights.square().sum().backward()
+    assert layer.att_src.grad.abs().sum() > 0
+
+
+def test_calls_blocks_and_models_side_by_side():
+    x, edge_index = graph_inputs()
+    layer, other = gattn.nn.GATConv(8, 4), gattn.nn.GATConv(8, 4)
+    model = GraphSequential("x, edge_index", [(layer, "x, edge_index -> x")])
+    with record_attention(model) as outer:
+        model(x, edge_index)
+        with record_attention(layer) as inner:
+            model(x, edge_index)
+            other(x, edge_index)
+        model(x, edge_index)
+    model(x, edge_index)
+    assert {name: len(calls) for name, calls in outer.items()} == {"module_0": 3}
+    assert {name: len(calls) for name, calls in inner.items()} == {"": 1}
+
+
+def test_each_step_of_decoding_is_recorded():
+    model = gattn.models.TransformerLM(6, 16, 1, context=8)
+    with record_attention(model.eval()) as records:
+        model.generate(TOKENS[:1, :2], 3)
+    assert [tuple(call.weights.shape) for call in records["layers.0.self_attn"]] == [
+        (1, 4, 2, 2),
+        (1, 4, 1, 3),
+        (1, 4, 1, 4),
+    ]
+
+
+class Failing(Module):
+    def forward(self, x, edge_index):
+        raise RuntimeError("as expected")
+
+
+def test_exceptions_restore_everything():
+    x, edge_index = graph_inputs()
+    steps = [(Functional().eval(), "x, edge_index -> x"), (Failing(), "x, edge_index -> x")]
+    model = GraphSequential("x, edge_index", steps)
+    with pytest.raises(RuntimeError, match="as expected"), record_attention(model) as records:
+        model(x, edge_index)
+    assert recording._recorders == ()
+    model[0](x, edge_index)
+    assert {name: len(calls) for name, calls in records.items()} == {"module_0": 1}
+
+
+def test_threads_keep_to_themselves():
+    x, edge_index = graph_inputs()
+    models = [Sequential() for _ in range(3)]
+    for number, model in enumerate(models):
+        model.add_module(f"functional{number}", Functional().eval())
+    results, barrier = {}, threading.Barrier(len(models))
+
+    def work(number):
+        with record_attention(models[number]) as records:
+            for _ in range(20):
+                barrier.wait()
+                models[number][0](x, edge_index)
+            barrier.wait()
+        results[number] = {name: len(calls) for name, calls in records.items()}
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: {f"functional{number}": 20} for number in range(len(models))}
+
+
+def test_a_functional_call_in_another_thread_is_not_taken_for_a_layers():
+    x, edge_index = graph_inputs()
+    q = x.unsqueeze(1)
+
+    class Waiting(Module):
+        def forward(self):
+            thread = threading.Thread(target=gattn.attend, args=(q, q, q, edge_index))
+            thread.start()
+            thread.join()
+
+    model = Waiting()
+    with record_attention(model) as records:
+        model()
+    assert not records
+
+
+def test_needs_a_module_that_is_not_compiled():
+    with pytest.raises(TypeError, match="got function"), record_attention(lambda x: x):
+        pass
+    layer = gattn.nn.GATConv(8, 4)
+    with pytest.raises(ValueError, match="before|given to torch.compile"), record_attention(torch.compile(layer)):
+        pass
+    model = Sequential(layer)
+    layer.compile()
+    with pytest.raises(ValueError, match="given to torch.compile"), record_attention(model):
+        pass
+
+
+def test_compiles_without_a_break_beside_it():
+    x, edge_index = graph_inputs()
+    layer = gattn.nn.GATConv(8, 4).eval()
+    expected = layer(x, edge_index)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, edge_index), expected)
+    with record_attention(gattn.nn.GATConv(8, 4)) as records:
+        torch.testing.assert_close(compiled(x, edge_index), expected)
+    assert not records
