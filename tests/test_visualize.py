@@ -325,8 +325,10 @@ def test_graph_in_pieces_fits():
     edge_index = torch.tensor([[0, 1, 3], [1, 2, 4]])
     places = nodes_of(attention_graph(edge_index, torch.ones(3), classes=[0] * 7)).get_offsets()
     assert len(places) == 7
-    apart = [np.linalg.norm(a - b) for a, b in itertools.combinations(places, 2)]
-    assert min(apart) > 0.1 * max(apart)
+    apart = {(a, b): np.linalg.norm(places[a] - places[b]) for a, b in itertools.combinations(range(7), 2)}
+    assert min(apart.values()) > 0.1 * max(apart.values())
+    joined = [apart.pop((a, b)) for a, b in edge_index.t().tolist()]
+    assert max(joined) < min(apart.values())
 
 
 @pytest.mark.parametrize(

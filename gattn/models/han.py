@@ -102,7 +102,7 @@ class HAN(Module):
         if word_lengths is None:
             word_lengths = tokens.new_full(tokens.shape[:2], num_words, dtype=torch.int64)
         _check_lengths(word_lengths, tokens)
-        word_lengths = word_lengths.to(tokens.device, torch.int64)
+        word_lengths = word_lengths.to(tokens.device)
         is_sentence = word_lengths > 0
         is_word = torch.arange(num_words, device=tokens.device) < word_lengths.unsqueeze(-1)
         check_tokens("tokens", tokens.masked_fill(~is_word, 0), self.num_tokens, "[B, S, W]")

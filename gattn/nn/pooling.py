@@ -137,6 +137,8 @@ class AttentionPooling(Aggregation):
                     f"{list(lengths.shape)}."
                 )
             lengths = lengths.reshape(x.shape[:-2])
+            is_real = torch.arange(num_elements, device=x.device) < lengths.to(x.device).unsqueeze(-1)
+            x = x.masked_fill(~is_real.unsqueeze(-1), 0.0)  # zero times NaN is NaN, in gradients of the projection too
         if index is None and ptr is not None:
             index = _index_of(ptr, num_elements)
         graph: CompleteGraph | SparseGraph

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gattn.models.han import HAN
+import gattn
+from gattn.models import HAN
 
 V, K, B, S, W = 23, 4, 4, 5, 6
 LENGTHS = torch.tensor([[6, 1, 3, 2, 5], [4, 0, 0, 0, 0], [0, 0, 0, 0, 0], [2, 6, 3, 0, 0]])
@@ -130,6 +131,8 @@ def test_sizes_of_the_paper():
     assert shapes["sentences.gru.weight_ih_l0"] == [150, 100]
     assert shapes["words.pool.query"] == shapes["sentences.pool.query"] == [100]
     assert shapes["output.weight"] == [K, 100]
+    model = HAN(V, K, 8, 3, 5)
+    assert model.words.pool.lin.weight.shape == model.sentences.pool.lin.weight.shape == (5, 6)
 
 
 def test_dropout_acts_in_training_only(tokens):
@@ -138,7 +141,19 @@ def test_dropout_acts_in_training_only(tokens):
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
     model = HAN(V, K, 8, 3, 5, dropout=1.0)
+    dropped = []
+    model.dropout.register_forward_hook(lambda module, inputs, out: dropped.append(out))
     assert torch.equal(model(tokens), model.output.bias.expand(B, K))
+    assert [out.shape for out in dropped] == [(B * S * W, 8), (B * S, 6), (B, 6)]
+    assert all((out == 0).all() for out in dropped)
+
+
+def test_recorded(model, tokens):
+    with gattn.record_attention(model) as records:
+        _, words, sentences = model(tokens, LENGTHS, return_weights=True)
+    assert list(records) == ["words.pool", "sentences.pool"]
+    assert torch.equal(records["words.pool"][0].weights.flatten(), words[torch.arange(W) < LENGTHS.unsqueeze(-1)])
+    assert torch.equal(records["sentences.pool"][0].weights.flatten(), sentences[LENGTHS > 0])
 
 
 def test_reset_draws_everything_anew(model):

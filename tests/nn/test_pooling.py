@@ -12,7 +12,7 @@ from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.utils import to_torch_csr_tensor
 
 import gattn
-from gattn.nn.pooling import AttentionPooling
+from gattn.nn import AttentionPooling
 from gattn.testing import assert_as_exact_as, random_edge_index
 
 C, A = 7, 5
@@ -321,6 +321,16 @@ def test_sizes_and_repr(pool):
     assert pool.lin.weight.shape == (A, C)
 
 
+def test_recorded(pool, x):
+    with gattn.record_attention(torch.nn.ModuleDict({"pool": pool})) as records:
+        _, weights = pool(x, INDEX, return_weights=True)
+        pool(x.unsqueeze(0), lengths=torch.tensor([4]))
+    sparse, padded = records["pool"]
+    assert torch.equal(sparse.weights, weights.unsqueeze(-1))
+    assert torch.equal(sparse.edge_index[1], INDEX)
+    assert padded.weights.shape == (1, 1, 1, M)
+
+
 def test_hooks_run(pool, x):
     shapes = []
     pool.register_forward_hook(lambda module, inputs, out: shapes.append(out.shape))
@@ -359,6 +369,8 @@ def test_bad_options(kwargs, match):
         ({"ptr": torch.tensor([0, 11]), "dim_size": 2}, ValueError, "'dim_size'"),
         ({"index": INDEX, "dim": -1}, ValueError, "last dimension is that of their channels"),
         ({"lengths": torch.tensor([3]), "index": INDEX}, ValueError, "leave out index, ptr and dim_size"),
+        ({"lengths": torch.tensor([3]), "ptr": INDEX}, ValueError, "leave out index, ptr and dim_size"),
+        ({"lengths": torch.tensor([3]), "dim_size": 1}, ValueError, "leave out index, ptr and dim_size"),
         ({"lengths": torch.tensor([3])}, ValueError, r"\[\] for this x; got \[1\]"),
         ({"lengths": [3]}, TypeError, "lengths must be a tensor; got list"),
     ],
@@ -385,3 +397,13 @@ def test_bad_lengths(pool, lengths, match):
 def test_bad_channels(pool):
     with pytest.raises(ValueError, match=f"x has 3 channels, but this layer was made for in_channels={C}"):
         pool(torch.randn(4, 3))
+
+
+def test_nan_in_the_padding_reaches_nothing():
+    pool = AttentionPooling(4)
+    x = torch.randn(2, 5, 4)
+    x[1, 3:] = float("nan")
+    out = pool(x, lengths=torch.tensor([5, 3]))
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in pool.parameters())
