@@ -27,7 +27,9 @@ ATTENTIONS = ("dot", "scaled_dot", "general", "additive", "local-m", "local-p", 
 FORMS = ("bahdanau", "luong")
 CELLS = {"gru": (GRU, GRUCell), "lstm": (LSTM, LSTMCell)}
 
-#: How much choices are kept undecided; large enough that they do not settle before they learnt anything.
+#: Of hard attention: small, for what REINFORCE adds to the gradient of encoder and decoder is mostly noise.
+_REINFORCE_WEIGHT = 0.1
+#: Keeps choices undecided until they learnt something.
 _ENTROPY_WEIGHT = 0.01
 
 
@@ -190,7 +192,7 @@ class Seq2Seq(Module):
         self.dropout = Dropout(dropout)
         self.reinforce = None
         if isinstance(self.attention, HardAttention) and self.attention.estimator == "reinforce":
-            self.reinforce = ReinforceLoss(entropy_weight=_ENTROPY_WEIGHT, decay=0.99)
+            self.reinforce = ReinforceLoss(_REINFORCE_WEIGHT, _ENTROPY_WEIGHT, decay=0.99)
         if share_embeddings:
             self.source_embedding = self.target_embedding
         if tie_weights:
