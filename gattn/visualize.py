@@ -32,6 +32,7 @@ except ImportError as error:
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 from torch_geometric.utils import coalesce, scatter
 
@@ -480,10 +481,14 @@ def rollout(
     else:
         edges, num_nodes = _one_kind_of_nodes(edge_index)
         steps = [_sparse_step(edges, _edge_weights(x, edges).mean(1), num_nodes, residual) for x in layers.values()]
-    result = steps[0]
+    result: Any = steps[0]
     for step in steps[1:]:
         result = step @ result
-    return result
+    if edge_index is None:
+        return result
+    result = result.tocoo()
+    index, values = torch.from_numpy(np.stack([result.row, result.col])), torch.from_numpy(result.data)
+    return torch.sparse_coo_tensor(index, values, result.shape, check_invariants=True).coalesce()
 
 
 def _stochastic(matrix: Tensor, eye: Tensor) -> Tensor:
@@ -491,15 +496,13 @@ def _stochastic(matrix: Tensor, eye: Tensor) -> Tensor:
     return torch.where(total > 0, matrix / total, eye)
 
 
-def _sparse_step(edges: Tensor, alpha: Tensor, num_nodes: int, residual: float) -> Tensor:
-    """One layer of a rollout, as a sparse matrix."""
+def _sparse_step(edges: Tensor, alpha: Tensor, num_nodes: int, residual: float) -> Any:
+    """One layer of a rollout, for scipy: PyTorch's sparse matrices warn that they are in beta."""
     total = scatter(alpha, edges[1], 0, num_nodes, reduce="sum")
     alpha = (1.0 - residual) * torch.where(total[edges[1]] > 0, alpha / total[edges[1]], 0.0)
     loops = torch.where(total > 0, residual, 1.0)
-    index = torch.cat([edges.flip(0), torch.arange(num_nodes).expand(2, -1)], 1)
-    return torch.sparse_coo_tensor(
-        index, torch.cat([alpha, loops]), (num_nodes, num_nodes), check_invariants=True
-    ).coalesce()
+    rows, columns = torch.cat([edges.flip(0), torch.arange(num_nodes).expand(2, -1)], 1).numpy()
+    return csr_array((torch.cat([alpha, loops]).numpy(), (rows, columns)), shape=(num_nodes, num_nodes))
 
 
 # What is asked for ---------------------------------------------------------------------------------------------------
@@ -837,14 +840,14 @@ def _draw_nodes(
         return
     given = None if labels is None else _values(labels)
     names = {other: str(other) if given is None else _shown(given[other]) for other in graph}
-    is_inside = max(map(len, names.values())) <= 3
-    for (other, name), colour in zip(names.items(), colours, strict=True):
+    for (other, name), colour, size in zip(names.items(), colours, _node_sizes(graph, node), strict=True):
+        is_inside = 5 * len(name) <= size**0.5  # in points
         red, green, blue = to_rgb(colour)
         is_dark = is_inside and 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
         ax.annotate(
             name,
             places[other],
-            xytext=(0, 0) if is_inside else (0, -9),
+            xytext=(0, 0 if is_inside else -1 - size**0.5 / 2),
             textcoords="offset points",
             ha="center",
             va="center" if is_inside else "top",

@@ -221,7 +221,9 @@ class TestLoss:
         reward = model.output(hidden).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)[real]
         log_prob = torch.cat([choice.log_prob for choice in choices], 1)[real]
         entropy = torch.cat([choice.entropy for choice in choices], 1)[real]
-        expected = -reward.mean() - ((reward.detach() + 2) * log_prob + 0.01 * entropy).mean()
+        weights = model.reinforce.weight, model.reinforce.entropy_weight
+        assert min(weights) > 0
+        expected = -reward.mean() - (weights[0] * (reward.detach() + 2) * log_prob + weights[1] * entropy).mean()
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(baseline, reward.mean().detach())
         parameter = model.attention.attention.query_proj.weight
@@ -459,9 +461,12 @@ class TestOptions:
             outs.append(model(source, target, lengths))
         assert torch.equal(outs[0], outs[1])
         assert not torch.equal(outs[0], outs[2])
-        everything, *_ = make(attention, dropout=1.0)
+        everything, *_ = make(attention, dropout=1.0, num_layers=2)
+        seen = []
+        everything.decoder[1].register_forward_pre_hook(lambda module, args: seen.append((args[0] == 0).all()))
         logits = everything.train()(source, target, lengths)
         torch.testing.assert_close(logits, everything.output.bias.expand_as(logits))
+        assert all(seen), "between layers"
 
     @each_attention
     def test_half_precision(self, attention):
