@@ -10,6 +10,7 @@ Dimensions: N targets, M sources, E edges, H heads, C channels, B batch.
 from __future__ import annotations
 
 import inspect
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
@@ -20,10 +21,9 @@ from torch_geometric.utils import is_sparse
 
 from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, resolve_distribution
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
-from gattn.ops import cpu, dense, reference
+from gattn.ops import cpu, dense, operators, reference, triton
 from gattn.ops.dropout import draw_seed, drop
 from gattn.ops.edge_lists import plain
-from gattn.ops.layout import layout_of
 from gattn.recording import recorded
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.settings import require_finite, resolve_backend
@@ -151,8 +151,9 @@ class Attention(MessagePassing):
                     query, key, value, graph, score, heads, bias, mask, distribution, dropout * training, return_weights
                 )
         has_terms = has_edge_terms or bias is not None or mask is not None
-        fused = backend == "cpu"
-        edges = _edge_list(graph, value.size(-3), num_targets, value.device, fused, has_terms, bool(return_weights))
+        kernels = _KERNELS.get(backend)
+        fused = kernels is not None
+        edges = _edge_list(graph, value.size(-3), num_targets, value.device, kernels, has_terms, bool(return_weights))
         if isinstance(graph, CompleteGraph):
             bias, mask = (
                 None if term is None else graph.pick(_expand(term, name, graph, batch, heads), edges.edge_index)
@@ -164,7 +165,7 @@ class Attention(MessagePassing):
 
         result = _promote(query, key, value, edge, bias, edge_value, *score.tensors())
         # Half precision is computed in float32 throughout and rounded once, at the end.
-        compute = cpu.compute_dtype(result)
+        compute = operators.compute_dtype(result)
         # A batch's gradients of the edges that it shares are summed before they are rounded.
         shared_by_batch = len(batch) > 0 and any(t is not None and t.dim() == 3 for t in (edge, edge_value))
         vectors = result if fused and not shared_by_batch else compute
@@ -177,8 +178,8 @@ class Attention(MessagePassing):
         if dropout > 0.0 and training:
             seed = draw_seed(value.device)
 
-        if fused:
-            out, alpha = cpu.attention(
+        if kernels is not None:
+            out, alpha = kernels.attention(
                 query,
                 key,
                 key if shared_value else value,
@@ -237,15 +238,15 @@ class Attention(MessagePassing):
         """
         if backend == "reference":
             return backend
-        for name in ("dense", "cpu") if backend == "auto" else (backend,):
+        for name in ("dense", _AUTOMATIC.get(value.device.type, "cpu")) if backend == "auto" else (backend,):
             reason = (
                 _not_dense(graph, score, distribution, has_edge_terms)
                 if name == "dense"
-                else _no_kernel(value, score, distribution)
+                else _no_kernel(name, value, score, distribution)
             )
-            reason = reason or cpu.transformed() or self._watched()
-            if reason is None and name == "cpu":
-                reason = cpu.unavailable(backend)
+            reason = reason or operators.transformed() or self._watched()
+            if reason is None and name in _KERNELS:
+                reason = _KERNELS[name].unavailable(backend)
             if reason is None:
                 return name
         if backend == "auto":
@@ -333,8 +334,9 @@ def attend(
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
             (default: `False`)
-        backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` (fused
-            CPU kernels) or `"reference"` (plain PyG message passing). (default: `"auto"`)
+        backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` or
+            `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message passing).
+            (default: `"auto"`)
 
     Returns:
         `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
@@ -345,7 +347,8 @@ def attend(
         ValueError: If shapes do not fit each other or the graph, or a name is unknown; the message says which.
         IndexError: If an index of the graph is out of range.
         TypeError: If `graph` is no graph, or a tensor is no tensor.
-        RuntimeError: If `backend="cpu"` is asked for, and the kernels were not built.
+        RuntimeError: If `backend="cpu"` is asked for, and the kernels were not built, or `"triton"`, and that is not
+            installed.
 
     Example:
         A Transformer's attention is graph attention on a complete graph; causal attention has fewer edges.
@@ -387,6 +390,10 @@ _HOOK_TABLES = tuple(
 #: The scores that backends know.
 _SCORES = (GATScore, AdditiveScore, DotScore)
 
+#: The backends that have kernels for lists of edges.
+_KERNELS = {"cpu": cpu, "triton": triton}
+_AUTOMATIC = {"cpu": "cpu", "cuda": "triton"}
+
 # One instance serves every functional call; made at import, because PyG generates code for it.
 _core = Attention()
 
@@ -427,7 +434,7 @@ def _attend_densely(
         if term is not None:
             _expand(term, name, graph, batch, heads)
     result = _promote(query, key, value, bias, *score.tensors())
-    compute = cpu.compute_dtype(result)
+    compute = operators.compute_dtype(result)
     # Fused kernels compute dot products of half precision in float32 themselves.
     dtype = result if isinstance(score, DotScore) else compute
     query, key, value = _to(query, dtype), key.to(dtype), value.to(dtype)
@@ -451,11 +458,11 @@ def _attend_densely(
     return out, [x.to(result) for x in weights] if isinstance(weights, list) else weights.to(result)
 
 
-def _no_kernel(value: Tensor, score: Score, distribution: Distribution) -> str | None:
+def _no_kernel(backend: str, value: Tensor, score: Score, distribution: Distribution) -> str | None:
     """Why no kernel knows such tensors, this score or this distribution."""
-    if value.device.type != "cpu":
+    if value.device.type not in _KERNELS[backend].DEVICES:
         return f"the tensors are on {value.device}"
-    if value.dtype not in cpu.DTYPES:
+    if value.dtype not in operators.DTYPES:
         return f"it knows float64, float32, bfloat16 and float16, not {value.dtype}"
     if type(score) not in _SCORES:
         return f"it knows gattn's own scores, not {type(score).__name__}"
@@ -524,7 +531,7 @@ def _edge_list(
     num_sources: int,
     num_targets: int | None,
     device: torch.device,
-    fused: bool,
+    kernels: ModuleType | None,
     count: bool,
     weights: bool,
 ) -> _EdgeList:
@@ -535,10 +542,10 @@ def _edge_list(
         num_targets = num_sources if graph.num_targets is None else graph.num_targets
     graph = graph.with_sizes(num_sources, num_targets)
     # Kernels check indices and add self-loops themselves (but compiled code must know how many weights there are).
-    if fused and not is_sparse(graph.adjacency) and not (weights and torch.compiler.is_compiling()):
+    if kernels is not None and not is_sparse(graph.adjacency) and not (weights and torch.compiler.is_compiling()):
         index, self_loops, num_edges = plain(graph.adjacency), graph.self_loops, 0
         if count and not torch.compiler.is_compiling():
-            num_edges = layout_of(index, num_sources, num_targets, self_loops, graph.flow).num_edges
+            num_edges = kernels.layout_of(index, num_sources, num_targets, self_loops, graph.flow).num_edges
     else:
         index, self_loops = graph.edges().edge_index, False
         num_edges = index.size(1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 #: What can compute attention. `"auto"` stands for the fastest that applies.
-BACKENDS = ("dense", "cpu", "reference")
+BACKENDS = ("dense", "cpu", "triton", "reference")
 
 
 @dataclass
@@ -43,8 +43,9 @@ def backend(name: str) -> Iterator[None]:
     An explicit `backend=` argument inside the block still wins.
 
     Args:
-        name: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` (the fused
-            CPU kernels) or `"reference"` (plain PyG message passing). A backend that cannot serve a call raises.
+        name: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` or
+            `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message passing). A backend that
+            cannot serve a call raises.
 
     Raises:
         ValueError: If there is no backend of that name.

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from gattn.distributions import Distribution, Softmax
@@ -31,6 +32,9 @@ from gattn.scores import DotScore, Score
 
 #: Scores that are no dot product make so many channels of their hidden layer at a time.
 _CHUNK = 2**20
+
+#: Where PyTorch has attention of variable length.
+_PACKED = ("cuda",)
 
 #: Targets in a block of a window: about as many as one of them sees sources, within these bounds.
 _BLOCK = (32, 128)
@@ -112,6 +116,8 @@ def _output(
 ) -> Tensor:
     """The output, `[B, N, H, C]`."""
     batch, num_targets = value.size(0), graph.num_targets
+    if isinstance(score, DotScore) and _is_packed_flash(query, key, value, graph, bias, mask, dropout):
+        return _packed(query, key, value, graph, score.factor(key.size(-1)))
     elements = _elements(graph, batch)
     if elements is None:
         mask = _both(mask, _length_mask(graph, value.device))
@@ -133,6 +139,56 @@ def _output(
         out = _uniform(q, k, v, group.num_targets, group.offset, graph, score, b, m, dropout)
         outputs.append(out.flatten(0, 1))
     return targets.put(outputs).unflatten(0, (batch, num_targets))
+
+
+def _is_packed_flash(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    graph: CompleteGraph,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+) -> bool:
+    """Whether PyTorch's attention of variable length serves the dot product: a flash kernel, for what that knows."""
+    if graph.blocks is None or query is None or value.device.type not in _PACKED:
+        return False
+    if bias is not None or mask is not None or dropout or value.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if query.shape[2:] != value.shape[2:] or key.shape[2:] != value.shape[2:] or value.numel() * query.numel() == 0:
+        return False
+    if value.is_cuda and torch.cuda.get_device_capability(value.device) < (8, 0):
+        return False
+    # Every target sees a source: flash kernels leave open what others get.
+    is_seen = all(m > 0 and (n <= m or graph.reach == (None, None)) for n, m in graph.blocks)
+    return is_seen and value.size(-1) % 8 == 0 and value.size(-1) <= 256
+
+
+def _packed(query: Tensor | None, key: Tensor, value: Tensor, graph: CompleteGraph, scale: float) -> Tensor:
+    """The output of a packed graph, all blocks at once."""
+    assert graph.blocks is not None
+    assert query is not None
+    targets, sources = zip(*graph.blocks, strict=True)
+    left, right = (-1 if side is None else side for side in graph.reach)
+    out = varlen_attn(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        _starts(targets, query.size(0), query.device),
+        _starts(sources, query.size(0), query.device),
+        max(targets),
+        max(sources),
+        scale=scale,
+        window_size=(left, right),
+    )
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, query.shape[:2])
+
+
+@lru_cache(maxsize=64)
+def _starts(sizes: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
+    """Where each block begins, and the last one ends; of a batch, one element after another."""
+    return torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32, device=device)
 
 
 def _matrices(

@@ -11,6 +11,7 @@ from torch import nn
 
 from gattn import DotScore
 from gattn.models import Seq2Seq
+from gattn.models.decoding import beam_search
 from gattn.models.seq2seq import ATTENTIONS, FORMS
 from gattn.nn import AdditiveAttention, DotProductAttention, GeneralAttention, HardAttention, LocalAttention
 from gattn.nn.rnn_attention import MemoryAttention
@@ -292,25 +293,21 @@ class TestGenerate:
         ended = (found == END).cumsum(1) - (found == END).long() > 0
         assert torch.equal(fed_back[~ended], found[~ended])
 
-    @pytest.mark.parametrize("attention", ["general", "local-m", "hard", None])
-    @each_form
-    @each_cell
-    def test_as_many_beams_as_there_are_sequences_find_the_best(self, attention, form, cell):
-        """So the state follows its hypothesis: or scores would be those of others."""
-        model, source, _, lengths = make(attention, form=form, cell=cell)
-        found = model.generate(source, lengths, max_length=2, beams=VT, length_penalty=0.0)
-        # All targets of two tokens at most.
-        scores = [{} for _ in range(B)]
-        for token in range(VT):
-            log_p = model(source, torch.tensor([[token, 0]] * B), lengths).log_softmax(-1)
-            for element, (first, second) in enumerate(log_p):
-                if token == END:
-                    scores[element][token,] = first[token]
-                else:
-                    scores[element] |= {(token, last): first[token] + second[last] for last in range(VT)}
-        for row, known in zip(found, scores, strict=True):
-            best = max(known, key=known.get)
-            assert tuple(row.tolist())[: len(best)] == best
+    @each_attention
+    @pytest.mark.parametrize(("form", "cell", "num_layers"), [("bahdanau", "lstm", 1), ("luong", "gru", 2)])
+    def test_states_follow_their_hypotheses(self, attention, form, cell, num_layers):
+        """The same search over a model that reads each hypothesis anew."""
+        model, source, _, lengths = make(attention, form=form, cell=cell, num_layers=num_layers)
+        beams = 3
+        sources, counts = source.repeat_interleave(beams, 0), lengths.repeat_interleave(beams)
+
+        def step(tokens):
+            return model(sources, F.pad(tokens[:, 1:], (0, 1)), counts)[:, -1]
+
+        for penalty in (0.0, 1.0):
+            expected, _ = beam_search(step, B, START, END, 6, beams, penalty)
+            found = model.generate(source, lengths, max_length=6, beams=beams, length_penalty=penalty)
+            assert torch.equal(found, expected)
 
     def test_beams_find_more_probable_targets(self):
         better = 0

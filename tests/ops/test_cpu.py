@@ -18,7 +18,7 @@ import gattn
 from gattn import AdditiveScore, CompleteGraph, DotScore, SparseGraph, attend
 from gattn.attention import Attention
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from gattn.ops import cpu, dropout
+from gattn.ops import cpu, dropout, operators
 from gattn.ops import layout as layout_module
 from gattn.testing import random_edge_index
 from tests.ops.fuzz import DTYPES, LONG_ROW, SCORES, Call, compare, grid, threads
@@ -620,7 +620,7 @@ class TestDerivatives:
     @pytest.mark.parametrize("keep", [False, True])
     def test_opcheck(self, family, dtype, keep):
         call = make_call(family, random_edge_index(4, 3, 9), 4, 3, heads=2, channels=4, value_channels=3, dtype=dtype)
-        wide = cpu.compute_dtype(dtype)
+        wide = operators.compute_dtype(dtype)
         types = {
             "vector": wide,
             "bias": wide,
@@ -635,7 +635,7 @@ class TestDerivatives:
         detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
         out = torch.ops.gattn.attention.default(*detached, True, True)
         grads = torch.randn_like(out[0]), torch.randn_like(out[1])
-        wanted = [tensors.get(name) is not None for name in cpu._DIFFERENTIABLE]
+        wanted = [tensors.get(name) is not None for name in operators.DIFFERENTIABLE]
         torch.library.opcheck(
             torch.ops.gattn.attention_backward.default, (*grads, *out, *detached, wanted), test_utils=utils
         )

@@ -1,0 +1,494 @@
+"""The GPU kernels against the reference in float64: in Triton's interpreter, or on a GPU where there is one."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+import gattn
+import gattn.ops.triton as kernels
+from gattn import AdditiveScore, CompleteGraph, DotScore, SparseGraph, attend
+from gattn.nn import GATConv, GATv2Conv, TransformerConv
+from gattn.ops import dropout, operators
+from gattn.ops.triton import layout as layout_module
+from gattn.ops.triton.layout import Layout, layout_of
+from gattn.testing import random_edge_index
+from tests.ops.fuzz import DTYPES, SCORES, compare, random_call
+from tests.ops.test_cpu import TERMS, equal, make_call, make_call_like, pairs
+
+pytest.importorskip("triton", "3.7", reason="older interpreters do not know NumPy 2.4")
+
+LAYERS = [GATConv, GATv2Conv, TransformerConv]
+
+pytestmark = [
+    pytest.mark.skipif("cpu" not in kernels.DEVICES, reason="kernels run on the CPU with TRITON_INTERPRET=1 only"),
+    # NumPy, of which the interpreter is made, warns where a GPU's arithmetic goes on.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def long_row(monkeypatch):
+    """Rows are split from a few edges on: tiny graphs take every path, and the interpreter few steps."""
+    monkeypatch.setattr(layout_module, "LONG_ROW", 4)
+
+
+class TestAgainstTheReference:
+    @pytest.mark.parametrize(
+        ("score", "dtype", "heads", "channels", "value_channels", "terms", "p"),
+        pairs(
+            SCORES,
+            DTYPES,
+            (1, 3, 4),
+            (1, 3, 8, 17),
+            (1, 3, 8, 17),
+            ((), TERMS, ("edge",), ("bias",), ("edge_value",)),
+            (0.0, 0.4),
+        ),
+    )
+    def test_widths_types_and_terms(self, score, dtype, heads, channels, value_channels, terms, p):
+        edge_index = random_edge_index(9, 7, 30, hub=0.6)
+        sizes = {"heads": heads, "channels": channels, "value_channels": value_channels}
+        weights = "dropped" if p else False
+        call = make_call(score, edge_index, 9, 7, dtype=dtype, terms=terms, dropout=p, weights=weights, **sizes)
+        compare(call, "triton")
+
+    @pytest.mark.parametrize(
+        ("score", "batch", "batched", "mask", "weights", "p"),
+        pairs(
+            ("gat", "tanh", "dot"),
+            ((2,), (2, 1)),
+            (False, True),
+            ("EH", "BE", "BEH", "E", None),
+            (True, False, "dropped"),
+            (0.4, 0.0),
+        ),
+    )
+    def test_batches_and_masks(self, score, batch, batched, mask, weights, p):
+        edge_index = random_edge_index(6, 8, 20)
+        shapes = {"E": (20,), "EH": (20, 3), "BE": (*batch, 20), "BEH": (*batch, 20, 3)}
+        mask = None if mask is None else torch.rand(shapes[mask]) < 0.7
+        options = {"batched": batched, "mask": mask, "weights": weights, "dropout": p}
+        compare(make_call(score, edge_index, 6, 8, batch=batch, channels=3, value_channels=2, **options), "triton")
+
+    @pytest.mark.parametrize("wanted", ["query", "key", "value", "vector", *TERMS])
+    def test_one_gradient_alone(self, wanted):
+        options = {"channels": 3, "value_channels": 2, "heads": 2}
+        score = "leaky_relu" if wanted == "vector" else "dot"
+        compare(
+            make_call(score, random_edge_index(6, 8, 20), 6, 8, wanted=(wanted,), weights=False, **options), "triton"
+        )
+
+    @pytest.mark.parametrize(("score", "dtype"), [("tanh", torch.float32), ("dot", torch.float16)])
+    @pytest.mark.parametrize("shared", [("key", "value"), ("edge", "edge_value")])
+    def test_one_tensor_in_two_places(self, score, dtype, shared):
+        call = make_call(score, random_edge_index(6, 8, 30), 6, 8, channels=5, value_channels=5, dtype=dtype)
+        call.tensors[shared[1]] = call.tensors[shared[0]]
+        compare(make_call_like(call, mask=torch.rand(30) < 0.5, dropout=0.3), "triton")
+
+    @pytest.mark.parametrize(("key_heads", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (2, torch.float16)])
+    def test_grouped_queries(self, key_heads, dtype):
+        edge_index = random_edge_index(6, 8, 30, hub=0.5)
+        options = {"channels": 3, "value_channels": 5, "dropout": 0.3}
+        compare(make_call("dot", edge_index, 6, 8, heads=4, key_heads=key_heads, dtype=dtype, **options), "triton")
+        call = make_call("dot", edge_index, 6, 8, heads=4, key_heads=key_heads, channels=5, terms=(), dtype=dtype)
+        call.tensors["value"] = call.tensors["key"]
+        compare(call, "triton")
+
+    @pytest.mark.parametrize(
+        ("score", "end", "degree", "length"),
+        [("gat", 1, 8, 8), ("tanh", 0, 9, 8), ("dot", 1, 9, 8), ("leaky_relu", 1, 40, 1), ("dot", 0, 40, 128)],
+    )
+    def test_long_rows(self, score, end, degree, length, monkeypatch):
+        monkeypatch.setattr(layout_module, "LONG_ROW", length)
+        edge_index = torch.randint(5, (2, degree + 5))
+        edge_index[end, :degree] = 4
+        edge_index[end, degree:] = torch.randint(4, (5,))
+        edge_index = edge_index[:, torch.randperm(degree + 5)]
+        options = {"heads": 2, "channels": 3, "value_channels": 2, "terms": ("bias",), "dropout": 0.3}
+        compare(make_call(score, edge_index, 5, 5, mask=torch.rand(degree + 5) < 0.9, **options), "triton")
+
+    def test_wide_rows(self):
+        """More heads × channels than one program takes."""
+        options = {"heads": 9, "channels": 40, "value_channels": 70, "terms": ()}
+        compare(make_call("leaky_relu", random_edge_index(4, 4, 12), 4, 4, **options), "triton")
+
+    @pytest.mark.parametrize("score", ["leaky_relu", "dot"])
+    def test_logits_far_from_zero(self, score):
+        call = make_call(score, random_edge_index(6, 8, 30, hub=0.6), 6, 8, terms=("bias",), heads=2)
+        for shift in (-1e4, 1e4):
+            call.tensors["bias"] = call.tensors["bias"] * 32 + shift
+            compare(call, "triton")
+
+    @pytest.mark.parametrize(
+        ("score", "dtype"), [("gat", torch.float16), ("dot", torch.float16), ("tanh", torch.bfloat16)]
+    )
+    def test_half_precision_is_rounded_once(self, score, dtype):
+        sizes = {"heads": 2, "channels": 17, "value_channels": 17, "dtype": dtype}
+        call = make_call(score, random_edge_index(6, 8, 30, hub=0.5), 6, 8, **sizes)
+        actual, exact = call.results("triton"), call.results("reference", exact=True)
+        for name, result in actual.items():
+            error = (result.double() - exact[name]).abs()
+            bound = 0.51 * torch.finfo(dtype).eps * exact[name].abs() + 1e-5 * exact[name].abs().max() + 6e-8
+            assert (error <= bound).all(), f"{name}: {(error / bound).max():.2f}"
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("first", range(0, 200, 20))
+    def test_random_calls(self, first):
+        for seed in range(first, first + 20):
+            call, bad = random_call(seed)
+            if call.edges.size(1) > 400:
+                continue
+            if bad is None:
+                compare(call, "triton")
+            else:
+                with pytest.raises(IndexError, match="edge_index holds"):
+                    call.results("triton")
+
+
+class TestGraphs:
+    @pytest.mark.parametrize(
+        ("score", "sources", "targets"), [("gat", 0, 0), ("gat", 3, 3), ("leaky_relu", 3, 0), ("dot", 0, 3)]
+    )
+    def test_no_edges(self, score, sources, targets):
+        call = make_call(score, torch.empty(2, 0, dtype=torch.long), sources, targets, channels=2)
+        compare(call, "triton")
+        assert all((result == 0).all() for result in call.results("triton").values())
+
+    @pytest.mark.parametrize("nothing", ["channels", "value_channels", "batch"])
+    def test_nothing_of_something(self, nothing):
+        sizes = {"channels": 2, "value_channels": 3, nothing: (0,) if nothing == "batch" else 0}
+        compare(make_call("dot", random_edge_index(4, 4, 9), 4, 4, terms=("bias",), **sizes), "triton")
+
+    def test_no_heads(self):
+        x = torch.zeros(3, 0, 4)
+        assert (
+            attend(x, x, x, torch.tensor([[0, 1], [1, 2]]), score=AdditiveScore(x[0]), backend="triton").shape
+            == x.shape
+        )
+
+    @pytest.mark.parametrize(
+        ("flow", "self_loops", "sources", "targets", "dtype"),
+        [
+            ("source_to_target", True, 4, 6, torch.int64),
+            ("source_to_target", True, 6, 4, torch.int32),
+            ("target_to_source", True, 6, 4, torch.int64),
+            ("target_to_source", False, 4, 6, torch.int32),
+        ],
+    )
+    def test_forms_of_a_graph(self, flow, self_loops, sources, targets, dtype):
+        edges = random_edge_index(sources, targets, 20)
+        given = edges if flow == "source_to_target" else edges.flip(0)
+        if self_loops:
+            edges = add_self_loops(remove_self_loops(edges)[0], num_nodes=min(sources, targets))[0]
+        graph = SparseGraph(given.to(dtype), sources, targets, self_loops=self_loops, flow=flow)
+        options = {"heads": 2, "channels": 2, "value_channels": 2, "dropout": 0.3, "batch": (2,)}
+        compare(make_call("dot", edges, sources, targets, graph=graph, **options), "triton")
+
+    def test_complete_graphs(self):
+        query, key, value = torch.randn(3, 5, 2, 4, dtype=torch.double)
+        graph, bias = CompleteGraph(5, causal=True), torch.randn(2, 5, 5, dtype=torch.double)
+        results = [
+            attend(query, key, value, graph, bias=bias, return_weights=True, backend=backend)
+            for backend in ("triton", "reference")
+        ]
+        torch.testing.assert_close(*results)
+
+    @pytest.mark.parametrize(("row", "index"), [(0, 4), (0, -1), (1, 5), (1, -(2**33)), (0, 2**32)])
+    def test_bad_indices_in_the_same_words(self, row, index):
+        edge_index = torch.tensor([[0, 1, 2], [1, 2, 3]])
+        edge_index[row, 1] = index
+        words = []
+        for backend in ("triton", "reference"):
+            with pytest.raises(IndexError, match=f"{('source', 'target')[row]} index {index}") as caught:
+                make_call("dot", edge_index, 4, 5, terms=()).results(backend)
+            words.append(str(caught.value))
+        assert len(set(words)) == 1
+
+    def test_an_edit_in_place_is_noticed(self):
+        edge_index = random_edge_index(6, 8, 20)
+        call = make_call("dot", edge_index, 6, 8, terms=(), heads=1)
+        before = call.results("triton")
+        edge_index[0] = edge_index[0].flip(0)
+        compare(call, "triton")
+        assert not torch.equal(call.results("triton")["out"], before["out"])
+
+
+class TestLayout:
+    @pytest.mark.parametrize("length", [1, 3, 7, 1000])
+    @pytest.mark.parametrize("self_loops", [False, True])
+    @pytest.mark.parametrize(("sources", "targets", "edges"), [(9, 7, 60), (7, 9, 5), (3, 3, 0), (0, 0, 0), (1, 1, 40)])
+    def test_every_edge_is_in_one_task(self, length, self_loops, sources, targets, edges, monkeypatch):
+        monkeypatch.setattr(layout_module, "LONG_ROW", length)
+        index = random_edge_index(max(sources, 1), max(targets, 1), edges, hub=0.5)
+        layout = Layout(index, sources, targets, self_loops, "source_to_target")
+        if self_loops:
+            index = add_self_loops(remove_self_loops(index)[0], num_nodes=min(sources, targets))[0]
+        assert layout.num_edges == index.size(1)
+        assert torch.equal(layout.target.long(), index[1])
+        for rows, end, count in ((layout.by_target, 1, targets), (layout.by_source, 0, sources)):
+            seen, slots, lengths = [], {}, []
+            for row, first, last, slot in rows.tasks.t().tolist():
+                if row < 0:
+                    continue
+                lengths.append(last - first)
+                for place in range(first, last):
+                    number = rows.number[place].item()
+                    seen.append(number)
+                    assert index[end, number] == row
+                    assert index[1 - end, number] == rows.node[place]
+                if slot >= 0:
+                    slots.setdefault(row, []).append(slot)
+            assert sorted(seen) == list(range(index.size(1)))
+            assert lengths == sorted(lengths, reverse=True)
+            assert max(lengths, default=0) <= length
+            degree = torch.bincount(index[end], minlength=count)
+            assert {row for row in range(count) if degree[row] > length} == slots.keys()
+            split = {row: list(range(first, last)) for row, first, last in rows.split.t().tolist() if row >= 0}
+            assert split == {row: sorted(found) for row, found in slots.items()}
+            assert all(first == last for row, first, last in rows.split.t().tolist() if row < 0)
+            used = list(itertools.chain.from_iterable(slots.values()))
+            assert sorted(used) == list(range(len(used)))
+            assert len(used) <= rows.num_slots
+
+    def test_it_is_made_once(self):
+        index = random_edge_index(5, 5, 9)
+        first = layout_of(index, 5, 5, False, "source_to_target")
+        assert layout_of(index, 5, 5, False, "source_to_target") is first
+        assert layout_of(index, 5, 5, True, "source_to_target") is not first
+        index[0, 0] = 1
+        assert layout_of(index, 5, 5, False, "source_to_target") is not first
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+    def test_it_holds_no_view_of_the_graph(self, dtype):
+        index = random_edge_index(5, 5, 9).to(dtype)
+        layout = Layout(index, 5, 5, False, "source_to_target")
+        held = [layout.by_target, layout.by_source, layout]
+        tensors = [value for holder in held for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+        assert len(tensors) > 6
+        assert all(t.untyped_storage().data_ptr() != index.untyped_storage().data_ptr() for t in tensors)
+
+    def test_too_many_nodes(self):
+        with pytest.raises(ValueError, match="too many nodes"):
+            Layout(torch.empty(2, 0, dtype=torch.long), 2**31, 1, False, "source_to_target")
+
+
+class TestMemory:
+    @pytest.mark.parametrize(
+        ("score", "change"),
+        [
+            ("leaky_relu", lambda t: torch.cat([t, t, t], -1)[..., t.size(-1) : 2 * t.size(-1)]),
+            ("dot", lambda t: t.transpose(0, -1).contiguous().transpose(0, -1)),
+            ("gat", lambda t: t[:1].expand_as(t)),
+        ],
+    )
+    def test_non_contiguous_inputs(self, score, change):
+        call = make_call(score, random_edge_index(8, 8, 20), 8, 8, heads=2, channels=4, value_channels=4)
+        tensors = {name: change(t) for name, t in call.tensors.items()}
+        compare(make_call_like(call, tensors=tensors, weights=False), "triton")
+
+    def test_slices_of_one_projection(self):
+        call = make_call("dot", random_edge_index(8, 8, 20), 8, 8, terms=(), channels=6, value_channels=6)
+        fused = torch.stack([call.tensors[name] for name in ("query", "key", "value")], 1)
+        call.tensors = dict(zip(("query", "key", "value"), fused.unbind(1), strict=True))
+        compare(call, "triton")
+
+    @pytest.mark.parametrize("score", ["leaky_relu", "dot"])
+    def test_nothing_unwritten_is_read(self, score, monkeypatch):
+        found = []
+        for byte in (0xFF, 0x00):
+
+            def empty(*args, byte=byte, **kwargs):
+                tensor = torch.zeros(*args, **kwargs)
+                tensor.untyped_storage().fill_(byte)
+                return tensor
+
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels.torch, "empty", empty)
+                edge_index = random_edge_index(9, 7, 30, hub=0.6)
+                call = make_call(score, edge_index, 9, 7, dropout=0.3, heads=2, channels=3)
+                found.append(call.results("triton"))
+        equal(*found)
+        assert all(result.isfinite().all() for result in found[0].values())
+
+    def test_no_tensor_of_all_edges_heads_and_channels(self, monkeypatch):
+        edges, channels = 60, 16
+        sizes = []
+
+        def empty(*args, **kwargs):
+            tensor = torch.zeros(*args, **kwargs)
+            sizes.append(tensor.numel())
+            return tensor
+
+        monkeypatch.setattr(kernels.torch, "empty", empty)
+        monkeypatch.setattr(layout_module, "LONG_ROW", 16)
+        options = {"heads": 2, "channels": channels, "value_channels": channels, "terms": ()}
+        make_call("leaky_relu", random_edge_index(9, 7, edges), 9, 7, **options).results("triton")
+        assert len(sizes) > 9
+        assert max(sizes) < edges * 2 * channels / 2
+
+    def test_no_atomics(self):
+        source = Path(layout_module.__file__).with_name("kernels.py").read_text()
+        assert "tl.load" in source
+        assert "atomic_" not in source
+
+
+class TestSpecialValues:
+    @pytest.mark.parametrize(("score", "name"), [*((score, "key") for score in SCORES), ("dot", "value")])
+    def test_a_nan_shows_in_its_rows_and_nowhere_else(self, score, name):
+        edge_index = random_edge_index(9, 7, 30, hub=0.5)
+        call = make_call(score, edge_index, 9, 7, heads=2, channels=3, terms=(), weights=False)
+        call.tensors[name][2] = math.nan
+        out = call.results("triton")["out"]
+        reached = torch.zeros(7, dtype=torch.bool).index_fill(0, edge_index[1][edge_index[0] == 2], True)
+        assert reached.any()
+        assert not reached.all()
+        assert out[reached].isnan().all()
+        assert out[~reached].isfinite().all()
+
+    @pytest.mark.parametrize(("score", "how", "degree"), [("gat", "bias", 3), ("tanh", "mask", 3), ("dot", "mask", 13)])
+    def test_a_fully_masked_target(self, score, how, degree):
+        edge_index = torch.randint(4, (2, degree + 9))
+        edge_index[1, :degree], edge_index[1, degree:] = 0, 1
+        call = make_call(score, edge_index, 4, 4, heads=2, channels=3, terms=("bias",))
+        if how == "mask":
+            call.mask = edge_index[1] != 0
+        else:
+            call.tensors["bias"][edge_index[1] == 0] = -math.inf
+        results = call.results("triton")
+        assert (results["out"][0] == 0).all()
+        assert (results["weights"][edge_index[1] == 0] == 0).all()
+        assert (results["out"][1] != 0).any()
+        assert all(result.isfinite().all() for result in results.values())
+        compare(call, "triton")
+
+    def test_dropout_of_everything(self):
+        call = make_call("dot", random_edge_index(6, 8, 20), 6, 8, dropout=1.0, heads=2)
+        compare(call, "triton")
+        assert (call.results("triton")["out"] == 0).all()
+
+    def test_dropout_keeps_the_same_bits_as_the_reference(self, monkeypatch):
+        """With a seed of more than 32 bits."""
+        seed = torch.tensor(2**62 + 12345678901)
+        monkeypatch.setattr(gattn.attention, "draw_seed", lambda device: seed)
+        call = make_call("dot", random_edge_index(6, 8, 20), 6, 8, dropout=0.5, weights="dropped", batch=(2,))
+        expected = call.results("reference")["weights"]
+        assert torch.equal(call.results("triton")["weights"] == 0, expected == 0)
+        value = torch.ones(2, 6, 3, 1)
+        out = attend(
+            call.tensors["query"], call.tensors["key"], value, call.graph, dropout=0.5, training=True, backend="triton"
+        )
+        kept = dropout.keep_mask(seed, torch.Size((2, 20, 3)), 0.5)
+        plain = attend(call.tensors["query"], call.tensors["key"], value, call.graph, return_weights=True)[1]
+        expected = torch.zeros(2, 8, 3).index_add(1, call.edges[1], plain * kept * 2)
+        torch.testing.assert_close(out.squeeze(-1), expected)
+
+
+class TestDerivatives:
+    @pytest.mark.parametrize("score", ["gat", "leaky_relu", "dot"])
+    def test_second(self, score):
+        """Inputs off the grid: finite differences must not step across a kink."""
+        sizes = {"heads": 1, "channels": 2, "value_channels": 1, "dtype": torch.double}
+        call = make_call(score, random_edge_index(3, 3, 6), 3, 3, terms=("bias",), dropout=0.4, **sizes)
+        leaves = {name: torch.randn_like(t).requires_grad_() for name, t in call.tensors.items()}
+
+        def function(backend):
+            out, alpha = call.attend(leaves, backend)
+            first = torch.autograd.grad(
+                (out.square().sum() + alpha.pow(3).sum()), list(leaves.values()), create_graph=True
+            )
+            return torch.autograd.grad(sum(grad.square().sum() for grad in first), list(leaves.values()))
+
+        torch.testing.assert_close(function("triton"), function("reference"))
+
+    @pytest.mark.parametrize("family", ["gat", "leaky_relu", "dot"])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+    def test_opcheck(self, family, dtype):
+        sizes = {"heads": 2, "channels": 3, "value_channels": 2, "dtype": dtype}
+        call = make_call(family, random_edge_index(4, 3, 9), 4, 3, **sizes)
+        wide = operators.compute_dtype(dtype)
+        types = {"vector": wide, "bias": wide}
+        types |= dict.fromkeys(("query", "key", "edge"), wide) if family == "gat" else {}
+        tensors = {name: t.to(types.get(name, dtype)).requires_grad_() for name, t in call.tensors.items()}
+        names = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value")
+        inputs = [tensors.get(name) for name in names]
+        inputs += [call.edges, 4, 3, False, "source_to_target", family, 0.2, 0.5, False, 0.3, torch.tensor(7)]
+        utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(torch.ops.gattn.triton_attention.default, (*inputs, True, True), test_utils=utils)
+        detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+        out = torch.ops.gattn.triton_attention.default(*detached, True, True)
+        grads = torch.randn_like(out[0]), torch.randn_like(out[1])
+        wanted = [tensors.get(name) is not None for name in operators.DIFFERENTIABLE]
+        arguments = (*grads, *out, *detached, wanted)
+        torch.library.opcheck(torch.ops.gattn.triton_attention_backward.default, arguments, test_utils=utils)
+
+
+class TestChoice:
+    x = torch.randn(4, 2, 3)
+    edge_index = torch.tensor([[0, 1], [1, 2]])
+
+    def test_layers(self):
+        """GATConv, GATv2Conv and TransformerConv give what they give with other backends."""
+        for layer in LAYERS:
+            conv, x = layer(3, 4, heads=2, edge_dim=2), torch.randn(4, 3)
+            found = []
+            for backend in ("triton", "reference"):
+                conv.zero_grad()
+                with gattn.backend(backend):
+                    out = conv(x, self.edge_index, torch.ones(2, 2))
+                out.square().sum().backward()
+                found.append((out.detach(), [parameter.grad for parameter in conv.parameters()]))
+            torch.testing.assert_close(*found)
+
+    def test_it_is_asked_for_on_the_cpu(self, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise AssertionError
+
+        monkeypatch.setattr(kernels, "attention", refuse)
+        attend(self.x, self.x, self.x, self.edge_index)
+        with pytest.raises(AssertionError):
+            attend(self.x, self.x, self.x, self.edge_index, backend="triton")
+
+    def test_it_needs_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(kernels, "DEVICES", ("cuda",))
+        with pytest.raises(ValueError, match="'triton' cannot serve this call: the tensors are on cpu. .*'auto' can"):
+            attend(self.x, self.x, self.x, self.edge_index, backend="triton")
+
+    def test_without_triton(self, monkeypatch):
+        monkeypatch.setattr(kernels, "_is_installed", False)
+        with pytest.raises(RuntimeError, match=r"not installed: pip install .gattn\[triton\]"):
+            attend(self.x, self.x, self.x, self.edge_index, backend="triton")
+        assert kernels.unavailable("auto") == "Triton is not installed"
+
+    def test_other_scores_and_distributions(self):
+        class Mine(DotScore):
+            pass
+
+        with pytest.raises(ValueError, match="not Mine"):
+            attend(self.x, self.x, self.x, self.edge_index, score=Mine(), backend="triton")
+
+    @pytest.mark.parametrize("score", ["gat", "leaky_relu", "dot"])
+    def test_compiled(self, score):
+        torch._dynamo.reset()
+        call = make_call(score, random_edge_index(5, 5, 12), 5, 5, heads=2, channels=3, mask=torch.rand(12) < 0.8)
+        make_score, graph = call.make_score, call.edges
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def function(tensors):
+            terms = {name: tensor for name, tensor in tensors.items() if name != "vector"}
+            terms.setdefault("query", None)
+            score = make_score(tensors.get("vector"))
+            return attend(graph=graph, score=score, mask=call.mask, return_weights=True, backend="triton", **terms)
+
+        leaves = {name: tensor.requires_grad_() for name, tensor in call.tensors.items()}
+        expected = call.results("triton")
+        out, weights = function(leaves)
+        grads = torch.autograd.grad([out, weights], list(leaves.values()), [call.grad(out, 1), call.grad(weights, 2)])
+        equal(
+            {"out": out, "weights": weights, **{f"grad of {n}": g for n, g in zip(leaves, grads, strict=True)}},
+            {name: expected[name] for name in ("out", "weights", *(f"grad of {n}" for n in leaves))},
+        )
