@@ -1,3 +1,4 @@
+import base64
 import re
 from pathlib import Path
 
@@ -49,3 +50,15 @@ def test_outputs_are_clean(script):
         text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
         assert not re.search(r"/(home|root|tmp|Users|work)/|\r|0x[0-9a-f]{6}", text), text
     assert script.with_suffix(".ipynb").stat().st_size < LARGEST
+
+
+def test_pictures_of_the_readme_are_the_notebooks_own():
+    pictures = sorted((FOLDER / "pictures").glob("*.png"))
+    own = {
+        base64.b64decode(output["data"]["image/png"])
+        for script in SCRIPTS
+        for output in outputs(script)
+        if "image/png" in output.get("data", {})
+    }
+    assert pictures
+    assert all(picture.read_bytes() in own for picture in pictures)
