@@ -913,10 +913,10 @@ def draw_times(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def draw_alignments(rows: Sequence[dict[str, Any]], number: int, path: Path) -> None:
     """What each kind of attention looked at when it translated an example."""
     examples = [row["examples"][number] for row in rows]
-    columns = min(len(rows), 4)
+    columns = len(rows) if len(rows) < 4 else math.ceil(len(rows) / 2)
     lines = math.ceil(len(rows) / columns)
     width = 1.2 + 0.16 * max(len(example["source"]) for example in examples)
-    height = 1.1 + 0.16 * max(len(example["translation"]) for example in examples)
+    height = 1.4 + 0.16 * max(len(example["translation"]) for example in examples)
     size = (max(width, 2.6) * columns, max(height, 2.4) * lines)
     figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[len(rows) :]:

@@ -234,6 +234,8 @@ class GraphPositionalEncoding(Module):
         kind: `"laplacian"` or `"random_walk"`.
         k: Number of eigenvectors or steps.
         channels: Channels of the features, F.
+        random_signs: Whether the signs of eigenvectors are drawn anew in training: right for many graphs, while on a
+            single one it hides where a node is. (default: `True`)
 
     Shapes:
         - **input:** features `[N, F]`, and `structure` `[N, k]` as `compute` gives it; **output:** `[N, F]`.
@@ -252,7 +254,7 @@ class GraphPositionalEncoding(Module):
         torch.Size([4, 8])
     """
 
-    def __init__(self, kind: str, k: int, channels: int):
+    def __init__(self, kind: str, k: int, channels: int, random_signs: bool = True):
         super().__init__()
         if kind not in ("laplacian", "random_walk"):
             raise ValueError(f"kind is 'laplacian' or 'random_walk', not {kind!r}.")
@@ -260,6 +262,7 @@ class GraphPositionalEncoding(Module):
             raise ValueError(f"k must be at least 1; got {k}.")
         self.kind = kind
         self.k = k
+        self.random_signs = random_signs
         self.lin = Linear(k, channels)
 
     def compute(self, edge_index: Tensor, num_nodes: int) -> Tensor:
@@ -280,7 +283,7 @@ class GraphPositionalEncoding(Module):
 
     def forward(self, x: Tensor, structure: Tensor) -> Tensor:
         """Adds the projected structure `[N, k]` to features `[..., N, F]`."""
-        if self.kind == "laplacian" and self.training:
+        if self.kind == "laplacian" and self.random_signs and self.training:
             signs = torch.randint(0, 2, (structure.size(-1),), device=structure.device) * 2 - 1
             structure = structure * signs
         return x + self.lin(structure.to(x.dtype))

@@ -229,6 +229,9 @@ class TestGraph:
         assert seen == {(1, 1), (1, -1), (-1, 1), (-1, -1)}
         encoding.eval()
         assert all(torch.equal(encoding(x, structure), structure) for _ in range(20))
+        fixed = GraphPositionalEncoding("laplacian", 2, 2, random_signs=False)
+        fixed.load_state_dict(encoding.state_dict())
+        assert all(torch.equal(fixed(x, structure), structure) for _ in range(20))
 
         encoding = GraphPositionalEncoding("random_walk", 2, 2)
         structure = encoding.compute(edge_index, 6)
