@@ -1,4 +1,4 @@
-"""Speed and memory of graph attention, side by side with PyG and DGL: `python -m benchmarks.kernels`.
+"""Speed and memory of graph attention, side by side with PyG and DGL: `python -m benchmarks.kernels [--device cuda]`.
 
 Two parts: *attention* alone (projected features in, output out; autograd, allocation and graph look-up included), and
 the whole *layer* as a network's first (128 input channels that need no gradient, projections included, the same weights
@@ -46,6 +46,7 @@ from benchmarks.measuring import (
     MIN_REPEATS,
     VERSIONS,
     check,
+    copy_rate,
     median,
     peak_above,
     quartiles,
@@ -58,6 +59,7 @@ from benchmarks.results import ResultsFile, machine
 LAYERS = ("gat", "gatv2", "transformer")
 PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl")
 DTYPES = ("float32", "bfloat16")
+BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
 
 IN_CHANNELS = 128
@@ -70,6 +72,9 @@ CHUNK_EDGES = 2**17
 
 CHECKED_ROWS = 4096
 """Of a result with one row a node, so many are compared, drawn at random; parameters' gradients are compared whole."""
+
+SAMPLED_NODES = 1_000_000
+"""Of graphs with more nodes, the reference keeps the compared rows only, so that memory suffices."""
 
 #: How many rows of features a kernel must at least fetch for each edge, forward and backward.
 GATHERED_ROWS = {"gat": (1, 1), "gatv2": (1, 1), "transformer": (2, 3)}
@@ -97,6 +102,10 @@ class Shape:
     hub: int | None = None
     """The node that a third of the edges point to."""
     dataset: str | None = None
+    graphs: int = 1
+    """The nodes form so many graphs of one size, side by side."""
+    power_law: bool = False
+    """Whether numbers of neighbours follow a power law with exponent 3."""
 
 
 #: What `--shape` names; a hub graph has two variants.
@@ -109,7 +118,12 @@ SHAPES = {
         Shape("hub last", 169_343, 2_330_000, 4, 64, hub=169_342),
     ),
     "photo": (Shape("photo", 7_650, 238_162, 8, 32, dataset="photo"),),
+    "molecules": (Shape("molecules", 250_000, 560_000, 8, 16, graphs=10_000),),
+    "products": (Shape("products", 2_400_000, 30_000_000, 4, 32, power_law=True),),
 }
+LARGE = ("products",)
+"""Shapes that a CPU is spared unless they are named."""
+
 SMALL = Shape("small", 5_000, 50_000, 4, 16)
 
 
@@ -127,6 +141,7 @@ class Case:
     threads: int
     repeats: int
     seconds: float
+    device: str = "cpu"
 
     def __str__(self) -> str:
         words = [self.shape.name, self.part, self.layer, "edge features" * self.edge_features, self.dtype, self.peer]
@@ -154,17 +169,39 @@ class Inputs:
     grad: Tensor
     """Gradient of the output."""
 
+    def to(self, device: str) -> Inputs:
+        """What peers take, on their device; the rest is for the reference, and stays."""
+        return replace(
+            self,
+            edge_index=self.edge_index.to(device),
+            edge_attr=None if self.edge_attr is None else self.edge_attr.to(device),
+            tensors={name: tensor.to(device) for name, tensor in self.tensors.items()},
+            layer=None if self.layer is None else self.layer.to(device),
+            grad=self.grad.to(device),
+        )
+
 
 def draw_edges(shape: Shape) -> Tensor:
     """`[2, E]`, without self-loops."""
     if shape.dataset is not None:
         return remove_self_loops(gattn.datasets.load(shape.dataset).edge_index)[0]
     generator = torch.Generator().manual_seed(SEED)
+    if shape.power_law:
+        return draw_power_law(shape, generator)
     target = torch.randint(shape.nodes, (shape.edges,), generator=generator)
     if shape.hub is not None:
         target[torch.rand(shape.edges, generator=generator) < 1 / 3] = shape.hub
-    source = (target + torch.randint(1, shape.nodes, (shape.edges,), generator=generator)) % shape.nodes
+    size = shape.nodes // shape.graphs
+    first = target // size * size
+    source = first + (target - first + torch.randint(1, size, (shape.edges,), generator=generator)) % size
     return torch.stack([source, target])
+
+
+def draw_power_law(shape: Shape, generator: torch.Generator) -> Tensor:
+    """`[2, E]`: both ends by themselves, so that the k-th busiest node of N has about E / (2 sqrt(k N)) edges."""
+    ends = torch.rand(2, shape.edges, generator=generator, dtype=torch.float64).square_().mul_(shape.nodes).long()
+    source, target = torch.randperm(shape.nodes, generator=generator)[ends]
+    return torch.stack([torch.where(source == target, (source + 1) % shape.nodes, source), target])
 
 
 def draw(case: Case) -> Inputs:
@@ -215,19 +252,30 @@ def score_of(case: Case, vector: Tensor | None) -> gattn.Score:
 # The reference -------------------------------------------------------------------------------------------------------
 
 
-def reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients by gattn's reference path in `dtype`, some targets at a time, summed in float64."""
-    tensors = {name: tensor.to(dtype) for name, tensor in inputs.tensors.items()}
+def reference(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> dict[str, Tensor]:
+    """Output and gradients by gattn's reference path in `dtype`, some targets at a time, summed in float64.
+
+    Args:
+        case: The problem.
+        inputs: What `draw` drew.
+        dtype: What is computed in.
+        kept: The nodes whose rows the results have. (default: all)
+    """
+    tensors = dict(inputs.tensors)
+    kept = torch.arange(case.shape.nodes) if kept is None else kept
+    row_of = torch.full((case.shape.nodes,), -1).index_copy_(0, kept, torch.arange(kept.numel()))
     layer, parameters = None, {}
     if inputs.layer is not None:
         layer = copy.deepcopy(inputs.layer).to(dtype)
         layer.add_self_loops = False
         parameters = dict(layer.named_parameters())
     elif "vector" in tensors:
-        parameters = {"vector": tensors.pop("vector").requires_grad_()}
-    wanted = list(parameters) if layer is not None else [*tensors, *parameters]
-    totals = {name: torch.zeros((tensors | parameters)[name].shape, dtype=torch.float64) for name in wanted}
-    output = torch.zeros(inputs.grad.shape, dtype=torch.float64)
+        parameters = {"vector": tensors.pop("vector").to(dtype).requires_grad_()}
+    totals = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in parameters.items()}
+    if layer is None:
+        rows_of = {name: (kept.numel(), *tensor.shape[1:]) for name, tensor in tensors.items()}
+        totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in rows_of.items()} | totals
+    output = torch.zeros(kept.numel(), *inputs.grad.shape[1:], dtype=torch.float64)
     for edges in chunks(inputs.all_edges[1]):
         (sources, source), (targets, target) = (row[edges].unique(return_inverse=True) for row in inputs.all_edges)
         graph = gattn.SparseGraph(torch.stack([source, target]), sources.numel(), targets.numel())
@@ -236,17 +284,20 @@ def reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tenso
             if layer is not None:
                 attr = None if inputs.all_attr is None else inputs.all_attr[edges].to(dtype)
                 leaves = parameters
-                out = layer((tensors["x"][sources], tensors["x"][targets]), graph, attr)
+                x = tensors["x"]
+                out = layer((x[sources].to(dtype), x[targets].to(dtype)), graph, attr)
             else:
-                rows = {name: tensor[places[name]].requires_grad_() for name, tensor in tensors.items()}
+                rows = {name: tensor[places[name]].to(dtype).requires_grad_() for name, tensor in tensors.items()}
                 leaves = rows | parameters
                 score = score_of(case, parameters.get("vector"))
                 out = gattn.attend(rows["query"], rows["key"], rows.get("value", rows["key"]), graph, score=score)
         grads = torch.autograd.grad(out, list(leaves.values()), inputs.grad[targets].to(dtype))
-        output[targets] = out.detach().double()
+        is_kept = row_of[targets] >= 0
+        output[row_of[targets[is_kept]]] = out.detach()[is_kept].double()
         for name, grad in zip(leaves, grads, strict=True):
             if name in places:
-                totals[name].index_add_(0, places[name], grad.double())
+                is_kept = row_of[places[name]] >= 0
+                totals[name].index_add_(0, row_of[places[name][is_kept]], grad[is_kept].double())
             else:
                 totals[name] += grad
     gradients = {f"gradient of {name}": total for name, total in totals.items()}
@@ -269,16 +320,23 @@ def write_reference(case: Case, path: Path) -> None:
     last place of the scale, and what a float32 sum of so many terms loses that are added one after another, a unit for
     the root of their number: a target's edges, and for a parameter's gradient all edges. The scale is the largest
     element; for gradients of parameters the largest of them all, as some vanish (a bias of keys shifts all logits of a
-    target), and what is left of them is rounding.
+    target), and what is left of them is rounding. Of large graphs, scale and loss are those of the compared rows.
     """
     prepare_process(case)
     inputs = draw(case)
-    exact = reference(case, inputs, torch.float64)
-    rounded = reference(case, inputs, getattr(torch, case.dtype))
     nodes, hub = case.shape.nodes, case.shape.hub
     rows = torch.randperm(nodes, generator=torch.Generator().manual_seed(SEED))[:CHECKED_ROWS]
     if hub is not None:
         rows = torch.cat([rows, torch.tensor([hub])])
+    is_sampled = nodes > SAMPLED_NODES
+    if is_sampled:
+        busiest = [int(ends.bincount().argmax()) for ends in inputs.all_edges]
+        rows = torch.cat([rows, torch.tensor(busiest)]).unique()
+    exact, rounded = (
+        reference(case, inputs, dtype, rows if is_sampled else None)
+        for dtype in (torch.float64, getattr(torch, case.dtype))
+    )
+    places = torch.arange(rows.numel()) if is_sampled else rows
     of_parameters = [value.abs().max().item() for name, value in exact.items() if name not in NODE_RESULTS]
     last_place = torch.finfo(getattr(torch, case.dtype)).eps
     results = {}
@@ -290,7 +348,7 @@ def write_reference(case: Case, path: Path) -> None:
         loss = (rounded[name] - value).abs().max().item()
         budget = 4 * loss + (8 * last_place + math.sqrt(terms) * torch.finfo(torch.float32).eps) * scale
         results[name] = {
-            "exact": value[rows] if name in NODE_RESULTS else value,
+            "exact": value[places] if name in NODE_RESULTS else value,
             "rows": rows if name in NODE_RESULTS else None,
             "scale": scale,
             "budget": budget,
@@ -309,7 +367,7 @@ class Computation:
     """
 
     def __init__(self, case: Case):
-        inputs = draw(case)
+        inputs = draw(case).to(case.device)
         build = build_layer if case.part == "layer" else BUILDERS.get(case.peer, build_pyg)
         self.call, self.leaves = build(case, inputs)
         self.grad = inputs.grad
@@ -352,7 +410,8 @@ def build_gattn(case: Case, inputs: Inputs) -> Built:
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
     graph = gattn.SparseGraph(inputs.edge_index, case.shape.nodes, case.shape.nodes)
     score = score_of(case, leaves.get("vector"))
-    return (lambda: gattn.attend(query, key, value, graph, score=score, backend="cpu")), leaves
+    backend = BACKENDS[case.device]
+    return (lambda: gattn.attend(query, key, value, graph, score=score, backend=backend)), leaves
 
 
 def pyg_conv(layer: str) -> Any:
@@ -369,7 +428,7 @@ def build_pyg(case: Case, inputs: Inputs) -> Built:
     """What PyG's layers do after their projections."""
     edge_index, leaves = inputs.edge_index, differentiable(inputs)
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
-    conv = pyg_conv(case.layer)(1, case.shape.channels, heads=case.shape.heads)
+    conv = pyg_conv(case.layer)(1, case.shape.channels, heads=case.shape.heads).to(case.device)
     if "vector" in leaves:
         leaves["vector"] = conv.att = torch.nn.Parameter(leaves["vector"].detach().unsqueeze(0))
 
@@ -414,13 +473,13 @@ def build_layer(case: Case, inputs: Inputs) -> Built:
     if case.peer == "gattn":
 
         def forward() -> Tensor:
-            with gattn.backend("cpu"):
+            with gattn.backend(BACKENDS[case.device]):
                 return layer(x, graph, edge_attr)
 
         return forward, dict(layer.named_parameters())
     edge_dim = EDGE_CHANNELS if case.edge_features else None
     conv = pyg_conv(case.layer)(IN_CHANNELS, case.shape.channels, heads=case.shape.heads, edge_dim=edge_dim)
-    conv.load_state_dict(layer.state_dict())
+    conv.to(case.device).load_state_dict(layer.state_dict())
     call = compiled(case, conv)
     return (lambda: call(x, graph, edge_attr)), dict(conv.named_parameters())
 
@@ -449,16 +508,22 @@ def measure(case: Case, expected: Path | None) -> dict[str, Any]:
     prepare_process(case)
     if case.peer != "pyg-compile":
         # Loads code and starts threads, which are no memory of the computation's.
-        tiny = Computation(replace(case, shape=replace(case.shape, nodes=16, edges=64, hub=None, dataset=None)))
-        tiny.forward() if expected is None else tiny.forward_backward()
+        first = case
+        if case.device == "cpu":  # a GPU's kernels are tuned on what they see first
+            plain = Shape("", 16, 64, case.shape.heads, case.shape.channels)
+            first = replace(case, shape=plain)
+        warm_up = Computation(first)
+        warm_up.forward() if expected is None else warm_up.forward_backward()
+        del warm_up
     computation = Computation(case)
     if expected is None:
-        _, peak_bytes = peak_above(computation.forward)
-        forward = timed(computation.forward, case.repeats, case.seconds)
-        return {"outcome": "ok", "reason": "", "peak_bytes": peak_bytes, "forward": forward}
+        _, peak_bytes = peak_above(computation.forward, case.device)
+        forward = timed(computation.forward, case.repeats, case.seconds, case.device)
+        row = {"outcome": "ok", "reason": "", "peak_bytes": peak_bytes, "forward": forward}
+        return row if case.device == "cpu" else {**row, "copy_rate": copy_rate(case.device)}
     if case.peer == "pyg-compile":
         computation.forward_backward()
-    results, peak_bytes = peak_above(computation.forward_backward)
+    results, peak_bytes = peak_above(computation.forward_backward, case.device)
     results["output without autograd"] = computation.forward()
     errors = check(results, torch.load(expected))
     # Written so that NaN fails.
@@ -473,8 +538,8 @@ def measure(case: Case, expected: Path | None) -> dict[str, Any]:
         "reason": "",
         "peak_bytes": peak_bytes,
         "errors": {name: {"error": error, "budget": budget} for name, (error, budget) in errors.items()},
-        "forward": timed(computation.forward, case.repeats, case.seconds),
-        "forward_backward": timed(computation.forward_backward, case.repeats, case.seconds),
+        "forward": timed(computation.forward, case.repeats, case.seconds, case.device),
+        "forward_backward": timed(computation.forward_backward, case.repeats, case.seconds, case.device),
     }
 
 
@@ -482,18 +547,20 @@ def measure(case: Case, expected: Path | None) -> dict[str, Any]:
 
 
 def key(row: dict[str, Any]) -> str:
-    """What makes two rows the same measurement."""
+    """What makes two rows the same measurement; older rows lack what has a default."""
+    row = {"device": "cpu", **row, "shape": {**asdict(Shape("", 0, 0, 0, 0)), **row["shape"]}}
     return repr([row.get(name) for name in (*Case.__dataclass_fields__, *VERSIONS)])
 
 
 def planned(case: Case) -> str:
     """The key that the case's row will have."""
-    return key({**asdict(case), **machine()})
+    return key({**asdict(case), **machine(case.device)})
 
 
 def recorded(results: ResultsFile) -> dict[str, dict[str, Any]]:
     """The newest row of each measurement, by key."""
-    return {key(row): row for row in results.rows((*Case.__dataclass_fields__, "outcome", "reason", "machine"))}
+    names = [name for name in Case.__dataclass_fields__ if name != "device"]
+    return {key(row): row for row in results.rows((*names, "outcome", "reason", "machine"))}
 
 
 def execute(cases: Sequence[Case], results: ResultsFile, timeout: float, console: Console) -> None:
@@ -518,7 +585,7 @@ def execute(cases: Sequence[Case], results: ResultsFile, timeout: float, console
                 row = measure_apart(case, None if is_yardstick else expected, timeout)
             else:
                 row = {"outcome": "failed", "reason": f"no reference: {outcome} {reason}"}
-            results.append({**asdict(case), **row, **machine()})
+            results.append({**asdict(case), **row, **machine(case.device)})
             progress.advance(task)
 
 
@@ -563,6 +630,10 @@ class Report:
         """The yardstick of a case; `None` where there is none for its type."""
         return self.peer(case, part="gather", layer="", edge_features=False, peer="embedding_bag")
 
+    def copy_rate(self, case: Case) -> float | None:
+        """Bytes that the case's GPU copies in a second; `None` on a CPU."""
+        return (self.gather(replace(case, dtype="float32")) or {}).get("copy_rate")
+
     def lines(self) -> list[dict[str, str]]:
         """The table."""
         return [self.line(case, row) for case, row in self.rows.items()]
@@ -590,7 +661,11 @@ class Report:
             seconds, unit = median(row, mode), median(self.gather(case), "forward")
             line[f"{name}, gathers"] = f"{seconds / unit:.1f}" if is_counted and seconds and unit else "–"
             is_moved = seconds and (is_counted or (case.part == "gather"))
-            line[f"{name}, GB/s"] = f"{bytes_moved(case, mode) / seconds / 1e9:.1f}" if is_moved and seconds else "–"
+            rate = bytes_moved(case, mode) / seconds if is_moved and seconds else None
+            line[f"{name}, GB/s"] = f"{rate / 1e9:.1f}" if rate else "–"
+            if case.device != "cpu":
+                copied = self.copy_rate(case)
+                line[f"{name}, of a copy's"] = f"{rate / copied:.0%}" if rate and copied else "–"
         return line
 
     def remarks(self) -> list[str]:
@@ -612,15 +687,23 @@ class Report:
 
 def notes(rows: Sequence[dict[str, Any]], missing: dict[str, str]) -> list[str]:
     """What a reader of the table must know."""
+    names = (*VERSIONS, "torch-scatter", "triton", "cuda", "driver", "python")
+    is_gpu = any(row.get("device", "cpu") != "cpu" for row in rows)
+    memory = "memory that PyTorch has handed out" if is_gpu else "resident memory"
+    copies = [f"{row['copy_rate'] / 1e9:.0f}" for row in rows if "copy_rate" in row]
     described = {
-        ", ".join(f"{name} {row[name]}" for name in (*VERSIONS, "torch-scatter", "python") if name in row)
-        + f", {row['threads']} thread(s)"
+        ", ".join(f"{name} {row[name]}" for name in names if name in row) + f", {row['threads']} thread(s)"
         for row in rows
     }
     return [
         *sorted(described),
-        "Medians with quartiles. Peak: resident memory above the inputs in the first forward + backward, the graph's "
+        f"Medians with quartiles. Peak: {memory} above the inputs in the first forward + backward, the graph's "
         "preparation included (compiled: after compilation).",
+        *[
+            "Times are between events of the GPU, with warm caches. Of a copy's: the GB/s, which count each gathered "
+            f"row once for every edge, over what the card moves in a large copy of its own ({', '.join(copies)} GB/s)."
+        ]
+        * is_gpu,
         "× PyG, × compiled: how many times faster than PyG eager and compiled, forward + backward. Gathers: in units "
         "of one embedding_bag over the same edges. GB/s: the least that must move, over the time.",
         *(f"{peer}: {reason}" for peer, reason in missing.items()),
@@ -646,7 +729,8 @@ def write(report: Report, missing: dict[str, str], out: Path, console: Console) 
 
 def compact(lines: Sequence[dict[str, str]]) -> Table:
     """The table for a terminal; table.md has the rest."""
-    table = Table(title="Graph attention on this machine's CPU", box=box.SIMPLE_HEAD, padding=(0, 1))
+    device = "GPU" if any("of a copy's" in name for name in lines[0]) else "CPU"
+    table = Table(title=f"Graph attention on this machine's {device}", box=box.SIMPLE_HEAD, padding=(0, 1))
     names = {
         "shape": "shape",
         "part": "part",
@@ -740,7 +824,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description=(__doc__ or "").split("\n\n")[0].split(":")[0] + "."
     )
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, help="graphs and widths (default: all)")
+    parser.add_argument(
+        "--shape", nargs="+", choices=SHAPES, help=f"graphs and widths (default: all; on a CPU not {', '.join(LARGE)})"
+    )
+    parser.add_argument("--device", default="cpu", choices=BACKENDS, help="where to compute (default: cpu)")
     parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="kinds of layer (default: all)")
     parser.add_argument("--peers", nargs="+", choices=PEERS, help="who is measured (default: all)")
     parser.add_argument(
@@ -772,6 +859,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="under a minute: where nothing else is said, Cora's shape, a small graph, few repeats, no compiled PyG",
     )
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, and finds none\n")
     quick_peers = [peer for peer in PEERS if peer != "pyg-compile"]
     defaults: dict[str, Any] = {"peers": PEERS, "repeats": 30, "seconds": 20.0}
     if options.quick:
@@ -788,7 +877,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.shape is None and options.quick:
         options.shapes = [*SHAPES["cora"], SMALL]
     else:
-        options.shapes = [shape for name in dict.fromkeys(options.shape or SHAPES) for shape in SHAPES[name]]
+        usual = [name for name in SHAPES if options.device != "cpu" or name not in LARGE]
+        options.shapes = [shape for name in dict.fromkeys(options.shape or usual) for shape in SHAPES[name]]
     options.out = options.out.expanduser()
     return options
 
@@ -826,7 +916,7 @@ def find_shapes(shapes: Sequence[Shape]) -> tuple[list[Shape], dict[str, str]]:
 def plan(options: argparse.Namespace, shapes: Sequence[Shape], peers: Sequence[str]) -> list[Case]:
     """All measurements; those that share a reference follow each other."""
     cases = []
-    fixed = (options.threads, options.repeats, options.seconds)
+    fixed = (options.threads, options.repeats, options.seconds, options.device)
     for shape in shapes:
         cases.append(Case(shape, "gather", "", False, "float32", "embedding_bag", *fixed))
         parts = [("attention", False)]

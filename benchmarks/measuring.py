@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MIN_REPEATS = 3
@@ -49,18 +50,26 @@ def check(results: dict[str, Tensor], expected: dict[str, Any]) -> dict[str, tup
         actual = results[name].detach()
         if truth["rows"] is not None:
             actual = actual[truth["rows"]]
-        error = (actual.double().reshape(truth["exact"].shape) - truth["exact"]).abs().max().item()
+        error = (actual.cpu().double().reshape(truth["exact"].shape) - truth["exact"]).abs().max().item()
         scale = truth["scale"] or 1.0
         errors[name] = (error / scale, truth["budget"] / scale)
     return errors
 
 
-def peak_above(function: Callable[[], Any]) -> tuple[Any, int]:
-    """Calls the function; its result, and how far the process's resident memory rose meanwhile, in bytes.
+def peak_above(function: Callable[[], Any], device: str = "cpu") -> tuple[Any, int]:
+    """Calls the function; its result, and how far the memory in use rose meanwhile, in bytes.
 
-    Where Linux does not count anew, what rose above the largest that there ever was.
+    On the CPU the process's resident memory (where Linux does not count anew, what rose above the largest that there
+    ever was), on a GPU what PyTorch has handed out.
     """
     gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = function()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would be used again, uncounted
     try:
@@ -80,7 +89,28 @@ def _memory(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
 
 
-def timed(function: Callable[[], Any], repeats: int, seconds: float) -> dict[str, Any]:
+def duration(function: Callable[[], Any], device: str = "cpu") -> float:
+    """Seconds that a call takes: by the clock, or between two events of the GPU, before the call and after its work."""
+    if device == "cpu":
+        before = time.perf_counter()
+        function()
+        return time.perf_counter() - before
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000  # from milliseconds
+
+
+def copy_rate(device: str, size: int = 2**30) -> float:
+    """Bytes that the device reads and writes in a second when it copies `size` bytes, at the median."""
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / timed(lambda: target.copy_(source), 20, 1.0, device)["median"]
+
+
+def timed(function: Callable[[], Any], repeats: int, seconds: float, device: str = "cpu") -> dict[str, Any]:
     """Seconds that calls take, after a warm-up of a tenth of the time.
 
     Short calls are made more often: for half a second, or a quarter of the time.
@@ -89,10 +119,11 @@ def timed(function: Callable[[], Any], repeats: int, seconds: float) -> dict[str
         function: What is timed.
         repeats: Calls at most, if they are not short.
         seconds: Or until so much time has passed, after `MIN_REPEATS` calls.
+        device: Where it computes. (default: `"cpu"`)
     """
     start, calls = time.perf_counter(), 0
     while time.perf_counter() - start < min(seconds / 10, SHORT if calls >= MIN_REPEATS else math.inf):
-        function()
+        duration(function, device)
         calls += 1
     times: list[float] = []
     start = time.perf_counter()
@@ -101,9 +132,7 @@ def timed(function: Callable[[], Any], repeats: int, seconds: float) -> dict[str
         enough = len(times) >= repeats and elapsed >= min(seconds / 4, SHORT)
         if enough or (len(times) >= MIN_REPEATS and elapsed >= seconds):
             return spread(times)
-        before = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - before)
+        times.append(duration(function, device))
 
 
 def spread(times: Sequence[float]) -> dict[str, Any]:
@@ -120,7 +149,7 @@ def spread(times: Sequence[float]) -> dict[str, Any]:
 # Processes -----------------------------------------------------------------------------------------------------------
 
 
-#: Imported once, for all processes.
+#: Imported once, for all processes; nothing of it may start CUDA, which a process's children cannot use.
 PRELOADED = ("gattn", "matplotlib.pyplot", "rich.progress", "torch_geometric.nn")
 
 
@@ -167,7 +196,7 @@ def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0]}"[:120]
-        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         answer = ("out of memory" if is_memory else "failed"), reason
     sender.send(answer)
 

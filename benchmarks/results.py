@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -67,17 +69,31 @@ class ResultsFile:
 def machine(device: str = "cpu") -> dict[str, str]:
     """The machine and the versions that results were measured with."""
     packages = {"gattn": gattn.__version__}
-    for package in ("torch", "torch-geometric", "torch-scatter"):
+    is_gpu = device.startswith("cuda")
+    for package in ("torch", "torch-geometric", "torch-scatter", *["triton"] * is_gpu):
         try:
             packages[package] = version(package)
         except PackageNotFoundError:
             continue
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu_name()
+    name = torch.cuda.get_device_name(device) if is_gpu else _cpu_name()
+    gpu = {"cuda": str(torch.version.cuda), "driver": _driver()} if is_gpu else {}
     return {
         "machine": f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **packages,
+        **gpu,
     }
+
+
+@cache
+def _driver() -> str:
+    """The version of the GPU's driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
+    return found[0].strip() if found else "unknown"
 
 
 def _cpu_name() -> str:

@@ -32,7 +32,7 @@ def random_edge_index(
         `[2, E]`, sources above targets. The last target has no neighbour (if there is more than one).
     """
     num_targets = num_sources if num_targets is None else num_targets
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     sources = torch.randint(num_sources, (num_edges,), generator=generator)
     targets = torch.randint(max(num_targets - 1, 1), (num_edges,), generator=generator)
     targets[torch.rand(num_edges, generator=generator) < hub] = 0
@@ -95,7 +95,7 @@ def assert_permutation_equivariant(
     Raises:
         AssertionError: If an output differs.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     nodes = torch.randperm(x.size(0), generator=generator)
     edges = torch.randperm(edge_index.size(1), generator=generator)
     place = torch.empty_like(nodes)

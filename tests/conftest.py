@@ -1,12 +1,34 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which PyG does
+CPU_ONLY = ("benchmarks", "ops/test_cpu.py", "ops/test_fuzz.py", "ops/test_layout.py", "ops/test_native.py")
 
-import gattn
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where tests compute (default: cpu)")
+
+
+def pytest_configure(config):
+    device = config.getoption("--device")
+    # Triton reads the variable when it is imported, which PyG does, and so gattn.
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    elif torch.cuda.is_available():
+        os.environ.pop("TRITON_INTERPRET", None)
+        torch.set_default_device(device)
+    else:
+        raise pytest.UsageError("--device cuda needs a GPU that PyTorch can use, and finds none")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") != "cpu":
+        folder = Path(__file__).parent
+        for item in items:
+            if any(item.path.is_relative_to(folder / name) for name in CPU_ONLY):
+                item.add_marker(pytest.mark.skip(reason="computes on the CPU only"))
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +39,7 @@ def seed():
 @pytest.fixture
 def load():
     """Loads real data; where they are missing, the test fails in CI and is skipped elsewhere."""
+    import gattn
 
     def load(name, **kwargs):
         try:

@@ -1,15 +1,17 @@
 import json
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gattn
-from benchmarks import kernels
+from benchmarks import kernels, measuring, results
 from benchmarks.results import ResultsFile, machine
 
 TINY = kernels.Shape("tiny", 30, 100, 2, 3)
@@ -70,6 +72,30 @@ class TestGraphs:
 
     def test_the_two_hubs_are_the_first_node_and_the_last(self):
         assert [(shape.hub, shape.nodes) for shape in kernels.SHAPES["hub"]] == [(0, 169_343), (169_342, 169_343)]
+
+    def test_molecules_are_graphs_apart(self):
+        shape = kernels.SHAPES["molecules"][0]
+        source, target = kernels.draw_edges(shape)
+        assert (source // 25 == target // 25).all()
+        assert (source != target).all()
+        assert target.unique().numel() > 0.85 * shape.nodes
+        assert (
+            (target // 25).unique().numel() == source.unique().div(25, rounding_mode="floor").unique().numel() == 10_000
+        )
+
+    def test_power_law(self):
+        """The busiest node of N has E / sqrt(N) edges, the busiest quarter half of all."""
+        shape = replace(kernels.SHAPES["products"][0], nodes=10_000, edges=300_000)
+        edges = kernels.draw_edges(shape)
+        assert (edges[0] != edges[1]).all()
+        assert torch.equal(edges, kernels.draw_edges(shape))
+        for ends in edges:
+            degree = ends.bincount(minlength=shape.nodes)
+            assert degree.numel() == shape.nodes
+            assert 2_800 < degree.max() < 3_200
+            assert 0.5 <= degree.sort(descending=True).values[:2_500].sum() / shape.edges < 0.52
+        busiest = [ends.bincount().argmax().item() for ends in edges]
+        assert busiest[0] == busiest[1] > 0
 
     def test_photo(self, load):
         load("photo")
@@ -138,6 +164,26 @@ class TestReference:
         assert expected["output"]["exact"].shape == (6, 2, 3)
         assert expected["gradient of key"]["rows"].tolist() == expected["output"]["rows"].tolist()
         assert expected["output"]["rows"][-1] == 29
+
+    @pytest.mark.parametrize("layer", kernels.LAYERS)
+    @pytest.mark.parametrize("part", ["attention", "layer"])
+    def test_of_large_graphs_only_compared_rows_are_kept(self, part, layer, monkeypatch, tmp_path):
+        monkeypatch.setattr(kernels, "CHECKED_ROWS", 2)
+        monkeypatch.setattr(kernels.chunks, "__defaults__", (20,))
+        case = replace(CASE, part=part, layer=layer)
+        whole = kernels.reference(case, kernels.draw(case), torch.float64)
+        monkeypatch.setattr(kernels, "SAMPLED_NODES", 29)
+        row = measured(case, tmp_path)
+        assert row["outcome"] == "ok", row["reason"]
+        expected = torch.load(tmp_path / "reference.pt")
+        assert whole.keys() == expected.keys()
+        for name, truth in expected.items():
+            rows = truth["rows"]
+            assert (rows is None) == (name not in kernels.NODE_RESULTS)
+            torch.testing.assert_close(truth["exact"], whole[name] if rows is None else whole[name][rows])
+        rows = expected["output"]["rows"]
+        assert rows.numel() == 4  # two at random, and the ends with the most edges
+        assert {int(ends.bincount().argmax()) for ends in kernels.draw(case).all_edges} <= set(rows.tolist())
 
     @pytest.mark.parametrize("layer", kernels.LAYERS)
     def test_dgl(self, layer, monkeypatch, tmp_path):
@@ -217,8 +263,168 @@ class TestMemory:
         assert none < 5e6
 
 
+class FakeGpu:
+    """What is measured on a GPU, by a clock of its own; it computes on the CPU."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, []
+        for name, answer in (("memory_allocated", 100), ("max_memory_allocated", 350)):
+            monkeypatch.setattr(torch.cuda, name, lambda device, name=name, answer=answer: self.note(name, answer))
+        for name in ("synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda device, name=name: self.note(name))
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(**self.event()))
+
+    def note(self, name, answer=None):
+        self.calls.append(name)
+        return answer
+
+    def event(self):
+        """An event's methods; `end` is another such."""
+        at = []
+        return {
+            "record": lambda: at.append(self.now),
+            "synchronize": lambda: self.note("event"),
+            "at": at,
+            "elapsed_time": lambda end: 1000 * (end.at[0] - at[0]),
+        }
+
+    def work(self):
+        self.calls.append("work")
+        self.now += 0.25
+
+
+class TestOnAGpu:
+    case = replace(CASE, device="cuda")
+
+    @pytest.fixture
+    def gpu(self, monkeypatch):
+        return FakeGpu(monkeypatch)
+
+    def test_times_are_the_events(self, gpu):
+        assert measuring.duration(gpu.work, "cuda") == 0.25
+        assert gpu.calls == ["synchronize", "work", "event"]
+        times = measuring.timed(gpu.work, 3, 0.001, "cuda")
+        assert times["q1"] == times["median"] == times["q3"] == 0.25
+        assert gpu.calls.count("work") == gpu.calls.count("event")  # the warm-up's calls are waited for, too
+
+    def test_memory_is_above_what_was_there(self, gpu):
+        gpu.calls.clear()
+        assert measuring.peak_above(lambda: gpu.work() or "done", "cuda") == ("done", 250)
+        order = ["reset_peak_memory_stats", "memory_allocated", "work", "synchronize", "max_memory_allocated"]
+        assert gpu.calls == ["synchronize", *order]
+
+    def test_a_copy_reads_and_writes(self, gpu, monkeypatch):
+        monkeypatch.setattr(measuring, "timed", lambda *args: measuring.spread([0.5]))
+        assert measuring.copy_rate("cpu", 1000) == 4000
+
+    @pytest.mark.parametrize("part", ["attention", "layer", "gather"])
+    def test_measured(self, part, gpu, monkeypatch, tmp_path):
+        """After a first call on the same graph, which tunes the kernels."""
+        moved = []
+        monkeypatch.setattr(kernels.Inputs, "to", lambda self, device: moved.append((device, len(self.grad))) or self)
+        monkeypatch.setattr(kernels, "BACKENDS", {"cuda": "reference"})
+        monkeypatch.setattr(kernels, "copy_rate", lambda device: 7.0)
+        case = replace(self.case, part=part)
+        expected = None
+        if part != "gather":
+            expected = tmp_path / "reference.pt"
+            kernels.write_reference(case, expected)
+        row = kernels.measure(case, expected)
+        assert row["outcome"] == "ok", row["reason"]
+        assert moved == [("cuda", 30)] * 2
+        assert row["peak_bytes"] == 250
+        assert row["forward"]["median"] == 0
+        assert row.get("copy_rate") == (7.0 if part == "gather" else None)
+
+    @pytest.mark.parametrize("part", ["attention", "layer"])
+    def test_by_its_own_backend(self, part, monkeypatch):
+        monkeypatch.setattr(kernels.Inputs, "to", lambda self, device: self)
+        monkeypatch.setattr(kernels, "BACKENDS", {"cpu": "cpu", "cuda": "other"})
+        with pytest.raises(ValueError, match="unknown backend 'other'"):
+            kernels.Computation(replace(self.case, part=part)).forward()
+
+    def test_inputs_are_moved(self):
+        """To another type of device that every machine has."""
+        for part, has_features in TASKS:
+            inputs = kernels.draw(replace(self.case, part=part, edge_features=has_features)).to("meta")
+            tensors = [inputs.edge_index, inputs.grad, *inputs.tensors.values()]
+            tensors += [inputs.edge_attr] if has_features else []
+            tensors += inputs.layer.parameters() if part == "layer" else []
+            assert {tensor.device.type for tensor in tensors} == {"meta"}
+            assert inputs.all_edges.device.type == "cpu"
+
+    def test_without_one_a_line_says_so(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as exit_info:
+            kernels.main(["--device", "cuda", "--out", str(tmp_path / "out")])
+        assert exit_info.value.code == 2
+        assert capsys.readouterr().err == "error: --device cuda needs a GPU that PyTorch can use, and finds none\n"
+        assert not (tmp_path / "out").exists()
+
+    def test_the_plan(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        options = kernels.parse(["--device", "cuda"])
+        assert [shape.name for shape in options.shapes][-2:] == ["molecules", "products"]
+        assert {case.device for case in kernels.plan(options, options.shapes, ["gattn"])} == {"cuda"}
+        assert [shape.name for shape in kernels.parse(["--shape", "products"]).shapes] == ["products"]
+
+    def test_shares_of_a_copy(self, monkeypatch, tmp_path, capsys):
+        gather = replace(self.case, part="gather", layer="", peer="embedding_bag")
+        half = replace(self.case, dtype="bfloat16")
+        cases = [gather, self.case, half, replace(self.case, peer="pyg")]
+        rows = [row_of(case, device="cuda", driver="5.5") for case in cases]
+        rows[0]["copy_rate"] = 1e5
+        report = kernels.Report(cases, rows)
+        lines = report.lines()
+        assert [line["forward, of a copy's"] for line in lines] == ["49%", "49%", "30%", "–"]
+        assert lines[1]["forward + backward, of a copy's"] == "119%"
+        kernels.write(report, {}, tmp_path, kernels.Console(markup=False, width=200))
+        assert "this machine's GPU" in capsys.readouterr().out
+        table = (tmp_path / "table.md").read_text()
+        assert "driver 5.5" in table
+        assert "memory that PyTorch has handed out" in table
+        assert "(0 GB/s)" in table
+
+    def test_machine(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Abacus")
+        monkeypatch.setattr(results.subprocess, "run", lambda *args, **kwargs: SimpleNamespace(stdout="12.3\n12.3\n"))
+        results._driver.cache_clear()
+        found = machine("cuda")
+        assert found["machine"].startswith("NVIDIA Abacus, ")
+        assert found["driver"] == "12.3"
+        assert "cuda" in found
+        monkeypatch.setattr(results.subprocess, "run", lambda *args, **kwargs: (_ for _ in ()).throw(OSError))
+        results._driver.cache_clear()
+        assert machine("cuda")["driver"] == "unknown"
+        results._driver.cache_clear()
+        assert not {"cuda", "driver"} & set(machine())
+
+
+def out_of_gpu_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+
 @pytest.mark.slow
 class TestProcesses:
+    def test_a_full_gpu(self):
+        outcome, reason = kernels.run_apart(out_of_gpu_memory, timeout=100)
+        assert outcome == "out of memory"
+        assert "Tried to allocate" in reason
+
+    def test_what_is_imported_once_leaves_the_gpu_alone(self):
+        code = (
+            "import importlib, sys, torch\n"
+            "for name in ('is_available', 'device_count', 'init', '_lazy_init'):\n"
+            "    setattr(torch.cuda, name, lambda *args: sys.exit('CUDA is asked'))\n"
+            "from benchmarks.measuring import PRELOADED\n"
+            "for name in PRELOADED:\n"
+            "    importlib.import_module(name)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
+        assert done.returncode == 0, done.stderr
+
     def test_a_result_comes_back(self):
         assert kernels.run_apart(sum, [1, 2], timeout=100) == ("ok", 3)
 
@@ -254,6 +460,12 @@ class TestResuming:
         assert "7 of 7 measurements are in" in capsys.readouterr().out
         assert (tmp_path / "runs.jsonl").read_text() == before
         assert (tmp_path / "table.md").read_text() == table
+
+    def test_rows_from_before_there_were_devices_count(self):
+        row = row_of(CASE)
+        del row["device"], row["shape"]["graphs"], row["shape"]["power_law"]
+        assert kernels.key(row) == kernels.planned(CASE)
+        assert kernels.key(row_of(replace(CASE, device="cuda"))) != kernels.planned(CASE)
 
     def test_another_version_is_measured_anew(self, tiny, tmp_path, monkeypatch):
         few = arguments(tmp_path, "--layers", "gat", "--edge-features", "without")
@@ -395,6 +607,7 @@ class TestCommandLine:
             "hub first",
             "hub last",
             "photo",
+            "molecules",
         ]
 
     def test_peers_that_are_not_there(self, monkeypatch):
@@ -427,6 +640,7 @@ class TestCommandLine:
             ["--threads", "-1"],
             ["--seconds", "0"],
             ["--timeout", "nan"],
+            ["--device", "tpu"],
             ["--nonsense"],
         ],
     )

@@ -59,6 +59,15 @@ class Call:
             f"return_weights={self.weights!r}, wanted={self.wanted}, threads={self.threads}, {self.notes}"
         )
 
+    def to(self, device: torch.device) -> Call:
+        """Moves all tensors; what was one tensor in two places still is."""
+        if device.type != "cpu":
+            moved = {id(tensor): tensor.to(device) for tensor in self.tensors.values()}
+            self.tensors = {name: moved[id(tensor)] for name, tensor in self.tensors.items()}
+            self.mask = None if self.mask is None else self.mask.to(device)
+            self.graph, self.edges = self.graph.to(device), self.edges.to(device)
+        return self
+
     def make_score(self, vector: Tensor | None) -> Any:
         if self.score == "dot":
             return DotScore(self.scale)
@@ -127,7 +136,7 @@ class Call:
         if number == 1 and self.notes.get("sums"):
             return of.new_ones(()).expand_as(of)
         generator = torch.Generator().manual_seed(self.seed * 2 + number)
-        return (torch.randint(-32, 33, of.shape, generator=generator) / 32).to(of.dtype)
+        return (torch.randint(-32, 33, of.shape, generator=generator, device="cpu") / 32).to(of)
 
     def magnitudes(self, exact: dict[str, Tensor]) -> dict[str, float]:
         """How large the terms are that add up to each result, at most: rounding errors are in proportion to them."""
@@ -168,7 +177,7 @@ class Call:
         kept = alpha.new_ones(full)
         if self.dropout > 0:
             torch.manual_seed(self.seed)
-            kept = keep_mask(draw_seed(torch.device("cpu")), torch.Size(full), self.dropout).double()
+            kept = keep_mask(draw_seed(alpha.device), torch.Size(full), self.dropout).double()
             kept = kept / (1 - self.dropout) if self.dropout < 1 else kept * 0
         value = at("value", source) + size.get("edge_value", 0.0)
         grad = self.grad(exact["out"], 1).abs().index_select(-3, target)
@@ -273,6 +282,18 @@ def compare(call: Call, backend: str = "cpu", alter: Callable[[dict[str, Tensor]
 # --------------------------------------------------------------------------------------------------------- random calls
 
 
+def on_device(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Draws on the CPU, the same numbers for every device, and moves what was drawn to the default device."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            drawn = make(*args, **kwargs)
+        return drawn.to(torch.get_default_device())
+
+    return made
+
+
 def grid(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Random multiples of 1/32: all their sums are exact, so that no two backends disagree about a LeakyReLU's sign."""
     return (torch.randint(-64, 65, shape, generator=generator) / 32).to(dtype)
@@ -330,7 +351,14 @@ def random_graph(draw: random.Random, generator: torch.Generator) -> tuple[Tenso
 
 
 def random_call(seed: int) -> tuple[Call, str | None]:
-    """A call, and the index that is wrong in it, if any."""
+    """A call on the default device, and the index that is wrong in it, if any."""
+    with torch.device("cpu"):
+        call, bad = draw_call(seed)
+    return call.to(torch.get_default_device()), bad
+
+
+def draw_call(seed: int) -> tuple[Call, str | None]:
+    """The same on the CPU."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     edge_index, sources, targets, kind = random_graph(draw, generator)
     num_edges = edge_index.size(1)

@@ -1,4 +1,4 @@
-"""The GPU kernels against the reference in float64: in Triton's interpreter, or on a GPU where there is one."""
+"""The GPU kernels against the reference in float64: in Triton's interpreter, or on a GPU with `--device cuda`."""
 
 import itertools
 import math
@@ -15,20 +15,31 @@ from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.ops import dropout, operators
 from gattn.ops.triton import layout as layout_module
 from gattn.ops.triton.layout import Layout, layout_of
-from gattn.testing import random_edge_index
-from tests.ops.fuzz import DTYPES, SCORES, compare, random_call
-from tests.ops.test_cpu import TERMS, equal, make_call, make_call_like, pairs
+from tests.ops import test_cpu
+from tests.ops.fuzz import DTYPES, SCORES, compare, on_device, random_call
+from tests.ops.test_cpu import TERMS, equal, make_call_like, pairs
 
 pytest.importorskip("triton", "3.7", reason="older interpreters do not know NumPy 2.4")
 
 LAYERS = [GATConv, GATv2Conv, TransformerConv]
 
+random_edge_index, make_call = on_device(gattn.testing.random_edge_index), on_device(test_cpu.make_call)
+
 pytestmark = [
-    pytest.mark.skipif("cpu" not in kernels.DEVICES, reason="kernels run on the CPU with TRITON_INTERPRET=1 only"),
+    pytest.mark.skipif(
+        torch.get_default_device().type not in kernels.DEVICES,
+        reason="kernels run on the CPU with TRITON_INTERPRET=1 only",
+    ),
     # NumPy, of which the interpreter is made, warns where a GPU's arithmetic goes on.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
+
+
+def slow(cases, first):
+    """Marks the cases from number `first` on."""
+    marked = (case if isinstance(case, tuple) else (case,) for case in cases[first:])
+    return [*cases[:first], *(pytest.param(*case, marks=pytest.mark.slow) for case in marked)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +51,17 @@ def long_row(monkeypatch):
 class TestAgainstTheReference:
     @pytest.mark.parametrize(
         ("score", "dtype", "heads", "channels", "value_channels", "terms", "p"),
-        pairs(
-            SCORES,
-            DTYPES,
-            (1, 3, 4),
-            (1, 3, 8, 17),
-            (1, 3, 8, 17),
-            ((), TERMS, ("edge",), ("bias",), ("edge_value",)),
-            (0.0, 0.4),
+        slow(
+            pairs(
+                SCORES,
+                DTYPES,
+                (1, 3, 4),
+                (1, 3, 8, 17),
+                (1, 3, 8, 17),
+                ((), TERMS, ("edge",), ("bias",), ("edge_value",)),
+                (0.0, 0.4),
+            ),
+            6,
         ),
     )
     def test_widths_types_and_terms(self, score, dtype, heads, channels, value_channels, terms, p):
@@ -59,13 +73,16 @@ class TestAgainstTheReference:
 
     @pytest.mark.parametrize(
         ("score", "batch", "batched", "mask", "weights", "p"),
-        pairs(
-            ("gat", "tanh", "dot"),
-            ((2,), (2, 1)),
-            (False, True),
-            ("EH", "BE", "BEH", "E", None),
-            (True, False, "dropped"),
-            (0.4, 0.0),
+        slow(
+            pairs(
+                ("gat", "tanh", "dot"),
+                ((2,), (2, 1)),
+                (False, True),
+                ("EH", "BE", "BEH", "E", None),
+                (True, False, "dropped"),
+                (0.4, 0.0),
+            ),
+            3,
         ),
     )
     def test_batches_and_masks(self, score, batch, batched, mask, weights, p):
@@ -75,7 +92,7 @@ class TestAgainstTheReference:
         options = {"batched": batched, "mask": mask, "weights": weights, "dropout": p}
         compare(make_call(score, edge_index, 6, 8, batch=batch, channels=3, value_channels=2, **options), "triton")
 
-    @pytest.mark.parametrize("wanted", ["query", "key", "value", "vector", *TERMS])
+    @pytest.mark.parametrize("wanted", slow(["query", "vector", "edge_value", "key", "value", "edge", "bias"], 3))
     def test_one_gradient_alone(self, wanted):
         options = {"channels": 3, "value_channels": 2, "heads": 2}
         score = "leaky_relu" if wanted == "vector" else "dot"
@@ -83,14 +100,16 @@ class TestAgainstTheReference:
             make_call(score, random_edge_index(6, 8, 20), 6, 8, wanted=(wanted,), weights=False, **options), "triton"
         )
 
-    @pytest.mark.parametrize(("score", "dtype"), [("tanh", torch.float32), ("dot", torch.float16)])
+    @pytest.mark.parametrize(("score", "dtype"), slow([("dot", torch.float16), ("tanh", torch.float32)], 1))
     @pytest.mark.parametrize("shared", [("key", "value"), ("edge", "edge_value")])
     def test_one_tensor_in_two_places(self, score, dtype, shared):
         call = make_call(score, random_edge_index(6, 8, 30), 6, 8, channels=5, value_channels=5, dtype=dtype)
         call.tensors[shared[1]] = call.tensors[shared[0]]
         compare(make_call_like(call, mask=torch.rand(30) < 0.5, dropout=0.3), "triton")
 
-    @pytest.mark.parametrize(("key_heads", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (2, torch.float16)])
+    @pytest.mark.parametrize(
+        ("key_heads", "dtype"), slow([(2, torch.float16), (1, torch.float32), (2, torch.bfloat16)], 1)
+    )
     def test_grouped_queries(self, key_heads, dtype):
         edge_index = random_edge_index(6, 8, 30, hub=0.5)
         options = {"channels": 3, "value_channels": 5, "dropout": 0.3}
@@ -101,7 +120,7 @@ class TestAgainstTheReference:
 
     @pytest.mark.parametrize(
         ("score", "end", "degree", "length"),
-        [("gat", 1, 8, 8), ("tanh", 0, 9, 8), ("dot", 1, 9, 8), ("leaky_relu", 1, 40, 1), ("dot", 0, 40, 128)],
+        slow([("gat", 1, 8, 8), ("tanh", 0, 9, 8), ("dot", 1, 9, 8), ("leaky_relu", 1, 40, 1), ("dot", 0, 40, 128)], 2),
     )
     def test_long_rows(self, score, end, degree, length, monkeypatch):
         monkeypatch.setattr(layout_module, "LONG_ROW", length)
@@ -117,7 +136,7 @@ class TestAgainstTheReference:
         options = {"heads": 9, "channels": 40, "value_channels": 70, "terms": ()}
         compare(make_call("leaky_relu", random_edge_index(4, 4, 12), 4, 4, **options), "triton")
 
-    @pytest.mark.parametrize("score", ["leaky_relu", "dot"])
+    @pytest.mark.parametrize("score", slow(["leaky_relu", "dot"], 1))
     def test_logits_far_from_zero(self, score):
         call = make_call(score, random_edge_index(6, 8, 30, hub=0.6), 6, 8, terms=("bias",), heads=2)
         for shift in (-1e4, 1e4):
@@ -173,12 +192,15 @@ class TestGraphs:
 
     @pytest.mark.parametrize(
         ("flow", "self_loops", "sources", "targets", "dtype"),
-        [
-            ("source_to_target", True, 4, 6, torch.int64),
-            ("source_to_target", True, 6, 4, torch.int32),
-            ("target_to_source", True, 6, 4, torch.int64),
-            ("target_to_source", False, 4, 6, torch.int32),
-        ],
+        slow(
+            [
+                ("source_to_target", True, 6, 4, torch.int32),
+                ("target_to_source", False, 4, 6, torch.int32),
+                ("source_to_target", True, 4, 6, torch.int64),
+                ("target_to_source", True, 6, 4, torch.int64),
+            ],
+            2,
+        ),
     )
     def test_forms_of_a_graph(self, flow, self_loops, sources, targets, dtype):
         edges = random_edge_index(sources, targets, 20)
@@ -297,7 +319,7 @@ class TestMemory:
         call.tensors = dict(zip(("query", "key", "value"), fused.unbind(1), strict=True))
         compare(call, "triton")
 
-    @pytest.mark.parametrize("score", ["leaky_relu", "dot"])
+    @pytest.mark.parametrize("score", slow(["leaky_relu", "dot"], 1))
     def test_nothing_unwritten_is_read(self, score, monkeypatch):
         found = []
         for byte in (0xFF, 0x00):
@@ -324,10 +346,12 @@ class TestMemory:
             sizes.append(tensor.numel())
             return tensor
 
-        monkeypatch.setattr(kernels.torch, "empty", empty)
         monkeypatch.setattr(layout_module, "LONG_ROW", 16)
         options = {"heads": 2, "channels": channels, "value_channels": channels, "terms": ()}
-        make_call("leaky_relu", random_edge_index(9, 7, edges), 9, 7, **options).results("triton")
+        call = make_call("leaky_relu", random_edge_index(9, 7, edges), 9, 7, **options)
+        call.results("triton")  # on a GPU this tunes the kernels, with memory of its own
+        monkeypatch.setattr(kernels.torch, "empty", empty)
+        call.results("triton")
         assert len(sizes) > 9
         assert max(sizes) < edges * 2 * channels / 2
 
@@ -338,7 +362,7 @@ class TestMemory:
 
 
 class TestSpecialValues:
-    @pytest.mark.parametrize(("score", "name"), [*((score, "key") for score in SCORES), ("dot", "value")])
+    @pytest.mark.parametrize(("score", "name"), slow([("dot", "value"), *((s, "key") for s in SCORES)], 3))
     def test_a_nan_shows_in_its_rows_and_nowhere_else(self, score, name):
         edge_index = random_edge_index(9, 7, 30, hub=0.5)
         call = make_call(score, edge_index, 9, 7, heads=2, channels=3, terms=(), weights=False)
@@ -350,7 +374,9 @@ class TestSpecialValues:
         assert out[reached].isnan().all()
         assert out[~reached].isfinite().all()
 
-    @pytest.mark.parametrize(("score", "how", "degree"), [("gat", "bias", 3), ("tanh", "mask", 3), ("dot", "mask", 13)])
+    @pytest.mark.parametrize(
+        ("score", "how", "degree"), slow([("gat", "bias", 3), ("dot", "mask", 13), ("tanh", "mask", 3)], 2)
+    )
     def test_a_fully_masked_target(self, score, how, degree):
         edge_index = torch.randint(4, (2, degree + 9))
         edge_index[1, :degree], edge_index[1, degree:] = 0, 1
@@ -389,7 +415,7 @@ class TestSpecialValues:
 
 
 class TestDerivatives:
-    @pytest.mark.parametrize("score", ["gat", "leaky_relu", "dot"])
+    @pytest.mark.parametrize("score", slow(["leaky_relu", "gat", "dot"], 1))
     def test_second(self, score):
         """Inputs off the grid: finite differences must not step across a kink."""
         sizes = {"heads": 1, "channels": 2, "value_channels": 1, "dtype": torch.double}
@@ -405,8 +431,8 @@ class TestDerivatives:
 
         torch.testing.assert_close(function("triton"), function("reference"))
 
-    @pytest.mark.parametrize("family", ["gat", "leaky_relu", "dot"])
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+    @pytest.mark.parametrize("family", slow(["leaky_relu", "gat", "dot"], 1))
+    @pytest.mark.parametrize("dtype", slow([torch.float16, torch.float64], 1))
     def test_opcheck(self, family, dtype):
         sizes = {"heads": 2, "channels": 3, "value_channels": 2, "dtype": dtype}
         call = make_call(family, random_edge_index(4, 3, 9), 4, 3, **sizes)
@@ -449,14 +475,16 @@ class TestChoice:
             raise AssertionError
 
         monkeypatch.setattr(kernels, "attention", refuse)
-        attend(self.x, self.x, self.x, self.edge_index)
+        x, edge_index = self.x.cpu(), self.edge_index.cpu()
+        attend(x, x, x, edge_index)
         with pytest.raises(AssertionError):
-            attend(self.x, self.x, self.x, self.edge_index, backend="triton")
+            attend(x, x, x, edge_index, backend="triton")
 
     def test_it_needs_a_gpu(self, monkeypatch):
         monkeypatch.setattr(kernels, "DEVICES", ("cuda",))
+        x, edge_index = self.x.cpu(), self.edge_index.cpu()
         with pytest.raises(ValueError, match="'triton' cannot serve this call: the tensors are on cpu. .*'auto' can"):
-            attend(self.x, self.x, self.x, self.edge_index, backend="triton")
+            attend(x, x, x, edge_index, backend="triton")
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(kernels, "_is_installed", False)
@@ -471,7 +499,7 @@ class TestChoice:
         with pytest.raises(ValueError, match="not Mine"):
             attend(self.x, self.x, self.x, self.edge_index, score=Mine(), backend="triton")
 
-    @pytest.mark.parametrize("score", ["gat", "leaky_relu", "dot"])
+    @pytest.mark.parametrize("score", slow(["leaky_relu", "gat", "dot"], 1))
     def test_compiled(self, score):
         torch._dynamo.reset()
         call = make_call(score, random_edge_index(5, 5, 12), 5, 5, heads=2, channels=3, mask=torch.rand(12) < 0.8)
