@@ -186,18 +186,20 @@ class Seq2Seq(Module):
         self.bridge = Linear(channels, channels)
         sizes = [embedding_channels + channels, *[channels] * (num_layers - 1)]
         self.decoder = ModuleList(step(size, channels) for size in sizes)
-        self.attention = _make_attention(attention, channels, window)
+        layer = _make_attention(attention, channels, window)
+        self.attention = layer if isinstance(attention, str) else None
         self.combine = Linear(2 * channels + (embedding_channels if form == "bahdanau" else 0), channels)
         self.output = Linear(channels, num_target_tokens)
         self.dropout = Dropout(dropout)
         self.reinforce = None
-        if isinstance(self.attention, HardAttention) and self.attention.estimator == "reinforce":
+        if isinstance(layer, HardAttention) and layer.estimator == "reinforce":
             self.reinforce = ReinforceLoss(_REINFORCE_WEIGHT, _ENTROPY_WEIGHT, decay=0.99)
         if share_embeddings:
             self.source_embedding = self.target_embedding
         if tie_weights:
             self.output.weight = self.target_embedding.weight
         self.reset_parameters()
+        self.attention = layer  # one that is given keeps its parameters
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew: embeddings with σ = 0.1, everything else as PyTorch does."""

@@ -586,3 +586,12 @@ class TestErrors:
         model, source, target, _ = make(None)
         with pytest.raises(ValueError, match="without attention has no weights"):
             model(source, target, return_weights=True)
+
+
+def test_an_attention_that_is_given_keeps_its_parameters():
+    attention = GeneralAttention(8, 8)
+    before = attention.query_proj.weight.clone()
+    model = Seq2Seq(9, 9, 4, 8, attention=attention)
+    assert model.attention is attention
+    assert torch.equal(attention.query_proj.weight, before)
+    assert "attention.query_proj.weight" in model.state_dict()
