@@ -663,11 +663,10 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _length_mask(graph: CompleteGraph, device: torch.device) -> Tensor | None:
     """Which targets and sources are real, broadcastable to `[B, 1, N, M]`."""
     mask = None
-    for lengths, size, shape in (
-        (graph.source_lengths, graph.num_sources, (-1, 1, 1, graph.num_sources)),
-        (graph.target_lengths, graph.num_targets, (-1, 1, graph.num_targets, 1)),
+    for lengths, places in (
+        (graph.source_lengths, torch.arange(graph.num_sources, device=device)),
+        (graph.target_lengths, torch.arange(graph.num_targets, device=device).unsqueeze(1)),
     ):
         if lengths is not None:
-            real = torch.arange(size, device=device) < lengths.to(device).reshape(-1, 1)
-            mask = _both(mask, real.view(shape))
+            mask = _both(mask, places < lengths.to(device).reshape(-1, 1, 1, 1))
     return mask

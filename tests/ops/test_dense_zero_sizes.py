@@ -1,0 +1,75 @@
+"""Zero is a size: complete graphs with nothing of one kind or another, against the reference on their own edges."""
+
+import itertools
+
+import pytest
+import torch
+
+from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, attend
+
+BATCHES = [(), (0,), (2,), (2, 0)]
+KINDS = {"plain": {}, "causal window": {"causal": True, "window": (1, 1)}}
+EMPTY = {"none": (2, 3, 2), "heads": (0, 3, 2), "channels": (2, 0, 2), "value channels": (2, 3, 0)}
+SCORES = [(score, empty) for score in ("dot", "gat", "additive") for empty in EMPTY]
+SCORES.remove(("dot", "heads"))  # heads of key and value divide those of the query
+
+
+def graphs(num_targets, num_sources, batch, options):
+    yield CompleteGraph(num_targets, num_sources, **options)
+    if batch:
+        sources, targets, nothing = torch.full(batch, num_sources), torch.full(batch, num_targets), torch.full(batch, 0)
+        for lengths in (
+            {"source_lengths": sources},
+            {"target_lengths": nothing},
+            {"source_lengths": nothing, "target_lengths": targets},
+        ):
+            yield CompleteGraph(num_targets, num_sources, **lengths, **options)
+    blocks = [
+        ([num_targets], [num_sources]),
+        ([num_targets, 0], [0, num_sources]),
+        ([0, num_targets], [0, num_sources]),
+    ]
+    blocks += [([], [])] if num_targets == num_sources == 0 else []
+    for targets, sources in blocks:
+        yield CompleteGraph.packed(targets, sources, **options)
+
+
+def terms(graph, batch, heads):
+    """A bias and a mask, in full shape."""
+    shape = (*batch, heads, graph.num_targets, graph.num_sources)
+    if graph.blocks is not None:
+        most = [max(sizes, default=0) for sizes in zip(*graph.blocks, strict=True)] or [0, 0]
+        shape = (len(graph.blocks), heads, *most)
+    yield {}
+    yield {"bias": torch.randn(shape, dtype=torch.double)}
+    yield {"mask": torch.rand(shape) < 0.5}
+
+
+def results(tensors, graph, score, **options):
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out, weights = attend(*leaves, graph, score=score, return_weights=True, **options)
+    weights = weights if isinstance(weights, list) else [weights]
+    loss = sum((x * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in (out, *weights))
+    return [out, *weights, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("score", "empty"), SCORES)
+def test_as_the_reference(score, batch, kind, empty):
+    heads, channels, value_channels = EMPTY[empty]
+    wide = () if score == "gat" else (channels,)
+    scores = {"dot": DotScore(), "gat": GATScore()}
+    scores["additive"] = AdditiveScore(torch.randn(heads, channels, dtype=torch.double))
+    for num_targets, num_sources in itertools.product((0, 3), (0, 4)):
+        shapes = ((num_targets, heads, *wide), (num_sources, heads, *wide), (num_sources, heads, value_channels))
+        tensors = [torch.randn(*batch, *shape, dtype=torch.double) for shape in shapes]
+        for graph in graphs(num_targets, num_sources, batch, KINDS[kind]):
+            for options in terms(graph, batch, heads):
+                actual, expected = (
+                    results(tensors, graph, scores[score], backend=backend, **options)
+                    for backend in ("dense", "reference")
+                )
+                torch.testing.assert_close(
+                    actual, expected, rtol=1e-10, atol=1e-10, msg=lambda m, case=(graph, options): f"{case}: {m}"
+                )
