@@ -17,6 +17,7 @@ from torch_geometric.utils import (
     is_sparse,
     is_torch_sparse_tensor,
     remove_self_loops,
+    scatter,
     to_edge_index,
     to_torch_csr_tensor,
 )
@@ -108,20 +109,25 @@ class SparseGraph:
         self.flow = flow
         self._sparse_edges: tuple[Any, Tensor] | None = None
         self._looped: SparseGraph | None = None
+        # PyG's layers aggregate the features of self-loops by the second row of edge_index, whatever their flow.
+        self._loops_as_pyg = False
 
     @property
     def edge_index(self) -> Tensor:
         """All edges, `[2, E]`, self-loops included, in the order that attention weights have."""
         return self.edges().edge_index
 
+    def sources_and_targets(self) -> tuple[Tensor, Tensor]:
+        """The source and the target of each edge, `[E]` each, whichever row of `edge_index` holds them."""
+        first, second = self.edge_index
+        return (first, second) if self.flow == FLOWS[0] else (second, first)
+
     def with_self_loops(self) -> SparseGraph:
         """The same graph with `self_loops=True`."""
         if self.self_loops:
             return self
         if self._looped is None:
-            self._looped = SparseGraph(
-                self.adjacency, self.num_sources, self.num_targets, self_loops=True, flow=self.flow
-            )
+            self._looped = self._copy(self_loops=True)
         return self._looped
 
     def with_sizes(self, num_sources: int | None, num_targets: int | None) -> SparseGraph:
@@ -138,12 +144,19 @@ class SparseGraph:
         num_targets = _agree("targets", known_targets, num_targets, "the features")
         if (num_sources, num_targets) == (self.num_sources, self.num_targets):
             return self
-        return SparseGraph(self.adjacency, num_sources, num_targets, self_loops=self.self_loops, flow=self.flow)
+        return self._copy(num_sources=num_sources, num_targets=num_targets)
 
     def to(self, device: torch.device | str) -> SparseGraph:
         """The same graph on another device."""
-        adjacency = self.adjacency.to(device)
-        return SparseGraph(adjacency, self.num_sources, self.num_targets, self_loops=self.self_loops, flow=self.flow)
+        return self._copy(edge_index=self.adjacency.to(device))
+
+    def _copy(self, **changes: Any) -> SparseGraph:
+        names = ("num_sources", "num_targets", "self_loops", "flow")
+        graph = SparseGraph(
+            **({"edge_index": self.adjacency} | {name: getattr(self, name) for name in names} | changes)
+        )
+        graph._loops_as_pyg = self._loops_as_pyg
+        return graph
 
     def edges(self) -> Edges:
         """Checks the indices and adds the self-loops, or looks up that this was done.
@@ -172,7 +185,9 @@ class SparseGraph:
             features: `[E, ...]`, one row for each edge as given. `None` takes a sparse adjacency's own values, if they
                 are vectors (single values are edge weights, which attention has no use for).
             fill_value: Features of the new self-loops: a number, a tensor, or how to aggregate those of the edges that
-                point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). (default: `"mean"`)
+                point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). A layer made with
+                `flow="target_to_source"` and called with a bare `edge_index` aggregates those of the edges that leave
+                it, as PyG does. (default: `"mean"`)
 
         Returns:
             A graph with the same edges as `edges()`, in the same order, and features `[E, ...]`, or `None` where there
@@ -204,10 +219,21 @@ class SparseGraph:
             )
         num_sources, num_targets = self._known_sizes()
         checked(self.adjacency, num_sources, num_targets, self.flow)  # features are aggregated by these indices
+        if isinstance(fill_value, str):
+            fill_value = self._loop_features(features, fill_value, num_sources, num_targets)
         edge_index, features = add_loops(self.adjacency, min(num_sources, num_targets), features, fill_value)
         if torch.compiler.is_compiling():  # there, only features and edges made together are known to be as many
             return SparseGraph(edge_index, num_sources, num_targets, flow=self.flow), features
         return self, features
+
+    def _loop_features(self, features: Tensor, reduce: str, num_sources: int, num_targets: int) -> Tensor:
+        """The features of each node's self-loop, by aggregating those of its other edges."""
+        first, second = plain(self.adjacency).long()
+        ends = second if self.flow == FLOWS[0] or self._loops_as_pyg else first
+        kept = first != second
+        # More nodes may have edges than get a self-loop.
+        features = scatter(features[kept], ends[kept], 0, max(num_sources, num_targets), reduce)
+        return features[: min(num_sources, num_targets)]
 
     def _known_sizes(self) -> tuple[int, int]:
         if self.num_sources is None or self.num_targets is None:
@@ -533,7 +559,7 @@ class CompleteGraph:
         source, target = edge_index
         if self.blocks is None:
             return dense[..., target, source].transpose(-1, -2)
-        counts = torch.tensor(self.blocks, device=source.device).view(-1, 2)
+        counts = torch.tensor(self.blocks, dtype=torch.int64, device=source.device).view(-1, 2)
         block = torch.arange(len(self.blocks), device=source.device).repeat_interleave(counts[:, 0])[target]
         first = counts.cumsum(0) - counts
         return dense[block, :, target - first[block, 0], source - first[block, 1]]
@@ -593,4 +619,6 @@ def as_graph(graph: Any, flow: str = FLOWS[0]) -> Graph:
     """Wraps an edge list in any form; graphs are returned as they are."""
     if isinstance(graph, (SparseGraph, CompleteGraph)):
         return graph
-    return SparseGraph(graph, flow=flow)
+    graph = SparseGraph(graph, flow=flow)
+    graph._loops_as_pyg = True
+    return graph
