@@ -1,42 +1,47 @@
 """One front for the graphs that attention is benchmarked on.
 
-Data lie under `GATTN_DATA` (default: a folder `gattn` in the user's cache), in the layout of PyG's and OGB's loaders,
-which download there what is missing.
+Data lie under `GATTN_DATA` (default: a folder `gattn` in the user's cache), in the layout of PyG's and OGB's loaders;
+what is missing is downloaded there. Files are not trusted: none of them can run code. A table in `SECURITY.md` says how
+each is read and verified.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import socket
-import sys
 import unicodedata
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import aiohttp
-import fsspec.config
+import numpy as np
 import platformdirs
+import scipy.sparse
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.datasets import Amazon, Coauthor, HeterophilousGraphDataset, KarateClub, Planetoid
+from torch_geometric.io import read_txt_array
+from torch_geometric.io.npz import parse_npz
 from torch_geometric.transforms import RandomNodeSplit
+from torch_geometric.utils import coalesce, index_to_mask, remove_self_loops
 
-_TIMEOUT_SECONDS = 30.0
+from gattn.files import (
+    CheckedDataset,
+    DatasetUnavailableError,
+    check_edges,
+    csr_matrix,
+    download,
+    read_dataset,
+    read_pickle,
+)
+
+__all__ = ["DatasetUnavailableError", "available", "canonical_name", "data_root", "load", "load_pairs", "load_text"]
 
 # Where no split is published: as many nodes a class as in Shchur et al., https://arxiv.org/abs/1811.05868.
 _TRAIN_PER_CLASS = 20
 _VALIDATION_PER_CLASS = 30
-
-
-class DatasetUnavailableError(FileNotFoundError):
-    """A data set is neither on disk nor to be downloaded; the message says which files are missing."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,14 @@ class _Family:
     names: dict[str, str]
     """Our name: the loader's."""
     splits: tuple[str, ...]
-    load: Callable[[str, Path, str, int], Data]
+    load: Callable[[str, Path, str, int, bool], Data]
+    """Loads (the loader's name, root, split, seed, whether files are trusted)."""
     files: Callable[[str, str], list[str]]
     """Raw files of (the loader's name, split), relative to the root."""
-    url: str
+    page: str
+    """Where a person gets the files."""
+    url: Callable[[str], str] = str
+    """Where a file of that name is downloaded from."""
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -72,7 +81,14 @@ def canonical_name(name: str) -> str:
     return key
 
 
-def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.PathLike[str] | None = None) -> Any:
+def load(
+    name: str,
+    *,
+    split: str = "public",
+    seed: int = 0,
+    root: str | os.PathLike[str] | None = None,
+    trust_files: bool = False,
+) -> Any:
     """Loads a data set by name, with the masks of a split.
 
     Names, and the splits they have:
@@ -92,6 +108,8 @@ def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.Path
         split: One of the above. (default: `"public"`)
         seed: Which of ten fixed splits (modulo ten), or the seed of a random one. (default: `0`)
         root: Folder of the data. (default: `None`: `GATTN_DATA`, else a folder `gattn` in the user's cache)
+        trust_files: Whether files may run code while they are read. Only for files of your own that are refused without
+            it. (default: `False`)
 
     Returns:
         PyG's `Data`, with boolean `train_mask`, `val_mask` and `test_mask` of shape `[N]`; for `ogbg-...` OGB's data
@@ -99,7 +117,7 @@ def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.Path
 
     Raises:
         ValueError: If there is no data set or no split of that name.
-        DatasetUnavailableError: If the data are neither on disk nor to be downloaded.
+        DatasetUnavailableError: If the data are neither on disk nor to be downloaded, or cannot be read safely.
         ImportError: If an OGB set is asked for and `ogb` is not installed.
 
     Example:
@@ -111,14 +129,22 @@ def load(name: str, *, split: str = "public", seed: int = 0, root: str | os.Path
     key, folder = canonical_name(name), data_root(root)
     if key.startswith(("ogbn-", "ogbg-")):
         _check_split(name, split, ("public",))
-        return _load_ogb(key, folder)
+        from gattn import ogb_datasets  # needs OGB's package
+
+        return ogb_datasets.load(key, folder, trust_files)
     family = next(family for family in _FAMILIES if key in family.names)
     _check_split(name, split, family.splits)
     loader_name = family.names[key]
-    files = [folder / file for file in family.files(loader_name, split)]
-    if not files:
-        return family.load(loader_name, folder, split, seed)
-    return _read(name, folder, files, family.url, lambda: family.load(loader_name, folder, split, seed))
+    files = family.files(loader_name, split)
+
+    def read() -> Data:
+        return family.load(loader_name, folder, split, seed, trust_files)
+
+    def fetch(missing: list[Path]) -> None:
+        for file in missing:
+            download(family.url(file.name), file, _SHA256.get(file.name))
+
+    return read_dataset(name, folder, [folder / file for file in files], family.page, fetch, read) if files else read()
 
 
 def load_text(name: str, root: str | os.PathLike[str] | None = None) -> str:
@@ -226,75 +252,6 @@ def _check_split(name: str, split: str, splits: tuple[str, ...]) -> None:
         raise ValueError(f"{name} has no split {split!r}: it has {', '.join(repr(known) for known in splits)}.")
 
 
-def _read(name: str, folder: Path, files: list[Path], url: str, read: Callable[[], Any]) -> Any:
-    """Reads a data set that needs the raw `files`, downloading them if need be.
-
-    Whatever goes wrong becomes an error that says what to do, and leaves nothing behind by which the next try would go
-    wrong, too: no half downloads, no empty folders.
-    """
-    missing = [file for file in files if not file.exists()]
-    try:
-        with _bounded_waiting():
-            try:
-                return read()
-            except Exception as error:
-                processed = [file.parent.with_name("processed") for file in files[:1]]
-                if missing or isinstance(error, OSError) or not any(place.is_dir() for place in processed):
-                    raise
-                shutil.rmtree(processed[0])  # cut off while it was written; the raw files are whole, so make it anew
-                return read()
-    except BaseException as error:
-        _remove_traces(folder, missing)
-        if not isinstance(error, Exception) or isinstance(error, DatasetUnavailableError):
-            raise
-        reason = f"{type(error).__name__}: {str(error) or 'no reason given'}".splitlines()[0]
-        if missing:
-            raise DatasetUnavailableError(
-                f"{name} is not under {folder} and could not be downloaded ({reason}). Missing: "
-                f"{', '.join(str(file.relative_to(folder)) for file in missing)}. Get these files from {url} and put "
-                "them there, or set GATTN_DATA (or root=) to a folder that has them."
-            ) from error
-        if isinstance(error, PermissionError) or not os.access(folder, os.W_OK):
-            raise DatasetUnavailableError(
-                f"{folder} cannot be written ({reason}), and loaders write a processed/ folder beside the raw files of "
-                f"{name}: copy the data to a folder that can, and set GATTN_DATA (or root=) to it."
-            ) from error
-        raise DatasetUnavailableError(
-            f"the files of {name} under {files[0].parent.parent} cannot be read ({reason}): "
-            f"delete that folder, get the files anew from {url}, and load again."
-        ) from error
-
-
-@contextmanager
-def _bounded_waiting() -> Iterator[None]:
-    """Lets no download wait for ever for a server that does not answer."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_SECONDS, sock_read=_TIMEOUT_SECONDS)
-    options = {"client_kwargs": {"timeout": timeout}}
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_TIMEOUT_SECONDS)
-    try:
-        with mock.patch.dict(fsspec.config.conf, {"http": options, "https": options}):
-            yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-def _remove_traces(folder: Path, missing: list[Path]) -> None:
-    """Removes what a failed download left of the `missing` files, and the folders that it made for them."""
-    for file in missing:
-        if file.is_file():
-            file.unlink()
-        for parent in file.parents:
-            if folder not in parent.parents or not parent.is_dir():
-                break
-            siblings = parent.with_name("processed")
-            if parent.name == "raw" and siblings.is_dir() and not any(siblings.iterdir()):
-                siblings.rmdir()
-            if any(parent.iterdir()):
-                break
-            parent.rmdir()
-
-
 def _random_split(data: Data, seed: int, split: str = "test_rest", **counts: int) -> Data:
     """Draws masks without touching the global random state."""
     with torch.random.fork_rng(devices=[]):
@@ -314,7 +271,93 @@ def _pick_column(data: Data, seed: int) -> Data:
     return data
 
 
-def _load_karate(name: str, folder: Path, split: str, seed: int) -> Data:
+class _CheckedPlanetoid(CheckedDataset, Planetoid):
+    """Reads the raw files without Python's `pickle`."""
+
+    def process(self) -> None:
+        data = _read_planetoid(Path(self.raw_dir), self.name.lower(), self.trust_files)
+        if self.split == "geom-gcn":
+            masks: dict[str, list[Tensor]] = {"train_mask": [], "val_mask": [], "test_mask": []}
+            for i in range(10):
+                file = Path(self.raw_dir) / f"{self.name.lower()}_split_0.6_0.2_{i}.npz"
+                with np.load(file, allow_pickle=False) as part:
+                    for name, columns in masks.items():
+                        columns.append(torch.from_numpy(part[name]))
+            for name, columns in masks.items():
+                data[name] = torch.stack(columns, dim=1)
+        self.save([data], self.processed_paths[0])
+
+
+class _CheckedNpz(CheckedDataset):
+    """Reads the format of Shchur et al., and checks the indices."""
+
+    def process(self) -> None:
+        with np.load(self.raw_paths[0], allow_pickle=False) as file:
+            parts = {name: file[name] for name in file.files if name.startswith(("adj_", "attr_")) or name == "labels"}
+        adjacency, features = (
+            csr_matrix(*(parts[f"{prefix}_{part}"] for part in ("data", "indices", "indptr", "shape")))
+            for prefix in ("adj", "attr")
+        )
+        if adjacency.shape != (features.shape[0],) * 2:
+            raise ValueError(f"{features.shape[0]} nodes have an adjacency matrix of shape {adjacency.shape}")
+        self.save([parse_npz(parts, to_undirected=True)], self.processed_paths[0])
+
+
+class _CheckedAmazon(_CheckedNpz, Amazon):
+    pass
+
+
+class _CheckedCoauthor(_CheckedNpz, Coauthor):
+    pass
+
+
+class _CheckedHeterophilous(CheckedDataset, HeterophilousGraphDataset):
+    """Checks the indices before PyG reads them, with NumPy and without pickles."""
+
+    def process(self) -> None:
+        with np.load(self.raw_paths[0], allow_pickle=False) as file:
+            edges = torch.from_numpy(file["edges"]).t()
+            check_edges(Data(edge_index=edges, num_nodes=file["node_features"].shape[0]))
+        super().process()
+
+
+def _read_planetoid(folder: Path, name: str, trust_files: bool) -> Data:
+    """As PyG's `read_planetoid_data`, bit for bit."""
+
+    def read(part: str) -> Tensor:
+        content = read_pickle(folder / f"ind.{name}.{part}", trust_files)
+        content = content.toarray() if scipy.sparse.issparse(content) else content
+        return torch.from_numpy(content).to(torch.float)
+
+    _, tx, allx, y, ty, ally = map(read, ("x", "tx", "allx", "y", "ty", "ally"))
+    graph = read_pickle(folder / f"ind.{name}.graph", trust_files)
+    test = read_txt_array(str(folder / f"ind.{name}.test.index"), dtype=torch.long)
+    in_order = test.sort()[0]
+
+    if name == "citeseer":  # without its isolated test nodes, which get zeros
+        rows = in_order - in_order[0]
+        tx = torch.zeros(int(rows[-1]) + 1, tx.size(1)).index_copy(0, rows, tx)
+        ty = torch.zeros(int(rows[-1]) + 1, ty.size(1)).index_copy(0, rows, ty)
+
+    features = torch.cat([allx, tx])
+    features[test] = features[in_order]
+    labels = torch.cat([ally, ty]).max(dim=1)[1]
+    labels[test] = labels[in_order]
+
+    size = labels.size(0)
+    sources = [node for node, neighbours in graph.items() for _ in neighbours]
+    targets = [neighbour for neighbours in graph.values() for neighbour in neighbours]
+    data = Data(x=features, edge_index=torch.tensor([sources, targets]), y=labels)
+    edges, _ = remove_self_loops(check_edges(data).edge_index)
+    data.edge_index = coalesce(edges, num_nodes=size, sort_by_row=False)
+    known = torch.arange(size)
+    data.train_mask = known < y.size(0)
+    data.val_mask = (known >= y.size(0)) & (known < y.size(0) + 500)
+    data.test_mask = index_to_mask(test, size=size)
+    return data
+
+
+def _load_karate(name: str, folder: Path, split: str, seed: int, trust_files: bool) -> Data:
     data = KarateClub()[0]
     order = torch.arange(data.num_nodes)
     if split == "random":
@@ -327,23 +370,24 @@ def _load_karate(name: str, folder: Path, split: str, seed: int) -> Data:
     return data
 
 
-def _load_planetoid(name: str, folder: Path, split: str, seed: int) -> Data:
-    data = Planetoid(str(folder), name, split="public" if split == "random" else split)[0]
+def _load_planetoid(name: str, folder: Path, split: str, seed: int, trust_files: bool) -> Data:
+    part = "public" if split == "random" else split
+    data = check_edges(_CheckedPlanetoid(str(folder), name, part, trust_files=trust_files)[0])
     if split == "random":
         return _random_split(data, seed, "random", num_val=500, num_test=1000)
     return _pick_column(data, seed) if split == "geom-gcn" else data
 
 
-def _load_amazon(name: str, folder: Path, split: str, seed: int) -> Data:
-    return _random_split_by_class(Amazon(str(folder), name)[0], seed)
+def _load_amazon(name: str, folder: Path, split: str, seed: int, trust_files: bool) -> Data:
+    return _random_split_by_class(check_edges(_CheckedAmazon(str(folder), name, trust_files=trust_files)[0]), seed)
 
 
-def _load_coauthor(name: str, folder: Path, split: str, seed: int) -> Data:
-    return _random_split_by_class(Coauthor(str(folder), name)[0], seed)
+def _load_coauthor(name: str, folder: Path, split: str, seed: int, trust_files: bool) -> Data:
+    return _random_split_by_class(check_edges(_CheckedCoauthor(str(folder), name, trust_files=trust_files)[0]), seed)
 
 
-def _load_heterophilous(name: str, folder: Path, split: str, seed: int) -> Data:
-    data = HeterophilousGraphDataset(str(folder), name)[0]
+def _load_heterophilous(name: str, folder: Path, split: str, seed: int, trust_files: bool) -> Data:
+    data = check_edges(_CheckedHeterophilous(str(folder), name, trust_files=trust_files)[0])
     return _random_split_by_class(data, seed) if split == "random" else _pick_column(data, seed)
 
 
@@ -381,6 +425,28 @@ _PAIRS = {"tatoeba": ("tatoeba/deu-eng.zip", "deu.txt", "https://www.manythings.
 #: Soft hyphens and spaces without width.
 _INVISIBLE = dict.fromkeys((0xAD, 0x200B, 0xFEFF))
 
+#: Digests of published files, where they are known; downloads are verified by them.
+_SHA256 = {
+    "ind.citeseer.allx": "2ac30345d95c9ec933a817ee0bdd6a5f077f8c184a20e696910192d534414668",
+    "ind.citeseer.ally": "f704b2d986dde6c2669934de1f3ae5696a6cf9455c0f6b2646a2d135ea0a1c95",
+    "ind.citeseer.graph": "d79a4ef9d3e7169aee8946145f6b7306e35bc79bffad26346cfb94e10e9912a7",
+    "ind.citeseer.test.index": "2af990671580b6b2df5d158d1038f8292e30c9cd821b5453f399659b25b723d4",
+    "ind.citeseer.tx": "539a8906a2da97628d212f2fdd668c109a8b3f0d36574b59e5d3fd5b5303da21",
+    "ind.citeseer.ty": "55e5bd1ba1e733a04598753ad1a8d57957f4b8f89e74519f41f4f4938767e4ce",
+    "ind.citeseer.x": "d20de19150741e555de0ed037195630fc194114ebc7fd72ced62810148aa22f6",
+    "ind.citeseer.y": "8ba87e515d8e3ee3cf52f6d2c5b86aa73f11ecad825a808455209ec26cd54924",
+    "ind.cora.allx": "9419ba2f26f5c35243db64aba110e0f35a04851609e0dc5433450676ca6b8543",
+    "ind.cora.ally": "2b998f5cc7fedc86e7f97ca2498f47a1ffc1462c29e2d578b23bf3f62b6e7d71",
+    "ind.cora.graph": "58f13302f39dde8852dad6fe6d15b89b077b6d7f837626bce671ef80344b383d",
+    "ind.cora.test.index": "297ce89af2b51a6a194181c7dbe1796c6a1cf9cd9349a88383b1b1e227867875",
+    "ind.cora.tx": "b9afbaa4a400df991f6f02ef677e1e44da55ffc04801fd02f9e673987829226a",
+    "ind.cora.ty": "41f5ac76596a1699cc33f53084a2419e92961c42bb75f36fc38e616d348532ad",
+    "ind.cora.x": "23cfa55d91c6f624233f5eb7b6e3f141f1bd2b2ae39608a63cf5d084bb27baab",
+    "ind.cora.y": "94465c14eb53e04ca262198dcbb2521ee8af60fb3f3d546cd6ca24a511b0e7d1",
+    "amazon_electronics_photo.npz": "bdb1feb8e6ff42ee44024b04479145029c563fd42fc31bff80af20887ba0439a",
+    "minesweeper.npz": "e664c8dacf1e8ac466c2c09ed4b237bd2c5541f47a6eae9c6092cb87f16412b3",
+}
+
 _FAMILIES = (
     _Family({"karate": "karate"}, ("public", "random"), _load_karate, lambda name, split: [], ""),
     _Family(
@@ -390,6 +456,7 @@ _FAMILIES = (
         _planetoid_files,
         "https://github.com/kimiyoung/planetoid/tree/master/data (the splits of geom-gcn from "
         "https://github.com/graphdml-uiuc-jlu/geom-gcn/tree/master/splits)",
+        lambda file: f"{f'{Planetoid.geom_gcn_url}/splits' if file.endswith('.npz') else Planetoid.url}/{file}",
     ),
     _Family(
         {"computers": "Computers", "photo": "Photo"},
@@ -397,6 +464,7 @@ _FAMILIES = (
         _load_amazon,
         lambda name, split: [f"{name}/raw/amazon_electronics_{name.lower()}.npz"],
         _SHCHUR,
+        lambda file: f"{Amazon.url}{file}",
     ),
     _Family(
         {"cs": "CS", "physics": "Physics"},
@@ -404,6 +472,7 @@ _FAMILIES = (
         _load_coauthor,
         lambda name, split: [f"{name}/raw/ms_academic_{name[:3].lower()}.npz"],
         _SHCHUR,
+        lambda file: f"{Coauthor.url}{file}",
     ),
     _Family(
         {
@@ -414,179 +483,6 @@ _FAMILIES = (
         _load_heterophilous,
         lambda name, split: [f"{name}/raw/{name}.npz"],
         "https://github.com/yandex-research/heterophilous-graphs/tree/main/data",
+        lambda file: f"{HeterophilousGraphDataset.url}/{file}",
     ),
 )
-
-
-# OGB #################################################################################################################
-
-
-def _import_ogb() -> Any:
-    # Without this module, importing ogb starts no thread that asks the network for a newer version.
-    hide_outdated = "ogb" not in sys.modules and "outdated" not in sys.modules
-    if hide_outdated:
-        sys.modules["outdated"] = None  # type: ignore[assignment]
-    try:
-        import ogb.graphproppred
-        import ogb.nodeproppred
-    except ImportError as error:
-        raise ImportError('OGB\'s data sets need its package: pip install "gattn[ogb]".') from error
-    finally:
-        if hide_outdated:
-            del sys.modules["outdated"]
-    # ogb calls torch.load without weights_only=False, so its files' classes are allowed here, and nowhere else.
-    torch.serialization.add_safe_globals(_ogb_classes())
-    return ogb
-
-
-def _ogb_classes() -> list[Any]:
-    import numpy
-    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-    from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
-
-    classes: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage, NodeStorage, EdgeStorage]
-    classes += [numpy.ndarray, numpy.dtype]
-    classes += [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
-    core = numpy._core if hasattr(numpy, "_core") else numpy.core
-    for function in (core.multiarray._reconstruct, core.multiarray.scalar):
-        # NumPy 1 wrote its own old name into files.
-        classes += [function, (function, f"numpy.core.multiarray.{function.__name__}")]
-    return classes
-
-
-def _load_ogb(name: str, folder: Path) -> Any:
-    ogb = _import_ogb()
-    is_node = name.startswith("ogbn-")
-    module = ogb.nodeproppred.dataset_pyg if is_node else ogb.graphproppred.dataset_pyg
-    loader = module.PygNodePropPredDataset if is_node else module.PygGraphPropPredDataset
-    url = f"https://ogb.stanford.edu/docs/{'node' if is_node else 'graph'}prop/#{name}"
-    place, meta = _find_ogb(name, folder, Path(module.__file__).with_name("master.csv"))
-    if meta.get("is hetero") == "True":
-        raise ValueError(f"{name} is a heterogeneous graph, which gattn.datasets does not load.")
-    files = [place / "raw" / file for file in _ogb_raw_files(meta, is_node)]
-    if place.is_dir() and any(file.exists() for file in files):
-        # ogb would replace the whole folder by a download, whatever else is in it.
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            raise DatasetUnavailableError(
-                f"{place / 'raw'} holds a part of {name}, but not {', '.join(missing)}. Get the missing files from "
-                f"{url}, or move the folder away and load again."
-            )
-        release = place / f"RELEASE_v{meta['version']}.txt"
-        if not release.exists():
-            raise DatasetUnavailableError(
-                f"{place} holds data of {name}, but not {release.name}, by which ogb tells that they are of the newest "
-                f"version. If they are, make an empty file of that name there; if not, move the folder away and load "
-                "again."
-            )
-        arguments: dict[str, Any] = {"meta_dict": {**meta, "dir_path": str(place)}}
-    else:
-        if (place.parent / "meta_dict.pt").exists() or (place / "meta_dict.pt").exists():
-            raise DatasetUnavailableError(
-                f"{place} has no raw/ folder: unpack there the zip file that the saver wrote."
-            )
-        for empty in (place, folder / f"{place.name}_pyg"):
-            _remove_empty(empty)
-        archive = folder / f"{meta['download_name']}.zip"
-        if archive.exists() and not zipfile.is_zipfile(archive):
-            archive.unlink()  # a download that was cut off
-        arguments = {"root": str(folder)}
-
-    def read() -> Any:
-        # Asking for a data set by name is the consent that ogb's question on standard input is for.
-        with (
-            mock.patch.object(module, "decide_download", return_value=True),
-            mock.patch.object(module, "input", _never_ask, create=True),
-        ):
-            return loader(name, **arguments)
-
-    try:
-        dataset = _read(name, folder, files, url, read)
-    finally:
-        _remove_empty(place)
-    if not is_node:
-        return dataset
-    data = dataset[0]
-    if data.y.dim() == 2 and data.y.size(1) == 1:
-        data.y = data.y.squeeze(1)
-    parts = dataset.get_idx_split()
-    for mask, part in (("train_mask", "train"), ("val_mask", "valid"), ("test_mask", "test")):
-        data[mask] = _mask(torch.as_tensor(parts[part]).long(), data.num_nodes)
-    return data
-
-
-def _never_ask(question: str = "") -> str:
-    raise DatasetUnavailableError(f"OGB's loader wants to know, which gattn never asks: {question.strip()}")
-
-
-def _remove_empty(place: Path) -> None:
-    """Removes a folder in which there is no file."""
-    if place.is_dir() and not any(path.is_file() for path in place.rglob("*")):
-        shutil.rmtree(place)
-
-
-def _ogb_raw_files(meta: dict[str, Any], is_node: bool) -> list[str]:
-    """The files without which ogb downloads, or fails."""
-    label = "node-label" if is_node else "graph-label"
-    if meta["binary"] == "True":
-        return ["data.npz", f"{label}.npz"]
-    features = [part for part in ("node", "edge") if meta[f"has_{part}_attr"] == "True"]
-    names = ["edge", *(f"{part}-feat" for part in features), "num-node-list", "num-edge-list", label]
-    return [f"{name}.csv.gz" for name in names]
-
-
-# How a data set that OGB publishes as text is described once DatasetSaver wrote it.
-_SAVER_META = {
-    "binary": "True",
-    "add_inverse_edge": "False",
-    "additional node files": "None",
-    "additional edge files": "None",
-}
-
-
-def _find_ogb(name: str, folder: Path, master: Path) -> tuple[Path, dict[str, Any]]:
-    """Where `name` lies, or is to be put, and its description.
-
-    Understands OGB's own archives, unpacked, and what `ogb.io.DatasetSaver` writes (data in one binary file, and a
-    `meta_dict.pt` beside them; in a folder whose name ends in that of the data set).
-    """
-    import pandas
-
-    underscored = name.replace("-", "_")
-    suffix = underscored.split("_", 1)[1]
-    table = pandas.read_csv(master, index_col=0, keep_default_na=False)
-    usual = [folder / underscored, folder / f"{underscored}_pyg"]
-    saved = [path for path in sorted(folder.glob("*")) if path.name.lower().endswith(f"_{underscored}")]
-    for place in (*usual, *saved, folder / suffix):
-        if (place / "meta_dict.pt").exists():
-            try:
-                meta = dict(torch.load(place / "meta_dict.pt", weights_only=True))
-            except Exception as error:
-                raise DatasetUnavailableError(f"{place / 'meta_dict.pt'} cannot be read: {error}") from error
-            inner = [path for path in place.iterdir() if path.is_dir() and path.name.lower() == suffix]
-            return _with_split(inner[0] if inner else place, meta)
-        if name in table and (place / "raw").is_dir() and any((place / "raw").iterdir()):
-            meta = dict(table[name])
-            if meta["binary"] != "True" and (place / "raw" / "data.npz").exists():
-                meta.update(_SAVER_META)
-            return _with_split(place, meta)
-    if name not in table:
-        raise ValueError(
-            f"OGB has no data set {name!r}, and there is none that ogb.io.DatasetSaver wrote, with its meta_dict.pt, "
-            f"in {usual[0]} or {folder / f'submission_{underscored}'}."
-        )
-    return usual[0], dict(table[name])
-
-
-def _with_split(place: Path, meta: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The description with the split that is there, if it is the only one."""
-    splits = [path.name for path in (place / "split").glob("*") if path.is_dir()]
-    if meta["split"] not in splits and len(splits) == 1:
-        meta["split"] = splits[0]
-    return place, meta
-
-
-def _mask(index: Tensor, size: int) -> Tensor:
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[index] = True
-    return mask

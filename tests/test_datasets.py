@@ -2,11 +2,14 @@
 
 import builtins
 import gzip
+import hashlib
 import io
 import os
 import pickle
 import shutil
+import threading
 import zipfile
+from collections import OrderedDict, UserDict
 
 import numpy as np
 import pytest
@@ -216,6 +219,28 @@ def write_ogbn(folder, monkeypatch, name="ogbn-tiny"):
     return split
 
 
+def write_ogbn_text(folder):
+    """A node-property data set in OGB's text format."""
+    rng = np.random.default_rng(0)
+    files = {
+        "raw/edge": rng.integers(0, 20, (50, 2)),
+        "raw/node-feat": rng.random((20, 4)).round(3),
+        "raw/node_year": np.full((20, 1), 2015),
+        "raw/node-label": np.arange(20).reshape(-1, 1) % 3,
+        "raw/num-node-list": np.array([[20]]),
+        "raw/num-edge-list": np.array([[50]]),
+        "split/time/train": np.arange(10).reshape(-1, 1),
+        "split/time/valid": np.arange(10, 14).reshape(-1, 1),
+        "split/time/test": np.arange(14, 20).reshape(-1, 1),
+    }
+    for name, table in files.items():
+        path = folder / f"{name}.csv.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wt") as file:
+            file.write("\n".join(",".join(str(value) for value in row) for row in table.tolist()) + "\n")
+    (folder / "RELEASE_v1.txt").touch()
+
+
 @pytest.fixture
 def never_asks(monkeypatch):
     def ask(*arguments):
@@ -247,25 +272,7 @@ class TestOGB:
 
     def test_a_known_name_in_ogbs_text_format(self, tmp_path):
         pytest.importorskip("ogb")
-        folder = tmp_path / "ogbn_arxiv"
-        rng = np.random.default_rng(0)
-        files = {
-            "raw/edge": rng.integers(0, 20, (50, 2)),
-            "raw/node-feat": rng.random((20, 4)).round(3),
-            "raw/node_year": np.full((20, 1), 2015),
-            "raw/node-label": np.arange(20).reshape(-1, 1) % 3,
-            "raw/num-node-list": np.array([[20]]),
-            "raw/num-edge-list": np.array([[50]]),
-            "split/time/train": np.arange(10).reshape(-1, 1),
-            "split/time/valid": np.arange(10, 14).reshape(-1, 1),
-            "split/time/test": np.arange(14, 20).reshape(-1, 1),
-        }
-        for name, table in files.items():
-            path = folder / f"{name}.csv.gz"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with gzip.open(path, "wt") as file:
-                file.write("\n".join(",".join(str(value) for value in row) for row in table.tolist()) + "\n")
-        (folder / "RELEASE_v1.txt").touch()
+        write_ogbn_text(tmp_path / "ogbn_arxiv")
         split = {"train": range(10), "valid": range(10, 14), "test": range(14, 20)}
         self.check(datasets.load("ogbn-arxiv", root=tmp_path), split)
 
@@ -338,6 +345,545 @@ class TestHalfThere:
         with pytest.raises(DatasetUnavailableError, match="could not be downloaded"):
             datasets.load("photo", root=tmp_path)
         assert not list(tmp_path.iterdir())
+
+
+class Planted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker, function=os.mkdir):
+        self.marker, self.function = marker, function
+
+    def __reduce__(self):
+        argument = f"__import__('os').mkdir({str(self.marker)!r})" if self.function is exec else str(self.marker)
+        return self.function, (argument,)
+
+
+def write_npz(path, name, members):
+    """One of the formats that NumPy reads, small; `members` replace arrays."""
+    import scipy.sparse
+
+    rng = np.random.default_rng(0)
+    if "heterophilous" in name:
+        part = np.stack([np.random.default_rng(i).permutation(np.arange(30) % 3) for i in range(10)])
+        content = {"node_features": rng.random((30, 4), dtype=np.float32), "node_labels": np.arange(30) % 2}
+        content["edges"] = np.stack([np.arange(29), np.arange(1, 30)], axis=1)
+        content |= {f"{mask}_masks": part == i for i, mask in enumerate(("train", "val", "test"))}
+    else:
+        content = {"labels": np.arange(200) % 2}
+        for prefix, columns in (("adj", 200), ("attr", 5)):
+            matrix = scipy.sparse.csr_matrix(rng.random((200, columns)) < 0.1, dtype=np.float32)
+            content |= {f"{prefix}_data": matrix.data, f"{prefix}_indices": matrix.indices}
+            content |= {f"{prefix}_indptr": matrix.indptr, f"{prefix}_shape": matrix.shape}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **(content | members))
+
+
+NPZ = [
+    ("computers", "Computers/raw/amazon_electronics_computers.npz", "shchur"),
+    ("cs", "CS/raw/ms_academic_cs.npz", "shchur"),
+    ("tolokers", "tolokers/raw/tolokers.npz", "heterophilous"),
+]
+
+PLANETOID_PICKLES = ("x", "tx", "allx", "y", "ty", "ally", "graph")
+
+
+@pytest.mark.filterwarnings("ignore")  # PyG warns before it runs what a file holds
+class TestPlantedFiles:
+    """Somebody put a file there that runs code when it is unpickled."""
+
+    @pytest.fixture
+    def marker(self, tmp_path):
+        marker = tmp_path / "was run"
+        yield marker
+        assert not marker.exists()
+
+    @pytest.fixture
+    def root(self, tmp_path):
+        root = tmp_path / "data"
+        root.mkdir()
+        return root
+
+    def refuse(self, name, root, file, **kwargs):
+        with pytest.raises(DatasetUnavailableError, match="cannot be read safely: it asks for") as error:
+            datasets.load(name, root=root, **kwargs)
+        assert str(file) in str(error.value)
+        assert "trust_files=True" in str(error.value)
+        assert file.exists()
+
+    def test_the_plant_works(self, tmp_path):
+        for i, function in enumerate((os.mkdir, exec)):
+            pickle.loads(pickle.dumps(Planted(tmp_path / str(i), function)))
+            assert (tmp_path / str(i)).exists()
+
+    @pytest.mark.parametrize("part", PLANETOID_PICKLES)
+    @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+    def test_raw_pickles(self, root, marker, part, protocol):
+        write_planetoid(root / "Cora" / "raw", "cora")
+        file = root / "Cora" / "raw" / f"ind.cora.{part}"
+        for content in (Planted(marker), [1, Planted(marker, exec)], {0: [Planted(marker)]}):
+            file.write_bytes(pickle.dumps(content, protocol))
+            self.refuse("cora", root, file)
+            self.refuse("cora", root, file)  # what the first try left behind does not matter
+
+    def test_raw_pickles_of_the_other_split(self, root, marker):
+        raw = root / "Cora" / "geom-gcn" / "raw"
+        write_planetoid(raw, "cora")
+        for i in range(10):
+            masks = {f"{mask}_mask": np.arange(600) % 3 == i for i, mask in enumerate(("train", "val", "test"))}
+            np.savez(raw / f"cora_split_0.6_0.2_{i}.npz", **masks)
+        np.savez(raw / "cora_split_0.6_0.2_3.npz", **(masks | {"val_mask": np.array([Planted(marker)])}))
+        with pytest.raises(DatasetUnavailableError, match="cannot be read.*allow_pickle"):
+            datasets.load("cora", split="geom-gcn", root=root)
+        (raw / "ind.cora.graph").write_bytes(pickle.dumps(Planted(marker)))
+        self.refuse("cora", root, raw / "ind.cora.graph", split="geom-gcn")
+
+    @pytest.mark.parametrize("name", ["cora", "computers", "cs", "tolokers", "ogbn-tiny"])
+    @pytest.mark.parametrize("file", ["data.pt", "pre_transform.pt", "pre_filter.pt"])
+    def test_processed_files(self, root, marker, monkeypatch, name, file):
+        if name == "cora":
+            write_planetoid(root / "Cora" / "raw", "cora")
+        elif name == "ogbn-tiny":
+            write_ogbn(root, monkeypatch)
+        for known, path, kind in NPZ:
+            if known == name:
+                write_npz(root / path, kind, {})
+        expected = datasets.load(name, root=root)
+        (processed,) = root.rglob("processed")
+        planted = processed / ("geometric_data_processed.pt" if (name, file) == ("ogbn-tiny", "data.pt") else file)
+        assert planted.exists()
+
+        torch.save(Planted(marker), planted)
+        self.refuse(name, root, planted)
+        torch.save(({"x": Planted(marker, exec)}, None), planted, _use_new_zipfile_serialization=False)
+        self.refuse(name, root, planted)
+        for protocol in (0, 2, 4):  # not even PyTorch's format
+            planted.write_bytes(pickle.dumps(Planted(marker), protocol))
+            try:
+                data = datasets.load(name, root=root)
+            except DatasetUnavailableError:
+                continue
+            assert torch.equal(data.edge_index, expected.edge_index)  # made anew
+        shutil.rmtree(processed)
+        assert torch.equal(datasets.load(name, root=root).edge_index, expected.edge_index)
+
+    @pytest.mark.parametrize("variable", [None, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+    def test_ogb_descriptions_and_splits(self, root, marker, monkeypatch, variable):
+        write_ogbn(root, monkeypatch)
+        datasets.load("ogbn-tiny", root=root)
+        if variable:
+            monkeypatch.setenv(variable, "1")
+        for file in (
+            root / "submission_ogbn_tiny" / "tiny" / "split" / "random" / "split_dict.pt",
+            root / "submission_ogbn_tiny" / "tiny" / "processed" / "geometric_data_processed.pt",
+            root / "submission_ogbn_tiny" / "meta_dict.pt",
+        ):
+            content = file.read_bytes()
+            torch.save({"train": Planted(marker)}, file)
+            self.refuse("ogbn-tiny", root, file)
+            file.write_bytes(content)
+        datasets.load("ogbn-tiny", root=root)
+
+    @pytest.mark.parametrize("file", ["data.npz", "node-label.npz"])
+    def test_ogb_arrays(self, root, marker, monkeypatch, file):
+        write_ogbn(root, monkeypatch)
+        path = root / "submission_ogbn_tiny" / "tiny" / "raw" / file
+        with np.load(path) as content:
+            np.savez(path, **{name: np.array([Planted(marker)]) for name in content.files})
+        with pytest.raises(DatasetUnavailableError, match="cannot be read.*allow_pickle"):
+            datasets.load("ogbn-tiny", root=root)
+        path.write_bytes(pickle.dumps(Planted(marker)))  # which numpy.load would unpickle, if allowed
+        with pytest.raises(DatasetUnavailableError, match="cannot be read"):
+            datasets.load("ogbn-tiny", root=root)
+
+    @pytest.mark.parametrize(
+        "file",
+        [f"raw/{name}" for name in ("edge", "node-feat", "node_year", "node-label", "num-node-list", "num-edge-list")]
+        + [f"split/time/{name}" for name in ("train", "valid", "test")],
+    )
+    def test_ogb_tables(self, root, marker, file):
+        pytest.importorskip("ogb")
+        write_ogbn_text(root / "ogbn_arxiv")
+        (root / "ogbn_arxiv" / f"{file}.csv.gz").write_bytes(gzip.compress(pickle.dumps(Planted(marker))))
+        with pytest.raises(DatasetUnavailableError, match="cannot be read"):
+            datasets.load("ogbn-arxiv", root=root)
+
+    def test_ogb_graphs(self, root, marker, load):
+        source = data_root() / "ogbg_molbace"
+        load("ogbg-molbace")
+        shutil.copytree(source, root / "ogbg_molbace", ignore=shutil.ignore_patterns("mapping"))
+        planted = root / "ogbg_molbace" / "processed" / "geometric_data_processed.pt"
+        torch.save(Planted(marker), planted)
+        self.refuse("ogbg-molbace", root, planted)
+        shutil.rmtree(planted.parent)
+        dataset = datasets.load("ogbg-molbace", root=root)
+        split = root / "ogbg_molbace" / "split" / "scaffold" / "split_dict.pt"
+        torch.save(Planted(marker), split)
+        with pytest.raises(DatasetUnavailableError, match="cannot be read safely"):
+            dataset.get_idx_split()
+
+    @pytest.mark.parametrize(("name", "path", "kind"), NPZ)
+    def test_arrays_of_objects(self, root, marker, name, path, kind):
+        with np.load(write_npz(root / path, kind, {}) or root / path) as content:
+            members = content.files
+        for member in members:
+            write_npz(root / path, kind, {member: np.array([Planted(marker)] * 30)})
+            with pytest.raises(DatasetUnavailableError, match="cannot be read.*allow_pickle"):
+                datasets.load(name, root=root)
+        (root / path).write_bytes(pickle.dumps(Planted(marker)))
+        with pytest.raises(DatasetUnavailableError, match="cannot be read"):
+            datasets.load(name, root=root)
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            # What is allowed is called with, or given, what no file has; protocol 0, by hand.
+            b"cbuiltins\nlist\n(N}S'append'\nI1\nstb.",
+            b"cnumpy\nndarray\n(N}S'value'\nI1\nstb.",
+            b"cscipy.sparse.csr\ncsr_matrix\n(N}S'value'\nI1\nstb.",
+            b"c_codecs\nencode\n(N}S'__new__'\ncbuiltins\nlist\nstb.",
+            b"c_codecs\nencode\n(S'x'\nS'hex'\ntR.",
+            b"cnumpy\nndarray\n)R.",
+            b"cnumpy\ndtype\n(S'O'\ntR.",
+            b"cnumpy\ndtype\n.",
+            b"ccollections\ndefaultdict.__class__\n.",
+        ],
+    )
+    def test_what_is_allowed_cannot_be_misused(self, root, content):
+        write_planetoid(root / "Cora" / "raw", "cora")
+        file = root / "Cora" / "raw" / "ind.cora.allx"
+        good = file.read_bytes()
+        file.write_bytes(content)
+        with pytest.raises(DatasetUnavailableError, match="cannot be read"):
+            datasets.load("cora", root=root)
+        file.write_bytes(good)
+        assert datasets.load("cora", root=root).num_nodes == 600
+
+    def test_a_file_that_is_trusted_may_run_code(self, root):
+        raw = root / "Cora" / "raw"
+        write_planetoid(raw, "cora")
+        expected = datasets.load("cora", root=root)
+        graph = pickle.loads((raw / "ind.cora.graph").read_bytes())
+        (raw / "ind.cora.graph").write_bytes(pickle.dumps(OrderedDict(graph)))
+        shutil.rmtree(raw.with_name("processed"))
+        self.refuse("cora", root, raw / "ind.cora.graph")
+        data = datasets.load("cora", root=root, trust_files=True)
+        assert torch.equal(data.edge_index, expected.edge_index)
+        assert torch.equal(data.x, expected.x)
+        assert torch.equal(datasets.load("cora", root=root).x, expected.x)  # the processed file is as any other
+
+    def test_a_description_that_is_trusted_may_run_code(self, root, monkeypatch):
+        write_ogbn(root, monkeypatch)
+        file = root / "submission_ogbn_tiny" / "meta_dict.pt"
+        torch.save(UserDict(torch.load(file)), file)
+        self.refuse("ogbn-tiny", root, file)
+        assert datasets.load("ogbn-tiny", root=root, trust_files=True).num_nodes == 20
+
+    def test_a_description_that_says_too_little(self, root, monkeypatch):
+        write_ogbn(root, monkeypatch)
+        torch.save({"version": 1}, root / "submission_ogbn_tiny" / "meta_dict.pt")
+        with pytest.raises(DatasetUnavailableError, match="meta_dict.pt lacks add_inverse_edge, .*task type"):
+            datasets.load("ogbn-tiny", root=root)
+
+    @pytest.mark.parametrize("content", [b"", b"<html>please log in</html>"])
+    def test_a_split_that_cannot_be_read(self, root, monkeypatch, content):
+        write_ogbn(root, monkeypatch)
+        (root / "submission_ogbn_tiny" / "tiny" / "split" / "random" / "split_dict.pt").write_bytes(content)
+        with pytest.raises(DatasetUnavailableError, match="split_dict.pt cannot be read"):
+            datasets.load("ogbn-tiny", root=root)
+
+
+class LyingDType:
+    """One of objects, which says that it has no pointers."""
+
+    def __reduce__(self):
+        state = (3, "|", None, ("f",), {"f": (np.dtype("O"), 0)}, 8, 1, 0)
+        return np.dtype, ("V8", False, True), state
+
+
+class LyingArray:
+    def __reduce__(self):
+        reconstruct = np.zeros(1).__reduce__()[0]
+        return reconstruct, (np.ndarray, (0,), b"b"), (1, (1,), LyingDType(), False, b"AAAAAAAA")
+
+
+class TestWrongContent:
+    """Files without a program, whose numbers point outside of memory."""
+
+    def unreadable(self, name, root, reason=""):
+        with pytest.raises(DatasetUnavailableError, match=f"the files of {name} under .* cannot be read.*{reason}"):
+            datasets.load(name, root=root)
+
+    def test_arrays_of_pointers(self, tmp_path):
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        for protocol in (2, 4):
+            (tmp_path / "Cora" / "raw" / "ind.cora.ally").write_bytes(pickle.dumps(LyingArray(), protocol))
+            self.unreadable("cora", tmp_path, reason="arrays of type .*V8' are not read")
+
+    def test_arrays_of_pointers_in_splits(self, tmp_path, monkeypatch):
+        write_ogbn(tmp_path, monkeypatch)
+        split = tmp_path / "submission_ogbn_tiny" / "tiny" / "split" / "random" / "split_dict.pt"
+        torch.save({"train": LyingArray(), "valid": LyingArray(), "test": LyingArray()}, split)
+        with pytest.raises(DatasetUnavailableError, match="split_dict.pt cannot be read.*arrays of type .*V8'"):
+            datasets.load("ogbn-tiny", root=tmp_path)
+
+    @pytest.mark.parametrize(
+        ("part", "values"),
+        [("indices", 2**30), ("indices", -1), ("indptr", 2**30), ("indptr", -1)],
+    )
+    def test_sparse_matrices(self, tmp_path, part, values):
+        import scipy.sparse
+
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        matrix = scipy.sparse.csr_matrix(np.eye(590, 6, dtype=np.float32))
+        getattr(matrix, part)[2:4] = values
+        (tmp_path / "Cora" / "raw" / "ind.cora.allx").write_bytes(pickle.dumps(matrix))
+        self.unreadable("cora", tmp_path)
+
+    @pytest.mark.parametrize(("name", "path", "kind"), NPZ[:2])
+    @pytest.mark.parametrize("member", ["adj_indices", "adj_indptr", "attr_indices", "attr_indptr"])
+    def test_sparse_matrices_in_archives(self, tmp_path, name, path, kind, member):
+        write_npz(tmp_path / path, kind, {})
+        with np.load(tmp_path / path) as content:
+            array = content[member].copy()
+        for value in (2**30, -(2**30)):
+            array[2] = value
+            write_npz(tmp_path / path, kind, {member: array})
+            self.unreadable(name, tmp_path)
+        write_npz(tmp_path / path, kind, {"adj_shape": (201, 201), "adj_indptr": np.zeros(202, dtype=np.int32)})
+        self.unreadable(name, tmp_path)
+
+    @pytest.mark.parametrize("node", [600, -1, 2**40])
+    def test_edges(self, tmp_path, node):
+        raw = tmp_path / "Cora" / "raw"
+        write_planetoid(raw, "cora")
+        (raw / "ind.cora.graph").write_bytes(pickle.dumps({0: [1], 1: [node]}))
+        self.unreadable("cora", tmp_path)
+        write_npz(tmp_path / NPZ[2][1], "heterophilous", {"edges": np.array([[0, 1], [1, node]])})
+        self.unreadable("tolokers", tmp_path)
+
+    def test_edges_of_processed_files(self, tmp_path):
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        expected = datasets.load("cora", root=tmp_path)
+        processed = tmp_path / "Cora" / "processed" / "data.pt"
+        for content in (({"x": torch.zeros(2, 3), "edge_index": torch.tensor([[0], [2]])}, None), [1, 2], ("x", None)):
+            torch.save(content, processed)
+            assert torch.equal(datasets.load("cora", root=tmp_path).edge_index, expected.edge_index)  # made anew
+
+
+class TestAsPyG:
+    """What is read safely is what PyG reads."""
+
+    def check(self, name, root, expected, split="public"):
+        for _ in range(2):  # from the raw files, then from the processed one
+            data = datasets.load(name, root=root, split=split)
+            assert data.keys() == expected.keys()
+            for key in expected.keys():  # noqa: SIM118 (PyG's)
+                assert torch.equal(data[key], expected[key])
+                assert data[key].dtype == expected[key].dtype
+                assert data[key].stride() == expected[key].stride()
+
+    @pytest.mark.parametrize("name", ["Cora", "CiteSeer"])
+    def test_planetoid(self, tmp_path, load, name):
+        from torch_geometric.datasets import Planetoid
+
+        load(name)
+        for copy in ("ours", "theirs"):
+            shutil.copytree(data_root() / name / "raw", tmp_path / copy / name / "raw")
+        for split in ("public", "full"):
+            self.check(name, tmp_path / "ours", Planetoid(str(tmp_path / "theirs"), name, split)[0], split)
+
+    @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+    def test_planetoid_in_every_protocol(self, tmp_path, protocol):
+        from torch_geometric.datasets import Planetoid
+
+        for copy in ("ours", "theirs"):
+            raw = tmp_path / copy / "PubMed" / "raw"
+            write_planetoid(raw, "pubmed")
+            for part in PLANETOID_PICKLES:
+                content = pickle.loads((raw / f"ind.pubmed.{part}").read_bytes())
+                if part == "ally":
+                    content = np.asfortranarray(content.astype(">i8" if copy == "ours" else "i8"))
+                (raw / f"ind.pubmed.{part}").write_bytes(pickle.dumps(content, protocol))
+        self.check("pubmed", tmp_path / "ours", Planetoid(str(tmp_path / "theirs"), "PubMed")[0])
+
+    @pytest.mark.parametrize(("name", "path", "kind"), NPZ)
+    def test_archives(self, tmp_path, name, path, kind):
+        from torch_geometric.datasets import Amazon, Coauthor, HeterophilousGraphDataset
+
+        theirs = {"computers": Amazon, "cs": Coauthor, "tolokers": HeterophilousGraphDataset}[name]
+        for copy in ("ours", "theirs"):
+            write_npz(tmp_path / copy / path, kind, {})
+        expected = theirs(str(tmp_path / "theirs"), name)[0]
+        data = datasets.load(name, root=tmp_path / "ours")
+        for key in ("x", "y", "edge_index"):
+            assert torch.equal(data[key], expected[key])
+
+    def test_each_reads_the_others_processed_files(self, tmp_path):
+        from torch_geometric.datasets import Planetoid
+
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        ours = datasets.load("cora", root=tmp_path)
+        theirs = Planetoid(str(tmp_path), "Cora")[0]
+        assert torch.equal(ours.x, theirs.x)
+        Planetoid(str(tmp_path), "Cora", force_reload=True)
+        assert torch.equal(datasets.load("cora", root=tmp_path).x, ours.x)
+
+    def test_data_that_were_transformed_are_reported(self, tmp_path):
+        from torch_geometric.datasets import Planetoid
+        from torch_geometric.transforms import NormalizeFeatures
+
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        Planetoid(str(tmp_path), "Cora", pre_transform=NormalizeFeatures())
+        with pytest.warns(UserWarning, match=r"pre_transform.pt says that these data were transformed"):
+            datasets.load("cora", root=tmp_path)
+
+
+class TestSafeGlobals:
+    """PyTorch's list of what may be unpickled is one for the process."""
+
+    def test_it_is_as_it_was(self, tmp_path, monkeypatch):
+        write_ogbn(tmp_path, monkeypatch)
+        core = np.zeros(1).__reduce__()[0]
+        with torch.serialization.safe_globals(
+            [core, np.ndarray, np.dtype, (core, "numpy.core.multiarray._reconstruct")]
+        ):
+            before = set(torch.serialization.get_safe_globals())
+            for _ in range(2):
+                datasets.load("ogbn-tiny", root=tmp_path)
+            assert set(torch.serialization.get_safe_globals()) == before
+
+    def test_threads_do_not_disturb_each_other(self, tmp_path, monkeypatch):
+        write_ogbn(tmp_path, monkeypatch)
+        expected = datasets.load("ogbn-tiny", root=tmp_path)
+        before, failures = set(torch.serialization.get_safe_globals()), []
+
+        def read():
+            try:
+                for _ in range(10):
+                    assert torch.equal(datasets.load("ogbn-tiny", root=tmp_path).test_mask, expected.test_mask)
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert set(torch.serialization.get_safe_globals()) == before
+
+    def test_data_sets_can_be_pickled(self, load):
+        dataset = load("ogbg-molbace")
+        assert len(pickle.loads(pickle.dumps(dataset))) == len(dataset) == 1513
+        assert repr(dataset) == "PygGraphPropPredDataset(1513)"
+
+
+class TestDownloads:
+    @pytest.fixture
+    def server(self, monkeypatch):
+        """What is at each address; notes what was asked for."""
+        files, asked = {}, []
+
+        def answer(url, *arguments, **kwargs):
+            assert url.startswith("https://")
+            assert "context" not in kwargs  # Python's default verifies certificates
+            asked.append(url)
+            if url not in files:
+                raise OSError("404")
+            return io.BytesIO(files[url])
+
+        monkeypatch.setattr("urllib.request.urlopen", answer)
+        return files, asked
+
+    def test_what_is_missing_is_downloaded_and_verified(self, tmp_path, server, monkeypatch):
+        files, asked = server
+        write_planetoid(tmp_path / "source", "cora")
+        for path in (tmp_path / "source").iterdir():
+            files[f"https://github.com/kimiyoung/planetoid/raw/master/data/{path.name}"] = path.read_bytes()
+            monkeypatch.setitem(datasets._SHA256, path.name, hashlib.sha256(path.read_bytes()).hexdigest())
+        raw = tmp_path / "data" / "Cora" / "raw"
+        raw.mkdir(parents=True)
+        shutil.copy(tmp_path / "source" / "ind.cora.x", raw)
+        assert datasets.load("cora", root=tmp_path / "data").num_nodes == 600
+        assert len(asked) == 7
+        assert sorted(path.name for path in raw.iterdir()) == sorted(url.rsplit("/", 1)[1] for url in files)
+
+    def test_another_digest_is_an_error(self, tmp_path, server):
+        files, _ = server
+        write_planetoid(tmp_path / "source", "cora")
+        for path in (tmp_path / "source").iterdir():
+            files[f"https://github.com/kimiyoung/planetoid/raw/master/data/{path.name}"] = path.read_bytes()
+        with pytest.raises(DatasetUnavailableError, match="could not be downloaded") as error:
+            datasets.load("cora", root=tmp_path / "data")
+        found = hashlib.sha256((tmp_path / "source" / "ind.cora.x").read_bytes()).hexdigest()
+        for part in ("ind.cora.x", found, "23cfa55d91c6f624233f5eb7b6e3f141f1bd2b2ae39608a63cf5d084bb27baab"):
+            assert part in str(error.value)
+        assert not list((tmp_path / "data").iterdir())
+
+    def test_the_digests_are_those_of_the_real_files(self, load):
+        for name, files in (("cora", 8), ("citeseer", 8), ("photo", 1), ("minesweeper", 1)):
+            load(name)
+            family = next(family for family in datasets._FAMILIES if name in family.names)
+            paths = [data_root() / file for file in family.files(family.names[name], "public")]
+            assert len(paths) == files
+            for path in paths:
+                assert hashlib.sha256(path.read_bytes()).hexdigest() == datasets._SHA256[path.name]
+
+    def test_files_of_ones_own_need_no_digest(self, tmp_path):
+        write_planetoid(tmp_path / "Cora" / "raw", "cora")
+        assert datasets.load("cora", root=tmp_path).num_nodes == 600
+
+    def test_a_broken_connection_is_an_error(self, tmp_path, monkeypatch):
+        class Response(io.BytesIO):
+            length = 7  # as http.client's: what is still to come
+
+        monkeypatch.setattr("urllib.request.urlopen", lambda *arguments, **kwargs: Response(b"half"))
+        with pytest.raises(DatasetUnavailableError, match="the connection ended before"):
+            datasets.load("computers", root=tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def archive(self, tmp_path, monkeypatch, **others):
+        write_ogbn(tmp_path, monkeypatch, name="ogbn-products")
+        saved = tmp_path / "submission_ogbn_products" / "products"
+        # In OGB's own text format.
+        files = {path.relative_to(saved).as_posix(): path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+        with np.load(saved / "raw" / "data.npz") as raw, np.load(saved / "raw" / "node-label.npz") as labels:
+            tables = {"edge": raw["edge_index"].T, "node-feat": raw["node_feat"], "node-label": labels["node_label"]}
+        tables |= {"num-node-list": np.array([[20]]), "num-edge-list": np.array([[50]])}
+        for name, table in tables.items():
+            rows = "\n".join(",".join(map(str, row)) for row in table.tolist())
+            files[f"raw/{name}.csv.gz"] = gzip.compress(rows.encode())
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            for name, data in files.items():
+                archive.writestr(f"products/{name.replace('split/random', 'split/sales_ranking')}", data)
+            for name, data in others.items():
+                archive.writestr(name.replace("__", "/"), data)
+        shutil.rmtree(tmp_path / "submission_ogbn_products")
+        return content.getvalue()
+
+    def test_ogb(self, tmp_path, server, monkeypatch):
+        files, asked = server
+        url = "https://snap.stanford.edu/ogb/data/nodeproppred/products.zip"
+        (tmp_path / "Cora").mkdir()
+        (tmp_path / "Cora" / "mine").write_text("mine")
+        root = tmp_path / "data"
+        (root / "Cora").mkdir(parents=True)
+        (root / "Cora" / "mine").write_text("mine")
+        files[url] = self.archive(tmp_path, monkeypatch, Cora__mine="theirs")
+        assert datasets.load("ogbn-products", root=root).num_nodes == 20
+        assert datasets.load("ogbn-products", root=root).num_nodes == 20
+        assert asked == [url]
+        assert sorted(path.name for path in root.iterdir()) == ["Cora", "ogbn_products"]
+        assert (root / "Cora" / "mine").read_text() == "mine"
+
+    def test_an_ogb_archive_that_is_none(self, tmp_path, server):
+        files, _ = server
+        for content in (b"<html>please log in</html>", b""):
+            files["https://snap.stanford.edu/ogb/data/nodeproppred/products.zip"] = content
+            with pytest.raises(DatasetUnavailableError, match="could not be downloaded"):
+                datasets.load("ogbn-products", root=tmp_path)
+            assert not list(tmp_path.iterdir())
 
 
 class TestMissing:
