@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from gattn.attention import Attention
+from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph, SparseGraph, as_graph
+from gattn.nn import nested
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
 from gattn.scores import DotScore
 
@@ -95,11 +97,12 @@ class MultiheadAttention(Attention):
 
     Shapes:
         - **input:** query `[N, B, E]`, key `[M, B, kdim]`, value `[M, B, vdim]`; with `batch_first` `[B, N, E]` and so
-          on; without a batch `[N, E]`.
+          on, of which N and M may be ragged (nested tensors of either layout); without a batch `[N, E]`.
         - **output:** as the query, and weights `[B, N, M]` (`[B, H, N, M]` with `average_attn_weights=False`).
 
     Raises:
-        ValueError: If `embed_dim` is not a multiple of `num_heads`, or an option is out of range.
+        ValueError: If `embed_dim` is not a multiple of `num_heads`, or an option is out of range. It can be caught as
+            what PyTorch's layer raises, too (`gattn.errors.InputError`).
 
     Example:
         >>> import torch, gattn
@@ -113,7 +116,6 @@ class MultiheadAttention(Attention):
         torch.Size([5, 16])
     """
 
-    _qkv_same_embed_dim = False  # PyTorch's containers ask, and then leave their own fast path alone
     bias_k: Parameter | None
     bias_v: Parameter | None
 
@@ -139,7 +141,7 @@ class MultiheadAttention(Attention):
         if embed_dim < 1 or num_heads < 1:
             raise ValueError(f"embed_dim and num_heads must be at least 1; got {embed_dim} and {num_heads}.")
         if embed_dim % num_heads != 0:
-            raise ValueError(
+            raise InputError(
                 f"embed_dim counts all heads together, so it must be a multiple of num_heads: {embed_dim} is not one "
                 f"of {num_heads}."
             )
@@ -179,7 +181,14 @@ class MultiheadAttention(Attention):
             self.register_parameter(name, Parameter(torch.empty(1, 1, kv_channels, **factory)) if add_bias_kv else None)
         self.q_norm = torch.nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = torch.nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
+        # PyTorch's encoder layer runs its own kernel instead of this layer, unless something inside has a hook.
+        self.aggr_module.register_forward_pre_hook(_no_hook)
         self._reset_parameters()
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """Whether the projections are one parameter, `in_proj_weight`: what tools ask of PyTorch's layer."""
+        return self.in_proj_weight is not None
 
     def _reset_parameters(self) -> None:
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
@@ -236,12 +245,22 @@ class MultiheadAttention(Attention):
         Returns:
             A pair: the output, shaped as the query, and the weights, or `None`. Weights are `[B, N, M]` (without
             averaging `[B, H, N, M]`); on a graph of edges `[B, E]` (`[B, E, H]`), in the order of its `edge_index`; on
-            a packed graph a list, one for each block.
+            a packed graph a list, one for each block; of nested tensors `[B, N, M]` as for the padded batch, zeros
+            beyond the lengths. Nested tensors give a nested output; masks other than `is_causal` and a cache do not go
+            with them.
 
         Raises:
             ValueError: If shapes, masks, graph and options do not fit; the message says which.
         """
+        if nested.is_nested(query, key, value):
+            graph = nested.packed_graph(self, query, key, value, graph, attn_mask, key_padding_mask, is_causal, cache)
+            flat = {id(x): nested.flatten(x) for x in (query, key, value)}
+            q, k, v = (flat[id(x)] for x in (query, key, value))
+            out, weights = self.forward(q, k, v, None, need_weights, None, average_attn_weights, is_causal, graph=graph)
+            return nested.restore(out, query), nested.pad_weights(weights, graph) if need_weights else None
         self._check_inputs(query, key, value)
+        _check_mask("attn_mask", attn_mask)
+        _check_mask("key_padding_mask", key_padding_mask)
         transposed = query.dim() == 3 and not self.batch_first
         own = query is key and key is value
         if own or cache is None:
@@ -269,7 +288,7 @@ class MultiheadAttention(Attention):
         if isinstance(graph, SparseGraph):
             bias, mask = (self._per_edge(x, graph) for x in (bias, mask))
             if is_causal:
-                source, target = graph.edge_index
+                source, target = graph.sources_and_targets()
                 past = (source - target <= num_sources - num_targets).unsqueeze(-1)
                 mask = past if mask is None else mask & past
         if isinstance(self.position, RelativePosition):
@@ -301,18 +320,18 @@ class MultiheadAttention(Attention):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
             if x.dim() != query.dim() or x.dim() not in (2, 3):
-                raise ValueError(
+                raise InputError(
                     f"query, key and value are all [T, E], or all {'[B, T, E]' if self.batch_first else '[T, B, E]'}; "
                     f"got {name} of shape {list(x.shape)}."
                 )
             if x.size(-1) != channels:
-                raise ValueError(f"{name} has {x.size(-1)} channels, but this layer was made for {channels}.")
+                raise InputError(f"{name} has {x.size(-1)} channels, but this layer was made for {channels}.")
         if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(f"each key has one value, but their shapes are {list(key.shape)} and {list(value.shape)}.")
+            raise InputError(f"each key has one value, but their shapes are {list(key.shape)} and {list(value.shape)}.")
         batch = 0 if self.batch_first else 1
         if query.dim() == 3 and query.size(batch) != key.size(batch):
             hint = "" if self.batch_first else " (this layer expects [T, B, E]: was batch_first=True meant?)"
-            raise ValueError(
+            raise InputError(
                 f"query and key have the same batch, but their shapes are {list(query.shape)} and {list(key.shape)}"
                 f"{hint}."
             )
@@ -320,7 +339,7 @@ class MultiheadAttention(Attention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[..., N, H, C]`, keys and values `[..., M, H, C]`."""
         if query is key and key is value and self.in_proj_weight is not None:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(self._splits, -1)
+            q, k, v = F.linear(query, self.in_proj_weight, self._in_bias()).split(self._splits, -1)
             k = self._heads(k, transposed)
             q, k = self._normalise(self._heads(q, transposed), self.q_norm), self._normalise(k, self.k_norm)
             return q, k, self._heads(v, transposed)
@@ -328,11 +347,11 @@ class MultiheadAttention(Attention):
 
     def _project_query(self, query: Tensor, transposed: bool) -> Tensor:
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        bias = self._in_bias(slice(self.embed_dim))
         return self._normalise(self._heads(F.linear(query, weight, bias), transposed), self.q_norm)
 
     def _project_memory(self, key: Tensor, value: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
+        bias = self._in_bias(slice(self.embed_dim, None))
         if self.in_proj_weight is not None and key is value:
             k, v = F.linear(key, self.in_proj_weight[self.embed_dim :], bias).split(self._splits[1:], -1)
         else:
@@ -342,6 +361,11 @@ class MultiheadAttention(Attention):
             biases = (None, None) if bias is None else bias.split(self._splits[1:])
             k, v = F.linear(key, weights[0], biases[0]), F.linear(value, weights[1], biases[1])
         return self._normalise(self._heads(k, transposed), self.k_norm), self._heads(v, transposed)
+
+    def _in_bias(self, part: slice = slice(None)) -> Tensor | None:
+        """A part of the bias of the projections, in the type of their weights: PyTorch takes another one, too."""
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        return None if self.in_proj_bias is None else self.in_proj_bias[part].to(weight.dtype)
 
     def _heads(self, x: Tensor, transposed: bool) -> Tensor:
         x = x.unflatten(-1, (-1, self.head_dim))
@@ -369,11 +393,10 @@ class MultiheadAttention(Attention):
         size = (num_targets, num_sources)
         per_head = (*(count * self.num_heads for count in batch or (1,)), *size)
         if attn_mask.shape not in (size, per_head):
-            raise ValueError(
+            raise InputError(
                 f"attn_mask has shape {list(size)} or {list(per_head)} (batch times heads, targets, sources); got "
                 f"{list(attn_mask.shape)}."
             )
-        _check_mask_dtype("attn_mask", attn_mask)
         return attn_mask.view(*batch, self.num_heads, *size) if attn_mask.dim() == 3 else attn_mask
 
     @staticmethod
@@ -386,8 +409,7 @@ class MultiheadAttention(Attention):
         if key_padding_mask is not None:
             shape = (*batch, num_sources)
             if key_padding_mask.shape != shape:
-                raise ValueError(f"key_padding_mask has shape {list(shape)}; got {list(key_padding_mask.shape)}.")
-            _check_mask_dtype("key_padding_mask", key_padding_mask)
+                raise InputError(f"key_padding_mask has shape {list(shape)}; got {list(key_padding_mask.shape)}.")
             key_padding_mask = key_padding_mask.unsqueeze(-2).unsqueeze(-2)
         for term in (key_padding_mask, attn_mask):
             if term is None:
@@ -428,7 +450,7 @@ class MultiheadAttention(Attention):
         """The entries of `[..., H, N, M]` that belong to edges: `[..., E, H]`."""
         if dense is None:
             return None
-        source, target = graph.edge_index
+        source, target = graph.sources_and_targets()
         shape = (*dense.shape[:-3], self.num_heads, graph.num_targets, graph.num_sources)
         return dense.expand(shape)[..., target, source].transpose(-1, -2)
 
@@ -436,13 +458,19 @@ class MultiheadAttention(Attention):
         return f"{type(self).__name__}({self.embed_dim}, num_heads={self.num_heads})"
 
 
+def _no_hook(module: Module, inputs: Any) -> None:
+    """Does nothing, but is there."""
+
+
 def _sum(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first + second
 
 
-def _check_mask_dtype(name: str, mask: Tensor) -> None:
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
+def _check_mask(name: str, mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(mask).__name__}.")
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(
             f"{name} holds booleans (True = may not attend), or floating-point numbers that are added to the logits; "
             f"got {mask.dtype}."
         )
@@ -499,13 +527,13 @@ def _places(graph: Graph, side: int, first: int, x: Tensor) -> Tensor:
 def _position_bias(position: RelativePosition, graph: Graph, heads: int, device: torch.device) -> Tensor:
     """The bias of each edge, `[E, H]`; of a complete graph `[..., H, N, M]`."""
     if isinstance(graph, SparseGraph):
-        source, target = graph.edge_index
+        source, target = graph.sources_and_targets()
         offset = (graph.num_sources or 0) - (graph.num_targets or 0)
         return _of_heads(position(source - target - offset), heads)
     if graph.blocks is None:
         sizes = torch.tensor([[graph.num_targets, graph.num_sources]], device=device)
     else:
-        sizes = torch.tensor(graph.blocks, device=device).view(-1, 2)
+        sizes = torch.tensor(graph.blocks, dtype=torch.int64, device=device).view(-1, 2)
     num_targets, num_sources = (graph.num_targets, graph.num_sources)
     if graph.blocks is not None:
         num_targets, num_sources = (int(size) for size in sizes.amax(0)) if len(graph.blocks) else (0, 0)

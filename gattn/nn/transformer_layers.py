@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Dropout, LayerNorm, Linear
 
+from gattn.errors import InputError
+from gattn.nn import nested
 from gattn.nn.multihead_attention import KeyValueCache, MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -33,7 +35,7 @@ class _TransformerLayer(torch.nn.Module):
         sublayers: int,
     ) -> None:
         if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            raise ValueError(f"activation is 'relu', 'gelu' or a function, not {activation!r}.")
+            raise InputError(f"activation is 'relu', 'gelu' or a function, not {activation!r}.")
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias, **factory)
         self.dropout = Dropout(dropout)
         self.linear2 = Linear(dim_feedforward, d_model, bias=bias, **factory)
@@ -78,7 +80,8 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
         **kwargs: What `MultiheadAttention` adds: `num_kv_heads`, `qk_norm`, `position`.
 
     Shapes:
-        - **input:** `[T, B, E]`, with `batch_first` `[B, T, E]`, without a batch `[T, E]`; **output:** the same.
+        - **input:** `[T, B, E]`, with `batch_first` `[B, T, E]`, of which T may be ragged (a nested tensor of either
+          layout), without a batch `[T, E]`; **output:** the same.
 
     Raises:
         ValueError: If an option is out of range.
@@ -90,6 +93,8 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
         >>> layer(x).shape, layer(x, graph=torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
         (torch.Size([5, 16]), torch.Size([5, 16]))
     """
+
+    activation_relu_or_gelu = 0  # to PyTorch's encoder it means that there is no fused kernel to prepare batches for
 
     def __init__(
         self,
@@ -126,6 +131,11 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Runs the layer; for masks, `graph` and `cache` see `MultiheadAttention.forward`."""
+        if nested.is_nested(src):
+            graph = nested.packed_graph(
+                self.self_attn, src, src, src, graph, src_mask, src_key_padding_mask, is_causal, cache
+            )
+            return nested.restore(self.forward(nested.flatten(src), is_causal=is_causal, graph=graph), src)
 
         def attend(x: Tensor) -> Tensor:
             return self.self_attn(
@@ -225,6 +235,21 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Runs the layer; for masks, graphs and `cache` see `MultiheadAttention.forward`."""
+        if nested.is_nested(tgt, memory):
+            graph = nested.packed_graph(
+                self.self_attn, tgt, tgt, tgt, graph, tgt_mask, tgt_key_padding_mask, tgt_is_causal, cache
+            )
+            terms = memory_mask, memory_key_padding_mask, memory_is_causal, cache
+            memory_graph = nested.packed_graph(self.multihead_attn, tgt, memory, memory, memory_graph, *terms)
+            out = self.forward(
+                nested.flatten(tgt),
+                nested.flatten(memory),
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal,
+                graph=graph,
+                memory_graph=memory_graph,
+            )
+            return nested.restore(out, tgt)
 
         def attend(x: Tensor) -> Tensor:
             return self.self_attn(
@@ -310,7 +335,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
                 is_causal=is_causal,
                 **_given(graph=graph, cache=cache),
             )
-        return src if self.norm is None else self.norm(src)
+        return src if self.norm is None else nested.apply(self.norm, src)
 
 
 class TransformerDecoder(torch.nn.TransformerDecoder):
@@ -362,7 +387,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 memory_is_causal=memory_is_causal,
                 **_given(graph=graph, memory_graph=memory_graph, cache=cache),
             )
-        return tgt if self.norm is None else self.norm(tgt)
+        return tgt if self.norm is None else nested.apply(self.norm, tgt)
 
 
 class Transformer(torch.nn.Transformer):
@@ -469,12 +494,13 @@ class Transformer(torch.nn.Transformer):
             ValueError: If batches or channels differ.
         """
         batch = 0 if self.batch_first else 1
-        if src.dim() == 3 and src.size(batch) != tgt.size(batch):
-            raise ValueError(
+        regular = not nested.is_nested(src, tgt)  # what isn't is checked by the layers
+        if regular and src.dim() == 3 and src.size(batch) != tgt.size(batch):
+            raise InputError(
                 f"src and tgt have the same batch, but their shapes are {list(src.shape)} and {list(tgt.shape)}."
             )
-        if src.size(-1) != self.d_model or tgt.size(-1) != self.d_model:
-            raise ValueError(
+        if regular and (src.size(-1) != self.d_model or tgt.size(-1) != self.d_model):
+            raise InputError(
                 f"src and tgt have {src.size(-1)} and {tgt.size(-1)} channels, but this model was made for "
                 f"{self.d_model}."
             )

@@ -866,6 +866,27 @@ def test_half_precision_is_as_exact_as_pytorchs(dtype, options, x):
             assert_as_exact_as(actual.detach(), peer.detach(), wanted.detach())
 
 
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize("inputs", ["self", "key is value", "all different"])
+def test_a_bias_of_another_type_than_the_weights(inputs, types, x):
+    """PyTorch's layer takes it with the batch first."""
+    weight, bias = types
+    theirs, ours = (layer(E, H, batch_first=True) for layer in (nn.MultiheadAttention, MultiheadAttention))
+    randomise(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    exact = copy.deepcopy(theirs).double()
+    for layer in (theirs, ours):
+        layer.to(weight).in_proj_bias.data = layer.in_proj_bias.data.to(bias)
+    query, key, value = x.detach(), x.detach().roll(1, 0), x.detach().roll(2, 0)
+    key, value = {"self": (query, query), "key is value": (key, key), "all different": (key, value)}[inputs]
+    expected = exact(query, key, value)[0]
+    given = {id(t): t.to(weight) for t in (query, key, value)}
+    actual, peer = (layer(*(given[id(t)] for t in (query, key, value)))[0] for layer in (ours, theirs))
+    assert_as_exact_as(actual, peer, expected)
+    weigh(actual).backward()
+    assert ours.in_proj_bias.grad.dtype == bias
+
+
 @pytest.mark.parametrize("position", [None, "rotary", "alibi", "relative"])
 @pytest.mark.parametrize("graph", [None, *GRAPHS])
 def test_bfloat16_on_graphs(graph, position, x):

@@ -1,0 +1,137 @@
+"""Whoever catches what PyTorch's layers raise catches ours: the same wrong input to both, and their errors' types."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gattn
+from gattn.errors import InputError
+
+E, H, B, N, M = 8, 2, 3, 4, 5
+
+
+def randn(*shape):
+    return torch.randn(shape)
+
+
+def integers(*shape):
+    return torch.zeros(shape, dtype=torch.long)
+
+
+def attend(*inputs, need_weights=True, layer=None, **options):
+    layer = {"embed_dim": E, "num_heads": H, "batch_first": True} | (layer or {})
+    return lambda module: module.MultiheadAttention(**layer)(*inputs, need_weights=need_weights, **options)
+
+
+def self_attend(x, **options):
+    return attend(x, x, x, **options)
+
+
+X, Y = randn(B, N, E), randn(B, M, E)
+MASK, PADDING = torch.zeros(N, N, dtype=torch.bool), torch.zeros(B, N, dtype=torch.bool)
+
+#: Everything is called with `torch.nn` and with `gattn.nn`.
+CASES = {
+    "heads do not divide": lambda module: module.MultiheadAttention(10, 4),
+    "no heads": lambda module: module.MultiheadAttention(8, 0),
+    "no channels": lambda module: module.MultiheadAttention(0, 1),
+    "negative heads": lambda module: module.MultiheadAttention(8, -2),
+    "one dimension": self_attend(randn(E)),
+    "four dimensions": self_attend(X.unsqueeze(0)),
+    "key without batch": attend(X, Y[0], Y[0]),
+    "value without batch": attend(X, Y, Y[0]),
+    "query without batch": attend(X[0], Y, Y),
+    "query has other channels": attend(X[..., :-1], Y, Y),
+    "key has other channels": attend(X, Y[..., :-1], Y),
+    "value has other channels": attend(X, Y, Y[..., :-1]),
+    "key and value have other channels": attend(X, Y[..., :-1], Y[..., :-1]),
+    "other channels": self_attend(X[..., :-1]),
+    "other channels than kdim": attend(X, Y, randn(B, M, 3), layer={"kdim": 5, "vdim": 3}),
+    "other channels than vdim": attend(X, randn(B, M, 5), Y, layer={"kdim": 5, "vdim": 3}),
+    "fewer values than keys": attend(X, Y, Y[:, :-1]),
+    "fewer values than keys, own channels": attend(X, randn(B, M, 5), randn(B, N, 3), layer={"kdim": 5, "vdim": 3}),
+    "other batch": attend(X, Y[:2], Y[:2]),
+    "other batch second": attend(X, Y, Y, layer={"batch_first": False}),
+    "query of integers": self_attend(integers(B, N, E)),
+    "query of another type": self_attend(X.double()),
+    "key of another type": attend(X, Y.double(), Y),
+    "attn_mask for other targets": self_attend(X, attn_mask=MASK[:-1]),
+    "attn_mask for other sources": self_attend(X, attn_mask=MASK[:, :-1]),
+    "attn_mask of one dimension": self_attend(X, attn_mask=MASK[0]),
+    "attn_mask of four dimensions": self_attend(X, attn_mask=MASK.expand(B, H, N, N)),
+    "attn_mask for other heads": self_attend(X, attn_mask=MASK.expand(B, N, N)),
+    "attn_mask for other heads, no batch": self_attend(X[0], attn_mask=MASK.expand(B, N, N)),
+    "attn_mask of integers": self_attend(X, attn_mask=integers(N, N)),
+    "attn_mask no tensor": self_attend(X, attn_mask=MASK.tolist()),
+    "attn_mask for others, without weights": self_attend(X, attn_mask=MASK[:-1], need_weights=False),
+    "key_padding_mask for other sources": self_attend(X, key_padding_mask=PADDING[:, :-1]),
+    "key_padding_mask for another batch": self_attend(X, key_padding_mask=PADDING[:-1]),
+    "key_padding_mask the other way round": self_attend(X, key_padding_mask=PADDING.t()),
+    "key_padding_mask of one dimension": self_attend(X, key_padding_mask=PADDING[0]),
+    "key_padding_mask of two dimensions, no batch": self_attend(X[0], key_padding_mask=PADDING),
+    "key_padding_mask of three dimensions": self_attend(X, key_padding_mask=PADDING.unsqueeze(0)),
+    "key_padding_mask of integers": self_attend(X, key_padding_mask=integers(B, N)),
+    "key_padding_mask no tensor": self_attend(X, key_padding_mask=PADDING.tolist()),
+    "dropout above 1": lambda module: module.MultiheadAttention(E, H, dropout=1.5)(X, X, X),
+    "layer's dropout above 1": lambda module: module.TransformerEncoderLayer(E, H, dropout=1.5),
+    "layer's dropout below 0": lambda module: module.TransformerDecoderLayer(E, H, dropout=-0.5),
+    "layer's heads do not divide": lambda module: module.TransformerEncoderLayer(10, 4),
+    "activation": lambda module: module.TransformerEncoderLayer(E, H, activation="tanh"),
+    "decoder's activation": lambda module: module.TransformerDecoderLayer(E, H, activation="tanh"),
+    "activation of the model": lambda module: module.Transformer(E, H, activation="tanh"),
+    "layer's other channels": lambda module: module.TransformerEncoderLayer(E, H, 16)(X[..., :-1]),
+    "layer's other channels, pre-norm": lambda module: module.TransformerEncoderLayer(E, H, 16, norm_first=True)(
+        X[..., :-1]
+    ),
+    "layer's mask": lambda module: module.TransformerEncoderLayer(E, H, 16, batch_first=True)(X, MASK[:-1]),
+    "layer's mask of integers": lambda module: module.TransformerEncoderLayer(E, H, 16, batch_first=True)(
+        X, integers(N, N)
+    ),
+    "layer's padding": lambda module: module.TransformerEncoderLayer(E, H, 16, batch_first=True)(
+        X, src_key_padding_mask=PADDING[:-1]
+    ),
+    "layer's four dimensions": lambda module: module.TransformerEncoderLayer(E, H, 16)(X.unsqueeze(0)),
+    "decoder's memory of another batch": lambda module: module.TransformerDecoderLayer(E, H, 16, batch_first=True)(
+        X, Y[:2]
+    ),
+    "decoder's memory of other channels": lambda module: module.TransformerDecoderLayer(E, H, 16)(X, X[..., :-1]),
+    "decoder's memory_mask": lambda module: module.TransformerDecoderLayer(E, H, 16, batch_first=True)(
+        X, Y, memory_mask=MASK
+    ),
+    "encoder's mask": lambda module: module.TransformerEncoder(
+        module.TransformerEncoderLayer(E, H, 16, batch_first=True), 2
+    )(X, MASK[:-1]),
+    "encoder's padding of integers": lambda module: module.TransformerEncoder(
+        module.TransformerEncoderLayer(E, H, 16, batch_first=True), 2
+    )(X, src_key_padding_mask=integers(B, N)),
+    "model's other batch": lambda module: module.Transformer(E, H, 1, 1, 16, batch_first=True)(X, Y[:2]),
+    "model's other channels": lambda module: module.Transformer(E, H, 1, 1, 16)(X[..., :-1], X[..., :-1]),
+    "model's target channels": lambda module: module.Transformer(E, H, 1, 1, 16)(X, X[..., :-1]),
+    "model's heads": lambda module: module.Transformer(10, 4, 1, 1, 16),
+}
+
+
+def error(case, module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            case(module)
+        except Exception as caught:
+            return caught
+    return None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_catches_theirs_catches_ours(name):
+    theirs, ours = (error(CASES[name], module) for module in (nn, gattn.nn))
+    assert theirs is not None
+    assert isinstance(ours, type(theirs))
+    assert type(ours) is InputError or type(ours) is type(theirs)
+
+
+def test_it_is_still_a_value_error():
+    with pytest.raises(ValueError, match="must be a multiple of num_heads") as caught:
+        gattn.nn.MultiheadAttention(10, 4)
+    assert type(caught.value) is InputError
