@@ -23,8 +23,9 @@ class GPSConv(torch_geometric.nn.GPSConv):
         h = \mathrm{norm}(x + \mathrm{conv}(x, E)) + \mathrm{norm}(x + \mathrm{attention}(x)), \qquad
         x' = \mathrm{norm}(h + \mathrm{MLP}(h))
 
-    A drop-in for `torch_geometric.nn.GPSConv` and its multi-head attention: the same arguments, parameter names and
-    numbers. The graphs of a batch are attended to as a packed `CompleteGraph`: nothing is padded.
+    A drop-in for `torch_geometric.nn.GPSConv` with its default `attn_type="multihead"`: the same arguments, parameter
+    names and numbers. PyG's other kind, `attn_type="performer"`, is not available yet, and is refused. The graphs of a
+    batch are attended to as a packed `CompleteGraph`: nothing is padded.
 
     Args:
         channels: Channels of the features, F.
@@ -35,7 +36,7 @@ class GPSConv(torch_geometric.nn.GPSConv):
         act_kwargs: Its arguments. (default: `None`)
         norm: Normalisation, by name. (default: `"batch_norm"`)
         norm_kwargs: Its arguments. (default: `None`)
-        attn_type: `"multihead"`, the one kind there is. (default: `"multihead"`)
+        attn_type: `"multihead"`, the only kind so far. (default: `"multihead"`)
         attn_kwargs: Further arguments of `MultiheadAttention`. (default: `None`)
 
     Shapes:
