@@ -1145,3 +1145,50 @@ class TestCompiled:
     )
     def test_by_inductor(self, score, name):
         self.check(score, *GRAPHS[name], "inductor")
+
+
+@some_graphs("full", "causal", "window", "band", "packed, two sources", "source lengths")
+@pytest.mark.parametrize("shape", [(), (1,), (H,)])
+def test_a_learnt_scale(shape, name):
+    """It has a gradient, and may be one number for all heads or one per head."""
+    graph, batch = GRAPHS[name]
+    tensors = make_tensors("dot", graph, batch)
+    found = []
+    for backend in ("dense", "reference"):
+        scale = torch.full(shape, 0.7, dtype=torch.double, requires_grad=True)
+        out, weights = attend(graph=graph, score=DotScore(scale), backend=backend, return_weights=True, **tensors)
+        outs = [out, *(weights if isinstance(weights, list) else [weights])]
+        found.append([*outs, *torch.autograd.grad(outs, scale, incoming(outs))])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name in ("aten::clone", "aten::copy_", "aten::_to_copy", "aten::contiguous", "aten::cat"):
+            self.made.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_heads_before_places_are_one_transposition_away(training, causal):
+    """What `scaled_dot_product_attention` takes, `[B, H, T, C]`: nothing is copied, neither way."""
+    query, key, value = torch.randn(3, 2, 4, 6, 8).requires_grad_(training).unbind()
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    with Copies() as copies:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = attend(q, k, v, CompleteGraph(6, causal=causal)).transpose(1, 2)
+    assert not copies.made
+    torch.testing.assert_close(out, expected)
+    # d2l's code lays heads among the batch, [B * H, T, C]: as many batches with one head.
+    flat = [x.flatten(0, 1).unsqueeze(2) for x in (query, key, value)]
+    with Copies() as copies:
+        out = attend(*flat, CompleteGraph(6, causal=causal)).squeeze(2)
+    assert not copies.made
+    torch.testing.assert_close(out, expected.flatten(0, 1))
