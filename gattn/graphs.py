@@ -22,6 +22,7 @@ from torch_geometric.utils import (
     to_torch_csr_tensor,
 )
 
+from gattn.errors import InputError, InputTypeError
 from gattn.ops.edge_lists import FLOWS, add_loops, check_range, checked, looped, plain
 
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -210,7 +211,7 @@ class SparseGraph:
         if isinstance(self.adjacency, Tensor):
             num_edges = self.adjacency._nnz() if is_sparse(self.adjacency) else self.adjacency.size(1)
         if features.size(0) != num_edges:
-            raise ValueError(f"edge_attr has {features.size(0)} rows for {num_edges} edges: it needs one an edge.")
+            raise InputError(f"edge_attr has {features.size(0)} rows for {num_edges} edges: it needs one an edge.")
         if not self.self_loops:
             return self, features
         if is_sparse(self.adjacency):
@@ -276,13 +277,13 @@ def _check_form(edge_index: Any) -> None:
     if isinstance(edge_index, SparseTensor):
         return
     if not isinstance(edge_index, Tensor):
-        raise TypeError(
+        raise InputTypeError(
             "a graph is an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a SparseTensor, "
             f"a SparseGraph or a CompleteGraph; got {type(edge_index).__name__}."
         )
     if edge_index.layout != torch.strided:
         if not is_torch_sparse_tensor(edge_index) or edge_index.sparse_dim() != 2:
-            raise ValueError(
+            raise InputError(
                 f"a sparse adjacency is one [N, M] matrix in CSR, CSC or COO layout; got {edge_index.layout} of shape "
                 f"{list(edge_index.shape)}."
             )
@@ -291,11 +292,11 @@ def _check_form(edge_index: Any) -> None:
         hint = (
             " (it looks transposed: pass edge_index.t())" if edge_index.dim() == 2 and edge_index.size(1) == 2 else ""
         )
-        raise ValueError(
+        raise InputError(
             f"edge_index has shape [2, E], sources above targets; got shape {list(edge_index.shape)}{hint}."
         )
     if edge_index.dtype not in _INTEGER_DTYPES:
-        raise ValueError(
+        raise InputError(
             f"edge_index holds node indices, so its dtype is an integer one; got {edge_index.dtype}. "
             "Convert it with edge_index.long()."
         )

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from torch import nn
 
 import gattn
@@ -135,3 +136,28 @@ def test_it_is_still_a_value_error():
     with pytest.raises(ValueError, match="must be a multiple of num_heads") as caught:
         gattn.nn.MultiheadAttention(10, 4)
     assert type(caught.value) is InputError
+
+
+def convolve(edge_index, edge_attr=None, **options):
+    x = randn(N, E)
+    return lambda layer: layer(E, E, **options)(x, edge_index, edge_attr)
+
+
+EDGES = torch.tensor([[0, 1, 2], [1, 2, 3]])
+GRAPHS = {
+    "three rows": convolve(integers(3, 4)),
+    "transposed": convolve(EDGES.t().contiguous()),
+    "one row": convolve(EDGES[0]),
+    "list": convolve(EDGES.tolist()),
+    "array": convolve(EDGES.numpy()),
+    "nothing": convolve(None),
+    "floats": convolve(EDGES.float()),
+}
+
+
+@pytest.mark.parametrize("layer", ["GATConv", "GATv2Conv", "TransformerConv"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_catches_pygs_catches_ours(name, layer):
+    theirs, ours = (error(GRAPHS[name], getattr(module, layer)) for module in (pyg, gattn.nn))
+    assert theirs is not None or layer == "TransformerConv"  # which takes what broadcasts
+    assert isinstance(ours, type(theirs) if theirs is not None else ValueError)
