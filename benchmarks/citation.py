@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import matplotlib
 
@@ -41,7 +41,9 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import NormalizeFeatures
 
 import gattn
-from benchmarks.results import ResultsFile, machine
+from benchmarks.command_line import MOST, device, folder, session, whole
+from benchmarks.reports import print_table, save_figure, write_table
+from benchmarks.results import Machine, ResultsFile, machine
 
 DEFAULT_DATASETS = ("karate", "cora")
 MODELS = ("gat", "gatv2", "transformer")
@@ -97,8 +99,22 @@ class PyGGAT(gattn.models.GAT):
             setattr(self, name, torch.nn.Dropout(getattr(self, name).p))
 
 
-#: What a row of results must have to be read.
-FIELDS = ("epochs", "test_accuracy", "seconds_per_epoch", "curve", "machine", "python", "gattn", "torch", "workers")
+class Curve(TypedDict):
+    """Values of every `CURVE_EVERY`-th epoch."""
+
+    train_loss: list[float]
+    val_loss: list[float]
+    val_accuracy: list[float]
+
+
+class Result(TypedDict):
+    """What a row of results must have beside its `Run` and the machine to be read."""
+
+    epochs: int
+    test_accuracy: float
+    seconds_per_epoch: float
+    curve: Curve
+    workers: int
 
 
 def protocol_for(dataset: str, layers: str, max_epochs: int) -> Protocol:
@@ -214,7 +230,7 @@ def planned(run: Run) -> str:
 
 def finished(results: ResultsFile) -> dict[str, dict[str, Any]]:
     """The rows that there are, by key."""
-    return {key(row): row for row in results.rows((*Run.__dataclass_fields__, *FIELDS))}
+    return {key(row): row for row in results.rows(Run, Result, Machine)}
 
 
 def execute(runs: Sequence[Run], results: ResultsFile, workers: int, console: Console) -> None:
@@ -360,17 +376,11 @@ def report(rows: Sequence[dict[str, Any]], unavailable: dict[str, str], out: Pat
     """Prints the table and writes it, with the learning curves, to `out`."""
     lines, remarks = summarise(rows), notes(rows, unavailable)
     if lines:
-        table = compact(lines)
-        # A line that the terminal breaks can still be read, one that was cut cannot.
-        width = max(console.width, Console(width=200).measure(table).maximum)
-        Console(width=width, file=console.file, markup=False).print(table)
+        print_table(compact(lines), console)
     for remark in remarks:
         console.print(remark, highlight=False, soft_wrap=True)
     if lines:
-        out.mkdir(parents=True, exist_ok=True)
-        header = [f"| {' | '.join(lines[0])} |", f"|{' --- |' * len(lines[0])}"]
-        body = [f"| {' | '.join(line.values())} |" for line in lines]
-        (out / "table.md").write_text("\n".join([*header, *body, "", *(f"- {remark}" for remark in remarks)]) + "\n")
+        write_table(out / "table.md", lines, remarks)
         draw(rows, out / "curves.png")
         console.print(f"Written: {out / 'table.md'}, {out / 'curves.png'}", highlight=False, soft_wrap=True)
 
@@ -404,8 +414,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.grid(alpha=0.25)
         accuracy_axis.legend(loc="lower right", fontsize=8)
     figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path, dpi=110)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -420,39 +429,36 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", nargs="+", default=["gat"], choices=MODELS, help="kinds of attention layer")
     parser.add_argument("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers")
-    parser.add_argument("--runs", type=int, default=10, help="runs for each, with seeds from --seed on")
-    parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--device", default="cpu", help="PyTorch device")
+    parser.add_argument("--runs", type=whole(1, 10**6), default=10, help="runs for each, with seeds from --seed on")
+    parser.add_argument("--seed", type=whole(0, 2**62 - 1), default=0, help="first seed")
+    parser.add_argument("--device", type=device, default="cpu", help="PyTorch device")
     parser.add_argument(
-        "--workers", type=int, default=1, help="processes that share the runs; the numbers stay the same"
+        "--workers",
+        type=whole(1, MOST),
+        default=1,
+        help="processes that share the runs; the numbers stay the same",
     )
-    parser.add_argument("--threads", type=int, default=1, help="threads a process; another number rounds differently")
+    parser.add_argument(
+        "--threads", type=whole(1, MOST), default=1, help="threads per process; another number rounds differently"
+    )
     parser.add_argument(
         "--features",
         default="auto",
         choices=("auto", "dense", "sparse"),
         help="how features are stored; auto keeps bags of words sparse for gattn's layers",
     )
-    parser.add_argument("--max-epochs", type=int, default=10_000, help="epochs at most")
-    parser.add_argument("--out", type=Path, default=Path("runs/citation"), help="folder of results, table and picture")
+    parser.add_argument("--max-epochs", type=whole(1, 10**9), default=10_000, help="epochs at most")
+    parser.add_argument(
+        "--out", type=folder, default=Path("runs/citation"), help="folder of results, table and picture"
+    )
     options = parser.parse_args(arguments)
-    for name in ("runs", "workers", "threads", "max_epochs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= options.seed < 2**62:
-        parser.error("--seed must lie between 0 and 2**62")
     if options.features == "sparse" and "pyg" in options.layers:
         parser.error("--features sparse is not for --layers pyg, whose layers take dense features")
-    try:
-        torch.zeros(1, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {options.device} cannot be used: {str(error).splitlines()[0]}")
     try:
         options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
     except ValueError as error:
         parser.error(str(error))
     options.model, options.layers = unique(options.model), unique(options.layers)
-    options.out = options.out.expanduser()
     return options
 
 
@@ -516,25 +522,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     hush()
     options = parse(arguments)
     console = Console(markup=False)
-    results = ResultsFile(options.out / "runs.jsonl")
-    try:
-        results.open()
-    except OSError as error:
-        sys.exit(f"error: results cannot be written to {options.out}: {error}")
-    densities, unavailable = find(options)
-    for reason in unavailable.values():
-        console.print(f"Skipped: {reason}", style="yellow", highlight=False, soft_wrap=True)
-    runs = plan(options, densities)
-    try:
+    with session(options.out, console) as results:
+        densities, unavailable = find(options)
+        for reason in unavailable.values():
+            console.print(f"Skipped: {reason}", style="yellow", highlight=False, soft_wrap=True)
+        runs = plan(options, densities)
         execute(runs, results, options.workers, console)
-    except KeyboardInterrupt:
-        console.print(
-            f"Interrupted. What has finished is in {results.path}; the same command goes on from there.", soft_wrap=True
-        )
-        sys.exit(130)
-    # In the order of the plan, so that the table does not depend on the order in which processes finished.
-    rows = finished(results)
-    report([rows[planned(run)] for run in runs], unavailable, options.out, console)
+        # In the order of the plan, so that the table does not depend on the order in which processes finished.
+        rows = finished(results)
+        report([rows[planned(run)] for run in runs], unavailable, options.out, console)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import matplotlib
 
@@ -41,20 +41,25 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
+from benchmarks.command_line import MOST, folder, seconds, session, whole
 from benchmarks.measuring import (
     FINAL,
     MIN_REPEATS,
     VERSIONS,
+    Measured,
+    Times,
     check,
     copy_rate,
     median,
+    outcome,
     peak_above,
     quartiles,
     ratio,
     run_apart,
     timed,
 )
-from benchmarks.results import ResultsFile, machine
+from benchmarks.reports import print_table, save_figure, write_table
+from benchmarks.results import Machine, ResultsFile, machine
 
 LAYERS = ("gat", "gatv2", "transformer")
 PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl")
@@ -546,6 +551,15 @@ def measure(case: Case, expected: Path | None) -> dict[str, Any]:
 # Results -------------------------------------------------------------------------------------------------------------
 
 
+class Result(Measured):
+    """What a measurement has beside its case and the machine."""
+
+    forward_backward: NotRequired[Times]
+    """Of all but the yardstick."""
+    copy_rate: NotRequired[float]
+    """Of the yardstick on a GPU."""
+
+
 def key(row: dict[str, Any]) -> str:
     """What makes two rows the same measurement; older rows lack what has a default."""
     row = {"device": "cpu", **row, "shape": {**asdict(Shape("", 0, 0, 0, 0)), **row["shape"]}}
@@ -559,8 +573,7 @@ def planned(case: Case) -> str:
 
 def recorded(results: ResultsFile) -> dict[str, dict[str, Any]]:
     """The newest row of each measurement, by key."""
-    names = [name for name in Case.__dataclass_fields__ if name != "device"]
-    return {key(row): row for row in results.rows((*names, "outcome", "reason", "machine"))}
+    return {key(row): row for row in results.rows(Case, outcome(Result), Machine)}
 
 
 def execute(cases: Sequence[Case], results: ResultsFile, timeout: float, console: Console) -> None:
@@ -714,15 +727,10 @@ def write(report: Report, missing: dict[str, str], out: Path, console: Console) 
     """Prints the table, and writes it and the picture to `out`."""
     lines = report.lines()
     remarks = [*report.remarks(), *notes(list(report.rows.values()), missing)]
-    table = compact(lines)
-    # A line that the terminal breaks can still be read, one that was cut cannot.
-    width = max(console.width, Console(width=300).measure(table).maximum)
-    Console(width=width, file=console.file, markup=False).print(table)
+    print_table(compact(lines), console)
     for remark in remarks:
         console.print(remark, highlight=False, soft_wrap=True)
-    header = [f"| {' | '.join(lines[0])} |", f"|{' --- |' * len(lines[0])}"]
-    body = [f"| {' | '.join(line.values())} |" for line in lines]
-    (out / "table.md").write_text("\n".join([*header, *body, "", *(f"- {remark}" for remark in remarks)]) + "\n")
+    write_table(out / "table.md", lines, remarks)
     draw_speedup(report, out / "speedup.png")
     console.print(f"Written: {out / 'table.md'}, {out / 'speedup.png'}", highlight=False, soft_wrap=True)
 
@@ -812,8 +820,7 @@ def draw_speedup(report: Report, path: Path) -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
     figure.suptitle("Forward + backward, compared with PyG eager", fontsize=10)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    save_figure(figure, path, dpi=100)
 
 
 # The command line ----------------------------------------------------------------------------------------------------
@@ -831,7 +838,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="kinds of layer (default: all)")
     parser.add_argument("--peers", nargs="+", choices=PEERS, help="who is measured (default: all)")
     parser.add_argument(
-        "--edge-features", default="both", choices=EDGE_FEATURES, help="of whole layers (default: both)"
+        "--edge-features", choices=EDGE_FEATURES, help="of whole layers, which hub graphs do without (default: both)"
     )
     parser.add_argument(
         "--dtypes",
@@ -841,17 +848,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="number types; others than float32 are for gattn alone (default: float32)",
     )
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="threads (default: PyTorch's, here %(default)s)"
+        "--threads",
+        type=whole(1, MOST),
+        default=torch.get_num_threads(),
+        help="threads (default: PyTorch's, here %(default)s)",
     )
-    parser.add_argument("--repeats", type=int, help="calls that are timed, at most (default: 30)")
+    parser.add_argument("--repeats", type=whole(1, 10**9), help="calls that are timed, at most (default: 30)")
     parser.add_argument(
-        "--seconds", type=float, help=f"or until so much time has passed, after {MIN_REPEATS} calls (default: 20)"
+        "--seconds", type=seconds, help=f"or until so much time has passed, after {MIN_REPEATS} calls (default: 20)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=1200, help="seconds after which a process is ended (default: %(default)s)"
+        "--timeout", type=seconds, default=1200.0, help="seconds after which a process is ended (default: %(default)s)"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/kernels"), help="folder of results, table and picture (%(default)s)"
+        "--out", type=folder, default=Path("runs/kernels"), help="folder of results, table and picture (%(default)s)"
     )
     parser.add_argument(
         "--quick",
@@ -868,18 +878,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
-    for name in ("threads", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    for name in ("seconds", "timeout"):
-        if not getattr(options, name) > 0:
-            parser.error(f"--{name} must be positive")
     if options.shape is None and options.quick:
         options.shapes = [*SHAPES["cora"], SMALL]
     else:
         usual = [name for name in SHAPES if options.device != "cpu" or name not in LARGE]
         options.shapes = [shape for name in dict.fromkeys(options.shape or usual) for shape in SHAPES[name]]
-    options.out = options.out.expanduser()
+    if options.edge_features is not None and all(shape.hub is not None for shape in options.shapes):
+        parser.error("--edge-features is for whole layers, which hub graphs do without")
     return options
 
 
@@ -921,7 +926,7 @@ def plan(options: argparse.Namespace, shapes: Sequence[Shape], peers: Sequence[s
         cases.append(Case(shape, "gather", "", False, "float32", "embedding_bag", *fixed))
         parts = [("attention", False)]
         if shape.hub is None:
-            parts += [("layer", has_features) for has_features in EDGE_FEATURES[options.edge_features]]
+            parts += [("layer", has_features) for has_features in EDGE_FEATURES[options.edge_features or "both"]]
         for part, has_features in parts:
             for layer in dict.fromkeys(options.layers):
                 for dtype in dict.fromkeys(options.dtypes):
@@ -937,25 +942,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
     options = parse(arguments)
     console = Console(markup=False)
-    results = ResultsFile(options.out / "runs.jsonl")
-    try:
-        results.open()
-    except OSError as error:
-        sys.exit(f"error: results cannot be written to {options.out}: {error}")
-    peers, missing_peers = find_peers(options.peers)
-    shapes, missing_shapes = find_shapes(options.shapes)
-    cases = plan(options, shapes, peers)
-    if not any(case.part != "gather" for case in cases):
-        reasons = [f"{name}: {reason}" for name, reason in (missing_peers | missing_shapes).items()]
-        sys.exit(f"error: nothing can be measured: {'; '.join(reasons) or 'these peers take no part in these shapes'}")
-    try:
+    with session(options.out, console) as results:
+        peers, missing = find_peers(options.peers)
+        shapes, missing_shapes = find_shapes(options.shapes)
+        missing |= missing_shapes
+        cases = plan(options, shapes, peers)
+        if not any(case.part != "gather" for case in cases):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+            sys.exit(f"error: nothing can be measured: {reasons or 'these peers take no part in these shapes'}")
         execute(cases, results, options.timeout, console)
-    except KeyboardInterrupt:
-        text = f"Interrupted. What has finished is in {results.path}; the same command goes on from there."
-        console.print(text, soft_wrap=True)
-        sys.exit(130)
-    rows = recorded(results)
-    write(Report(cases, [rows[planned(case)] for case in cases]), missing_peers | missing_shapes, options.out, console)
+        rows = recorded(results)
+        write(Report(cases, [rows[planned(case)] for case in cases]), missing, options.out, console)
 
 
 if __name__ == "__main__":

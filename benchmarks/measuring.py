@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -35,6 +35,36 @@ FINAL = ("ok", "out of memory", "timed out")
 
 #: What another row must have in common with a run for not being made again.
 VERSIONS = ("gattn", "torch", "torch-geometric", "machine")
+
+
+class Times(TypedDict):
+    """Seconds of a call: what `spread` returns."""
+
+    median: float
+    q1: float
+    q3: float
+    times: list[float]
+
+
+class Measured(TypedDict):
+    """What the row of a measurement has."""
+
+    outcome: Literal["ok"]
+    reason: str
+    peak_bytes: int
+    forward: Times
+
+
+class Failed(TypedDict):
+    """What it has if there is nothing to report but why."""
+
+    outcome: Literal["WRONG", "failed", "out of memory", "timed out"]
+    reason: str
+
+
+def outcome(measured: type) -> Callable[[dict[str, Any]], type]:
+    """What a row of results must have beside its case and the machine to be read: this, or what failures have."""
+    return lambda row: measured if row.get("outcome") == "ok" else Failed
 
 
 def check(results: dict[str, Tensor], expected: dict[str, Any]) -> dict[str, tuple[float, float]]:

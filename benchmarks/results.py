@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect
 import json
 import os
 import platform
+import reprlib
 import subprocess
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 
 import gattn
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+#: What `machine` says in every row; further packages are texts, too.
+Machine = TypedDict("Machine", {"machine": str, "python": str, "gattn": str, "torch": str, "torch-geometric": str})
+
+#: A dataclass or a `TypedDict` whose fields a row has, or a function that chooses one for a row.
+Kind = type | Callable[[dict[str, Any]], type]
 
 
 class ResultsFile:
@@ -26,23 +44,47 @@ class ResultsFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self._reported: set[int] = set()
 
-    def rows(self, fields: Iterable[str] = ()) -> list[dict[str, Any]]:
-        """All finished rows that have these fields.
+    def rows(self, *kinds: Kind) -> list[dict[str, Any]]:
+        """All finished rows that have the fields of these kinds.
 
-        What is no such row is passed over: a line that a killed process left incomplete, or another version's.
+        A row without them is passed over: it belongs to another version or to another part of a benchmark. So is, with
+        a warning on stderr that names its line, what is no row at all (a killed process leaves an incomplete line) or
+        has a field of a wrong type.
         """
-        if not self.path.exists():
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
             return []
-        rows = []
-        for line in self.path.read_text(errors="replace").splitlines():
+        rows, problems = [], {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                problems[number] = "this is not a complete JSON object"
                 continue
-            if isinstance(row, dict) and all(field in row for field in fields):
-                rows.append(row)
+            chosen = [kind(row) if inspect.isfunction(kind) else kind for kind in kinds]
+            if all(name in row for kind in chosen for name, (_, is_required) in _fields(kind).items() if is_required):
+                wrong = list(filter(None, (problem_of(row, kind) for kind in chosen)))
+                if wrong:
+                    problems[number] = wrong[0].removeprefix(".")
+                else:
+                    rows.append(row)
+        self._report({number: text for number, text in problems.items() if number not in self._reported})
         return rows
+
+    def _report(self, problems: dict[int, str]) -> None:
+        """Names the first of some lines that are no rows."""
+        if problems:
+            self._reported.update(problems)
+            number, text = next(iter(problems.items()))
+            more = f" {len(problems) - 1} more of its lines are ignored." if len(problems) > 1 else ""
+            print(f"warning: {self.path}, line {number}: {text}; the line is ignored.{more}", file=sys.stderr)
 
     def open(self) -> None:
         """Makes the file, so that what stands against writing it shows before the first run and not after it.
@@ -64,6 +106,141 @@ class ResultsFile:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+
+def problem_of(value: Any, kind: Any) -> str | None:
+    """What is wrong with a value that was read as JSON and should be of a type; `None` if nothing is.
+
+    A float may be an integer, and neither may be NaN or infinite; no list is empty; fields that nobody knows are fine.
+    """
+    parts: dict[str, tuple[Any, Any]] = {}
+    if get_origin(kind) is UnionType:
+        is_right = any(problem_of(value, option) is None for option in get_args(kind))
+    elif get_origin(kind) is Literal:
+        is_right = value in get_args(kind)
+    elif get_origin(kind) is list:
+        is_right = isinstance(value, list) and bool(value)
+        parts = {f"[{i}]": (part, get_args(kind)[0]) for i, part in enumerate(value)} if is_right else {}
+    elif is_typeddict(kind) or dataclasses.is_dataclass(kind):
+        fields = _fields(kind)
+        is_right = isinstance(value, dict) and all(name in value for name, (_, needed) in fields.items() if needed)
+        parts = {f".{name}": (value[name], part) for name, (part, _) in fields.items() if is_right and name in value}
+    elif kind in (int, float):
+        is_right = type(value) in (int, kind) and abs(value) <= sys.float_info.max  # written so that NaN fails
+    else:
+        is_right = type(value) is kind
+    if not is_right:
+        return f" is {reprlib.repr(value)} where {_name(kind)} is expected"
+    for place, (part, part_kind) in parts.items():
+        if (problem := problem_of(part, part_kind)) is not None:
+            return place + problem
+    return None
+
+
+def _name(kind: Any) -> str:
+    """What a type is called in an error."""
+    if get_origin(kind) in (UnionType, Literal):
+        return " or ".join(repr(option) if isinstance(option, str) else _name(option) for option in get_args(kind))
+    if is_typeddict(kind) or dataclasses.is_dataclass(kind):
+        names = ", ".join(name for name, (_, is_needed) in _fields(kind).items() if is_needed)
+        return f"an object with {names}" if names else "an object"
+    simple = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    return simple.get(kind, "a list that is not empty")
+
+
+@cache
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """The type of each field of a dataclass or a `TypedDict`, and whether a row must have it."""
+    hints = get_type_hints(kind, include_extras=True)
+    optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+    if dataclasses.is_dataclass(kind):
+        optional = {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
+    return {
+        name: (get_args(hint)[0] if get_origin(hint) is NotRequired else hint, name not in optional)
+        for name, hint in hints.items()
+    }
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file so that the last one stays whole if this fails or is cut off."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# One process at a time -----------------------------------------------------------------------------------------------
+
+
+_locks: set[int] = set()
+"""Descriptors of the locks that this process holds."""
+
+
+def _leave_locks() -> None:
+    """In a forked child: closes the parent's locks, which would last as long as the child otherwise."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keeps a folder to this process until the block is left or the process ends, however it ends.
+
+    The file `.lock` in it says who holds it; one that a killed process left there is no obstacle. Where there are no
+    locks (on Windows, on some network file systems), a warning says so.
+
+    Raises:
+        BlockingIOError: If another process holds the folder; the text names it.
+        OSError: If nothing can be written there.
+    """
+    path = folder / ".lock"
+    descriptor = _open_locked(path)
+    _locks.add(descriptor)
+    try:
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"process {os.getpid()} on {platform.node()}, started {started}\n".encode()
+        os.write(descriptor, holder)
+        os.ftruncate(descriptor, len(holder))
+        yield
+    finally:
+        if descriptor in _locks:  # and this is no forked child
+            _locks.remove(descriptor)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """Opens and locks the file of this name; the descriptor, which no process started later inherits."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if fcntl is None:
+                raise OSError("this system has no such locks")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise BlockingIOError(f"{path.parent} is in use by {holder}") from None
+        except OSError as error:
+            text = (
+                f"warning: {path.parent} cannot be locked ({error}); run no other benchmark with it at the same time."
+            )
+            print(text, file=sys.stderr)
+        # Whoever held it before may just have removed the file that was opened.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+
+
+# The machine ---------------------------------------------------------------------------------------------------------
 
 
 def machine(device: str = "cpu") -> dict[str, str]:

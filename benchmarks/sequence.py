@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import math
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import matplotlib
 
@@ -39,12 +39,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import gattn
+from benchmarks.command_line import MOST, folder, seconds, session, whole
 from benchmarks.measuring import (
     FINAL,
     MIN_REPEATS,
     VERSIONS,
+    Measured,
+    Times,
     check,
     median,
+    outcome,
     peak_above,
     quartiles,
     ratio,
@@ -52,7 +56,8 @@ from benchmarks.measuring import (
     spread,
     timed,
 )
-from benchmarks.results import ResultsFile, machine
+from benchmarks.reports import print_table, save_figure, write_table
+from benchmarks.results import Machine, ResultsFile, machine, replace_file
 
 PARTS = ("lm", "speed", "graphs")
 LAYERS = ("gattn", "torch")
@@ -119,6 +124,9 @@ class Setting:
     random_batches: int = 20
 
 
+SETTING = Setting()
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run; equal runs have equal results."""
@@ -135,8 +143,25 @@ class Run:
         return run_key({**asdict(self), **machine()})
 
 
-#: What a row of results must have to be read.
-RUN_FIELDS = ("curve", "val_loss", "val_loss_random", "iteration", "total_seconds", "sample", "machine")
+class Point(TypedDict):
+    """An evaluation."""
+
+    iteration: int
+    val_loss: float
+    val_loss_random: float
+    train_loss: NotRequired[float]
+
+
+class RunResult(TypedDict):
+    """What a row of results must have beside its `Run` and the machine to be read."""
+
+    parameters: int
+    curve: list[Point]
+    val_loss: float
+    val_loss_random: float
+    iteration: Times
+    total_seconds: float
+    sample: str
 
 
 def run_key(row: dict[str, Any]) -> str:
@@ -297,10 +322,9 @@ class Training:
             "curve": self.curve,
             "seconds": self.seconds,
         }
-        # Whoever is cut off while writing must not lose the last checkpoint.
-        part = self.path.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, self.path)
+        content = io.BytesIO()
+        torch.save(state, content)
+        replace_file(self.path, content.getvalue())
 
     def _resume(self) -> None:
         state = torch.load(self.path, weights_only=True)
@@ -341,7 +365,7 @@ class Training:
 
 def finished(results: ResultsFile) -> dict[str, dict[str, Any]]:
     """The training runs that there are, by key."""
-    return {run_key(row): row for row in results.rows((*Run.__dataclass_fields__, *RUN_FIELDS))}
+    return {run_key(row): row for row in results.rows(Run, RunResult, Machine)}
 
 
 def train(runs: Sequence[Run], corpus: Corpus, results: ResultsFile, console: Console) -> None:
@@ -734,6 +758,13 @@ def measure(case: Case, expected: Path) -> dict[str, Any]:
     }
 
 
+class Result(Measured):
+    """What a measurement has beside its case and the machine."""
+
+    forward_peak_bytes: int
+    forward_backward: Times
+
+
 def key(row: dict[str, Any]) -> str:
     """What makes two rows the same measurement."""
     return repr([row.get(name) for name in (*Case.__dataclass_fields__, *VERSIONS)])
@@ -746,7 +777,7 @@ def planned(case: Case) -> str:
 
 def recorded(results: ResultsFile) -> dict[str, dict[str, Any]]:
     """The newest row of each measurement, by key."""
-    return {key(row): row for row in results.rows((*Case.__dataclass_fields__, "outcome", "reason", "machine"))}
+    return {key(row): row for row in results.rows(Case, outcome(Result), Machine)}
 
 
 def execute(cases: Sequence[Case], results: ResultsFile, timeout: float, console: Console) -> None:
@@ -952,15 +983,11 @@ def write(
         table.add_column(column.replace("forward + backward", "fwd+bwd"), justify=justify, no_wrap=True)
     for line in lines:
         table.add_row(*(text.split(" (")[0] for text in line.values()))
-    # A line that the terminal breaks can still be read, one that was cut cannot.
-    width = max(console.width, Console(width=300).measure(table).maximum)
-    Console(width=width, file=console.file, markup=False).print(table)
+    print_table(table, console)
     for remark in remarks:
         console.print(remark, highlight=False, soft_wrap=True)
-    header = [f"| {' | '.join(lines[0])} |", f"|{' --- |' * len(lines[0])}"]
-    body = [f"| {' | '.join(line.values())} |" for line in lines]
     path = out / f"{name}.md"
-    path.write_text("\n".join([*header, *body, "", *(f"- {remark}" for remark in remarks)]) + "\n")
+    write_table(path, lines, remarks)
     console.print(f"Written: {path}, {out / f'{name}.png'}", highlight=False, soft_wrap=True)
 
 
@@ -970,7 +997,8 @@ def write_lm(rows: Sequence[dict[str, Any]], out: Path, console: Console) -> Non
     draw_curves(rows, out / "lm.png")
     for row in rows:
         path = out / f"lm-{row['layers']}.txt"
-        path.write_text(row["sample"].strip("\n") + "\n", encoding="utf-8")
+        text = row["sample"].strip("\n") + "\n"
+        replace_file(path, text.encode(errors="backslashreplace"))
         console.print(f"Written: {path}", highlight=False, soft_wrap=True)
 
 
@@ -1013,8 +1041,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axis.set(xlabel="iteration", ylabel="cross entropy a character", title="Tiny Shakespeare")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    save_figure(figure, path, dpi=100)
 
 
 def draw_speed(report: Report, path: Path) -> None:
@@ -1051,8 +1078,7 @@ def draw_speed(report: Report, path: Path) -> None:
     shown = [peer for peer in COLOURS if any(case.peer == peer for case in cases)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=8)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    save_figure(figure, path, dpi=100)
 
 
 def draw_graphs(report: Report, path: Path) -> None:
@@ -1081,8 +1107,7 @@ def draw_graphs(report: Report, path: Path) -> None:
         if axis.lines:
             axis.legend(fontsize=8)
     figure.suptitle("The same layer on four graphs; slope 1 is linear in N, 2 is quadratic", fontsize=10)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    save_figure(figure, path, dpi=100)
 
 
 # The command line ----------------------------------------------------------------------------------------------------
@@ -1095,22 +1120,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="what is run (default: all)")
     parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="whose layers (default: both)")
-    parser.add_argument("--iterations", type=int, help="of training (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of training (default: %(default)s)")
+    parser.add_argument("--iterations", type=whole(1, 10**9), help="of training (default: 2000)")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), help="of training (default: 0)")
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="threads (default: PyTorch's, here %(default)s)"
+        "--threads",
+        type=whole(1, MOST),
+        default=torch.get_num_threads(),
+        help="threads (default: PyTorch's, here %(default)s)",
     )
-    parser.add_argument("--rounds", type=int, help="how often each peer is measured, in turns (default: 2)")
-    parser.add_argument("--repeats", type=int, help="calls that are timed in a round, at most (default: 20)")
+    parser.add_argument("--rounds", type=whole(1, 1000), help="how often each peer is measured, in turns (default: 2)")
     parser.add_argument(
-        "--seconds", type=float, help=f"or until so much time has passed, after {MIN_REPEATS} calls (default: 5)"
+        "--repeats", type=whole(1, 10**9), help="calls that are timed in a round, at most (default: 20)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=1200, help="seconds after which a process is ended (default: %(default)s)"
+        "--seconds", type=seconds, help=f"or until so much time has passed, after {MIN_REPEATS} calls (default: 5)"
     )
+    parser.add_argument("--timeout", type=seconds, help="seconds after which a process is ended (default: 1200)")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=folder,
         default=Path("runs/sequence"),
         help="folder of results, checkpoints, tables and pictures (%(default)s)",
     )
@@ -1120,26 +1148,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="about a minute: where nothing else is said, few iterations, small sizes, few repeats, one round",
     )
     options = parser.parse_args(arguments)
-    defaults: dict[str, Any] = {"iterations": 2000, "rounds": 2, "repeats": 20, "seconds": 5.0}
-    if options.quick:
-        defaults = {"iterations": 100, "rounds": 1, "repeats": 10, "seconds": 0.3}
-    for name, default in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
-    for name in ("iterations", "threads", "rounds", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    for name in ("seconds", "timeout"):
-        if not getattr(options, name) > 0:
-            parser.error(f"--{name} must be positive")
-    if not 0 <= options.seed < 2**32:
-        parser.error("--seed must lie between 0 and 2**32")
     options.is_asked = options.parts is not None
-    options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
     options.layers = [name for name in LAYERS if name in options.layers]
-    if options.parts == ["graphs"] and options.layers == ["torch"]:
+    if "graphs" in (options.parts or ()) and "gattn" not in options.layers:
         parser.error("--parts graphs is for gattn's layers")
-    options.out = options.out.expanduser()
+    options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
+    of_training: dict[str, Any] = {"iterations": 2000, "seed": 0}
+    of_speed: dict[str, Any] = {"rounds": 2, "repeats": 20, "seconds": 5.0, "timeout": 1200.0}
+    if options.quick:
+        of_training["iterations"] = 100
+        of_speed |= {"rounds": 1, "repeats": 10, "seconds": 0.3}
+    for defaults, parts in ((of_training, ("lm",)), (of_speed, ("speed", "graphs"))):
+        for name, default in defaults.items():
+            if getattr(options, name) is None:
+                setattr(options, name, default)
+            elif not set(parts) & set(options.parts):
+                parser.error(f"--{name} is for {' and '.join(parts)}, which --parts leaves out")
     return options
 
 
@@ -1180,7 +1204,7 @@ def plan(options: argparse.Namespace) -> list[Case]:
 def plan_runs(options: argparse.Namespace, corpus: Corpus) -> list[Run]:
     """All training runs."""
     return [
-        Run(corpus.name, layers, options.seed, options.iterations, options.threads, Setting())
+        Run(corpus.name, layers, options.seed, options.iterations, options.threads, SETTING)
         for layers in options.layers
     ]
 
@@ -1206,13 +1230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
     options = parse(arguments)
     console = Console(markup=False)
-    results = ResultsFile(options.out / "runs.jsonl")
-    try:
-        results.open()
-    except OSError as error:
-        sys.exit(f"error: results cannot be written to {options.out}: {error}")
-    corpus, cases = find_corpus(options, console), plan(options)
-    try:
+    with session(options.out, console) as results:
+        corpus, cases = find_corpus(options, console), plan(options)
         if corpus is not None:
             runs = plan_runs(options, corpus)
             train(runs, corpus, results, console)
@@ -1226,10 +1245,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 write_speed(report, options.out, console)
             if report.of("graphs"):
                 write_graphs(report, options.out, console)
-    except KeyboardInterrupt:
-        text = f"Interrupted. What has finished is in {results.path}; the same command goes on from there."
-        console.print(text, soft_wrap=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import matplotlib
 
@@ -52,8 +52,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import gattn
+from benchmarks.command_line import MOST, device, folder, session, whole
 from benchmarks.measuring import VERSIONS
-from benchmarks.results import ResultsFile, machine
+from benchmarks.reports import print_table, save_figure, write_table
+from benchmarks.results import Machine, ResultsFile, machine, replace_file
 from gattn.visualize import attention_matrix
 
 PAIRS = "tatoeba"
@@ -283,7 +285,7 @@ class Corpus:
         else:
             model = train_vocabulary(texts, size)
             if path is not None:
-                replace_file(path, lambda part: part.write_bytes(model))
+                replace_file(path, model)
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.size = self.processor.get_piece_size()
 
@@ -398,8 +400,57 @@ class Run:
         return run_key({**asdict(self), **machine(self.device)})
 
 
-#: What a row of results must have to be read.
-RUN_FIELDS = ("parameters", "curve", "seconds", "test", "long", "bins", "examples", "machine")
+class Point(TypedDict):
+    """An evaluation during training."""
+
+    seconds: float
+    bleu: float
+
+
+class Scores(TypedDict):
+    """Of a set of translations."""
+
+    bleu: float
+    chrf: float
+
+
+class Tested(TypedDict):
+    """Scores on a test set."""
+
+    sentences: int
+    greedy: Scores
+    beam: Scores
+
+
+class Bin(TypedDict):
+    """BLEU of the sentences of some lengths."""
+
+    low: int
+    high: int | None
+    count: int
+    words: float
+    bleu: float
+
+
+class Example(TypedDict):
+    """A sentence and its translation, in pieces."""
+
+    source: list[str]
+    translation: list[str]
+    weights: NotRequired[list[list[float]]]
+
+
+class Result(TypedDict):
+    """What a row of results must have beside its `Run` and the machine to be read."""
+
+    parameters: int
+    curve: list[Point]
+    seconds: float
+    test: Tested
+    long: Tested
+    bins: list[Bin]
+    examples: list[Example]
+    jobs: int
 
 
 def run_key(row: dict[str, Any]) -> str:
@@ -521,13 +572,6 @@ def now(device: str) -> float:
     return time.process_time()
 
 
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file so that whoever is cut off meanwhile does not lose the last one."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    write(part)
-    os.replace(part, path)
-
-
 class Training:
     """A model under training, which goes on from its checkpoint if there is one.
 
@@ -572,7 +616,7 @@ class Training:
             self._step()
             if self.iteration % self.run.setting.evaluate_every == 0 or self.is_finished:
                 self._evaluate()
-                replace_file(self.path, self._save)
+                self._save()
 
     def _step(self) -> None:
         start = now(self.run.device)
@@ -614,7 +658,7 @@ class Training:
         self.curve.append(point)
         self.evaluation_seconds += now(self.run.device) - start
 
-    def _save(self, path: Path) -> None:
+    def _save(self) -> None:
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -623,7 +667,9 @@ class Training:
             "seconds": self.seconds,
             "evaluation_seconds": self.evaluation_seconds,
         }
-        torch.save(state, path)
+        content = io.BytesIO()
+        torch.save(state, content)
+        replace_file(self.path, content.getvalue())
 
     def _resume(self) -> None:
         state = torch.load(self.path, map_location=self.run.device, weights_only=True)
@@ -712,7 +758,7 @@ def train(run: Run, folder: Path, show: Callable[[int, str], Any]) -> dict[str, 
 
 def finished(results: ResultsFile) -> dict[str, dict[str, Any]]:
     """The rows that there are, by key."""
-    return {run_key(row): row for row in results.rows((*Run.__dataclass_fields__, *RUN_FIELDS))}
+    return {run_key(row): row for row in results.rows(Run, Result, Machine)}
 
 
 def execute(runs: Sequence[Run], results: ResultsFile, folder: Path, jobs: int, console: Console) -> list[str]:
@@ -793,7 +839,7 @@ def select(results: ResultsFile, setting: Setting, device: str) -> list[dict[str
     """The newest row of each run in a setting, in the order of the table."""
     newest = {
         (row["row"], row["seed"]): row
-        for row in results.rows((*Run.__dataclass_fields__, *RUN_FIELDS))
+        for row in results.rows(Run, Result, Machine)
         if row["setting"] == asdict(setting) and row["device"] == device and row["row"] in ROWS
     }
     return [newest[key] for key in sorted(newest, key=lambda key: (ROWS.index(key[0]), key[1]))]
@@ -845,13 +891,9 @@ def report(rows: Sequence[dict[str, Any]], out: Path, console: Console) -> None:
         table.add_column(column, justify="left" if column == "attention" else "right", no_wrap=True)
     for line in lines:
         table.add_row(*line.values())
-    # A line that the terminal breaks can still be read, one that was cut cannot.
-    width = max(console.width, Console(width=300).measure(table).maximum)
-    Console(width=width, file=console.file, markup=False).print(table)
-    header = [f"| {' | '.join(lines[0])} |", f"|{' --- |' * len(lines[0])}"]
-    body = [f"| {' | '.join(line.values())} |" for line in lines]
+    print_table(table, console)
     paths = [out / "table.md", out / "lengths.png", out / "times.png"]
-    paths[0].write_text("\n".join([*header, *body, "", *(f"- {note}" for note in notes)]) + "\n", encoding="utf-8")
+    write_table(paths[0], lines, notes)
     draw_lengths(rows, paths[1])
     draw_times(rows, paths[2])
     attentive = [group[0] for name, group in groups_of(rows).items() if "weights" in group[0]["examples"][0]]
@@ -865,8 +907,7 @@ def report(rows: Sequence[dict[str, Any]], out: Path, console: Console) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Writes a picture, small."""
-    figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
-    plt.close(figure)
+    save_figure(figure, path, dpi=100, pil_kwargs={"optimize": True})
 
 
 def title_of(low: int, high: int | None) -> str:
@@ -936,8 +977,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.translation", description=(__doc__ or "").split("\n\n")[0].split(":")[0] + "."
     )
-    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="rows of the table (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds of each (default: 0 1)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="rows of the table (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=whole(0, 2**32 - 1), help="seeds of each (default: 0 1)")
     parser.add_argument(
         "--setting",
         default="default",
@@ -945,16 +986,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="sizes and training: an hour a seed on two cores; a few minutes; or for a GPU (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="the same as --setting quick")
-    parser.add_argument("--device", default="cpu", help="PyTorch device (default: %(default)s)")
+    parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=whole(1, MOST),
         help="runs at once, each on one thread; the numbers stay the same (default: one a core, one on a GPU)",
     )
     parser.add_argument("--report", action="store_true", help="no training: table and pictures of what there is")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=folder,
         help="folder of results, checkpoints, table and pictures (default: runs/translation; of a setting other than "
         "the default one, with its name)",
     )
@@ -963,22 +1004,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if options.setting not in ("default", "quick"):
             parser.error(f"--quick is the setting quick; leave it out, or --setting {options.setting}")
         options.setting = "quick"
+    for name in ("rows", "seeds", "jobs"):
+        if options.report and getattr(options, name) is not None:
+            parser.error(f"--report shows every finished run of the setting; leave --{name} out")
     if options.jobs is None:
         options.jobs = 1 if options.device.startswith("cuda") else os.cpu_count() or 1
-    if options.jobs < 1:
-        parser.error("--jobs must be at least 1")
-    if not all(0 <= seed < 2**32 for seed in options.seeds):
-        parser.error("--seeds must lie between 0 and 2**32")
-    try:
-        torch.zeros(1, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {options.device} cannot be used: {str(error).splitlines()[0]}")
-    options.rows = [row for row in ROWS if row in options.rows]
-    options.seeds = list(dict.fromkeys(options.seeds))
+    options.rows = [row for row in ROWS if row in (options.rows or ROWS)]
+    options.seeds = list(dict.fromkeys(options.seeds or (0, 1)))
     if options.out is None:
         suffix = "" if options.setting == "default" else f"-{options.setting}"
         options.out = Path(f"runs/translation{suffix}")
-    options.out = options.out.expanduser()
     return options
 
 
@@ -1001,24 +1036,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
     options = parse(arguments)
     console = Console(markup=False)
-    results = ResultsFile(options.out / "runs.jsonl")
     failures = []
-    if not options.report:
-        try:
-            results.open()
-        except OSError as error:
-            sys.exit(f"error: results cannot be written: {error}")
-        try:
+    with session(options.out, console, is_reading=options.report) as results:
+        if not options.report:
             failures = execute(plan(options), results, options.out, options.jobs, console)
-        except KeyboardInterrupt:
-            text = f"Interrupted. What has finished is in {results.path}; the same command goes on from there."
-            console.print(text, soft_wrap=True)
-            sys.exit(130)
-    rows = select(results, SETTINGS[options.setting], options.device)
-    if rows:
-        report(rows, options.out, console)
-    elif options.report:
-        sys.exit(f"error: {results.path} has no runs of the setting {options.setting} on {options.device}")
+        rows = select(results, SETTINGS[options.setting], options.device)
+        if rows:
+            report(rows, options.out, console)
+        elif options.report:
+            sys.exit(f"error: {results.path} has no runs of the setting {options.setting} on {options.device}")
     if failures:
         sys.exit("\n".join(f"error: {failure}" for failure in failures))
 

@@ -1,11 +1,11 @@
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch_geometric.data import Data
 from benchmarks import citation
 from benchmarks.results import ResultsFile
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["--dataset", "karate", "--model", "gat", "gatv2", "--runs", "2", "--max-epochs", "25"]
 EXACT = (
     "dataset",
@@ -36,15 +35,25 @@ def exact(out):
     return sorted(json.dumps({name: row[name] for name in EXACT}) for row in rows)
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "benchmarks.citation", *map(str, arguments)]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The quick benchmark, run once without interruption."""
+    out = tmp_path_factory.mktemp("whole")
+    citation.main([*QUICK, "--out", str(out)])
+    return out
 
 
 @pytest.fixture
-def quick(tmp_path):
-    """The quick benchmark, run without interruption."""
-    citation.main([*QUICK, "--out", str(tmp_path / "whole")])
-    return tmp_path / "whole"
+def quick(whole, tmp_path):
+    """A copy of its folder."""
+    return shutil.copytree(whole, tmp_path / "whole")
+
+
+def wait_for_rows(path, count):
+    """Waits until so many runs have finished."""
+    deadline = time.monotonic() + 120
+    while len(ResultsFile(path).rows()) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 class TestProtocol:
@@ -132,28 +141,21 @@ class TestResuming:
         assert exact(tmp_path / "cut") == exact(quick)
 
     @pytest.mark.slow
-    def test_a_killed_process_loses_nothing(self, tmp_path):
-        arguments = ["--dataset", "karate", "--runs", "6", "--max-epochs", "300"]
+    def test_a_killed_process_loses_nothing(self, tmp_path, start):
+        arguments = ["--dataset", "karate", "--runs", "6", "--max-epochs", "150", "--out"]
         whole, killed = tmp_path / "whole", tmp_path / "killed"
-        subprocess.run(command(*arguments, "--out", whole), check=True, cwd=ROOT, capture_output=True)
-        for rows_wanted in (1, 3):  # each time inside a run, as rows appear when one has ended
-            process = subprocess.Popen(
-                command(*arguments, "--out", killed), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            deadline = time.monotonic() + 120
-            while len(ResultsFile(killed / "runs.jsonl").rows()) < rows_wanted and time.monotonic() < deadline:
-                time.sleep(0.02)
-            time.sleep(0.1)
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-        assert rows_wanted <= len(exact(killed)) < len(exact(whole)) == 6
-        subprocess.run(command(*arguments, "--out", killed), check=True, cwd=ROOT, capture_output=True)
+        citation.main([*arguments, str(whole)])
+        process = start("-m", "benchmarks.citation", *arguments, killed, stdout=subprocess.DEVNULL)
+        wait_for_rows(killed / "runs.jsonl", 2)
+        os.kill(process.pid, signal.SIGKILL)  # inside a run, as rows appear when one has ended
+        process.wait()
+        assert 2 <= len(exact(killed)) < len(exact(whole)) == 6
+        citation.main([*arguments, str(killed)])
         assert exact(killed) == exact(whole)
 
     @pytest.mark.slow
     def test_several_processes_give_the_same_numbers(self, quick, tmp_path):
-        arguments = [*QUICK, "--workers", "2", "--out", tmp_path / "two"]
-        subprocess.run(command(*arguments), check=True, cwd=ROOT, capture_output=True)
+        citation.main([*QUICK, "--workers", "2", "--out", str(tmp_path / "two")])
         assert exact(tmp_path / "two") == exact(quick)
 
     def test_lines_that_are_no_results_are_passed_over(self, quick):
@@ -163,6 +165,28 @@ class TestResuming:
         citation.main([*QUICK, "--out", str(quick)])
         assert len(citation.finished(ResultsFile(quick / "runs.jsonl"))) == len(expected) == 4
 
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("test_accuracy", "high"),
+            ("seconds_per_epoch", math.nan),
+            ("curve", {"val_loss": [None]}),
+            ("epochs", 2.5),
+        ],
+    )
+    def test_a_row_of_wrong_types_is_run_again(self, field, value, quick, capsys):
+        path = quick / "runs.jsonl"
+        rows, expected = ResultsFile(path).rows(), exact(quick)
+        rows[1][field] = value
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        citation.main([*QUICK, "--out", str(quick)])
+        printed = capsys.readouterr()
+        assert "3 of 4 runs are in" in printed.out
+        assert printed.err.startswith(f"warning: {path}, line 2: {field} is ")
+        assert len(printed.err.splitlines()) == 1
+        again = citation.finished(ResultsFile(path)).values()
+        assert sorted(json.dumps({name: row[name] for name in EXACT}) for row in again) == expected
+
     def test_another_version_of_gattn_runs_anew(self, quick, monkeypatch):
         monkeypatch.setattr("gattn.__version__", "9.9")
         citation.main([*QUICK, "--out", str(quick)])
@@ -170,20 +194,17 @@ class TestResuming:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("workers", [1, 2])
-    def test_an_interruption_from_the_keyboard(self, tmp_path, workers):
-        arguments = ["--dataset", "karate", "--runs", "8", "--max-epochs", "2000", "--workers", workers]
-        process = subprocess.Popen(
-            command(*arguments, "--out", tmp_path), cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
-        )
-        deadline = time.monotonic() + 120
-        while not ResultsFile(tmp_path / "runs.jsonl").rows() and time.monotonic() < deadline:
-            time.sleep(0.02)
+    def test_an_interruption_from_the_keyboard(self, tmp_path, workers, start):
+        arguments = ["--dataset", "karate", "--runs", "99", "--max-epochs", "100", "--workers", workers]
+        process = start("-m", "benchmarks.citation", *arguments, "--out", tmp_path, stdout=subprocess.PIPE)
+        wait_for_rows(tmp_path / "runs.jsonl", 1)
         os.killpg(process.pid, signal.SIGINT)
-        printed, _ = process.communicate(timeout=30)
+        printed, _ = process.communicate(timeout=60)
         assert process.returncode == 130
         assert b"the same command goes on from there" in printed.replace(b"\n", b" ")
-        assert 1 <= len(ResultsFile(tmp_path / "runs.jsonl").rows()) < 8
+        assert 1 <= len(ResultsFile(tmp_path / "runs.jsonl").rows()) < 99
 
+    @pytest.mark.slow
     def test_an_error_in_one_run_loses_no_other(self, tmp_path):
         options = citation.parse([*QUICK, "--out", str(tmp_path)])
         runs = citation.plan(options, {"karate": 1.0})
@@ -287,6 +308,13 @@ class TestCommandLine:
             ["--dataset", "corra"],
             ["--device", "nonsense"],
             ["--seed", "-1"],
+            ["--device", "meta"],
+            ["--device", "cuda:99"],
+            ["--runs", "1000000000000"],
+            ["--runs", "two"],
+            ["--threads", "9999999999"],
+            ["--max-epochs", "1e3"],
+            ["--out", ""],
         ],
     )
     def test_wrong_arguments(self, arguments, capsys):

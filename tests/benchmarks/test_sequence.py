@@ -1,4 +1,4 @@
-import functools
+import json
 import math
 import re
 from dataclasses import asdict, replace
@@ -39,6 +39,7 @@ def here(function, *arguments, timeout):
 @pytest.fixture(autouse=True)
 def leave_this_process_as_it_was(monkeypatch):
     monkeypatch.setattr(sequence, "prepare_process", lambda case: None)
+    monkeypatch.setattr(sequence, "peak_above", lambda function: (function(), 10**6))  # collects no garbage
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,9 +50,8 @@ def leave_this_process_as_it_was(monkeypatch):
 def tiny(monkeypatch):
     """The benchmark on a small text, a small model and short sequences, without other processes."""
     monkeypatch.setattr(gattn.datasets, "load_text", lambda name: TEXT)
-    monkeypatch.setattr(sequence, "Setting", functools.partial(sequence.Setting, **asdict(SETTING)))
+    monkeypatch.setattr(sequence, "SETTING", SETTING)
     monkeypatch.setattr(sequence, "run_apart", here)
-    monkeypatch.setattr(sequence, "peak_above", lambda function: (function(), 10**6))  # collecting garbage takes long
     for name, value in {
         "CHANNELS": 8,
         "HEADS": 2,
@@ -67,9 +67,12 @@ def tiny(monkeypatch):
         monkeypatch.setattr(sequence, name, value)
 
 
+TRAINING = ("--iterations", "12")
+SPEED = ("--repeats", "2", "--seconds", "0.001")
+
+
 def arguments(out, *more):
-    quick = ["--quick", "--iterations", "12", "--repeats", "2", "--seconds", "0.001", "--threads", "1"]
-    return [*quick, *more, "--out", str(out)]
+    return ["--quick", "--threads", "1", *more, "--out", str(out)]
 
 
 def measured(case, path):
@@ -351,7 +354,7 @@ class TestWrongResults:
         assert measured(replace(CASE, graph=graph, peer=peer, batch=3), tmp_path)["outcome"] == "WRONG"
 
     def test_it_is_shown_and_tried_again(self, tiny, tmp_path, monkeypatch, capsys):
-        few = arguments(tmp_path, "--parts", "speed")
+        few = arguments(tmp_path, "--parts", "speed", *SPEED)
         with monkeypatch.context() as patch:
             patch.setattr(sequence, "torch_options", lambda case, real: {})
             sequence.main(few)
@@ -365,13 +368,14 @@ class TestWrongResults:
 
 class TestResuming:
     def test_nothing_is_done_twice(self, tiny, tmp_path, monkeypatch, capsys):
-        sequence.main(arguments(tmp_path))
+        every = arguments(tmp_path, *TRAINING, *SPEED)
+        sequence.main(every)
         names = ("runs.jsonl", "lm.md", "lm-gattn.txt", "speed.md", "graphs.md")
         before = [(tmp_path / name).read_text() for name in names]
         monkeypatch.setattr(sequence, "measure", lambda *args: pytest.fail("measured again"))
         monkeypatch.setattr(sequence, "Training", lambda *args: pytest.fail("trained again"))
         capsys.readouterr()
-        sequence.main(arguments(tmp_path))
+        sequence.main(every)
         printed = capsys.readouterr().out
         assert "2 of 2 training runs are in" in printed
         assert "34 of 34 measurements are in" in printed
@@ -388,14 +392,14 @@ class TestResuming:
         with monkeypatch.context() as patch:
             patch.setattr(sequence, "measure", interrupted)
             with pytest.raises(SystemExit) as exit_info:
-                sequence.main(arguments(tmp_path, "--parts", "speed"))
+                sequence.main(arguments(tmp_path, "--parts", "speed", *SPEED))
         assert exit_info.value.code == 130
         assert "the same command goes on from there" in capsys.readouterr().out.replace("\n", " ")
         rows = ResultsFile(tmp_path / "runs.jsonl").rows()
         assert [(row["graph"], row["length"], row["peer"]) for row in rows] == [
             ("full", length, peer) for length in (4, 9) for peer in ("gattn", "torch", "sdpa")
         ]
-        sequence.main(arguments(tmp_path, "--parts", "speed"))
+        sequence.main(arguments(tmp_path, "--parts", "speed", *SPEED))
         assert "6 of 22 measurements are in" in capsys.readouterr().out
 
     def test_an_interrupted_training_goes_on(self, tiny, tmp_path, monkeypatch, capsys):
@@ -424,11 +428,31 @@ class TestResuming:
         assert set(rows[0]) == {"gattn", "torch"}
 
     def test_another_version_is_measured_anew(self, tiny, tmp_path, monkeypatch):
-        few = arguments(tmp_path, "--parts", "lm", "graphs", "--layers", "gattn")
+        few = arguments(tmp_path, "--parts", "lm", "graphs", "--layers", "gattn", *TRAINING, *SPEED)
         sequence.main(few)
         monkeypatch.setattr("gattn.__version__", "9.9")
         sequence.main(few)
         assert len(ResultsFile(tmp_path / "runs.jsonl").rows()) == 2 * (1 + 12)
+
+    @pytest.mark.parametrize(
+        ("options", "field", "value"),
+        [
+            (("--parts", "lm", *TRAINING), "sample", 5),
+            (("--parts", "lm", *TRAINING), "curve", []),
+            (("--parts", "graphs", *SPEED), "forward", None),
+        ],
+    )
+    def test_a_row_of_wrong_types_is_made_again(self, options, field, value, tiny, tmp_path, capsys):
+        some = arguments(tmp_path, "--layers", "gattn", *options)
+        sequence.main(some)
+        path = tmp_path / "runs.jsonl"
+        rows = ResultsFile(path).rows()
+        rows[0][field] = value
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        capsys.readouterr()
+        sequence.main(some)
+        assert capsys.readouterr().err.startswith(f"warning: {path}, line 1: {field} is ")
+        assert len(ResultsFile(path).rows()) == len(rows) + 1
 
     def test_without_a_reference_nothing_is_measured(self, tiny, tmp_path, monkeypatch):
         def apart(function, *arguments, timeout):
@@ -436,7 +460,7 @@ class TestResuming:
             return ("out of memory", "killed") if killed else here(function, *arguments, timeout=timeout)
 
         monkeypatch.setattr(sequence, "run_apart", apart)
-        sequence.main(arguments(tmp_path, "--parts", "speed"))
+        sequence.main(arguments(tmp_path, "--parts", "speed", *SPEED))
         rows = ResultsFile(tmp_path / "runs.jsonl").rows()
         assert {row["reason"] for row in rows} == {"no reference: out of memory killed"}
 
@@ -531,7 +555,7 @@ class TestReport:
 
 class TestCommandLine:
     def test_results(self, tiny, tmp_path, capsys):
-        sequence.main(arguments(tmp_path))
+        sequence.main(arguments(tmp_path, *TRAINING, *SPEED))
         rows = ResultsFile(tmp_path / "runs.jsonl").rows()
         assert [row["part"] for row in rows] == ["lm"] * 2 + ["speed"] * 22 + ["graphs"] * 12
         assert {row.get("outcome", "ok") for row in rows} == {"ok"}
@@ -588,7 +612,7 @@ class TestCommandLine:
         monkeypatch.setattr(gattn.datasets, "load_text", missing)
         with pytest.raises(SystemExit, match="error: the text is not there"):
             sequence.main(arguments(tmp_path, "--parts", "lm"))
-        sequence.main(arguments(tmp_path, "--layers", "gattn"))
+        sequence.main(arguments(tmp_path, "--layers", "gattn", *SPEED))
         assert "Skipped: the text is not there" in capsys.readouterr().out
         assert {row["part"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()} == {"speed", "graphs"}
 
@@ -610,6 +634,16 @@ class TestCommandLine:
             ["--timeout", "nan"],
             ["--seed", "-1"],
             ["--parts", "graphs", "--layers", "torch"],
+            ["--parts", "lm", "graphs", "--layers", "torch"],
+            ["--parts", "speed", "--seed", "1"],
+            ["--parts", "graphs", "--iterations", "10"],
+            ["--parts", "lm", "--rounds", "3"],
+            ["--threads", "9999999999"],
+            ["--rounds", "1000000000000"],
+            ["--seconds", "inf"],
+            ["--timeout", "1e10"],
+            ["--iterations", "1e3"],
+            ["--out", ""],
             ["--nonsense"],
         ],
     )
@@ -622,6 +656,7 @@ class TestCommandLine:
 @pytest.mark.slow
 def test_in_processes(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sequence, "run_apart", measuring.run_apart)
-    sequence.main(arguments(tmp_path, "--parts", "graphs"))
+    monkeypatch.setattr(sequence, "NODES", (8,))
+    sequence.main(arguments(tmp_path, "--parts", "graphs", *SPEED))
     rows = ResultsFile(tmp_path / "runs.jsonl").rows()
-    assert [row["outcome"] for row in rows] == ["ok"] * 12
+    assert [row["outcome"] for row in rows] == ["ok"] * 4

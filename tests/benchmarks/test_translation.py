@@ -41,8 +41,8 @@ SETTING = Setting(
     iterations=12,
     warm_up=3,
     evaluate_every=5,
-    curve_sentences=4,
-    test_sentences=10,
+    curve_sentences=2,
+    test_sentences=4,
     beams=2,
 )
 
@@ -89,7 +89,7 @@ def one_thread():
 
 
 def arguments(path, *more):
-    return ["--out", str(path / "out"), "--jobs", "1", *more]
+    return ["--out", str(path / "out"), *more]
 
 
 def here(pending, folder, jobs):
@@ -172,6 +172,7 @@ class TestSplit:
         assert abs(len(split.test) - 250) < 4 * deviation
         assert abs(len(split.validation) - 250) < 4 * deviation
 
+    @pytest.mark.slow
     def test_tatoeba(self):
         try:
             split = translation.split_pairs(gattn.datasets.load_pairs("tatoeba"))
@@ -355,11 +356,11 @@ class TestTraining:
 
     @pytest.mark.parametrize("row", ["none", "additive", "local-p", "hard", "hard-st", "transformer"])
     def test_it_learns(self, row, corpus, run, tmp_path):
-        setting = replace(SETTING, iterations=40, learning_rate=0.01, transformer_learning_rate=0.01, evaluate_every=20)
+        setting = replace(SETTING, iterations=24, learning_rate=0.01, transformer_learning_rate=0.01, evaluate_every=12)
         training = Training(replace(run, row=row, setting=setting), corpus, tmp_path)
         training.advance(100)
         assert training.is_finished
-        assert [point["iteration"] for point in training.curve] == [20, 40]
+        assert [point["iteration"] for point in training.curve] == [12, 24]
         first, last = (point["val_loss"] for point in training.curve)
         assert last < first < math.log(corpus.size)
         assert training.curve[-1]["seconds"] == pytest.approx(training.seconds, abs=0.01)
@@ -515,6 +516,14 @@ class TestCommandLine:
             ["--seeds", "-1"],
             ["--seeds"],
             ["--device", "nothing"],
+            ["--device", "meta"],
+            ["--seeds", "one"],
+            ["--seeds", "4294967296"],
+            ["--jobs", "9999999999"],
+            ["--report", "--jobs", "2"],
+            ["--report", "--rows", "dot"],
+            ["--report", "--seeds", "0"],
+            ["--out", ""],
             ["--nonsense"],
         ],
     )
@@ -533,7 +542,11 @@ class TestReport:
                 {"low": 26, "high": None, "count": 2, "words": 30.0, "bleu": 10.0 - seed},
             ]
             curve = [{"iteration": i, "seconds": 6.0 * i, "bleu": float(i + seed)} for i in (1, 2)]
-            result = {"sentences": 5, "beam": {"bleu": 10.0 + 2 * seed, "chrf": 30.0}, "greedy": {"bleu": 9.0}}
+            result = {
+                "sentences": 5,
+                "beam": {"bleu": 10.0 + 2 * seed, "chrf": 30.0},
+                "greedy": {"bleu": 9.0, "chrf": 29.0},
+            }
             example = {"source": ["a$", "end"], "translation": ["x", "y", "end"]}
             if name == "dot":
                 example["weights"] = [[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]
@@ -561,6 +574,21 @@ class TestReport:
         assert [(row["row"], row["seed"]) for row in chosen] == [("none", 0), ("none", 1), ("dot", 0), ("dot", 1)]
         assert chosen[2]["parameters"] == 7
         assert translation.select(results, SETTING, "cuda") == []
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("seed", "0"), ("row", ["dot"]), ("setting", "small"), ("seconds", "long"), ("test", None), ("bins", [])],
+    )
+    def test_a_row_of_wrong_types_is_left_out(self, field, value, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(translation, "SETTINGS", {"default": SETTING})
+        results = ResultsFile(tmp_path / "out" / "runs.jsonl")
+        rows = self.rows()
+        for row in ({**rows[0], field: value}, *rows[1:]):
+            results.append(row)
+        translation.main(arguments(tmp_path, "--report"))
+        assert capsys.readouterr().err.startswith(f"warning: {results.path}, line 1: {field} is ")
+        table = (tmp_path / "out" / "table.md").read_text()
+        assert [line.split(" | ")[2] for line in table.splitlines()[2:4]] == ["2", "1"]
 
     def test_lines_are_means(self, tmp_path, monkeypatch):
         figures = []
