@@ -75,9 +75,10 @@ class AttentionPooling(Aggregation):
 
     def __call__(self, x: Tensor, *args: Any, lengths: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls `forward`, by way of PyG's checks."""
-        if lengths is None:
+        # PyG would make an index of zeros where it finds none, and look at it, which no exported model can.
+        is_one_set = len(args) == 0 and set(kwargs) <= {"return_weights"} and x.dim() > 1 and x.size(-2) > 0
+        if lengths is None and not is_one_set:
             return super().__call__(x, *args, **kwargs)
-        # PyG would put all elements into set 0 where it finds no index.
         return torch.nn.Module.__call__(self, x, *args, lengths=lengths, **kwargs)
 
     def forward(
