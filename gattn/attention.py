@@ -10,23 +10,34 @@ Dimensions: N targets, M sources, E edges, H heads, C channels, B batch.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, Optional
+from typing import Any, ClassVar, NamedTuple, Optional, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 from torch_geometric.utils import is_sparse
 
 from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, resolve_distribution
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
 from gattn.ops import cpu, dense, operators, reference, triton
-from gattn.ops.dropout import draw_seed, drop
-from gattn.ops.edge_lists import plain
+from gattn.ops.dropout import check_probability, draw_seed, drop
+from gattn.ops.edge_lists import plain, traced
 from gattn.recording import recorded
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.settings import require_finite, resolve_backend
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def fused(hook: _Hook) -> _Hook:
+    """Marks a hook of message passing that says what the kernels compute, so that they may replace it."""
+    hook._is_fused = True  # type: ignore[attr-defined]
+    return hook
 
 
 class Attention(MessagePassing):
@@ -60,9 +71,17 @@ class Attention(MessagePassing):
         "distribution": Distribution,
         "num_targets": int,
     }
-    propagate_type: ClassVar[dict[str, Any]] = {"value": Tensor, "alpha": Tensor, "edge_value": Optional[Tensor]}
+    # propagate_type: (x: OptPairTensor, alpha: Tensor, edge_value: Optional[Tensor])
+    # A comment, so that a layer whose message takes less can say so in its own.
 
     def __init__(self, aggr: Any = "add", *, flow: str = FLOWS[0], **kwargs: Any):
+        unknown = kwargs.keys() - {"aggr_kwargs", "decomposed_layers"}
+        if unknown:
+            known = [name for name in inspect.signature(type(self)).parameters if name not in ("args", "kwargs")]
+            raise TypeError(
+                f"{type(self).__name__} has no argument {', '.join(sorted(unknown))}; it takes {', '.join(known)}, and "
+                "of PyG's MessagePassing aggr, aggr_kwargs, flow and decomposed_layers."
+            )
         super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
         self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code that works with them looks at it
         self._restore_originals()
@@ -71,6 +90,12 @@ class Attention(MessagePassing):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._restore_originals()
+
+    def __prepare_scriptable__(self) -> None:
+        raise NotImplementedError(
+            f"TorchScript cannot compile {type(self).__name__}, and PyTorch has deprecated it: use torch.compile, or "
+            "torch.export for a program without Python (torch.jit.trace works, too)."
+        )
 
     def _restore_originals(self) -> None:
         # PyG takes a subclass's "original" from its already generated parent, which cannot explain.
@@ -82,7 +107,7 @@ class Attention(MessagePassing):
     def _check_hooks(self) -> None:
         """A hook that asks for what is not there would find it among its module's globals, or nowhere."""
         for hook, known, asked in (
-            ("message", self.propagate_type, self._user_args),
+            ("message", self.inspector.get_params_from_method_call("propagate"), self._user_args),
             ("edge_update", self.edge_updater_type, self._edge_user_args),
         ):
             for name in asked:
@@ -95,8 +120,8 @@ class Attention(MessagePassing):
                 ]
                 if plain not in known and all(default is inspect.Parameter.empty for default in defaults):
                     raise TypeError(
-                        f"{type(self).__name__}.{hook} (or aggregate, update) asks for {name!r}, which gattn's layers "
-                        f"don't pass: there are {', '.join(known)}, per node with _i or _j at the end, and PyG's "
+                        f"{type(self).__name__}.{hook} (or aggregate, update) asks for {name!r}, which is not "
+                        f"passed to it: there are {', '.join(known)}, per node with _i or _j at the end, and PyG's "
                         "index, ptr, dim_size and size."
                     )
 
@@ -132,13 +157,10 @@ class Attention(MessagePassing):
         graph = as_graph(graph, self.flow)
         if return_weights not in (False, True, "dropped"):  # 0 and 1 are among them
             raise ValueError(f"return_weights is False, True or 'dropped', not {return_weights!r}.")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
-        for name, term in (("edge", edge), ("bias", bias), ("mask", mask), ("edge_value", edge_value)):
-            if term is not None and not isinstance(term, Tensor):
-                raise TypeError(f"{name} must be a tensor; got {type(term).__name__}.")
+        check_probability("dropout", dropout)
         training = self.training if training is None else training
         heads = _check_shapes(query, key, value, score)
+        _check_terms(value, score, edge=edge, bias=bias, mask=mask, edge_value=edge_value)
         require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
         has_edge_terms = edge is not None or edge_value is not None
         backend = self._choose(backend, graph, value, score, distribution, has_edge_terms)
@@ -218,8 +240,14 @@ class Attention(MessagePassing):
             )
             dropped = alpha if seed is None else drop(alpha, dropout, seed)
             size = (value.size(-3), edges.num_targets)
-            size = size if self.flow == FLOWS[0] else size[::-1]
-            out = self.propagate(rows, value=value, alpha=dropped, edge_value=edge_value, size=size).to(result)
+            x: Any = value
+            if "x_i" in self._user_args:
+                x = (value, _target_vectors(query, value, edges.num_targets))
+            if self.flow != FLOWS[0]:
+                size = size[::-1]
+                x = x[::-1] if self.explain and x is not value else x  # the generated code knows no flow there
+            terms = {"edge_value": edge_value} if "edge_value" in self._user_args else {}
+            out = self.propagate(rows, x=x, alpha=dropped, size=size, **terms).to(result)
         if not return_weights:
             return out
         assert alpha is not None
@@ -257,8 +285,9 @@ class Attention(MessagePassing):
         """What needs messages to be there, or changes how they are made."""
         if self.explain:
             return "an explainer looks at its messages"
-        for name, original in _HOOKS.items():
-            if getattr(type(self), name) is not original:
+        for name in _HOOKS:
+            hook = getattr(type(self), name)
+            if hook is not getattr(MessagePassing, name) and not hasattr(hook, "_is_fused"):
                 return f"{type(self).__name__} overrides {name}()"
         if not isinstance(self.aggr_module, SumAggregation):
             return f"messages are aggregated by {self.aggr_module}, not summed"
@@ -268,6 +297,7 @@ class Attention(MessagePassing):
             return "a hook is registered on its message passing"
         return None
 
+    @fused
     def edge_update(
         self,
         query_i: Optional[Tensor],
@@ -286,9 +316,10 @@ class Attention(MessagePassing):
             key_j = key_j.squeeze(-1)
         return reference.weights(query_i, key_j, edge, bias, mask, score, distribution, index, num_targets)
 
-    def message(self, value_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:
-        """Weighted values, `[..., E, H, C]`."""
-        return reference.messages(value_j, alpha, edge_value)
+    @fused
+    def message(self, x_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:
+        """Weighted values of the sources, `[..., E, H, C]`."""
+        return reference.messages(x_j, alpha, edge_value)
 
 
 def attend(
@@ -380,7 +411,7 @@ def attend(
 
 
 # Overriding one of these, or hooking into PyG's machinery, needs that machinery.
-_HOOKS = {name: getattr(Attention, name) for name in ("edge_update", "message", "aggregate", "update")}
+_HOOKS = ("edge_update", "message", "aggregate", "update")
 _HOOK_TABLES = tuple(
     f"_{step}_forward{when}_hooks"
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -428,8 +459,6 @@ def _attend_densely(
 ) -> Any:
     batch = value.shape[:-3]
     distribution.check(batch, graph.num_targets)
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(_MASK_DTYPE.format(mask.dtype))
     for name, term in (("bias", bias), ("mask", mask)):
         if term is not None:
             _expand(term, name, graph, batch, heads)
@@ -478,6 +507,8 @@ def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be of a floating-point type; got {tensor.dtype}.")
+        if tensor is not None and tensor.device != key.device:
+            raise ValueError(f"{name} is on {tensor.device}, but key is on {key.device}: move one of them.")
     if query is None and not score.scalar:
         raise ValueError(f"{type(score).__name__} needs a query; query=None is possible with GATScore only.")
     kind, letters = type(score).__name__, "H" if score.scalar else "H, C"
@@ -511,7 +542,25 @@ def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score
     return heads
 
 
-_MASK_DTYPE = "mask is a tensor of booleans, True = may attend; got {}."
+def _check_terms(value: Tensor, score: Score, **terms: Tensor | None) -> None:
+    """Checks the kind of everything that comes once per edge; whether it fits the edges is seen when they are known."""
+    for name, term in terms.items():
+        if term is None:
+            continue
+        if not isinstance(term, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(term).__name__}.")
+        if name == "mask" and term.dtype != torch.bool:
+            raise ValueError(f"mask is a tensor of booleans, True = may attend; got {term.dtype}.")
+        if term.is_complex():
+            raise ValueError(f"{name} is added to real numbers; got {term.dtype}.")
+        if term.device != value.device:
+            raise ValueError(f"{name} is on {term.device}, the features are on {value.device}: move one of them.")
+    for term in score.tensors():
+        if term.device != value.device:
+            raise ValueError(
+                f"{type(score).__name__} has a tensor on {term.device}, the features are on {value.device}: move one "
+                "of them."
+            )
 
 
 class _EdgeList(NamedTuple):
@@ -522,8 +571,8 @@ class _EdgeList(NamedTuple):
     self_loops: bool
     """Whether self-loops are still to be added."""
     flow: str
-    num_edges: int
-    """Number of edges, self-loops included; known if it was asked for."""
+    num_edges: int | None
+    """Number of edges, self-loops included; `None` if nobody asked, or compiled code cannot know."""
 
 
 def _edge_list(
@@ -543,8 +592,9 @@ def _edge_list(
     graph = graph.with_sizes(num_sources, num_targets)
     # Kernels check indices and add self-loops themselves (but compiled code must know how many weights there are).
     if kernels is not None and not is_sparse(graph.adjacency) and not (weights and torch.compiler.is_compiling()):
-        index, self_loops, num_edges = plain(graph.adjacency), graph.self_loops, 0
-        if count and not torch.compiler.is_compiling():
+        index, self_loops = plain(graph.adjacency), graph.self_loops
+        num_edges = None if self_loops else index.size(1)
+        if count and self_loops and not traced():
             num_edges = kernels.layout_of(index, num_sources, num_targets, self_loops, graph.flow).num_edges
     else:
         index, self_loops = graph.edges().edge_index, False
@@ -605,39 +655,57 @@ def _check_edge_terms(
     edge_value: Tensor | None,
     score: Score,
     batch: torch.Size,
-    num_edges: int,
+    num_edges: int | None,
     heads: int,
     key: Tensor,
     value: Tensor,
 ) -> Tensor | None:
-    """Checks everything that comes one an edge, and returns the mask as `[..., E, H or 1]`."""
-    per_head = (num_edges, heads)
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(_MASK_DTYPE.format(mask.dtype))
-    if mask is not None and tuple(mask.shape) in ((num_edges,), (*batch, num_edges)) and mask.shape != per_head:
+    """Checks everything that comes once per edge, and returns the mask as `[..., E, H or 1]`.
+
+    Where the number of edges is not known yet, the kernels check it.
+    """
+    if mask is not None and mask.dim() == 1:
         mask = mask.unsqueeze(-1)
-    expected = {
-        "edge": (edge, per_head if score.scalar else (*per_head, key.size(-1)), [heads]),
-        "bias": (bias, per_head, [heads]),
-        "mask": (mask, per_head, [heads, 1]),
-        "edge_value": (edge_value, (*per_head, value.size(-1)), [heads]),
-    }
-    for name, (tensor, shape, head_counts) in expected.items():
+    elif mask is not None and mask.shape[:-1] == batch and _may_equal(mask.size(-1), num_edges):
+        is_per_head = mask.dim() == 2 and mask.size(-1) == heads and _may_equal(mask.size(0), num_edges)
+        mask = mask if is_per_head else mask.unsqueeze(-1)
+    channels = () if score.scalar else (key.size(-1),)
+    for name, tensor, last in (
+        ("edge", edge, (heads, *channels)),
+        ("bias", bias, (heads,)),
+        ("mask", mask, (heads,)),
+        ("edge_value", edge_value, (heads, value.size(-1))),
+    ):
         if tensor is None:
             continue
-        shapes = [
-            (*front, shape[0], count, *shape[2:])
-            for front in dict.fromkeys([(), tuple(batch)])
-            for count in head_counts
-        ]
-        if torch.compiler.is_compiling():  # numbers of edges that depend on data cannot be compared there
-            continue
-        if tuple(tensor.shape) not in shapes:
+        inner = len(last)
+        fits = tensor.shape[-inner:] == last or (name == "mask" and tensor.size(-1) == 1)
+        if not (
+            fits
+            and tensor.dim() in (inner + 1, inner + 1 + len(batch))
+            and tensor.shape[: -1 - inner] in ((), batch)
+            and _may_equal(tensor.size(-1 - inner), num_edges)
+        ):
+            shape = ["E" if num_edges is None else num_edges, *last]
             raise ValueError(
-                f"{name} has one entry an edge, in the order of graph.edge_index: {list(shapes[0])} for this graph and "
-                f"{type(score).__name__}; got {list(tensor.shape)}."
+                f"{name} has one entry per edge, in the order of graph.edge_index: [{', '.join(map(str, shape))}] for "
+                f"this graph and {type(score).__name__}; got {list(tensor.shape)}."
             )
     return mask
+
+
+def _may_equal(size: int, num_edges: int | None) -> bool:
+    """Whether a size is E, as far as that is known: numbers of edges that depend on data are not, in compiled code."""
+    if num_edges is None:
+        return True
+    return guard_or_true(size == num_edges) if torch.compiler.is_compiling() else size == num_edges
+
+
+def _target_vectors(query: Tensor | None, value: Tensor, num_targets: int) -> Tensor | None:
+    """What explainers know targets by: vectors like those of the sources, where there are some."""
+    if query is not None and query.shape[-2:] == value.shape[-2:]:
+        return query
+    return value if value.size(-3) == num_targets else None
 
 
 def _promote(*tensors: Tensor | None) -> torch.dtype:

@@ -103,7 +103,7 @@ class SparseGraph:
         for what, count in (("sources", num_sources), ("targets", num_targets)):
             if count is not None and count < 0:
                 raise ValueError(f"a graph has no negative number of nodes; got {count} {what}.")
-        self.adjacency = edge_index
+        self.adjacency = edge_index.clone() if _is_unsavable(edge_index) else edge_index
         self.num_sources = num_sources
         self.num_targets = num_targets
         self.self_loops = self_loops
@@ -231,9 +231,10 @@ class SparseGraph:
         """The features of each node's self-loop, by aggregating those of its other edges."""
         first, second = plain(self.adjacency).long()
         ends = second if self.flow == FLOWS[0] or self._loops_as_pyg else first
-        kept = first != second
-        # More nodes may have edges than get a self-loop.
-        features = scatter(features[kept], ends[kept], 0, max(num_sources, num_targets), reduce)
+        # More nodes may have edges than get a self-loop. Those that are loops already go to a row of their own, as in
+        # compiled code a selection of the others would have a size that nothing else is known to have.
+        count = max(num_sources, num_targets)
+        features = scatter(features, ends.where(first != second, count), 0, count + 1, reduce)
         return features[: min(num_sources, num_targets)]
 
     def _known_sizes(self) -> tuple[int, int]:
@@ -300,6 +301,13 @@ def _check_form(edge_index: Any) -> None:
             f"edge_index holds node indices, so its dtype is an integer one; got {edge_index.dtype}. "
             "Convert it with edge_index.long()."
         )
+
+
+def _is_unsavable(adjacency: Any) -> bool:
+    """Whether autograd, which is at work, refuses to save a graph because it was made in inference mode."""
+    if torch.compiler.is_compiling() or not isinstance(adjacency, Tensor):
+        return False
+    return adjacency.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _agree(what: str, known: int | None, given: int | None, where: str) -> int | None:
@@ -618,6 +626,8 @@ Graph = SparseGraph | CompleteGraph
 
 def as_graph(graph: Any, flow: str = FLOWS[0]) -> Graph:
     """Wraps an edge list in any form; graphs are returned as they are."""
+    if isinstance(graph, SparseGraph) and _is_unsavable(graph.adjacency):
+        return graph._copy()
     if isinstance(graph, (SparseGraph, CompleteGraph)):
         return graph
     graph = SparseGraph(graph, flow=flow)

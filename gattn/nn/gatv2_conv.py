@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.inits import glorot, zeros
+from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 
+from gattn.attention import fused
 from gattn.nn.attention_conv import AttentionConv
 from gattn.nn.linear import Linear
+from gattn.ops import reference
 from gattn.scores import AdditiveScore
 
 
@@ -60,6 +63,8 @@ class GATv2Conv(AttentionConv):
         >>> conv(torch.randn(3, 16), torch.tensor([[0, 1], [1, 2]])).shape
         torch.Size([3, 32])
     """
+
+    # propagate_type: (x: OptPairTensor, alpha: Tensor)
 
     def __init__(
         self,
@@ -170,3 +175,8 @@ class GATv2Conv(AttentionConv):
         if self.bias is not None:
             out = out + self.bias
         return out if alpha is None else (out, self._with_weights(graph, alpha))
+
+    @fused
+    def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        """Weighted values of the sources, `[..., E, H, C]`: nothing is added to them per edge."""
+        return reference.messages(x_j, alpha, None)

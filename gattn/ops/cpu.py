@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from gattn.ops import native
-from gattn.ops.layout import layout_of
+from gattn.ops.layout import Layout, layout_of
 from gattn.ops.operators import (
     DIFFERENTIABLE,
     DTYPES,
     AttentionOperator,
+    check_inputs,
     compute_dtype,
     dense_rows,
     flat,
@@ -86,6 +87,7 @@ class _Call:
 
     def __init__(
         self,
+        layout: Layout,
         query: Tensor | None,
         key: Tensor,
         value: Tensor | None,
@@ -105,8 +107,9 @@ class _Call:
         edge_is_value: bool,
         dropout: float,
         seed: Tensor | None,
+        traced: bool,
     ):
-        self.layout = layout = layout_of(edge_index, num_sources, num_targets, self_loops, flow)
+        self.layout = layout
         values = key if value is None else value
         scalar = family == "gat"
         self.front = values.shape[:-3]
@@ -214,9 +217,16 @@ def _differentiate_drop(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return drop(grad, ctx.p, *ctx.saved_tensors), None, None
 
 
+def _checked_call(inputs: Sequence[Any]) -> _Call:
+    *graph, traced = *inputs[8:13], inputs[-1]
+    layout = layout_of(*graph, traced)
+    check_inputs(inputs, layout.num_edges)
+    return _Call(layout, *inputs)
+
+
 def _forward(*inputs: Any) -> list[Tensor]:
     inputs, (keep, with_weights) = inputs[:-2], inputs[-2:]
-    call = _Call(*inputs)
+    call = _checked_call(inputs)
     arguments, layout = call.arguments, call.layout
     nodes = (*call.front, layout.num_targets, call.heads, call.value_channels)
     out = call.empty(*nodes, dtype=call.dtype)
@@ -251,21 +261,34 @@ def _backward(
 ) -> list[Tensor]:
     inputs, wanted = inputs[:-1], inputs[-1]
     query, key, value, vector, edge, bias, _, edge_value = inputs[:8]
-    call = _Call(*inputs)
-    arguments, layout = call.arguments, call.layout
-    arguments.by_source = layout.by_source.rows
-    arguments.target_position = layout.target_position.data_ptr()
-    arguments.source_position = layout.source_position.data_ptr()
+    call = _checked_call(inputs)
+    arguments, layout, by_source = call.arguments, call.layout, call.layout.by_source
+    record_bytes = _record_bytes(inputs, call.heads, call.channels) if record.numel() else 0
+    nodes = (*call.front, layout.num_targets, call.heads, call.value_channels)
+    edges = (*call.front, layout.num_edges, call.heads)
+    for tensor, size, dtype in (
+        (grad_out, nodes, call.dtype),
+        (out, nodes, call.dtype),
+        (stats, (call.batch, layout.num_targets, 2, call.heads), call.compute),
+        (record, (call.batch * most_edges(*inputs[8:12]) * record_bytes,), torch.uint8),
+        (wide, (0,) if wide.dim() == 1 else nodes, call.compute),
+        *(() if grad_weights is None else ((grad_weights, edges, call.compute), (weights, edges, call.compute))),
+    ):
+        if tensor.shape != size or tensor.dtype != dtype:
+            raise ValueError("the graph or an input has changed between the forward and the backward pass.")
+    arguments.by_source = by_source.rows
+    arguments.target_position = by_source.target_position.data_ptr()
+    arguments.source_position = by_source.source_position.data_ptr()
     arguments.grad_out = call._hold(grad_out.contiguous())
     if grad_weights is not None:
         arguments.grad_weights = call._hold(grad_weights.contiguous())
     arguments.out, arguments.weights = out.data_ptr(), weights.data_ptr()
     arguments.stats, arguments.out_wide = stats.data_ptr(), wide.data_ptr() if wide.numel() else None
     arguments.record = record.data_ptr()
-    arguments.record_bytes = _record_bytes(inputs, call.heads, call.channels) if record.numel() else 0
+    arguments.record_bytes = record_bytes
     arguments.node_terms = call.scratch(call.batch, layout.num_targets, 4, call.heads)
     width = call.heads * max(call.channels, call.value_channels)
-    slots = max(layout.by_source.num_slots, layout.by_target.num_slots)
+    slots = max(by_source.num_slots, layout.by_target.num_slots)
     arguments.partial = call.scratch(call.batch * slots, 2 * width)
 
     wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
@@ -286,7 +309,7 @@ def _backward(
         arguments.target_pass = 1
         arguments.edge_terms = call.scratch(call.batch, layout.num_edges, call.heads)
     if wants["vector"]:
-        tasks = layout.by_target.num_tasks + layout.by_source.num_tasks
+        tasks = layout.by_target.num_tasks + by_source.num_tasks
         partial = torch.zeros(tasks * call.batch, call.heads, call.channels, dtype=call.compute)
         arguments.grad_vector = partial.data_ptr()
     native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))

@@ -36,6 +36,16 @@ def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     return (random >= int(p * 2**32)).view(shape)
 
 
+def check_probability(name: str, p: float) -> None:
+    """Raises `TypeError` or `ValueError` where `p` is no probability."""
+    try:
+        valid = bool(0.0 <= p <= 1.0)
+    except TypeError as error:
+        raise TypeError(f"{name} is a probability, a number between 0 and 1; got {p!r}.") from error
+    if not valid:
+        raise ValueError(f"{name} is a probability between 0 and 1; got {p}.")
+
+
 def draw_seed(device: torch.device) -> Tensor:
     """A fresh seed from PyTorch's default generator of `device`."""
     return torch.randint(2**63 - 1, (), device=device)

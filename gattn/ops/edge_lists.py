@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,27 +15,79 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 FLOWS = ("source_to_target", "target_to_source")
 
-# {edge_index: {key: (its version, what was derived)}}.
-# Values must never hold the key or a view of it, or no entry would ever be freed.
-_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# A tensor used with many node counts keeps what was derived for the last few of them only.
+_MOST_KEPT = 8
 
 
-def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any]) -> Any:
-    """What `derive()` returns, kept for as long as `edge_index` lives and is not edited in place."""
-    if torch.compiler.is_compiling() or transforming() or edge_index.is_inference():
+class _Kept:
+    """What was derived from one tensor: `{key: (state of the tensor, value)}`, the most recently used last.
+
+    Values must never hold the tensor or a view of it, or no entry would ever be freed.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.entries: dict[Hashable, tuple[Hashable, Any]] = {}
+
+    def get(self, key: Hashable, state: Hashable, derive: Callable[[], Any]) -> Any:
+        with self.lock:  # so that threads that share a graph derive from it once
+            entry = self.entries.pop(key, None)
+            if entry is None or entry[0] != state:
+                with torch.inference_mode(False):  # what is kept must serve training too
+                    entry = state, derive()
+            self.entries[key] = entry
+            if len(self.entries) > _MOST_KEPT:
+                del self.entries[next(iter(self.entries))]
+        return entry[1]
+
+
+def _forget() -> None:
+    """Starts with nothing kept: a forked process may inherit locks that no thread of its own will ever release."""
+    global _lock, _cache
+    _lock, _cache = threading.Lock(), WeakTensorKeyDictionary()
+
+
+_lock: threading.Lock
+_cache: WeakTensorKeyDictionary  # {tensor: _Kept}
+_forget()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], contents: Hashable = None) -> Any:
+    """What `derive()` returns, kept for as long as `edge_index` lives and is not edited in place.
+
+    Args:
+        edge_index: The tensor.
+        key: What is derived from it.
+        derive: Derives it.
+        contents: What tells the tensor's present contents from others, for a caller that cannot rely on the tensor's
+            version. (default: `None`, the version, shape, strides and address)
+    """
+    if not _is_ours_to_keep(edge_index):
         return derive()
-    version = _version(edge_index)
-    entries = _cache.setdefault(edge_index, {})
-    entry = entries.get(key)
-    if entry is None or entry[0] != version:
-        with torch.inference_mode(False):  # what is kept must serve training too
-            entry = entries[key] = (version, derive())
-    return entry[1]
+    if contents is None:
+        state = _state(edge_index)
+    else:
+        key, state = (key, "by contents"), contents
+    with _lock:
+        kept = _cache.get(edge_index)
+        if kept is None:
+            kept = _cache[edge_index] = _Kept()
+    return kept.get(key, state, derive)
 
 
-def _version(edge_index: Tensor) -> int:
-    """Counts the in-place edits of a tensor."""
-    return plain(edge_index)._version
+def _is_ours_to_keep(tensor: Tensor) -> bool:
+    """Whether a tensor is one that lasts, and whose edits are counted."""
+    return not (traced() or transforming() or tensor.is_inference())
+
+
+def _state(tensor: Tensor) -> Hashable:
+    """Changes with every in-place edit of a tensor, and where `.data` is set to another tensor."""
+    tensor = plain(tensor)
+    if tensor.layout != torch.strided:
+        return tensor._version, tensor.shape, tensor._nnz()
+    return tensor._version, tensor.shape, tensor.stride(), tensor.data_ptr()
 
 
 def plain(edge_index: Tensor) -> Tensor:
@@ -43,20 +97,17 @@ def plain(edge_index: Tensor) -> Tensor:
 
 def looped(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Tensor:
     """`edge_index`, checked, with self-loops."""
-    key = ("looped", num_sources, num_targets, flow)
 
-    def derive() -> tuple[Tensor, int]:
+    def derive() -> tuple[Tensor, Hashable]:
         if not torch.compiler.is_compiling():
             check_range(edge_index, num_sources, num_targets, flow)
         result = add_loops(edge_index, min(num_sources, num_targets))[0]
-        return result, 0 if torch.compiler.is_compiling() or result.is_inference() else _version(result)
+        return result, _state(result) if _is_ours_to_keep(result) else None
 
-    result, version = derived(edge_index, key, derive)
-    # It is handed out beside attention weights, so it may have been edited, too.
-    if not torch.compiler.is_compiling() and not result.is_inference() and _version(result) != version:
-        del _cache[edge_index][key]
-        result, _ = derived(edge_index, key, derive)
-    return result
+    # What is handed out beside attention weights may be edited, too: then it is made anew.
+    key = ("looped", num_sources, num_targets, flow)
+    result, state = derived(edge_index, key, derive)
+    return result if state is None or _state(result) == state else derive()[0]
 
 
 def add_loops(
@@ -95,6 +146,15 @@ def check_range(edge_index: Tensor, num_sources: int, num_targets: int, flow: st
                 f"edge_index holds {what} index {highest}, but there are {nodes}: the features have too few rows for "
                 "this graph, or belong to another one."
             )
+
+
+def traced() -> bool:
+    """Whether tensors are stand-ins from which a program is made (compiled, traced), to run without this code."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def transforming() -> bool:

@@ -6,7 +6,7 @@ Built by counting sort from an edge list, once for each version of the tensor, a
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
+import threading
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from gattn.ops import native
 from gattn.ops.edge_lists import FLOWS, check_range, derived
 
 
-class _RowTable:
+class RowTable:
     """The edges of each row, and how they are shared among threads."""
 
     def __init__(self, start: Tensor, node: Tensor):
@@ -95,19 +95,31 @@ class Layout:
         self.num_sources, self.num_targets = num_sources, num_targets
         #: The number of the edge at each position by target; `None` where that is the position.
         self.edge = None if is_sorted.value else edge
-        self.by_target = _RowTable(start, node)
+        self.by_target = RowTable(start, node)
+        self._by_source: SourceRows | None = None
+        self._lock = threading.Lock()
 
-    @cached_property
-    def by_source(self) -> _RowTable:
-        """Rows by source; `target_position` and `source_position` come with them."""
-        start = torch.empty(self.num_sources + 1, dtype=torch.int32)
-        node, target_position, source_position = torch.empty(3, self.num_edges + native.PADDING, dtype=torch.int32)
+    @property
+    def by_source(self) -> SourceRows:
+        """Rows by source, made when they are first asked for."""
+        with self._lock:
+            if self._by_source is None:
+                self._by_source = SourceRows(self)
+            return self._by_source
+
+
+class SourceRows(RowTable):
+    """The edges of each source, and where each edge is in the one order and in the other."""
+
+    def __init__(self, layout: Layout):
+        start = torch.empty(layout.num_sources + 1, dtype=torch.int32)
+        node, target_position, source_position = torch.empty(3, layout.num_edges + native.PADDING, dtype=torch.int32)
         native.raise_for(
             native.library().gattn_rows_by_source(
-                self.by_target.start.data_ptr(),
-                self.by_target.node.data_ptr(),
-                self.num_sources,
-                self.num_targets,
+                layout.by_target.start.data_ptr(),
+                layout.by_target.node.data_ptr(),
+                layout.num_sources,
+                layout.num_targets,
                 torch.get_num_threads(),
                 start.data_ptr(),
                 node.data_ptr(),
@@ -115,11 +127,29 @@ class Layout:
                 source_position.data_ptr(),
             )
         )
+        super().__init__(start, node)
+        #: The position by target of the edge at each position by source, and the reverse.
         self.target_position, self.source_position = target_position, source_position
-        return _RowTable(start, node)
 
 
-def layout_of(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Layout:
-    """The layout of a graph, made once for each version of its `edge_index`."""
+def layout_of(
+    edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str, traced: bool = False
+) -> Layout:
+    """The layout of a graph, made once for each version of its `edge_index`.
+
+    A compiled or traced program writes to memory again and again without counting versions: called from one
+    (`traced`), it is the edges themselves that are compared, by their hash.
+    """
     key = ("layout", num_sources, num_targets, self_loops, flow)
-    return derived(edge_index, key, lambda: Layout(edge_index, num_sources, num_targets, self_loops, flow))
+    contents = _hash(edge_index) if traced else None
+    return derived(edge_index, key, lambda: Layout(edge_index, num_sources, num_targets, self_loops, flow), contents)
+
+
+def _hash(edge_index: Tensor) -> tuple[int, int]:
+    """The number of edges, and a hash of them in their order."""
+    index = edge_index.long()
+    first, second = index.unbind()
+    stride = index.stride(1)
+    return index.size(1), native.library().gattn_hash_edges(
+        first.data_ptr(), second.data_ptr(), stride, index.size(1), torch.get_num_threads()
+    )

@@ -97,13 +97,12 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(path)  # after PyTorch, whose OpenMP it shares
     except OSError as error:
         raise NativeLibraryError(f"they could not be loaded: {error}") from error
-    loaded.gattn_arguments_bytes.restype = ctypes.c_int64
-    if loaded.gattn_arguments_bytes() != ctypes.sizeof(Arguments):
-        raise NativeLibraryError("they were built from another version of the sources: install gattn again")
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
-    for name, arguments in {
+    functions = {
+        "gattn_arguments_bytes": [],
         "gattn_rows_by_target": [pointer] * 2 + [integer] * 7 + [pointer] * 4,
         "gattn_rows_by_source": [pointer] * 2 + [integer] * 3 + [pointer] * 4,
+        "gattn_hash_edges": [pointer] * 2 + [integer] * 3,
         "gattn_tasks": [pointer, integer] + [pointer] * 4,
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
         "gattn_use_huge_pages": [pointer, integer],
@@ -111,9 +110,16 @@ def library() -> ctypes.CDLL:
         "gattn_forward": [pointer],
         "gattn_backward": [pointer],
         "gattn_use_instruction_set": [ctypes.c_char_p],
-    }.items():
+        "gattn_instruction_set": [],
+    }
+    missing = [name for name in functions if not hasattr(loaded, name)]
+    if missing == list(functions):
+        raise NativeLibraryError(f"they could not be loaded: {path} is another library, not gattn's")
+    for name in functions.keys() - missing:
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int64
+        function.argtypes, function.restype = functions[name], integer
+    if missing or loaded.gattn_arguments_bytes() != ctypes.sizeof(Arguments):
+        raise NativeLibraryError("they were built from another version of the sources: install gattn again")
     loaded.gattn_tasks.restype = loaded.gattn_drop.restype = None
     loaded.gattn_instruction_set.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gattn.distributions import Softmax
 from gattn.ops import reference
-from gattn.ops.edge_lists import FLOWS, looped, plain, transforming
+from gattn.ops.edge_lists import FLOWS, looped, plain, traced, transforming
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # in the order of the CPU kernels' StorageType
@@ -23,12 +23,13 @@ library = torch.library.Library("gattn", "DEF")
 _INPUTS = (
     "Tensor? query, Tensor key, Tensor? value, Tensor? vector, Tensor? edge, Tensor? bias, Tensor? mask, "
     "Tensor? edge_value, Tensor edge_index, SymInt num_sources, SymInt num_targets, bool self_loops, str flow, "
-    "str family, float negative_slope, float scale, bool edge_is_value, float dropout, Tensor? seed"
+    "str family, float negative_slope, float scale, bool edge_is_value, float dropout, Tensor? seed, bool traced"
 )
 
 #: Inputs that have gradients, by their place among the operators' inputs.
 DIFFERENTIABLE = {"query": 0, "key": 1, "value": 2, "vector": 3, "edge": 4, "bias": 5, "edge_value": 7}
-_NUM_INPUTS = 19
+_EDGE_INDEX = 8
+_NUM_INPUTS = 20
 
 
 class AttentionOperator:
@@ -142,6 +143,7 @@ class AttentionOperator:
             edge_is_value,
             dropout,
             seed,
+            traced(),
             keep,
             with_weights,
         )
@@ -152,6 +154,7 @@ class AttentionOperator:
         query, key, value = inputs[:3]
         edge_index, num_sources, num_targets, self_loops = inputs[8:12]
         values = key if value is None else value
+        _check_devices(inputs)
         heads = (key if query is None else query).size(-1 if inputs[13] == "gat" else -2)
         compute = compute_dtype(values.dtype)
         front = values.shape[:-3]
@@ -172,6 +175,9 @@ class AttentionOperator:
         self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *others: None
     ) -> tuple[Tensor | None, ...]:
         out, *saved = _saved(ctx)
+        # Autograd itself notices other edits, but not `edge_index.data = ...`.
+        if saved[4 + _EDGE_INDEX].shape != ctx.edge_index_shape:
+            raise RuntimeError("edge_index was given other data between the forward and the backward pass.")
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         wanted = iter(self._backward(grad_out, grad_weights if ctx.with_weights else None, out, *saved, ctx.wanted))
@@ -193,6 +199,8 @@ def transformed() -> str | None:
         return "torch.func transforms need plain PyTorch"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation needs plain PyTorch"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace records plain PyTorch"
     if torch.compiler.is_exporting():
         return "an exported program is to run without gattn"
     return None
@@ -201,6 +209,52 @@ def transformed() -> str | None:
 def most_edges(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool) -> int:
     """An upper bound of the number of edges that is known without looking at them."""
     return edge_index.size(1) + (min(num_sources, num_targets) if self_loops else 0)
+
+
+def check_inputs(inputs: Sequence[Any], num_edges: int) -> None:
+    """Checks what kernels rely on: sizes, types and devices. Compiled code calls operators without any other check.
+
+    Raises:
+        ValueError: If an input does not fit the graph and the other inputs.
+    """
+    query, key, value, vector, edge, bias, mask, edge_value = inputs[:8]
+    num_sources, num_targets = inputs[9:11]
+    scalar = inputs[13] == "gat"
+    values = key if value is None else value
+    front, (key_heads, value_channels) = values.shape[:-3], values.shape[-2:]
+    heads = (key if query is None else query).size(-1 if scalar else -2)
+    channels = () if scalar else (key.size(-1),)
+    dtype, compute = values.dtype, compute_dtype(values.dtype)
+    score_dtype = compute if scalar else dtype
+    _check_devices(inputs)
+    if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
+        raise ValueError(f"{key_heads} heads of key and value do not divide the {heads} heads of query.")
+    for name, tensor, size, kind in (
+        ("query", query, (*front, num_targets, heads, *channels), score_dtype),
+        ("key", key, (*front, num_sources, key_heads, *channels), score_dtype),
+        ("value", value, (*front, num_sources, key_heads, value_channels), dtype),
+        ("vector", vector, (heads, *channels), compute),
+    ):
+        if tensor is not None and (tensor.shape != size or tensor.dtype != kind):
+            raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), kind))
+    for name, tensor, size, kind in (
+        ("edge", edge, (num_edges, heads, *channels), score_dtype),
+        ("bias", bias, (num_edges, heads), compute),
+        ("mask", mask, (num_edges, 1 if mask is not None and mask.size(-1) == 1 else heads), torch.bool),
+        ("edge_value", edge_value, (num_edges, heads, value_channels), dtype),
+    ):
+        if tensor is not None and (tensor.shape not in (size, (*front, *size)) or tensor.dtype != kind):
+            raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), kind))
+
+
+_UNFIT = "{} has shape {} and type {}, but the graph and the other inputs ask for {} and {}."
+
+
+def _check_devices(inputs: Sequence[Any]) -> None:
+    device = inputs[1].device
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and tensor.device != device:
+            raise ValueError(f"all tensors must be on the same device; got {device} and {tensor.device}.")
 
 
 def flat(tensor: Tensor, inner: int) -> Tensor:
@@ -256,6 +310,7 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
     ctx.mark_non_differentiable(*output[2:])
     _save(ctx, (*output, *inputs[:_NUM_INPUTS]))
     ctx.with_weights = inputs[-1]
+    ctx.edge_index_shape = inputs[_EDGE_INDEX].shape
 
 
 def _save(ctx: Any, values: tuple[Any, ...]) -> None:
@@ -350,6 +405,7 @@ def _reference(
     edge_is_value: bool,
     dropout: float,
     seed: Tensor | None,
+    traced: bool,
 ) -> tuple[Tensor, Tensor]:
     """What the operator computes, by the reference."""
     if self_loops:

@@ -240,19 +240,19 @@ class TestEverywhere:
             conv(x[:2], sorted_edges)
 
     def test_hooks_that_ask_for_what_is_not_there(self, layer):
-        class PyGStyle(layer):
-            def message(self, x_j, alpha):
-                return alpha.unsqueeze(-1) * x_j
+        class Wrong(layer):
+            def message(self, value_j, alpha):
+                return alpha.unsqueeze(-1) * value_j
 
-        with pytest.raises(TypeError, match="asks for 'x_j', which gattn's layers don't pass: there are value, alpha"):
-            PyGStyle(F, 4)
+        with pytest.raises(TypeError, match="asks for 'value_j', which is not passed to it: there are x, alpha"):
+            Wrong(F, 4)
 
-        class PyGStyleUpdate(layer):
+        class WrongUpdate(layer):
             def edge_update(self, alpha_j, index):
                 return alpha_j
 
         with pytest.raises(TypeError, match="asks for 'alpha_j'.*there are query, key"):
-            PyGStyleUpdate(F, 4)
+            WrongUpdate(F, 4)
 
     def test_dropout_is_reproducible_and_only_in_training(self, layer, x, edge_index):
         conv = layer(F, 4, heads=2, dropout=0.5, value_dropout=0.5)
@@ -280,8 +280,8 @@ class TestEverywhere:
 
     def test_user_subclasses(self, layer, x, edge_index):
         class Doubled(layer):
-            def message(self, value_j, alpha, edge_value):
-                return 2 * super().message(value_j, alpha, edge_value)
+            def message(self, x_j, alpha):
+                return 2 * alpha.unsqueeze(-1) * x_j
 
         conv = Doubled(F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {}))
         plain = layer(F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {}))

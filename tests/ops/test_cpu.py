@@ -629,7 +629,7 @@ class TestDerivatives:
         tensors = {name: t.to(types.get(name, dtype)).requires_grad_(keep) for name, t in call.tensors.items()}
         names = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value")
         inputs = [tensors.get(name) for name in names]
-        inputs += [call.edges, 4, 3, False, "source_to_target", family, 0.2, 0.5, False, 0.3, torch.tensor(7)]
+        inputs += [call.edges, 4, 3, False, "source_to_target", family, 0.2, 0.5, False, 0.3, torch.tensor(7), False]
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.gattn.attention.default, (*inputs, keep, True), test_utils=utils)
         detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
@@ -697,8 +697,8 @@ class TestChoice:
 
     @pytest.mark.parametrize("hook", ["message", "edge_update", "aggregate", "update"])
     def test_overridden_hooks(self, hook, calls):
-        def message(self, value_j, alpha, edge_value):
-            return 2 * Attention.message(self, value_j, alpha, edge_value)
+        def message(self, x_j, alpha, edge_value):
+            return 2 * Attention.message(self, x_j, alpha, edge_value)
 
         def edge_update(self, query_i, key_j, edge, bias, mask, score, distribution, index, num_targets):
             return key_j.sum(-1)

@@ -1,11 +1,16 @@
 """The counting sort against plain PyTorch."""
 
 import gc
+import os
+import signal
+import threading
+import time
 
 import pytest
 import torch
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
+from gattn import AdditiveScore, SparseGraph, attend
 from gattn.ops import edge_lists, native
 from gattn.ops.layout import Layout, layout_of
 from gattn.testing import random_edge_index
@@ -57,8 +62,8 @@ def check(layout, edges, num_sources, num_targets):
     start = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(source, minlength=num_sources).cumsum(0)])
     assert torch.equal(table.start, start.int())
     assert torch.equal(table.node[:count], target[order][by_source].int())
-    assert torch.equal(layout.target_position[:count].long(), by_source)
-    assert torch.equal(layout.source_position[:count].long(), by_source.argsort())
+    assert torch.equal(table.target_position[:count].long(), by_source)
+    assert torch.equal(table.source_position[:count].long(), by_source.argsort())
     check_tasks(table, num_sources)
 
 
@@ -180,3 +185,154 @@ class TestCache:
         del edge_index
         gc.collect()
         assert len(edge_lists._cache) == before
+
+
+class TestKeeping:
+    """What is derived from a tensor is kept as long as the tensor is what it was."""
+
+    edits = {
+        "other data": lambda index: setattr(index, "data", random_edge_index(9, 7, 30, seed=1)),
+        "less data": lambda index: setattr(index, "data", random_edge_index(9, 7, 3)),
+        "other strides": lambda index: setattr(index, "data", random_edge_index(9, 7, 30).t().contiguous().t()),
+        "in place": lambda index: index.fill_(1),
+        "a part, in place": lambda index: index[0, :2].fill_(1),
+        "resized": lambda index: index.resize_(2, 5).fill_(2),
+    }
+
+    @pytest.mark.parametrize("edit", edits)
+    def test_not_beyond_an_edit(self, edit):
+        index = random_edge_index(9, 7, 30)
+        first = layout_of(index, 9, 7, False, FLOWS[0])
+        assert layout_of(index, 9, 7, False, FLOWS[0]) is first
+        self.edits[edit](index)
+        layout = layout_of(index, 9, 7, False, FLOWS[0])
+        assert layout is not first
+        check(layout, index, 9, 7)
+
+    @pytest.mark.parametrize("rows", [3, 30, 300])
+    @pytest.mark.parametrize("self_loops", [False, True])
+    def test_less_and_more_data_in_a_call(self, rows, self_loops):
+        """The sizes of what is kept and of what the kernel writes come from one place."""
+        x, score = torch.randn(9, 2, 8, requires_grad=True), AdditiveScore(torch.randn(2, 8))
+        index = random_edge_index(9, num_edges=40)
+
+        def call(index):
+            graph = SparseGraph(index, 9, 9, self_loops=self_loops)
+            return attend(x, x, x, graph, score=score, return_weights=True)
+
+        call(index)
+        index.data = random_edge_index(9, num_edges=rows, seed=2)
+        out, weights = call(index)
+        torch.testing.assert_close((out, weights), call(index.clone()))
+        torch.testing.assert_close(
+            torch.autograd.grad(out.square().sum(), x), torch.autograd.grad(call(index.clone())[0].square().sum(), x)
+        )
+
+    def test_data_that_changes_before_the_backward_pass(self):
+        x, index = torch.randn(9, 2, 8, requires_grad=True), random_edge_index(9, num_edges=40)
+        out = attend(x, x, x, index)
+        index.data = random_edge_index(9, num_edges=400)
+        with pytest.raises(RuntimeError, match="edge_index was given other data"):
+            out.sum().backward()
+
+    def test_only_the_last_few_sizes(self):
+        index = random_edge_index(9, num_edges=1000)
+        layouts = [layout_of(index, 9 + extra, 9, False, FLOWS[0]) for extra in range(20)]
+        kept = edge_lists._cache[index].entries
+        assert len(kept) <= edge_lists._MOST_KEPT < 20
+        assert layout_of(index, 28, 9, False, FLOWS[0]) is layouts[-1]
+        assert layout_of(index, 9, 9, False, FLOWS[0]) is not layouts[0]
+
+    def test_what_is_used_stays(self):
+        index = random_edge_index(9, num_edges=1000)
+        first = layout_of(index, 9, 9, False, FLOWS[0])
+        for extra in range(1, 20):
+            layout_of(index, 9 + extra, 9, False, FLOWS[0])
+            assert layout_of(index, 9, 9, False, FLOWS[0]) is first
+
+    def test_a_forked_child_starts_anew(self):
+        """Locks that another thread held at the fork would never be released."""
+        index = random_edge_index(9, num_edges=40)
+        layout_of(index, 9, 9, False, FLOWS[0])
+        with edge_lists._lock, edge_lists._cache[index].lock:
+            child = os.fork()
+            if child == 0:
+                try:
+                    layout_of(index, 9, 9, False, FLOWS[0])
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        deadline = time.monotonic() + 30
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+        assert ended == (child, 0)
+
+
+class TestThreads:
+    def race(self, work, number=4):
+        """Starts threads at once; what they return."""
+        barrier, results, failures = threading.Barrier(number), [], []
+
+        def run():
+            try:
+                barrier.wait()
+                results.append(work())
+            except BaseException as error:
+                failures.append(error)
+
+        workers = [threading.Thread(target=run) for _ in range(number)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not failures
+        return results
+
+    def test_one_layout_for_all(self):
+        for seed in range(10):
+            index = random_edge_index(999, num_edges=20_000, seed=seed)
+            layouts = self.race(lambda index=index: layout_of(index, 999, 999, False, FLOWS[0]))
+            assert all(layout is layouts[0] for layout in layouts)
+            tables = self.race(lambda layout=layouts[0]: layout.by_source)
+            assert all(table is tables[0] for table in tables)
+
+    def test_first_backward_passes_at_once(self):
+        """Each holds what its kernel reads."""
+        for seed in range(10):
+            index = random_edge_index(500, num_edges=20_000, seed=seed)
+            x = torch.randn(500, 2, 8)
+            expected = None
+
+            def work(index=index, x=x):
+                leaf = x.clone().requires_grad_()
+                out = attend(leaf, leaf, leaf, index)
+                return torch.autograd.grad(out.square().sum(), leaf)[0]
+
+            for grad in self.race(work):
+                expected = grad if expected is None else expected
+                assert torch.equal(grad, expected)
+
+    def test_first_backward_passes_on_one_layout(self):
+        """As if no lock helped: tables come and go, and none is freed while a kernel reads it."""
+        index = random_edge_index(500, num_edges=20_000)
+        x = torch.randn(500, 2, 8)
+        layout = layout_of(index, 500, 500, False, FLOWS[0])
+        leaf = x.clone().requires_grad_()
+        expected = torch.autograd.grad(attend(leaf, leaf, leaf, index).square().sum(), leaf)[0]
+        stop = threading.Event()
+
+        def forget():
+            while not stop.is_set():
+                layout._by_source = None
+
+        thread = threading.Thread(target=forget)
+        thread.start()
+        try:
+            for _ in range(50):
+                out = attend(leaf, leaf, leaf, index)
+                assert torch.equal(torch.autograd.grad(out.square().sum(), leaf)[0], expected)
+        finally:
+            stop.set()
+            thread.join()

@@ -442,7 +442,7 @@ class TestDerivatives:
         tensors = {name: t.to(types.get(name, dtype)).requires_grad_() for name, t in call.tensors.items()}
         names = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value")
         inputs = [tensors.get(name) for name in names]
-        inputs += [call.edges, 4, 3, False, "source_to_target", family, 0.2, 0.5, False, 0.3, torch.tensor(7)]
+        inputs += [call.edges, 4, 3, False, "source_to_target", family, 0.2, 0.5, False, 0.3, torch.tensor(7), False]
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.gattn.triton_attention.default, (*inputs, True, True), test_utils=utils)
         detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]

@@ -11,6 +11,7 @@
 
 #include <omp.h>
 
+#include <atomic>
 #include <cstdlib>
 
 #include "arguments.h"
@@ -1207,20 +1208,21 @@ class Kernel {
 template <class K, class A, class F>
 int64_t in_parallel(const Arguments& a, F&& f) {
   const size_t bytes = size_t(K::workspace_elements(a)) * sizeof(A) + kVectorBytes;
-  int64_t failed = 0;
-#pragma omp parallel num_threads(int(a.threads)) if (a.threads > 1) reduction(+ : failed)
+  std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(int(a.threads)) if (a.threads > 1)
   {
     void* memory = malloc(bytes);
-    failed += memory == nullptr;
+    if (memory == nullptr) failed = true;
+    // All threads work or none: those at work wait for each other.
 #pragma omp barrier
-    if (memory != nullptr) {
+    if (!failed) {
       uintptr_t aligned = (reinterpret_cast<uintptr_t>(memory) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
       K kernel(a, reinterpret_cast<A*>(aligned));
       f(kernel);
     }
     free(memory);
   }
-  return failed > 0 ? -3 : 0;
+  return failed ? -3 : 0;
 }
 
 #define FOR_TASKS _Pragma("omp for schedule(dynamic, 1)")

@@ -44,9 +44,27 @@ int64_t task_size(int64_t edges) {
   return size < kLeastTask ? kLeastTask : size > kLongRow ? kLongRow : size;
 }
 
+// Spreads every bit of x over all bits: the finalizer of MurmurHash3.
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
+  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
+  return x ^ (x >> 33);
+}
+
 }  // namespace
 
 extern "C" {
+
+// A hash of an edge list, whose order counts. Both rows have E elements, `stride` apart.
+int64_t gattn_hash_edges(const int64_t* first, const int64_t* second, int64_t stride, int64_t num_edges, int64_t threads) {
+  uint64_t hash = 0;
+#pragma omp parallel for num_threads(int(threads)) if (num_edges > kEdgesPerPiece && threads > 1) reduction(+ : hash)
+  for (int64_t e = 0; e < num_edges; ++e) {
+    const uint64_t ends = uint64_t(first[e * stride]) * 0x9e3779b97f4a7c15ull + uint64_t(second[e * stride]);
+    hash += mix(mix(ends) + uint64_t(e));
+  }
+  return int64_t(hash);
+}
 
 // Sorts an edge list by target. `source` and `target` have E elements, `stride` apart. With self-loops, edges that are
 // loops are left out, and one for each of the first min(N, M) nodes comes after all others. Writes start [N + 1],

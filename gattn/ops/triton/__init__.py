@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gattn.ops.operators import DIFFERENTIABLE, AttentionOperator, compute_dtype, dense_rows, flat
-from gattn.ops.triton.layout import Rows, layout_of
+from gattn.ops.operators import DIFFERENTIABLE, AttentionOperator, check_inputs, compute_dtype, dense_rows, flat
+from gattn.ops.triton.layout import Layout, Rows, layout_of
 
 __all__ = ["DEVICES", "attention", "layout_of", "unavailable"]
 
@@ -53,6 +54,7 @@ class _Call:
 
     def __init__(
         self,
+        layout: Layout,
         query: Tensor | None,
         key: Tensor,
         value: Tensor | None,
@@ -72,8 +74,9 @@ class _Call:
         edge_is_value: bool,
         dropout: float,
         seed: Tensor | None,
+        traced: bool,
     ):
-        self.layout = layout = layout_of(edge_index, num_sources, num_targets, self_loops, flow)
+        self.layout = layout
         self.scalar = family == "gat"
         if self.scalar:  # the additive score with one channel
             family, key = "leaky_relu", key.unsqueeze(-1)
@@ -272,10 +275,19 @@ class _Call:
         )
 
 
+def _checked_call(inputs: Sequence[Any]) -> _Call:
+    *graph, traced = *inputs[8:13], inputs[-1]
+    layout = layout_of(*graph, traced)
+    inner = (2 if inputs[13] == "gat" else 3, 2, 2, 3)  # of edge, bias, mask and edge_value
+    terms = [term.size(-d) for term, d in zip(inputs[4:8], inner, strict=True) if term is not None and term.dim() >= d]
+    check_inputs(inputs, layout.expect(terms[0]) if terms else 0)
+    return _Call(layout, *inputs)
+
+
 def _forward(*inputs: Any) -> list[Tensor]:
     inputs, (keep, with_weights) = inputs[:-2], inputs[-2:]
     with torch.cuda.device_of(inputs[1]):
-        call = _Call(*inputs)
+        call = _checked_call(inputs)
         rows, heads, channels = call.layout.by_target, call.heads, call.value_channels
         nodes = (call.batch, call.num_targets)
         out = call.empty(*nodes, heads, channels, dtype=_stored(call.dtype))
@@ -317,7 +329,7 @@ def _backward(
 ) -> list[Tensor]:
     inputs, wanted = inputs[:-1], inputs[-1]
     with torch.cuda.device_of(grad_out):
-        call = _Call(*inputs)
+        call = _checked_call(inputs)
         wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
         tensors = {name: inputs[place] for name, place in DIFFERENTIABLE.items() if wants[name]}
         grad_out = flat(grad_out, 2).contiguous()

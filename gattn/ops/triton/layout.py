@@ -112,16 +112,27 @@ class Layout:
         """E; where self-loops went out, this waits for the device."""
         return self.most_edges if self._is_edge is None else int(self._is_edge.sum())
 
+    def expect(self, num_edges: int) -> int:
+        """E, which inputs take to be `num_edges`: a CUDA graph that is being captured checks that when it runs."""
+        if self._is_edge is None or not _is_capturing(self._is_edge):
+            return self.num_edges
+        torch._assert_async(self._is_edge.sum() == num_edges, "a per-edge input does not fit the graph's edges.")
+        return num_edges
+
     @cached_property
     def target(self) -> Tensor:
         """The target of each edge."""
         return self._target if self._is_edge is None else self._target[self._is_edge]
 
 
-def layout_of(edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str) -> Layout:
+def layout_of(
+    edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str, traced: bool = False
+) -> Layout:
     """The layout of a graph, made once for each version of its `edge_index`.
 
-    A CUDA graph that is being captured makes its own, so that it can be replayed with other edges in the same memory.
+    A compiled or traced program writes to memory again and again without counting versions: called from one
+    (`traced`), it is the edges themselves that are compared, by their hash, which waits for the device. A CUDA graph
+    that is being captured makes its own, so that it can be replayed with other edges in the same memory.
     """
 
     def derive() -> Layout:
@@ -129,7 +140,21 @@ def layout_of(edge_index: Tensor, num_sources: int, num_targets: int, self_loops
 
     if _is_capturing(edge_index):
         return derive()
-    return derived(edge_index, ("rows", num_sources, num_targets, self_loops, flow), derive)
+    contents = (edge_index.size(1), _hash(edge_index)) if traced else None
+    return derived(edge_index, ("rows", num_sources, num_targets, self_loops, flow), derive, contents)
+
+
+def _hash(edge_index: Tensor) -> int:
+    """Of the edges in their order; products and sums wrap around."""
+    source, target = edge_index.long()
+    hashed = _mix(source * 0x1E3779B97F4A7C15 + target)
+    return int(_mix(hashed + torch.arange(hashed.numel(), device=hashed.device)).sum())
+
+
+def _mix(x: Tensor) -> Tensor:
+    for factor in (0x7F51AFD7ED558CCD, 0x44CEB9FE1A85EC53):
+        x = (x ^ (x >> 33)) * factor
+    return x ^ (x >> 33)
 
 
 def _is_capturing(edge_index: Tensor) -> bool:

@@ -1,0 +1,140 @@
+"""Every explainer of PyG on every layer: what it finds on PyG's own layers, where those can be explained."""
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch_geometric.explain import (
+    AttentionExplainer,
+    DummyExplainer,
+    Explainer,
+    GNNExplainer,
+    GraphMaskExplainer,
+    ModelConfig,
+    PGExplainer,
+)
+from torch_geometric.inspector import Inspector
+
+from gattn import nn
+from gattn.testing import random_edge_index
+
+NODES, F, CLASSES = 8, 5, 3
+LAYERS = ["GATConv", "GATv2Conv", "TransformerConv"]
+CONFIG = ModelConfig(mode="multiclass_classification", task_level="node", return_type="raw")
+
+
+class Net(torch.nn.Module):
+    def __init__(self, library, layer, **options):
+        super().__init__()
+        torch.manual_seed(12)
+        self.convs = torch.nn.ModuleList(
+            [getattr(library, layer)(F, 6, **options), getattr(library, layer)(6, CLASSES, **options)]
+        )
+
+    def forward(self, x, edge_index):
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return x
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    """Where a gradient is zero, explainers' Adam makes steps of rounding errors: here they are smaller than its ε."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    return request.param
+
+
+@pytest.fixture
+def graph():
+    return torch.randn(NODES, F), random_edge_index(NODES, num_edges=20)
+
+
+def explain(model, algorithm, graph, **options):
+    torch.manual_seed(3)
+    explainer = Explainer(model, algorithm, **{"explanation_type": "model", "model_config": CONFIG, **options})
+    explanation = explainer(*graph, index=2)
+    return {name: explanation[name] for name in ("node_mask", "edge_mask") if name in explanation}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (lambda: AttentionExplainer(), {"edge_mask_type": "object"}),
+        (lambda: DummyExplainer(), {"edge_mask_type": "object", "node_mask_type": "attributes"}),
+        (lambda: GNNExplainer(epochs=5), {"edge_mask_type": "object", "node_mask_type": "attributes"}),
+        (
+            lambda: GraphMaskExplainer(2, epochs=3, log=False),
+            {"edge_mask_type": "object", "node_mask_type": "attributes"},
+        ),
+    ],
+    ids=["attention", "dummy", "gnn", "graph mask"],
+)
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_agrees_with_pygs_layers(layer, graph, algorithm, options, flow):
+    kinds = {"flow": flow}
+    if layer == "GATv2Conv":  # explained, PyG's own mixes up its two projections with target_to_source
+        kinds["share_weights"] = True
+    found = explain(Net(nn, layer, **kinds), algorithm(), graph, **options)
+    assert found
+    try:
+        expected = explain(Net(pyg, layer, **kinds), algorithm(), graph, **options)
+    except (TypeError, ValueError):  # PyG's TransformerConv tells GraphMask no x_i and x_j
+        assert layer == "TransformerConv"
+        assert isinstance(algorithm(), GraphMaskExplainer)
+    else:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # in PyG itself
+def test_pg_explainer(layer, graph):
+    masks = []
+    for library in (nn, pyg):
+        model, algorithm = Net(library, layer), PGExplainer(epochs=2)
+        torch.manual_seed(4)
+        algorithm.lr, target = 0.003, torch.zeros(NODES, dtype=torch.long)
+        explainer = Explainer(
+            model, algorithm, explanation_type="phenomenon", edge_mask_type="object", model_config=CONFIG
+        )
+        for epoch in range(2):
+            for index in (0, 2):
+                algorithm.train(epoch, model, *graph, target=target, index=index)
+        masks.append(explainer(*graph, target=target, index=2).edge_mask)
+    torch.testing.assert_close(*masks, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bipartite", ["GATv2Conv", "TransformerConv"])
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_an_explainers_message_gets_both_ends(bipartite, flow):
+    conv = getattr(nn, bipartite)((F, F), 4, heads=2, flow=flow)
+    edge_index, sources, targets = random_edge_index(9, 7, 30), torch.randn(9, F), torch.randn(7, F)
+    found = []
+
+    def explain_message(self, out, x_i, x_j):
+        found.extend((x_i, x_j))
+        return out
+
+    expected = conv((sources, targets), edge_index if flow == "source_to_target" else edge_index.flip(0))
+    conv.explain_message = explain_message.__get__(conv)
+    conv.explain = True
+    out = conv((sources, targets), edge_index if flow == "source_to_target" else edge_index.flip(0))
+    torch.testing.assert_close(out, expected)
+    query, value = (conv.lin_r, conv.lin_l) if bipartite == "GATv2Conv" else (conv.lin_query, conv.lin_value)
+    count = edge_index.size(1)  # GATv2Conv adds loops, and takes out those that are there
+    for end, projected in zip(found, (query(targets), value(sources)), strict=True):
+        assert end.size(0) >= count - 9
+        assert all((row == projected.view(-1, 2, 4)).flatten(1).all(1).any() for row in end)
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+def test_the_message_is_as_pygs(name):
+    """What code that looks into layers finds: `x_j` and `alpha`."""
+    layer, original = getattr(nn, name), getattr(pyg, name)
+    signatures = [Inspector(cls).inspect_signature(cls.message) for cls in (layer, original)]
+    assert signatures[0] == signatures[1]
+    assert Inspector(layer).implements("message")
+    assert list(Inspector(layer).get_params_from_method_call("propagate")) == ["x", "alpha"]

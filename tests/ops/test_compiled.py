@@ -1,0 +1,255 @@
+"""Compiled and traced calls: graphs that the compiler owns, graphs handed in from outside, and sizes at run time."""
+
+import functorch.compile
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import gattn
+from gattn import SparseGraph, attend
+from gattn.nn import GATConv, GATv2Conv
+from gattn.ops import layout as layout_module
+from gattn.testing import random_edge_index
+
+NODES, EDGES, HEADS, CHANNELS = 12, 60, 2, 4
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """The layouts that are made."""
+    made = []
+    original = layout_module.Layout
+
+    def make(*arguments):
+        made.append(original(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(layout_module, "Layout", make)
+    return made
+
+
+def following(edge_index, out):
+    """Another graph that only the first one's attention decides, so that the compiler reuses the first one's memory."""
+    shift = (out.detach().sum() * 100).long().abs()
+    return (edge_index * 11 + shift) % NODES
+
+
+def chain(x, base, *layers):
+    """Attends over three graphs that are computed inside."""
+    edge_index = (base * 7 + 3) % NODES
+    for layer in layers:
+        x = layer(x, edge_index)
+        edge_index = following(edge_index, x)
+    return x
+
+
+def attention(x, edge_index):
+    return attend(x, x, x, SparseGraph(edge_index, NODES, NODES, self_loops=True))
+
+
+def inputs(seed, edges=EDGES):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(NODES, HEADS, CHANNELS, generator=generator)
+    return x, torch.randint(NODES, (2, edges), generator=generator)
+
+
+def without_loops(edges):
+    source = torch.randint(NODES, (edges,))
+    return torch.stack([source, (source + torch.randint(1, NODES, (edges,))) % NODES])
+
+
+def with_gradient(function):
+    def differentiated(x, base):
+        x = x.requires_grad_()
+        out = function(x, base)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), x)
+
+    return differentiated
+
+
+class TestAGraphComputedInside:
+    """Inductor writes a graph to the memory of another, under the same name and the same version."""
+
+    def function(self, x, base):
+        return chain(x, base, attention, attention, attention)
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"dynamic": True}, {"mode": "reduce-overhead"}], ids=["static", "dynamic", "reduce-overhead"]
+    )
+    def test_without_gradients(self, options):
+        compiled = torch.compile(self.function, fullgraph=True, **options)
+        with torch.no_grad():
+            for seed in range(3):
+                given = inputs(seed, EDGES + seed * bool(options.get("dynamic")))
+                torch.testing.assert_close(compiled(*given), self.function(*given))
+
+    @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+    def test_with_gradients(self, backend):
+        compiled = with_gradient(torch.compile(self.function, fullgraph=True, backend=backend))
+        for seed in range(3):
+            torch.testing.assert_close(compiled(*inputs(seed)), with_gradient(self.function)(*inputs(seed)))
+
+    def test_in_layers(self):
+        layers = torch.nn.ModuleList([GATConv(CHANNELS, CHANNELS), GATv2Conv(CHANNELS, CHANNELS)])
+
+        def function(x, base):
+            return chain(x[:, 0], base, *layers)
+
+        compiled = torch.compile(function, fullgraph=True)
+        for seed in range(2):
+            torch.testing.assert_close(
+                with_gradient(compiled)(*inputs(seed)), with_gradient(function)(*inputs(seed)), atol=1e-4, rtol=1e-4
+            )
+
+    @pytest.mark.parametrize("how", ["aot_function", "make_fx"])
+    def test_traced_without_dynamo(self, how):
+        x, base = inputs(0)
+        if how == "make_fx":
+            traced = make_fx(lambda x, base: self.function(x, base), tracing_mode="fake")(x, base)
+        else:
+            traced = functorch.compile.aot_function(self.function, fw_compiler=functorch.compile.nop)
+        for seed in range(3):
+            torch.testing.assert_close(traced(*inputs(seed)), self.function(*inputs(seed)))
+
+    def test_handed_out(self):
+        """What was attended over inside, and written to since, is a graph like any other outside."""
+
+        def function(x, base):
+            first = (base * 7 + 3) % NODES
+            out = attention(x, first)
+            return out, following(first, out)
+
+        x, base = inputs(0)
+        with torch.no_grad():
+            _, edge_index = torch.compile(function, fullgraph=True)(x, base)
+            torch.testing.assert_close(attention(x, edge_index), attention(x, edge_index.clone()))
+
+
+class TestAGraphFromOutside:
+    def test_is_laid_out_once(self, layouts):
+        conv = GATConv(CHANNELS, CHANNELS)
+        compiled = torch.compile(conv, fullgraph=True)
+        edge_index = random_edge_index(NODES, num_edges=EDGES)
+        for _ in range(3):
+            compiled(torch.randn(NODES, CHANNELS), edge_index).sum().backward()
+        assert len(layouts) == 1
+
+    def test_is_laid_out_again_when_it_was_edited(self, layouts):
+        compiled = torch.compile(attention, fullgraph=True)
+        x, edge_index = inputs(0)
+        edits = (
+            lambda: edge_index.fill_(1),
+            lambda: edge_index.data.random_(NODES),  # changes no version
+            lambda: torch.compile(lambda index: index.copy_((index + 1) % NODES))(edge_index),
+        )
+        for number, edit in enumerate(edits, start=1):
+            torch.testing.assert_close(compiled(x, edge_index), attention(x, edge_index.clone()))
+            before = len(layouts)
+            compiled(x, edge_index)
+            assert len(layouts) == before
+            edit()
+            compiled(x, edge_index)
+            assert len(layouts) == before + 1, number
+
+    def test_written_to_inside(self):
+        def function(x, edge_index):
+            first = attention(x, edge_index)
+            edge_index.copy_(following(edge_index, first))
+            return attention(first, edge_index), edge_index + 0
+
+        x, edge_index = inputs(0)
+        compiled, eager = edge_index.clone(), edge_index.clone()
+        with torch.no_grad():
+            for _ in range(2):
+                found = torch.compile(function, fullgraph=True)(x, compiled)
+                torch.testing.assert_close(found, function(x, eager))
+                torch.testing.assert_close(attention(x, compiled), attention(x, eager))
+
+
+class TestSizesAtRunTime:
+    """Where the compiler cannot know a number of edges, the kernels count."""
+
+    terms = {
+        "edge": (HEADS, CHANNELS),
+        "bias": (HEADS,),
+        "edge_value": (HEADS, CHANNELS),
+    }
+
+    @pytest.mark.parametrize(("backend", "name"), [*(("cpu", name) for name in terms), ("triton", "bias")])
+    def test_too_few_rows(self, name, backend):
+        """How many loops go out is only known when the edges are."""
+        loops = torch.stack([torch.arange(NODES)] * 2)
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def function(x, edge_index, term):
+            graph = SparseGraph(edge_index, NODES, NODES, self_loops=True)
+            return attend(x, x, x, graph, backend=backend, **{name: term})
+
+        x = inputs(0)[0]
+        edge_index = torch.cat([without_loops(40), loops], 1)
+        right = torch.randn(40 + NODES, *self.terms[name])
+        function(x, edge_index, right)
+        for wrong in (1, 10, 39 + NODES, 41 + NODES):
+            with pytest.raises(ValueError, match=rf"{name} has shape \[{wrong}, .*\[{40 + NODES}, "):
+                function(x, edge_index, torch.randn(wrong, *self.terms[name]))
+
+    @pytest.mark.parametrize(("backend", "name"), [("cpu", "edge_value"), ("cpu", "bias"), ("reference", "bias")])
+    def test_too_few_rows_where_it_shows(self, name, backend):
+        @torch.compile(backend="aot_eager")
+        def function(x, edge_index, term):
+            return attend(x, x, x, edge_index, backend=backend, **{name: term})
+
+        x, edge_index = inputs(0)
+        for wrong in (1, EDGES - 1):
+            with pytest.raises(ValueError, match=rf"{name} has one entry per edge.*\[{EDGES}, .*got \[{wrong}, "):
+                function(x, edge_index, torch.randn(wrong, *self.terms[name]))
+
+    @pytest.mark.parametrize("backend", ["cpu", "triton"])
+    def test_a_mask_of_one_per_edge(self, backend):
+        """Told from one per head though the number of edges is not known."""
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def function(x, edge_index, mask):
+            return attend(x, x, x, SparseGraph(edge_index, NODES, NODES, self_loops=True), mask=mask, backend=backend)
+
+        x, edge_index = inputs(0)[0], without_loops(40)
+        mask = torch.rand(40 + NODES) < 0.5
+        graph = SparseGraph(edge_index, NODES, NODES, self_loops=True)
+        torch.testing.assert_close(
+            function(x, edge_index, mask), attend(x, x, x, graph, mask=mask, backend="reference")
+        )
+
+
+class TestDropout:
+    def test_is_drawn_anew_in_every_call(self):
+        compiled = torch.compile(
+            lambda x, edge_index: attend(x, x, x, edge_index, dropout=0.5, training=True, return_weights="dropped"),
+            fullgraph=True,
+        )
+        x, edge_index = inputs(0)
+        source, target = edge_index
+        kept = []
+        for _ in range(3):
+            out, weights = compiled(x, edge_index)
+            expected = torch.zeros_like(out).index_add(0, target, weights.unsqueeze(-1) * x[source])
+            torch.testing.assert_close(out, expected)
+            kept.append(weights != 0)
+        assert not torch.equal(kept[0], kept[1])
+        assert 0.3 < torch.stack(kept).float().mean() < 0.7
+
+
+def test_a_state_dict_in_functional_calls():
+    conv = GATConv(CHANNELS, CHANNELS)
+    x, edge_index = inputs(0)
+    doubled = {name: parameter * 2 for name, parameter in conv.state_dict().items()}
+    other = GATConv(CHANNELS, CHANNELS)
+    other.load_state_dict(doubled)
+    out = torch.func.functional_call(conv, doubled, (x[:, 0], edge_index))
+    torch.testing.assert_close(out, other(x[:, 0], edge_index))
+    with gattn.backend("cpu"):
+        torch.testing.assert_close(torch.func.functional_call(conv, doubled, (x[:, 0], edge_index)), out)

@@ -1,0 +1,265 @@
+"""Kernels that are called wrongly, interrupted, out of memory, or from several threads and processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import gattn
+from gattn import AdditiveScore, GATScore, SparseGraph, attend
+from gattn.ops import cpu, triton
+from gattn.testing import random_edge_index
+from tests.ops.fuzz import threads
+
+N, M, E, H, C, V = 5, 7, 20, 2, 3, 4
+
+
+def child(code, timeout=120):
+    """Runs code in a process of its own, which ends within `timeout` seconds; what it prints."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+class TestInputsAreChecked:
+    """By the operators themselves, since compiled code calls them without any other check."""
+
+    def inputs(self, **changes):
+        given = {
+            "query": torch.randn(N, H, C),
+            "key": torch.randn(M, H, C),
+            "value": torch.randn(M, H, V),
+            "edge_index": torch.stack([torch.randint(M, (E,)), torch.randint(N, (E,))]),
+            "num_targets": N,
+            "score": AdditiveScore(torch.randn(H, C)),
+            "edge": torch.randn(E, H, C),
+            "bias": torch.randn(E, H),
+            "mask": torch.ones(E, H, dtype=torch.bool),
+            "edge_value": torch.randn(E, H, V),
+        }
+        return {**given, **changes}
+
+    wrong = {
+        "few queries": {"query": torch.randn(N - 1, H, C)},
+        "narrow queries": {"query": torch.randn(N, H, C - 1)},
+        "one more query head": {"query": torch.randn(N, H + 1, C)},
+        "few keys": {"key": torch.randn(M - 1, H, C)},
+        "a batch of keys": {"key": torch.randn(2, M, H, C)},
+        "a narrow vector": {"score": AdditiveScore(torch.randn(H, C - 1))},
+        "few edges": {"edge": torch.randn(E - 1, H, C)},
+        "an edge": {"edge": torch.randn(1, H, C)},
+        "narrow edges": {"edge": torch.randn(E, H, 1)},
+        "a bias": {"bias": torch.randn(1, H)},
+        "a bias for a head": {"bias": torch.randn(E, 1)},
+        "a flat bias": {"bias": torch.randn(E)},
+        "a batch of biases": {"bias": torch.randn(2, E, H)},
+        "few masks": {"mask": torch.ones(E - 1, 1, dtype=torch.bool)},
+        "masks of bytes": {"mask": torch.ones(E, H, dtype=torch.uint8)},
+        "ten edge values": {"edge_value": torch.randn(10, H, V)},
+        "narrow edge values": {"edge_value": torch.randn(E, H, V - 1)},
+        "double values": {"value": torch.randn(M, H, V, dtype=torch.float64)},
+        "half a bias": {"bias": torch.randn(E, H, dtype=torch.float16)},
+        "double edges": {"edge": torch.randn(E, H, C, dtype=torch.float64)},
+        "a bias elsewhere": {"bias": torch.randn(E, H, device="meta")},
+        "edges elsewhere": {"edge_value": torch.randn(E, H, V, device="meta")},
+    }
+
+    @pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
+    @pytest.mark.parametrize("case", wrong)
+    def test_refused(self, backend, case):
+        backend.attention(**self.inputs())
+        with pytest.raises(ValueError, match="has shape|do not divide|on the same device"):
+            backend.attention(**self.inputs(**self.wrong[case]))
+
+    def test_saved_tensors_of_another_call(self):
+        out, weights, stats, record, wide = torch.ops.gattn.attention(*self.flat(), True, False)
+        good = [torch.randn_like(out), None, out, weights, stats, record, wide]
+        wanted = [True] * 3 + [False] * 4
+        torch.ops.gattn.attention_backward(*good, *self.flat(), wanted)
+        for place, other in (
+            (0, torch.randn(N - 1, H, V)),
+            (0, torch.randn(N, H, V, dtype=torch.float64)),
+            (1, torch.randn(E, H)),  # without the weights that it is the gradient of
+            (2, torch.randn(N, H, V - 1)),
+            (4, stats[:, :1]),
+            (5, torch.zeros(3, dtype=torch.uint8)),
+            (6, torch.zeros(1)),
+        ):
+            bad = [*good[:place], other, *good[place + 1 :]]
+            with pytest.raises(ValueError, match="has changed between"):
+                torch.ops.gattn.attention_backward(*bad, *self.flat(), wanted)
+
+    def flat(self):
+        torch.manual_seed(0)
+        given = self.inputs()
+        return (
+            *(given["query"], given["key"], given["value"], None, None, None, None, None, given["edge_index"]),
+            *(M, N, False, "source_to_target", "dot", 0.0, 1.0, False, 0.0, None, False),
+        )
+
+    @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+    @pytest.mark.parametrize("name", ["edge", "bias", "mask", "edge_value"])
+    def test_a_term_on_another_device(self, backend, name):
+        terms = self.inputs()
+        x, index = terms["key"], terms["edge_index"] % N
+        with pytest.raises(ValueError, match=f"{name} is on meta, the features are on cpu"):
+            attend(x, x, x, index, backend=backend, **{name: terms[name].to("meta")})
+
+    def test_features_on_two_devices(self):
+        x, index = torch.randn(N, H, C), torch.zeros(2, 1, dtype=torch.long)
+        with pytest.raises(ValueError, match="value is on meta, but key is on cpu"):
+            attend(x, x, x.to("meta"), index)
+        with pytest.raises(ValueError, match="AdditiveScore has a tensor on meta"):
+            attend(x, x, x, index, score=AdditiveScore(torch.randn(H, C, device="meta")))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_out_of_memory_in_one_thread():
+    """Some budgets suffice for the workspace of one thread and not for two: an error then, and no waiting for ever."""
+    outcomes = child(
+        "import resource, torch\n"
+        "from gattn import GATScore, attend\n"
+        "torch.set_num_threads(2)\n"
+        "x = torch.randn(100, 64, 16)\n"
+        "attend(x, x, x, torch.randint(100, (2, 3000)))  # starts the threads\n"
+        "query, value = torch.randn(1, 200_000), torch.randn(1, 200_000, 1)\n"
+        "for budget in range(0, 1000, 50):\n"
+        "    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (used + (budget << 20), -1))\n"
+        "    try:\n"
+        "        attend(query, query, value, torch.zeros(2, 1, dtype=torch.long), score=GATScore())\n"
+        "        outcome = 'done'\n"
+        "    except (MemoryError, RuntimeError) as error:\n"
+        "        outcome = type(error).__name__\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n"
+        "    print(outcome)\n"
+    ).split()
+    assert set(outcomes) <= {"RuntimeError", "MemoryError", "done"}  # the first is PyTorch's, for the output
+    assert outcomes[-1] == "done"
+    assert "MemoryError" in outcomes
+
+
+def test_an_interrupted_kernel():
+    """The interrupt comes after the kernel, and what is kept is whole."""
+    x, index = torch.randn(20_000, 8, 32, requires_grad=True), torch.randint(20_000, (2, 400_000))
+    expected = attend(x, x, x, index.clone())
+    done, armed, interrupted = threading.Event(), False, 0
+
+    def raise_once(*_):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    def interrupt():
+        while not done.wait(0.02):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, raise_once)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        while interrupted < 20:
+            try:
+                armed = True
+                attend(x, x, x, index).sum().backward()
+                armed = False
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        done.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert torch.equal(attend(x, x, x, index), expected)
+
+
+@pytest.mark.parametrize("score", [GATScore(), AdditiveScore(torch.ones(H, C))])
+def test_another_number_of_threads_in_the_backward_pass(score):
+    index = random_edge_index(300, num_edges=30_000, hub=0.4)
+    grads = []
+    for forward, backward in ((1, 1), (1, 3), (3, 1), (2, 3)):
+        x = torch.ones(300, H, C).cumsum(0).sin().requires_grad_()
+        query = x.sum(-1) if score.scalar else x
+        with threads(forward):
+            out = attend(query, query, x, index.clone(), score=score)
+        with threads(backward):
+            grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+class Attended(Dataset):
+    """A data set that attends while it is loaded."""
+
+    def __init__(self):
+        self.index = random_edge_index(50, num_edges=4000)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, item):
+        x = torch.full((50, H, C), float(item)).cumsum(0).sin().requires_grad_()
+        out = attend(x, x, x, self.index)
+        return torch.stack([out, *torch.autograd.grad(out.square().sum(), x)]).detach()
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_workers_of_a_data_loader(start):
+    data = Attended()
+    expected = [data[item] for item in range(4)]
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=start, timeout=100)
+    for found, item in zip(loader, expected, strict=True):
+        torch.testing.assert_close(found, item)
+
+
+class TestInferenceMode:
+    """Tensors made there cannot be saved for a backward pass: a graph made there can, as it is copied."""
+
+    @pytest.mark.parametrize("backend", ["auto", "reference"])
+    @pytest.mark.parametrize("self_loops", [False, True])
+    @pytest.mark.parametrize("sized", [False, True])
+    def test_attend(self, backend, self_loops, sized):
+        index = random_edge_index(9, num_edges=30)
+        x = torch.randn(9, H, C, requires_grad=True)
+        graphs = [SparseGraph(index, 9, 9, self_loops=self_loops)]
+        with torch.inference_mode():
+            copy = index.clone()
+            graphs.append(SparseGraph(copy, *((9, 9) if sized else ()), self_loops=self_loops))
+            attend(x, x, x, graphs[1], backend=backend)
+        found = []
+        for graph in graphs:
+            out = attend(x, x, x, graph, backend=backend)
+            found.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        torch.testing.assert_close(*found)
+
+    @pytest.mark.parametrize("layer", [gattn.nn.GATConv, gattn.nn.GATv2Conv, gattn.nn.TransformerConv])
+    def test_layers(self, layer):
+        conv, x = layer(4, 3, edge_dim=2), torch.randn(9, 4)
+        index, features = random_edge_index(9, num_edges=30), torch.randn(30, 2, requires_grad=True)
+        with torch.inference_mode():
+            copy = index.clone()
+        found = []
+        for graph in (index, copy):
+            out = conv(x, graph, features)
+            found.append((out, *torch.autograd.grad(out.square().sum(), [features, *conv.parameters()])))
+        torch.testing.assert_close(*found)
+
+    def test_sequence_layer(self):
+        index = random_edge_index(9, num_edges=30)
+        with torch.inference_mode():
+            copy = index.clone()
+        attention = gattn.nn.MultiheadAttention(8, 2)
+        x, mask = torch.randn(9, 8), torch.randn(9, 9, requires_grad=True)
+        found = []
+        for graph in (index, copy):
+            out, _ = attention(x, x, x, attn_mask=mask, graph=graph)
+            found.append((out, *torch.autograd.grad(out.square().sum(), [mask, *attention.parameters()])))
+        torch.testing.assert_close(*found)
