@@ -257,7 +257,10 @@ class MultiheadAttention(Attention):
             flat = {id(x): nested.flatten(x) for x in (query, key, value)}
             q, k, v = (flat[id(x)] for x in (query, key, value))
             out, weights = self.forward(q, k, v, None, need_weights, None, average_attn_weights, is_causal, graph=graph)
-            return nested.restore(out, query), nested.pad_weights(weights, graph) if need_weights else None
+            if need_weights:
+                heads = () if average_attn_weights else (self.num_heads,)
+                weights = nested.pad_weights(weights, out.new_zeros(0, *heads, 0, 0))
+            return nested.restore(out, query), weights
         self._check_inputs(query, key, value)
         _check_mask("attn_mask", attn_mask)
         _check_mask("key_padding_mask", key_padding_mask)

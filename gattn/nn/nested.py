@@ -42,10 +42,16 @@ def apply(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return restore(function(flatten(x)), x) if is_nested(x) else function(x)
 
 
-def pad_weights(weights: list[Tensor], graph: CompleteGraph) -> Tensor:
-    """The weights of each block, `[..., N, M]`, in one tensor `[B, ..., N, M]`; zeros beyond the lengths."""
-    assert graph.blocks is not None
-    num_targets, num_sources = (max(sizes, default=0) for sizes in zip(*graph.blocks, strict=True))
+def pad_weights(weights: list[Tensor], like: Tensor) -> Tensor:
+    """The weights of each sequence, `[..., N, M]`, in one tensor `[B, ..., N, M]`; zeros beyond the lengths.
+
+    Args:
+        weights: One tensor for each sequence.
+        like: Without sequences there are weights of this shape, `[0, ..., 0, 0]`.
+    """
+    if not weights:
+        return like
+    num_targets, num_sources = (max(x.size(dim) for x in weights) for dim in (-2, -1))
     return torch.stack([F.pad(x, (0, num_sources - x.size(-1), 0, num_targets - x.size(-2))) for x in weights])
 
 

@@ -206,6 +206,15 @@ def test_jagged_tensors_with_holes():
         torch.testing.assert_close(actual, attention(part, part, part)[0])
 
 
+@pytest.mark.parametrize("average", [False, True])
+def test_no_sequences(average):
+    x = torch.nested.nested_tensor_from_jagged(torch.empty(0, E, dtype=torch.double), torch.tensor([0]))
+    out, weights = MultiheadAttention(E, H, batch_first=True).double()(x, x, x, average_attn_weights=average)
+    assert out.shape == x.shape
+    assert weights.shape == ((0, 0, 0) if average else (0, H, 0, 0))
+    assert TransformerEncoderLayer(E, H, 16, batch_first=True).double()(x).shape == x.shape
+
+
 @each_layout
 def test_a_packed_graph_with_the_same_lengths(layout):
     attention = MultiheadAttention(E, H, batch_first=True).double()
