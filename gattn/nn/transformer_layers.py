@@ -181,8 +181,8 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
         **kwargs: What `MultiheadAttention` adds: `num_kv_heads`, `qk_norm`, `position`.
 
     Shapes:
-        - **input:** targets `[T, B, E]` and memory `[S, B, E]`, with `batch_first` `[B, T, E]` and so on, of which T and
-          S may be ragged (nested tensors of either layout); **output:** as the targets.
+        - **input:** targets `[T, B, E]` and memory `[S, B, E]`, with `batch_first` `[B, T, E]` and so on, of which T
+          and S may be ragged (nested tensors of either layout); **output:** as the targets.
 
     Raises:
         ValueError: If an option is out of range.
