@@ -23,6 +23,7 @@ from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up
 from torch_geometric.utils import is_sparse
 
 from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, resolve_distribution
+from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
 from gattn.ops import cpu, dense, operators, reference, triton
 from gattn.ops.dropout import check_probability, draw_seed, drop
@@ -71,8 +72,7 @@ class Attention(MessagePassing):
         "distribution": Distribution,
         "num_targets": int,
     }
-    # propagate_type: (x: OptPairTensor, alpha: Tensor, edge_value: Optional[Tensor])
-    # A comment, so that a layer whose message takes less can say so in its own.
+    propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor, "edge_value": Optional[Tensor]}
 
     def __init__(self, aggr: Any = "add", *, flow: str = FLOWS[0], **kwargs: Any):
         unknown = kwargs.keys() - {"aggr_kwargs", "decomposed_layers"}
@@ -107,7 +107,7 @@ class Attention(MessagePassing):
     def _check_hooks(self) -> None:
         """A hook that asks for what is not there would find it among its module's globals, or nowhere."""
         for hook, known, asked in (
-            ("message", self.inspector.get_params_from_method_call("propagate"), self._user_args),
+            ("message", self.propagate_type, self._user_args),
             ("edge_update", self.edge_updater_type, self._edge_user_args),
         ):
             for name in asked:
@@ -349,7 +349,8 @@ def attend(
         query: Target side of the score: `[N, H, C]`; for `GATScore` `[N, H]`, or `None` for no target-side term.
         key: Source side of the score: `[M, H, C]`; for `GATScore` `[M, H]`.
         value: What is averaged: `[M, H, Cv]`. For `DotScore`, key and value may have fewer heads, a number that divides
-            H. All three may have one or two leading batch dimensions.
+            H. All three may have one or two leading batch dimensions. Tensors `[B, H, N, C]`, as many Transformers
+            have them, go in and come out as `x.transpose(1, 2)`, without a copy.
         graph: Who attends to whom: a `SparseGraph`, a `CompleteGraph`, or a bare `edge_index` in any of PyG's forms.
         score: How the two ends of an edge compare: `GATScore`, `AdditiveScore`, `DotScore` or your own.
             (default: `DotScore()`)
@@ -361,7 +362,8 @@ def attend(
             broadcastable to `[B, H, N, M]`. (default: `None`)
         edge_value: Added to the value: `[E, H, Cv]`. (default: `None`)
         distribution: How logits become weights: `"softmax"`, or a `Distribution`. (default: `"softmax"`)
-        dropout: Probability that a weight is dropped, in training. (default: `0.0`)
+        dropout: Probability that a weight is dropped, in training. Which ones is drawn from PyTorch's generator, so
+            forked processes that inherit one state drop the same weights until they are seeded. (default: `0.0`)
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
             (default: `False`)
@@ -504,37 +506,37 @@ def _check_shapes(query: Tensor | None, key: Tensor, value: Tensor, score: Score
     """Checks query, key and value against each other and returns the number of heads."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) and not (name == "query" and tensor is None):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
+            raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(f"{name} must be of a floating-point type; got {tensor.dtype}.")
+            raise InputError(f"{name} must be of a floating-point type; got {tensor.dtype}.")
         if tensor is not None and tensor.device != key.device:
-            raise ValueError(f"{name} is on {tensor.device}, but key is on {key.device}: move one of them.")
+            raise InputError(f"{name} is on {tensor.device}, but key is on {key.device}: move one of them.")
     if query is None and not score.scalar:
-        raise ValueError(f"{type(score).__name__} needs a query; query=None is possible with GATScore only.")
+        raise InputError(f"{type(score).__name__} needs a query; query=None is possible with GATScore only.")
     kind, letters = type(score).__name__, "H" if score.scalar else "H, C"
     batch = value.dim() - 3
     if batch not in (0, 1, 2):
-        raise ValueError(
+        raise InputError(
             f"value has shape [M, H, C], with at most two batch dimensions in front; got {list(value.shape)}."
         )
     for name, tensor, nodes in (("query", query, "N"), ("key", key, "M")):
         if tensor is not None and tensor.dim() != value.dim() - score.scalar:
-            raise ValueError(
+            raise InputError(
                 f"{kind} takes a {name} of shape [{nodes}, {letters}] beside a value of shape [M, H, C] (and the same "
                 f"batch dimensions in front of each); got {list(tensor.shape)} and {list(value.shape)}."
             )
     if key.shape[: batch + 2] != value.shape[: batch + 2]:
-        raise ValueError(
+        raise InputError(
             f"key and value have the same batch, sources and heads; got {list(key.shape)} and {list(value.shape)}."
         )
     heads = key.size(batch + 1)
     if query is not None:
         heads = query.size(batch + 1)
         shared = key.size(batch + 1)
-        fits = shared > 0 and heads % shared == 0 if score.grouped else heads == shared
+        fits = heads == shared or (score.grouped and shared > 0 and heads % shared == 0)
         if query.shape[:batch] != key.shape[:batch] or query.shape[batch + 2 :] != key.shape[batch + 2 :] or not fits:
             grouped = ", or key and value a number of heads that divides the query's" if score.grouped else ""
-            raise ValueError(
+            raise InputError(
                 f"query and key have the same batch, heads and channels{grouped}; got {list(query.shape)} and "
                 f"{list(key.shape)}."
             )
@@ -548,16 +550,16 @@ def _check_terms(value: Tensor, score: Score, **terms: Tensor | None) -> None:
         if term is None:
             continue
         if not isinstance(term, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(term).__name__}.")
+            raise InputTypeError(f"{name} must be a tensor; got {type(term).__name__}.")
         if name == "mask" and term.dtype != torch.bool:
-            raise ValueError(f"mask is a tensor of booleans, True = may attend; got {term.dtype}.")
+            raise InputError(f"mask is a tensor of booleans, True = may attend; got {term.dtype}.")
         if term.is_complex():
-            raise ValueError(f"{name} is added to real numbers; got {term.dtype}.")
+            raise InputError(f"{name} is added to real numbers; got {term.dtype}.")
         if term.device != value.device:
-            raise ValueError(f"{name} is on {term.device}, the features are on {value.device}: move one of them.")
+            raise InputError(f"{name} is on {term.device}, the features are on {value.device}: move one of them.")
     for term in score.tensors():
         if term.device != value.device:
-            raise ValueError(
+            raise InputError(
                 f"{type(score).__name__} has a tensor on {term.device}, the features are on {value.device}: move one "
                 "of them."
             )
@@ -600,7 +602,7 @@ def _edge_list(
         index, self_loops = graph.edges().edge_index, False
         num_edges = index.size(1)
     if index.device != device:
-        raise ValueError(f"the graph is on {index.device}, the features are on {device}: move one of them.")
+        raise InputError(f"the graph is on {index.device}, the features are on {device}: move one of them.")
     return _EdgeList(index, num_targets, self_loops, graph.flow, num_edges)
 
 
@@ -608,13 +610,13 @@ def _check_complete(graph: CompleteGraph, num_sources: int, num_targets: int | N
     """Checks a complete graph's sizes and lengths against the features."""
     given = graph.num_targets if num_targets is None else num_targets
     if (graph.num_targets, graph.num_sources) != (given, num_sources):
-        raise ValueError(
+        raise InputError(
             f"the CompleteGraph has {graph.num_targets} targets and {graph.num_sources} sources, but query has "
             f"{given} rows and key and value have {num_sources}."
         )
     for lengths in (graph.source_lengths, graph.target_lengths):
         if lengths is not None and lengths.shape != batch:
-            raise ValueError(
+            raise InputError(
                 f"the graph has lengths for a batch of shape {list(lengths.shape)}, but the features have "
                 f"{list(batch)} in front."
             )
@@ -631,7 +633,7 @@ def _expand(dense: Tensor, name: str, graph: CompleteGraph, batch: torch.Size, h
     try:
         return dense.expand(shape)
     except RuntimeError as error:
-        raise ValueError(
+        raise InputError(
             f"{name} on this complete graph must be broadcastable to {list(shape)} ({letters}); got "
             f"{list(dense.shape)}."
         ) from error
@@ -687,7 +689,7 @@ def _check_edge_terms(
             and _may_equal(tensor.size(-1 - inner), num_edges)
         ):
             shape = ["E" if num_edges is None else num_edges, *last]
-            raise ValueError(
+            raise InputError(
                 f"{name} has one entry per edge, in the order of graph.edge_index: [{', '.join(map(str, shape))}] for "
                 f"this graph and {type(score).__name__}; got {list(tensor.shape)}."
             )

@@ -9,7 +9,7 @@ tested against it.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,6 +57,13 @@ class Score:
         """Raises `ValueError` where the score's own tensors do not fit `heads` and `channels`."""
 
 
+def _check_slope(negative_slope: float) -> None:
+    if isinstance(negative_slope, Tensor):
+        raise TypeError(
+            "negative_slope is a number, which has no gradient; for a learnt slope, subclass Score and write logits()."
+        )
+
+
 class GATScore(Score):
     r"""The score of `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_: a sum of scalars.
 
@@ -80,6 +87,7 @@ class GATScore(Score):
     scalar = True
 
     def __init__(self, negative_slope: float = 0.2):
+        _check_slope(negative_slope)
         self.negative_slope = negative_slope
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
@@ -132,6 +140,7 @@ class AdditiveScore(Score):
             )
         if activation not in ("leaky_relu", "tanh"):
             raise ValueError(f"AdditiveScore's activation is 'leaky_relu' or 'tanh', not {activation!r}.")
+        _check_slope(negative_slope)
         self.vector = vector
         self.activation = activation
         self.negative_slope = negative_slope
@@ -167,8 +176,8 @@ class DotScore(Score):
         s_{ij} = c \cdot q_i^{\top} (k_j + e_{ij})
 
     Args:
-        scale: The factor :math:`c`; `None` stands for :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product.
-            (default: `None`)
+        scale: The factor :math:`c`; `None` stands for :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product. Or a
+            tensor: a single number, or one per head, `[H]`, which may be learnt. (default: `None`)
 
     Shapes:
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Key and value may have fewer heads, a number that
@@ -183,7 +192,7 @@ class DotScore(Score):
 
     grouped = True
 
-    def __init__(self, scale: float | None = None):
+    def __init__(self, scale: float | Tensor | None = None):
         self.scale = scale
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
@@ -194,11 +203,24 @@ class DotScore(Score):
             key = key + edge
         return (query * key).sum(-1) * self.factor(key.size(-1))
 
-    def factor(self, channels: int) -> float:
+    def factor(self, channels: int) -> Any:
         """The factor :math:`c` for vectors of that many channels."""
         if self.scale is not None:
             return self.scale
         return 1 / math.sqrt(channels) if channels else 1.0
+
+    def folded(self, query: Tensor) -> tuple[Tensor, DotScore]:
+        """The same with a number as the scale, which is what kernels take: a tensor is multiplied into the query."""
+        if not isinstance(self.scale, Tensor):
+            return query, self
+        return (query * self.scale.unsqueeze(-1)).to(query.dtype), DotScore(1.0)
+
+    def check(self, heads: int, channels: int) -> None:
+        """Raises `ValueError` where a tensor as the scale does not fit `heads`."""
+        if isinstance(self.scale, Tensor) and self.scale.shape not in ((), (1,), (heads,)):
+            raise ValueError(
+                f"DotScore's scale is a number, or one per head, [{heads}]; got a tensor of {list(self.scale.shape)}."
+            )
 
     def __repr__(self) -> str:
         return f"DotScore(scale={self.scale})"

@@ -1,6 +1,10 @@
 import os
 from pathlib import Path
 
+# Several processes of `-n` would wait for each other's threads; tests of threads ask for them themselves.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

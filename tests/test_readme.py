@@ -25,4 +25,4 @@ def test_commands_are_one_line_each_and_install_what_is_pinned():
         assert words[words.index("-c") + 1] == "constraints.txt"
         assert (README.parent / "constraints.txt").exists()
     assert commands[0].strip().endswith("python -m benchmarks.citation")
-    assert commands[1].strip().endswith("python -m pytest")
+    assert commands[1].strip().endswith("python -m pytest -n auto")

@@ -22,6 +22,7 @@ from gattn.nn.rnn_attention import (
     MemoryAttention,
     ReinforceLoss,
 )
+from gattn.ops.dropout import check_probability
 
 ATTENTIONS = ("dot", "scaled_dot", "general", "additive", "local-m", "local-p", "hard", "hard-st")
 FORMS = ("bahdanau", "luong")
@@ -152,8 +153,7 @@ class Seq2Seq(Module):
             raise ValueError(f"form is 'bahdanau' or 'luong', not {form!r}.")
         if cell not in CELLS:
             raise ValueError(f"cell is 'gru' or 'lstm', not {cell!r}.")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
+        check_probability("dropout", dropout)
         for name, token in (("start", start), ("end", end)):
             if not 0 <= token < num_target_tokens:
                 raise ValueError(f"{name} is a target token, between 0 and {num_target_tokens - 1}; got {token}.")

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from gattn.attention import Attention
+from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear, dropout
+from gattn.ops.dropout import check_probability
 from gattn.scores import Score
 from gattn.settings import require_finite
 
@@ -41,35 +43,34 @@ class AttentionConv(Attention):
         self.edge_dim = edge_dim
         for name in ("heads", "out_channels"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
+                raise InputError(f"{name} must be at least 1; got {getattr(self, name)}.")
         for name in ("dropout", "value_dropout"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is a probability between 0 and 1; got {getattr(self, name)}.")
+            check_probability(name, getattr(self, name))
 
     def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
         """Source and target features; the same tensor twice where `x` is a single one."""
         if isinstance(x, (tuple, list)) and len(x) != 2:
-            raise TypeError(
+            raise InputTypeError(
                 f"x is a tensor, or a pair of tensors (sources, targets); got a {type(x).__name__} of {len(x)}."
             )
         sources, targets = x if isinstance(x, (tuple, list)) else (x, x)
         for name, features in (("source features", sources), ("target features", targets)):
             if not isinstance(features, Tensor) and (features is not None or name == "source features"):
-                raise TypeError(f"{name} must be a tensor; got {type(features).__name__}.")
+                raise InputTypeError(f"{name} must be a tensor; got {type(features).__name__}.")
             if features is not None and not features.is_floating_point():
-                raise ValueError(f"{name} must be of a floating-point type; got {features.dtype}: use x.float().")
+                raise InputError(f"{name} must be of a floating-point type; got {features.dtype}: use x.float().")
             if features is not None and features.dim() not in (2, 3, 4):
-                raise ValueError(
+                raise InputError(
                     f"features have shape [N, F], or [B, N, F] over one graph; got {name} of {list(features.shape)}."
                 )
         in_channels = self.in_channels if isinstance(self.in_channels, (tuple, list)) else (self.in_channels,) * 2
         for name, features, channels in (("x", sources, in_channels[0]), ("target x", targets, in_channels[1])):
             if features is not None and channels > 0 and features.size(-1) != channels:
-                raise ValueError(
+                raise InputError(
                     f"{name} has {features.size(-1)} channels, but this layer was made for in_channels={channels}."
                 )
         if targets is not None and targets.shape[:-2] != sources.shape[:-2]:
-            raise ValueError(
+            raise InputError(
                 f"sources and targets have the same batch dimensions; got x[0] of shape {list(sources.shape)} and x[1] "
                 f"of shape {list(targets.shape)}."
             )
@@ -91,12 +92,12 @@ class AttentionConv(Attention):
         graph = as_graph(graph, self.flow)
         if isinstance(graph, CompleteGraph):
             if self_loops and graph.num_targets != graph.num_sources:
-                raise ValueError(
+                raise InputError(
                     f"add_self_loops=True makes no sense here: the {graph.num_targets} targets and {graph.num_sources} "
                     "sources of this CompleteGraph are different nodes. Make the layer with add_self_loops=False."
                 )
             if size is not None and tuple(size) != (graph.num_sources, graph.num_targets):
-                raise ValueError(f"size={tuple(size)} contradicts {graph}.")
+                raise InputError(f"size={tuple(size)} contradicts {graph}.")
             return graph
         num_sources = sources.size(-2)
         num_targets = None if targets is None else targets.size(-2)
@@ -104,7 +105,7 @@ class AttentionConv(Attention):
             given_sources, given_targets = size if graph.flow == FLOWS[0] else (size[1], size[0])
             for what, given, rows in (("sources", given_sources, num_sources), ("targets", given_targets, num_targets)):
                 if given is not None and rows is not None and given != rows:
-                    raise ValueError(f"size says {given} {what}, but their features have {rows} rows.")
+                    raise InputError(f"size says {given} {what}, but their features have {rows} rows.")
             num_targets = given_targets if num_targets is None else num_targets
         if num_targets is None:
             num_targets = num_sources if graph.num_targets is None else graph.num_targets
@@ -117,35 +118,35 @@ class AttentionConv(Attention):
         """The graph with its self-loops, and projected features of its edges; `None` for a layer without."""
         if self.lin_edge is None:
             if edge_attr is not None:
-                raise ValueError(
+                raise InputError(
                     f"got edge_attr, but this layer was made without edge features: give {type(self).__name__} "
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
             return graph, None
         if edge_attr is not None and not isinstance(edge_attr, Tensor):
-            raise TypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
+            raise InputTypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
         if edge_attr is not None and not edge_attr.is_floating_point():
-            raise ValueError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
+            raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
         require_finite(edge_attr=edge_attr)
         if isinstance(graph, SparseGraph):
             graph, edge_attr = graph.with_features(edge_attr, fill_value)
         elif edge_attr is not None and edge_attr.size(0) != graph.edge_index().size(1):
-            raise ValueError(
+            raise InputError(
                 f"edge_attr has {edge_attr.size(0)} rows for the {graph.edge_index().size(1)} edges of {graph}."
             )
         if edge_attr is None:
-            raise ValueError(
+            raise InputError(
                 f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr, [E, {self.edge_dim}] (the "
                 "single values of a sparse adjacency are edge weights, not features)."
             )
         edge_attr = edge_attr.unsqueeze(-1) if edge_attr.dim() == 1 else edge_attr
         channels = getattr(self.lin_edge, "in_channels", -1)
         if edge_attr.dim() != 2:
-            raise ValueError(
+            raise InputError(
                 f"edge_attr has shape [E, D], or [E] for a single feature; got {edge_attr.dim()} dimensions."
             )
         if channels > 0 and edge_attr.size(-1) != channels:
-            raise ValueError(
+            raise InputError(
                 f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge_dim={channels}."
             )
         return graph, self._project_edges(self.lin_edge, edge_attr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class GATv2Conv(AttentionConv):
         torch.Size([3, 32])
     """
 
-    # propagate_type: (x: OptPairTensor, alpha: Tensor)
+    propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor}
 
     def __init__(
         self,
@@ -177,6 +177,6 @@ class GATv2Conv(AttentionConv):
         return out if alpha is None else (out, self._with_weights(graph, alpha))
 
     @fused
-    def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+    def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:  # type: ignore[override]
         """Weighted values of the sources, `[..., E, H, C]`: nothing is added to them per edge."""
         return reference.messages(x_j, alpha, None)

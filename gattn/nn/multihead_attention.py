@@ -15,6 +15,7 @@ from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn import nested
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
+from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 
 
@@ -148,8 +149,7 @@ class MultiheadAttention(Attention):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}.")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
+        check_probability("dropout", dropout)
         factory = {"device": device, "dtype": dtype}
         self.embed_dim = embed_dim
         self.kdim = embed_dim if kdim is None else kdim

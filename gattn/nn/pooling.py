@@ -11,6 +11,7 @@ from torch_geometric.nn.aggr import Aggregation
 
 from gattn.attention import attend
 from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 
 
@@ -58,8 +59,7 @@ class AttentionPooling(Aggregation):
         for name, channels in (("in_channels", in_channels), ("attention_channels", attention_channels)):
             if channels < 1:
                 raise ValueError(f"{name} must be at least 1; got {channels}.")
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
+        check_probability("dropout", dropout)
         self.in_channels = in_channels
         self.attention_channels = attention_channels
         self.dropout = dropout

@@ -16,6 +16,7 @@ from torch.nn import Linear, Module, Parameter
 from gattn.attention import attend
 from gattn.distributions import Distribution, Hard, LocalGaussian
 from gattn.graphs import CompleteGraph
+from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, DotScore, Score
 
 
@@ -44,8 +45,7 @@ class MemoryAttention(Module):
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout is a probability between 0 and 1; got {dropout}.")
+        check_probability("dropout", dropout)
         self.dropout = dropout
 
     def reset_parameters(self) -> None:

@@ -218,8 +218,8 @@ def _differentiate_drop(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 
 def _checked_call(inputs: Sequence[Any]) -> _Call:
-    *graph, traced = *inputs[8:13], inputs[-1]
-    layout = layout_of(*graph, traced)
+    edge_index, num_sources, num_targets, self_loops, flow = inputs[8:13]
+    layout = layout_of(edge_index, num_sources, num_targets, self_loops, flow, traced=inputs[-1])
     check_inputs(inputs, layout.num_edges)
     return _Call(layout, *inputs)
 

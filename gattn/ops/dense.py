@@ -73,10 +73,8 @@ def attention(
     bias, mask = (_with_one_batch(x, front if graph.blocks is None else torch.Size()) for x in (bias, mask))
     query = None if query is None else query.reshape(batch, *query.shape[len(front) :])
     key, value = (x.reshape(batch, *x.shape[len(front) :]) for x in (key, value))
-    scale: Any = score.scale if isinstance(score, DotScore) else None
-    if isinstance(scale, Tensor) and query is not None:
-        # PyTorch's kernels take a number; a tensor may need a gradient, or be one number per head.
-        query, score = (query * scale.unsqueeze(-1)).to(query.dtype), DotScore(1.0)
+    if isinstance(score, DotScore) and query is not None:
+        query, score = score.folded(query)
     weights: list[Tensor] = []
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():

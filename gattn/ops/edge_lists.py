@@ -131,7 +131,7 @@ def checked(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -
 def check_range(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> None:
     """Raises `IndexError` if an index is out of range, where there are numbers to look at."""
     edge_index = plain(edge_index)
-    if edge_index.device.type == "meta" or transforming():
+    if edge_index.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(edge_index):
         return
     rows = edge_index if flow == FLOWS[0] else edge_index.flip(0)
     for row, what, limit in ((rows[0], "source", num_sources), (rows[1], "target", num_targets)):

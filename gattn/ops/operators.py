@@ -117,7 +117,8 @@ class AttentionOperator:
         elif isinstance(score, AdditiveScore):
             family, vector, slope = score.activation, score.vector, score.negative_slope
             vector = vector.to(torch.promote_types(vector.dtype, compute_dtype(value.dtype)))
-        elif isinstance(score, DotScore):
+        elif isinstance(score, DotScore) and query is not None:
+            query, score = score.folded(query)
             scale = score.factor(key.size(-1))
         edge_is_value = edge is not None and edge is edge_value
         keep = torch.is_grad_enabled() and any(

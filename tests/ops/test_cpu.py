@@ -584,7 +584,7 @@ class TestDerivatives:
             return out if alpha is None else (out, alpha)
 
         assert torch.autograd.gradcheck(function, tuple(leaves.values()))
-        assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
+        assert torch.autograd.gradgradcheck(function, tuple(leaves.values()), fast_mode=True)
 
     @pytest.mark.parametrize("score", ["leaky_relu", "dot"])
     def test_second_of_shared_tensors_loops_and_flow(self, score):
@@ -600,7 +600,7 @@ class TestDerivatives:
 
         leaves = [tensor.requires_grad_() for tensor in (x, edge, vector)]
         assert torch.autograd.gradcheck(function, leaves)
-        assert torch.autograd.gradgradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
     @pytest.mark.parametrize("score", SCORES)
     def test_third(self, score):

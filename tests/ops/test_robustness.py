@@ -263,3 +263,70 @@ class TestInferenceMode:
             out, _ = attention(x, x, x, attn_mask=mask, graph=graph)
             found.append((out, *torch.autograd.grad(out.square().sum(), [mask, *attention.parameters()])))
         torch.testing.assert_close(*found)
+
+
+class TestNumbersThatAreTensors:
+    """A parameter where kernels take a number keeps its gradient, or is refused."""
+
+    @pytest.mark.parametrize("backend", ["cpu", "triton", "reference", "dense", "auto"])
+    @pytest.mark.parametrize("shape", [(), (1,), (H,)])
+    def test_scale(self, backend, shape):
+        complete = backend == "dense"
+        graph = gattn.CompleteGraph(6) if complete else random_edge_index(6, num_edges=30)
+        x = torch.randn(6, H, C, dtype=torch.double)
+        scale = torch.rand(shape, dtype=torch.double).add(0.5).requires_grad_()
+
+        def function(scale, backend=backend):
+            return attend(x, x, x, graph, score=gattn.DotScore(scale), backend=backend, return_weights=True)
+
+        torch.testing.assert_close(function(scale), function(scale, "reference"))
+        grads = [torch.autograd.grad(function(scale, name)[0].sin().sum(), scale) for name in (backend, "reference")]
+        torch.testing.assert_close(*grads)
+        assert grads[0][0].abs().min() > 0
+        number = attend(x, x, x, graph, score=gattn.DotScore(0.7), backend=backend)
+        torch.testing.assert_close(function(torch.full(shape, 0.7, dtype=torch.double))[0], number)
+
+    def test_a_scale_of_another_shape(self):
+        x = torch.randn(6, H, C)
+        with pytest.raises(ValueError, match=r"one per head, \[2\]; got a tensor of \[3\]"):
+            attend(x, x, x, random_edge_index(6, num_edges=9), score=gattn.DotScore(torch.ones(3)))
+
+    @pytest.mark.parametrize("make", [GATScore, lambda **slope: AdditiveScore(torch.ones(H, C), **slope)])
+    def test_slope(self, make):
+        with pytest.raises(TypeError, match="negative_slope is a number, which has no gradient"):
+            make(negative_slope=torch.tensor(0.2, requires_grad=True))
+
+
+class TestMessages:
+    x, index = torch.randn(5, H, C), torch.tensor([[0, 1], [2, 2]])
+
+    @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+    @pytest.mark.parametrize("name", ["edge", "bias", "edge_value"])
+    def test_complex_terms(self, name, backend):
+        term = torch.zeros(2, H, *([] if name == "bias" else [C]), dtype=torch.complex64)
+        with pytest.raises(ValueError, match=f"{name} is added to real numbers; got torch.complex64"):
+            attend(self.x, self.x, self.x, self.index, backend=backend, **{name: term})
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda p: attend(TestMessages.x, TestMessages.x, TestMessages.x, TestMessages.index, dropout=p),
+            lambda p: gattn.nn.GATConv(3, 2, dropout=p),
+            lambda p: gattn.nn.GATConv(3, 2, value_dropout=p),
+            lambda p: gattn.nn.MultiheadAttention(4, 2, dropout=p),
+            lambda p: gattn.nn.DotProductAttention(dropout=p),
+            lambda p: gattn.nn.AttentionPooling(4, 2, dropout=p),
+        ],
+    )
+    def test_dropout_that_is_no_probability(self, make):
+        with pytest.raises(TypeError, match=r"dropout is a probability, a number between 0 and 1; got '0\.1'"):
+            make("0.1")
+        with pytest.raises(ValueError, match="dropout is a probability between 0 and 1; got 1.5"):
+            make(1.5)
+
+    @pytest.mark.parametrize("bad", [-1, 5])
+    @pytest.mark.parametrize("self_loops", [False, True])
+    def test_a_bad_index_under_vmap(self, bad, self_loops):
+        graph = SparseGraph(torch.tensor([[0, bad], [2, 2]]), 5, 5, self_loops=self_loops)
+        with pytest.raises(IndexError, match="edge_index holds"):
+            torch.func.vmap(lambda x: attend(x, x, x, graph))(self.x.expand(3, 5, H, C))

@@ -276,8 +276,8 @@ class _Call:
 
 
 def _checked_call(inputs: Sequence[Any]) -> _Call:
-    *graph, traced = *inputs[8:13], inputs[-1]
-    layout = layout_of(*graph, traced)
+    edge_index, num_sources, num_targets, self_loops, flow = inputs[8:13]
+    layout = layout_of(edge_index, num_sources, num_targets, self_loops, flow, traced=inputs[-1])
     inner = (2 if inputs[13] == "gat" else 3, 2, 2, 3)  # of edge, bias, mask and edge_value
     terms = [term.size(-d) for term, d in zip(inputs[4:8], inner, strict=True) if term is not None and term.dim() >= d]
     check_inputs(inputs, layout.expect(terms[0]) if terms else 0)
