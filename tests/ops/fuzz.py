@@ -1,511 +1,127 @@
-"""Random attention calls, each compared with the float64 reference: `python -m tests.ops.fuzz --cases 100000 --seed 1`.
+"""Random computations, each compared with the reference, or with the same one done in another way.
 
-A case is decided by its seed alone.
+    python -m tests.ops.fuzz --cases 100000 --seed 1
+
+A case is decided by its kind and its seed alone. A new kind of case is a function in a file of its own, and an entry of
+`KINDS`.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import faulthandler
 import random
+import secrets
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch_geometric import EdgeIndex
-from torch_geometric.utils import add_self_loops, remove_self_loops
+from tests.ops.fuzz_calls import DIFFERENTIABLE, DTYPES, Call, call, compare, on_device, random_call
+from tests.ops.fuzz_compiled import compiled
+from tests.ops.fuzz_edits import edits
+from tests.ops.fuzz_layers import layer
+from tests.ops.fuzz_sequences import sequence
+from tests.ops.fuzz_shared import LONG_ROW, SCORES, Alter, Draw, compare_types, grid, threads
+from tests.ops.fuzz_threads import concurrent
 
-from gattn import AdditiveScore, DotScore, GATScore, SparseGraph, attend
-from gattn.ops.dropout import draw_seed, keep_mask
-from gattn.testing import assert_as_exact_as
-
-SCORES = ("gat", "gat without query", "leaky_relu", "tanh", "dot")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-DIFFERENTIABLE = ("query", "key", "value", "vector", "edge", "bias", "edge_value")
-LONG_ROW = 8192  # longer rows are split among threads
-
-
-@dataclass
-class Call:
-    """One call of `attend`; `key is value` and `edge is edge_value` are part of it."""
-
-    score: str
-    graph: Any
-    edges: Tensor
-    """Sources above targets, self-loops included, in the order that per-edge terms have."""
-    num_targets: int
-    tensors: dict[str, Tensor]
-    mask: Tensor | None = None
-    dropout: float = 0.0
-    weights: bool | str = True
-    """The call's `return_weights`."""
-    wanted: tuple[str, ...] = DIFFERENTIABLE
-    slope: float = 0.2
-    scale: float | None = None
-    seed: int = 0
-    threads: int = 1
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        shapes = {name: (list(t.shape), t.stride(), str(t.dtype)[6:]) for name, t in self.tensors.items()}
-        mask = None if self.mask is None else (list(self.mask.shape), self.mask.stride())
-        return (
-            f"{self.score}, {self.graph}, {self.edges.size(1)} edges, {shapes}, mask={mask}, dropout={self.dropout}, "
-            f"return_weights={self.weights!r}, wanted={self.wanted}, threads={self.threads}, {self.notes}"
-        )
-
-    def to(self, device: torch.device) -> Call:
-        """Moves all tensors; what was one tensor in two places still is."""
-        if device.type != "cpu":
-            moved = {id(tensor): tensor.to(device) for tensor in self.tensors.values()}
-            self.tensors = {name: moved[id(tensor)] for name, tensor in self.tensors.items()}
-            self.mask = None if self.mask is None else self.mask.to(device)
-            self.graph, self.edges = self.graph.to(device), self.edges.to(device)
-        return self
-
-    def make_score(self, vector: Tensor | None) -> Any:
-        if self.score == "dot":
-            return DotScore(self.scale)
-        if self.score.startswith("gat"):
-            return GATScore(self.slope)
-        return AdditiveScore(vector, self.score, self.slope)
-
-    def attend(self, tensors: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor | None]:
-        """Output and weights, by a mask of dropout that depends on the call's seed alone."""
-        torch.manual_seed(self.seed)
-        terms = {name: tensor for name, tensor in tensors.items() if name != "vector"}
-        result = attend(
-            terms.pop("query", None),
-            terms.pop("key"),
-            terms.pop("value"),
-            self.graph,
-            score=self.make_score(tensors.get("vector")),
-            mask=self.mask,
-            dropout=self.dropout,
-            training=True,
-            return_weights=self.weights,
-            backend=backend,
-            **terms,
-        )
-        return result if self.weights else (result, None)
-
-    def results(self, backend: str, exact: bool = False) -> dict[str, Tensor]:
-        """Output, weights and all gradients, by name; `exact` computes in float64."""
-        leaves: dict[int, Tensor] = {}
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            if id(tensor) not in leaves:
-                leaves[id(tensor)] = tensor.double() if exact else tensor.detach()
-            tensors[name] = leaves[id(tensor)]
-        asked = {name: tensors[name].detach().requires_grad_() for name in self.wanted if name in tensors}
-        for pair in (("key", "value"), ("edge", "edge_value")):
-            if all(name in tensors for name in pair) and self.tensors[pair[0]] is self.tensors[pair[1]]:
-                for name in pair:
-                    asked.pop(name, None)
-                if set(pair) & set(self.wanted):
-                    asked[pair[0]] = tensors[pair[0]].detach().requires_grad_()
-                    tensors[pair[1]] = asked[pair[0]]
-        tensors.update(asked)
-        out, weights = self.attend(tensors, backend)
-        results = {"out": out.detach()}
-        outputs, grads = [out], [self.grad(out, 1)]
-        if weights is not None:
-            results["weights"] = weights.detach()
-            if not self.notes.get("weights need no gradient"):
-                outputs, grads = [*outputs, weights], [*grads, self.grad(weights, 2)]
-        # With the value's gradient alone, the reference's weights need none.
-        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
-        if asked:
-            outputs, grads = zip(*pairs, strict=True)
-            results.update(
-                zip(
-                    (f"grad of {name}" for name in asked),
-                    torch.autograd.grad(outputs, list(asked.values()), grads, materialize_grads=True),
-                    strict=True,
-                )
-            )
-        return results
-
-    def grad(self, of: Tensor, number: int) -> Tensor:
-        """The gradient that comes in: representable in every type."""
-        if number == 1 and self.notes.get("sums"):
-            return of.new_ones(()).expand_as(of)
-        generator = torch.Generator().manual_seed(self.seed * 2 + number)
-        return (torch.randint(-32, 33, of.shape, generator=generator, device="cpu") / 32).to(of)
-
-    def magnitudes(self, exact: dict[str, Tensor]) -> dict[str, float]:
-        """How large the terms are that add up to each result, at most: rounding errors are in proportion to them."""
-        size = {name: tensor.double().abs() for name, tensor in self.tensors.items()}
-        source, target = self.edges
-        heads = self.heads
-        nodes = -2 if self.score.startswith("gat") else -3
-
-        def at(name: str, ends: Tensor) -> Tensor:
-            tensor = size[name]
-            if tensor.size(-2) != heads and self.score == "dot":
-                tensor = tensor.repeat_interleave(heads // tensor.size(-2), -2)
-            return tensor.index_select(nodes if name != "value" else -3, ends)
-
-        def total(amount: Tensor, ends: Tensor, count: int, dim: int) -> Tensor:
-            shape = list(amount.shape)
-            shape[dim] = count
-            return amount.new_zeros(shape).index_add(amount.dim() + dim, ends, amount)
-
-        def most(amount: Tensor | float) -> float:
-            return float(amount.max()) if isinstance(amount, Tensor) and amount.numel() else 0.0
-
-        edge = size.get("edge", 0.0)
-        key, query = at("key", source) + edge, at("query", target) if "query" in size else 0.0
-        if self.score == "dot":
-            factor = self.make_score(None).factor(size["key"].size(-1))
-            logits = (key * query).sum(-1) * factor
-        elif nodes == -2:
-            factor, logits = max(self.slope, 1.0), key + query
-        else:
-            factor, logits = max(self.slope, 1.0) * most(size["vector"]), ((key + query) * size["vector"]).sum(-1)
-        if "bias" in size:
-            logits = logits + size["bias"].masked_fill(size["bias"].isinf(), 0.0)
-        precision = 1 + most(logits)
-
-        full = (*exact["out"].shape[:-3], source.numel(), heads)
-        alpha = exact["weights"] if self.weights is True else self.undropped
-        kept = alpha.new_ones(full)
-        if self.dropout > 0:
-            torch.manual_seed(self.seed)
-            kept = keep_mask(draw_seed(alpha.device), torch.Size(full), self.dropout).double()
-            kept = kept / (1 - self.dropout) if self.dropout < 1 else kept * 0
-        value = at("value", source) + size.get("edge_value", 0.0)
-        grad = self.grad(exact["out"], 1).abs().index_select(-3, target)
-        products = kept * (grad * value).sum(-1)
-        if "weights" in exact and not self.notes.get("weights need no gradient"):
-            products = products + self.grad(exact["weights"], 2).abs() * (kept if self.weights == "dropped" else 1.0)
-        delta = total(alpha * products, target, self.num_targets, -2).index_select(-2, target)
-        terms = alpha * (products + delta)
-
-        count_sources = size["value"].size(-3)
-        if self.score == "dot":
-            wide = terms.unsqueeze(-1) * factor
-            query_terms, key_terms, edge_terms = wide * key, wide * query, wide * query
-        else:
-            query_terms = key_terms = edge_terms = terms * factor if nodes == -2 else terms.unsqueeze(-1) * factor
-        by_source = total(key_terms, source, count_sources, nodes)
-        value_terms = total((alpha * kept).unsqueeze(-1) * grad, source, count_sources, -3)
-        group = heads // size["value"].size(-2) if size["value"].size(-2) else 1
-        batch = exact["out"].shape[:-3].numel()
-
-        def shared(name: str) -> int:
-            return batch if name in size and size[name].dim() < exact["out"].dim() - (name == "bias") else 1
-
-        found = {
-            "out": most(total((alpha * kept).unsqueeze(-1) * value, target, self.num_targets, -3)),
-            "weights": most(alpha * kept) if self.weights == "dropped" else most(alpha),
-            "grad of query": most(total(query_terms, target, self.num_targets, nodes)),
-            "grad of key": group * most(by_source),
-            "grad of value": group * most(value_terms),
-            "grad of edge": shared("edge") * most(edge_terms),
-            "grad of bias": shared("bias") * most(terms),
-            "grad of edge_value": shared("edge_value") * most((alpha * kept).unsqueeze(-1) * grad),
-        }
-        if "vector" in size:
-            found["grad of vector"] = most((terms.unsqueeze(-1) * (key + query)).sum((*range(terms.dim() - 1),)))
-        if self.tensors["key"] is self.tensors["value"]:
-            found["grad of key"] += found["grad of value"]
-        if "edge" in size and self.tensors["edge"] is self.tensors.get("edge_value"):
-            found["grad of edge"] += found["grad of edge_value"]
-        if exact["out"].dtype == self.results_dtype:  # nothing is more exact, and sums of n terms lose sqrt(n) as much
-            precision *= max(1.0, source.numel() ** 0.5 / 8)
-        return {name: amount * precision for name, amount in found.items()}
-
-    @property
-    def heads(self) -> int:
-        name = "query" if "query" in self.tensors else "key"
-        return self.tensors[name].size(-1 if self.score.startswith("gat") else -2)
-
-    @property
-    def results_dtype(self) -> torch.dtype:
-        return functools.reduce(torch.promote_types, (tensor.dtype for tensor in self.tensors.values()))
-
-    @property
-    def undropped(self) -> Tensor:
-        """The exact weights before dropout."""
-        tensors = {name: tensor.double() for name, tensor in self.tensors.items()}
-        plain = Call(self.score, self.graph, self.edges, self.num_targets, tensors, self.mask)
-        plain.slope, plain.scale = self.slope, self.scale
-        return plain.attend(tensors, "reference")[1]
+__all__ = [
+    "DIFFERENTIABLE",
+    "DTYPES",
+    "KINDS",
+    "LONG_ROW",
+    "SCORES",
+    "Call",
+    "Draw",
+    "case",
+    "compare",
+    "compare_types",
+    "grid",
+    "kind_of",
+    "on_device",
+    "random_call",
+    "threads",
+]
 
 
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Sets PyTorch's number of threads for a block of code."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+class Kind(NamedTuple):
+    """A kind of case: what runs it, and its share of all cases."""
+
+    run: Callable[[Draw, Alter], None]
+    weight: float
 
 
-def compare(call: Call, backend: str = "cpu", alter: Callable[[dict[str, Tensor]], None] | None = None) -> None:
-    """Asserts that the kernels lose no more than the reference in the same types does, against it in float64.
-
-    Args:
-        call: What to compute.
-        backend: What is tested. (default: `"cpu"`)
-        alter: Changes the results before they are compared, to see that this is noticed. (default: `None`)
-    """
-    with threads(call.threads):
-        actual = call.results(backend)
-    with threads(1):  # on tiny graphs more would only wait for each other
-        peer, exact = call.results("reference"), call.results("reference", exact=True)
-        magnitudes = call.magnitudes(exact)
-    assert list(actual) == list(peer)
-    if alter is not None:
-        alter(actual)
-    compute = torch.finfo(torch.float64 if actual["out"].dtype == torch.float64 else torch.float32).eps
-    for name, result in actual.items():
-        if result.numel() == 0:
-            assert result.shape == peer[name].shape
-            continue
-        # Terms are added up in the type that is computed in, and rounded to the result's own at the end.
-        largest = exact[name].abs().max().item()
-        scale = max(largest, magnitudes[name] * compute / torch.finfo(result.dtype).eps)
-        if result.dtype == torch.float16:
-            scale = max(scale, torch.finfo(torch.float16).tiny)
-        assert_as_exact_as(result, peer[name], exact[name], scale=scale, name=name)
+KINDS = {
+    "call": Kind(call, 40),
+    "layer": Kind(layer, 25),
+    "sequence": Kind(sequence, 25),
+    "edits": Kind(edits, 8),
+    "threads": Kind(concurrent, 2),
+    "compiled": Kind(compiled, 0.5),  # the first cases compile for seconds, later ones share what they compiled
+}
 
 
-# --------------------------------------------------------------------------------------------------------- random calls
+def kind_of(seed: int, kinds: Sequence[str] = tuple(KINDS)) -> str:
+    """Which of these kinds the case of a seed is."""
+    return random.Random(f"kind {seed}").choices(kinds, [KINDS[kind].weight for kind in kinds])[0]
 
 
-def on_device(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Draws on the CPU, the same numbers for every device, and moves what was drawn to the default device."""
-
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        with torch.device("cpu"):
-            drawn = make(*args, **kwargs)
-        return drawn.to(torch.get_default_device())
-
-    return made
-
-
-def grid(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Random multiples of 1/32: all their sums are exact, so that no two backends disagree about a LeakyReLU's sign."""
-    return (torch.randint(-64, 65, shape, generator=generator) / 32).to(dtype)
-
-
-def stored(tensor: Tensor, draw: random.Random) -> Tensor:
-    """The same numbers, some of the time in memory that is not contiguous."""
-    kind = draw.randrange(8)
-    if kind == 0 and tensor.dim() > 1:  # columns of something wider
-        wide = torch.cat([tensor, tensor, tensor], -1)
-        return wide[..., tensor.size(-1) : 2 * tensor.size(-1)]
-    if kind == 1 and tensor.dim() > 1:
-        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    if kind == 2:
-        return torch.stack([tensor, tensor], -1)[..., 0]
-    if kind == 3:
-        return tensor[:1].expand_as(tensor) if tensor.size(0) else tensor
-    return tensor
-
-
-def random_graph(draw: random.Random, generator: torch.Generator) -> tuple[Tensor, int, int, str]:
-    """Sources above targets, M, N, and what it is."""
-    kind = draw.choices(
-        ("sparse", "empty", "single", "hub", "source hub", "dense rows", "huge"), (30, 4, 4, 12, 12, 12, 0.4)
-    )[0]
-    sources, targets = draw.randint(1, 24), draw.randint(1, 24)
-    if draw.random() < 0.5:
-        targets = sources
-    edges = draw.randint(0, 120)
-    if kind == "empty":
-        edges, sources, targets = 0, draw.choice((0, sources)), draw.choice((0, targets))
-    elif kind == "single":
-        sources = targets = 1
-    elif kind == "dense rows":
-        sources, targets, edges = draw.randint(1, 40), draw.randint(1, 4), draw.randint(60, 300)
-    elif kind == "huge":
-        edges = draw.randint(LONG_ROW + 1, 3 * LONG_ROW)
-
-    def ends(count: int) -> Tensor:
-        return torch.randint(max(count, 1), (edges,), generator=generator)
-
-    source, target = ends(sources), ends(targets)
-    if kind in ("hub", "source hub", "huge"):
-        hub, count = draw.choice(((target, targets), (source, sources)))
-        if kind != "huge":
-            hub, count = (target, targets) if kind == "hub" else (source, sources)
-        share = torch.rand(edges, generator=generator) < (1.0 if kind == "huge" else draw.random())
-        hub[share] = draw.choice((0, count - 1))
-    edge_index = torch.stack([source, target])
-    if edges and draw.random() < 0.2:
-        edge_index = edge_index[:, torch.randint(edges, (edges,), generator=generator)]  # more duplicates
-    if draw.random() < 0.3:
-        edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
-    return edge_index, sources, targets, kind
-
-
-def random_call(seed: int) -> tuple[Call, str | None]:
-    """A call on the default device, and the index that is wrong in it, if any."""
-    with torch.device("cpu"):
-        call, bad = draw_call(seed)
-    return call.to(torch.get_default_device()), bad
-
-
-def draw_call(seed: int) -> tuple[Call, str | None]:
-    """The same on the CPU."""
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    edge_index, sources, targets, kind = random_graph(draw, generator)
-    num_edges = edge_index.size(1)
-    notes: dict[str, Any] = {"graph": kind}
-    bad = None
-    if num_edges and draw.random() < 0.05:
-        row, place = draw.randrange(2), draw.randrange(num_edges)
-        bad = draw.choice(("negative", "too large"))
-        wrong = draw.choice((1, 2, 100)) if kind != "huge" else 1
-        edge_index[row, place] = -wrong if bad == "negative" else (sources, targets)[row] + wrong - 1
-
-    self_loops, flow = draw.random() < 0.25, draw.choice(("source_to_target", "source_to_target", "target_to_source"))
-    edges = edge_index
-    if self_loops and bad is None:
-        edges = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=min(sources, targets))[0]
-    given: Any = edge_index if flow == "source_to_target" else edge_index.flip(0)
-    form = draw.choice(("int64", "int64", "int32", "int16", "strided", "EdgeIndex", "csr"))
-    if form in ("int32", "int16"):
-        given = given.to(getattr(torch, form))
-    elif form == "strided":
-        given = given.t().contiguous().t() if draw.random() < 0.5 else given.repeat_interleave(2, 1)[:, ::2]
-    elif form == "EdgeIndex" and bad is None:
-        size = (sources, targets) if flow == "source_to_target" else (targets, sources)
-        given = EdgeIndex(given, sparse_size=size)
-    elif form == "csr" and bad is None and not self_loops and flow == "source_to_target" and kind != "huge":
-        edges = torch.unique(edge_index.flip(0), dim=1).flip(0)  # by target, then by source
-        counts = torch.bincount(edges[1], minlength=targets)
-        start = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
-        given = torch.sparse_csr_tensor(start, edges[0], torch.ones(edges.size(1)), (targets, sources))
-    num_edges = edges.size(1)
-    graph = SparseGraph(given, sources, targets, self_loops=self_loops, flow=flow)
-    notes["form"] = form
-
-    score = draw.choice(SCORES)
-    small = kind == "huge"
-    heads = draw.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 32)) if not small else draw.choice((1, 3, 4))
-    shared_heads = draw.choice([g for g in range(1, heads + 1) if heads % g == 0]) if score == "dot" else heads
-    widths = (0, 1, 2, 3, 8, 16, 17, 31, 32, 33, 64, 70, 128, 130) if not small else (1, 5, 8)
-    channels, value_channels = draw.choice(widths), draw.choice(widths)
-    if num_edges * heads * max(channels, value_channels) > 60_000 and not small:
-        channels, value_channels = min(channels, 9), min(value_channels, 9)
-    batch = draw.choice(((), (), (), (), (2,), (2, 3), (1,), (3, 1), (0,))) if not small else ()
-    dtype = draw.choice(DTYPES)
-    mixed = draw.random() < 0.1
-
-    def make(*shape: int) -> Tensor:
-        return stored(grid(shape, generator, draw.choice(DTYPES) if mixed else dtype), draw)
-
-    def terms(*shape: int) -> Tensor:
-        return make(*draw.choice(((), batch)), num_edges, heads, *shape)
-
-    wide = () if score.startswith("gat") else (channels,)
-    tensors = {"key": make(*batch, sources, shared_heads, *wide)}
-    if score != "gat without query":
-        tensors["query"] = make(*batch, targets, heads, *wide)
-    if score != "gat" and wide and draw.random() < 0.2:
-        tensors["value"], value_channels = tensors["key"], channels
-    else:
-        tensors["value"] = make(*batch, sources, shared_heads, value_channels)
-    if score in ("leaky_relu", "tanh"):
-        tensors["vector"] = stored(
-            torch.randn(heads, channels, generator=generator) / max(channels, 1) ** 0.5, draw
-        ).to(dtype)
-    if draw.random() < 0.3:
-        tensors["edge"] = terms(*wide)
-    if draw.random() < 0.3:
-        tensors["bias"] = terms()
-        if draw.random() < 0.3:
-            dead = torch.rand(tensors["bias"].shape, generator=generator) < draw.random()
-            tensors["bias"] = tensors["bias"].masked_fill(dead, -torch.inf)
-    if "edge" in tensors and tensors["edge"].shape[-1:] == (value_channels,) and wide and draw.random() < 0.5:
-        tensors["edge_value"] = tensors["edge"]
-    elif draw.random() < 0.3:
-        tensors["edge_value"] = terms(value_channels)
-    mask = None
-    if draw.random() < 0.3:
-        shape = draw.choice(((num_edges,), (num_edges, heads), (*batch, num_edges), (*batch, num_edges, heads)))
-        mask = torch.rand(shape, generator=generator) < draw.random()
-        mask = stored(mask, draw) if mask.dim() > 1 else mask
-    if draw.random() < 0.1:  # far from zero, where exp() alone would overflow
-        tensors["key"] = tensors["value"] if tensors["key"] is tensors["value"] else tensors["key"] * 16
-    present = tuple(name for name in DIFFERENTIABLE if name in tensors)
-    wanted = present if draw.random() < 0.6 else tuple(name for name in present if draw.random() < 0.5)
-    weights: bool | str = draw.choice((False, False, True, "dropped"))
-    notes["weights need no gradient"] = draw.random() < 0.4
-    notes["sums"] = draw.random() < 0.2
-    return Call(
-        score,
-        graph,
-        edges,
-        targets,
-        tensors,
-        mask,
-        draw.choice((0.0, 0.0, 0.3, 0.6, 1.0)),
-        weights,
-        wanted,
-        draw.choice((0.2, 0.01, 0.0)),
-        draw.choice((None, 1.0, 0.25)),
-        seed,
-        draw.randint(1, 3) if small else 1,
-        notes,
-    ), bad
-
-
-def case(seed: int, alter: Callable[[dict[str, Tensor]], None] | None = None) -> None:
-    """Draws a call and compares it with the reference.
+def case(seed: int, kind: str = "call", alter: Alter = None) -> None:
+    """Draws a case of a kind and runs it.
 
     Raises:
-        AssertionError: If the results differ; the message says how to run the case again.
+        AssertionError: If results differ; the message says how to run the case again.
     """
-    call, bad = random_call(seed)
+    draw = Draw(seed)
     try:
-        if bad is None:
-            compare(call, alter=alter)
-        else:
-            errors = []
-            for backend in ("cpu", "reference"):
-                try:
-                    call.results(backend)
-                    errors.append("no error")
-                except IndexError as error:
-                    errors.append(str(error))
-            assert "holds" in errors[0], f"an index is {bad}, and the kernels say: {errors[0]}"
-            assert errors[0] == errors[1]
+        with threads(1):  # on tiny graphs more would only wait for each other
+            KINDS[kind].run(draw, alter)
     except Exception as error:
-        again = f"python -m tests.ops.fuzz --cases 1 --seed {seed}"
-        raise AssertionError(f"case {seed}: {type(error).__name__}: {error}\n{call}\nAgain: {again}") from error
+        notes = "\n".join(f"{name}: {note}" for name, note in draw.notes.items())
+        again = f"python -m tests.ops.fuzz --cases 1 --kinds {kind} --seed {seed}"
+        raise AssertionError(f"case {seed}: {type(error).__name__}: {error}\n{notes}\nAgain: {again}") from error
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000, help="how many (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case (default: 0)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long (default: never)")
+    parser.add_argument("--seed", type=int, nargs="?", help="of the first case (default: a random one)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which (default: %(default)s)")
     arguments = parser.parse_args()
-    from rich.progress import track
+    kinds = arguments.kinds.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"there is no kind {', '.join(sorted(unknown))}: there are {', '.join(KINDS)}")
+    first = secrets.randbelow(10**9) if arguments.seed is None else arguments.seed
+    print(f"The first case has seed {first}.", flush=True)
 
     warnings.filterwarnings("ignore", "Sparse", UserWarning)
-    for seed in track(range(arguments.seed, arguments.seed + arguments.cases), description="Fuzzing"):
+    ran: Counter[str] = Counter()
+    spent: Counter[str] = Counter()
+    start = time.monotonic()
+    for seed in range(first, first + arguments.cases):
+        if time.monotonic() - start > arguments.seconds:
+            break
+        kind = kind_of(seed, kinds)
+        # Said before it runs, in case the process does not survive it.
+        print(f"\r--cases 1 --kinds {kind} --seed {seed}   ", end="", file=sys.stderr, flush=True)
+        before = time.process_time()
         try:
-            case(seed)
+            case(seed, kind)
         except AssertionError as error:
             print(f"\n{error}", file=sys.stderr)
             return 1
-    print(f"{arguments.cases} cases agree with the reference.")
+        ran[kind] += 1
+        spent[kind] += time.process_time() - before
+    print(file=sys.stderr)
+    each = ", ".join(f"{ran[kind]} {kind} of {1000 * spent[kind] / ran[kind]:.1f} ms" for kind in KINDS if ran[kind])
+    print(f"{ran.total()} cases are as they should be ({each} of processor time).")
     return 0
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     sys.exit(main())

@@ -1,0 +1,118 @@
+"""Attention on complete graphs: the dense backend (and others) against the reference, which walks over all edges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gattn import CompleteGraph, LocalGaussian, attend
+from tests.ops.fuzz_shared import SCORES, Alter, Draw, Results, compare_types, make_score, stored, with_gradients
+
+LENGTHS = (0, 1, 2, 3, 5, 8, 9)
+
+
+def random_complete_graph(draw: Draw, batch: tuple[int, ...]) -> CompleteGraph:
+    """Full, causal, windowed; ragged or packed; some long enough for a window to become bands."""
+    n = draw.choice(LENGTHS)
+    m = n if draw.maybe(0.5) else draw.choice(LENGTHS)
+    window = None
+    if draw.maybe(0.4):
+        window = (draw.choice((0, 1, 2, 5, 40)), draw.choice((0, 1, 2, 5, 40)))
+    causal = draw.maybe(0.35)
+    if draw.maybe(0.3):
+        blocks = draw.choice((0, 1, 2, 3, 6))
+        targets = [draw.choice(LENGTHS) for _ in range(blocks)]
+        sources = targets if draw.maybe(0.5) else [draw.choice(LENGTHS) for _ in range(blocks)]
+        return CompleteGraph.packed(targets, sources, causal=causal, window=window)
+    if draw.maybe(0.03):
+        n, m, window = draw.randint(60, 150), draw.randint(70, 150), draw.choice(((3, 2), (5, 0), (0, 0), (20, 10)))
+    lengths = {}
+    for name, limit in (("source_lengths", m), ("target_lengths", n)):
+        if batch and draw.maybe(0.25):
+            lengths[name] = draw.integers(limit + 1, *batch)
+    return CompleteGraph(n, m, causal=causal, window=window, **lengths)
+
+
+def sequence(draw: Draw, alter: Alter) -> None:
+    """One call on a complete graph: output, weights and gradients."""
+    batch = draw.choice(((), (), (), (2,), (3,), (1,), (0,), (2, 3), (1, 2)))
+    graph = random_complete_graph(draw, batch)
+    n, m, blocks = graph.num_targets, graph.num_sources, graph.blocks
+    if blocks is not None and len(batch) > 1:
+        batch = batch[:1]
+    name = draw.choice((*SCORES, "dot"))
+    heads = draw.choice((*((0,) if name != "dot" else ()), 1, 1, 2, 3, 4, 6))
+    shared = draw.choice([g for g in range(1, heads + 1) if heads % g == 0]) if name == "dot" else heads
+    channels, value_channels = draw.choice((0, 1, 2, 3, 8, 9, 16, 33)), draw.choice((0, 1, 2, 3, 8, 9, 16, 33))
+    if draw.maybe(0.3):
+        value_channels = channels
+    wide = () if name.startswith("gat") else (channels,)
+    terms = {"key": draw.grid(*batch, m, shared, *wide), "value": draw.grid(*batch, m, shared, value_channels)}
+    if name != "gat without query":
+        terms["query"] = draw.grid(*batch, n, heads, *wide)
+    if name in ("leaky_relu", "tanh"):
+        terms["vector"] = draw.normal(heads, channels) / max(channels, 1) ** 0.5
+    scale = draw.choice((None, 1.0, 0.25)) if name == "dot" else None
+
+    matrix = (n, m)
+    front = (*batch, heads)
+    if blocks is not None:
+        matrix = tuple(max((sizes[side] for sizes in blocks), default=0) for side in (0, 1))
+        front = (len(blocks), heads)
+
+    def broadcastable() -> tuple[int, ...]:
+        """A shape of `[..., H, N, M]` with some sizes 1, or left out in front."""
+        shape = [size if draw.maybe(0.8) else 1 for size in (*front, *matrix)]
+        return tuple(shape[draw.choice((0, 0, len(front) - 1, len(front))) :])
+
+    if draw.maybe(0.3):
+        terms["bias"] = draw.grid(*broadcastable())
+        if draw.maybe(0.3):
+            dead = draw.booleans(*terms["bias"].shape, share=draw.random())
+            terms["bias"] = terms["bias"].masked_fill(dead, -torch.inf)
+    mask = draw.booleans(*broadcastable(), share=draw.random()) if draw.maybe(0.3) else None
+    centred = blocks is None and draw.maybe(0.1)
+    if centred:
+        terms["centres"] = draw.grid(*draw.choice(((n,), (*batch, n)))) + 2
+    terms = {name: stored(term, draw) for name, term in terms.items()}
+    weights = draw.choice((False, True, "dropped"))
+    backend = draw.choice(("dense", "dense", "auto", "auto" if centred else "cpu"))
+    dtype = draw.choice((torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16))
+    shapes = {name: list(term.shape) for name, term in terms.items()}
+    draw.note(score=name, graph=graph, blocks=blocks, batch=batch, shapes=shapes, scale=scale, weights=weights)
+    draw.note(mask=None if mask is None else list(mask.shape), backend=backend, dtype=dtype)
+    draw.note(source_lengths=graph.source_lengths, target_lengths=graph.target_lengths)
+    exact = {name: term.to(dtype).double() for name, term in terms.items()}
+
+    def run(dtype: torch.dtype, reference: bool) -> Results:
+        leaves = {name: term.to(dtype).detach().requires_grad_() for name, term in exact.items()}
+        given = dict(leaves)
+        score = make_score(name, given.pop("vector", None), scale)
+        distribution = LocalGaussian(given.pop("centres"), 3.0) if centred else "softmax"
+        out = attend(
+            given.pop("query", None),
+            given.pop("key"),
+            given.pop("value"),
+            graph,
+            score=score,
+            mask=mask,
+            distribution=distribution,
+            return_weights=weights,
+            backend="reference" if reference else backend,
+            **given,
+        )
+        return with_gradients(named(out), leaves, draw.case)
+
+    compare_types(run, dtype, n * m, alter)
+
+
+def named(result: Tensor | tuple[Tensor, Tensor | list[Tensor]]) -> Results:
+    """Output and weights by name; a packed graph has some for each block."""
+    if isinstance(result, Tensor):
+        return {"out": result}
+    out, weights = result
+    if weights is None:
+        return {"out": out}
+    if isinstance(weights, Tensor):
+        return {"out": out, "weights": weights}
+    return {"out": out, **{f"weights of block {i}": block for i, block in enumerate(weights)}}
