@@ -215,8 +215,8 @@ class Call:
             found["grad of key"] += found["grad of value"]
         if "edge" in size and self.tensors["edge"] is self.tensors.get("edge_value"):
             found["grad of edge"] += found["grad of edge_value"]
-        if exact["out"].dtype == self.results_dtype:  # nothing is more exact, and sums of n terms lose sqrt(n) as much
-            precision *= max(1.0, source.numel() ** 0.5 / 8)
+        if source.numel():  # each of n additions loses half a unit in the last place, and equal terms the same way
+            precision *= max(1.0, max(int(ends.bincount().max()) for ends in (source, target)) / 16)
         return {name: amount * precision for name, amount in found.items()}
 
     @property

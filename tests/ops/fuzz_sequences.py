@@ -103,7 +103,9 @@ def sequence(draw: Draw, alter: Alter) -> None:
         )
         return with_gradients(named(out), leaves, draw.case)
 
-    compare_types(run, dtype, n * m, alter)
+    # PyTorch's fused attention rounds weights to half precision before it sums values.
+    fused = name == "dot" and backend != "cpu" and dtype.itemsize == 2
+    compare_types(run, dtype, n * m, alter, rounds_terms=fused)
 
 
 def named(result: Tensor | tuple[Tensor, Tensor | list[Tensor]]) -> Results:

@@ -82,7 +82,12 @@ def with_gradients(outputs: Results, leaves: Results, seed: int) -> Results:
 
 
 def compare_types(
-    run: Callable[[torch.dtype, bool], Results], dtype: torch.dtype, num_terms: int, alter: Alter = None
+    run: Callable[[torch.dtype, bool], Results],
+    dtype: torch.dtype,
+    num_terms: int,
+    alter: Alter = None,
+    *,
+    rounds_terms: bool = False,
 ) -> None:
     """Asserts that what is tested loses no more than the reference in the same type does.
 
@@ -93,6 +98,7 @@ def compare_types(
         dtype: The type that is tested.
         num_terms: How many terms are summed, about.
         alter: See `Alter`. (default: `None`)
+        rounds_terms: Whether what is summed is rounded to the type before. (default: `False`)
     """
     actual = run(dtype, False)
     exact = run(torch.float64, True)
@@ -100,10 +106,10 @@ def compare_types(
     assert list(actual) == list(exact) == list(rough), f"{list(actual)} and not {list(exact)}"
     if alter is not None:
         alter(actual)
-    # Terms that cancel are products of what else there is. Rounding errors are in proportion to them and, of n terms,
-    # to sqrt(n).
+    # Terms that cancel are products of what else there is. Rounding errors are in proportion to them, and each of n
+    # additions loses half a unit in the last place.
     largest = max([1.0, *(float(x.abs().max()) for x in exact.values() if x.numel())])
-    magnitude = largest**2 * max(num_terms, 1) ** 0.5
+    magnitude = largest**2 * max(num_terms / 16, 1.0)
     compute = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     for name, result in actual.items():
         peer = rough[name]
@@ -111,7 +117,7 @@ def compare_types(
             loss = (peer.double() - exact[name]) * (torch.finfo(dtype).eps / torch.finfo(peer.dtype).eps)
             peer = exact[name] + loss
         own = float(exact[name].abs().max()) if result.numel() else 0.0
-        scale = max(own, magnitude * compute / torch.finfo(dtype).eps)
+        scale = max(own, magnitude * compute / torch.finfo(dtype).eps, largest if rounds_terms else 0.0)
         assert_as_exact_as(result, peer, exact[name], scale=scale, name=name)
 
 
