@@ -44,10 +44,10 @@ class _Kept:
 def _forget() -> None:
     """Starts with nothing kept: a forked process may inherit locks that no thread of its own will ever release."""
     global _lock, _cache
-    _lock, _cache = threading.Lock(), WeakTensorKeyDictionary()
+    _lock, _cache = threading.RLock(), WeakTensorKeyDictionary()
 
 
-_lock: threading.Lock
+_lock: Any  # reentrant, as the garbage collector may run anything anywhere
 _cache: WeakTensorKeyDictionary  # {tensor: _Kept}
 _forget()
 if hasattr(os, "register_at_fork"):
