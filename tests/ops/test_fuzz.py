@@ -4,7 +4,8 @@ import time
 import pytest
 import torch
 
-from tests.ops import fuzz, fuzz_compiled
+from gattn.ops import edge_lists
+from tests.ops import fuzz, fuzz_compiled, fuzz_edits, fuzz_threads
 
 #: How many cases of each kind are always the same ones, and how many have a fresh seed.
 CASES = {
@@ -13,16 +14,20 @@ CASES = {
     "sequence": (80, 30),
     "edits": (30, 10),
     "threads": (12, 6),
-    "compiled": (3, 0),
+    "compiled": (2, 0),
 }
 
 each_kind = pytest.mark.parametrize("kind", fuzz.KINDS)
 
 
+def run_cases(kind, count, first=0):
+    for seed in range(first, first + count):
+        fuzz.case(seed, kind)
+
+
 @each_kind
 def test_cases(kind):
-    for seed in range(CASES[kind][0]):
-        fuzz.case(seed, kind)
+    run_cases(kind, CASES[kind][0])
 
 
 def test_cases_of_a_fresh_seed(capsys):
@@ -30,8 +35,7 @@ def test_cases_of_a_fresh_seed(capsys):
     with capsys.disabled():
         print(f"\nfuzzing from seed {first} on")
     for kind, (_, count) in CASES.items():
-        for seed in range(first, first + count):
-            fuzz.case(seed, kind)
+        run_cases(kind, count, first)
 
 
 def halved(name, altered):
@@ -134,6 +138,30 @@ def test_a_number_for_a_term_of_a_wrong_size_is_found(monkeypatch):
             messages.append(str(error))
     for message in ("there was no error", "out is off by"):
         assert any(message in found for found in messages)
+
+
+def test_threads_that_disturb_each_other_are_found(monkeypatch):
+    """What one thread keeps for itself is in one place for all of them."""
+    attend, place = fuzz_threads.attend, []
+
+    def careless(query, key, value, graph, **options):
+        place[:] = [float(value.detach().sum())]
+        time.sleep(1e-4)
+        return attend(query, key, value * place[0], graph, **options)
+
+    monkeypatch.setattr(fuzz_threads, "attend", careless)
+    with pytest.raises(AssertionError, match=r"job \d in thread \d"):
+        run_cases("threads", 10)
+
+
+@pytest.mark.parametrize(
+    "state", [lambda tensor: 0, lambda tensor: tensor._version, lambda tensor: (tensor.shape, tensor.data_ptr())]
+)
+def test_edits_that_go_unnoticed_are_found(state, monkeypatch):
+    monkeypatch.setattr(edge_lists, "_state", state)
+    monkeypatch.delitem(fuzz_edits.EDITS, fuzz_edits.compiled_mutation)
+    with pytest.raises(AssertionError, match=r"step \d"):
+        run_cases("edits", 100)
 
 
 class TestTheCommand:
