@@ -190,7 +190,8 @@ def _packed(query: Tensor | None, key: Tensor, value: Tensor, graph: CompleteGra
 @lru_cache(maxsize=64)
 def _starts(sizes: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
     """Where each block begins, and the last one ends; of a batch, one element after another."""
-    return torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # what is kept must serve training too
+        return torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32, device=device)
 
 
 def _matrices(

@@ -9,11 +9,22 @@
 
 #include "arguments.h"
 
-#if defined(__x86_64__) && defined(GATTN_X86_DISPATCH)
-#define FOR_EACH_ISA(F) F(baseline) F(avx2) F(avx512)
+#ifdef GATTN_HAS_baseline
+#define IF_BASELINE(F) F(baseline)
 #else
-#define FOR_EACH_ISA(F) F(baseline)
+#define IF_BASELINE(F)
 #endif
+#ifdef GATTN_HAS_avx2
+#define IF_AVX2(F) F(avx2)
+#else
+#define IF_AVX2(F)
+#endif
+#ifdef GATTN_HAS_avx512
+#define IF_AVX512(F) F(avx512)
+#else
+#define IF_AVX512(F)
+#endif
+#define FOR_EACH_ISA(F) IF_BASELINE(F) IF_AVX2(F) IF_AVX512(F)
 
 #define DECLARE(isa)                                             \
   int64_t gattn_run_##isa(const Arguments& a, bool is_forward); \
@@ -31,12 +42,12 @@ struct InstructionSet {
   void (*drop)(const void*, void*, int64_t, int64_t, int64_t, int64_t, double, int64_t);
 };
 
-bool supports_baseline() { return true; }
-#if defined(__x86_64__) && defined(GATTN_X86_DISPATCH)
-bool supports_avx2() {
+[[maybe_unused]] bool supports_baseline() { return true; }
+#if defined(__x86_64__)
+[[maybe_unused]] bool supports_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
-bool supports_avx512() {
+[[maybe_unused]] bool supports_avx512() {
   return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
