@@ -133,7 +133,9 @@ def graph_layer(draw: Draw, kind: Any) -> tuple[Module, Module, Results, Compute
         features["targets"] = stored(draw.normal(*batch, num_targets, widths[1]), draw)
     if edge_dim is not None:
         flat = edge_dim == 1 and draw.maybe(0.5)
-        features["edge_attr"] = stored(draw.normal(edge_index.size(1), *(() if flat else (edge_dim,))), draw)
+        edge_attr = draw.normal(edge_index.size(1), *(() if flat else (edge_dim,)))
+        edge_attr = edge_attr.clamp(-1, 1) if fill == "mul" else edge_attr  # products of many would be huge
+        features["edge_attr"] = stored(edge_attr, draw)
     tested_graph = plain_graph = graph
     if graph is None:
         sizes = (num_sources, num_targets) if wrapped or draw.maybe(0.5) else ()
