@@ -688,10 +688,10 @@ def _check_edge_terms(
             and tensor.shape[: -1 - inner] in ((), batch)
             and _may_equal(tensor.size(-1 - inner), num_edges)
         ):
-            shape = ["E" if num_edges is None else num_edges, *last]
+            shape, where = ([*last], "for each edge of") if num_edges is None else ([num_edges, *last], "for")
             raise InputError(
-                f"{name} has one entry per edge, in the order of graph.edge_index: [{', '.join(map(str, shape))}] for "
-                f"this graph and {type(score).__name__}; got {list(tensor.shape)}."
+                f"{name} has one entry per edge, in the order of graph.edge_index: {shape} {where} this graph and "
+                f"{type(score).__name__}; got {list(tensor.shape)}."
             )
     return mask
 

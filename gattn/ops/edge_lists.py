@@ -20,25 +20,26 @@ _MOST_KEPT = 8
 
 
 class _Kept:
-    """What was derived from one tensor: `{key: (state of the tensor, value)}`, the most recently used last.
+    """What was derived from one tensor: `{key: (its state, its memory, value)}`, the most recently used last.
 
-    Values must never hold the tensor or a view of it, or no entry would ever be freed.
+    Values must never hold the tensor or a view of it, or no entry would ever be freed. Its memory may be held: then no
+    other is at that address.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.entries: dict[Hashable, tuple[Hashable, Any]] = {}
+        self.entries: dict[Hashable, tuple[Hashable, Any, Any]] = {}
 
-    def get(self, key: Hashable, state: Hashable, derive: Callable[[], Any]) -> Any:
+    def get(self, tensor: Tensor, key: Hashable, state: Hashable, derive: Callable[[], Any]) -> Any:
         with self.lock:  # so that threads that share a graph derive from it once
             entry = self.entries.pop(key, None)
             if entry is None or entry[0] != state:
                 with torch.inference_mode(False):  # what is kept must serve training too
-                    entry = state, derive()
+                    entry = state, _memory(tensor), derive()
             self.entries[key] = entry
             if len(self.entries) > _MOST_KEPT:
                 del self.entries[next(iter(self.entries))]
-        return entry[1]
+        return entry[2]
 
 
 def _forget() -> None:
@@ -74,7 +75,7 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
         kept = _cache.get(edge_index)
         if kept is None:
             kept = _cache[edge_index] = _Kept()
-    return kept.get(key, state, derive)
+    return kept.get(edge_index, key, state, derive)
 
 
 def _is_ours_to_keep(tensor: Tensor) -> bool:
@@ -88,6 +89,11 @@ def _state(tensor: Tensor) -> Hashable:
     if tensor.layout != torch.strided:
         return tensor._version, tensor.shape, tensor._nnz()
     return tensor._version, tensor.shape, tensor.stride(), tensor.data_ptr()
+
+
+def _memory(tensor: Tensor) -> Any:
+    tensor = plain(tensor)
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
 def plain(edge_index: Tensor) -> Tensor:

@@ -44,6 +44,16 @@ def data_of_the_same_size(index: Tensor, draw: Draw) -> None:
     index.data = indices(draw, *index.shape)
 
 
+def data_where_it_was(index: Tensor, draw: Draw) -> None:
+    """Other edges in the memory of those before, if that is given out again."""
+    address, shape = index.data_ptr(), index.shape
+    for _ in range(20):
+        index.data = index.new_empty(2, 0)  # gives back what it had
+        index.data = indices(draw, *shape)
+        if index.data_ptr() == address:
+            break
+
+
 def data_of_another_size(index: Tensor, draw: Draw) -> None:
     index.data = indices(draw, 2, draw.choice((0, 1, index.size(1) + 3, max(index.size(1) - 2, 0), 40)))
 
@@ -87,6 +97,7 @@ EDITS: dict[Callable[[Tensor, Draw], None], float] = {
     through_a_view: 2,
     swapped_rows: 1,
     data_of_the_same_size: 2,
+    data_where_it_was: 2,
     data_of_another_size: 2,
     data_transposed: 1,
     resized: 2,

@@ -209,6 +209,16 @@ class TestKeeping:
         assert layout is not first
         check(layout, index, 9, 7)
 
+    def test_not_where_the_memory_of_other_edges_was(self):
+        """Memory that is given back is soon given out again: then even the address is the same."""
+        index = random_edge_index(9, num_edges=500)
+        address, first = index.data_ptr(), layout_of(index, 9, 9, False, FLOWS[0])
+        for seed in range(300):
+            index.data = torch.empty(2, 0, dtype=torch.long)  # gives back what it had
+            index.data = random_edge_index(9, num_edges=500, seed=seed)
+            assert index.data_ptr() != address
+        assert layout_of(index, 9, 9, False, FLOWS[0]) is not first
+
     @pytest.mark.parametrize("rows", [3, 30, 300])
     @pytest.mark.parametrize("self_loops", [False, True])
     def test_less_and_more_data_in_a_call(self, rows, self_loops):
