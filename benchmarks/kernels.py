@@ -530,7 +530,7 @@ def measure(case: Case, expected: Path | None) -> dict[str, Any]:
         computation.forward_backward()
     results, peak_bytes = peak_above(computation.forward_backward, case.device)
     results["output without autograd"] = computation.forward()
-    errors = check(results, torch.load(expected))
+    errors = check(results, torch.load(expected, weights_only=True))
     # Written so that NaN fails.
     wrong = [name for name, (error, budget) in errors.items() if not error <= budget]
     if wrong:

@@ -737,7 +737,7 @@ def measure(case: Case, expected: Path) -> dict[str, Any]:
     computation = Computation(case)
     _, forward_peak = peak_above(computation.forward)
     _, peak = peak_above(computation.forward_backward)
-    truth = torch.load(expected)[case.kind]
+    truth = torch.load(expected, weights_only=True)[case.kind]
     results = computation.results()
     errors = check({name: result for name, result in results.items() if name in truth}, truth)
     # Written so that NaN fails.
