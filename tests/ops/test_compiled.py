@@ -225,6 +225,17 @@ class TestSizesAtRunTime:
         )
 
 
+@pytest.mark.parametrize("bad", [-1, NODES, 10**12])
+def test_indices_out_of_range(bad):
+    """The compiler cannot look at them; the kernels do."""
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    x, edge_index = inputs(0)
+    compiled(x, edge_index)
+    edge_index[1, 3] = bad
+    with pytest.raises(IndexError, match="edge_index holds"):
+        compiled(x, edge_index)
+
+
 class TestDropout:
     def test_is_drawn_anew_in_every_call(self):
         compiled = torch.compile(

@@ -248,6 +248,11 @@ class TestMissing:
         lose(find_spec=lambda name: type("Spec", (), {"origin": str(broken)}))
         self.check("could not be loaded")
 
+    def test_of_somebody_else(self, lose, monkeypatch):
+        monkeypatch.setenv("GATTN_KERNELS", torch._C.__file__)
+        lose()
+        self.check("is another library, not gattn's")
+
     def test_of_another_version(self, lose):
         lose(Arguments=native.Rows)
         self.check("another version of the sources")

@@ -147,6 +147,39 @@ def test_out_of_memory_in_one_thread():
     assert "MemoryError" in outcomes
 
 
+@pytest.mark.skipif(not os.environ.get("GATTN_HUGE_TESTS"), reason="needs 16 GiB; runs with GATTN_HUGE_TESTS=1")
+class TestMoreElementsThan32BitsCount:
+    def test_of_nodes(self):
+        nodes, channels, last = 2_200_000, 1024, 1000
+        x = torch.ones(nodes, 1, channels, dtype=torch.bfloat16)
+        x[-last:] = torch.randn(last, 1, channels)
+        ends = torch.randint(last // 2, last, (2, 4000))
+        out = attend(x, x, x, SparseGraph(ends + nodes - last, nodes, nodes), score=gattn.DotScore(0.01))
+        assert out.numel() > 2**31
+        part = x[-last:].double()
+        exact = attend(part, part, part, SparseGraph(ends, last, last), score=gattn.DotScore(0.01))
+        torch.testing.assert_close(out[-last:].double(), exact, atol=0.02, rtol=0.01)
+        assert not out[: nodes - last].any()
+
+    def test_of_edges_and_weights(self):
+        edges, nodes = 2_200_000, 2000
+        index = torch.randint(nodes, (2, edges))
+        x = torch.randn(nodes, 1, 1024).bfloat16()
+        values = torch.full((edges, 1, 1024), 0.5, dtype=torch.bfloat16, requires_grad=True)
+        out = attend(x, x, x, index, score=gattn.DotScore(0.01), edge_value=values)
+        (grad,) = torch.autograd.grad(out[7].float().sum(), values)
+        reached = index[1] == 7
+        torch.testing.assert_close(grad[reached].float().sum(0), torch.ones(1, 1024), atol=0.02, rtol=0)
+        assert not grad[~reached].any()
+        del values, grad, out
+        scores = torch.randn(nodes, 1000)
+        out, weights = attend(scores, scores, scores.unsqueeze(-1), index, score=GATScore(), return_weights=True)
+        assert weights.numel() > 2**31
+        weights = weights[reached]
+        torch.testing.assert_close(weights.sum(0), torch.ones(1000))
+        torch.testing.assert_close((weights * scores[index[0][reached]]).sum(0), out[7].squeeze(-1))
+
+
 def test_an_interrupted_kernel():
     """The interrupt comes after the kernel, and what is kept is whole."""
     x, index = torch.randn(20_000, 8, 32, requires_grad=True), torch.randint(20_000, (2, 400_000))
