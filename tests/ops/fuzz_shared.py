@@ -118,8 +118,9 @@ def compare_types(
             peer = exact[name] + loss
         own = float(exact[name].abs().max()) if result.numel() else 0.0
         scale = max(own, magnitude * compute / torch.finfo(dtype).eps, largest if rounds_terms else 0.0)
-        twice = 2 if dtype == torch.float64 else 1  # what is called exact has errors of its own there
-        assert_as_exact_as(result, peer, exact[name], factor=4.0 * twice, scale=scale * twice, name=name)
+        # What is called exact has errors of its own in float64, where terms may also cancel that are not seen here.
+        more = 8 if dtype == torch.float64 else 1
+        assert_as_exact_as(result, peer, exact[name], factor=4.0 * more, scale=scale * more, name=name)
 
 
 def assert_same_bits(actual: Results, expected: Results, alter: Alter = None) -> None:
