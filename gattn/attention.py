@@ -10,6 +10,7 @@ Dimensions: N targets, M sources, E edges, H heads, C channels, B batch.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Optional, TypeVar
@@ -37,7 +38,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 def fused(hook: _Hook) -> _Hook:
     """Marks a hook of message passing that says what the kernels compute, so that they may replace it."""
-    hook._is_fused = True  # type: ignore[attr-defined]
+    hook._fused = hook  # type: ignore[attr-defined] # itself, since functools.wraps copies attributes
     return hook
 
 
@@ -82,6 +83,7 @@ class Attention(MessagePassing):
                 f"{type(self).__name__} has no argument {', '.join(sorted(unknown))}; it takes {', '.join(known)}, and "
                 "of PyG's MessagePassing aggr, aggr_kwargs, flow and decomposed_layers."
             )
+        self._forget_namesakes()
         super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
         self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code that works with them looks at it
         self._restore_originals()
@@ -90,6 +92,13 @@ class Attention(MessagePassing):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._restore_originals()
+
+    @classmethod
+    def _forget_namesakes(cls) -> None:
+        """PyG keeps generated code by a class's name, as if no cell of a notebook ever defined it anew."""
+        for step in ("propagate", "edge_updater"):
+            if f"_jinja_{step}" not in vars(cls):
+                sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{step}", None)
 
     def __prepare_scriptable__(self) -> None:
         raise NotImplementedError(
@@ -246,7 +255,7 @@ class Attention(MessagePassing):
             if self.flow != FLOWS[0]:
                 size = size[::-1]
                 x = x[::-1] if self.explain and x is not value else x  # the generated code knows no flow there
-            terms = {"edge_value": edge_value} if "edge_value" in self._user_args else {}
+            terms = {"edge_value": edge_value} if "edge_value" in self.propagate_type else {}
             out = self.propagate(rows, x=x, alpha=dropped, size=size, **terms).to(result)
         if not return_weights:
             return out
@@ -287,7 +296,7 @@ class Attention(MessagePassing):
             return "an explainer looks at its messages"
         for name in _HOOKS:
             hook = getattr(type(self), name)
-            if hook is not getattr(MessagePassing, name) and not hasattr(hook, "_is_fused"):
+            if hook is not getattr(MessagePassing, name) and getattr(hook, "_fused", None) is not hook:
                 return f"{type(self).__name__} overrides {name}()"
         if not isinstance(self.aggr_module, SumAggregation):
             return f"messages are aggregated by {self.aggr_module}, not summed"

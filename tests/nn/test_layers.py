@@ -1,6 +1,7 @@
 """The layers where PyG's layers work, and what they can beyond."""
 
 import copy
+import functools
 import math
 import pickle
 import subprocess
@@ -287,6 +288,42 @@ class TestEverywhere:
         plain = layer(F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {}))
         plain.load_state_dict(conv.state_dict())
         torch.testing.assert_close(conv(x, edge_index), 2 * plain(x, edge_index))
+
+    def test_a_hook_that_wraps_ours(self, layer, x, edge_index):
+        """With the attributes of what it wraps, but another result."""
+
+        class Doubled(layer):
+            @functools.wraps(layer.message)
+            def message(self, *args, **kwargs):
+                return 2 * layer.message(self, *args, **kwargs)
+
+        conv = Doubled(F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {}))
+        plain = layer(F, 4, bias=False, **({"root_weight": False} if layer is TransformerConv else {}))
+        plain.load_state_dict(conv.state_dict())
+        torch.testing.assert_close(conv(x, edge_index), 2 * plain(x, edge_index))
+
+    def test_a_class_that_is_defined_anew(self, layer, x, edge_index):
+        """As in a notebook: it has the name of the one before, and nothing else."""
+
+        def define(base, factor):
+            class Scaled(base):
+                if base is TransformerConv:
+
+                    def message(self, x_j, alpha, edge_value):
+                        return factor * super().message(x_j, alpha, edge_value)
+                else:
+
+                    def message(self, x_j, alpha):
+                        return factor * super().message(x_j, alpha)
+
+            return Scaled(F, 4)
+
+        for base, factor in ((layer, 1), (TransformerConv, 2), (layer, 3)):
+            conv = define(base, factor)
+            first = conv(x, edge_index)
+            assert first.shape == (x.size(0), 4)
+        for before in (define(layer, 1), define(layer, 1)):
+            torch.testing.assert_close(before(x, edge_index), before(x, edge_index))
 
     def test_first_call_in_inference_mode(self, layer, x, edge_index):
         conv = layer(F, 4)
