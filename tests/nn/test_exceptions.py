@@ -161,3 +161,25 @@ def test_what_catches_pygs_catches_ours(name, layer):
     theirs, ours = (error(GRAPHS[name], getattr(module, layer)) for module in (pyg, gattn.nn))
     assert theirs is not None or layer == "TransformerConv"  # which takes what broadcasts
     assert isinstance(ours, type(theirs) if theirs is not None else ValueError)
+
+
+X, INDEX = torch.randn(4, 6), torch.tensor([[0, 1, 2], [1, 2, 3]])
+INPUTS = {
+    "no heads": lambda layer: layer(6, 3, heads=0),
+    "no channels": lambda layer: layer(6, 0)(X, INDEX),
+    "narrow features": lambda layer: layer(6, 3)(X[:, :5], INDEX),
+    "narrow targets": lambda layer: layer((6, 5), 3)((X, X[:, :4]), INDEX),
+    "integers": lambda layer: layer(6, 3)(X.long(), INDEX),
+    "narrow edge features": lambda layer: layer(6, 3, edge_dim=2)(X, INDEX, torch.randn(3, 4)),
+    "edge features that were not asked for": lambda layer: layer(6, 3)(X, INDEX, torch.randn(3, 2)),
+    "no edge features": lambda layer: layer(6, 3, edge_dim=2)(X, INDEX),
+    "three inputs": lambda layer: layer(6, 3)((X, X, X), INDEX),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("layer", ["GATConv", "GATv2Conv", "TransformerConv"])
+def test_what_catches_pygs_errors_of_features_catches_ours(name, layer):
+    theirs, ours = (error(INPUTS[name], getattr(module, layer)) for module in (pyg, gattn.nn))
+    assert isinstance(ours, ValueError)
+    assert theirs is None or isinstance(ours, type(theirs))
