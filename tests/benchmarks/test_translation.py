@@ -630,7 +630,7 @@ def test_in_processes(published, tmp_path, monkeypatch, capsys):
     wrong = replace(SETTING, heads=3)
     monkeypatch.setitem(translation.SETTINGS, "quick", wrong)
     translation.main(arguments(tmp_path, "--rows", "none", "transformer", "--seeds", "0", "--jobs", "2"))
-    with pytest.raises(SystemExit, match="error: transformer seed 0: ValueError: "):
+    with pytest.raises(SystemExit, match="error: transformer seed 0: InputError: "):
         translation.main(arguments(tmp_path, "--rows", "transformer", "--seeds", "0", "--quick"))
     rows = {row["row"]: row for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows()}
     assert set(rows) == {"none", "transformer"}
