@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gattn.errors import InputError, InputTypeError
+
 _LOW32 = 0xFFFFFFFF
 
 
@@ -41,9 +43,9 @@ def check_probability(name: str, p: float) -> None:
     try:
         valid = bool(0.0 <= p <= 1.0)
     except TypeError as error:
-        raise TypeError(f"{name} is a probability, a number between 0 and 1; got {p!r}.") from error
+        raise InputTypeError(f"{name} is a probability, a number between 0 and 1; got {p!r}.") from error
     if not valid:
-        raise ValueError(f"{name} is a probability between 0 and 1; got {p}.")
+        raise InputError(f"{name} is a probability between 0 and 1; got {p}.")
 
 
 def draw_seed(device: torch.device) -> Tensor:
