@@ -62,7 +62,7 @@ class SparseGraph:
         TypeError: If `edge_index` is none of the forms above.
         ValueError: If its shape or dtype is wrong, the sizes contradict it, or a sparse adjacency comes with
             `flow="target_to_source"`.
-        IndexError: On first use, if an index is negative or too large (not in compiled code, which cannot look).
+        IndexError: On first use, if an index is negative or too large (in compiled code, when the kernels run).
 
     Example:
         >>> import torch, gattn

@@ -161,7 +161,7 @@ class GATConv(AttentionConv):
 
         Raises:
             ValueError: If features, graph and options do not fit; the message says which.
-            IndexError: If an index of the graph is out of range (not in compiled code, which cannot look).
+            IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
         sources, targets = self._inputs(x)
         graph = self._graph(edge_index, sources, targets, self.add_self_loops, size)

@@ -157,7 +157,7 @@ class GATv2Conv(AttentionConv):
 
         Raises:
             ValueError: If features, graph and options do not fit; the message says which.
-            IndexError: If an index of the graph is out of range (not in compiled code, which cannot look).
+            IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
         sources, targets = self._inputs(x)
         if targets is None:
