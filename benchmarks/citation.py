@@ -1,49 +1,35 @@
 """Node classification on citation networks by the protocol of the GAT paper: `python -m benchmarks.citation`.
 
 Two attention layers, row-normalised features, Adam; a checkpoint whenever validation loss and accuracy are both at
-their best so far; stop when neither improved for 100 epochs, or after 10 000; the test accuracy is the checkpoint's.
-Mean and standard deviation over seeds.
-
-Every finished run is appended to a results file at once. A benchmark that was interrupted goes on where it stopped and
-ends with the same numbers, on one process or several.
+their best so far; training stops when neither improved for 100 epochs, or after 10 000; the test accuracy is the
+checkpoint's. Mean and standard deviation over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
-import os
-import signal
 import statistics
-import sys
-import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import wait
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from matplotlib.figure import Figure
 from torch_geometric.data import Data
 from torch_geometric.transforms import NormalizeFeatures
 
 import gattn
-from benchmarks.command_line import MOST, device, folder, session, whole
-from benchmarks.reports import print_table, save_figure, write_table
-from benchmarks.results import Machine, ResultsFile, machine
+from benchmarks.framework import reports
+from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.options import MOST, device, folder, unique, whole
+from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
+from benchmarks.framework.reports import Line
+from benchmarks.framework.results import Row
 
 DEFAULT_DATASETS = ("karate", "cora")
 MODELS = ("gat", "gatv2", "transformer")
@@ -52,11 +38,16 @@ LAYERS = ("gattn", "pyg")
 #: Test accuracy in percent, mean and standard deviation of 100 runs: Table 2 of https://arxiv.org/abs/1710.10903.
 PUBLISHED = {("cora", "gat"): (83.0, 0.7), ("citeseer", "gat"): (72.5, 0.7), ("pubmed", "gat"): (79.0, 0.3)}
 
-#: Where at most this share of the features is not zero, they are kept sparse.
 SPARSE_DENSITY = 0.1
+"""Features are kept sparse where at most this share of them is not zero."""
 
 CURVE_EVERY = 5
-"""Learning curves keep one epoch in so many."""
+"""Learning curves keep every epoch of this number."""
+
+COLOURS = {"gat": reports.BLUE, "gatv2": reports.RED, "transformer": reports.GREEN}
+
+
+# The runs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,9 +65,30 @@ class Protocol:
     max_epochs: int = 10_000
 
 
+class Curve(TypedDict):
+    """Values of every `CURVE_EVERY`-th epoch."""
+
+    train_loss: list[float]
+    val_loss: list[float]
+    val_accuracy: list[float]
+
+
+class Result(TypedDict):
+    """The columns that a run adds."""
+
+    epochs: int
+    test_accuracy: float
+    seconds_per_epoch: float
+    curve: Curve
+    workers: int
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(Case):
     """One training run; equal runs have equal results."""
+
+    result = Result
+    versions = ("gattn", "torch")
 
     dataset: str
     model: str
@@ -86,6 +98,9 @@ class Run:
     threads: int
     features: str
     protocol: Protocol
+
+    def __str__(self) -> str:
+        return f"{self.dataset} {self.model} {self.layers} seed {self.seed}"
 
 
 class PyGGAT(gattn.models.GAT):
@@ -97,24 +112,6 @@ class PyGGAT(gattn.models.GAT):
         super().__init__(*args, **kwargs)
         for name in ("input_dropout", "dropout"):
             setattr(self, name, torch.nn.Dropout(getattr(self, name).p))
-
-
-class Curve(TypedDict):
-    """Values of every `CURVE_EVERY`-th epoch."""
-
-    train_loss: list[float]
-    val_loss: list[float]
-    val_accuracy: list[float]
-
-
-class Result(TypedDict):
-    """What a row of results must have beside its `Run` and the machine to be read."""
-
-    epochs: int
-    test_accuracy: float
-    seconds_per_epoch: float
-    curve: Curve
-    workers: int
 
 
 def protocol_for(dataset: str, layers: str, max_epochs: int) -> Protocol:
@@ -179,14 +176,15 @@ def epochs(run: Run, data: Data, model: torch.nn.Module) -> Iterator[dict[str, f
             }
 
 
-def train(run: Run, on_epoch: Any = None) -> dict[str, Any]:
+def train(run: Run, show: Show) -> Row:
     """Trains one network by the protocol, early stopping included, and returns its results."""
+    hush()
     torch.set_num_threads(run.threads)
     data = prepare(run)
     torch.manual_seed(run.seed)
     model = build_model(run, data).to(run.device)
     best_loss, best_accuracy, waited = float("inf"), 0.0, 0
-    checkpoint: dict[str, Any] = {}
+    checkpoint: dict[str, float] = {}
     curve: dict[str, list[float]] = {"train_loss": [], "val_loss": [], "val_accuracy": []}
     durations = []
     start = time.perf_counter()
@@ -205,8 +203,7 @@ def train(run: Run, on_epoch: Any = None) -> dict[str, Any]:
             waited = 0
         else:
             waited += 1
-        if on_epoch is not None:
-            on_epoch(epoch, metrics)
+        show(epoch, run.protocol.max_epochs, f": val {metrics['val_accuracy']:.3f}")
         if waited == run.protocol.patience or epoch == run.protocol.max_epochs:
             break
         start = time.perf_counter()
@@ -218,92 +215,27 @@ def train(run: Run, on_epoch: Any = None) -> dict[str, Any]:
     }
 
 
-def key(row: dict[str, Any]) -> str:
-    """What makes two rows the same run."""
-    return repr([row[name] for name in (*Run.__dataclass_fields__, "gattn", "torch")])
+def hush() -> None:
+    """Silences PyTorch's warnings about its own sparse matrices, which come once in each process."""
+    warnings.filterwarnings("ignore", "Sparse .* is in beta|Sparse invariant checks")
 
 
-def planned(run: Run) -> str:
-    """The key that the run's row will have."""
-    return key({**asdict(run), **machine(run.device)})
+def check_task(dataset: str, data: Any) -> None:
+    """Raises `ValueError` if the data are not a graph whose nodes have features and one class each."""
+    if not isinstance(data, Data):
+        raise ValueError(f"{dataset} has many graphs, and this benchmark classifies the nodes of one.")
+    if data.x is None:
+        raise ValueError(f"{dataset} has no node features, which this benchmark needs.")
+    if data.y.dim() != 1 or data.y.is_floating_point():
+        raise ValueError(f"{dataset} does not have one class per node, which this benchmark needs.")
 
 
-def finished(results: ResultsFile) -> dict[str, dict[str, Any]]:
-    """The rows that there are, by key."""
-    return {key(row): row for row in results.rows(Run, Result, Machine)}
+# The report ----------------------------------------------------------------------------------------------------------
 
 
-def execute(runs: Sequence[Run], results: ResultsFile, workers: int, console: Console) -> None:
-    """Runs what is not yet in the results file."""
-    done = finished(results)
-    pending = [run for run in runs if planned(run) not in done]
-    if len(pending) < len(runs):
-        console.print(f"{len(runs) - len(pending)} of {len(runs)} runs are in {results.path} already.", soft_wrap=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("runs", total=len(runs), completed=len(runs) - len(pending))
-
-        def finish(run: Run, result: dict[str, Any]) -> None:
-            results.append({**asdict(run), **result, "workers": workers, **machine(run.device)})
-            accuracy = f"{100 * result['test_accuracy']:.1f}"
-            progress.update(task, advance=1, description=f"{run.dataset} {run.model} seed {run.seed}: {accuracy} %")
-
-        if workers == 1:
-            epoch_task = progress.add_task("epochs", total=None)
-            for run in pending:
-                progress.reset(epoch_task, total=run.protocol.max_epochs)
-
-                def show(epoch: int, metrics: dict[str, float], run: Run = run) -> None:
-                    text = f"{run.dataset} {run.model} {run.layers} seed {run.seed}: val {metrics['val_accuracy']:.3f}"
-                    progress.update(epoch_task, completed=epoch, description=text)
-
-                finish(run, train(run, show))
-            progress.remove_task(epoch_task)
-        else:
-            share(pending, workers, finish)
-
-
-def share(pending: Sequence[Run], workers: int, finish: Any) -> None:
-    """Trains on several processes, and calls `finish(run, result)` here as results come."""
-    queue = list(reversed(pending))
-    running: dict[concurrent.futures.Future[dict[str, Any]], Run] = {}
-    errors: list[BaseException] = []
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_prepare_worker)
-    try:
-        # No run is handed out before its turn, so that an interruption or an error ends all but those under way.
-        while running or (queue and not errors):
-            while queue and len(running) < workers and not errors:
-                run = queue.pop()
-                running[pool.submit(train, run)] = run
-            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in done:
-                run = running.pop(future)
-                error = future.exception()
-                if error is None:
-                    finish(run, future.result())
-                else:
-                    errors.append(error)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            process.terminate()
-    if errors:
-        raise errors[0]
-
-
-def _prepare_worker() -> None:
-    """Leaves Ctrl-C to the parent, and ends with it when that is killed, instead of waiting for ever."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hush()
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-
-
-def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(rows: Iterable[Row]) -> list[Line]:
     """One line for each data set, model and kind of layers."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["dataset"], row["model"], row["layers"]), []).append(row)
     lines = []
@@ -318,18 +250,13 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "model": model,
                 "layers": f"{layers}, {group[0]['features']} features",
                 "runs": str(len(group)),
-                "test, %": _spread(accuracies),
+                "test, %": reports.mean_and_deviation(accuracies, alone=" ± 0.0"),
                 "published, %": f"{published[0]:.1f} ± {published[1]:.1f}" if published else "–",
                 "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f}",
                 "seconds/epoch (quartiles)": _quartiles(seconds),
             }
         )
     return lines
-
-
-def _spread(values: Sequence[float]) -> str:
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.1f} ± {deviation:.1f}"
 
 
 def _quartiles(values: Sequence[float]) -> str:
@@ -339,14 +266,10 @@ def _quartiles(values: Sequence[float]) -> str:
     return f"{middle:.4f} ({low:.4f}–{high:.4f})"
 
 
-def notes(rows: Sequence[dict[str, Any]], unavailable: dict[str, str]) -> list[str]:
+def notes(rows: Sequence[Row], skipped: Iterable[str]) -> list[str]:
     """What a reader of the table must know."""
-    described = {
-        ", ".join(f"{name} {row[name]}" for name in ("machine", "python", "torch", "torch-geometric", "gattn"))
-        + f", {row['device']}, {row['threads']} thread(s) a process, {row['workers']} process(es)"
-        for row in rows
-    }
-    lines = [*sorted(described)]
+    names = ("machine", "python", "torch", "torch-geometric", "gattn")
+    lines = reports.machines(rows, names, ", {device}, {threads} thread(s) a process, {workers} process(es)")
     lines.append("Published: Table 2 of the GAT paper, https://arxiv.org/abs/1710.10903, 100 runs.")
     if any(row["model"] != "gat" for row in rows):
         lines.append("GATv2 and Transformer rows use GAT's hyper-parameters, untuned.")
@@ -354,184 +277,131 @@ def notes(rows: Sequence[dict[str, Any]], unavailable: dict[str, str]) -> list[s
         lines.append("PyG's layers take dense features and have no dropout on projected features.")
     limits = {row["protocol"]["max_epochs"] for row in rows} - {Protocol.max_epochs}
     lines += [f"Cut off after {limit} epochs, which is not the paper's protocol." for limit in sorted(limits)]
-    lines += [f"Not run: {reason}" for reason in unavailable.values()]
-    return lines
+    return [*lines, *(f"Not run: {reason}" for reason in skipped)]
 
 
-def compact(lines: Sequence[dict[str, str]]) -> Table:
-    """The table for a terminal of 80 columns; table.md has the rest."""
-    table = Table(title="Node classification, GAT paper's protocol", box=box.SIMPLE_HEAD, padding=(0, 1))
-    short = {"published, %": "paper, %", "seconds/epoch (quartiles)": "s/epoch"}
-    for name in lines[0]:
-        justify: Any = "left" if name in ("data set", "model", "layers") else "right"
-        table.add_column(short.get(name, name), justify=justify, no_wrap=True)
-    for line in lines:
-        seconds = line["seconds/epoch (quartiles)"].split()[0]
-        layers = line["layers"].split(",")[0]
-        table.add_row(*{**line, "layers": layers, "seconds/epoch (quartiles)": seconds}.values())
-    return table
-
-
-def report(rows: Sequence[dict[str, Any]], unavailable: dict[str, str], out: Path, console: Console) -> None:
-    """Prints the table and writes it, with the learning curves, to `out`."""
-    lines, remarks = summarise(rows), notes(rows, unavailable)
-    if lines:
-        print_table(compact(lines), console)
-    for remark in remarks:
-        console.print(remark, highlight=False, soft_wrap=True)
-    if lines:
-        write_table(out / "table.md", lines, remarks)
-        draw(rows, out / "curves.png")
-        console.print(f"Written: {out / 'table.md'}, {out / 'curves.png'}", highlight=False, soft_wrap=True)
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[Row]) -> Figure:
     """Learning curves: validation loss and accuracy, median over runs with the range of the middle half."""
-    datasets = list(dict.fromkeys(row["dataset"] for row in rows))
-    figure, axes = plt.subplots(len(datasets), 2, figsize=(9, 2.8 * len(datasets)), squeeze=False, layout="constrained")
-    colours = {"gat": "#0072B2", "gatv2": "#D55E00", "transformer": "#009E73"}
-    for dataset, (loss_axis, accuracy_axis) in zip(datasets, axes, strict=True):
-        for axis, metric, label in (
-            (loss_axis, "val_loss", "validation loss"),
-            (accuracy_axis, "val_accuracy", "validation accuracy, %"),
-        ):
-            groups = dict.fromkeys((row["model"], row["layers"]) for row in rows if row["dataset"] == dataset)
-            for model, layers in groups:
-                curves = [
-                    row["curve"][metric]
-                    for row in rows
-                    if (row["dataset"], row["model"], row["layers"]) == (dataset, model, layers)
-                ]
+    datasets = unique(row["dataset"] for row in rows)
+    figure = Figure(figsize=(9, 2.8 * len(datasets)), dpi=110, layout="constrained")
+    axes = figure.subplots(len(datasets), 2, squeeze=False)
+    metrics = (("val_loss", "validation loss", 1), ("val_accuracy", "validation accuracy, %", 100))
+    for dataset, line in zip(datasets, axes, strict=True):
+        for axis, (metric, label, factor) in zip(line, metrics, strict=True):
+            groups: dict[tuple[str, str], list[list[float]]] = {}
+            for row in rows:
+                if row["dataset"] == dataset:
+                    groups.setdefault((row["model"], row["layers"]), []).append(row["curve"][metric])
+            for (model, layers), curves in groups.items():
                 length = min(len(curve) for curve in curves)
-                values = torch.tensor([curve[:length] for curve in curves], dtype=torch.float64)
-                values = values * (100 if metric == "val_accuracy" else 1)
+                values = torch.tensor([curve[:length] for curve in curves], dtype=torch.float64) * factor
                 low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=0)
                 steps = torch.arange(length) * CURVE_EVERY + 1
                 style = "-" if layers == "gattn" else "--"
-                axis.plot(steps, middle, style, color=colours[model], label=f"{model} ({layers})", linewidth=1.4)
-                axis.fill_between(steps, low, high, color=colours[model], alpha=0.15, linewidth=0)
+                axis.plot(steps, middle, style, color=COLOURS[model], label=f"{model} ({layers})", linewidth=1.4)
+                axis.fill_between(steps, low, high, color=COLOURS[model], alpha=0.15, linewidth=0)
             axis.set(xlabel="epoch", ylabel=label, title=dataset)
             axis.grid(alpha=0.25)
-        accuracy_axis.legend(loc="lower right", fontsize=8)
+        line[1].legend(loc="lower right", fontsize=8)
     figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
-    save_figure(figure, path, dpi=110)
+    return figure
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.citation",
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--dataset", nargs="+", metavar="NAME", help="data sets by gattn's names; karate and cora if none"
-    )
-    parser.add_argument("--model", nargs="+", default=["gat"], choices=MODELS, help="kinds of attention layer")
-    parser.add_argument("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers")
-    parser.add_argument("--runs", type=whole(1, 10**6), default=10, help="runs for each, with seeds from --seed on")
-    parser.add_argument("--seed", type=whole(0, 2**62 - 1), default=0, help="first seed")
-    parser.add_argument("--device", type=device, default="cpu", help="PyTorch device")
-    parser.add_argument(
-        "--workers",
-        type=whole(1, MOST),
-        default=1,
-        help="processes that share the runs; the numbers stay the same",
-    )
-    parser.add_argument(
-        "--threads", type=whole(1, MOST), default=1, help="threads per process; another number rounds differently"
-    )
-    parser.add_argument(
-        "--features",
-        default="auto",
-        choices=("auto", "dense", "sparse"),
-        help="how features are stored; auto keeps bags of words sparse for gattn's layers",
-    )
-    parser.add_argument("--max-epochs", type=whole(1, 10**9), default=10_000, help="epochs at most")
-    parser.add_argument(
-        "--out", type=folder, default=Path("runs/citation"), help="folder of results, table and picture"
-    )
-    options = parser.parse_args(arguments)
-    if options.features == "sparse" and "pyg" in options.layers:
-        parser.error("--features sparse is not for --layers pyg, whose layers take dense features")
-    try:
-        options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
-    except ValueError as error:
-        parser.error(str(error))
-    options.model, options.layers = unique(options.model), unique(options.layers)
-    return options
+# The benchmark -------------------------------------------------------------------------------------------------------
 
 
-def hush() -> None:
-    """Silences what PyTorch says once a process about its own sparse matrices."""
-    warnings.filterwarnings("ignore", "Sparse .* is in beta|Sparse invariant checks")
+class Citation(Benchmark[Run]):
+    """Trains each model on each data set with each seed."""
 
+    name = "citation"
 
-def unique(names: Iterable[str]) -> list[str]:
-    """The names, each once, in their order."""
-    return list(dict.fromkeys(names))
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--dataset", nargs="+", metavar="NAME", help="data sets by gattn's names (default: karate and cora)")
+        add("--model", nargs="+", default=["gat"], choices=MODELS, help="kinds of attention layer (default: gat)")
+        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers (default: gattn)")
+        text = "runs for each, with seeds from --seed on (default: %(default)s)"
+        add("--runs", type=whole(1, 10**6), default=10, help=text)
+        add("--seed", type=whole(0, 2**62 - 1), default=0, help="first seed (default: %(default)s)")
+        add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+        text = "processes that share the runs; the numbers stay the same (default: %(default)s)"
+        add("--workers", type=whole(1, MOST), default=1, help=text)
+        text = "threads per process; another number rounds differently (default: %(default)s)"
+        add("--threads", type=whole(1, MOST), default=1, help=text)
+        text = "how features are stored; auto keeps bags of words sparse for gattn's layers (default: %(default)s)"
+        add("--features", default="auto", choices=("auto", "dense", "sparse"), help=text)
+        add("--max-epochs", type=whole(1, 10**9), default=10_000, help="epochs at most (default: %(default)s)")
+        text = "folder of results, table and picture (default: %(default)s)"
+        add("--out", type=folder, default=Path("runs/citation"), help=text)
 
-
-def find(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
-    """The density of each data set's features, and why others cannot be had.
-
-    Raises:
-        SystemExit: If a data set that was asked for by name is missing.
-    """
-    densities, unavailable = {}, {}
-    for dataset in options.dataset or DEFAULT_DATASETS:
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Makes each name one."""
+        if options.features == "sparse" and "pyg" in options.layers:
+            parser.error("--features sparse is not for --layers pyg, whose layers take dense features")
         try:
-            data = gattn.datasets.load(dataset)
-            check_task(dataset, data)
-            densities[dataset] = data.x.count_nonzero().item() / max(data.x.numel(), 1)
-        except (gattn.datasets.DatasetUnavailableError, ValueError, ImportError) as error:
-            if options.dataset:
-                sys.exit(f"error: {error}")
-            unavailable[dataset] = str(error)
-    return densities, unavailable
+            options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
+        except ValueError as error:
+            parser.error(str(error))
+        options.model, options.layers = unique(options.model), unique(options.layers)
 
+    def densities(self) -> dict[str, float]:
+        """The density of each data set's features; data sets that cannot be loaded are skipped.
 
-def check_task(dataset: str, data: Any) -> None:
-    """Raises `ValueError` if the data are not a graph whose nodes have features and one class each."""
-    if not isinstance(data, Data):
-        raise ValueError(f"{dataset} has many graphs, and this benchmark classifies the nodes of one.")
-    if data.x is None:
-        raise ValueError(f"{dataset} has no node features, which this benchmark needs.")
-    if data.y.dim() != 1 or data.y.is_floating_point():
-        raise ValueError(f"{dataset} has not one class a node, which this benchmark needs.")
+        Raises:
+            BenchmarkError: If one of them was asked for by name.
+        """
+        densities = {}
+        for dataset in self.options.dataset or DEFAULT_DATASETS:
+            try:
+                data = gattn.datasets.load(dataset)
+                check_task(dataset, data)
+                densities[dataset] = data.x.count_nonzero().item() / max(data.x.numel(), 1)
+            except (gattn.datasets.DatasetUnavailableError, ValueError, ImportError) as error:
+                if self.options.dataset:
+                    raise BenchmarkError(str(error)) from error
+                self.skip(dataset, str(error))
+        return densities
 
+    def cases(self) -> list[Run]:
+        """All runs, seed by seed, so that an interrupted benchmark has some of each."""
+        options, densities = self.options, self.densities()
+        runs = []
+        for seed in range(options.seed, options.seed + options.runs):
+            for dataset, density in densities.items():
+                for model in options.model:
+                    for layers in options.layers:
+                        features = options.features
+                        if features == "auto":
+                            features = "sparse" if layers == "gattn" and density <= SPARSE_DENSITY else "dense"
+                        protocol = protocol_for(dataset, layers, options.max_epochs)
+                        run = Run(dataset, model, layers, seed, options.device, options.threads, features, protocol)
+                        runs.append(run)
+        return runs
 
-def plan(options: argparse.Namespace, densities: dict[str, float]) -> list[Run]:
-    """All runs, seed by seed, so that an interrupted benchmark has some of each."""
-    runs = []
-    for seed in range(options.seed, options.seed + options.runs):
-        for dataset, density in densities.items():
-            for model in options.model:
-                for layers in options.layers:
-                    features = options.features
-                    if features == "auto":
-                        features = "sparse" if layers == "gattn" and density <= SPARSE_DENSITY else "dense"
-                    protocol = protocol_for(dataset, layers, options.max_epochs)
-                    run = Run(dataset, model, layers, seed, options.device, options.threads, features, protocol)
-                    runs.append(run)
-    return runs
+    def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
+        """Trains."""
+        return in_processes(cases, train, self.options.workers)
 
+    def extra_columns(self) -> Row:
+        """The number of processes, which the times depend on."""
+        return {"workers": self.options.workers}
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
-    hush()
-    options = parse(arguments)
-    console = Console(markup=False)
-    with session(options.out, console) as results:
-        densities, unavailable = find(options)
-        for reason in unavailable.values():
-            console.print(f"Skipped: {reason}", style="yellow", highlight=False, soft_wrap=True)
-        runs = plan(options, densities)
-        execute(runs, results, options.workers, console)
-        # In the order of the plan, so that the table does not depend on the order in which processes finished.
-        rows = finished(results)
-        report([rows[planned(run)] for run in runs], unavailable, options.out, console)
+    def report(self, rows: dict[Run, Row]) -> None:
+        """The table, and the learning curves."""
+        lines, remarks = summarise(rows.values()), notes(list(rows.values()), self.skipped.values())
+        short = {"published, %": "paper, %", "seconds/epoch (quartiles)": "s/epoch"}
+        self.publish(
+            "Node classification, GAT paper's protocol",
+            lines,
+            remarks,
+            {"curves.png": draw(list(rows.values()))},
+            headings={column: short.get(column, column) for column in lines[0]},
+            shorten=lambda line: {**line, "layers": line["layers"].split(",")[0]},
+        )
 
 
 if __name__ == "__main__":
-    main()
+    Citation.main()

@@ -4,11 +4,13 @@ Two parts: *attention* alone (projected features in, output out; autograd, alloc
 the whole *layer* as a network's first (128 input channels that need no gradient, projections included, the same weights
 on all sides), with and without edge features. Two modes: forward, and forward + backward to all inputs that need it.
 
-Every measurement has a process of its own: running out of memory is a result. Nothing is timed before its output and
-its gradients were compared with a float64 reference. Units of a *gather*: the time that `embedding_bag` takes to sum,
-over the same edges, one row of features for each.
+The peer *gattn-custom* is gattn with the same score written as a user's own, whose logits alone the kernels get.
 
-Every finished measurement is appended to a results file at once, and is not made again.
+On the CPU, everything is measured twice: under glibc's allocator as it comes (`default`), and told to keep freed memory
+(`kept`).
+
+The results are compared with gattn's reference in float64. The unit of a *gather* is the time that `embedding_bag`
+takes to sum one row of features per edge, over the same edges.
 """
 
 from __future__ import annotations
@@ -16,88 +18,86 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import itertools
 import math
+import os
+import platform
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NotRequired
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import torch_geometric.typing
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
-from benchmarks.command_line import MOST, folder, seconds, session, whole
-from benchmarks.measuring import (
-    FINAL,
-    MIN_REPEATS,
-    VERSIONS,
-    Measured,
-    Times,
-    check,
-    copy_rate,
-    median,
-    outcome,
-    peak_above,
-    quartiles,
-    ratio,
-    run_apart,
-    timed,
-)
-from benchmarks.reports import print_table, save_figure, write_table
-from benchmarks.results import Machine, ResultsFile, machine
+from benchmarks.framework import measuring, reports
+from benchmarks.framework.benchmark import Benchmark
+from benchmarks.framework.measuring import MODES, Computation, Expected, Measured, Measurement, Times, budgets, measured
+from benchmarks.framework.options import MOST, fill, folder, seconds, unique, whole
+from benchmarks.framework.processes import BenchmarkError, Message
+from benchmarks.framework.reports import BLUE, GREEN, ORANGE, RED, Line, machines, markdown, median, ratio
+from benchmarks.framework.results import VERSIONS, Row
 
-LAYERS = ("gat", "gatv2", "transformer")
-PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl")
+CONVS = {
+    "gat": (gattn.nn.GATConv, pyg.GATConv),
+    "gatv2": (gattn.nn.GATv2Conv, pyg.GATv2Conv),
+    "transformer": (gattn.nn.TransformerConv, pyg.TransformerConv),
+}
+PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl", "gattn-custom")
+ATTENTION_ONLY = ("gattn-custom", "dgl")
+"""The peers that have no layers."""
 DTYPES = ("float32", "bfloat16")
 BACKENDS = {"cpu": "cpu", "cuda": "triton"}
+ALLOCATORS = {
+    "default": {},
+    "kept": {
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**34),
+        "MALLOC_TOP_PAD_": str(2**28),
+    },
+}
+"""What tells glibc at the start of a process how to deal with freed memory: nothing, or to keep all of it."""
 EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
+COLOURS = {"gattn": BLUE, "pyg-scatter": ORANGE, "pyg-compile": RED, "dgl": GREEN}
 
-IN_CHANNELS = 128
 EDGE_CHANNELS = 16
 NEGATIVE_SLOPE = 0.2
 SEED = 0
 
 CHUNK_EDGES = 2**17
-"""The reference takes so many edges at a time, and all those of a target."""
+"""The reference takes about this many edges at a time, always with all edges of a target."""
 
 CHECKED_ROWS = 4096
-"""Of a result with one row a node, so many are compared, drawn at random; parameters' gradients are compared whole."""
+"""This many random rows of results with one row per node are compared; gradients of parameters are compared whole."""
 
 SAMPLED_NODES = 1_000_000
-"""Of graphs with more nodes, the reference keeps the compared rows only, so that memory suffices."""
+"""For graphs with more nodes, the reference keeps only the rows that are compared, so that memory suffices."""
 
-#: How many rows of features a kernel must at least fetch for each edge, forward and backward.
+#: How many rows of features a kernel must at least fetch per edge, forward and backward.
 GATHERED_ROWS = {"gat": (1, 1), "gatv2": (1, 1), "transformer": (2, 3)}
 
-#: How many it must at least read or write for each node besides: forward targets' queries and the output, backward all
+#: How many it must at least read or write per node besides: forward, the targets' queries and the output; backward, all
 #: inputs, the output, its gradient and the inputs' gradients.
 STREAMED_ROWS = {"gat": (1, 4), "gatv2": (2, 6), "transformer": (2, 8)}
 
-#: Results with one row a node.
-NODE_RESULTS = ("output without autograd", "output", "gradient of query", "gradient of key", "gradient of value")
 
-#: From Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = {"gattn": "#0072B2", "pyg-scatter": "#E69F00", "pyg-compile": "#D55E00", "dgl": "#009E73"}
+# The cases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A graph, random or of a data set, and the width of the features. Self-loops come on top of the edges."""
+    """A graph, random or of a data set, and the widths of the features. Self-loops come on top of the edges."""
 
     name: str
     nodes: int
@@ -108,13 +108,26 @@ class Shape:
     """The node that a third of the edges point to."""
     dataset: str | None = None
     graphs: int = 1
-    """The nodes form so many graphs of one size, side by side."""
+    """The nodes form this many graphs of one size, side by side."""
     power_law: bool = False
-    """Whether numbers of neighbours follow a power law with exponent 3."""
+    """Whether the numbers of neighbours follow a power law with exponent 3."""
+    in_channels: int = 128
+    """Of a layer's input."""
+    targets: int | None = None
+    """The first this many nodes alone are targets, as in a batch of sampled neighbours. (default: all)"""
+    fresh: bool = False
+    """Whether each call gets a new tensor of edges, so that nothing that was kept about another helps it."""
+
+    @property
+    def num_targets(self) -> int:
+        """The number of targets."""
+        return self.nodes if self.targets is None else self.targets
 
 
 #: What `--shape` names; a hub graph has two variants.
 SHAPES = {
+    "tiny": (Shape("tiny", 10, 30, 8, 8, in_channels=64),),
+    "thousand": (Shape("thousand", 1_000, 4_000, 8, 8),),
     "cora": (Shape("cora", 2_708, 10_556, 8, 8),),
     "mid": (Shape("mid", 42_000, 580_000, 8, 32),),
     "arxiv": (Shape("arxiv", 169_343, 2_330_000, 4, 64),),
@@ -124,17 +137,30 @@ SHAPES = {
     ),
     "photo": (Shape("photo", 7_650, 238_162, 8, 32, dataset="photo"),),
     "molecules": (Shape("molecules", 250_000, 560_000, 8, 16, graphs=10_000),),
+    "batch": (Shape("batch", 6_400, 13_824, 8, 16, graphs=256, fresh=True),),
+    "sampled": (Shape("sampled", 51_000, 90_000, 8, 8, targets=9_000, fresh=True),),
     "products": (Shape("products", 2_400_000, 30_000_000, 4, 32, power_law=True),),
 }
 LARGE = ("products",)
-"""Shapes that a CPU is spared unless they are named."""
+"""Shapes that are not measured on a CPU unless they are named."""
 
 SMALL = Shape("small", 5_000, 50_000, 4, 16)
 
 
+class Result(Measured):
+    """The columns of a measurement."""
+
+    forward_backward: NotRequired[Times]
+    """Of all but the yardstick."""
+    copy_rate: NotRequired[float]
+    """Of the yardstick on a GPU."""
+
+
 @dataclass(frozen=True)
-class Case:
-    """One measurement, made in a process of its own."""
+class Case(Measurement):
+    """One measurement."""
+
+    result = Result
 
     shape: Shape
     part: str
@@ -147,19 +173,80 @@ class Case:
     repeats: int
     seconds: float
     device: str = "cpu"
+    allocator: str = "default"
 
     def __str__(self) -> str:
         words = [self.shape.name, self.part, self.layer, "edge features" * self.edge_features, self.dtype, self.peer]
-        return " ".join(filter(None, words))
+        return " ".join(filter(None, words)) + ", kept memory" * (self.allocator == "kept")
 
-    def problem(self) -> tuple[Any, ...]:
+    @classmethod
+    def key_of(cls, row: Row) -> str:
+        """The key of a row; older rows lack what has a default."""
+        plain = asdict(Shape("", 0, 0, 0, 0))
+        return super().key_of({"device": "cpu", "allocator": "default", **row, "shape": {**plain, **row["shape"]}})
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Its allocator's."""
+        return ALLOCATORS[self.allocator]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether this is not the yardstick."""
+        return self.part != "gather"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The number type."""
+        return getattr(torch, self.dtype)
+
+    def problem(self) -> tuple[object, ...]:
         """What cases have in common that must have the same result."""
         return self.shape, self.part, self.layer, self.edge_features, self.dtype
+
+    def prepare_process(self) -> None:
+        """Also silences what PyG and PyTorch's compiler say about themselves."""
+        super().prepare_process()
+        torch_geometric.typing.WITH_TORCH_SCATTER = self.peer == "pyg-scatter"
+        warnings.filterwarnings("ignore")
+
+    def references(self) -> dict[str, dict[str, Expected]]:
+        """The results of gattn's reference, at random rows, the hub's row and, of large graphs, the busiest nodes'."""
+        inputs = draw(self)
+        nodes, hub = self.shape.num_targets, self.shape.hub
+        rows = torch.randperm(nodes, generator=torch.Generator().manual_seed(SEED))[:CHECKED_ROWS]
+        if hub is not None:
+            rows = torch.cat([rows, torch.tensor([hub])])
+        is_sampled = nodes > SAMPLED_NODES
+        if is_sampled:
+            busiest = [int(ends.bincount().argmax()) for ends in inputs.all_edges]
+            rows = torch.cat([rows, torch.tensor(busiest)]).unique()
+        kept = rows if is_sampled else None
+        exact, rounded = (reference(self, inputs, dtype, kept) for dtype in (torch.float64, self.torch_dtype))
+        terms = int(inputs.all_edges[1].bincount().max()), inputs.all_edges.size(1)
+        return {"": budgets(exact, rounded, self.torch_dtype, *terms, compared=rows, is_sampled=is_sampled)}
+
+    def computation(self) -> Computation:
+        """The peer's; a compiled one is compiled by its first call, which must see the real graph."""
+        if self.peer != "pyg-compile":
+            # A GPU's kernels are tuned on what they see first.
+            plain = Shape("", 16, 64, self.shape.heads, self.shape.channels)
+            build(replace(self, shape=plain) if self.device == "cpu" else self).forward_backward()
+        computation = build(self)
+        if self.peer == "pyg-compile":
+            computation.forward_backward()
+        return computation
+
+    def measure(self, reference: Path | None) -> Row:
+        """Also measures what a GPU copies per second."""
+        row = super().measure(reference)
+        is_yardstick = self.part == "gather" and self.device != "cpu"
+        return {**row, "copy_rate": measuring.copy_rate(self.device)} if is_yardstick else row
 
 
 @dataclass
 class Inputs:
-    """What all peers compute from, the same numbers for each."""
+    """What all peers compute from: the same numbers for each."""
 
     edge_index: Tensor
     """`[2, E]`, as it is passed; GAT's and GATv2's layers add the self-loops themselves."""
@@ -173,9 +260,17 @@ class Inputs:
     """gattn's layer, whose weights all peers share; `None` for attention alone."""
     grad: Tensor
     """Gradient of the output."""
+    fresh: bool
+
+    def graphs(self, make: Callable[[Tensor], Any] = lambda edge_index: edge_index) -> Callable[[], Any]:
+        """Returns what each call gets: a graph that is made of the edges once, or of new ones each time."""
+        if self.fresh:
+            return lambda: make(self.edge_index.clone())
+        graph = make(self.edge_index)
+        return lambda: graph
 
     def to(self, device: str) -> Inputs:
-        """What peers take, on their device; the rest is for the reference, and stays."""
+        """Moves what peers take to their device; the rest is for the reference, and stays."""
         return replace(
             self,
             edge_index=self.edge_index.to(device),
@@ -193,7 +288,7 @@ def draw_edges(shape: Shape) -> Tensor:
     generator = torch.Generator().manual_seed(SEED)
     if shape.power_law:
         return draw_power_law(shape, generator)
-    target = torch.randint(shape.nodes, (shape.edges,), generator=generator)
+    target = torch.randint(shape.num_targets, (shape.edges,), generator=generator)
     if shape.hub is not None:
         target[torch.rand(shape.edges, generator=generator) < 1 / 3] = shape.hub
     size = shape.nodes // shape.graphs
@@ -203,7 +298,7 @@ def draw_edges(shape: Shape) -> Tensor:
 
 
 def draw_power_law(shape: Shape, generator: torch.Generator) -> Tensor:
-    """`[2, E]`: both ends by themselves, so that the k-th busiest node of N has about E / (2 sqrt(k N)) edges."""
+    """`[2, E]`, both ends independent, so that the k-th busiest node of N has about E / (2 sqrt(k N)) edges."""
     ends = torch.rand(2, shape.edges, generator=generator, dtype=torch.float64).square_().mul_(shape.nodes).long()
     source, target = torch.randperm(shape.nodes, generator=generator)[ends]
     return torch.stack([torch.where(source == target, (source + 1) % shape.nodes, source), target])
@@ -211,15 +306,15 @@ def draw_power_law(shape: Shape, generator: torch.Generator) -> Tensor:
 
 def draw(case: Case) -> Inputs:
     """Draws the inputs; the same for every peer."""
-    shape, dtype = case.shape, getattr(torch, case.dtype)
+    shape, dtype = case.shape, case.torch_dtype
     generator = torch.Generator().manual_seed(SEED)
 
     def randn(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
     edges = draw_edges(shape)
-    nodes, heads, channels = shape.nodes, shape.heads, shape.channels
-    all_edges, _ = add_self_loops(edges, num_nodes=nodes)
+    nodes, targets, heads, channels = shape.nodes, shape.num_targets, shape.heads, shape.channels
+    all_edges, _ = add_self_loops(edges, num_nodes=targets)
     if case.part != "layer":
         tensors = {"value": randn(nodes, heads, channels)}
         if case.layer == "gat":
@@ -229,29 +324,48 @@ def draw(case: Case) -> Inputs:
             tensors["vector"] = (torch.randn(heads, channels, generator=generator) / math.sqrt(channels)).to(dtype)
         elif case.layer == "transformer":
             tensors |= {"query": randn(nodes, heads, channels), "key": randn(nodes, heads, channels)}
-        return Inputs(all_edges, None, all_edges, None, tensors, None, randn(nodes, heads, channels))
+        grad = randn(nodes, heads, channels)
+        return Inputs(all_edges, None, all_edges, None, tensors, None, grad, shape.fresh)
 
     adds_loops = case.layer != "transformer"
     edge_index, edge_attr, all_attr = (edges if adds_loops else all_edges), None, None
     if case.edge_features:
         edge_attr = all_attr = randn(edge_index.size(1), EDGE_CHANNELS)
         if adds_loops:
-            _, all_attr = add_self_loops(edges, edge_attr.double(), fill_value="mean", num_nodes=nodes)
-    conv = {"gat": gattn.nn.GATConv, "gatv2": gattn.nn.GATv2Conv, "transformer": gattn.nn.TransformerConv}[case.layer]
+            _, all_attr = add_self_loops(edges, edge_attr.double(), fill_value="mean", num_nodes=targets)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
-        layer = conv(IN_CHANNELS, channels, heads=heads, edge_dim=EDGE_CHANNELS if case.edge_features else None)
-    x, grad = randn(nodes, IN_CHANNELS), randn(nodes, heads * channels)
-    return Inputs(edge_index, edge_attr, all_edges, all_attr, {"x": x}, layer.to(dtype), grad)
+        layer = CONVS[case.layer][0](
+            shape.in_channels, channels, heads=heads, edge_dim=EDGE_CHANNELS if case.edge_features else None
+        )
+    x, grad = randn(nodes, shape.in_channels), randn(targets, heads * channels)
+    return Inputs(edge_index, edge_attr, all_edges, all_attr, {"x": x}, layer.to(dtype), grad, shape.fresh)
 
 
 def score_of(case: Case, vector: Tensor | None) -> gattn.Score:
-    """The layer's score, by gattn's name."""
+    """The layer's score, by gattn's name or, for `gattn-custom`, as if a user had written it."""
+    score: gattn.Score = gattn.DotScore()
     if case.layer == "gat":
-        return gattn.GATScore(NEGATIVE_SLOPE)
-    if vector is not None:
-        return gattn.AdditiveScore(vector, negative_slope=NEGATIVE_SLOPE)
-    return gattn.DotScore()
+        score = gattn.GATScore(NEGATIVE_SLOPE)
+    elif vector is not None:
+        score = gattn.AdditiveScore(vector, negative_slope=NEGATIVE_SLOPE)
+    return CustomScore(score) if case.peer == "gattn-custom" else score
+
+
+class CustomScore(gattn.Score):
+    """A score of which the kernels know nothing but its logits."""
+
+    def __init__(self, score: gattn.Score):
+        self.score = score
+        self.scalar = score.scalar  # type: ignore[misc] # an object's own
+
+    def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """See `gattn.Score.logits`."""
+        return self.score.logits(query, key, edge)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `gattn.Score.tensors`."""
+        return self.score.tensors()
 
 
 # The reference -------------------------------------------------------------------------------------------------------
@@ -267,7 +381,7 @@ def reference(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
         kept: The nodes whose rows the results have. (default: all)
     """
     tensors = dict(inputs.tensors)
-    kept = torch.arange(case.shape.nodes) if kept is None else kept
+    kept = torch.arange(case.shape.num_targets) if kept is None else kept
     row_of = torch.full((case.shape.nodes,), -1).index_copy_(0, kept, torch.arange(kept.numel()))
     layer, parameters = None, {}
     if inputs.layer is not None:
@@ -283,7 +397,9 @@ def reference(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
     output = torch.zeros(kept.numel(), *inputs.grad.shape[1:], dtype=torch.float64)
     for edges in chunks(inputs.all_edges[1]):
         (sources, source), (targets, target) = (row[edges].unique(return_inverse=True) for row in inputs.all_edges)
-        graph = gattn.SparseGraph(torch.stack([source, target]), sources.numel(), targets.numel())
+        graph = gattn.SparseGraph(
+            torch.stack([source, target]), num_sources=sources.numel(), num_targets=targets.numel()
+        )
         places = {name: targets if name == "query" else sources for name in tensors}
         with gattn.backend("reference"):
             if layer is not None:
@@ -310,7 +426,7 @@ def reference(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
 
 
 def chunks(target: Tensor, size: int = CHUNK_EDGES) -> Iterator[Tensor]:
-    """Edges by target, about `size` at a time; all edges of a target come together."""
+    """Edges sorted by target, about `size` at a time; all edges of a target come together."""
     degree = torch.bincount(target)
     chunk = (degree.cumsum(0) - degree) // size
     order = target.argsort(stable=True)
@@ -318,110 +434,41 @@ def chunks(target: Tensor, size: int = CHUNK_EDGES) -> Iterator[Tensor]:
     yield from order.split(counts.tolist())
 
 
-def write_reference(case: Case, path: Path) -> None:
-    """Writes what `check` needs: rows of the exact results, and how far from them a result may be.
-
-    The budget is derived, not tuned: four times what the reference itself loses in the case's dtype, a few units in the
-    last place of the scale, and what a float32 sum of so many terms loses that are added one after another, a unit for
-    the root of their number: a target's edges, and for a parameter's gradient all edges. The scale is the largest
-    element; for gradients of parameters the largest of them all, as some vanish (a bias of keys shifts all logits of a
-    target), and what is left of them is rounding. Of large graphs, scale and loss are those of the compared rows.
-    """
-    prepare_process(case)
-    inputs = draw(case)
-    nodes, hub = case.shape.nodes, case.shape.hub
-    rows = torch.randperm(nodes, generator=torch.Generator().manual_seed(SEED))[:CHECKED_ROWS]
-    if hub is not None:
-        rows = torch.cat([rows, torch.tensor([hub])])
-    is_sampled = nodes > SAMPLED_NODES
-    if is_sampled:
-        busiest = [int(ends.bincount().argmax()) for ends in inputs.all_edges]
-        rows = torch.cat([rows, torch.tensor(busiest)]).unique()
-    exact, rounded = (
-        reference(case, inputs, dtype, rows if is_sampled else None)
-        for dtype in (torch.float64, getattr(torch, case.dtype))
-    )
-    places = torch.arange(rows.numel()) if is_sampled else rows
-    of_parameters = [value.abs().max().item() for name, value in exact.items() if name not in NODE_RESULTS]
-    last_place = torch.finfo(getattr(torch, case.dtype)).eps
-    results = {}
-    for name, value in exact.items():
-        if name in NODE_RESULTS:
-            scale, terms = value.abs().max().item(), int(inputs.all_edges[1].bincount().max())
-        else:
-            scale, terms = max(of_parameters), inputs.all_edges.size(1)
-        loss = (rounded[name] - value).abs().max().item()
-        budget = 4 * loss + (8 * last_place + math.sqrt(terms) * torch.finfo(torch.float32).eps) * scale
-        results[name] = {
-            "exact": value[places] if name in NODE_RESULTS else value,
-            "rows": rows if name in NODE_RESULTS else None,
-            "scale": scale,
-            "budget": budget,
-        }
-    torch.save(results, path)
-
-
 # The peers -----------------------------------------------------------------------------------------------------------
 
 
-class Computation:
-    """A peer's forward pass, and its gradients.
-
-    Args:
-        case: Which peer, on what.
-    """
-
-    def __init__(self, case: Case):
-        inputs = draw(case).to(case.device)
-        build = build_layer if case.part == "layer" else BUILDERS.get(case.peer, build_pyg)
-        self.call, self.leaves = build(case, inputs)
-        self.grad = inputs.grad
-
-    def forward(self) -> Tensor:
-        """The output, computed without autograd."""
-        with torch.no_grad():
-            return self.call()
-
-    def forward_backward(self) -> dict[str, Tensor]:
-        """The output, and the gradients of all inputs that need one."""
-        out = self.call()
-        grads = torch.autograd.grad(out, list(self.leaves.values()), self.grad)
-        named = {f"gradient of {name}": grad for name, grad in zip(self.leaves, grads, strict=True)}
-        return {"output": out.detach(), **named}
+def build(case: Case) -> Computation:
+    """A peer's computation."""
+    inputs = draw(case).to(case.device)
+    if case.part == "gather":
+        return build_gather(case, inputs)
+    if case.part == "layer":
+        return build_layer(case, inputs)
+    for tensor in inputs.tensors.values():
+        tensor.requires_grad_()
+    builders = {"gattn": build_gattn, "gattn-custom": build_gattn, "dgl": build_dgl}
+    return builders.get(case.peer, build_pyg)(case, inputs)
 
 
-Built = tuple[Callable[[], Tensor], dict[str, Tensor]]
-"""A forward pass, and the tensors that it is differentiated for."""
-
-
-def build_gather(case: Case, inputs: Inputs) -> Built:
-    """The yardstick: the sum of each target's neighbours, no attention."""
+def build_gather(case: Case, inputs: Inputs) -> Computation:
+    """The yardstick: the sum of each target's neighbours, without attention."""
     source, target = inputs.edge_index
     source = source[target.argsort(stable=True)]
     degree = target.bincount(minlength=case.shape.nodes)
     offsets = degree.cumsum(0) - degree
     value = inputs.tensors["value"].flatten(1)
-    return (lambda: F.embedding_bag(source, value, offsets, mode="sum")), {}
+    return Computation(lambda: F.embedding_bag(source, value, offsets, mode="sum"), {}, inputs.grad)
 
 
-def differentiable(inputs: Inputs) -> dict[str, Tensor]:
-    """The inputs of attention, with gradients asked for."""
-    return {name: tensor.requires_grad_() for name, tensor in inputs.tensors.items()}
-
-
-def build_gattn(case: Case, inputs: Inputs) -> Built:
+def build_gattn(case: Case, inputs: Inputs) -> Computation:
     """Attention by gattn's kernels."""
-    leaves = differentiable(inputs)
+    leaves = inputs.tensors
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
-    graph = gattn.SparseGraph(inputs.edge_index, case.shape.nodes, case.shape.nodes)
-    score = score_of(case, leaves.get("vector"))
-    backend = BACKENDS[case.device]
-    return (lambda: gattn.attend(query, key, value, graph, score=score, backend=backend)), leaves
-
-
-def pyg_conv(layer: str) -> Any:
-    """PyG's layer of that name."""
-    return {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv}[layer]
+    score, backend, nodes = score_of(case, leaves.get("vector")), BACKENDS[case.device], case.shape.nodes
+    graph = inputs.graphs(lambda edges: gattn.SparseGraph(edges, num_sources=nodes, num_targets=nodes))
+    return Computation(
+        lambda: gattn.attend(query, key, value, graph(), score=score, backend=backend), leaves, inputs.grad
+    )
 
 
 def compiled(case: Case, function: Any) -> Any:
@@ -429,15 +476,15 @@ def compiled(case: Case, function: Any) -> Any:
     return torch.compile(function, dynamic=False) if case.peer == "pyg-compile" else function
 
 
-def build_pyg(case: Case, inputs: Inputs) -> Built:
+def build_pyg(case: Case, inputs: Inputs) -> Computation:
     """What PyG's layers do after their projections."""
-    edge_index, leaves = inputs.edge_index, differentiable(inputs)
+    leaves = inputs.tensors
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
-    conv = pyg_conv(case.layer)(1, case.shape.channels, heads=case.shape.heads).to(case.device)
+    conv = CONVS[case.layer][1](1, case.shape.channels, heads=case.shape.heads).to(case.device)
     if "vector" in leaves:
         leaves["vector"] = conv.att = torch.nn.Parameter(leaves["vector"].detach().unsqueeze(0))
 
-    def forward() -> Tensor:
+    def forward(edge_index: Tensor) -> Tensor:
         if case.layer == "gat":
             alpha = conv.edge_updater(edge_index, alpha=(key, query), edge_attr=None, size=None)
             return conv.propagate(edge_index, x=(value, value), alpha=alpha, size=None)
@@ -448,17 +495,28 @@ def build_pyg(case: Case, inputs: Inputs) -> Built:
         conv._alpha = None
         return out
 
-    return compiled(case, forward), leaves
+    call, edges = compiled(case, forward), inputs.graphs()
+    return Computation(lambda: call(edges()), leaves, inputs.grad)
 
 
-def build_dgl(case: Case, inputs: Inputs) -> Built:
+def import_dgl() -> Any:
+    """DGL, with a stand-in for a part that does not load beside recent versions of PyTorch, and is not used here."""
+    part = ModuleType("dgl.distributed")
+    vars(part).update(DistGraph=object, DistDataLoader=object)
+    os.environ.setdefault("DGLBACKEND", "pytorch")  # otherwise, it writes a file to the home folder
+    sys.modules.setdefault(part.__name__, part)
+    return importlib.import_module("dgl")
+
+
+def build_dgl(case: Case, inputs: Inputs) -> Computation:
     """What DGL's layers do after their projections, by its fused operators."""
-    dgl = importlib.import_module("dgl")
-    leaves = differentiable(inputs)
+    dgl, leaves = import_dgl(), inputs.tensors
+    dgl.utils.set_num_threads(case.threads)
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
-    graph = dgl.graph(tuple(inputs.edge_index), num_nodes=case.shape.nodes)
+    graphs = inputs.graphs(lambda edges: dgl.graph(tuple(edges), num_nodes=case.shape.nodes))
 
     def forward() -> Tensor:
+        graph = graphs()
         if case.layer == "gat":
             logits = F.leaky_relu(dgl.ops.u_add_v(graph, key.unsqueeze(-1), query.unsqueeze(-1)), NEGATIVE_SLOPE)
         elif case.layer == "gatv2":
@@ -468,158 +526,40 @@ def build_dgl(case: Case, inputs: Inputs) -> Built:
             logits = dgl.ops.u_dot_v(graph, key, query) / math.sqrt(case.shape.channels)
         return dgl.ops.u_mul_e_sum(graph, value, dgl.ops.edge_softmax(graph, logits))
 
-    return forward, leaves
+    return Computation(forward, leaves, inputs.grad)
 
 
-def build_layer(case: Case, inputs: Inputs) -> Built:
+def build_layer(case: Case, inputs: Inputs) -> Computation:
     """A whole layer, gattn's or PyG's, with the same weights."""
-    layer, graph = inputs.layer, inputs.edge_index
-    x, edge_attr = inputs.tensors["x"], inputs.edge_attr
+    layer, graph, shape = inputs.layer, inputs.graphs(), case.shape
+    every, edge_attr = inputs.tensors["x"], inputs.edge_attr
+    x = every if shape.targets is None else (every, every[: shape.targets])
     if case.peer == "gattn":
 
         def forward() -> Tensor:
             with gattn.backend(BACKENDS[case.device]):
-                return layer(x, graph, edge_attr)
+                return layer(x, graph(), edge_attr)
 
-        return forward, dict(layer.named_parameters())
+        return Computation(forward, dict(layer.named_parameters()), inputs.grad)
     edge_dim = EDGE_CHANNELS if case.edge_features else None
-    conv = pyg_conv(case.layer)(IN_CHANNELS, case.shape.channels, heads=case.shape.heads, edge_dim=edge_dim)
+    conv = CONVS[case.layer][1](shape.in_channels, shape.channels, heads=shape.heads, edge_dim=edge_dim)
     conv.to(case.device).load_state_dict(layer.state_dict())
     call = compiled(case, conv)
-    return (lambda: call(x, graph, edge_attr)), dict(conv.named_parameters())
-
-
-#: Who computes attention alone, apart from PyG.
-BUILDERS = {"gattn": build_gattn, "dgl": build_dgl, "embedding_bag": build_gather}
-
-
-# One measurement -----------------------------------------------------------------------------------------------------
-
-
-def prepare_process(case: Case) -> None:
-    """Settings that hold for a whole process."""
-    torch.set_num_threads(case.threads)
-    torch_geometric.typing.WITH_TORCH_SCATTER = case.peer == "pyg-scatter"
-    warnings.filterwarnings("ignore")  # what PyG and PyTorch's compiler say about themselves
-
-
-def measure(case: Case, expected: Path | None) -> dict[str, Any]:
-    """Checks a peer, then takes its memory and its times.
-
-    Args:
-        case: What to measure.
-        expected: What `write_reference` wrote; `None` for the yardstick, which is forward only and has no reference.
-    """
-    prepare_process(case)
-    if case.peer != "pyg-compile":
-        # Loads code and starts threads, which are no memory of the computation's.
-        first = case
-        if case.device == "cpu":  # a GPU's kernels are tuned on what they see first
-            plain = Shape("", 16, 64, case.shape.heads, case.shape.channels)
-            first = replace(case, shape=plain)
-        warm_up = Computation(first)
-        warm_up.forward() if expected is None else warm_up.forward_backward()
-        del warm_up
-    computation = Computation(case)
-    if expected is None:
-        _, peak_bytes = peak_above(computation.forward, case.device)
-        forward = timed(computation.forward, case.repeats, case.seconds, case.device)
-        row = {"outcome": "ok", "reason": "", "peak_bytes": peak_bytes, "forward": forward}
-        return row if case.device == "cpu" else {**row, "copy_rate": copy_rate(case.device)}
-    if case.peer == "pyg-compile":
-        computation.forward_backward()
-    results, peak_bytes = peak_above(computation.forward_backward, case.device)
-    results["output without autograd"] = computation.forward()
-    errors = check(results, torch.load(expected, weights_only=True))
-    # Written so that NaN fails.
-    wrong = [name for name, (error, budget) in errors.items() if not error <= budget]
-    if wrong:
-        error, budget = errors[wrong[0]]
-        reason = f"{wrong[0]} is off by {error:.1e} of its largest element, where {budget:.1e} is allowed"
-        return {"outcome": "WRONG", "reason": reason}
-    del results
-    return {
-        "outcome": "ok",
-        "reason": "",
-        "peak_bytes": peak_bytes,
-        "errors": {name: {"error": error, "budget": budget} for name, (error, budget) in errors.items()},
-        "forward": timed(computation.forward, case.repeats, case.seconds, case.device),
-        "forward_backward": timed(computation.forward_backward, case.repeats, case.seconds, case.device),
-    }
-
-
-# Results -------------------------------------------------------------------------------------------------------------
-
-
-class Result(Measured):
-    """What a measurement has beside its case and the machine."""
-
-    forward_backward: NotRequired[Times]
-    """Of all but the yardstick."""
-    copy_rate: NotRequired[float]
-    """Of the yardstick on a GPU."""
-
-
-def key(row: dict[str, Any]) -> str:
-    """What makes two rows the same measurement; older rows lack what has a default."""
-    row = {"device": "cpu", **row, "shape": {**asdict(Shape("", 0, 0, 0, 0)), **row["shape"]}}
-    return repr([row.get(name) for name in (*Case.__dataclass_fields__, *VERSIONS)])
-
-
-def planned(case: Case) -> str:
-    """The key that the case's row will have."""
-    return key({**asdict(case), **machine(case.device)})
-
-
-def recorded(results: ResultsFile) -> dict[str, dict[str, Any]]:
-    """The newest row of each measurement, by key."""
-    return {key(row): row for row in results.rows(Case, outcome(Result), Machine)}
-
-
-def execute(cases: Sequence[Case], results: ResultsFile, timeout: float, console: Console) -> None:
-    """Makes the measurements that are not yet in the results file."""
-    done = {name for name, row in recorded(results).items() if row["outcome"] in FINAL}
-    pending = [case for case in cases if planned(case) not in done]
-    if len(pending) < len(cases):
-        text = f"{len(cases) - len(pending)} of {len(cases)} measurements are in {results.path} already."
-        console.print(text, soft_wrap=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, tempfile.TemporaryDirectory() as folder:
-        task = progress.add_task("", total=len(cases), completed=len(cases) - len(pending))
-        problem, expected, outcome, reason = None, Path(folder) / "reference.pt", "ok", ""
-        for case in pending:
-            is_yardstick = case.part == "gather"
-            if not is_yardstick and case.problem() != problem:
-                progress.update(task, description=f"{case}: reference")
-                problem = case.problem()
-                outcome, reason = run_apart(write_reference, case, expected, timeout=timeout)
-            progress.update(task, description=str(case))
-            if is_yardstick or outcome == "ok":
-                row = measure_apart(case, None if is_yardstick else expected, timeout)
-            else:
-                row = {"outcome": "failed", "reason": f"no reference: {outcome} {reason}"}
-            results.append({**asdict(case), **row, **machine(case.device)})
-            progress.advance(task)
-
-
-def measure_apart(case: Case, expected: Path | None, timeout: float) -> dict[str, Any]:
-    """The row of a case, measured in a process of its own."""
-    outcome, result = run_apart(measure, case, expected, timeout=timeout)
-    return result if outcome == "ok" else {"outcome": outcome, "reason": result}
+    return Computation(lambda: call(x, graph(), edge_attr), dict(conv.named_parameters()), inputs.grad)
 
 
 # The report ----------------------------------------------------------------------------------------------------------
 
 
 def bytes_moved(case: Case, mode: str) -> int:
-    """The least that must move: rows fetched for each edge and its index, and each node's rows read or written once."""
+    """The least that must move: rows and an index for each edge, and each node's rows, read or written once."""
     shape = case.shape
     if case.part == "gather":
         gathered, streamed, passes = 1, 1, 1
     else:
         passes = 1 if mode == "forward" else 2
         gathered, streamed = sum(GATHERED_ROWS[case.layer][:passes]), sum(STREAMED_ROWS[case.layer][:passes])
-    row = shape.heads * shape.channels * getattr(torch, case.dtype).itemsize
+    row = shape.heads * shape.channels * case.torch_dtype.itemsize
     num_edges = shape.edges + shape.nodes
     return num_edges * (gathered * row + passes * torch.int64.itemsize) + shape.nodes * streamed * row
 
@@ -628,18 +568,18 @@ class Report:
     """Rows beside each other.
 
     Args:
-        cases: The plan, in the order of the table.
-        rows: Their rows.
+        rows: The rows by case, in the order of the table.
     """
 
-    def __init__(self, cases: Sequence[Case], rows: Sequence[dict[str, Any]]):
-        self.rows = dict(zip(cases, rows, strict=True))
+    def __init__(self, rows: dict[Case, Row]):
+        self.rows = rows
+        self.allocators = [name for name in ALLOCATORS if any(case.allocator == name for case in rows)]
 
-    def peer(self, case: Case, **changes: Any) -> dict[str, Any] | None:
+    def peer(self, case: Case, **changes: Any) -> Row | None:
         """The row of a case that differs in this; `None` if there is none."""
         return self.rows.get(replace(case, **changes))
 
-    def gather(self, case: Case) -> dict[str, Any] | None:
+    def gather(self, case: Case) -> Row | None:
         """The yardstick of a case; `None` where there is none for its type."""
         return self.peer(case, part="gather", layer="", edge_features=False, peer="embedding_bag")
 
@@ -647,38 +587,62 @@ class Report:
         """Bytes that the case's GPU copies in a second; `None` on a CPU."""
         return (self.gather(replace(case, dtype="float32")) or {}).get("copy_rate")
 
-    def lines(self) -> list[dict[str, str]]:
-        """The table."""
-        return [self.line(case, row) for case, row in self.rows.items()]
+    def lines(self) -> list[Line]:
+        """The table of times, with the allocators side by side."""
+        lines = []
+        for case in unique(replace(case, allocator=self.allocators[0]) for case in self.rows):
+            times = {name: self.times(replace(case, allocator=name)) for name in self.allocators}
+            sides = {
+                title + f", {name}" * (name != "default"): times[name][title]
+                for title in times[case.allocator]
+                for name in self.allocators
+            }
+            lines.append({**self.names(case), **sides})
+        return lines
 
-    def line(self, case: Case, row: dict[str, Any]) -> dict[str, str]:
-        """One line of the table."""
-        eager, fused = self.peer(case, peer="pyg"), self.peer(case, peer="pyg-compile")
+    def names(self, case: Case) -> Line:
+        """What is measured."""
         layer = case.layer + " + edge features" * case.edge_features
-        line = {
+        return {
             "shape": case.shape.name,
             "part": case.part,
             "layer": layer or "–",
             "dtype": case.dtype,
             "peer": case.peer,
-            "forward, ms": quartiles(row, "forward"),
-            "forward + backward, ms": quartiles(row, "forward_backward"),
-            "peak, MB": f"{row['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in row else "–",
+        }
+
+    def times(self, case: Case) -> Line:
+        """Its times, and how they compare with its peers' under the same allocator."""
+        row = self.rows.get(case, {"outcome": "–"})
+        eager, fused = self.peer(case, peer="pyg"), self.peer(case, peer="pyg-compile")
+        return {
+            **{f"{title}, ms": reports.quartiles(row, mode) for mode, title in MODES.items()},
             "forward, × PyG": ratio(median(eager, "forward"), median(row, "forward")),
             "× PyG": ratio(median(eager, "forward_backward"), median(row, "forward_backward")),
             "× compiled": ratio(median(fused, "forward_backward"), median(row, "forward_backward")),
-            "memory, PyG's ÷": ratio((eager or {}).get("peak_bytes"), row.get("peak_bytes")),
         }
+
+    def memory(self, case: Case, row: Row) -> Line:
+        """A line of the table of memory: how much there is, what the system does about it, how fast it is used."""
+        eager = self.peer(case, peer="pyg") or {}
+        line = {
+            **self.names(case),
+            "allocator": case.allocator,
+            "peak, MB": reports.megabytes(row),
+            "memory, PyG's ÷": ratio(eager.get("peak_bytes"), row.get("peak_bytes")),
+        }
+        for mode, title in MODES.items():
+            line[f"{title}, page faults"] = reports.per_call(row, mode, "page_faults", ".1f")
+            line[f"{title}, system, ms"] = reports.per_call(row, mode, "system", ".3f", 1000)
         is_counted = case.part == "attention" and case.peer == "gattn"
-        for mode, name in (("forward", "forward"), ("forward_backward", "forward + backward")):
-            seconds, unit = median(row, mode), median(self.gather(case), "forward")
-            line[f"{name}, gathers"] = f"{seconds / unit:.1f}" if is_counted and seconds and unit else "–"
-            is_moved = seconds and (is_counted or (case.part == "gather"))
-            rate = bytes_moved(case, mode) / seconds if is_moved and seconds else None
-            line[f"{name}, GB/s"] = f"{rate / 1e9:.1f}" if rate else "–"
+        for mode, title in MODES.items():
+            time, unit = median(row, mode), median(self.gather(case), "forward")
+            line[f"{title}, gathers"] = f"{time / unit:.1f}" if is_counted and time and unit else "–"
+            rate = bytes_moved(case, mode) / time if time and (is_counted or case.part == "gather") else None
+            line[f"{title}, GB/s"] = f"{rate / 1e9:.1f}" if rate else "–"
             if case.device != "cpu":
                 copied = self.copy_rate(case)
-                line[f"{name}, of a copy's"] = f"{rate / copied:.0%}" if rate and copied else "–"
+                line[f"{title}, of a copy's"] = f"{rate / copied:.0%}" if rate and copied else "–"
         return line
 
     def remarks(self) -> list[str]:
@@ -698,18 +662,14 @@ class Report:
         return remarks
 
 
-def notes(rows: Sequence[dict[str, Any]], missing: dict[str, str]) -> list[str]:
+def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
     """What a reader of the table must know."""
-    names = (*VERSIONS, "torch-scatter", "triton", "cuda", "driver", "python")
+    names = (*VERSIONS, "torch-scatter", "dgl", "triton", "cuda", "driver", "python")
     is_gpu = any(row.get("device", "cpu") != "cpu" for row in rows)
     memory = "memory that PyTorch has handed out" if is_gpu else "resident memory"
     copies = [f"{row['copy_rate'] / 1e9:.0f}" for row in rows if "copy_rate" in row]
-    described = {
-        ", ".join(f"{name} {row[name]}" for name in names if name in row) + f", {row['threads']} thread(s)"
-        for row in rows
-    }
     return [
-        *sorted(described),
+        *machines(rows, names, ", {threads} thread(s)"),
         f"Medians with quartiles. Peak: {memory} above the inputs in the first forward + backward, the graph's "
         "preparation included (compiled: after compilation).",
         *[
@@ -719,70 +679,31 @@ def notes(rows: Sequence[dict[str, Any]], missing: dict[str, str]) -> list[str]:
         * is_gpu,
         "× PyG, × compiled: how many times faster than PyG eager and compiled, forward + backward. Gathers: in units "
         "of one embedding_bag over the same edges. GB/s: the least that must move, over the time.",
+        "Page faults and the system's time (of all threads): means per call.",
+        *[
+            "Kept: glibc keeps freed memory instead of handing it back to the system "
+            f"({', '.join(f'{name}={value}' for name, value in ALLOCATORS['kept'].items())}). Ratios are between "
+            "measurements under the same allocator."
+        ]
+        * any(row.get("allocator") == "kept" for row in rows),
         *(f"{peer}: {reason}" for peer, reason in missing.items()),
     ]
 
 
-def write(report: Report, missing: dict[str, str], out: Path, console: Console) -> None:
-    """Prints the table, and writes it and the picture to `out`."""
-    lines = report.lines()
-    remarks = [*report.remarks(), *notes(list(report.rows.values()), missing)]
-    print_table(compact(lines), console)
-    for remark in remarks:
-        console.print(remark, highlight=False, soft_wrap=True)
-    write_table(out / "table.md", lines, remarks)
-    draw_speedup(report, out / "speedup.png")
-    console.print(f"Written: {out / 'table.md'}, {out / 'speedup.png'}", highlight=False, soft_wrap=True)
-
-
-def compact(lines: Sequence[dict[str, str]]) -> Table:
-    """The table for a terminal; table.md has the rest."""
-    device = "GPU" if any("of a copy's" in name for name in lines[0]) else "CPU"
-    table = Table(title=f"Graph attention on this machine's {device}", box=box.SIMPLE_HEAD, padding=(0, 1))
-    names = {
-        "shape": "shape",
-        "part": "part",
-        "layer": "layer",
-        "peer": "peer",
-        "forward, ms": "fwd, ms",
-        "forward + backward, ms": "fwd+bwd, ms",
-        "× PyG": "× PyG",
-        "× compiled": "× comp.",
-        "forward + backward, gathers": "gathers",
-        "peak, MB": "MB",
-    }
-    for name, title in names.items():
-        justify: Any = "left" if name in ("shape", "part", "layer", "peer") else "right"
-        table.add_column(title, justify=justify, no_wrap=True)
-    for line in lines:
-        short = {
-            **line,
-            "peer": line["peer"] if line["dtype"] == "float32" else f"{line['peer']}, {line['dtype']}",
-            "layer": line["layer"].replace("edge features", "edges"),
-            "forward, ms": line["forward, ms"].split(" (")[0],
-            "forward + backward, ms": line["forward + backward, ms"].split(" (")[0],
-        }
-        table.add_row(*(short[name] for name in names))
-    return table
-
-
-def draw_speedup(report: Report, path: Path) -> None:
-    """Bars: how many times faster than PyG eager, forward + backward."""
+def draw_speedup(report: Report) -> Figure:
+    """Bars: how many times faster than PyG eager under the same allocator, forward + backward."""
     parts = [("attention", False), ("layer", False), ("layer", True)]
     present = {(case.part, case.edge_features) for case in report.rows}
     parts = [part for part in parts if part in present] or parts[:1]
     cases = [case for case in report.rows if case.part != "gather"]
     compared = [case for case in cases if report.peer(case, peer="pyg", dtype="float32") is not None]
     groups = list(dict.fromkeys((case.shape, case.layer) for case in compared or cases))
-    figure, axes = plt.subplots(
-        len(parts),
-        1,
-        figsize=(max(6.0, 1.1 * len(groups) + 1.5), 2.7 * len(parts) + 0.4),
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-    )
-    shown = [peer for peer in COLOURS if any(case.peer == peer for case in report.rows)]
+    measured_peers = {(case.peer, case.allocator) for case in report.rows}
+    shown = [pair for pair in itertools.product(COLOURS, ALLOCATORS) if pair in measured_peers]
+    size = max(6.0, max(1.1, 0.2 * len(shown)) * len(groups) + 1.5), 2.7 * len(parts) + 0.4
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(parts), 1, squeeze=False, sharex=True)
+    colours = [to_rgba(COLOURS[peer], 0.5 if name == "kept" else 1.0) for peer, name in shown]
     for (part, has_features), axis in zip(parts, axes[:, 0], strict=True):
         for case, row in report.rows.items():
             is_shown = (case.part, case.edge_features, case.dtype) == (part, has_features, "float32")
@@ -792,11 +713,13 @@ def draw_speedup(report: Report, path: Path) -> None:
             eager, own = report.peer(case, peer="pyg"), median(row, "forward_backward")
             reference_time = median(eager, "forward_backward")
             if case.peer == "pyg" and row["outcome"] != "ok":
-                axis.text(group, 1.1, f"PyG:\n{row['outcome']}", ha="center", va="bottom", fontsize=7)
-            elif case.peer in shown and reference_time and own:
-                place = group + (shown.index(case.peer) - (len(shown) - 1) / 2) * 0.8 / len(shown)
+                middle = group + 0.4 * (report.allocators.index(case.allocator) - (len(report.allocators) - 1) / 2)
+                axis.text(middle, 1.1, f"PyG:\n{row['outcome']}", ha="center", va="bottom", fontsize=7)
+            elif (case.peer, case.allocator) in shown and reference_time and own:
+                number = shown.index((case.peer, case.allocator))
+                place = group + (number - (len(shown) - 1) / 2) * 0.8 / len(shown)
                 factor = reference_time / own
-                axis.bar(place, factor - 1, 0.8 / len(shown), bottom=1, color=COLOURS[case.peer])
+                axis.bar(place, factor - 1, 0.8 / len(shown), bottom=1, color=colours[number])
                 above = factor >= 1
                 axis.annotate(
                     f"{factor:.3g}×",
@@ -805,7 +728,8 @@ def draw_speedup(report: Report, path: Path) -> None:
                     textcoords="offset points",
                     ha="center",
                     va="bottom" if above else "top",
-                    fontsize=8,
+                    fontsize=8 if len(shown) < 4 else 7,
+                    rotation=0 if len(shown) < 4 else 90,
                 )
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_yscale("log", subs=[])
@@ -817,143 +741,147 @@ def draw_speedup(report: Report, path: Path) -> None:
         axis.set(title=title + ", with edge features" * has_features, ylabel="times faster")
         axis.grid(axis="y", alpha=0.25)
         axis.set_xticks(range(len(groups)), [f"{shape.name}\n{layer}" for shape, layer in groups], fontsize=8)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in shown]
-    figure.legend(handles, shown, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
+    labels = [peer + ", kept memory" * (name == "kept") for peer, name in shown]
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
     figure.suptitle("Forward + backward, compared with PyG eager", fontsize=10)
-    save_figure(figure, path, dpi=100)
+    return figure
 
 
-# The command line ----------------------------------------------------------------------------------------------------
+# The benchmark -------------------------------------------------------------------------------------------------------
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels", description=(__doc__ or "").split("\n\n")[0].split(":")[0] + "."
-    )
-    parser.add_argument(
-        "--shape", nargs="+", choices=SHAPES, help=f"graphs and widths (default: all; on a CPU not {', '.join(LARGE)})"
-    )
-    parser.add_argument("--device", default="cpu", choices=BACKENDS, help="where to compute (default: cpu)")
-    parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="kinds of layer (default: all)")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, help="who is measured (default: all)")
-    parser.add_argument(
-        "--edge-features", choices=EDGE_FEATURES, help="of whole layers, which hub graphs do without (default: both)"
-    )
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        default=["float32"],
-        choices=DTYPES,
-        help="number types; others than float32 are for gattn alone (default: float32)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=whole(1, MOST),
-        default=torch.get_num_threads(),
-        help="threads (default: PyTorch's, here %(default)s)",
-    )
-    parser.add_argument("--repeats", type=whole(1, 10**9), help="calls that are timed, at most (default: 30)")
-    parser.add_argument(
-        "--seconds", type=seconds, help=f"or until so much time has passed, after {MIN_REPEATS} calls (default: 20)"
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=1200.0, help="seconds after which a process is ended (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=folder, default=Path("runs/kernels"), help="folder of results, table and picture (%(default)s)"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="under a minute: where nothing else is said, Cora's shape, a small graph, few repeats, no compiled PyG",
-    )
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, and finds none\n")
-    quick_peers = [peer for peer in PEERS if peer != "pyg-compile"]
-    defaults: dict[str, Any] = {"peers": PEERS, "repeats": 30, "seconds": 20.0}
-    if options.quick:
-        defaults = {"peers": quick_peers, "repeats": 10, "seconds": 0.3}
-    for name, default in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
-    if options.shape is None and options.quick:
-        options.shapes = [*SHAPES["cora"], SMALL]
-    else:
-        usual = [name for name in SHAPES if options.device != "cpu" or name not in LARGE]
-        options.shapes = [shape for name in dict.fromkeys(options.shape or usual) for shape in SHAPES[name]]
-    if options.edge_features is not None and all(shape.hub is not None for shape in options.shapes):
-        parser.error("--edge-features is for whole layers, which hub graphs do without")
-    return options
+class Kernels(Benchmark[Case]):
+    """Measures each peer on each shape."""
 
+    name = "kernels"
 
-def find_peers(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The peers that are installed, and what is the matter with the others."""
-    modules = {"pyg-scatter": "torch_scatter", "dgl": "dgl"}
-    missing = {}
-    for name in names:
-        try:
-            importlib.import_module(modules.get(name, "gattn"))
-        except ModuleNotFoundError as error:
-            missing[name] = "not installed" if error.name == modules[name] else f"cannot be imported: {error}"
-        except Exception as error:  # a build for another PyTorch ends in errors of many kinds
-            missing[name] = f"cannot be imported: {str(error).splitlines()[0]}"
-    return [name for name in dict.fromkeys(names) if name not in missing], missing
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        text = f"graphs and widths (default: all; on a CPU not {', '.join(LARGE)})"
+        add("--shape", nargs="+", choices=SHAPES, help=text)
+        add("--device", default="cpu", choices=BACKENDS, help="where to compute (default: cpu)")
+        add("--layers", nargs="+", default=CONVS, choices=CONVS, help="kinds of layer (default: all)")
+        add("--peers", nargs="+", choices=PEERS, help="who is measured (default: all)")
+        text = "of whole layers, which hub graphs do without (default: both)"
+        add("--edge-features", choices=EDGE_FEATURES, help=text)
+        text = "number types; others than float32 are for gattn alone (default: float32)"
+        add("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help=text)
+        text = "how glibc deals with freed memory (default: both; with --quick or on a GPU, as it comes)"
+        add("--allocator", choices=("both", *ALLOCATORS), help=text)
+        text = "threads (default: PyTorch's, here %(default)s)"
+        add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help=text)
+        add("--repeats", type=whole(1, 10**9), help="calls that are timed, at most (default: 30)")
+        text = f"or until this much time has passed, after {measuring.MIN_REPEATS} calls (default: 20)"
+        add("--seconds", type=seconds, help=text)
+        text = "seconds after which a process is ended (default: %(default)s)"
+        add("--timeout", type=seconds, default=1200.0, help=text)
+        text = "folder of results, table and picture (%(default)s)"
+        add("--out", type=folder, default=Path("runs/kernels"), help=text)
+        text = "under a minute: where nothing else is said, Cora's shape, a small graph, few repeats, no compiled PyG"
+        add("--quick", action="store_true", help=text)
 
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Fills in the defaults of `--quick`, and finds the shapes."""
+        if options.device == "cuda" and not torch.cuda.is_available():
+            parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, and finds none\n")
+        if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
+            if options.allocator in ("both", "kept"):
+                parser.error(f"--allocator {options.allocator} is for the CPU, where the C library is glibc")
+            options.allocator = "default"
+        if options.quick:
+            peers = [peer for peer in PEERS if peer != "pyg-compile"]
+            fill(options, {"peers": peers, "allocator": "default", "repeats": 10, "seconds": 0.3})
+        fill(options, {"peers": PEERS, "allocator": "both", "repeats": 30, "seconds": 20.0})
+        if options.shape is None and options.quick:
+            options.shapes = [*SHAPES["cora"], SMALL]
+        else:
+            usual = [name for name in SHAPES if options.device != "cpu" or name not in LARGE]
+            options.shapes = [shape for name in unique(options.shape or usual) for shape in SHAPES[name]]
+        if options.edge_features is not None and all(shape.hub is not None for shape in options.shapes):
+            parser.error("--edge-features is for whole layers, which hub graphs do without")
 
-def find_shapes(shapes: Sequence[Shape]) -> tuple[list[Shape], dict[str, str]]:
-    """The shapes that can be had, those of data sets in their real size, and why others cannot."""
-    found, missing = [], {}
-    for shape in shapes:
-        if shape.dataset is not None:
+    def find_peers(self) -> list[str]:
+        """The peers that can be imported."""
+        modules = {"pyg-scatter": "torch_scatter", "dgl": "dgl"}
+        for name in self.options.peers:
             try:
-                data = gattn.datasets.load(shape.dataset)
-            except gattn.datasets.DatasetUnavailableError as error:
-                missing[shape.name] = str(error)
-                continue
-            num_edges = remove_self_loops(data.edge_index)[0].size(1)
-            shape = replace(shape, nodes=data.num_nodes, edges=num_edges)
-        found.append(shape)
-    return found, missing
+                import_dgl() if name == "dgl" else importlib.import_module(modules.get(name, "gattn"))
+            except ModuleNotFoundError as error:
+                is_there = error.name != modules[name]
+                self.skipped[name] = f"cannot be imported: {error}" if is_there else "not installed"
+            except Exception as error:  # a build for another PyTorch raises errors of many kinds
+                self.skipped[name] = f"cannot be imported: {str(error).splitlines()[0]}"
+        return [name for name in unique(self.options.peers) if name not in self.skipped]
 
+    def find_shapes(self) -> list[Shape]:
+        """The shapes that can be had; those of data sets get their real size."""
+        found = []
+        for shape in self.options.shapes:
+            if shape.dataset is not None:
+                try:
+                    data = gattn.datasets.load(shape.dataset)
+                except gattn.datasets.DatasetUnavailableError as error:
+                    self.skipped[shape.name] = str(error)
+                    continue
+                num_edges = remove_self_loops(data.edge_index)[0].size(1)
+                shape = replace(shape, nodes=data.num_nodes, edges=num_edges)
+            found.append(shape)
+        return found
 
-def plan(options: argparse.Namespace, shapes: Sequence[Shape], peers: Sequence[str]) -> list[Case]:
-    """All measurements; those that share a reference follow each other."""
-    cases = []
-    fixed = (options.threads, options.repeats, options.seconds, options.device)
-    for shape in shapes:
-        cases.append(Case(shape, "gather", "", False, "float32", "embedding_bag", *fixed))
-        parts = [("attention", False)]
-        if shape.hub is None:
-            parts += [("layer", has_features) for has_features in EDGE_FEATURES[options.edge_features or "both"]]
-        for part, has_features in parts:
-            for layer in dict.fromkeys(options.layers):
-                for dtype in dict.fromkeys(options.dtypes):
-                    for peer in peers:
-                        is_only_ours = shape.hub is not None or dtype != "float32"
-                        if (is_only_ours and peer != "gattn") or (peer == "dgl" and part == "layer"):
-                            continue
-                        cases.append(Case(shape, part, layer, has_features, dtype, peer, *fixed))
-    return cases
+    def cases(self) -> list[Case]:
+        """All measurements; those that share a reference follow each other, and of these, those with one allocator."""
+        options, peers, cases = self.options, self.find_peers(), []
+        fixed = (options.threads, options.repeats, options.seconds, options.device)
+        allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
+        for shape in self.find_shapes():
+            parts = []
+            if shape.targets is None:
+                parts.append(("attention", False))
+                cases += [Case(shape, "gather", "", False, "float32", "embedding_bag", *fixed, a) for a in allocators]
+            if shape.hub is None:
+                parts += [("layer", has_features) for has_features in EDGE_FEATURES[options.edge_features or "both"]]
+            kinds = itertools.product(parts, unique(options.layers), unique(options.dtypes), allocators, peers)
+            for (part, has_features), layer, dtype, allocator, peer in kinds:
+                is_only_ours = shape.hub is not None or dtype != "float32"
+                if (is_only_ours and peer != "gattn") or (part == "layer" and peer in ATTENTION_ONLY):
+                    continue
+                cases.append(Case(shape, part, layer, has_features, dtype, peer, *fixed, allocator))
+        if not any(case.has_reference for case in cases):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
+            raise BenchmarkError(f"nothing can be measured: {reasons or 'these peers take no part in these shapes'}")
+        return cases
 
+    def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
+        """Measures."""
+        return measured(cases, self.options.timeout)
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
-    options = parse(arguments)
-    console = Console(markup=False)
-    with session(options.out, console) as results:
-        peers, missing = find_peers(options.peers)
-        shapes, missing_shapes = find_shapes(options.shapes)
-        missing |= missing_shapes
-        cases = plan(options, shapes, peers)
-        if not any(case.part != "gather" for case in cases):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-            sys.exit(f"error: nothing can be measured: {reasons or 'these peers take no part in these shapes'}")
-        execute(cases, results, options.timeout, console)
-        rows = recorded(results)
-        write(Report(cases, [rows[planned(case)] for case in cases]), missing, options.out, console)
+    def report(self, rows: dict[Case, Row]) -> None:
+        """The tables, of which a terminal shows a part, and the picture."""
+        report = Report(rows)
+        device = "GPU" if any(case.device != "cpu" for case in rows) else "CPU"
+        lines, remarks = report.lines(), notes(list(rows.values()), self.skipped)
+        memory = [report.memory(case, row) for case, row in rows.items()]
+        self.publish(
+            f"Graph attention on this machine's {device}",
+            lines,
+            [*report.remarks(), *remarks],
+            {"memory.md": markdown(memory, remarks), "speedup.png": draw_speedup(report)},
+            headings={
+                column: column.replace("forward + backward", "fwd+bwd").replace("forward", "fwd")
+                for column in lines[0]
+                if column != "dtype" and not column.startswith("forward, ×") and any(x[column] != "–" for x in lines)
+            },
+            shorten=lambda line: {
+                **line,
+                "peer": line["peer"] + f", {line['dtype']}" * (line["dtype"] != "float32"),
+                "layer": line["layer"].replace("edge features", "edges"),
+            },
+        )
 
 
 if __name__ == "__main__":
-    main()
+    Kernels.main()

@@ -3,61 +3,38 @@
 Three parts. *lm*: a language model on the characters of tiny Shakespeare, in nanoGPT's setting for a CPU, trained with
 gattn's layers and with PyTorch's, from the same weights on the same batches, in turns. *speed*: `MultiheadAttention` of
 both and the bare `scaled_dot_product_attention`, on sequences that see everything, the past, a window, and on a ragged
-batch. *graphs*: one layer on complete, causal, windowed and sparse graphs, so that cost against size shows.
+batch. *graphs*: one layer on complete, causal, windowed and sparse graphs, which shows how cost grows with size.
 
-Every measurement of speed has a process of its own, and nothing is timed before its output and its gradients were
-compared with a float64 reference. Every finished measurement is appended to a results file at once, and is not made
-again; training goes on from its last checkpoint, to the same numbers.
+The results of *speed* and *graphs* are compared with a float64 reference.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import math
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import gattn
-from benchmarks.command_line import MOST, folder, seconds, session, whole
-from benchmarks.measuring import (
-    FINAL,
-    MIN_REPEATS,
-    VERSIONS,
-    Measured,
-    Times,
-    check,
-    median,
-    outcome,
-    peak_above,
-    quartiles,
-    ratio,
-    run_apart,
-    spread,
-    timed,
-)
-from benchmarks.reports import print_table, save_figure, write_table
-from benchmarks.results import Machine, ResultsFile, machine, replace_file
+from benchmarks.framework import measuring, reports
+from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.measuring import MODES, Computation, Expected, Measured, Measurement, Times, budgets, measured
+from benchmarks.framework.options import MOST, fill, folder, seconds, whole
+from benchmarks.framework.processes import BenchmarkError, Message
+from benchmarks.framework.reports import Line, machines, median, megabytes, quartiles, ratio
+from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.framework.training import Training
 
 PARTS = ("lm", "speed", "graphs")
 LAYERS = ("gattn", "torch")
@@ -67,9 +44,9 @@ TEXT = "tinyshakespeare"
 PUBLISHED_LOSS = 1.88
 """NanoGPT's validation loss in this setting, a mean over random batches: its README, "i only have a macbook"."""
 CHUNK = 50
-"""Iterations that one kind of layers trains before it is the other's turn, so that a busy machine hits both alike."""
+"""One kind of layers trains for this many iterations before it is the other's turn; a busy machine hits both alike."""
 SAMPLE = 300
-"""Characters that are sampled at the end."""
+"""This many characters are sampled at the end."""
 TEMPERATURE = 0.8
 
 CHANNELS = 256
@@ -78,27 +55,17 @@ BATCH = 4
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 WINDOW = (127, 0)
 RAGGED = (64, 512)
-"""Sequences in the ragged batch, and the longest; the shortest has a sixteenth of that."""
+"""The number of sequences in the ragged batch, and the longest; the shortest has a sixteenth of that."""
 NODES = (256, 512, 1024, 2048, 4096, 8192)
 EDGES_PER_NODE = 16
 
 CHECKED_LENGTH = 1024
-"""Up to here gradients are compared, too."""
+"""Up to this length, gradients are compared, too."""
 CHUNK_LOGITS = 2**23
-"""The reference takes so many logits at a time, and all those of a target."""
+"""The reference takes about this many logits at a time, always with all those of a target."""
 
-#: Results with one row a token.
-TOKEN_RESULTS = (
-    "output without autograd",
-    "output",
-    *(f"gradient of {name}" for name in ("x", "query", "key", "value")),
-)
-
-MODES = {"forward": "forward", "forward_backward": "forward + backward"}
-
-#: From Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = {"gattn": "#0072B2", "torch": "#D55E00", "sdpa": "#009E73", "gattn-padded": "#56B4E9"}
-GRAPH_COLOURS = {"full": "#D55E00", "causal": "#E69F00", "window": "#0072B2", "sparse": "#009E73"}
+COLOURS = {"gattn": reports.BLUE, "torch": reports.RED, "sdpa": reports.GREEN, "gattn-padded": reports.SKY}
+GRAPH_COLOURS = {"full": reports.RED, "causal": reports.ORANGE, "window": reports.BLUE, "sparse": reports.GREEN}
 
 
 # The language model --------------------------------------------------------------------------------------------------
@@ -127,22 +94,6 @@ class Setting:
 SETTING = Setting()
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run; equal runs have equal results."""
-
-    text: str
-    layers: str
-    seed: int
-    iterations: int
-    threads: int
-    setting: Setting
-
-    def key(self) -> str:
-        """What another row must have in common with the run for not being trained again."""
-        return run_key({**asdict(self), **machine()})
-
-
 class Point(TypedDict):
     """An evaluation."""
 
@@ -153,7 +104,7 @@ class Point(TypedDict):
 
 
 class RunResult(TypedDict):
-    """What a row of results must have beside its `Run` and the machine to be read."""
+    """The columns that a training run adds."""
 
     parameters: int
     curve: list[Point]
@@ -164,13 +115,27 @@ class RunResult(TypedDict):
     sample: str
 
 
-def run_key(row: dict[str, Any]) -> str:
-    """What makes two rows the same run."""
-    return repr([row.get(name) for name in (*Run.__dataclass_fields__, *VERSIONS)])
+@dataclass(frozen=True)
+class Run(Case):
+    """One training run; equal runs have equal results."""
+
+    result = RunResult
+    noun = "training runs"
+
+    part: str = field(default="lm", init=False)
+    text: str
+    layers: str
+    seed: int
+    iterations: int
+    threads: int
+    setting: Setting
+
+    def __str__(self) -> str:
+        return f"language model, {self.layers}"
 
 
 class Corpus:
-    """A text as tokens, one a character; the last tenth validates.
+    """A text as tokens, one per character; the last tenth validates.
 
     Args:
         text: The text.
@@ -187,7 +152,7 @@ class Corpus:
 
 def draw_batch(tokens: Tensor, setting: Setting, *key: int) -> Tensor:
     """Random pieces of a text, `[B, context + 1]`; the same for the same key."""
-    # PyTorch's generator looks at the lower half of a seed only, and so would forget one of two.
+    # PyTorch's generator uses only the lower half of a seed, and would forget one of two numbers.
     starts = np.random.default_rng(key).integers(tokens.numel() - setting.context, size=setting.batch)
     return tokens[torch.from_numpy(starts).unsqueeze(1) + torch.arange(setting.context + 1)]
 
@@ -198,7 +163,7 @@ def loss_of(model: torch.nn.Module, pieces: Tensor, reduction: str = "mean") -> 
 
 
 def whole_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
-    """The mean over a whole text, in blocks that do not overlap."""
+    """The mean loss over a whole text, in blocks that do not overlap."""
     blocks = (tokens.numel() - 1) // context
     pieces = tokens.unfold(0, context + 1, context)[:blocks]
     total = sum(loss_of(model, some, "sum").item() for some in pieces.split(128))
@@ -209,7 +174,7 @@ def whole_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
 
 
 def learning_rate(setting: Setting, iteration: int, iterations: int) -> float:
-    """A line upwards, then half a cosine downwards, ending with the last iteration."""
+    """Rises in a line, then falls in half a cosine, which ends with the last iteration."""
     warm_up = min(setting.warm_up, iterations // 2)
     if iteration < warm_up:
         return setting.learning_rate * (iteration + 1) / (warm_up + 1)
@@ -232,110 +197,56 @@ def build_model(run: Run, num_tokens: int) -> gattn.models.TransformerLM:
     return other
 
 
-class Training:
-    """A model under training, which goes on from its checkpoint if there is one.
+class LanguageModel(Training[Run]):
+    """The model under training.
 
     Args:
         run: What to train.
-        corpus: On what.
-        folder: Where the checkpoint lies, or will.
+        corpus: The text.
+        folder: The folder of checkpoints.
     """
 
     def __init__(self, run: Run, corpus: Corpus, folder: Path):
-        self.run = run
-        self.corpus = corpus
-        self.path = folder / f"lm-{run.layers}-seed{run.seed}-{run.iterations}.pt"
-        self.model = build_model(run, len(corpus.symbols))
-        self.iteration = 0
-        self.curve: list[dict[str, float]] = []
-        self.seconds: list[float] = []
-        self._losses: list[float] = []
-        setting = run.setting
-        parameters = list(self.model.parameters())
+        self.corpus, self.setting = corpus, run.setting
+        model = build_model(run, len(corpus.symbols))
+        parameters = list(model.parameters())
         groups = [
-            {"params": [x for x in parameters if x.dim() >= 2], "weight_decay": setting.weight_decay},
+            {"params": [x for x in parameters if x.dim() >= 2], "weight_decay": self.setting.weight_decay},
             {"params": [x for x in parameters if x.dim() < 2], "weight_decay": 0.0},
         ]
-        betas = (setting.beta1, setting.beta2)
-        self.optimizer = torch.optim.AdamW(groups, setting.learning_rate, betas, fused=True)
-        if self.path.exists():
-            self._resume()
+        betas = self.setting.beta1, self.setting.beta2
+        optimizer = torch.optim.AdamW(groups, self.setting.learning_rate, betas, fused=True)
+        path = folder / f"lm-{run.layers}-seed{run.seed}-{run.iterations}.pt"
+        super().__init__(run, path, model, optimizer, run.iterations, self.setting.evaluate_every, self.setting.clip)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all iterations are done."""
-        return self.iteration == self.run.iterations
+    def learning_rate(self) -> float:
+        """The learning rate of this iteration."""
+        return learning_rate(self.setting, self.iteration, self.iterations)
 
-    def advance(self, count: int) -> None:
-        """Trains so many iterations, fewer at the end; evaluates and saves where that is due."""
-        for _ in range(min(count, self.run.iterations - self.iteration)):
-            if not self.curve:
-                self._evaluate()
-            self._step()
-            if self.iteration % self.run.setting.evaluate_every == 0 or self.is_finished:
-                self._evaluate()
-                self._save()
+    def loss(self) -> Tensor:
+        """The loss on this iteration's pieces of the text."""
+        return loss_of(self.model, draw_batch(self.corpus.train, self.setting, self.case.seed, self.iteration))
 
-    def _step(self) -> None:
-        setting = self.run.setting
-        start = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(setting, self.iteration, self.run.iterations)
-        loss = loss_of(self.model, draw_batch(self.corpus.train, setting, self.run.seed, self.iteration))
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), setting.clip)
-        self.optimizer.step()
-        self._losses.append(loss.item())
-        self.seconds.append(time.perf_counter() - start)
-        self.iteration += 1
+    def step(self) -> None:
+        """Trains for one iteration; the first is preceded by an evaluation."""
+        if not self.curve:
+            self.add_point()
+        super().step()
 
-    @torch.no_grad()
-    def _evaluate(self) -> None:
-        setting, tokens = self.run.setting, self.corpus.validation
-        self.model.eval()
-        pieces = [
-            draw_batch(tokens, setting, self.run.seed, self.iteration, number)
-            for number in range(1, setting.random_batches + 1)
-        ]
+    def evaluate(self) -> dict[str, float]:
+        """The loss over the whole text for validation, and nanoGPT's mean over random batches."""
+        tokens, numbers = self.corpus.validation, range(1, self.setting.random_batches + 1)
+        pieces = [draw_batch(tokens, self.setting, self.case.seed, self.iteration, number) for number in numbers]
         losses = [loss_of(self.model, some).item() for some in pieces]
         point = {
             "iteration": self.iteration,
-            "val_loss": whole_loss(self.model, tokens, setting.context),
+            "val_loss": whole_loss(self.model, tokens, self.setting.context),
             "val_loss_random": sum(losses) / len(losses),
         }
-        if self._losses:
-            point["train_loss"] = sum(self._losses) / len(self._losses)
-        self.model.train()
-        if not math.isfinite(point["val_loss"]):
-            text = f"the validation loss became {point['val_loss']} in iteration {self.iteration} of {self.run}"
-            raise FloatingPointError(text)
-        self._losses = []
-        self.curve.append(point)
-
-    def _save(self) -> None:
-        state = {
-            "key": self.run.key(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "iteration": self.iteration,
-            "curve": self.curve,
-            "seconds": self.seconds,
-        }
-        content = io.BytesIO()
-        torch.save(state, content)
-        replace_file(self.path, content.getvalue())
-
-    def _resume(self) -> None:
-        state = torch.load(self.path, weights_only=True)
-        if state["key"] != self.run.key():  # another version's, or another machine's
-            return
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.iteration, self.curve, self.seconds = state["iteration"], state["curve"], state["seconds"]
+        return {**point, "train_loss": sum(self.losses) / len(self.losses)} if self.losses else point
 
     def sample(self, length: int) -> str:
-        """A text of the model's own, which begins after a line break."""
+        """A text by the model, which begins after a line break."""
         symbols = self.corpus.symbols
         start = torch.tensor([[symbols.index("\n") if "\n" in symbols else 0]])
         self.model.eval()
@@ -343,63 +254,40 @@ class Training:
             start,
             length,
             temperature=TEMPERATURE,
-            use_cache=self.run.layers == "gattn",  # PyTorch's layers take no cache
-            generator=torch.Generator().manual_seed(self.run.seed),
+            use_cache=self.case.layers == "gattn",  # PyTorch's layers take no cache
+            generator=torch.Generator().manual_seed(self.case.seed),
         )
         self.model.train()
         return "".join(symbols[token] for token in tokens[0, 1:].tolist())
 
-    def result(self) -> dict[str, Any]:
-        """What is reported."""
+    def result(self) -> Row:
+        """The columns of the finished run."""
         last = self.curve[-1]
         return {
             "parameters": sum(x.numel() for x in self.model.parameters()),
             "curve": self.curve,
             "val_loss": last["val_loss"],
             "val_loss_random": last["val_loss_random"],
-            "iteration": spread(self.seconds),
+            "iteration": measuring.spread(self.seconds),
             "total_seconds": sum(self.seconds),
             "sample": self.sample(SAMPLE),
         }
 
 
-def finished(results: ResultsFile) -> dict[str, dict[str, Any]]:
-    """The training runs that there are, by key."""
-    return {run_key(row): row for row in results.rows(Run, RunResult, Machine)}
+def train(runs: Sequence[Run], corpus: Corpus, folder: Path) -> Generator[Message[Run], None, None]:
+    """Trains models in turns, all in this process."""
+    trainings = [LanguageModel(run, corpus, folder) for run in runs]
+    for training in turns(trainings):
+        torch.set_num_threads(training.case.threads)
+        training.advance(CHUNK - training.iteration % CHUNK)
+        text = f": val {training.curve[-1]['val_loss']:.3f}" if training.curve else ""
+        yield training.case, "progress", (training.iteration, training.iterations, text)
+        if training.is_finished:
+            yield training.case, "ok", {**training.result(), "in_turns_with": [run.layers for run in runs]}
 
 
-def train(runs: Sequence[Run], corpus: Corpus, results: ResultsFile, console: Console) -> None:
-    """Trains what is not yet in the results file, in turns."""
-    done = finished(results)
-    pending = [run for run in runs if run.key() not in done]
-    if len(pending) < len(runs):
-        text = f"{len(runs) - len(pending)} of {len(runs)} training runs are in {results.path} already."
-        console.print(text, soft_wrap=True)
-    if not pending:
-        return
-    torch.set_num_threads(pending[0].threads)
-    trainings = [Training(run, corpus, results.path.parent) for run in pending]
-    names = [run.layers for run in pending]
-    with Progress(*progress_columns(), console=console) as progress:
-        tasks = {
-            training.run: progress.add_task(
-                f"language model, {training.run.layers}", total=training.run.iterations, completed=training.iteration
-            )
-            for training in trainings
-        }
-        for training in turns(trainings):
-            training.advance(CHUNK - training.iteration % CHUNK)
-            text = f"language model, {training.run.layers}"
-            if training.curve:
-                text += f": val {training.curve[-1]['val_loss']:.3f}"
-            progress.update(tasks[training.run], completed=training.iteration, description=text)
-            if training.is_finished:
-                row = {"part": "lm", **asdict(training.run), **training.result(), "in_turns_with": names}
-                results.append({**row, **machine()})
-
-
-def turns(trainings: Sequence[Training]) -> Iterator[Training]:
-    """Who is to go on: those that are behind, in an order that changes each time."""
+def turns(trainings: Sequence[LanguageModel]) -> Iterator[LanguageModel]:
+    """Whose turn it is: that of those that are behind, in an order that changes each time."""
     waiting, turn = list(trainings), 0
     while waiting:
         behind = min(training.iteration // CHUNK for training in waiting)
@@ -409,12 +297,22 @@ def turns(trainings: Sequence[Training]) -> Iterator[Training]:
         turn += 1
 
 
-# Speed: what is measured ---------------------------------------------------------------------------------------------
+# Speed: the cases ----------------------------------------------------------------------------------------------------
+
+
+class Result(Measured):
+    """The columns of a measurement."""
+
+    forward_peak_bytes: int
+    forward_backward: Times
 
 
 @dataclass(frozen=True)
-class Case:
-    """One measurement, made in a process of its own."""
+class Speed(Measurement):
+    """One measurement."""
+
+    result = Result
+    has_forward_peak = True
 
     part: str
     """`"speed"` or `"graphs"`."""
@@ -440,9 +338,22 @@ class Case:
         """What is computed: a whole `"layer"`, or `"bare"` attention."""
         return "bare" if self.peer == "sdpa" else "layer"
 
-    def problem(self) -> tuple[Any, ...]:
+    @property
+    def has_gradients(self) -> bool:
+        """Whether sequences are not too long for the reference's gradients."""
+        return self.length <= CHECKED_LENGTH
+
+    def problem(self) -> tuple[object, ...]:
         """What cases have in common that share a reference."""
         return self.part, self.graph, self.length, self.batch, self.channels, self.heads
+
+    def lengths(self) -> list[int]:
+        """The length of each sequence."""
+        if self.graph != "ragged":
+            return [self.length] * self.batch
+        generator = torch.Generator().manual_seed(SEED)
+        shortest = max(self.length // 16, 1)
+        return torch.randint(shortest, self.length + 1, (self.batch,), generator=generator).tolist()
 
     def num_edges(self) -> int:
         """Number of pairs (target, source) that attend, over the whole batch."""
@@ -450,14 +361,29 @@ class Case:
             return EDGES_PER_NODE * self.length
         return sum(
             int(neighbours(self.graph, torch.arange(first, min(first + 1024, length)), length).sum())
-            for length in lengths_of(self)
+            for length in self.lengths()
             for first in range(0, length, 1024)
         )
+
+    def references(self) -> dict[str, dict[str, Expected]]:
+        """The results of the plain formula, which sums over sources or channels, and for parameters over tokens."""
+        expected = {}
+        for kind in ("layer", "bare") if self.part == "speed" else ("layer",):
+            inputs = draw(self, kind)
+            exact, rounded = (reference(self, inputs, dtype) for dtype in (torch.float64, torch.float32))
+            terms = max(self.length, self.channels), sum(inputs.lengths)
+            expected[kind] = budgets(exact, rounded, torch.float32, *terms)
+        return expected
+
+    def computation(self) -> Computation:
+        """The peer's."""
+        build(replace(self, length=16, batch=min(self.batch, 2))).forward_backward()
+        return build(self)
 
 
 @dataclass
 class Inputs:
-    """What all peers compute from, the same numbers for each; sequences lie end to end, without padding."""
+    """What all peers compute from: the same numbers for each. Sequences lie end to end, without padding."""
 
     lengths: list[int]
     tokens: dict[str, Tensor]
@@ -470,19 +396,10 @@ class Inputs:
     """Of the sparse graph, `[2, E]`."""
 
 
-def lengths_of(case: Case) -> list[int]:
-    """The length of each sequence."""
-    if case.graph != "ragged":
-        return [case.length] * case.batch
-    generator = torch.Generator().manual_seed(SEED)
-    shortest = max(case.length // 16, 1)
-    return torch.randint(shortest, case.length + 1, (case.batch,), generator=generator).tolist()
-
-
-def draw(case: Case, kind: str) -> Inputs:
+def draw(case: Speed, kind: str) -> Inputs:
     """Draws the inputs."""
     generator = torch.Generator().manual_seed(SEED)
-    lengths = lengths_of(case)
+    lengths = case.lengths()
     size = (sum(lengths), case.channels)
 
     def randn(*size: int) -> Tensor:
@@ -507,7 +424,7 @@ def draw(case: Case, kind: str) -> Inputs:
 
 
 def neighbours(graph: str, targets: Tensor, length: int, edge_index: Tensor | None = None) -> Tensor:
-    """How many edges join each of some targets with each source of its sequence, `[n, length]`."""
+    """The number of edges that join each of these targets with each source of its sequence, `[n, length]`."""
     if edge_index is not None:
         source, target = edge_index
         place = torch.full((length,), -1)
@@ -524,7 +441,7 @@ def neighbours(graph: str, targets: Tensor, length: int, edge_index: Tensor | No
     return torch.ones_like(distance)
 
 
-def plain(case: Case, tokens: dict[str, Tensor], parameters: dict[str, Tensor], edge_index: Tensor | None) -> Tensor:
+def plain(case: Speed, tokens: dict[str, Tensor], parameters: dict[str, Tensor], edge_index: Tensor | None) -> Tensor:
     """Attention of one sequence as the formula has it, `[T, channels]`: softmax(Q Kᵀ / √d) V, in chunks."""
     if parameters:
         projected = F.linear(tokens["x"], parameters["in_proj_weight"], parameters["in_proj_bias"]).chunk(3, -1)
@@ -536,15 +453,15 @@ def plain(case: Case, tokens: dict[str, Tensor], parameters: dict[str, Tensor], 
     for targets in torch.arange(length).split(max(CHUNK_LOGITS // (case.heads * length), 1)):
         logits = query[:, targets] @ key.transpose(1, 2) / math.sqrt(query.size(-1))
         counts = neighbours(case.graph, targets, length, edge_index)
-        # An edge that is there twice counts twice; one that is not there has weight exp(log 0) = 0.
+        # A duplicate edge counts twice; a missing one has the weight exp(log 0) = 0.
         outputs.append((logits + counts.to(logits.dtype).log()).softmax(-1) @ value)
     out = torch.cat(outputs, 1).transpose(0, 1).flatten(1)
     return F.linear(out, parameters["out_proj.weight"], parameters["out_proj.bias"]) if parameters else out
 
 
-def reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+def reference(case: Speed, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     """Output and, where sequences are not too long for it, gradients by the plain formula, summed in float64."""
-    has_gradients = case.length <= CHECKED_LENGTH
+    has_gradients = case.has_gradients
     parameters = {name: x.to(dtype).requires_grad_(has_gradients) for name, x in inputs.parameters.items()}
     totals = {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in parameters.items()}
     outputs: list[Tensor] = []
@@ -570,56 +487,12 @@ def reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tenso
     return results
 
 
-def expected_of(case: Case, kind: str) -> dict[str, Any]:
-    """The exact results, and how far from them a result may be.
-
-    The budget is derived, not tuned: four times what the plain formula itself loses in float32, a few units in the last
-    place of the scale, and what a float32 sum of so many terms loses that are added one after another, a unit for the
-    root of their number: a target's sources or a projection's channels, and for a parameter's gradient all tokens. The
-    scale is the largest element; for gradients of parameters the largest of them all.
-    """
-    inputs = draw(case, kind)
-    exact = reference(case, inputs, torch.float64)
-    rounded = reference(case, inputs, torch.float32)
-    of_parameters = [value.abs().max().item() for name, value in exact.items() if name not in TOKEN_RESULTS]
-    last_place = torch.finfo(torch.float32).eps
-    results = {}
-    for name, value in exact.items():
-        if name in TOKEN_RESULTS:
-            scale, terms = value.abs().max().item(), max(case.length, case.channels)
-        else:
-            scale, terms = max(of_parameters), sum(inputs.lengths)
-        loss = (rounded[name] - value).abs().max().item()
-        budget = 4 * loss + (8 + math.sqrt(terms)) * last_place * scale
-        results[name] = {"exact": value, "rows": None, "scale": scale, "budget": budget}
-    return results
-
-
-def write_reference(case: Case, path: Path) -> None:
-    """Writes what results are compared with, of each kind."""
-    prepare_process(case)
-    kinds = ("layer", "bare") if case.part == "speed" else ("layer",)
-    torch.save({kind: expected_of(case, kind) for kind in kinds}, path)
-
-
 # Speed: the peers ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Built:
-    """A peer, ready to be called."""
-
-    call: Callable[[], Tensor]
-    leaves: dict[str, Tensor]
-    """What it is differentiated for."""
-    grad: Tensor
-    """Gradient of the output, zero for padding."""
-    unpack: Callable[[Tensor], Tensor]
-    """Takes the rows of real tokens out of a result that has a row a token."""
-
-
-def build(case: Case, inputs: Inputs) -> Built:
-    """A peer on its inputs, padded unless it takes sequences end to end."""
+def build(case: Speed) -> Computation:
+    """A peer on its inputs, which are padded unless it takes sequences end to end."""
+    inputs = draw(case, case.kind)
     lengths = torch.tensor(inputs.lengths)
     real = torch.arange(max(inputs.lengths)) < lengths.unsqueeze(1)
 
@@ -634,7 +507,7 @@ def build(case: Case, inputs: Inputs) -> Built:
     is_packed = case.part == "graphs" or (case.graph == "ragged" and case.peer == "gattn")
     x = (inputs.tokens["x"] if is_packed else pad(inputs.tokens["x"])).requires_grad_()
     options = torch_options(case, real) if case.peer == "torch" else gattn_options(case, inputs, real)
-    return Built(
+    return Computation(
         lambda: layer(x, x, x, need_weights=False, **options)[0],
         {"x": x, **dict(layer.named_parameters())},
         inputs.grad if is_packed else pad(inputs.grad),
@@ -642,21 +515,21 @@ def build(case: Case, inputs: Inputs) -> Built:
     )
 
 
-def gattn_options(case: Case, inputs: Inputs, real: Tensor) -> dict[str, Any]:
+def gattn_options(case: Speed, inputs: Inputs, real: Tensor) -> dict[str, Any]:
     """How gattn's layer is told who attends to whom."""
     if case.graph == "causal":
         return {"is_causal": True}
     if case.graph == "window":
         return {"graph": gattn.CompleteGraph(case.length, window=WINDOW)}
     if case.graph == "sparse":
-        return {"graph": gattn.SparseGraph(inputs.edge_index, case.length, case.length)}
+        return {"graph": gattn.SparseGraph(inputs.edge_index, num_sources=case.length, num_targets=case.length)}
     if case.graph == "ragged":
         padded = {"key_padding_mask": ~real}
         return padded if case.peer == "gattn-padded" else {"graph": gattn.CompleteGraph.packed(inputs.lengths)}
     return {}
 
 
-def torch_options(case: Case, real: Tensor) -> dict[str, Any]:
+def torch_options(case: Speed, real: Tensor) -> dict[str, Any]:
     """How PyTorch's layer is told."""
     if case.graph == "ragged":
         return {"key_padding_mask": ~real}
@@ -666,7 +539,7 @@ def torch_options(case: Case, real: Tensor) -> dict[str, Any]:
     return {"attn_mask": ~seen, "is_causal": case.graph == "causal"}
 
 
-def build_bare(case: Case, inputs: Inputs, real: Tensor, pad: Callable[[Tensor], Tensor]) -> Built:
+def build_bare(case: Speed, inputs: Inputs, real: Tensor, pad: Callable[[Tensor], Tensor]) -> Computation:
     """PyTorch's function, without projections."""
 
     def heads_first(x: Tensor) -> Tensor:
@@ -680,7 +553,7 @@ def build_bare(case: Case, inputs: Inputs, real: Tensor, pad: Callable[[Tensor],
     elif case.graph == "ragged":
         options = {"attn_mask": real.view(case.batch, 1, 1, -1)}
     leaves = {name: heads_first(x).requires_grad_() for name, x in inputs.tokens.items()}
-    return Built(
+    return Computation(
         lambda: F.scaled_dot_product_attention(leaves["query"], leaves["key"], leaves["value"], **options),
         leaves,
         heads_first(inputs.grad),
@@ -688,142 +561,15 @@ def build_bare(case: Case, inputs: Inputs, real: Tensor, pad: Callable[[Tensor],
     )
 
 
-class Computation:
-    """A peer's forward pass, and its gradients.
-
-    Args:
-        case: Which peer, on what.
-    """
-
-    def __init__(self, case: Case):
-        self.built = build(case, draw(case, case.kind))
-
-    def forward(self) -> Tensor:
-        """The output, computed without autograd."""
-        with torch.no_grad():
-            return self.built.call()
-
-    def forward_backward(self) -> tuple[Tensor, ...]:
-        """The output, and the gradients of all inputs and parameters."""
-        out = self.built.call()
-        return out.detach(), *torch.autograd.grad(out, list(self.built.leaves.values()), self.built.grad)
-
-    def results(self) -> dict[str, Tensor]:
-        """All results by name, without padding."""
-        output, *gradients = self.forward_backward()
-        named = {"output without autograd": self.forward(), "output": output}
-        named |= {f"gradient of {name}": grad for name, grad in zip(self.built.leaves, gradients, strict=True)}
-        return {name: self.built.unpack(x) if name in TOKEN_RESULTS else x for name, x in named.items()}
-
-
-# Speed: one measurement ----------------------------------------------------------------------------------------------
-
-
-def prepare_process(case: Case) -> None:
-    """Settings that hold for a whole process."""
-    torch.set_num_threads(case.threads)
-
-
-def measure(case: Case, expected: Path) -> dict[str, Any]:
-    """Checks a peer, then takes its memory and its times.
-
-    Args:
-        case: What to measure.
-        expected: What `write_reference` wrote.
-    """
-    prepare_process(case)
-    # Loads code and starts threads, which are no memory of the computation's.
-    Computation(replace(case, length=16, batch=min(case.batch, 2))).forward_backward()
-    computation = Computation(case)
-    _, forward_peak = peak_above(computation.forward)
-    _, peak = peak_above(computation.forward_backward)
-    truth = torch.load(expected, weights_only=True)[case.kind]
-    results = computation.results()
-    errors = check({name: result for name, result in results.items() if name in truth}, truth)
-    # Written so that NaN fails.
-    wrong = [name for name, (error, budget) in errors.items() if not error <= budget]
-    if wrong:
-        error, budget = errors[wrong[0]]
-        reason = f"{wrong[0]} is off by {error:.1e} of its largest element, where {budget:.1e} is allowed"
-        return {"outcome": "WRONG", "reason": reason}
-    del truth, results
-    return {
-        "outcome": "ok",
-        "reason": "",
-        "forward_peak_bytes": forward_peak,
-        "peak_bytes": peak,
-        "errors": {name: {"error": error, "budget": budget} for name, (error, budget) in errors.items()},
-        "forward": timed(computation.forward, case.repeats, case.seconds),
-        "forward_backward": timed(computation.forward_backward, case.repeats, case.seconds),
-    }
-
-
-class Result(Measured):
-    """What a measurement has beside its case and the machine."""
-
-    forward_peak_bytes: int
-    forward_backward: Times
-
-
-def key(row: dict[str, Any]) -> str:
-    """What makes two rows the same measurement."""
-    return repr([row.get(name) for name in (*Case.__dataclass_fields__, *VERSIONS)])
-
-
-def planned(case: Case) -> str:
-    """The key that the case's row will have."""
-    return key({**asdict(case), **machine()})
-
-
-def recorded(results: ResultsFile) -> dict[str, dict[str, Any]]:
-    """The newest row of each measurement, by key."""
-    return {key(row): row for row in results.rows(Case, outcome(Result), Machine)}
-
-
-def execute(cases: Sequence[Case], results: ResultsFile, timeout: float, console: Console) -> None:
-    """Makes the measurements that are not yet in the results file."""
-    done = {name for name, row in recorded(results).items() if row["outcome"] in FINAL}
-    pending = [case for case in cases if planned(case) not in done]
-    if len(pending) < len(cases):
-        text = f"{len(cases) - len(pending)} of {len(cases)} measurements are in {results.path} already."
-        console.print(text, soft_wrap=True)
-    with Progress(*progress_columns(), console=console) as progress, tempfile.TemporaryDirectory() as folder:
-        task = progress.add_task("", total=len(cases), completed=len(cases) - len(pending))
-        problem, expected, outcome, reason = None, Path(folder) / "reference.pt", "ok", ""
-        for case in pending:
-            if case.problem() != problem:
-                progress.update(task, description=f"{case}: reference")
-                problem = case.problem()
-                outcome, reason = run_apart(write_reference, case, expected, timeout=timeout)
-            progress.update(task, description=str(case))
-            if outcome == "ok":
-                row = measure_apart(case, expected, timeout)
-            else:
-                row = {"outcome": "failed", "reason": f"no reference: {outcome} {reason}"}
-            results.append({**asdict(case), **row, **machine()})
-            progress.advance(task)
-
-
-def measure_apart(case: Case, expected: Path, timeout: float) -> dict[str, Any]:
-    """The row of a case, measured in a process of its own."""
-    outcome, result = run_apart(measure, case, expected, timeout=timeout)
-    return result if outcome == "ok" else {"outcome": outcome, "reason": result}
-
-
 # The reports ---------------------------------------------------------------------------------------------------------
 
 
-def progress_columns() -> tuple[Any, ...]:
-    """What a progress bar shows."""
-    return TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-
-
-def merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge(rows: Sequence[Row]) -> Row:
     """One row for all rounds of a measurement: all times together, and the largest memory."""
     for row in rows:
         if row["outcome"] != "ok":
             return row
-    times = {mode: spread([seconds for row in rows for seconds in row[mode]["times"]]) for mode in MODES}
+    times = {mode: measuring.spread([seconds for row in rows for seconds in row[mode]["times"]]) for mode in MODES}
     peaks = {name: max(row[name] for row in rows) for name in ("forward_peak_bytes", "peak_bytes")}
     return {**rows[0], **times, **peaks}
 
@@ -832,21 +578,20 @@ class Report:
     """Rows beside each other.
 
     Args:
-        cases: The plan, in the order of the table.
-        rows: Their rows.
+        rows: The rows by case, in the order of the tables.
     """
 
-    def __init__(self, cases: Sequence[Case], rows: Sequence[dict[str, Any]]):
-        rounds: dict[Case, list[dict[str, Any]]] = {}
-        for case, row in zip(cases, rows, strict=True):
+    def __init__(self, rows: dict[Speed, Row]):
+        rounds: dict[Speed, list[Row]] = {}
+        for case, row in rows.items():
             rounds.setdefault(replace(case, round=0), []).append(row)
         self.rows = {case: merge(group) for case, group in rounds.items()}
 
-    def peer(self, case: Case, **changes: Any) -> dict[str, Any] | None:
+    def peer(self, case: Speed, **changes: Any) -> Row | None:
         """The row of a case that differs in this; `None` if there is none."""
         return self.rows.get(replace(case, **changes))
 
-    def of(self, part: str) -> dict[Case, dict[str, Any]]:
+    def of(self, part: str) -> dict[Speed, Row]:
         """The rows of a part."""
         return {case: row for case, row in self.rows.items() if case.part == part}
 
@@ -859,15 +604,14 @@ class Report:
         ]
 
 
-def times_of(row: dict[str, Any]) -> dict[str, str]:
+def times_of(row: Row) -> Line:
     """The columns of times and memory."""
     line = {f"{title}, ms": quartiles(row, mode) for mode, title in MODES.items()}
-    for name, title in (("forward_peak_bytes", "forward peak, MB"), ("peak_bytes", "peak, MB")):
-        line[title] = f"{row[name] / 1e6:.1f}" if name in row else "–"
-    return line
+    peaks = {"forward_peak_bytes": "forward peak, MB", "peak_bytes": "peak, MB"}
+    return line | {title: megabytes(row, column) for column, title in peaks.items()}
 
 
-def speed_lines(report: Report) -> list[dict[str, str]]:
+def speed_lines(report: Report) -> list[Line]:
     """The table of the part *speed*."""
     lines = []
     for case, row in report.of("speed").items():
@@ -899,7 +643,7 @@ def speed_remarks(report: Report) -> list[str]:
     return remarks
 
 
-def graph_lines(report: Report) -> list[dict[str, str]]:
+def graph_lines(report: Report) -> list[Line]:
     """The table of the part *graphs*."""
     lines = []
     for case, row in report.of("graphs").items():
@@ -919,7 +663,7 @@ def graph_lines(report: Report) -> list[dict[str, str]]:
     return lines
 
 
-def lm_lines(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def lm_lines(rows: Sequence[Row]) -> list[Line]:
     """The table of the part *lm*."""
     other = next((row for row in rows if row["layers"] == "torch"), None)
     lines = []
@@ -962,65 +706,10 @@ GRAPH_NOTES = (
 )
 
 
-def descriptions(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Machines and versions."""
-    return sorted(
-        {
-            ", ".join(f"{name} {row[name]}" for name in (*VERSIONS, "python") if name in row)
-            + f", {row['threads']} thread(s)"
-            for row in rows
-        }
-    )
-
-
-def write(
-    name: str, title: str, lines: Sequence[dict[str, str]], remarks: Sequence[str], out: Path, console: Console
-) -> None:
-    """Prints a table, and writes it to `out`."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in lines[0]:
-        justify: Any = "left" if column in ("graph", "peer", "layers") else "right"
-        table.add_column(column.replace("forward + backward", "fwd+bwd"), justify=justify, no_wrap=True)
-    for line in lines:
-        table.add_row(*(text.split(" (")[0] for text in line.values()))
-    print_table(table, console)
-    for remark in remarks:
-        console.print(remark, highlight=False, soft_wrap=True)
-    path = out / f"{name}.md"
-    write_table(path, lines, remarks)
-    console.print(f"Written: {path}, {out / f'{name}.png'}", highlight=False, soft_wrap=True)
-
-
-def write_lm(rows: Sequence[dict[str, Any]], out: Path, console: Console) -> None:
-    """The table, the learning curves and the sampled texts."""
-    write("lm", "Language model on tiny Shakespeare", lm_lines(rows), [*LM_NOTES, *descriptions(rows)], out, console)
-    draw_curves(rows, out / "lm.png")
-    for row in rows:
-        path = out / f"lm-{row['layers']}.txt"
-        text = row["sample"].strip("\n") + "\n"
-        replace_file(path, text.encode(errors="backslashreplace"))
-        console.print(f"Written: {path}", highlight=False, soft_wrap=True)
-
-
-def write_speed(report: Report, out: Path, console: Console) -> None:
-    """The table and the picture of the part *speed*."""
-    rows = list(report.of("speed").values())
-    remarks = [*speed_remarks(report), *report.failures("speed"), *SPEED_NOTES, *descriptions(rows)]
-    write("speed", "Multi-head attention on this machine's CPU", speed_lines(report), remarks, out, console)
-    draw_speed(report, out / "speed.png")
-
-
-def write_graphs(report: Report, out: Path, console: Console) -> None:
-    """The table and the picture of the part *graphs*."""
-    rows = list(report.of("graphs").values())
-    remarks = [*report.failures("graphs"), *GRAPH_NOTES, *descriptions(rows)]
-    write("graphs", "One layer on four graphs", graph_lines(report), remarks, out, console)
-    draw_graphs(report, out / "graphs.png")
-
-
-def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_curves(rows: Sequence[Row]) -> Figure:
     """Validation loss against iterations."""
-    figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axis = figure.subplots()
     for row in rows:
         style = "-" if row["layers"] == "gattn" else "--"
         steps = [point["iteration"] for point in row["curve"]]
@@ -1041,16 +730,15 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axis.set(xlabel="iteration", ylabel="cross entropy a character", title="Tiny Shakespeare")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
-    save_figure(figure, path, dpi=100)
+    return figure
 
 
-def draw_speed(report: Report, path: Path) -> None:
-    """Forward + backward against length, a panel for each graph; the ragged batch as bars."""
+def draw_speed(report: Report) -> Figure:
+    """Forward + backward against length, with a panel for each graph; the ragged batch as bars."""
     cases = report.of("speed")
     graphs = list(dict.fromkeys(case.graph for case in cases))
-    figure, axes = plt.subplots(
-        1, len(graphs), figsize=(2.9 * len(graphs) + 0.4, 3.1), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(2.9 * len(graphs) + 0.4, 3.1), layout="constrained")
+    axes = figure.subplots(1, len(graphs), squeeze=False)
     for graph, axis in zip(graphs, axes[0], strict=True):
         for place, peer in enumerate(COLOURS):
             points = [
@@ -1076,15 +764,16 @@ def draw_speed(report: Report, path: Path) -> None:
             axis.minorticks_off()
     axes[0, 0].set_ylabel("forward + backward, ms")
     shown = [peer for peer in COLOURS if any(case.peer == peer for case in cases)]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in shown]
+    handles = [Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=8)
-    save_figure(figure, path, dpi=100)
+    return figure
 
 
-def draw_graphs(report: Report, path: Path) -> None:
-    """Forward + backward and memory against the number of nodes, with the slope of each line's last piece."""
+def draw_graphs(report: Report) -> Figure:
+    """Forward + backward and memory against the number of nodes, with the slope of the last piece of each line."""
     cases = report.of("graphs")
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2)
     for axis, label in zip(axes, ("forward + backward, ms", "peak memory, MB"), strict=True):
         for graph, colour in GRAPH_COLOURS.items():
             rows = [(case.length, row) for case, row in cases.items() if case.graph == graph and row["outcome"] == "ok"]
@@ -1107,145 +796,141 @@ def draw_graphs(report: Report, path: Path) -> None:
         if axis.lines:
             axis.legend(fontsize=8)
     figure.suptitle("The same layer on four graphs; slope 1 is linear in N, 2 is quadratic", fontsize=10)
-    save_figure(figure, path, dpi=100)
+    return figure
 
 
-# The command line ----------------------------------------------------------------------------------------------------
+# The benchmark -------------------------------------------------------------------------------------------------------
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequence", description=(__doc__ or "").split("\n\n")[0].split(":")[0] + "."
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="what is run (default: all)")
-    parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="whose layers (default: both)")
-    parser.add_argument("--iterations", type=whole(1, 10**9), help="of training (default: 2000)")
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), help="of training (default: 0)")
-    parser.add_argument(
-        "--threads",
-        type=whole(1, MOST),
-        default=torch.get_num_threads(),
-        help="threads (default: PyTorch's, here %(default)s)",
-    )
-    parser.add_argument("--rounds", type=whole(1, 1000), help="how often each peer is measured, in turns (default: 2)")
-    parser.add_argument(
-        "--repeats", type=whole(1, 10**9), help="calls that are timed in a round, at most (default: 20)"
-    )
-    parser.add_argument(
-        "--seconds", type=seconds, help=f"or until so much time has passed, after {MIN_REPEATS} calls (default: 5)"
-    )
-    parser.add_argument("--timeout", type=seconds, help="seconds after which a process is ended (default: 1200)")
-    parser.add_argument(
-        "--out",
-        type=folder,
-        default=Path("runs/sequence"),
-        help="folder of results, checkpoints, tables and pictures (%(default)s)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="about a minute: where nothing else is said, few iterations, small sizes, few repeats, one round",
-    )
-    options = parser.parse_args(arguments)
-    options.is_asked = options.parts is not None
-    options.layers = [name for name in LAYERS if name in options.layers]
-    if "graphs" in (options.parts or ()) and "gattn" not in options.layers:
-        parser.error("--parts graphs is for gattn's layers")
-    options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
-    of_training: dict[str, Any] = {"iterations": 2000, "seed": 0}
-    of_speed: dict[str, Any] = {"rounds": 2, "repeats": 20, "seconds": 5.0, "timeout": 1200.0}
-    if options.quick:
-        of_training["iterations"] = 100
-        of_speed |= {"rounds": 1, "repeats": 10, "seconds": 0.3}
-    for defaults, parts in ((of_training, ("lm",)), (of_speed, ("speed", "graphs"))):
-        for name, default in defaults.items():
-            if getattr(options, name) is None:
-                setattr(options, name, default)
-            elif not set(parts) & set(options.parts):
-                parser.error(f"--{name} is for {' and '.join(parts)}, which --parts leaves out")
-    return options
+class Sequences(Benchmark[Run | Speed]):
+    """Trains the language models, then measures each peer on each graph."""
 
+    name = "sequence"
 
-def plan(options: argparse.Namespace) -> list[Case]:
-    """All measurements of speed; those that share a reference follow each other, and peers take turns."""
-    problems: list[tuple[str, str, int, int, list[str]]] = []
-    if "speed" in options.parts:
-        peers = [*options.layers, "sdpa"]
-        lengths = LENGTHS[:3:2] if options.quick else LENGTHS
-        problems += [("speed", graph, n, BATCH, peers) for graph in ("full", "causal", "window") for n in lengths]
-        batch, longest = RAGGED
-        batch = max(batch // 4, 1) if options.quick else batch
-        padded = [name for peer in peers for name in ((peer, "gattn-padded") if peer == "gattn" else (peer,))]
-        problems.append(("speed", "ragged", longest, batch, padded))
-    if "graphs" in options.parts and "gattn" in options.layers:
-        sizes = NODES[:3] if options.quick else NODES
-        problems += [("graphs", graph, n, 1, ["gattn"]) for graph in GRAPH_COLOURS for n in sizes]
-    return [
-        Case(
-            part,
-            graph,
-            length,
-            peer,
-            batch,
-            CHANNELS,
-            HEADS,
-            number,
-            options.threads,
-            options.repeats,
-            options.seconds,
-        )
-        for part, graph, length, batch, peers in problems
-        for number in range(options.rounds)
-        for peer in peers
-    ]
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--parts", nargs="+", choices=PARTS, help="what is run (default: all)")
+        add("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="whose layers (default: both)")
+        add("--iterations", type=whole(1, 10**9), help="of training (default: 2000)")
+        add("--seed", type=whole(0, 2**32 - 1), help="of training (default: 0)")
+        text = "threads (default: PyTorch's, here %(default)s)"
+        add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help=text)
+        add("--rounds", type=whole(1, 1000), help="how often each peer is measured, in turns (default: 2)")
+        add("--repeats", type=whole(1, 10**9), help="calls that are timed in a round, at most (default: 20)")
+        text = f"or until this much time has passed, after {measuring.MIN_REPEATS} calls (default: 5)"
+        add("--seconds", type=seconds, help=text)
+        add("--timeout", type=seconds, help="seconds after which a process is ended (default: 1200)")
+        text = "folder of results, checkpoints, tables and pictures (%(default)s)"
+        add("--out", type=folder, default=Path("runs/sequence"), help=text)
+        text = "about a minute: where nothing else is said, few iterations, small sizes, few repeats, one round"
+        add("--quick", action="store_true", help=text)
 
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Fills in the defaults of `--quick`, and refuses options of parts that are left out."""
+        options.is_asked = options.parts is not None
+        options.layers = [name for name in LAYERS if name in options.layers]
+        if "graphs" in (options.parts or ()) and "gattn" not in options.layers:
+            parser.error("--parts graphs is for gattn's layers")
+        options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
+        of_training: dict[str, object] = {"iterations": 2000, "seed": 0}
+        of_speed: dict[str, object] = {"rounds": 2, "repeats": 20, "seconds": 5.0, "timeout": 1200.0}
+        for defaults, parts in ((of_training, ("lm",)), (of_speed, ("speed", "graphs"))):
+            given = [name for name in defaults if getattr(options, name) is not None]
+            if given and not set(parts) & set(options.parts):
+                parser.error(f"--{given[0]} is for {' and '.join(parts)}, which --parts leaves out")
+        if options.quick:
+            fill(options, {"iterations": 100, "rounds": 1, "repeats": 10, "seconds": 0.3})
+        fill(options, of_training | of_speed)
 
-def plan_runs(options: argparse.Namespace, corpus: Corpus) -> list[Run]:
-    """All training runs."""
-    return [
-        Run(corpus.name, layers, options.seed, options.iterations, options.threads, SETTING)
-        for layers in options.layers
-    ]
+    def cases(self) -> list[Run | Speed]:
+        """All training runs, then all measurements."""
+        return [*self.runs(), *self.measurements()]
 
+    def runs(self) -> list[Run]:
+        """All training runs; none if the text is missing.
 
-def find_corpus(options: argparse.Namespace, console: Console) -> Corpus | None:
-    """The text, if the language model is asked for and it is there.
+        Raises:
+            BenchmarkError: If it is, and the language model was asked for by name.
+        """
+        options = self.options
+        if "lm" not in options.parts:
+            return []
+        try:
+            self.corpus = Corpus(gattn.datasets.load_text(TEXT))
+        except gattn.datasets.DatasetUnavailableError as error:
+            if options.is_asked:
+                raise BenchmarkError(str(error)) from error
+            self.skip("lm", str(error))
+            return []
+        fixed = (options.seed, options.iterations, options.threads, SETTING)
+        return [Run(self.corpus.name, layers, *fixed) for layers in options.layers]
 
-    Raises:
-        SystemExit: If the language model was asked for by name, and the text is missing.
-    """
-    if "lm" not in options.parts:
-        return None
-    try:
-        return Corpus(gattn.datasets.load_text(TEXT))
-    except gattn.datasets.DatasetUnavailableError as error:
-        if options.is_asked:
-            sys.exit(f"error: {error}")
-        console.print(f"Skipped: {error}", style="yellow", highlight=False, soft_wrap=True)
-        return None
+    def measurements(self) -> list[Speed]:
+        """All measurements; those that share a reference follow each other, and peers take turns."""
+        options = self.options
+        problems: list[tuple[str, str, int, int, list[str]]] = []
+        if "speed" in options.parts:
+            peers = [*options.layers, "sdpa"]
+            lengths = LENGTHS[:3:2] if options.quick else LENGTHS
+            problems += [("speed", graph, n, BATCH, peers) for graph in ("full", "causal", "window") for n in lengths]
+            batch, longest = RAGGED
+            batch = max(batch // 4, 1) if options.quick else batch
+            padded = [name for peer in peers for name in ((peer, "gattn-padded") if peer == "gattn" else (peer,))]
+            problems.append(("speed", "ragged", longest, batch, padded))
+        if "graphs" in options.parts and "gattn" in options.layers:
+            sizes = NODES[:3] if options.quick else NODES
+            problems += [("graphs", graph, n, 1, ["gattn"]) for graph in GRAPH_COLOURS for n in sizes]
+        fixed = (options.threads, options.repeats, options.seconds)
+        return [
+            Speed(part, graph, length, peer, batch, CHANNELS, HEADS, number, *fixed)
+            for part, graph, length, batch, peers in problems
+            for number in range(options.rounds)
+            for peer in peers
+        ]
 
+    def run(self, cases: Sequence[Run | Speed]) -> Generator[Message[Run | Speed], None, None]:
+        """Trains or measures."""
+        runs = [case for case in cases if isinstance(case, Run)]
+        if runs:
+            yield from train(runs, self.corpus, self.options.out)
+        yield from measured([case for case in cases if isinstance(case, Speed)], self.options.timeout)
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
-    options = parse(arguments)
-    console = Console(markup=False)
-    with session(options.out, console) as results:
-        corpus, cases = find_corpus(options, console), plan(options)
-        if corpus is not None:
-            runs = plan_runs(options, corpus)
-            train(runs, corpus, results, console)
-            rows = finished(results)
-            write_lm([rows[run.key()] for run in runs], options.out, console)
-        if cases:
-            execute(cases, results, options.timeout, console)
-            measured = recorded(results)
-            report = Report(cases, [measured[planned(case)] for case in cases])
-            if report.of("speed"):
-                write_speed(report, options.out, console)
-            if report.of("graphs"):
-                write_graphs(report, options.out, console)
+    def report(self, rows: dict[Run | Speed, Row]) -> None:
+        """A table and a picture for each part; of the language models, also texts that they wrote."""
+        everything = list(rows.values())
+        if everything[0].get("part") == "lm":
+            texts = {f"lm-{row['layers']}.txt": row["sample"].strip("\n") + "\n" for row in everything}
+            files = {"lm.png": draw_curves(everything), **texts}
+            title = "Language model on tiny Shakespeare"
+            self.table("lm", title, everything, lm_lines(everything), LM_NOTES, files)
+            return
+        report = Report({case: row for case, row in rows.items() if isinstance(case, Speed)})
+        if some := report.of("speed").values():
+            remarks = [*speed_remarks(report), *report.failures("speed"), *SPEED_NOTES]
+            title = "Multi-head attention on this machine's CPU"
+            self.table("speed", title, some, speed_lines(report), remarks, {"speed.png": draw_speed(report)})
+        if some := report.of("graphs").values():
+            remarks = [*report.failures("graphs"), *GRAPH_NOTES]
+            title = "One layer on four graphs"
+            self.table("graphs", title, some, graph_lines(report), remarks, {"graphs.png": draw_graphs(report)})
+
+    def table(
+        self,
+        name: str,
+        title: str,
+        rows: Collection[Row],
+        lines: Sequence[Line],
+        remarks: Sequence[str],
+        files: Mapping[str, Figure | str],
+    ) -> None:
+        """Publishes a part."""
+        remarks = [*remarks, *machines(rows, (*VERSIONS, "python"), ", {threads} thread(s)")]
+        headings = {column: column.replace("forward + backward", "fwd+bwd") for column in lines[0]}
+        self.publish(title, lines, remarks, files, f"{name}.md", headings)
 
 
 if __name__ == "__main__":
-    main()
+    Sequences.main()

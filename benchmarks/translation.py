@@ -2,85 +2,65 @@
 
 Tatoeba's pairs, split so that no sentence of a test pair was seen in training, on either side; a second test set has
 sentences of 15 words and more. The rows are a recurrent encoder and decoder without attention, with each kind of it,
-and a Transformer, all with a like number of parameters, on the same batches.
+and a Transformer, all with a similar number of parameters, on the same batches.
 
-Every run, one row and one seed, is trained in a process of its own on one thread. Training time is processor time, of
-training steps only, so that it means the same when other things run on the machine. (On a GPU, it is the clock's.)
-Every finished run is appended to a results file at once, and is not made again; training goes on from its last
-checkpoint, to the same numbers.
+Every run, one row and one seed, is trained on one thread. Training time is processor time, of training steps only, so
+that it means the same when other things run on the machine. (On a GPU, it is the clock's.)
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import bisect
 import functools
 import hashlib
 import io
 import itertools
 import math
-import multiprocessing
 import os
 import re
-import signal
 import statistics
-import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import sacrebleu
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import gattn
-from benchmarks.command_line import MOST, device, folder, session, whole
-from benchmarks.measuring import VERSIONS
-from benchmarks.reports import print_table, save_figure, write_table
-from benchmarks.results import Machine, ResultsFile, machine, replace_file
+from benchmarks.framework import reports
+from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.options import MOST, device, folder, whole
+from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
+from benchmarks.framework.reports import Line
+from benchmarks.framework.results import VERSIONS, Machine, Row, replace_file
+from benchmarks.framework.training import Training
 from gattn.visualize import attention_matrix
 
 PAIRS = "tatoeba"
 
-#: Rows of the table: the attention of `gattn.models.Seq2Seq`; but for the last, which is another model.
-ATTENTION: dict[str, str | None] = {
-    "none": None,
-    "dot": "dot",
-    "general": "general",
-    "additive": "additive",
-    "local-m": "local-m",
-    "local-p": "local-p",
-    "hard": "hard",
-    "hard-st": "hard-st",
-}
-ROWS = (*ATTENTION, "transformer")
+#: The rows of the table: the attention of `gattn.models.Seq2Seq`, except in the last, which is another model.
+ROWS = ("none", "dot", "general", "additive", "local-m", "local-p", "hard", "hard-st", "transformer")
 
 LONG = 15
-"""Words of a long sentence, at least."""
+"""The smallest number of words in a long sentence."""
 HELD_OUT = 0.0125
-"""Share of the components that validates, and that tests; but of those with a long sentence, a third tests."""
+"""This share of the components validates, and this share tests; of those with a long sentence, a third tests."""
 HELD_OUT_LONG = 1 / 3
 
 BINS = ((1, 4), (5, 8), (9, 12), (13, 16), (17, 20), (21, 25), (26, None))
-"""Words of the source, first and last; by these, BLEU is shown against length."""
+"""The smallest and the largest number of words of the source; BLEU is shown for each of these bins."""
 
 #: Test sentences whose alignments are drawn: a short one, one whose words change places, and a long one.
 EXAMPLES = (
@@ -89,25 +69,25 @@ EXAMPLES = (
     "Als Tom einen Blick auf seine Armbanduhr warf, war er überrascht, wie spät es war.",
 )
 LONGEST_EXAMPLE = 50
-"""Tokens of an example's translation, at most."""
+"""The largest number of tokens in the translation of an example."""
 
 PAD, START, END, UNKNOWN = range(4)
 POOL = 100
-"""Batches' worth of pairs that are sorted by length together, so that there is little padding."""
+"""The pairs of this many batches are sorted by length together, so that there is little padding."""
 CHUNK = 10
-"""Iterations after which a process says how far it is."""
+"""A process reports its progress after this many iterations."""
 
-#: From Okabe and Ito's palette, which colour-blind readers can tell apart; and markers for those who see none.
-STYLES: dict[str, dict[str, str]] = {
-    "none": {"color": "#000000", "marker": "x", "linestyle": "--"},
-    "dot": {"color": "#56B4E9", "marker": "o"},
-    "general": {"color": "#0072B2", "marker": "s"},
-    "additive": {"color": "#009E73", "marker": "^"},
-    "local-m": {"color": "#E69F00", "marker": "v"},
-    "local-p": {"color": "#F0E442", "marker": "D"},
-    "hard": {"color": "#CC79A7", "marker": "<", "linestyle": ":"},
-    "hard-st": {"color": "#CC79A7", "marker": ">"},
-    "transformer": {"color": "#D55E00", "marker": "*"},
+#: Colours, and markers for those who cannot tell the colours apart.
+STYLES: dict[str, dict[str, Any]] = {
+    "none": {"color": reports.BLACK, "marker": "x", "linestyle": "--"},
+    "dot": {"color": reports.SKY, "marker": "o"},
+    "general": {"color": reports.BLUE, "marker": "s"},
+    "additive": {"color": reports.GREEN, "marker": "^"},
+    "local-m": {"color": reports.ORANGE, "marker": "v"},
+    "local-p": {"color": reports.YELLOW, "marker": "D"},
+    "hard": {"color": reports.PINK, "marker": "<", "linestyle": ":"},
+    "hard-st": {"color": reports.PINK, "marker": ">"},
+    "transformer": {"color": reports.RED, "marker": "*"},
 }
 
 
@@ -124,7 +104,7 @@ class Setting:
     dropout: float = 0.1
     batch: int = 96
     longest: int = 64
-    """Pairs of more tokens than this are left out of training."""
+    """Pairs with a longer side are left out of training."""
     iterations: int = 2800
     learning_rate: float = 3e-3
     transformer_learning_rate: float = 2e-3
@@ -132,9 +112,9 @@ class Setting:
     clip: float = 1.0
     evaluate_every: int = 400
     curve_sentences: int = 500
-    """Validation sentences that are translated at every evaluation."""
+    """This many validation sentences are translated at every evaluation."""
     test_sentences: int | None = None
-    """Of each test set, at most."""
+    """At most this many sentences of each test set are translated."""
     beams: int = 5
 
 
@@ -196,7 +176,7 @@ class Split:
 
 
 def form(sentence: str) -> str:
-    """What two sentences have in common that are the same but for case and punctuation."""
+    """What sentences have in common that differ only in case and punctuation."""
     return " ".join(re.findall(r"\w+", sentence.casefold())) or sentence
 
 
@@ -235,12 +215,12 @@ def split_pairs(pairs: Iterable[tuple[str, str]]) -> Split:
             else:
                 split.train.extend((item.source, reference) for reference in item.references)
     for part in (split.validation, split.test, split.long):
-        part.sort(key=lambda item: fraction(item.source))  # so that the first of them are any
+        part.sort(key=lambda item: fraction(item.source))  # so that the first of them are a random sample
     return split
 
 
 def train_vocabulary(texts: Iterable[str], size: int) -> bytes:
-    """Byte-pair encoding of so many pieces, a model of SentencePiece's."""
+    """Learns a byte-pair encoding of this many pieces: a model of SentencePiece."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -260,7 +240,7 @@ def train_vocabulary(texts: Iterable[str], size: int) -> bytes:
 
 
 def visible(piece: str) -> str:
-    """A piece as one reads it: SentencePiece marks those that begin a word, a dash those that go on with one."""
+    """A piece as one reads it: SentencePiece marks pieces that begin a word; here, a dash marks those that do not."""
     if piece.startswith("▁"):
         return piece[1:] or piece
     return f"-{piece}" if piece.isalnum() else piece
@@ -272,7 +252,7 @@ class Corpus:
     Args:
         pairs: (German, English).
         size: Of the vocabulary, which both languages share and which is learnt from the training pairs.
-        folder: Where the vocabulary lies, or will. (default: `None`, it is not kept)
+        folder: Where the vocabulary is kept. (default: `None`, it is not kept)
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]], size: int, folder: Path | None = None):
@@ -299,7 +279,7 @@ class Corpus:
         return list(self.processor.decode(kept, num_threads=1))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What is written beside a matrix of weights."""
+        """The labels of a matrix of weights."""
         return ["end" if token == END else visible(self.processor.id_to_piece(token)) for token in tokens]
 
     @functools.cached_property
@@ -335,18 +315,18 @@ def make_batch(pairs: Sequence[tuple[Tensor, Tensor]], device: str) -> Batch:
 
 
 def by_length(pairs: Sequence[tuple[Tensor, Tensor]], size: int, device: str) -> Iterator[Batch]:
-    """All pairs in batches of like length."""
+    """All pairs, in batches of similar length."""
     ordered = sorted(pairs, key=lambda pair: (pair[0].numel(), pair[1].numel()))
     for first in range(0, len(ordered), size):
         yield make_batch(ordered[first : first + size], device)
 
 
 class Batches:
-    """Which pairs are trained on in which iteration: every epoch all of them, in another order.
+    """The pairs of each iteration: in every epoch all of them, in another order.
 
     Args:
         lengths: Of the sources and of the targets, `[n, 2]`.
-        size: Pairs a batch.
+        size: Pairs per batch.
         seed: Orders depend on it.
     """
 
@@ -380,24 +360,6 @@ class Batches:
 # Models and training -------------------------------------------------------------------------------------------------
 
 Model = gattn.models.Seq2Seq | gattn.models.TransformerSeq2Seq
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run; equal runs have equal results."""
-
-    row: str
-    seed: int
-    corpus: str
-    device: str
-    setting: Setting
-
-    def __str__(self) -> str:
-        return f"{self.row} seed {self.seed}"
-
-    def key(self) -> str:
-        """What another row of results must have in common with the run for not being trained again."""
-        return run_key({**asdict(self), **machine(self.device)})
 
 
 class Point(TypedDict):
@@ -441,7 +403,7 @@ class Example(TypedDict):
 
 
 class Result(TypedDict):
-    """What a row of results must have beside its `Run` and the machine to be read."""
+    """The columns that a run adds."""
 
     parameters: int
     curve: list[Point]
@@ -453,9 +415,20 @@ class Result(TypedDict):
     jobs: int
 
 
-def run_key(row: dict[str, Any]) -> str:
-    """What makes two rows the same run."""
-    return repr([row.get(name) for name in (*Run.__dataclass_fields__, *VERSIONS)])
+@dataclass(frozen=True)
+class Run(Case):
+    """One training run; equal runs have equal results."""
+
+    result = Result
+
+    row: str
+    seed: int
+    corpus: str
+    device: str
+    setting: Setting
+
+    def __str__(self) -> str:
+        return f"{self.row} seed {self.seed}"
 
 
 def make_model(row: str, width: int, setting: Setting, num_tokens: int) -> Model:
@@ -470,7 +443,7 @@ def make_model(row: str, width: int, setting: Setting, num_tokens: int) -> Model
     if row == "transformer":
         sizes = (setting.transformer_channels, setting.transformer_layers, setting.heads)
         return gattn.models.TransformerSeq2Seq(num_tokens, num_tokens, *sizes, feedforward=width, **options)
-    options |= {"attention": ATTENTION[row], "window": setting.window}
+    options |= {"attention": None if row == "none" else row, "window": setting.window}
     return gattn.models.Seq2Seq(num_tokens, num_tokens, width, width, **options)
 
 
@@ -486,13 +459,9 @@ def find_width(row: str, setting: Setting, num_tokens: int) -> int:
         with torch.device("meta"):
             return num_parameters(make_model(row, width, setting, num_tokens)) - setting.parameters
 
-    low, high = 4, 8
-    while excess(high) < 0:
-        low, high = high, 2 * high
-    while high - low > 4:
-        middle = (low + high) // 8 * 4
-        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
-    return min(low, high, key=lambda width: abs(excess(width)))
+    widths = range(4, 2**20, 4)
+    place = max(bisect.bisect_left(widths, 0, key=excess), 1)
+    return min(widths[place - 1 : place + 1], key=lambda width: abs(excess(width)))
 
 
 def build_model(run: Run, num_tokens: int) -> Model:
@@ -511,7 +480,7 @@ def cross_entropy(model: Model, batch: Batch, reduction: str = "mean") -> Tensor
 
 
 def loss_of(model: Model, batch: Batch) -> Tensor:
-    """What is minimised: the cross entropy, and for hard attention what teaches it where to look."""
+    """What is minimised: the cross entropy; for hard attention, also what teaches it where to look."""
     if isinstance(model, gattn.models.TransformerSeq2Seq):
         return cross_entropy(model, batch)
     return model.loss(batch.source, batch.target, batch.source_lengths, batch.target_lengths)
@@ -543,7 +512,7 @@ def scores(translations: Sequence[str], items: Sequence[Item]) -> dict[str, floa
     return {name: round(metric.corpus_score(translations, streams).score, 3) for name, metric in metrics.items()}
 
 
-def bins_of(translations: Sequence[str], items: Sequence[Item]) -> list[dict[str, Any]]:
+def bins_of(translations: Sequence[str], items: Sequence[Item]) -> list[Row]:
     """BLEU by words of the source; bins without sentences are left out."""
     rows = []
     for low, high in BINS:
@@ -557,7 +526,7 @@ def bins_of(translations: Sequence[str], items: Sequence[Item]) -> list[dict[str
 
 
 def learning_rate(largest: float, setting: Setting, iteration: int) -> float:
-    """A line upwards, then a line downwards, to zero after the last iteration."""
+    """Rises in a line, then falls in a line, to zero after the last iteration."""
     warm_up = min(setting.warm_up, setting.iterations // 2)
     if iteration < warm_up:
         return largest * (iteration + 1) / (warm_up + 1)
@@ -565,36 +534,26 @@ def learning_rate(largest: float, setting: Setting, iteration: int) -> float:
 
 
 def now(device: str) -> float:
-    """Seconds that a process computed; on a GPU, the clock's."""
+    """The seconds that this process has computed; on a GPU, the clock's."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         return time.perf_counter()
     return time.process_time()
 
 
-class Training:
-    """A model under training, which goes on from its checkpoint if there is one.
+class Translator(Training[Run]):
+    """The model under training.
 
     Args:
         run: What to train.
-        corpus: On what.
-        folder: Where the checkpoint lies, or will.
+        corpus: The pairs.
+        folder: The folder of checkpoints.
     """
 
     def __init__(self, run: Run, corpus: Corpus, folder: Path):
-        self.run = run
         self.corpus = corpus
-        setting = run.setting
-        name = hashlib.sha256(run.key().encode()).hexdigest()[:8]
-        self.path = folder / f"{run.row}-seed{run.seed}-{name}.pt"
-        self.model = build_model(run, corpus.size)
-        self.iteration = 0
-        self.curve: list[dict[str, float]] = []
-        self.seconds = 0.0
-        self.evaluation_seconds = 0.0
-        self._losses: list[float] = []
+        self.setting = setting = run.setting
         self.largest_rate = setting.transformer_learning_rate if run.row == "transformer" else setting.learning_rate
-        self.optimizer = torch.optim.Adam(self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=True)
         self.pairs = [pair for pair in corpus.train if max(map(len, pair)) <= setting.longest]
         lengths = np.array([[len(source), len(target)] for source, target in self.pairs])
         self.batches = Batches(lengths, setting.batch, run.seed)
@@ -602,226 +561,89 @@ class Training:
         sources = [item.source for item in items for _ in item.references]
         references = [reference for item in items for reference in item.references]
         self.validation = list(zip(corpus.encode(sources), corpus.encode(references), strict=True))
-        if self.path.exists():
-            self._resume()
+        model = build_model(run, corpus.size)
+        optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=True)
+        path = folder / f"{run.row}-seed{run.seed}-{hashlib.sha256(run.key().encode()).hexdigest()[:8]}.pt"
+        clock = functools.partial(now, run.device)
+        super().__init__(run, path, model, optimizer, setting.iterations, setting.evaluate_every, setting.clip, clock)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all iterations are done."""
-        return self.iteration == self.run.setting.iterations
+    def learning_rate(self) -> float:
+        """The learning rate of this iteration."""
+        return learning_rate(self.largest_rate, self.setting, self.iteration)
 
-    def advance(self, count: int) -> None:
-        """Trains so many iterations, fewer at the end; evaluates and saves where that is due."""
-        for _ in range(min(count, self.run.setting.iterations - self.iteration)):
-            self._step()
-            if self.iteration % self.run.setting.evaluate_every == 0 or self.is_finished:
-                self._evaluate()
-                self._save()
+    def loss(self) -> Tensor:
+        """The loss on this iteration's pairs."""
+        # What is random in a step depends on seed and iteration only, so the generators' states need not be saved.
+        torch.manual_seed(int(np.random.SeedSequence((self.case.seed, self.iteration)).generate_state(1)[0]))
+        return loss_of(self.model, make_batch([self.pairs[i] for i in self.batches[self.iteration]], self.case.device))
 
-    def _step(self) -> None:
-        start = now(self.run.device)
-        # What is random in a step depends on seed and iteration only, so that no state of generators need be kept.
-        torch.manual_seed(int(np.random.SeedSequence((self.run.seed, self.iteration)).generate_state(1)[0]))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.largest_rate, self.run.setting, self.iteration)
-        batch = make_batch([self.pairs[i] for i in self.batches[self.iteration]], self.run.device)
-        loss = loss_of(self.model, batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.setting.clip)
-        self.optimizer.step()
-        self._losses.append(loss.item())
-        self.seconds += now(self.run.device) - start
-        self.iteration += 1
-
-    @torch.no_grad()
-    def _evaluate(self) -> None:
-        start = now(self.run.device)
-        self.model.eval()
-        batches = by_length(self.validation, self.run.setting.batch, self.run.device)
+    def evaluate(self) -> dict[str, float]:
+        """The loss on all validation pairs, and BLEU of some greedy translations."""
+        batches = by_length(self.validation, self.setting.batch, self.case.device)
         loss = sum(cross_entropy(self.model, batch, "sum").item() for batch in batches)
-        loss /= sum(len(target) for _, target in self.validation)
-        items = self.corpus.split.validation[: self.run.setting.curve_sentences]
-        translations = translate(self.model, self.corpus, [item.source for item in items], 1, self.run.device)
-        self.model.train()
-        if not math.isfinite(loss):
-            text = f"the validation loss became {loss} in iteration {self.iteration} of {self.run}"
-            raise FloatingPointError(text)
-        point = {
+        items = self.corpus.split.validation[: self.setting.curve_sentences]
+        return {
             "iteration": self.iteration,
-            "seconds": round(self.seconds, 2),
-            "train_loss": sum(self._losses) / len(self._losses),
-            "val_loss": loss,
-            "bleu": scores(translations, items)["bleu"],
+            "seconds": round(sum(self.seconds), 2),
+            "train_loss": sum(self.losses) / len(self.losses),
+            "val_loss": loss / sum(len(target) for _, target in self.validation),
+            "bleu": scores(self.translate(items, 1), items)["bleu"],
         }
-        self._losses = []
-        self.curve.append(point)
-        self.evaluation_seconds += now(self.run.device) - start
 
-    def _save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "iteration": self.iteration,
-            "curve": self.curve,
-            "seconds": self.seconds,
-            "evaluation_seconds": self.evaluation_seconds,
-        }
-        content = io.BytesIO()
-        torch.save(state, content)
-        replace_file(self.path, content.getvalue())
+    def translate(self, items: Sequence[Item], beams: int) -> list[str]:
+        """Translations of sentences."""
+        return translate(self.model, self.corpus, [item.source for item in items], beams, self.case.device)
 
-    def _resume(self) -> None:
-        state = torch.load(self.path, map_location=self.run.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.iteration, self.curve = state["iteration"], state["curve"]
-        self.seconds, self.evaluation_seconds = state["seconds"], state["evaluation_seconds"]
-
-    def result(self) -> dict[str, Any]:
-        """What is reported of the model after the last iteration."""
-        start = now(self.run.device)
-        setting, split = self.run.setting, self.corpus.split
+    def result(self) -> Row:
+        """The columns of the model after the last iteration."""
+        start = self.clock()
         self.model.eval()
-        row: dict[str, Any] = {}
-        everything: tuple[list[str], list[Item]] = [], []
-        for name, items in (("test", split.test), ("long", split.long)):
-            items = items[: setting.test_sentences]
-            sources = [item.source for item in items]
-            greedy, beam = (
-                translate(self.model, self.corpus, sources, beams, self.run.device) for beams in (1, setting.beams)
-            )
+        row: Row = {}
+        translations: list[str] = []
+        tested: list[Item] = []
+        for name, items in (("test", self.corpus.split.test), ("long", self.corpus.split.long)):
+            items = items[: self.setting.test_sentences]
+            greedy, beam = (self.translate(items, beams) for beams in (1, self.setting.beams))
             row[name] = {"sentences": len(items), "greedy": scores(greedy, items), "beam": scores(beam, items)}
-            everything[0].extend(beam)
-            everything[1].extend(items)
-        row["bins"] = bins_of(*everything)
-        row["examples"] = [self._example(source) for source in EXAMPLES]
+            translations += beam
+            tested += items
+        row["bins"] = bins_of(translations, tested)
+        row["examples"] = [self.example(source) for source in EXAMPLES]
         self.model.train()
         return {
             "parameters": num_parameters(self.model),
             "curve": self.curve,
-            "seconds": round(self.seconds, 1),
-            "evaluation_seconds": round(self.evaluation_seconds + now(self.run.device) - start, 1),
+            "seconds": round(sum(self.seconds), 1),
+            "evaluation_seconds": round(self.evaluation_seconds + self.clock() - start, 1),
             **row,
         }
 
     @torch.no_grad()
-    def _example(self, text: str) -> dict[str, Any]:
-        """A translation, token by token, and the weights that it was made with, if there are any to be had."""
-        source, _ = padded(self.corpus.encode([text]), self.run.device)
+    def example(self, text: str) -> Row:
+        """A translation, token by token, and the weights that it was made with, if the model has any."""
+        source, _ = padded(self.corpus.encode([text]), self.case.device)
         target = self.model.generate(source, max_length=LONGEST_EXAMPLE)
-        row: dict[str, Any] = {
+        row: Row = {
             "source": self.corpus.pieces(source[0].tolist()),
             "translation": self.corpus.pieces(target[0].tolist()),
         }
-        if ATTENTION.get(self.run.row) is not None:
+        if self.case.row not in ("none", "transformer"):
             _, weights = self.model(source, target, return_weights=True)
             row["weights"] = [[round(weight, 3) for weight in line] for line in weights[0].tolist()]
         return row
 
 
-# Processes -----------------------------------------------------------------------------------------------------------
-
-
-def work(sender: Connection, run: Run, folder: Path) -> None:
-    """What the process of a run does: trains, says how far it is, and sends the result.
-
-    Args:
-        sender: Takes `("progress", iteration, text)`; at the end `("done", result)` or `("failed", why)`.
-        run: What to train.
-        folder: Of checkpoints and the vocabulary.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its children
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+def train(run: Run, show: Show, folder: Path) -> Row:
+    """Trains and tests; the folder has the vocabulary and the checkpoints."""
     torch.set_num_threads(1)
-    try:
-        answer: tuple[Any, ...] = "done", train(run, folder, lambda *progress: sender.send(("progress", *progress)))
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        answer = "failed", f"{type(error).__name__}: {lines[0]}"
-    sender.send(answer)
-
-
-def train(run: Run, folder: Path, show: Callable[[int, str], Any]) -> dict[str, Any]:
-    """Trains and tests; calls `show(iteration, text)` meanwhile."""
     corpus = Corpus(gattn.datasets.load_pairs(PAIRS), run.setting.vocabulary, folder)
-    training = Training(run, corpus, folder)
+    training = Translator(run, corpus, folder)
     while True:
         text = f": BLEU {training.curve[-1]['bleu']:.1f}" if training.curve else ""
-        show(training.iteration, f"{text}, testing" if training.is_finished else text)
+        show(training.iteration, training.iterations, f"{text}, testing" if training.is_finished else text)
         if training.is_finished:
             return training.result()
         training.advance(CHUNK - training.iteration % CHUNK)
-
-
-def finished(results: ResultsFile) -> dict[str, dict[str, Any]]:
-    """The rows that there are, by key."""
-    return {run_key(row): row for row in results.rows(Run, Result, Machine)}
-
-
-def execute(runs: Sequence[Run], results: ResultsFile, folder: Path, jobs: int, console: Console) -> list[str]:
-    """Trains what is not yet in the results file, so many runs at once; what failed, and why."""
-    done = finished(results)
-    pending = [run for run in runs if run.key() not in done]
-    if len(pending) < len(runs):
-        console.print(f"{len(runs) - len(pending)} of {len(runs)} runs are in {results.path} already.", soft_wrap=True)
-    failures = []
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        total = progress.add_task("runs", total=len(runs), completed=len(runs) - len(pending))
-        tasks = {run: progress.add_task(str(run), total=run.setting.iterations, visible=False) for run in pending}
-        with contextlib.closing(share(pending, folder, jobs)) as messages:
-            for run, kind, *content in messages:
-                if kind == "progress":
-                    iteration, text = content
-                    progress.update(tasks[run], completed=iteration, description=f"{run}{text}", visible=True)
-                    continue
-                if kind == "done":
-                    results.append({**asdict(run), **content[0], "jobs": jobs, **libraries(), **machine(run.device)})
-                else:
-                    failures.append(f"{run}: {content[0]}")
-                progress.remove_task(tasks[run])
-                progress.advance(total)
-    return failures
-
-
-def share(pending: Sequence[Run], folder: Path, jobs: int) -> Generator[tuple[Any, ...], None, None]:
-    """Runs so many processes at once; yields what they send, after their run. Whoever closes this ends them."""
-    context = multiprocessing.get_context("spawn")
-    queue = list(reversed(pending))
-    running: dict[Any, tuple[Run, Any]] = {}
-    try:
-        while queue or running:
-            while queue and len(running) < jobs:
-                run = queue.pop()
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=work, args=(sender, run, folder))
-                process.start()
-                sender.close()
-                running[receiver] = run, process
-            ready: list[Any] = wait(list(running))
-            for receiver in ready:
-                run, process = running[receiver]
-                try:
-                    message = receiver.recv()
-                except EOFError:
-                    process.join()
-                    message = "failed", f"the process ended with exit code {process.exitcode}"
-                if message[0] != "progress":
-                    del running[receiver]
-                    process.join()
-                yield run, *message
-    finally:
-        for _, process in running.values():
-            process.terminate()
-            process.join()
-
-
-def libraries() -> dict[str, str]:
-    """Versions of what makes tokens and scores."""
-    return {name: module.__version__ for name, module in (("sentencepiece", sentencepiece), ("sacrebleu", sacrebleu))}
 
 
 # The report ----------------------------------------------------------------------------------------------------------
@@ -835,79 +657,32 @@ NOTES = (
 )
 
 
-def select(results: ResultsFile, setting: Setting, device: str) -> list[dict[str, Any]]:
-    """The newest row of each run in a setting, in the order of the table."""
-    newest = {
-        (row["row"], row["seed"]): row
-        for row in results.rows(Run, Result, Machine)
-        if row["setting"] == asdict(setting) and row["device"] == device and row["row"] in ROWS
-    }
-    return [newest[key] for key in sorted(newest, key=lambda key: (ROWS.index(key[0]), key[1]))]
-
-
-def groups_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The runs of each row of the table."""
     return {name: group for name in ROWS if (group := [row for row in rows if row["row"] == name])}
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation."""
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{deviation}"
-
-
-def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def summarise(rows: Sequence[Row]) -> list[Line]:
     """The table's lines."""
     lines = []
     for name, group in groups_of(rows).items():
         line = {"attention": name, "parameters": str(group[0]["parameters"]), "seeds": str(len(group))}
         for part in ("test", "long"):
             for metric, title in (("bleu", "BLEU"), ("chrf", "chrF")):
-                line[f"{part} {title}"] = spread([row[part]["beam"][metric] for row in group])
-            line[f"{part} BLEU, greedy"] = spread([row[part]["greedy"]["bleu"] for row in group])
-        line["training, min"] = spread([row["seconds"] / 60 for row in group])
+                line[f"{part} {title}"] = reports.mean_and_deviation([row[part]["beam"][metric] for row in group])
+            line[f"{part} BLEU, greedy"] = reports.mean_and_deviation([row[part]["greedy"]["bleu"] for row in group])
+        line["training, min"] = reports.mean_and_deviation([row["seconds"] / 60 for row in group])
         lines.append(line)
     return lines
 
 
-def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
+def remarks(rows: Sequence[Row]) -> list[str]:
     """What a reader of the table must know."""
     names = (*VERSIONS, "python", "sentencepiece", "sacrebleu")
-    described = {
-        ", ".join(f"{name} {row[name]}" for name in names if name in row)
-        + f", {row['device']}, {row['jobs']} run(s) at once"
-        for row in rows
-    }
+    described = reports.machines(rows, names, ", {device}, {jobs} run(s) at once")
     settings = {", ".join(f"{name} {value}" for name, value in row["setting"].items()) for row in rows}
     sizes = {f"{row['test']['sentences']} test sentences, {row['long']['sentences']} long ones" for row in rows}
-    return [*NOTES, *sorted(sizes), *(f"Setting: {setting}" for setting in sorted(settings)), *sorted(described)]
-
-
-def report(rows: Sequence[dict[str, Any]], out: Path, console: Console) -> None:
-    """Prints the table, and writes it and the pictures to `out`."""
-    lines, notes = summarise(rows), remarks(rows)
-    table = Table(title="German to English", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in lines[0]:
-        table.add_column(column, justify="left" if column == "attention" else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*line.values())
-    print_table(table, console)
-    paths = [out / "table.md", out / "lengths.png", out / "times.png"]
-    write_table(paths[0], lines, notes)
-    draw_lengths(rows, paths[1])
-    draw_times(rows, paths[2])
-    attentive = [group[0] for name, group in groups_of(rows).items() if "weights" in group[0]["examples"][0]]
-    for number in range(len(EXAMPLES) if attentive else 0):
-        paths.append(out / f"alignment-{number + 1}.png")
-        draw_alignments(attentive, number, paths[-1])
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
-    console.print(f"Written: {', '.join(map(str, paths))}", highlight=False, soft_wrap=True)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Writes a picture, small."""
-    save_figure(figure, path, dpi=100, pil_kwargs={"optimize": True})
+    return [*NOTES, *sorted(sizes), *(f"Setting: {setting}" for setting in sorted(settings)), *described]
 
 
 def title_of(low: int, high: int | None) -> str:
@@ -915,9 +690,17 @@ def title_of(low: int, high: int | None) -> str:
     return f"{low}+" if high is None else f"{low}–{high}"
 
 
-def draw_lengths(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def finish(axis: Axes) -> None:
+    """What both pictures of lines have."""
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw_lengths(rows: Sequence[Row]) -> Figure:
     """BLEU against length, the mean over seeds."""
-    figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = figure.subplots()
     ticks: dict[float, str] = {}
     for name, group in groups_of(rows).items():
         points: dict[float, list[float]] = {}
@@ -928,15 +711,14 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.plot(list(points), [statistics.mean(values) for values in points.values()], label=name, **STYLES[name])
     axis.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
     axis.set(xlabel="words of the German sentence (test sentences)", ylabel="BLEU", title="Short and long sentences")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.25)
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    save(figure, path)
+    finish(axis)
+    return figure
 
 
-def draw_times(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_times(rows: Sequence[Row]) -> Figure:
     """BLEU on validation sentences against training time, the mean over seeds."""
-    figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = figure.subplots()
     for name, group in groups_of(rows).items():
         curves = list(zip(*(row["curve"] for row in group), strict=True))
         minutes = [statistics.mean(point["seconds"] for point in points) / 60 for points in curves]
@@ -945,13 +727,11 @@ def draw_times(rows: Sequence[dict[str, Any]], path: Path) -> None:
         )
     axis.set(xlabel="training, minutes of processor time", ylabel="BLEU (validation, greedy)", title="Learning")
     axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.25)
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    save(figure, path)
+    finish(axis)
+    return figure
 
 
-def draw_alignments(rows: Sequence[dict[str, Any]], number: int, path: Path) -> None:
+def draw_alignments(rows: Sequence[Row], number: int) -> Figure:
     """What each kind of attention looked at when it translated an example."""
     examples = [row["examples"][number] for row in rows]
     columns = len(rows) if len(rows) < 4 else math.ceil(len(rows) / 2)
@@ -959,95 +739,110 @@ def draw_alignments(rows: Sequence[dict[str, Any]], number: int, path: Path) -> 
     width = 1.2 + 0.16 * max(len(example["source"]) for example in examples)
     height = 1.4 + 0.16 * max(len(example["translation"]) for example in examples)
     size = (max(width, 2.6) * columns, max(height, 2.4) * lines)
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
     for axis in axes.flat[len(rows) :]:
         axis.set_axis_off()
     for row, example, axis in zip(rows, examples, axes.flat, strict=False):
         weights = torch.tensor(example["weights"])
         attention_matrix(weights, example["translation"], example["source"], ax=axis, title=row["row"], maximum=1.0)
         axis.set(xlabel="", ylabel="")
-    save(figure, path)
+    return figure
 
 
-# The command line ----------------------------------------------------------------------------------------------------
+# The benchmark -------------------------------------------------------------------------------------------------------
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.translation", description=(__doc__ or "").split("\n\n")[0].split(":")[0] + "."
-    )
-    parser.add_argument("--rows", nargs="+", choices=ROWS, help="rows of the table (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=whole(0, 2**32 - 1), help="seeds of each (default: 0 1)")
-    parser.add_argument(
-        "--setting",
-        default="default",
-        choices=SETTINGS,
-        help="sizes and training: an hour a seed on two cores; a few minutes; or for a GPU (default: %(default)s)",
-    )
-    parser.add_argument("--quick", action="store_true", help="the same as --setting quick")
-    parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
-    parser.add_argument(
-        "--jobs",
-        type=whole(1, MOST),
-        help="runs at once, each on one thread; the numbers stay the same (default: one a core, one on a GPU)",
-    )
-    parser.add_argument("--report", action="store_true", help="no training: table and pictures of what there is")
-    parser.add_argument(
-        "--out",
-        type=folder,
-        help="folder of results, checkpoints, table and pictures (default: runs/translation; of a setting other than "
-        "the default one, with its name)",
-    )
-    options = parser.parse_args(arguments)
-    if options.quick:
-        if options.setting not in ("default", "quick"):
-            parser.error(f"--quick is the setting quick; leave it out, or --setting {options.setting}")
-        options.setting = "quick"
-    for name in ("rows", "seeds", "jobs"):
-        if options.report and getattr(options, name) is not None:
-            parser.error(f"--report shows every finished run of the setting; leave --{name} out")
-    if options.jobs is None:
-        options.jobs = 1 if options.device.startswith("cuda") else os.cpu_count() or 1
-    options.rows = [row for row in ROWS if row in (options.rows or ROWS)]
-    options.seeds = list(dict.fromkeys(options.seeds or (0, 1)))
-    if options.out is None:
-        suffix = "" if options.setting == "default" else f"-{options.setting}"
-        options.out = Path(f"runs/translation{suffix}")
-    return options
+class Translation(Benchmark[Run]):
+    """Trains each row with each seed."""
 
+    name = "translation"
 
-def plan(options: argparse.Namespace) -> list[Run]:
-    """All runs, seed by seed.
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--rows", nargs="+", choices=ROWS, help="rows of the table (default: all)")
+        add("--seeds", nargs="+", type=whole(0, 2**32 - 1), help="seeds of each (default: 0 1)")
+        text = "sizes and training: an hour a seed on two cores; a few minutes; or for a GPU (default: %(default)s)"
+        add("--setting", default="default", choices=SETTINGS, help=text)
+        add("--quick", action="store_true", help="the same as --setting quick")
+        add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+        text = "runs at once, each on one thread; the numbers stay the same (default: one a core, one on a GPU)"
+        add("--jobs", type=whole(1, MOST), help=text)
+        add("--report", action="store_true", help="no training: table and pictures of what there is")
+        text = "folder of results, checkpoints, table and pictures (default: runs/translation; of a setting other than "
+        add("--out", type=folder, help=text + "the default one, with its name)")
 
-    Raises:
-        SystemExit: If the data are missing.
-    """
-    setting = SETTINGS[options.setting]
-    try:
-        pairs = gattn.datasets.load_pairs(PAIRS)
-    except gattn.datasets.DatasetUnavailableError as error:
-        sys.exit(f"error: {error}")
-    corpus = Corpus(pairs, setting.vocabulary, options.out)  # so that processes find the vocabulary
-    return [Run(row, seed, corpus.name, options.device, setting) for seed in options.seeds for row in options.rows]
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Fills in defaults, and refuses options that `--report` would ignore."""
+        if options.quick:
+            if options.setting not in ("default", "quick"):
+                parser.error(f"--quick is the setting quick; leave it out, or --setting {options.setting}")
+            options.setting = "quick"
+        for name in ("rows", "seeds", "jobs"):
+            if options.report and getattr(options, name) is not None:
+                parser.error(f"--report shows every finished run of the setting; leave --{name} out")
+        if options.jobs is None:
+            options.jobs = 1 if options.device.startswith("cuda") else os.cpu_count() or 1
+        options.rows = [row for row in ROWS if row in (options.rows or ROWS)]
+        options.seeds = list(dict.fromkeys(options.seeds or (0, 1)))
+        if options.out is None:
+            suffix = "" if options.setting == "default" else f"-{options.setting}"
+            options.out = Path(f"runs/translation{suffix}")
 
+    def cases(self) -> list[Run]:
+        """All runs, seed by seed; none for `--report`.
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
-    options = parse(arguments)
-    console = Console(markup=False)
-    failures = []
-    with session(options.out, console, is_reading=options.report) as results:
-        if not options.report:
-            failures = execute(plan(options), results, options.out, options.jobs, console)
-        rows = select(results, SETTINGS[options.setting], options.device)
-        if rows:
-            report(rows, options.out, console)
-        elif options.report:
-            sys.exit(f"error: {results.path} has no runs of the setting {options.setting} on {options.device}")
-    if failures:
-        sys.exit("\n".join(f"error: {failure}" for failure in failures))
+        Raises:
+            BenchmarkError: If the data are missing.
+        """
+        options, setting = self.options, SETTINGS[self.options.setting]
+        if options.report:
+            return []
+        try:
+            pairs = gattn.datasets.load_pairs(PAIRS)
+        except gattn.datasets.DatasetUnavailableError as error:
+            raise BenchmarkError(str(error)) from error
+        corpus = Corpus(pairs, setting.vocabulary, options.out)  # so that processes find the vocabulary
+        return [Run(row, seed, corpus.name, options.device, setting) for seed in options.seeds for row in options.rows]
+
+    def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
+        """Trains."""
+        return in_processes(cases, functools.partial(train, folder=self.options.out), self.options.jobs)
+
+    def extra_columns(self) -> Row:
+        """The number of runs at once, and the versions of what makes tokens and scores."""
+        libraries = {"sentencepiece": sentencepiece.__version__, "sacrebleu": sacrebleu.__version__}
+        return {"jobs": self.options.jobs, **libraries}
+
+    def rows(self, cases: Sequence[Run]) -> dict[Run, Row]:
+        """The newest row of each run in the setting, whether it was asked for now or earlier, in the table's order.
+
+        Raises:
+            BenchmarkError: If there is none for `--report`.
+        """
+        setting, device = SETTINGS[self.options.setting], self.options.device
+        newest = {
+            Run(row["row"], row["seed"], "", device, setting): row
+            for row in self.results.rows(Run, Result, Machine)
+            if row["setting"] == asdict(setting) and row["device"] == device and row["row"] in ROWS
+        }
+        if self.options.report and not newest:
+            text = f"{self.results.path} has no runs of the setting {self.options.setting} on {device}"
+            raise BenchmarkError(text)
+        return {run: newest[run] for run in sorted(newest, key=lambda run: (ROWS.index(run.row), run.seed))}
+
+    def report(self, rows: dict[Run, Row]) -> None:
+        """The table, BLEU against length and time, and the alignments of the examples."""
+        everything = list(rows.values())
+        pictures = {"lengths.png": draw_lengths(everything), "times.png": draw_times(everything)}
+        attentive = [group[0] for group in groups_of(everything).values() if "weights" in group[0]["examples"][0]]
+        for number in range(len(EXAMPLES) if attentive else 0):
+            pictures[f"alignment-{number + 1}.png"] = draw_alignments(attentive, number)
+        self.publish("German to English", summarise(everything), remarks(everything), pictures)
 
 
 if __name__ == "__main__":
-    main()
+    Translation.main()

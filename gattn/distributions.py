@@ -3,6 +3,7 @@ r"""How the logits of one target's neighbours become weights: the distributions 
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
     gradients stay finite. Half precision is computed in float32 and rounded once, at the end.
 
     Args:
-        logits: One or more logits an edge; edges lie along `dim`.
+        logits: One or more logits per edge; edges lie along `dim`.
         index: The target of each edge, `[E]`.
         num_targets: Number of targets, N.
         dim: The dimension along which edges lie. (default: `0`)
@@ -45,7 +46,7 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
     # A row of -inf alone would give exp(-inf + inf).
     maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
     weights = (logits - maximum.index_select(dim, index)).exp()
-    total = scatter(weights, index, dim, num_targets, reduce="sum")
+    total: Tensor = scatter(weights, index, dim, num_targets, reduce="sum")
     # Only exact zeros are replaced, so that a NaN in a row shows in the whole row.
     total = total.masked_fill(total == 0, 1.0)
     return (weights / total.index_select(dim, index)).to(dtype)
@@ -65,6 +66,12 @@ class Distribution:
         >>> gattn.attend(x, x, x, gattn.CompleteGraph(2), distribution=Uniform()).flatten()
         tensor([0.5000, 0.5000])
     """
+
+    #: What kernels know it by; `None` if they do not.
+    family: ClassVar[str | None] = None
+
+    #: Whether logits of minus infinity always get weight zero, so that pairs without an edge may be among them.
+    respects_infinity: ClassVar[bool] = False
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """Turns `logits` into weights.
@@ -104,6 +111,9 @@ class Softmax(Distribution):
         tensor([0.5000, 0.5000])
     """
 
+    family = "softmax"
+    respects_infinity = True
+
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """See `gattn.softmax`."""
         return softmax(logits, index, num_targets, dim)
@@ -141,9 +151,11 @@ class LocalGaussian(Distribution):
                 [0.0451, 0.2022, 0.3333]])
     """
 
+    respects_infinity = True
+
     def __init__(self, centres: Tensor, width: float):
         if not isinstance(centres, Tensor):
-            raise TypeError(f"LocalGaussian's centres are a tensor, one a target; got {type(centres).__name__}.")
+            raise TypeError(f"LocalGaussian's centres are a tensor, one per target; got {type(centres).__name__}.")
         if not width > 0:
             raise ValueError(f"LocalGaussian's width is positive; got {width}.")
         self.centres = centres
@@ -160,7 +172,7 @@ class LocalGaussian(Distribution):
         """Raises `ValueError` where the centres do not fit the batch and the targets."""
         if tuple(self.centres.shape) not in ((num_targets,), (*batch, num_targets)):
             raise ValueError(
-                f"LocalGaussian has one centre a target, {[*batch, num_targets]}; got {list(self.centres.shape)}."
+                f"LocalGaussian has one centre per target, {[*batch, num_targets]}; got {list(self.centres.shape)}."
             )
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
@@ -211,6 +223,8 @@ class Hard(Distribution):
         >>> best.log_prob.exp().flatten()
         tensor([0.7311, 0.8808])
     """
+
+    respects_infinity = True
 
     log_prob: Tensor
     """Of the last choices: the logarithms of their probabilities, `[..., N, H]`; 0 where nothing was chosen."""
@@ -281,7 +295,7 @@ def _segment_reduce(x: Tensor, index: Tensor, num_targets: int, dim: int, start:
 def _log_softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
     maximum = _segment_reduce(logits.detach(), index, num_targets, dim, -torch.inf, "amax")
     shifted = logits - maximum.masked_fill(maximum == -torch.inf, 0.0).index_select(dim, index)
-    total = scatter(shifted.exp(), index, dim, num_targets, reduce="sum")
+    total: Tensor = scatter(shifted.exp(), index, dim, num_targets, reduce="sum")
     return shifted - total.masked_fill(total == 0, 1.0).log().index_select(dim, index)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
+from gattn.torch_private import is_compiled
 
 _Attend = TypeVar("_Attend", bound=Callable[..., Any])
 
@@ -30,7 +31,7 @@ class AttentionRecord(NamedTuple):
     @property
     def edge_index(self) -> Tensor | None:
         """The edges that the weights belong to, `[2, E]`, sources above targets; `None` for a complete graph."""
-        if isinstance(self.graph, CompleteGraph):
+        if isinstance(self.graph, CompleteGraph):  # whose weights are matrices
             return None
         edge_index = self.graph.edge_index
         return edge_index if self.graph.flow == FLOWS[0] else edge_index.flip(0)
@@ -99,9 +100,9 @@ class _Recorder:
     def __init__(self, model: Module, detach: bool):
         if not isinstance(model, Module):
             raise TypeError(f"record_attention takes a torch.nn.Module; got {type(model).__name__}.")
-        self.names = {module: name for name, module in model.named_modules()}
+        self.names: dict[Module, str] = {module: name for name, module in model.named_modules()}
         for module in self.names:
-            if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            if is_compiled(module):
                 raise ValueError(
                     "compiled code keeps no weights: record the model that was given to torch.compile (its weights are "
                     "the same ones; torch.compile(model)._orig_mod is the model)."
@@ -142,10 +143,5 @@ def _switch(recorder: _Recorder, on: bool) -> None:
 
 def _sized(layer: Any, query: Tensor | None, key: Tensor, value: Tensor, graph: Any, **kwargs: Any) -> Graph:
     """The graph with its sizes known, as `attend` finds them."""
-    graph = as_graph(graph, layer.flow)
-    if isinstance(graph, CompleteGraph):
-        return graph
-    num_sources, num_targets = value.size(-3), graph.num_targets
-    if query is not None:
-        num_targets = query.size(value.dim() - 3)
-    return graph.with_sizes(num_sources, num_sources if num_targets is None else num_targets)
+    num_targets = None if query is None else query.size(value.dim() - 3)
+    return as_graph(graph, layer.flow).resolve(value.size(-3), num_targets)

@@ -9,16 +9,31 @@ tested against it.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Family(NamedTuple):
+    """What kernels know a score by."""
+
+    name: str
+    """The name of its formula in the kernels."""
+    constants: tuple[float, ...] = ()
+    """The numbers in the formula, in the order in which the kernels name them."""
+    vector: Tensor | None = None
+    """The vector of each head, `[H, C]`, where the formula has one."""
 
 
 class Score:
     r"""Base class of all score functions :math:`s(q_i, k_j, e_{ij})`.
 
-    To add one, override :meth:`logits`; if it compares one scalar a head instead of a vector, set `scalar = True`.
+    To add one, override :meth:`logits`. If it compares one scalar per head instead of a vector, set `scalar = True`. If
+    its `logits` broadcasts, set `broadcasts = True`, and complete graphs need no list of edges. On lists of edges, the
+    kernels compute the softmax and the sum of any score; those of its own formula it names in :meth:`family`.
 
     Example:
         >>> import torch, gattn
@@ -30,14 +45,58 @@ class Score:
         tensor([0.2689, 0.7311])
     """
 
-    #: Whether query and key are one scalar a head (`[N, H]`) rather than one vector (`[N, H, C]`).
+    #: Whether query and key are one scalar per head (`[N, H]`) rather than one vector (`[N, H, C]`).
     scalar: ClassVar[bool] = False
+
+    #: Whether `logits` also compares targets `[B, N, 1, H, C]` with sources `[B, 1, M, H, C]` by broadcasting; B is 1
+    #: without a batch.
+    broadcasts: ClassVar[bool] = False
 
     #: Whether key and value may have fewer heads than the query (grouped queries).
     grouped: ClassVar[bool] = False
 
+    #: The names that a class's :meth:`family` may have.
+    families: ClassVar[tuple[str, ...]] = ()
+
+    _class_of_family: ClassVar[dict[str, type[Score]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls).get("families", ()):
+            Score._class_of_family[name] = cls
+
+    @staticmethod
+    def known_families() -> tuple[str, ...]:
+        """The names that kernels may know scores by."""
+        return tuple(Score._class_of_family)
+
+    @staticmethod
+    def class_of_family(name: str) -> type[Score]:
+        """The class of the scores that kernels know by a name.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if name not in Score._class_of_family:
+            raise ValueError(f"there is no score of the family {name!r}.")
+        return Score._class_of_family[name]
+
+    @classmethod
+    def from_family(cls, family: Family) -> Score:
+        """The score that kernels know by `family`."""
+        raise NotImplementedError(f"{cls.__name__} has no family.")
+
+    def family(self, channels: int) -> Family | None:
+        """What kernels know the score by, once it is :meth:`folded`; `None` if they do not know it.
+
+        Args:
+            channels: C, 1 for a scalar score.
+        """
+        return None
+
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
-        """Compares the two ends of every edge.
+        """Compares the two ends of every edge, each by itself: it may be asked for a part of the edges at a time.
+
+        Its arguments are not copies: do not change them in place.
 
         Args:
             query: Target-side term of each edge, `[..., E, H, C]` (`[..., E, H]` for a scalar score, or `None`).
@@ -45,7 +104,7 @@ class Score:
             edge: The edge's own term, of the same shape, or `None`.
 
         Returns:
-            One logit an edge and head, `[..., E, H]`.
+            One logit per edge and head, `[..., E, H]`, of a floating-point type.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define logits().")
 
@@ -53,8 +112,32 @@ class Score:
         """The tensors that the score itself holds (they take part in type promotion and in gradients)."""
         return ()
 
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same score with its tensors in another type; itself, if it holds none."""
+        return self
+
+    def folded(self, query: Tensor) -> tuple[Tensor, Score]:
+        """An equivalent query and score, of which the latter holds no more tensors than its :meth:`family` has."""
+        return query, self
+
     def check(self, heads: int, channels: int) -> None:
         """Raises `ValueError` where the score's own tensors do not fit `heads` and `channels`."""
+
+
+def family_of(score: Score, channels: int) -> Family | None:
+    """What kernels know a score by; `None` if its formula is not that of the class which says so."""
+    family = score.family(channels)
+    if family is None or type(score).logits is not Score.class_of_family(family.name).logits or "logits" in vars(score):
+        return None
+    return family
+
+
+def says(instance: Any, attribute: str, method: str) -> Any:
+    """What a class says of one of its methods, by an attribute; `None` if the instance has another method than that."""
+    cls = type(instance)
+    owner = next(base for base in cls.__mro__ if attribute in vars(base))
+    is_same = getattr(cls, method) is getattr(owner, method) and method not in vars(instance)
+    return getattr(cls, attribute) if is_same else None
 
 
 def _check_slope(negative_slope: float) -> None:
@@ -85,10 +168,21 @@ class GATScore(Score):
     """
 
     scalar = True
+    broadcasts = True
+    families = ("gat",)
 
     def __init__(self, negative_slope: float = 0.2):
         _check_slope(negative_slope)
         self.negative_slope = negative_slope
+
+    def family(self, channels: int) -> Family:
+        """See `Score.family`."""
+        return Family("gat", (self.negative_slope,))
+
+    @classmethod
+    def from_family(cls, family: Family) -> GATScore:
+        """See `Score.from_family`."""
+        return cls(*family.constants)
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
@@ -99,6 +193,13 @@ class GATScore(Score):
 
     def __repr__(self) -> str:
         return f"GATScore(negative_slope={self.negative_slope})"
+
+
+#: The activations of additive scores, each from the hidden layer and the negative slope.
+_ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "leaky_relu": F.leaky_relu,
+    "tanh": lambda hidden, negative_slope: hidden.tanh(),
+}
 
 
 class AdditiveScore(Score):
@@ -121,7 +222,7 @@ class AdditiveScore(Score):
 
     Raises:
         TypeError: If `vector` is no tensor.
-        ValueError: If `vector` is not `[H, C]`, or the activation is not one of the two.
+        ValueError: If `vector` is not `[H, C]`, or the activation is unknown.
 
     Example:
         >>> import torch, gattn
@@ -131,26 +232,45 @@ class AdditiveScore(Score):
         torch.Size([3, 2, 8])
     """
 
+    broadcasts = True
+    families = tuple(_ACTIVATIONS)
+
     def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float = 0.2):
         if not isinstance(vector, Tensor):
             raise TypeError(f"AdditiveScore's vector must be a tensor; got {type(vector).__name__}.")
         if vector.dim() != 2:
             raise ValueError(
-                f"AdditiveScore's vector has one row a head, [H, C]; got a tensor of shape {list(vector.shape)}."
+                f"AdditiveScore's vector has one row per head, [H, C]; got a tensor of shape {list(vector.shape)}."
             )
-        if activation not in ("leaky_relu", "tanh"):
-            raise ValueError(f"AdditiveScore's activation is 'leaky_relu' or 'tanh', not {activation!r}.")
+        if activation not in self.families:
+            known = " or ".join(repr(name) for name in self.families)
+            raise ValueError(f"AdditiveScore's activation is {known}, not {activation!r}.")
         _check_slope(negative_slope)
         self.vector = vector
         self.activation = activation
         self.negative_slope = negative_slope
+
+    def family(self, channels: int) -> Family:
+        """See `Score.family`."""
+        constants = (self.negative_slope,) if self.activation == "leaky_relu" else ()
+        return Family(self.activation, constants, self.vector)
+
+    @classmethod
+    def from_family(cls, family: Family) -> AdditiveScore:
+        """See `Score.from_family`."""
+        assert family.vector is not None
+        return cls(family.vector, family.name, *family.constants)
+
+    def to(self, dtype: torch.dtype) -> AdditiveScore:
+        """See `Score.to`."""
+        return AdditiveScore(self.vector.to(dtype), self.activation, self.negative_slope)
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
         hidden = key if query is None else query + key
         if edge is not None:
             hidden = hidden + edge
-        hidden = hidden.tanh() if self.activation == "tanh" else F.leaky_relu(hidden, self.negative_slope)
+        hidden = _ACTIVATIONS[self.activation](hidden, self.negative_slope)
         return (hidden * self.vector).sum(-1)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -191,9 +311,20 @@ class DotScore(Score):
     """
 
     grouped = True
+    broadcasts = True
+    families = ("dot",)
 
     def __init__(self, scale: float | Tensor | None = None):
         self.scale = scale
+
+    def family(self, channels: int) -> Family:
+        """See `Score.family`."""
+        return Family("dot", (1.0 if isinstance(self.scale, Tensor) else self.factor(channels),))
+
+    @classmethod
+    def from_family(cls, family: Family) -> DotScore:
+        """See `Score.from_family`."""
+        return cls(*family.constants)
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
@@ -201,16 +332,17 @@ class DotScore(Score):
             raise ValueError("DotScore multiplies query and key; query=None is possible with GATScore only.")
         if edge is not None:
             key = key + edge
-        return (query * key).sum(-1) * self.factor(key.size(-1))
+        logits: Tensor = (query * key).sum(-1) * self.factor(key.size(-1))
+        return logits
 
     def factor(self, channels: int) -> Any:
-        """The factor :math:`c` for vectors of that many channels."""
+        """The factor :math:`c` for vectors of this many channels."""
         if self.scale is not None:
             return self.scale
         return 1 / math.sqrt(channels) if channels else 1.0
 
     def folded(self, query: Tensor) -> tuple[Tensor, DotScore]:
-        """The same with a number as the scale, which is what kernels take: a tensor is multiplied into the query."""
+        """See `Score.folded`: a tensor as the scale is multiplied into the query."""
         if not isinstance(self.scale, Tensor):
             return query, self
         return (query * self.scale.unsqueeze(-1)).to(query.dtype), DotScore(1.0)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: What can compute attention. `"auto"` stands for the fastest that applies.
-BACKENDS = ("dense", "cpu", "triton", "reference")
+from gattn.ops.backends import Backend, backend_named
 
 
 @dataclass
@@ -26,14 +25,13 @@ class _Settings:
 _settings = _Settings()
 
 
-def resolve_backend(name: str) -> str:
-    """What is asked for: by an argument or, where that is `"auto"`, by the block around it."""
-    if name == "auto":
-        name = _settings.backend
-    if name not in ("auto", *BACKENDS):
-        known = ", ".join(repr(known) for known in ("auto", *BACKENDS))
-        raise ValueError(f"unknown backend {name!r}: this version of gattn has {known}.")
-    return name
+def resolve_backend(name: str) -> Backend | None:
+    """What is asked for, by an argument or, where that is `"auto"`, by the block around it; `None` for `"auto"`.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+    """
+    return backend_named(_settings.backend if name == "auto" else name)
 
 
 @contextmanager
@@ -55,7 +53,7 @@ def backend(name: str) -> Iterator[None]:
         >>> with gattn.backend("reference"):
         ...     pass
     """
-    resolve_backend(name)
+    backend_named(name)
     before = _settings.backend
     _settings.backend = name
     try:

@@ -61,7 +61,7 @@ figure, axes = plt.subplots(2, 4, figsize=(8.6, 4.6), layout="constrained")
 for (name, graph), (above, below) in zip(graphs.items(), axes.T, strict=True):
     _, weights = layer(x, x, x, graph=graph)
     if isinstance(graph, gattn.CompleteGraph):
-        edges, matrix = graph.edge_index(), weights
+        edges, matrix = graph.edge_index, weights
         weights = matrix[edges[1], edges[0]]
     else:
         edges, matrix = graph, torch.zeros(n, n).index_put((graph[1], graph[0]), weights)
@@ -83,7 +83,7 @@ masked, _ = layer(x, x, x, attn_mask=may_not_attend)
 torch.testing.assert_close(layer(x, x, x, graph=citations)[0], masked)
 
 before = gattn.CompleteGraph(n, causal=True)
-torch.testing.assert_close(layer(x, x, x, graph=before)[0], layer(x, x, x, graph=before.edge_index())[0])
+torch.testing.assert_close(layer(x, x, x, graph=before)[0], layer(x, x, x, graph=before.edge_index)[0])
 
 # %% [markdown]
 # ## What a graph costs
@@ -250,7 +250,7 @@ board = gattn.datasets.load("minesweeper").subgraph(torch.arange(25 * 100))
 scores = {"papers": {}, "board": {}, "text": {}}
 
 for name, data, width in (("papers", cora, 2), ("board", board, 1)):
-    strangers = gattn.CompleteGraph(data.num_nodes, window=width).edge_index()
+    strangers = gattn.CompleteGraph(data.num_nodes, window=width).edge_index
     strangers = strangers[:, strangers[0] != strangers[1]]
     by_edges, by_window = (
         (data.y[source] == data.y[target]).double().mean() for source, target in (data.edge_index, strangers)
@@ -600,7 +600,7 @@ torch.manual_seed(0)
 model = gattn.models.TransformerLM(len(symbols), channels=64, num_layers=2, heads=4, context=context, position="rotary")
 x = torch.randn(context, 64)
 layer = model.layers[0]
-torch.testing.assert_close(layer(x, is_causal=True), layer(x, graph=past.edge_index()), rtol=1e-4, atol=1e-5)
+torch.testing.assert_close(layer(x, is_causal=True), layer(x, graph=past.edge_index), rtol=1e-4, atol=1e-5)
 
 bits = train_on_text(model, iterations=400, lr=0.006)
 print(f"{bits:.2f} bits a character on text it has not seen\n")

@@ -1,5 +1,6 @@
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+    random.seed()  # PyG names generated code by it, and takes a namesake for the same code
 
 
 @pytest.fixture

@@ -11,36 +11,38 @@ import gattn
 from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, SparseGraph, attend
 from gattn.attention import Attention
 from gattn.testing import random_edge_index
+from tests.cases import DTYPES, HALF, SCORES, make_score
 
 N, M, E, H, C, CV = 6, 8, 30, 3, 4, 5
-SCORES = ["gat", "additive", "tanh", "dot"]
+SLOPE = 0.3
+VECTOR = torch.linspace(-1, 1, H * C, dtype=torch.double).view(H, C)
 
 
-def make_score(name, vector=None):
-    if name == "gat":
-        return GATScore(0.3)
-    if name == "dot":
-        return DotScore()
-    vector = torch.linspace(-1, 1, H * C, dtype=torch.double).view(H, C) if vector is None else vector
-    return AdditiveScore(vector, activation="tanh" if name == "tanh" else "leaky_relu")
+def call(score, graph, *, vector=VECTOR, **inputs):
+    """`attend` by a score's name; an edge list is one between M sources and N targets."""
+    graph = SparseGraph(graph, num_sources=M, num_targets=N) if isinstance(graph, torch.Tensor) else graph
+    return attend(graph=graph, score=make_score(score, vector, slope=SLOPE), **{"query": None, **inputs})
 
 
-def make_inputs(score, batch=()):
-    """Float64 inputs, and every per-edge term."""
-    channels = () if score == "gat" else (C,)
-    double = {"dtype": torch.double}
+def make_nodes(score, batch=()):
+    """Float64 inputs that nodes have."""
+    shapes = {**SCORES[score].shapes(N, M, H, C), "value": (M, H, CV)}
+    return {name: torch.randn(*batch, *shape, dtype=torch.double) for name, shape in shapes.items() if name != "vector"}
+
+
+def make_inputs(score, batch=(), num_edges=E):
+    """The same, and every per-edge term."""
+    nodes = make_nodes(score, batch)
     return {
-        "query": torch.randn(*batch, N, H, *channels, **double),
-        "key": torch.randn(*batch, M, H, *channels, **double),
-        "value": torch.randn(*batch, M, H, CV, **double),
-        "edge": torch.randn(E, H, *channels, **double),
-        "bias": torch.randn(E, H, **double),
-        "mask": torch.rand(E, H) < 0.8,
-        "edge_value": torch.randn(E, H, CV, **double),
+        **nodes,
+        "edge": torch.randn(num_edges, *nodes["key"].shape[len(batch) + 1 :], dtype=torch.double),
+        "bias": torch.randn(num_edges, H, dtype=torch.double),
+        "mask": torch.rand(num_edges, H) < 0.8,
+        "edge_value": torch.randn(num_edges, H, CV, dtype=torch.double),
     }
 
 
-def dense(score, edge_index, query, key, value, edge=None, bias=None, mask=None, edge_value=None):
+def dense(score, edge_index, key, value, query=None, edge=None, bias=None, mask=None, edge_value=None):
     """Attention written out, target by target, edge by edge, head by head."""
     weights = torch.zeros(edge_index.size(1), H, dtype=torch.double)
     out = torch.zeros(N, H, CV, dtype=torch.double)
@@ -49,16 +51,9 @@ def dense(score, edge_index, query, key, value, edge=None, bias=None, mask=None,
         for h in range(H):
             logits = []
             for e in edges:
-                j = edge_index[0, e]
-                term = 0 if edge is None else edge[e, h]
-                if score == "gat":
-                    logit = F.leaky_relu(query[i, h] + key[j, h] + term, 0.3)
-                elif score == "dot":
-                    logit = query[i, h] @ (key[j, h] + term) / math.sqrt(C)
-                else:
-                    hidden = query[i, h] + key[j, h] + term
-                    hidden = hidden.tanh() if score == "tanh" else F.leaky_relu(hidden, 0.2)
-                    logit = make_score(score).vector[h] @ hidden
+                key_j = key[edge_index[0, e], h] + (0 if edge is None else edge[e, h])
+                query_i = torch.zeros_like(key_j) if query is None else query[i, h]
+                logit = SCORES[score].logit(query_i, key_j, VECTOR[h], None, SLOPE)
                 logit = logit if bias is None else logit + bias[e, h]
                 logits.append(logit if mask is None or mask[e, h] else logit * 0 - math.inf)
             if not any(logit > -math.inf for logit in logits):
@@ -74,14 +69,46 @@ def dense(score, edge_index, query, key, value, edge=None, bias=None, mask=None,
 @pytest.mark.parametrize(
     "terms", [(), ("edge",), ("bias",), ("mask",), ("edge_value",), ("edge", "bias", "mask", "edge_value")]
 )
-def test_scores_against_the_written_out_formula(score, terms):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_scores_against_the_written_out_formula(score, terms, backend):
     edge_index = random_edge_index(M, N, E)
-    inputs = {name: value for name, value in make_inputs(score).items() if name in ("query", "key", "value", *terms)}
-    out, weights = attend(graph=edge_index, score=make_score(score), return_weights=True, **inputs)
+    inputs = {name: x for name, x in make_inputs(score).items() if name in ("query", "key", "value", *terms)}
+    out, weights = call(score, edge_index, return_weights=True, backend=backend, **inputs)
     expected, expected_weights = dense(score, edge_index, **inputs)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(weights, expected_weights)
     assert (out[N - 1] == 0).all(), "the last target has no neighbour"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+@pytest.mark.parametrize("score", [*SCORES, "custom"])
+@pytest.mark.parametrize("is_value", [False, True])
+def test_projected_edges_are_what_the_product_gives(score, backend, is_value):
+    inputs = make_inputs("dot" if score == "custom" else score)
+    wide = inputs["key"].shape[2:]
+    if is_value and not wide:
+        pytest.skip("scalars are no values")
+    own = UnknownDot() if score == "custom" else make_score(score, VECTOR, slope=SLOPE)
+    value = torch.randn(M, H, C, dtype=torch.double)
+    graph = SparseGraph(random_edge_index(M, N, E), num_sources=M, num_targets=N)
+
+    def attended(**terms):
+        query = inputs.get("query")
+        return attend(query, inputs["key"], value, graph, score=own, backend=backend, return_weights=True, **terms)
+
+    features, projection = torch.randn(E, 5, dtype=torch.double), torch.randn(H, *wide, 5, dtype=torch.double)
+    product = torch.einsum("ed,h...d->eh...", features, projection)
+    beside = torch.randn(E, H, C, dtype=torch.double)
+    for projected, plain in [(features, product), (beside, beside)] if is_value else [(None, None)]:
+        found = attended(edge=features, edge_projection=projection, edge_value=projected)
+        torch.testing.assert_close(found, attended(edge=product, edge_value=plain))
+
+
+class UnknownDot(DotScore):
+    """A score whose formula the kernels cannot know."""
+
+    def logits(self, query, key, edge):
+        return 2 * super().logits(query, key, edge)
 
 
 def test_an_example_to_check_by_hand():
@@ -96,15 +123,15 @@ def test_an_example_to_check_by_hand():
 
 @pytest.mark.parametrize("score", SCORES)
 def test_gradcheck(score):
-    edge_index = random_edge_index(M, N, E)
-    inputs = make_inputs(score)
+    edge_index = random_edge_index(M, N, 12)
+    inputs = make_inputs(score, num_edges=12)
     mask = inputs.pop("mask")
-    vector = torch.randn(H, C, dtype=torch.double)
-    leaves = [tensor.requires_grad_() for tensor in (*inputs.values(), vector)]
+    if SCORES[score].has_vector:
+        inputs["vector"] = torch.randn(H, C, dtype=torch.double)
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
 
     def function(*leaves):
-        terms = dict(zip(inputs, leaves, strict=False))
-        return attend(graph=edge_index, mask=mask, score=make_score(score, leaves[-1]), return_weights=True, **terms)
+        return call(score, edge_index, mask=mask, return_weights=True, **dict(zip(inputs, leaves, strict=True)))
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
@@ -115,13 +142,13 @@ def test_gradcheck(score):
 def test_batches_over_one_graph(score, batch):
     edge_index = random_edge_index(M, N, E)
     inputs = make_inputs(score, batch)
-    out, weights = attend(graph=edge_index, score=make_score(score), return_weights=True, **inputs)
+    out, weights = call(score, edge_index, return_weights=True, **inputs)
     assert out.shape == (*batch, N, H, CV)
     assert weights.shape == (*batch, E, H)
     one = {
         name: value[(1,) * len(batch)] if name in ("query", "key", "value") else value for name, value in inputs.items()
     }
-    torch.testing.assert_close(out[(1,) * len(batch)], attend(graph=edge_index, score=make_score(score), **one))
+    torch.testing.assert_close(out[(1,) * len(batch)], call(score, edge_index, **one))
 
 
 def test_masks_of_a_batch():
@@ -147,10 +174,11 @@ def test_query_none_is_a_target_side_term_of_zero():
     torch.testing.assert_close(out, attend(zero, inputs["key"], inputs["value"], graph, score=GATScore()))
 
 
-def test_grouped_queries():
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_grouped_queries(backend):
     edge_index = random_edge_index(M, N, E)
     query, key, value = torch.randn(N, 6, C), torch.randn(M, 2, C), torch.randn(M, 2, CV)
-    grouped = attend(query, key, value, edge_index)
+    grouped = attend(query, key, value, edge_index, backend=backend)
     repeated = attend(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), edge_index)
     torch.testing.assert_close(grouped, repeated)
 
@@ -168,10 +196,8 @@ class TestCompleteGraph:
 
     @pytest.mark.parametrize("score", SCORES)
     def test_equals_its_own_edge_list(self, score):
-        inputs = {name: value for name, value in make_inputs(score).items() if name in ("query", "key", "value")}
-        graph = CompleteGraph(N, M, window=(2, 1))
-        complete = attend(graph=graph, score=make_score(score), **inputs)
-        torch.testing.assert_close(complete, attend(graph=graph.edge_index(), score=make_score(score), **inputs))
+        inputs, graph = make_nodes(score), CompleteGraph(N, M, window=(2, 1))
+        torch.testing.assert_close(call(score, graph, **inputs), call(score, graph.edge_index, **inputs))
 
     def test_bias_and_mask_broadcast(self):
         query, key, value = torch.randn(3, 2, 5, H, C)
@@ -193,7 +219,7 @@ class TestCompleteGraph:
         assert (weights[0, :, :, 3:] == 0).all()
 
     def test_causal_is_aligned_at_the_bottom_right(self):
-        assert CompleteGraph(2, 4, causal=True).edge_index().tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 0, 0, 1, 1, 1, 1]]
+        assert CompleteGraph(2, 4, causal=True).edge_index.tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 0, 0, 1, 1, 1, 1]]
 
     @pytest.mark.parametrize(
         ("kwargs", "message"),
@@ -228,13 +254,14 @@ class TestCompleteGraph:
 class TestAwkwardGraphs:
     @pytest.mark.parametrize("score", SCORES)
     def test_no_edges_and_no_nodes(self, score):
-        inputs = {name: value for name, value in make_inputs(score).items() if name in ("query", "key", "value")}
-        empty = torch.empty(2, 0, dtype=torch.long)
-        assert (attend(graph=empty, score=make_score(score), **inputs) == 0).all()
+        inputs, empty = make_nodes(score), torch.empty(2, 0, dtype=torch.long)
+        out = call(score, empty, **inputs)
+        assert out.shape == (N, H, CV)
+        assert (out == 0).all()
         nobody = {name: value[:0] for name, value in inputs.items()}
-        assert attend(graph=empty, score=make_score(score), **nobody).shape == (0, H, CV)
+        assert call(score, SparseGraph(empty, num_sources=0, num_targets=0), **nobody).shape == (0, H, CV)
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("dtype", DTYPES)
     def test_a_fully_masked_target_gets_zeros_and_finite_gradients(self, dtype):
         edge_index = torch.tensor([[0, 1, 2], [0, 0, 1]])
         query, key, value = (torch.randn(3, H, C, dtype=dtype).requires_grad_() for _ in range(3))
@@ -277,7 +304,7 @@ class TestAwkwardGraphs:
 
 
 class TestTypes:
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", HALF)
     def test_half_precision_is_rounded_once(self, dtype):
         edge_index = random_edge_index(50, num_edges=2000, hub=0.5)
         query, key, value = torch.randn(3, 50, H, 32).to(dtype)
@@ -298,7 +325,7 @@ class TestTypes:
 class TestDropout:
     def test_the_dropped_weights_made_the_output(self):
         edge_index = random_edge_index(M, N, E)
-        inputs = {name: value for name, value in make_inputs("dot").items() if name in ("query", "key", "value")}
+        inputs = make_nodes("dot")
         arguments = {"graph": edge_index, "dropout": 0.5, "training": True, **inputs}
         out, dropped = attend(return_weights="dropped", **arguments)
         expected = torch.zeros(N, H, CV, dtype=torch.double)
@@ -361,7 +388,7 @@ class TestCore:
 
     def test_aggregations_of_pyg(self):
         edge_index = random_edge_index(M, N, E)
-        inputs = {name: value for name, value in make_inputs("dot").items() if name in ("query", "key", "value")}
+        inputs = make_nodes("dot")
         _, weights = attend(graph=edge_index, return_weights=True, **inputs)
         messages = weights.unsqueeze(-1) * inputs["value"][edge_index[0]]
         rows = [messages[edge_index[1] == i] for i in range(N)]
@@ -383,15 +410,18 @@ class TestCore:
         for copied in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
             torch.testing.assert_close(copied(x, x, x, CompleteGraph(4)), core(x, x, x, CompleteGraph(4)))
 
-    @pytest.mark.parametrize("score", SCORES)
-    def test_compiles_without_graph_breaks(self, score):
+    def test_compiles_without_graph_breaks(self):
+        """All scores in one program: most of the time goes into starting the compiler."""
         torch._dynamo.reset()
         edge_index = random_edge_index(M, N, E)
-        inputs = make_inputs(score)
-        function = torch.compile(
-            lambda **inputs: attend(graph=edge_index, score=make_score(score), **inputs), fullgraph=True
+        inputs = {score: make_inputs(score) for score in SCORES}
+
+        def function(inputs):
+            return [call(score, edge_index, **given) for score, given in inputs.items()]
+
+        torch.testing.assert_close(
+            torch.compile(function, fullgraph=True, backend="aot_eager")(inputs), function(inputs)
         )
-        torch.testing.assert_close(function(**inputs), attend(graph=edge_index, score=make_score(score), **inputs))
 
 
 class TestBadInput:
@@ -432,6 +462,23 @@ class TestBadInput:
             ({"value": x[0, 0]}, ValueError, "at most two batch dimensions"),
             ({"edge": torch.zeros(2, H)}, ValueError, r"edge has one entry per edge.*\[2, 3, 4\].*got \[2, 3\]"),
             ({"edge": torch.zeros(2, H, 1)}, ValueError, "edge has one entry per edge"),
+            ({"edge_projection": torch.zeros(H, C, 5)}, ValueError, r"features \[E, D\], which edge has to hold"),
+            (
+                {"edge_projection": torch.zeros(H, C, 5), "edge": torch.zeros(2, H, C)},
+                ValueError,
+                r"features \[E, D\], which edge has to hold; got \[2, 3, 4\]",
+            ),
+            (
+                {"edge_projection": torch.zeros(H * C, 5), "edge": torch.zeros(2, 5)},
+                ValueError,
+                r"\[H, C, D\] for DotScore, here \[3, 4, 5\]; got \[12, 5\]",
+            ),
+            (
+                {"edge_projection": torch.zeros(H, C, 5), "edge": torch.zeros(3, 5)},
+                ValueError,
+                r"edge has one entry per edge.*\[2, 5\].*got \[3, 5\]",
+            ),
+            ({"edge_projection": [1.0], "edge": torch.zeros(2, 5)}, TypeError, "edge_projection must be a tensor"),
             ({"bias": torch.zeros(2, 1)}, ValueError, "bias has one entry per edge"),
             ({"edge_value": torch.zeros(3, H, C)}, ValueError, "edge_value has one entry per edge"),
             ({"mask": torch.zeros(2, H)}, ValueError, "mask is a tensor of booleans"),
@@ -455,9 +502,9 @@ class TestBadInput:
             attend(**{**arguments, **change})
 
     def test_scores_check_themselves(self):
-        with pytest.raises(ValueError, match="one row a head"):
+        with pytest.raises(ValueError, match="one row per head"):
             AdditiveScore(torch.zeros(C))
-        with pytest.raises(ValueError, match="'leaky_relu' or 'tanh', not 'relu'"):
+        with pytest.raises(ValueError, match="'leaky_relu' or .*, not 'relu'"):
             AdditiveScore(torch.zeros(H, C), activation="relu")
 
     def test_minus_infinity_in_a_bias_masks_and_is_no_mistake(self):

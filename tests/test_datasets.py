@@ -10,13 +10,19 @@ import shutil
 import threading
 import zipfile
 from collections import OrderedDict, UserDict
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from gattn import datasets
-from gattn.datasets import DatasetUnavailableError, data_root
+from gattn.datasets import DatasetUnavailableError, data_root, sets
+from gattn.datasets.registry import families, sentence_pairs, texts
+
+
+def family_of(name):
+    return next(family for family in families() if name in family.names)
 
 
 def sizes(data):
@@ -800,7 +806,7 @@ class TestDownloads:
         write_planetoid(tmp_path / "source", "cora")
         for path in (tmp_path / "source").iterdir():
             files[f"https://github.com/kimiyoung/planetoid/raw/master/data/{path.name}"] = path.read_bytes()
-            monkeypatch.setitem(datasets._SHA256, path.name, hashlib.sha256(path.read_bytes()).hexdigest())
+            monkeypatch.setitem(family_of("cora").sha256, path.name, hashlib.sha256(path.read_bytes()).hexdigest())
         raw = tmp_path / "data" / "Cora" / "raw"
         raw.mkdir(parents=True)
         shutil.copy(tmp_path / "source" / "ind.cora.x", raw)
@@ -823,11 +829,11 @@ class TestDownloads:
     def test_the_digests_are_those_of_the_real_files(self, load):
         for name, files in (("cora", 8), ("citeseer", 8), ("photo", 1), ("minesweeper", 1)):
             load(name)
-            family = next(family for family in datasets._FAMILIES if name in family.names)
+            family = family_of(name)
             paths = [data_root() / file for file in family.files(family.names[name], "public")]
             assert len(paths) == files
             for path in paths:
-                assert hashlib.sha256(path.read_bytes()).hexdigest() == datasets._SHA256[path.name]
+                assert hashlib.sha256(path.read_bytes()).hexdigest() == family.sha256[path.name]
 
     def test_files_of_ones_own_need_no_digest(self, tmp_path):
         write_planetoid(tmp_path / "Cora" / "raw", "cora")
@@ -1036,4 +1042,24 @@ def test_unknown_names_and_splits():
 
 
 def test_available():
-    assert len(datasets.available()) == 13
+    assert datasets.available() == [
+        "karate",
+        "cora",
+        "citeseer",
+        "pubmed",
+        "computers",
+        "photo",
+        "cs",
+        "physics",
+        "roman-empire",
+        "amazon-ratings",
+        "minesweeper",
+        "tolokers",
+        "questions",
+    ]
+
+
+def test_every_file_of_data_sets_registers_what_it_holds():
+    registered = {type(entry).__module__ for entry in (*families(), *texts().values(), *sentence_pairs().values())}
+    files = {path.stem for path in Path(sets.__file__).parent.glob("[!_]*.py")}
+    assert registered == {f"gattn.datasets.sets.{file}" for file in files}

@@ -64,7 +64,9 @@ def edges_of(index, num_targets):
 def sparse_case(flow, dtype=torch.double):
     """Edges between 6 sources and 5 targets, duplicates and a target without any among them, and features of both."""
     edge_index = random_edge_index(6, 5, 17, seed=2)
-    graph = SparseGraph(edge_index if flow == "source_to_target" else edge_index.flip(0), 6, 5, flow=flow)
+    graph = SparseGraph(
+        edge_index if flow == "source_to_target" else edge_index.flip(0), num_sources=6, num_targets=5, flow=flow
+    )
     query, key, value = (torch.randn(n, 2, 3, dtype=dtype) for n in (5, 6, 6))
     return graph, edge_index, query, key, value
 
@@ -105,7 +107,7 @@ class TestLocalGaussian:
         edge_index = torch.tensor([[0, 2, 1, 1], [1, 1, 0, 1]])
         x = torch.randn(3, 1, 2, dtype=torch.double)
         near = LocalGaussian(torch.tensor([0.5, 2.0, 9.0]), 3)
-        graph = SparseGraph(edge_index, 3, 3, self_loops=True)
+        graph = SparseGraph(edge_index, num_sources=3, num_targets=3, self_loops=True)
         _, weights = attend(x, x, x, graph, distribution=near, return_weights=True)
         _, soft = attend(x, x, x, graph, return_weights=True)
         source, target = graph.edge_index
@@ -164,17 +166,17 @@ class TestLocalGaussian:
 
     def test_wrong_ones(self):
         x, graph = torch.randn(2, 4, 1, 3), CompleteGraph(4)
-        with pytest.raises(TypeError, match="centres are a tensor, one a target; got float"):
+        with pytest.raises(TypeError, match="centres are a tensor, one per target; got float"):
             LocalGaussian(2.0, 3)
         for width in (0, -1.0, math.nan):
             with pytest.raises(ValueError, match=f"width is positive; got {width}"):
                 LocalGaussian(torch.zeros(4), width)
         for shape in ((), (3,), (2, 3), (3, 4), (4, 1), (1, 4)):
             for backend in ("dense", "reference"):
-                with pytest.raises(ValueError, match=r"one centre a target, \[2, 4\]; got"):
+                with pytest.raises(ValueError, match=r"one centre per target, \[2, 4\]; got"):
                     attend(x, x, x, graph, distribution=LocalGaussian(torch.zeros(shape), 2), backend=backend)
         sparse = torch.tensor([[0, 1], [1, 2]])
-        with pytest.raises(ValueError, match=r"one centre a target, \[4\]; got \[2\]"):
+        with pytest.raises(ValueError, match=r"one centre per target, \[4\]; got \[2\]"):
             attend(x[0], x[0], x[0], sparse, distribution=LocalGaussian(torch.zeros(2), 2))
         with pytest.raises(ValueError, match="ask with_sources"):
             LocalGaussian(torch.zeros(4), 2).weights(torch.zeros(2, 1), torch.tensor([0, 1]), 4, 0)

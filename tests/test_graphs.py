@@ -12,7 +12,8 @@ from torch_geometric.utils import add_self_loops, coalesce, remove_self_loops
 
 import gattn
 from gattn import CompleteGraph, SparseGraph, attend
-from gattn.ops import edge_lists, layout
+from gattn.graphs import edge_lists
+from gattn.ops.backends.cpu import layout
 
 EDGES = torch.tensor([[0, 1, 1, 3, 2], [1, 1, 2, 0, 2]])
 
@@ -64,12 +65,12 @@ class TestForms:
             SparseGraph(torch.zeros(3, 5).to_sparse_csr(), num_sources=6)
         with pytest.raises(ValueError, match="cannot be combined with a sparse adjacency"):
             SparseGraph(torch.zeros(3, 5).to_sparse_csr(), flow="target_to_source")
-        with pytest.raises(ValueError, match="no negative number of nodes; got -1 sources"):
+        with pytest.raises(ValueError, match="no negative number of nodes; got num_sources=-1"):
             SparseGraph(EDGES, num_sources=-1)
         with pytest.raises(ValueError, match=r"one \[N, M\] matrix in CSR, CSC or COO layout"):
             SparseGraph(torch.zeros(2, 2, 2).to_sparse())
         with pytest.raises(IndexError, match="there are no source nodes"):
-            SparseGraph(EDGES, 0, 4).edges()
+            SparseGraph(EDGES, num_sources=0, num_targets=4).edges()
         with pytest.raises(ValueError, match="flow is"):
             SparseGraph(EDGES, flow="both")
         with pytest.raises(ValueError, match="how many nodes does this graph have"):
@@ -187,7 +188,8 @@ class TestFeatures:
 
 def test_reprs():
     assert (
-        repr(SparseGraph(EDGES, 4, 4, self_loops=True)) == "SparseGraph(num_sources=4, num_targets=4, self_loops=True)"
+        repr(SparseGraph(EDGES, num_sources=4, num_targets=4, self_loops=True))
+        == "SparseGraph(num_sources=4, num_targets=4, self_loops=True)"
     )
     assert repr(CompleteGraph(3, causal=True, window=2)) == "CompleteGraph(3, 3, causal=True, window=(2, 2))"
 
@@ -203,9 +205,9 @@ class TestCompleteGraph:
         graph = CompleteGraph.packed([1, 2])
         assert (graph.num_targets, graph.num_sources) == (3, 3)
         assert graph.blocks == ((1, 1), (2, 2))
-        assert graph.edge_index().tolist() == [[0, 1, 2, 1, 2], [0, 1, 1, 2, 2]]
-        assert CompleteGraph.packed([2, 1], causal=True).edge_index().tolist() == [[0, 0, 1, 2], [0, 1, 1, 2]]
-        assert CompleteGraph.packed([1, 3], window=(1, 0)).edge_index().tolist() == [
+        assert graph.edge_index.tolist() == [[0, 1, 2, 1, 2], [0, 1, 1, 2, 2]]
+        assert CompleteGraph.packed([2, 1], causal=True).edge_index.tolist() == [[0, 0, 1, 2], [0, 1, 1, 2]]
+        assert CompleteGraph.packed([1, 3], window=(1, 0)).edge_index.tolist() == [
             [0, 1, 1, 2, 2, 3],
             [0, 1, 2, 2, 3, 3],
         ]
@@ -213,10 +215,10 @@ class TestCompleteGraph:
     def test_packed_blocks_of_other_sources(self):
         graph = CompleteGraph.packed([1, 0, 2], [2, 3, 1])
         assert (graph.num_targets, graph.num_sources) == (3, 6)
-        assert graph.edge_index().tolist() == [[0, 1, 5, 5], [0, 0, 1, 2]]
+        assert graph.edge_index.tolist() == [[0, 1, 5, 5], [0, 0, 1, 2]]
         # In each block the last target sees every source.
         causal = CompleteGraph.packed([1, 2], [2, 3], causal=True)
-        assert causal.edge_index().tolist() == [[0, 1, 2, 3, 2, 3, 4], [0, 0, 1, 1, 2, 2, 2]]
+        assert causal.edge_index.tolist() == [[0, 1, 2, 3, 2, 3, 4], [0, 0, 1, 1, 2, 2, 2]]
 
     @pytest.mark.parametrize(
         "arguments",
@@ -247,8 +249,8 @@ class TestCompleteGraph:
             CompleteGraph.packed([0, 0]),
         ):
             assert (graph.num_targets, graph.num_sources) == (0, 0)
-            assert graph.edge_index().shape == (2, 0)
-            assert graph.edge_index().dtype == torch.int64
+            assert graph.edge_index.shape == (2, 0)
+            assert graph.edge_index.dtype == torch.int64
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -309,11 +311,11 @@ class TestCompleteGraph:
         assert not graph.causal
         assert (causal.num_targets, causal.num_sources, causal.window) == (2, 3, (4, 1))
         assert causal.source_lengths is causal.target_lengths is lengths
-        assert causal.edge_index().tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 1, 1]]
+        assert causal.edge_index.tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 1, 1]]
         assert causal.with_causal() is causal
         packed = CompleteGraph.packed([2, 1]).with_causal()
         assert packed.blocks == ((2, 2), (1, 1))
-        assert packed.edge_index().tolist() == [[0, 0, 1, 2], [0, 1, 1, 2]]
+        assert packed.edge_index.tolist() == [[0, 0, 1, 2], [0, 1, 1, 2]]
 
     def test_with_source_lengths(self):
         graph = CompleteGraph(2, 3, causal=True, window=2)
@@ -327,7 +329,7 @@ class TestCompleteGraph:
     def test_what_a_window_leaves(self):
         graph = CompleteGraph(3, 4, window=(1, 0))
         assert graph.reach == (1, 0)
-        assert graph.edge_index().tolist() == [[0, 1, 1, 2, 2, 3], [0, 0, 1, 1, 2, 2]]
+        assert graph.edge_index.tolist() == [[0, 1, 1, 2, 2, 3], [0, 0, 1, 1, 2, 2]]
         assert graph.visible(2, 4, 1).int().tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
         assert CompleteGraph(3, window=(1, 2), causal=True).reach == (1, 0)
         assert CompleteGraph(3, causal=True).reach == (None, 0)
@@ -335,7 +337,7 @@ class TestCompleteGraph:
 
     def test_lengths_leave_edges_between_real_nodes(self):
         graph = CompleteGraph(2, source_lengths=torch.tensor([1, 2]), target_lengths=torch.tensor([2, 1]))
-        index = graph.edge_index()
+        index = graph.edge_index
         assert index.tolist() == [[0, 1, 0, 1], [0, 0, 1, 1]]
         assert graph.length_mask(index).int().tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]
         assert CompleteGraph(2).length_mask(index) is None
@@ -343,7 +345,7 @@ class TestCompleteGraph:
     @pytest.mark.parametrize("batch", [(), (5,)])
     def test_entries_of_matrices_and_back(self, batch):
         for graph in (CompleteGraph(3, 4, causal=True), CompleteGraph.packed([1, 0, 2], [2, 3, 1])):
-            index = graph.edge_index()
+            index = graph.edge_index
             weights = torch.rand(*batch, index.size(1), 2)
             matrices = graph.to_dense(weights, index)
             if graph.blocks is None:
@@ -364,7 +366,7 @@ class TestCompleteGraph:
     def test_copies(self):
         graph = CompleteGraph.packed([1, 2], causal=True)
         for copied in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
-            assert torch.equal(copied.edge_index(), graph.edge_index())
+            assert torch.equal(copied.edge_index, graph.edge_index)
 
     def test_repr(self):
         assert repr(CompleteGraph(3, 5)) == "CompleteGraph(3, 5)"

@@ -340,7 +340,11 @@ def test_graph_in_pieces_fits():
         (ValueError, "softmax first", {"weights": -ALPHA}),
         (ValueError, "draw its weights|come without a graph", {"edge_index": gattn.CompleteGraph(4)}),
         (TypeError, "a graph is an edge_index tensor", {"edge_index": [[0], [1]]}),
-        (ValueError, "same nodes; this graph has 4 and 3", {"edge_index": gattn.SparseGraph(EDGE_INDEX[:, 5:7], 4, 3)}),
+        (
+            ValueError,
+            "same nodes; this graph has 4 and 3",
+            {"edge_index": gattn.SparseGraph(EDGE_INDEX[:, 5:7], num_sources=4, num_targets=3)},
+        ),
         (ValueError, "classes must .* 4 nodes; got 3", {"classes": [0, 1, 2]}),
         (ValueError, "labels must .* 5 nodes; got 4", {"classes": [0] * 5, "labels": TOKENS}),
         (ValueError, r"pos is \[N, 2\]", {"pos": torch.rand(4, 3)}),
@@ -348,7 +352,7 @@ def test_graph_in_pieces_fits():
         (ValueError, "9 classes cannot be told apart", {"classes": range(9)}),
         (IndexError, "no node 4: the graph has 4", {"node": 4}),
         (IndexError, "no node -1", {"node": -1}),
-        (ValueError, "hops is at least 1", {"node": 0, "hops": 0}),
+        (ValueError, "hops must be at least 1", {"node": 0, "hops": 0}),
         (ValueError, r"have 4 nodes, but max_nodes=3: .*node=", {"max_nodes": 3}),
         (ValueError, r"have 3 nodes, but max_nodes=2", {"max_nodes": 2, "node": 0}),
     ],
@@ -364,7 +368,7 @@ def test_too_many_nodes_or_edges():
     with pytest.raises(ValueError, match="have 200 nodes, but max_nodes=150"):
         attention_graph(edge_index, torch.rand(400), labels=range(200))
     attention_graph(edge_index, torch.rand(400), node=int(edge_index[1, 0]))
-    dense = gattn.CompleteGraph(40).edge_index()
+    dense = gattn.CompleteGraph(40).edge_index
     with pytest.raises(ValueError, match="1600 arrows could not be told apart"):
         attention_graph(dense, torch.rand(1600), max_nodes=40)
 
@@ -466,7 +470,7 @@ def test_entropy_of_heads_and_matrices():
     torch.testing.assert_close(nats, -(matrices * matrices.log()).sum(-1))
     torch.testing.assert_close(uniform, torch.full((5,), 7.0, dtype=torch.double).log())
     target, source = torch.cartesian_prod(torch.arange(5), torch.arange(7)).t()
-    graph = gattn.SparseGraph(torch.stack([source, target]), 7, 5)
+    graph = gattn.SparseGraph(torch.stack([source, target]), num_sources=7, num_targets=5)
     sparse_nats, sparse_uniform = entropy(matrices[:, target, source].t(), graph)
     torch.testing.assert_close(sparse_nats, nats.t())
     torch.testing.assert_close(sparse_uniform, uniform)
@@ -556,7 +560,7 @@ def test_rollout_on_a_graph_equals_that_of_matrices():
         for edge, (source, target) in enumerate(edge_index.t().tolist()):
             matrix[:, target, source] += weights[edge]
         matrices.append(matrix)
-    result = rollout(layers, gattn.SparseGraph(edge_index, 9, 9), residual=0.3)
+    result = rollout(layers, gattn.SparseGraph(edge_index, num_sources=9, num_targets=9), residual=0.3)
     assert result.is_sparse
     torch.testing.assert_close(result.to_dense(), rollout(matrices, residual=0.3))
     torch.testing.assert_close(result.to_dense().sum(1), torch.ones(9, dtype=torch.double))
@@ -571,7 +575,7 @@ def test_rollout_on_a_graph_equals_that_of_matrices():
         (r"all of one size; got \[\(3, 3\), \(4, 4\)\]", ([weights_of(3, 3), weights_of(4, 4)],), {}),
         ("between 0 and 1; got 1.5", ([weights_of(3, 3)],), {"residual": 1.5}),
         ("graph's 8 edges", ([ALPHA[1:]], EDGE_INDEX), {}),
-        ("same nodes", ([ALPHA], gattn.SparseGraph(EDGE_INDEX, 5, 4)), {}),
+        ("same nodes", ([ALPHA], gattn.SparseGraph(EDGE_INDEX, num_sources=5, num_targets=4)), {}),
     ],
 )
 def test_rollout_errors(message, arguments, options):

@@ -1,4 +1,7 @@
-"""From next-token probabilities to tokens: sampling, greedy and beam search."""
+"""Generation of tokens from their probabilities: sampling, greedy search and beam search.
+
+Dimensions: V tokens in the vocabulary, B sequences, T tokens of a sequence.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ def sample(
     r"""Draws one token from each row of logits.
 
     Args:
-        logits: `[..., V]`.
-        temperature: Logits are divided by it; zero takes the most probable token. (default: `1.0`)
-        top_k: Only so many of the most probable tokens are possible. (default: `None`, all)
-        top_p: Only the fewest tokens that together have at least this probability are possible (nucleus sampling,
+        logits: The logits of the next token, `[..., V]`.
+        temperature: The logits are divided by it. Zero selects the most probable token. (default: `1.0`)
+        top_k: Samples from this many of the most probable tokens only. (default: `None`, all)
+        top_p: Samples only from the smallest set of tokens whose probabilities sum to at least this (nucleus sampling,
             `Holtzman et al. <https://arxiv.org/abs/1904.09751>`_). (default: `None`, all)
-        generator: Random numbers come from it. (default: `None`, PyTorch's own)
+        generator: The source of random numbers. (default: `None`, the global generator)
 
     Returns:
-        Tokens, `[...]`.
+        The tokens, `[...]`.
 
     Raises:
         ValueError: If the temperature is negative, `top_k` is not positive, or `top_p` is not in (0, 1].
@@ -38,11 +41,11 @@ def sample(
         tensor([1])
     """
     if temperature < 0:
-        raise ValueError(f"temperature is at least 0; got {temperature}.")
+        raise ValueError(f"temperature must be at least 0; got {temperature}.")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1; got {top_k}.")
     if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p is a probability above 0; got {top_p}.")
+        raise ValueError(f"top_p must be a probability above 0; got {top_p}.")
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
@@ -69,36 +72,45 @@ def beam_search(
     reorder: Callable[[Tensor], None] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""The most probable sequences that a beam of so many hypotheses finds; one beam is greedy search.
+    r"""Searches for the most probable sequences with this many hypotheses each; one hypothesis is greedy search.
 
     Hypotheses of different lengths are compared by :math:`\log p(y) / |y|^{\alpha}`, with α the `length_penalty` and
     :math:`|y|` counting the end token.
 
     Args:
-        step: Given all tokens so far, `[B * beams, t]` (the first is `start`), returns logits of the next,
-            `[B * beams, V]`.
-        batch: Number of sequences to find, B.
-        start: Every hypothesis begins with it; it is not returned.
-        end: Ends a hypothesis.
-        max_length: Tokens of a hypothesis at most, its end included.
-        beams: Number of hypotheses that are followed. (default: `1`)
-        length_penalty: The exponent α; zero compares bare log-probabilities. (default: `1.0`)
-        reorder: Called with the hypotheses that go on, `[B * beams]`, so that a cache can follow. (default: `None`)
-        device: Where tokens are. (default: `None`)
+        step: Takes all tokens so far, `[B * beams, t]`, of which the first is `start`, and returns the logits of the
+            next ones, `[B * beams, V]`.
+        batch: The number of sequences to find, B.
+        start: The token with which every hypothesis starts. It is not returned.
+        end: The token that ends a hypothesis.
+        max_length: The largest number of tokens of a hypothesis, including its end token.
+        beams: The number of hypotheses that are followed for each sequence. (default: `1`)
+        length_penalty: The exponent α. Zero compares log-probabilities without regard to length. (default: `1.0`)
+        reorder: Called after each step with the hypotheses that are continued, `[B * beams]`, so that a cache can be
+            reordered accordingly. (default: `None`)
+        device: The device of the tokens. (default: `None`)
 
     Returns:
-        Tokens `[B, T]`, with `end` after a sequence's end, and scores `[B]`.
+        The tokens `[B, T]`, where a sequence that is shorter than others is padded with `end`, and the scores `[B]`.
 
     Raises:
         ValueError: If `beams` or `max_length` is not positive, or the penalty is negative.
+
+    Example:
+        >>> import torch
+        >>> from gattn.models.decoding import beam_search
+        >>> logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])  # of four tokens, whatever came before
+        >>> tokens, scores = beam_search(lambda tokens: logits.expand(len(tokens), -1), 1, start=0, end=1, max_length=3)
+        >>> tokens
+        tensor([[2, 2, 2]])
     """
     if beams < 1 or max_length < 1:
         raise ValueError(f"beams and max_length must be at least 1; got {beams} and {max_length}.")
     if length_penalty < 0:
-        raise ValueError(f"length_penalty is at least 0; got {length_penalty}.")
+        raise ValueError(f"length_penalty must be at least 0; got {length_penalty}.")
     tokens = torch.full((batch * beams, 1), start, device=device)
     scores = torch.full((batch, beams), -torch.inf, device=device)
-    scores[:, 0] = 0.0  # the others would be copies
+    scores[:, 0] = 0.0  # the other hypotheses would be copies of the first
     done_scores = torch.full((batch, beams), -torch.inf, device=device)
     done_tokens = torch.full((batch, beams, max_length), end, device=device)
     first = torch.arange(batch, device=device).unsqueeze(1) * beams
@@ -106,9 +118,9 @@ def beam_search(
         log_probabilities = step(tokens).float().log_softmax(-1)
         vocabulary = log_probabilities.size(-1)
         candidates = scores.unsqueeze(-1) + log_probabilities.view(batch, beams, vocabulary)
-        # At most `beams` of so many candidates are ends, so enough are left to go on.
-        best, place = candidates.flatten(1).topk(min(2 * beams, beams * vocabulary) if beams > 1 else 1, dim=1)
-        parent, token = place // vocabulary, place % vocabulary
+        # At most `beams` of these candidates end here, so enough are left to continue.
+        best, position = candidates.flatten(1).topk(min(2 * beams, beams * vocabulary) if beams > 1 else 1, dim=1)
+        parent, token = position // vocabulary, position % vocabulary
         grown = torch.cat([tokens[first + parent], token.unsqueeze(-1)], -1)[..., 1:]
 
         ends = (token == end) | (length == max_length)
@@ -122,7 +134,7 @@ def beam_search(
         parent, token = parent.gather(1, kept), token.gather(1, kept)
         order = (first + parent).flatten()
         tokens = torch.cat([tokens[order], token.view(-1, 1)], 1)
-        # A hypothesis can only lose probability; its length helps it most at the end.
+        # A hypothesis only loses probability as it grows, and dividing by its length helps most at the largest length.
         if bool((done_scores[:, -1] >= scores[:, 0] / max_length**length_penalty).all()):
             break
         if reorder is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
+from torch_geometric.typing import Adj
 
+from gattn.graphs import Graph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.nn.linear import FeatureDropout
 
@@ -15,32 +18,33 @@ from gattn.nn.linear import FeatureDropout
 class GAT(BasicGNN):
     r"""A graph attention network of any depth, after `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_.
 
-    Layers are `GATConv`, `GATv2Conv` or `TransformerConv`; activation, normalisation, jumping knowledge, trimming and
-    layer-wise inference are those of PyG's `BasicGNN`, which it is one of. Differences from PyG's model of the same
-    name: `heads` is 8 where that has 1, the last layer has `out_heads`, and `conv="gatv2"` is its `v2=True`.
+    The layers are `GATConv`, `GATv2Conv` or `TransformerConv`. Activation, normalisation, jumping knowledge, trimming
+    and layer-wise inference are inherited from PyG's `BasicGNN`. The model differs from PyG's model of the same name:
+    `heads` is 8 by default instead of 1, the last layer has `out_heads` heads, and `conv="gatv2"` replaces `v2=True`.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call.
-        hidden_channels: Channels between layers: all heads together.
-        num_layers: Number of attention layers.
-        out_channels: Channels of the output. The last layer averages its heads. (default: `None`, `hidden_channels`)
-        conv: `"gat"`, `"gatv2"` or `"transformer"`. (default: `"gat"`)
-        heads: Heads of each layer. (default: `8`)
-        out_heads: Heads of the last layer, where that maps to `out_channels`. (default: `1`)
-        dropout: Probability that a feature between layers is dropped. (default: `0.0`)
-        input_dropout: Likewise for the input. (default: `None`, as `dropout`)
-        attention_dropout: Likewise for attention weights. (default: `None`, as `dropout`)
-        residual: Whether layers have a linear skip connection. (default: `None`, what the layer does by itself: only
+        in_channels: The number of channels of the input, or `-1` to infer it in the first call.
+        hidden_channels: The number of channels between layers, counting all heads together.
+        num_layers: The number of attention layers.
+        out_channels: The number of channels of the output. The last layer averages its heads. (default: `None`,
+            `hidden_channels`)
+        conv: The layers, `"gat"`, `"gatv2"` or `"transformer"`. (default: `"gat"`)
+        heads: The number of heads of each layer. (default: `8`)
+        out_heads: The number of heads of the last layer, if `out_channels` is given. (default: `1`)
+        dropout: The probability of dropping a feature between layers during training. (default: `0.0`)
+        input_dropout: The probability of dropping an input feature during training. (default: `None`, `dropout`)
+        attention_dropout: The probability of dropping an attention weight during training. (default: `None`, `dropout`)
+        residual: Whether layers have a linear skip connection. (default: `None`, the default of the layer: only
             `"transformer"` has one)
-        act: Activation. (default: `"elu"`)
-        norm: Normalisation after each layer but the last, by name or as a module. (default: `None`)
+        act: The activation, by name or as a module. (default: `"elu"`)
+        norm: The normalisation after each layer but the last, by name or as a module. (default: `None`)
         jk: Jumping knowledge: `None`, `"last"`, `"cat"`, `"max"` or `"lstm"`. (default: `None`)
         **kwargs: Further arguments of `BasicGNN` (`act_first`, `act_kwargs`, `norm_kwargs`) and of the layers
             (`edge_dim`, `value_dropout`, `add_self_loops`, ...).
 
     Shapes:
-        - **input:** features `[N, F]`, dense or sparse (bag-of-words stay sparse, and dropout keeps them so), the graph
-          in any form that the layers take, edge features `[E, D]`.
+        - **input:** features `[N, F]`, dense or sparse (dropout keeps sparse features sparse), the graph in any form
+          that the layers take, and edge features `[E, D]`.
         - **output:** `[N, out_channels]`.
 
     Raises:
@@ -78,20 +82,20 @@ class GAT(BasicGNN):
         input_dropout: float | None = None,
         attention_dropout: float | None = None,
         residual: bool | None = None,
-        act: Any = "elu",
-        norm: Any = None,
+        act: str | Callable[..., Any] | None = "elu",
+        norm: str | Callable[..., Any] | None = None,
         jk: str | None = None,
         **kwargs: Any,
     ):
         if conv not in self.conv_types:
-            raise ValueError(f"conv is 'gat', 'gatv2' or 'transformer', not {conv!r}.")
+            raise ValueError(f"conv must be 'gat', 'gatv2' or 'transformer', not {conv!r}.")
         if heads < 1 or hidden_channels % heads != 0:
             raise ValueError(
                 f"hidden_channels counts all heads together, so it must be a multiple of heads: "
                 f"{hidden_channels} is not one of {heads}."
             )
         if num_layers < 1:
-            raise ValueError(f"a GAT has at least one layer; got num_layers={num_layers}.")
+            raise ValueError(f"a GAT must have at least one layer; got num_layers={num_layers}.")
         if residual is not None:
             kwargs["root_weight" if conv == "transformer" else "residual"] = residual
         super().__init__(
@@ -123,7 +127,7 @@ class GAT(BasicGNN):
         attention_dropout: float,
         **kwargs: Any,
     ) -> MessagePassing:
-        """Makes one layer; `BasicGNN` calls it."""
+        """Makes one layer. `BasicGNN` calls this method."""
         to_out = getattr(self, "_is_conv_to_out", False)
         return self.conv_types[conv](
             in_channels,
@@ -138,7 +142,7 @@ class GAT(BasicGNN):
     def forward(
         self,
         x: Tensor,
-        edge_index: Any,
+        edge_index: Adj | Graph,
         edge_weight: Tensor | None = None,
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
@@ -149,21 +153,24 @@ class GAT(BasicGNN):
         """Runs all layers.
 
         Args:
-            x: Features `[N, F]`, dense or sparse.
+            x: The features, `[N, F]`, dense or sparse.
             edge_index: The graph, in any form that `gattn.attend` takes.
-            edge_weight: Not supported by attention layers; must be `None`. (default: `None`)
-            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
-            batch: The graph of each node, for normalisations that need it. (default: `None`)
-            batch_size: Number of graphs, likewise. (default: `None`)
-            num_sampled_nodes_per_hop: What PyG's `NeighborLoader` sampled, to compute no more than that.
-                (default: `None`)
-            num_sampled_edges_per_hop: Likewise for edges. (default: `None`)
+            edge_weight: Must be `None`, since attention layers do not support edge weights. (default: `None`)
+            edge_attr: The edge features, `[E, D]`, if `edge_dim` was given. (default: `None`)
+            batch: The graph of each node, `[N]`, for normalisations that need it. (default: `None`)
+            batch_size: The number of graphs, likewise. (default: `None`)
+            num_sampled_nodes_per_hop: The numbers of nodes that PyG's `NeighborLoader` sampled in each hop, with which
+                unnecessary computation is avoided. (default: `None`)
+            num_sampled_edges_per_hop: The numbers of edges that it sampled in each hop. (default: `None`)
+
+        Raises:
+            ValueError: If `edge_weight` is given.
         """
         if isinstance(edge_weight, Tensor):
             raise ValueError(
                 "attention layers compute their own weights: pass edge_attr (and edge_dim), not edge_weight."
             )
-        return super().forward(
+        out: Tensor = super().forward(
             self.input_dropout(x),
             edge_index,
             edge_weight,
@@ -173,3 +180,4 @@ class GAT(BasicGNN):
             num_sampled_nodes_per_hop,
             num_sampled_edges_per_hop,
         )
+        return out

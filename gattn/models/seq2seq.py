@@ -1,8 +1,8 @@
-"""Recurrent encoder and decoder, with attention between them or without."""
+"""A recurrent encoder and decoder, with or without attention between them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from gattn.models.decoding import beam_search
 from gattn.models.tokens import check_tokens, shift
 from gattn.nn.rnn_attention import (
     AdditiveAttention,
+    Choice,
     DotProductAttention,
     GeneralAttention,
     HardAttention,
@@ -28,41 +29,44 @@ ATTENTIONS = ("dot", "scaled_dot", "general", "additive", "local-m", "local-p", 
 FORMS = ("bahdanau", "luong")
 CELLS = {"gru": (GRU, GRUCell), "lstm": (LSTM, LSTMCell)}
 
-#: Of hard attention: small, for what REINFORCE adds to the gradient of encoder and decoder is mostly noise.
+#: The weight of REINFORCE, which is small because the loss adds mostly noise to the gradient of encoder and decoder.
 _REINFORCE_WEIGHT = 0.1
-#: Keeps choices undecided until they learnt something.
+#: The weight of the entropy, which keeps hard attention from settling on choices before it has learnt.
 _ENTROPY_WEIGHT = 0.01
 
 
-Layers = tuple[tuple[Tensor, ...], ...]
+#: The state of each recurrent layer, `[B, C]`, and an LSTM's cell.
+Layers: TypeAlias = tuple[tuple[Tensor, ...], ...]
+#: How a step of the decoder attended: weights `[B, 1, S]`, choices of hard attention, or unknown.
+Alignment: TypeAlias = Tensor | Choice | None
 
 
 class State(NamedTuple):
-    """What a decoder knows between two steps."""
+    """The state of a decoder between two steps."""
 
     layers: Layers
-    """Of each recurrent layer: its state, `[B, C]`, and an LSTM's cell."""
+    """The state of each recurrent layer, `[B, C]`, and an LSTM's cell."""
     feed: Tensor
-    """What the next step is fed beside its token: Luong's last output, `[B, C]`."""
+    """The last output, `[B, C]`, which is an input of the next step in Luong's form."""
     place: int
     """Number of steps so far."""
 
     def take(self, order: Tensor) -> State:
-        """The states of these elements of the batch, `[B']`."""
+        """Selects elements of the batch, `[B']`."""
         layers = tuple(tuple(x.index_select(0, order) for x in layer) for layer in self.layers)
         return State(layers, self.feed.index_select(0, order), self.place)
 
 
 class Source(NamedTuple):
-    """A source that was read."""
+    """An encoded source."""
 
     memory: Memory | None
-    """What is attended to; `None` without attention."""
+    """The memory to which the decoder attends; `None` without attention."""
     summary: Tensor
-    """The encoder's last state, `[B, C]`: the context where there is no attention."""
+    """The last state of the encoder, `[B, C]`, which is the context without attention."""
 
     def repeat(self, times: int) -> Source:
-        """Each element so many times in a row."""
+        """Repeats each element this many times in a row."""
         memory = self.memory
         if memory is not None:
             memory = Memory(*(None if x is None else x.repeat_interleave(times, 0) for x in memory))  # type: ignore[arg-type]
@@ -70,11 +74,11 @@ class Source(NamedTuple):
 
 
 class Seq2Seq(Module):
-    r"""A recurrent network reads a sequence, another one writes one, and attends to what was read.
+    r"""A recurrent encoder reads a sequence, and a recurrent decoder generates another one with attention to the first.
 
-    Two forms. That of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_ attends with the last state, and feeds the
-    context to the recurrent step; that of `Luong et al. <https://arxiv.org/abs/1508.04025>`_ attends after the step,
-    and feeds its output to the next one (*input feeding*):
+    There are two forms. That of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_ attends with the last state and
+    passes the context to the recurrent step. That of `Luong et al. <https://arxiv.org/abs/1508.04025>`_ attends after
+    the step, and passes its output to the next one (*input feeding*):
 
     .. math::
         c_i = \mathrm{attention}(s_{i-1}, m), \quad
@@ -86,35 +90,36 @@ class Seq2Seq(Module):
         c_i = \mathrm{attention}(s_i, m), \quad
         o_i = \tanh(W [c_i; s_i]) \quad \text{(Luong)}
 
-    and :math:`p(y_i) = \mathrm{softmax}(V o_i)`. The encoder is bidirectional, and its last states, through a layer of
-    their own, are the decoder's first. Without attention each :math:`c_i` is the encoder's last state: a vector of a
-    fixed size has to hold the whole sequence.
+    and :math:`p(y_i) = \mathrm{softmax}(V o_i)`. The encoder is bidirectional. A linear layer maps its last states to
+    the first states of the decoder. Without attention, each :math:`c_i` is the last state of the encoder, so that one
+    vector has to represent the whole sequence.
 
     Args:
-        num_source_tokens: Size of the source vocabulary.
-        num_target_tokens: Size of the target vocabulary, V.
-        embedding_channels: Channels of the embeddings. (default: `256`)
-        hidden_channels: Channels of the decoder's state and of the memory, C, even. (default: `256`)
+        num_source_tokens: The size of the source vocabulary.
+        num_target_tokens: The size of the target vocabulary, V.
+        embedding_channels: The number of channels of the embeddings. (default: `256`)
+        hidden_channels: The number of channels of the decoder's state and of the memory, C, which must be even.
+            (default: `256`)
         attention: `None`, `"dot"`, `"scaled_dot"`, `"general"`, `"additive"`, `"local-m"` (monotonic), `"local-p"`
-            (predictive), `"hard"` (trained by REINFORCE), `"hard-st"` (by straight-through Gumbel), or a
-            `gattn.nn.MemoryAttention` for queries and memories of C channels. Local and hard attention use the general
-            score. (default: `"additive"`)
-        form: `"bahdanau"` or `"luong"`. (default: `None`, Bahdanau's for `"additive"`, Luong's otherwise)
-        cell: `"gru"` or `"lstm"`. (default: `"gru"`)
-        num_layers: Recurrent layers of encoder and decoder each. (default: `1`)
-        dropout: Probability that a feature is dropped, in training. (default: `0.0`)
-        window: Half-width of local attention. (default: `10`)
-        start: The token that a target begins with. (default: `1`)
-        end: The token that ends it. (default: `2`)
-        share_embeddings: Whether source and target have one vocabulary and one embedding. (default: `False`)
-        tie_weights: Whether the output layer is the target embedding's transpose. (default: `False`)
+            (predictive), `"hard"` (trained by REINFORCE), `"hard-st"` (trained by straight-through Gumbel-softmax), or
+            a `gattn.nn.MemoryAttention` for queries and memories of C channels. Local and hard attention use the
+            general score. (default: `"additive"`)
+        form: The form, `"bahdanau"` or `"luong"`. (default: `None`, Bahdanau's for `"additive"`, Luong's otherwise)
+        cell: The recurrent cell, `"gru"` or `"lstm"`. (default: `"gru"`)
+        num_layers: The number of recurrent layers of the encoder, and of the decoder. (default: `1`)
+        dropout: The probability of dropping a feature during training. (default: `0.0`)
+        window: The half-width of the window of local attention. (default: `10`)
+        start: The token with which every target starts. (default: `1`)
+        end: The token with which every target ends. (default: `2`)
+        share_embeddings: Whether source and target share one vocabulary and one embedding. (default: `False`)
+        tie_weights: Whether the output layer shares its weights with the target embedding. (default: `False`)
 
     Shapes:
         - **input:** source tokens `[B, S]`, target tokens `[B, T]`; **output:** logits `[B, T, V]`.
 
     Raises:
         ValueError: If an option is out of range, or options contradict each other.
-        TypeError: If `attention` is no `MemoryAttention`.
+        TypeError: If `attention` is not a `MemoryAttention`.
 
     Example:
         >>> import torch, gattn
@@ -150,20 +155,21 @@ class Seq2Seq(Module):
         if form is None:
             form = "bahdanau" if attention == "additive" else "luong"
         if form not in FORMS:
-            raise ValueError(f"form is 'bahdanau' or 'luong', not {form!r}.")
+            raise ValueError(f"form must be 'bahdanau' or 'luong', not {form!r}.")
         if cell not in CELLS:
-            raise ValueError(f"cell is 'gru' or 'lstm', not {cell!r}.")
+            raise ValueError(f"cell must be 'gru' or 'lstm', not {cell!r}.")
         check_probability("dropout", dropout)
         for name, token in (("start", start), ("end", end)):
             if not 0 <= token < num_target_tokens:
-                raise ValueError(f"{name} is a target token, between 0 and {num_target_tokens - 1}; got {token}.")
+                raise ValueError(f"{name} must be a target token, between 0 and {num_target_tokens - 1}; got {token}.")
         if share_embeddings and num_source_tokens != num_target_tokens:
             raise ValueError(
-                f"one embedding for both needs one vocabulary; got {num_source_tokens} and {num_target_tokens} tokens."
+                "share_embeddings=True needs one vocabulary for source and target; got "
+                f"{num_source_tokens} and {num_target_tokens} tokens."
             )
         if tie_weights and embedding_channels != hidden_channels:
             raise ValueError(
-                "an output layer that is the embedding's transpose needs embedding_channels = hidden_channels; got "
+                "tie_weights=True needs as many embedding_channels as hidden_channels; got "
                 f"{embedding_channels} and {hidden_channels}."
             )
         self.num_source_tokens = num_source_tokens
@@ -199,10 +205,10 @@ class Seq2Seq(Module):
         if tie_weights:
             self.output.weight = self.target_embedding.weight
         self.reset_parameters()
-        self.attention = layer  # one that is given keeps its parameters
+        self.attention = layer  # set after the reset, so that a layer that was passed in keeps its parameters
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: embeddings with σ = 0.1, everything else as PyTorch does."""
+        """Resets all parameters: embeddings are normal with σ = 0.1, and everything else is as in PyTorch."""
         for module in self.modules():
             if isinstance(module, Embedding):
                 torch.nn.init.normal_(module.weight, std=0.1)
@@ -213,10 +219,10 @@ class Seq2Seq(Module):
             torch.nn.init.xavier_uniform_(self.output.weight)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> tuple[Source, State]:
-        """Reads the source: what the decoder attends to, and the state that it begins with.
+        """Encodes the source, and returns what the decoder attends to and its first state.
 
         Args:
-            source: `[B, S]`.
+            source: The source tokens, `[B, S]`.
             source_lengths: How many tokens of each source are real, `[B]`; padding is never read. (default: `None`,
                 all)
 
@@ -232,7 +238,7 @@ class Seq2Seq(Module):
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
             memory, last = self.encoder(packed)
             memory, _ = pad_packed_sequence(memory, batch_first=True, total_length=source.size(1))
-        # Two directions of each layer, side by side.
+        # The states of the two directions of each layer are concatenated.
         parts = [
             x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) for x in (last if isinstance(last, tuple) else [last])
         ]
@@ -244,18 +250,18 @@ class Seq2Seq(Module):
 
     def step(
         self, token: Tensor, source: Source, state: State, return_weights: bool = False
-    ) -> tuple[Tensor, State, Any]:
-        """One step of the decoder.
+    ) -> tuple[Tensor, State, Alignment]:
+        """Runs one step of the decoder.
 
         Args:
-            token: Embedded, `[B, embedding_channels]`.
-            source: From `encode`.
-            state: From `encode`, or the last step.
-            return_weights: Whether the attention weights are asked for. (default: `False`)
+            token: The embedded token, `[B, embedding_channels]`.
+            source: The source that `encode` returned.
+            state: The state that `encode` or the last step returned.
+            return_weights: Whether to return the attention weights as well. (default: `False`)
 
         Returns:
-            The output :math:`o_i`, `[B, C]`, the new state, and how it attended: a `gattn.nn.rnn_attention.Choice` for
-            hard attention, else weights `[B, 1, S]` if they were asked for, or `None`.
+            The output :math:`o_i`, `[B, C]`, the new state, and the alignment: for hard attention a
+            `gattn.nn.rnn_attention.Choice`, otherwise weights `[B, 1, S]` with `return_weights`, or `None`.
         """
         if self.form == "bahdanau":
             context, alpha = self._context(state.layers[-1][0], source, state.place, return_weights)
@@ -267,9 +273,8 @@ class Seq2Seq(Module):
         out = self.combine(torch.cat([context, top], 1)).tanh()
         return out, State(layers, out, state.place + 1), alpha
 
-    def _recur(
-        self, x: Tensor, layers: tuple[tuple[Tensor, ...], ...]
-    ) -> tuple[Tensor, tuple[tuple[Tensor, ...], ...]]:
+    def _recur(self, x: Tensor, layers: Layers) -> tuple[Tensor, Layers]:
+        """Runs all recurrent layers for one step."""
         new = []
         for number, (cell, old) in enumerate(zip(self.decoder, layers, strict=True)):
             x = self.dropout(x) if number else x
@@ -278,11 +283,12 @@ class Seq2Seq(Module):
             x = new[-1][0]
         return x, tuple(new)
 
-    def _context(self, query: Tensor, source: Source, place: int, return_weights: bool) -> tuple[Tensor, Any]:
+    def _context(self, query: Tensor, source: Source, place: int, return_weights: bool) -> tuple[Tensor, Alignment]:
+        """Returns the context of a query, and the alignment."""
         if self.attention is None or source.memory is None:
             return source.summary, None
         query = query.unsqueeze(1)
-        alpha = None
+        alpha: Alignment = None
         if isinstance(self.attention, HardAttention):
             context, alpha = self.attention.choose(query, source.memory)
         elif return_weights:
@@ -293,44 +299,69 @@ class Seq2Seq(Module):
 
     def _unroll(
         self, source: Tensor, target: Tensor, source_lengths: Tensor | None, return_weights: bool = False
-    ) -> tuple[Tensor, list[Any]]:
-        """The outputs `[B, T, C]`, and how each step attended."""
+    ) -> tuple[Tensor, list[Alignment]]:
+        """Returns the outputs `[B, T, C]`, and the alignment of each step."""
         check_tokens("target tokens", target, self.num_target_tokens)
         if source.size(0) != target.size(0):
-            raise ValueError(f"each source has one target; got {source.size(0)} and {target.size(0)}.")
+            raise ValueError(f"each source must have one target; got {source.size(0)} and {target.size(0)}.")
         read, state = self.encode(source, source_lengths)
-        outputs, attentions = [], []
+        outputs: list[Tensor] = []
+        alignments: list[Alignment] = []
         for token in self.dropout(self.target_embedding(shift(target, self.start))).unbind(1):
             out, state, alpha = self.step(token, read, state, return_weights)
             outputs.append(out)
-            attentions.append(alpha)
+            alignments.append(alpha)
         hidden = torch.stack(outputs, 1) if outputs else read.summary.new_zeros(*target.shape, read.summary.size(1))
-        return self.dropout(hidden), attentions
+        return self.dropout(hidden), alignments
+
+    @overload
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_lengths: Tensor | None = None,
+        *,
+        return_weights: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, *, return_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, *, return_weights: bool
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def forward(
         self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, *, return_weights: bool = False
-    ) -> Any:
-        """Logits of each target token, given those before it: what a loss compares with `target` itself.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes the logits of each target token given those before it, which a loss compares with `target` itself.
 
         Args:
-            source: `[B, S]`.
-            target: `[B, T]`, without the start token.
-            source_lengths: How many tokens of each source are real, `[B]`. (default: `None`, all)
-            return_weights: Whether to return the attention weights, too, `[B, T, S]`. (default: `False`)
+            source: The source tokens, `[B, S]`.
+            target: The target tokens, `[B, T]`, without the start token.
+            source_lengths: The number of tokens in each source without padding, `[B]`. (default: `None`, all)
+            return_weights: Whether to return the attention weights as well. (default: `False`)
+
+        Returns:
+            The logits `[B, T, V]`, and with `return_weights` the attention weights `[B, T, S]`.
 
         Raises:
-            ValueError: If shapes or lengths do not fit, a source is empty, or there are no weights to return.
+            ValueError: If shapes or lengths do not fit each other, a source is empty, or there are no weights to
+                return.
             IndexError: If a token is out of range.
         """
         if return_weights and self.attention is None:
-            raise ValueError("a model without attention has no weights to return: leave return_weights=False.")
-        hidden, attentions = self._unroll(source, target, source_lengths, return_weights)
-        logits = self.output(hidden)
+            raise ValueError("a model without attention has no weights to return: use return_weights=False.")
+        hidden, alignments = self._unroll(source, target, source_lengths, return_weights)
+        logits: Tensor = self.output(hidden)
         if not return_weights:
             return logits
-        if not attentions:
+        if not alignments:
             return logits, logits.new_zeros(*target.shape, source.size(1))
-        return logits, torch.cat([x.weights if hasattr(x, "weights") else x for x in attentions], 1)
+        return logits, torch.cat([_weights(x) for x in alignments], 1)
 
     def loss(
         self,
@@ -341,33 +372,37 @@ class Seq2Seq(Module):
         *,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """What training minimises: the cross entropy, in nats a token.
+        """Computes the loss for training: the cross entropy in nats per token.
 
-        With hard attention trained by REINFORCE, in training mode, plus a `gattn.nn.ReinforceLoss`. The reward of a
-        choice is the log-probability of the token that it was made for; its effect on later ones is left out.
+        In training mode with hard attention that is trained by REINFORCE, a `gattn.nn.ReinforceLoss` is added. The
+        reward of a choice is the log-probability of the token for which it was made; its effect on later tokens is
+        ignored.
 
         Args:
-            source: `[B, S]`.
+            source: The source tokens, `[B, S]`.
             target: `[B, T]`, without the start token, and with the end token.
-            source_lengths: How many tokens of each source are real, `[B]`. (default: `None`, all)
-            target_lengths: How many of each target, the end included, `[B]`. (default: `None`, all)
-            label_smoothing: The share of the target distribution that all tokens have. (default: `0.0`)
+            source_lengths: The number of tokens in each source without padding, `[B]`. (default: `None`, all)
+            target_lengths: The number of tokens in each target, including the end token, without padding, `[B]`.
+                (default: `None`, all)
+            label_smoothing: The share of the target distribution that is spread evenly over all tokens. (default:
+                `0.0`)
 
         Raises:
-            ValueError: If shapes or lengths do not fit, or a source is empty.
+            ValueError: If shapes or lengths do not fit each other, or a source is empty.
             IndexError: If a token is out of range.
         """
-        hidden, attentions = self._unroll(source, target, source_lengths)
+        hidden, alignments = self._unroll(source, target, source_lengths)
         real = torch.ones_like(target, dtype=torch.bool)
         if target_lengths is not None:
             _check_lengths("target", target_lengths, target)
             real = torch.arange(target.size(1), device=target.device) < target_lengths.unsqueeze(1)
         logits, expected = self.output(hidden[real]), target[real].long()
         loss = F.cross_entropy(logits, expected, label_smoothing=label_smoothing)
-        if self.reinforce is not None and self.training and attentions:
+        if self.reinforce is not None and self.training and alignments:
             reward = -F.cross_entropy(logits.detach(), expected, reduction="none")
-            log_prob = torch.cat([choice.log_prob for choice in attentions], 1)[real]
-            entropy = torch.cat([choice.entropy for choice in attentions], 1)[real]
+            choices = [choice for choice in alignments if isinstance(choice, Choice)]
+            log_prob = torch.cat([choice.log_prob for choice in choices], 1)[real]
+            entropy = torch.cat([choice.entropy for choice in choices], 1)[real]
             loss = loss + self.reinforce(reward, log_prob, entropy)
         return loss
 
@@ -381,17 +416,18 @@ class Seq2Seq(Module):
         beams: int = 1,
         length_penalty: float = 1.0,
     ) -> Tensor:
-        """The targets that greedy (`beams=1`) or beam search finds.
+        """Generates targets by greedy search (`beams=1`) or beam search; see `gattn.models.decoding.beam_search`.
 
         Args:
-            source: `[B, S]`.
-            source_lengths: As in `forward`. (default: `None`)
-            max_length: Tokens of a target at most, its end included. (default: `64`)
-            beams: See `gattn.models.decoding.beam_search`. (default: `1`)
-            length_penalty: Likewise. (default: `1.0`)
+            source: The source tokens, `[B, S]`.
+            source_lengths: The number of tokens in each source without padding, `[B]`. (default: `None`, all)
+            max_length: The largest number of tokens of a target, including its end token. (default: `64`)
+            beams: The number of hypotheses that beam search follows; 1 is greedy search. (default: `1`)
+            length_penalty: The exponent α of the length by which scores are divided. (default: `1.0`)
 
         Returns:
-            `[B, T]`, without the start token, and with `end` after a target's end.
+            The target tokens, `[B, T]`, without the start token. A target that is shorter than others is padded with
+            `end`.
         """
         read, state = self.encode(source, source_lengths)
         if beams > 1:
@@ -401,7 +437,8 @@ class Seq2Seq(Module):
         def step(tokens: Tensor) -> Tensor:
             nonlocal state
             out, state, _ = self.step(self.dropout(self.target_embedding(tokens[:, -1])), read, state)
-            return self.output(self.dropout(out))
+            logits: Tensor = self.output(self.dropout(out))
+            return logits
 
         def reorder(order: Tensor) -> None:
             nonlocal state
@@ -421,11 +458,21 @@ class Seq2Seq(Module):
         return found
 
 
+def _weights(alignment: Alignment) -> Tensor:
+    """The weights `[B, 1, S]` of an alignment that is known."""
+    if isinstance(alignment, Choice):
+        return alignment.weights
+    assert alignment is not None
+    return alignment
+
+
 def _make_attention(attention: str | MemoryAttention | None, channels: int, window: float) -> MemoryAttention | None:
     if attention is None or isinstance(attention, MemoryAttention):
         return attention
     if not isinstance(attention, str):
-        raise TypeError(f"attention is a name, a gattn.nn.MemoryAttention or None; got {type(attention).__name__}.")
+        raise TypeError(
+            f"attention must be a name, a gattn.nn.MemoryAttention or None; got {type(attention).__name__}."
+        )
     general = GeneralAttention(channels, channels)
     made: dict[str, MemoryAttention] = {
         "dot": DotProductAttention(scale=1.0),
@@ -434,13 +481,13 @@ def _make_attention(attention: str | MemoryAttention | None, channels: int, wind
         "additive": AdditiveAttention(channels, channels),
         "local-m": LocalAttention(general, window),
         "local-p": LocalAttention(general, window, alignment="predictive", query_channels=channels),
-        # Half of the choices replaced by their expectation, as the paper has it.
+        # As in the paper, half of the choices are replaced by their expectation.
         "hard": HardAttention(general, expected=0.5),
         "hard-st": HardAttention(general, estimator="straight_through"),
     }
     if attention not in made:
         raise ValueError(
-            f"attention is None, one of {', '.join(map(repr, ATTENTIONS))}, or a layer; got {attention!r}."
+            f"attention must be None, one of {', '.join(map(repr, ATTENTIONS))}, or a layer; got {attention!r}."
         )
     return made[attention]
 
@@ -449,16 +496,18 @@ def _check_options(
     num_source_tokens: int, num_target_tokens: int, embedding_channels: int, hidden_channels: int, num_layers: int
 ) -> None:
     if min(num_source_tokens, num_target_tokens, embedding_channels, num_layers) < 1:
-        raise ValueError("numbers of tokens, channels and layers must be at least 1.")
+        raise ValueError("the numbers of tokens, channels and layers must be at least 1.")
     if hidden_channels < 2 or hidden_channels % 2:
-        raise ValueError(f"hidden_channels is even: each direction of the encoder has half; got {hidden_channels}.")
+        raise ValueError(
+            f"hidden_channels must be even, as each direction of the encoder has half; got {hidden_channels}."
+        )
 
 
 def _check_source(source: Tensor, lengths: Tensor | None, num_tokens: int) -> Tensor | None:
-    """Checks the source; its lengths on the CPU, or `None` where all of it is real."""
+    """Checks the source, and returns its lengths on the CPU, or `None` if there is no padding."""
     check_tokens("source tokens", source, num_tokens)
     if source.size(1) == 0:
-        raise ValueError("a source has at least one token (its end, for example); these have none.")
+        raise ValueError("every source must have at least one token, such as its end; these have none.")
     if lengths is None:
         return None
     _check_lengths("source", lengths, source)
@@ -468,8 +517,8 @@ def _check_source(source: Tensor, lengths: Tensor | None, num_tokens: int) -> Te
 def _check_lengths(name: str, lengths: Tensor, tokens: Tensor) -> None:
     if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():
         raise ValueError(
-            f"there is one integer length for each {name}, [{tokens.size(0)}]; got {lengths.dtype} of shape "
+            f"{name} lengths must be one integer for each {name}, [{tokens.size(0)}]; got {lengths.dtype} of shape "
             f"{list(lengths.shape)}."
         )
     if lengths.numel() and not 1 <= int(lengths.min()) <= int(lengths.max()) <= tokens.size(1):
-        raise ValueError(f"{name} lengths lie between 1 and {tokens.size(1)}; got {lengths.tolist()}.")
+        raise ValueError(f"{name} lengths must lie between 1 and {tokens.size(1)}; got {lengths.tolist()}.")

@@ -1,4 +1,4 @@
-"""Transformers as whole models: a language model, and encoder and decoder for sequence to sequence."""
+"""Transformers as whole models: a language model, and an encoder and decoder for sequence to sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import Dropout, Embedding, LayerNorm, Linear, Module
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import beam_search, sample
 from gattn.models.tokens import check_tokens, shift
-from gattn.nn.multihead_attention import KeyValueCache
+from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.positional import (
     ALiBi,
     LearnedPositionalEncoding,
@@ -30,7 +30,7 @@ _POSITIONS = ("learned", "sinusoidal", "rotary", "alibi")
 
 
 class _Embedding(Module):
-    """Tokens, and their places where those are added."""
+    """Embeds tokens, and adds their positions if these are not part of attention."""
 
     def __init__(self, num_tokens: int, channels: int, position: str, max_length: int, scale: float, dropout: float):
         super().__init__()
@@ -45,19 +45,20 @@ class _Embedding(Module):
 
     def forward(self, tokens: Tensor, first: int = 0) -> Tensor:
         x = self.tokens(tokens) * self.scale
-        return self.dropout(x if self.position is None else self.position(x, first))
+        out: Tensor = self.dropout(x if self.position is None else self.position(x, first))
+        return out
 
 
 def _inner_position(position: str, channels: int, heads: int) -> Module | None:
     if position not in _POSITIONS:
-        raise ValueError(f"position is one of {', '.join(map(repr, _POSITIONS))}, not {position!r}.")
+        raise ValueError(f"position must be one of {', '.join(map(repr, _POSITIONS))}, not {position!r}.")
     if position == "rotary":
         return RotaryPositionalEncoding(channels // heads)
     return ALiBi(heads) if position == "alibi" else None
 
 
 class TransformerLM(Module):
-    r"""A decoder-only language model: causal attention, pre-norm, as in GPT-2.
+    r"""A language model that consists of a decoder with causal attention and pre-norm, as in GPT-2.
 
     See `Language Models are Unsupervised Multitask Learners
     <https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf>`_.
@@ -66,20 +67,21 @@ class TransformerLM(Module):
         p(t_{i+1} \mid t_1, \ldots, t_i) = \mathrm{softmax}(W \, \mathrm{norm}(x_i))
 
     Args:
-        num_tokens: Size of the vocabulary, V.
-        channels: Channels of the model, E. (default: `128`)
-        num_layers: Number of layers. (default: `4`)
-        heads: Number of heads. (default: `4`)
-        context: The longest sequence. (default: `64`)
-        feedforward: Channels of the hidden layers. (default: `None`, 4 E)
-        dropout: Probability that an attention weight or feature is dropped, in training. (default: `0.0`)
-        position: `"learned"`, `"sinusoidal"`, `"rotary"` or `"alibi"`. (default: `"learned"`)
+        num_tokens: The size of the vocabulary, V.
+        channels: The number of channels of the model, E. (default: `128`)
+        num_layers: The number of layers. (default: `4`)
+        heads: The number of heads. (default: `4`)
+        context: The length of the longest sequence. (default: `64`)
+        feedforward: The number of channels of the hidden layers. (default: `None`, 4 E)
+        dropout: The probability of dropping an attention weight or a feature during training. (default: `0.0`)
+        position: The positional encoding, `"learned"`, `"sinusoidal"`, `"rotary"` or `"alibi"`. (default: `"learned"`)
         bias: Whether linear layers and norms have a bias. (default: `False`)
-        tie_weights: Whether the output layer is the embedding's transpose. (default: `True`)
-        layer: Makes a layer: gattn's, or another with the same arguments. (default: `gattn.nn.TransformerEncoderLayer`)
+        tie_weights: Whether the output layer shares its weights with the embedding. (default: `True`)
+        layer: The class of the layers, or a function with the same arguments that makes one. (default:
+            `gattn.nn.TransformerEncoderLayer`)
 
     Shapes:
-        - **input:** tokens `[B, T]`; **output:** logits of each next token, `[B, T, V]`.
+        - **input:** tokens `[B, T]`; **output:** logits of the next tokens, `[B, T, V]`.
 
     Raises:
         ValueError: If an option is out of range.
@@ -137,7 +139,7 @@ class TransformerLM(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters as GPT-2 does: σ = 0.02, less for what is added to the residual stream."""
+        """Resets all parameters as in GPT-2: σ = 0.02, or less for what is added to the residual stream."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 ends_branch = name.endswith(("out_proj.weight", "linear2.weight"))
@@ -147,31 +149,32 @@ class TransformerLM(Module):
                 torch.nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits of each next token.
+        """Computes the logits of each next token.
 
         Args:
-            tokens: `[B, T]`; with a cache, the new ones only.
-            cache: Keys and values of earlier tokens. (default: `None`)
+            tokens: The tokens, `[B, T]`; with a cache, only the new ones.
+            cache: The keys and values of earlier tokens. (default: `None`)
 
         Raises:
-            ValueError: If the sequence is longer than `context`, or tokens are no integers `[B, T]`.
+            ValueError: If the sequence is longer than `context`, or tokens are not integers `[B, T]`.
             IndexError: If a token is out of range.
         """
         check_tokens("tokens", tokens, self.num_tokens)
         first = 0 if cache is None else len(cache)
         if first + tokens.size(1) > self.context:
             raise ValueError(
-                f"the model was made for {self.context} tokens, and these are {first + tokens.size(1)}: make it with a "
-                "larger context, or pass the last ones only."
+                f"the model was made for {self.context} tokens, but there are {first + tokens.size(1)}: make it with a "
+                "larger context, or pass only the last tokens."
             )
         x = self.embedding(tokens, first)
         mask = None
-        if not isinstance(self.layers[0], TransformerEncoderLayer):  # PyTorch's layers want both
+        if not isinstance(self.layers[0], TransformerEncoderLayer):  # PyTorch's layers need both
             mask = torch.ones(tokens.size(1), tokens.size(1), dtype=torch.bool, device=tokens.device).triu(1)
         for layer in self.layers:
             options = {} if cache is None else {"cache": cache}
             x = layer(x, src_mask=mask, is_causal=True, **options)
-        return self.output(self.norm(x))
+        logits: Tensor = self.output(self.norm(x))
+        return logits
 
     @torch.no_grad()
     def generate(
@@ -185,29 +188,30 @@ class TransformerLM(Module):
         use_cache: bool = True,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Goes on with a text, token by token.
+        """Continues a text token by token; see `gattn.models.decoding.sample`.
 
-        Past `context`, each token sees the last `context` ones, which are computed anew.
+        Beyond `context` tokens, each token attends to the last `context` tokens, which are then computed again.
 
         Args:
-            tokens: `[B, T]`, T at least 1.
-            num_new_tokens: How many are added.
-            temperature: See `gattn.models.decoding.sample`. (default: `1.0`)
-            top_k: Likewise. (default: `None`)
-            top_p: Likewise. (default: `None`)
-            use_cache: Whether keys and values are kept; the tokens are the same without. (default: `True`)
-            generator: Random numbers come from it. (default: `None`, PyTorch's own)
+            tokens: The first tokens, `[B, T]`, with T at least 1.
+            num_new_tokens: The number of tokens to add.
+            temperature: The logits are divided by it. Zero selects the most probable token. (default: `1.0`)
+            top_k: Samples from this many of the most probable tokens only. (default: `None`, all)
+            top_p: Samples only from the smallest set of tokens whose probabilities sum to at least this.
+                (default: `None`, all)
+            use_cache: Whether to keep keys and values, which does not change the tokens. (default: `True`)
+            generator: The source of random numbers. (default: `None`, the global generator)
 
         Returns:
-            `[B, T + num_new_tokens]`.
+            All tokens, `[B, T + num_new_tokens]`.
 
         Raises:
-            ValueError: If there is no token to begin with, or an option is out of range.
+            ValueError: If there is no first token, or an option is out of range.
         """
         if tokens.size(1) < 1:
             raise ValueError("generate() needs at least one token to begin with.")
         if num_new_tokens < 0:
-            raise ValueError(f"num_new_tokens is at least 0; got {num_new_tokens}.")
+            raise ValueError(f"num_new_tokens must be at least 0; got {num_new_tokens}.")
         use_cache = use_cache and isinstance(self.layers[0], TransformerEncoderLayer)
         cache = KeyValueCache() if use_cache else None
         for _ in range(num_new_tokens):
@@ -221,26 +225,28 @@ class TransformerLM(Module):
 
 
 class TransformerSeq2Seq(Module):
-    r"""Encoder and decoder, of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, from tokens to tokens.
+    r"""A Transformer from tokens to tokens, as in `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
         p(y_i \mid y_1, \ldots, y_{i-1}, x) = \mathrm{softmax}(W \, \mathrm{decoder}(y_{<i}, \mathrm{encoder}(x)))
 
     Args:
-        num_source_tokens: Size of the source vocabulary.
-        num_target_tokens: Size of the target vocabulary, V.
-        channels: Channels of the model, E. (default: `256`)
-        num_layers: Layers of encoder and decoder each. (default: `3`)
-        heads: Number of heads. (default: `8`)
-        feedforward: Channels of the hidden layers. (default: `None`, 4 E)
-        dropout: Probability that an attention weight or feature is dropped, in training. (default: `0.1`)
-        position: `"sinusoidal"`, `"learned"`, `"rotary"` or `"alibi"`. (default: `"sinusoidal"`)
-        max_length: The longest sequence, for learnt positions. (default: `512`)
-        norm_first: Whether norms come first (pre-norm). (default: `True`)
-        start: The token that a target begins with. (default: `1`)
-        end: The token that ends it. (default: `2`)
-        share_embeddings: Whether source and target have one vocabulary and one embedding. (default: `False`)
-        tie_weights: Whether the output layer is the target embedding's transpose. (default: `True`)
+        num_source_tokens: The size of the source vocabulary.
+        num_target_tokens: The size of the target vocabulary, V.
+        channels: The number of channels of the model, E. (default: `256`)
+        num_layers: The number of layers of the encoder, and of the decoder. (default: `3`)
+        heads: The number of heads. (default: `8`)
+        feedforward: The number of channels of the hidden layers. (default: `None`, 4 E)
+        dropout: The probability of dropping an attention weight or a feature during training. (default: `0.1`)
+        position: The positional encoding, `"sinusoidal"`, `"learned"`, `"rotary"` or `"alibi"`. (default:
+            `"sinusoidal"`)
+        max_length: The length of the longest sequence, for learnt positions. (default: `512`)
+        norm_first: Whether to apply the norms before attention and feed-forward network (pre-norm) instead of after.
+            (default: `True`)
+        start: The token with which every target starts. (default: `1`)
+        end: The token with which every target ends. (default: `2`)
+        share_embeddings: Whether source and target share one vocabulary and one embedding. (default: `False`)
+        tie_weights: Whether the output layer shares its weights with the target embedding. (default: `True`)
 
     Shapes:
         - **input:** source tokens `[B, S]`, target tokens `[B, T]`; **output:** logits `[B, T, V]`.
@@ -279,11 +285,12 @@ class TransformerSeq2Seq(Module):
         super().__init__()
         if share_embeddings and num_source_tokens != num_target_tokens:
             raise ValueError(
-                f"one embedding for both needs one vocabulary; got {num_source_tokens} and {num_target_tokens} tokens."
+                "share_embeddings=True needs one vocabulary for source and target; got "
+                f"{num_source_tokens} and {num_target_tokens} tokens."
             )
         for name, token in (("start", start), ("end", end)):
             if not 0 <= token < num_target_tokens:
-                raise ValueError(f"{name} is a target token, between 0 and {num_target_tokens - 1}; got {token}.")
+                raise ValueError(f"{name} must be a target token, between 0 and {num_target_tokens - 1}; got {token}.")
         self.num_source_tokens = num_source_tokens
         self.num_target_tokens = num_target_tokens
         self.start = start
@@ -310,7 +317,7 @@ class TransformerSeq2Seq(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: matrices after Glorot, embeddings with σ = 1/√E."""
+        """Resets all parameters: matrices as in Glorot and Bengio, embeddings with σ = 1/√E."""
         for name, parameter in self.named_parameters():
             if "embedding" in name and name.endswith("tokens.weight"):
                 torch.nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
@@ -320,11 +327,11 @@ class TransformerSeq2Seq(Module):
                 torch.nn.init.zeros_(parameter)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
-        """The encoder's output, `[B, S, E]`; padding's is zero attention and of no use.
+        """Returns the output of the encoder, `[B, S, E]`. That of padding has no meaning.
 
         Args:
-            source: `[B, S]`.
-            source_lengths: How many tokens of each source are real, `[B]`. (default: `None`, all)
+            source: The source tokens, `[B, S]`.
+            source_lengths: The number of tokens in each source without padding, `[B]`. (default: `None`, all)
 
         Raises:
             ValueError: If lengths do not fit.
@@ -332,7 +339,8 @@ class TransformerSeq2Seq(Module):
         """
         check_tokens("source tokens", source, self.num_source_tokens)
         graph = CompleteGraph(source.size(1), source_lengths=source_lengths, target_lengths=source_lengths)
-        return self.encoder(self.source_embedding(source), graph=graph)
+        memory: Tensor = self.encoder(self.source_embedding(source), graph=graph)
+        return memory
 
     def decode(
         self,
@@ -341,35 +349,36 @@ class TransformerSeq2Seq(Module):
         source_lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Logits of the token after each of `tokens`.
+        """Computes the logits of the token after each of `tokens`, `[B, T, V]`.
 
         Args:
-            tokens: `[B, T]`, the first of them `start`; with a cache, the new ones only.
-            memory: `[B, S, E]`, from `encode`.
-            source_lengths: As in `encode`. (default: `None`)
-            cache: Keys and values of earlier tokens, and of the memory. (default: `None`)
+            tokens: The tokens, `[B, T]`, of which the first is `start`; with a cache, only the new ones.
+            memory: The output of `encode`, `[B, S, E]`.
+            source_lengths: The number of tokens in each source without padding, `[B]`. (default: `None`, all)
+            cache: The keys and values of earlier tokens and of the memory. (default: `None`)
         """
         first = 0 if cache is None else cache.length(self.decoder.layers[0].self_attn)
         graph = CompleteGraph(tokens.size(1), memory.size(1), source_lengths=source_lengths)
         x = self.target_embedding(tokens, first)
         x = self.decoder(x, memory, tgt_is_causal=True, memory_graph=graph, cache=cache)
-        return self.output(x)
+        logits: Tensor = self.output(x)
+        return logits
 
     def forward(self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None) -> Tensor:
-        """Logits of each target token, given those before it: what a loss compares with `target` itself.
+        """Computes the logits of each target token given those before it, which a loss compares with `target` itself.
 
         Args:
-            source: `[B, S]`.
-            target: `[B, T]`, without the start token.
-            source_lengths: How many tokens of each source are real, `[B]`. (default: `None`, all)
+            source: The source tokens, `[B, S]`.
+            target: The target tokens, `[B, T]`, without the start token.
+            source_lengths: The number of tokens in each source without padding, `[B]`. (default: `None`, all)
 
         Raises:
-            ValueError: If shapes or lengths do not fit.
+            ValueError: If shapes or lengths do not fit each other.
             IndexError: If a token is out of range.
         """
         check_tokens("target tokens", target, self.num_target_tokens)
         if source.size(0) != target.size(0):
-            raise ValueError(f"each source has one target; got {source.size(0)} and {target.size(0)}.")
+            raise ValueError(f"each source must have one target; got {source.size(0)} and {target.size(0)}.")
         return self.decode(shift(target, self.start), self.encode(source, source_lengths), source_lengths)
 
     @torch.no_grad()
@@ -382,17 +391,18 @@ class TransformerSeq2Seq(Module):
         beams: int = 1,
         length_penalty: float = 1.0,
     ) -> Tensor:
-        """The targets that greedy (`beams=1`) or beam search finds.
+        """Generates targets by greedy search (`beams=1`) or beam search; see `gattn.models.decoding.beam_search`.
 
         Args:
-            source: `[B, S]`.
-            source_lengths: As in `forward`. (default: `None`)
-            max_length: Tokens of a target at most, its end included. (default: `64`)
-            beams: See `gattn.models.decoding.beam_search`. (default: `1`)
-            length_penalty: Likewise. (default: `1.0`)
+            source: The source tokens, `[B, S]`.
+            source_lengths: The number of tokens in each source without padding, `[B]`. (default: `None`, all)
+            max_length: The largest number of tokens of a target, including its end token. (default: `64`)
+            beams: The number of hypotheses that beam search follows; 1 is greedy search. (default: `1`)
+            length_penalty: The exponent α of the length by which scores are divided. (default: `1.0`)
 
         Returns:
-            `[B, T]`, without the start token, and with `end` after a target's end.
+            The target tokens, `[B, T]`, without the start token. A target that is shorter than others is padded with
+            `end`.
         """
         memory = self.encode(source, source_lengths).repeat_interleave(beams, 0)
         lengths = None if source_lengths is None else source_lengths.repeat_interleave(beams, 0)

@@ -3,7 +3,8 @@
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.gatv2_conv import GATv2Conv
 from gattn.nn.gps_conv import GPSConv
-from gattn.nn.multihead_attention import KeyValueCache, MultiheadAttention
+from gattn.nn.key_value_cache import KeyValueCache
+from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.pooling import AttentionPooling
 from gattn.nn.positional import (
     ALiBi,

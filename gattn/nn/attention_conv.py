@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from gattn.attention import Attention
+from gattn.attention import Attention, Weights
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
-from gattn.nn.linear import Linear, dropout
+from gattn.graphs import FLOWS, Graph, as_graph
+from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.dropout import check_probability
 from gattn.scores import Score
 from gattn.settings import require_finite
+
+#: Beside the output, as PyG's layers return it: `(edge_index, weights)`, where the graph may also be a sparse adjacency
+#: or a `CompleteGraph`; for a `SparseTensor` the one that holds the weights.
+AttentionWeights: TypeAlias = Any
 
 
 class AttentionConv(Attention):
@@ -89,51 +93,35 @@ class AttentionConv(Attention):
         size: tuple[int | None, int | None] | None = None,
     ) -> Graph:
         """The graph, with its sizes known and its self-loops asked for."""
-        graph = as_graph(graph, self.flow)
-        if isinstance(graph, CompleteGraph):
-            if self_loops and graph.num_targets != graph.num_sources:
-                raise InputError(
-                    f"add_self_loops=True makes no sense here: the {graph.num_targets} targets and {graph.num_sources} "
-                    "sources of this CompleteGraph are different nodes. Make the layer with add_self_loops=False."
-                )
-            if size is not None and tuple(size) != (graph.num_sources, graph.num_targets):
-                raise InputError(f"size={tuple(size)} contradicts {graph}.")
-            return graph
+        given_graph = as_graph(graph, self.flow)
         num_sources = sources.size(-2)
         num_targets = None if targets is None else targets.size(-2)
         if size is not None:
-            given_sources, given_targets = size if graph.flow == FLOWS[0] else (size[1], size[0])
+            given_sources, given_targets = size if given_graph.flow == FLOWS[0] else (size[1], size[0])
             for what, given, rows in (("sources", given_sources, num_sources), ("targets", given_targets, num_targets)):
                 if given is not None and rows is not None and given != rows:
                     raise InputError(f"size says {given} {what}, but their features have {rows} rows.")
             num_targets = given_targets if num_targets is None else num_targets
-        if num_targets is None:
-            num_targets = num_sources if graph.num_targets is None else graph.num_targets
-        graph = graph.with_sizes(num_sources, num_targets)
-        return graph.with_self_loops() if self_loops else graph
+        resolved = given_graph.resolve(num_sources, num_targets)
+        return resolved.with_self_loops() if self_loops else resolved
 
     def _edge_term(
         self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = "mean"
-    ) -> tuple[Graph, Tensor | None]:
-        """The graph with its self-loops, and projected features of its edges; `None` for a layer without."""
+    ) -> tuple[Graph, Tensor | None, Tensor | None]:
+        """The graph with its self-loops, the score's edge term, and what projects that; `None` for a layer without."""
         if self.lin_edge is None:
             if edge_attr is not None:
                 raise InputError(
                     f"got edge_attr, but this layer was made without edge features: give {type(self).__name__} "
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
-            return graph, None
+            return graph, None, None
         if edge_attr is not None and not isinstance(edge_attr, Tensor):
             raise InputTypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
         if edge_attr is not None and not edge_attr.is_floating_point():
             raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
         require_finite(edge_attr=edge_attr)
-        if isinstance(graph, SparseGraph):
-            graph, edge_attr = graph.with_features(edge_attr, fill_value)
-        elif edge_attr is not None and edge_attr.size(0) != graph.edge_index().size(1):
-            raise InputError(
-                f"edge_attr has {edge_attr.size(0)} rows for the {graph.edge_index().size(1)} edges of {graph}."
-            )
+        graph, edge_attr = graph.with_features(edge_attr, fill_value)
         if edge_attr is None:
             raise InputError(
                 f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr, [E, {self.edge_dim}] (the "
@@ -149,15 +137,17 @@ class AttentionConv(Attention):
             raise InputError(
                 f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge_dim={channels}."
             )
-        return graph, self._project_edges(self.lin_edge, edge_attr)
+        return graph, *self._project_edges(self.lin_edge, edge_attr)
 
-    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
-        """Edge features `[E, D]` as the score's edge term, `[E, H, C]`."""
-        return self._heads(lin_edge(edge_attr))
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The score's edge term of features `[E, D]`: these and what projects them, or `[E, H, C]` and `None`."""
+        if is_plain(lin_edge) and edge_attr.dtype == lin_edge.weight.dtype and not is_autocast(edge_attr):
+            return edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1)
+        return self._heads(lin_edge(edge_attr)), None
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[..., H * C]` as `[..., H, C]`."""
-        return x.unflatten(-1, (self.heads, self.out_channels))
+        return x.view(*x.shape[:-1], self.heads, self.out_channels)  # which costs half of unflatten()
 
     def _attend_and_merge(
         self,
@@ -168,8 +158,9 @@ class AttentionConv(Attention):
         score: Score,
         edge: Tensor | None,
         edge_value: Tensor | None,
+        edge_projection: Tensor | None,
         weights: bool | str,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Weights | None]:
         """Attends and joins the heads: `[..., N, H * C]`, or their mean `[..., N, C]`."""
         value = dropout(value, self.value_dropout, self.training)
         result = self.attend(
@@ -180,16 +171,12 @@ class AttentionConv(Attention):
             score=score,
             edge=edge,
             edge_value=edge_value,
+            edge_projection=edge_projection,
             dropout=self.dropout,
             return_weights=weights,
         )
-        out, alpha = result if weights else (result, None)
+        out, alpha = (result, None) if isinstance(result, Tensor) else result
         return (out.flatten(-2) if self.concat else out.mean(-2)), alpha
-
-    @staticmethod
-    def _with_weights(graph: Graph, alpha: Tensor) -> Any:
-        """What PyG's layers return beside the output; `(graph, alpha)` for a complete graph."""
-        return graph.with_weights(alpha) if isinstance(graph, SparseGraph) else (graph, alpha)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

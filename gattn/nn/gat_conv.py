@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,12 @@ from torch_geometric.nn.inits import glorot, zeros
 from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 
 from gattn.attention import fused
-from gattn.nn.attention_conv import AttentionConv
-from gattn.nn.linear import Linear
+from gattn.graphs import GraphLike
+from gattn.nn.attention_conv import AttentionConv, AttentionWeights
+from gattn.nn.linear import Linear, is_autocast, is_plain
 from gattn.ops import reference
 from gattn.scores import GATScore
+from gattn.torch_private import is_traced
 
 
 class GATConv(AttentionConv):
@@ -127,7 +129,7 @@ class GATConv(AttentionConv):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, as PyG does."""
+        """Resets all parameters, as PyG does."""
         super().reset_parameters()
         for module in (self.lin, self.lin_src, self.lin_dst, self.lin_edge, self.res):
             if module is not None:
@@ -137,14 +139,35 @@ class GATConv(AttentionConv):
         glorot(self.att_edge)
         zeros(self.bias)
 
+    @overload
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
-        edge_index: Any,
+        edge_index: GraphLike,
+        edge_attr: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+        return_attention_weights: Literal[False] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor | None],
+        edge_index: GraphLike,
+        edge_attr: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+        *,
+        return_attention_weights: Literal[True],
+    ) -> tuple[Tensor, AttentionWeights]: ...
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor | None],
+        edge_index: GraphLike,
         edge_attr: Tensor | None = None,
         size: tuple[int, int] | None = None,
         return_attention_weights: bool | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, AttentionWeights]:
         """Attends over each node's neighbours.
 
         Args:
@@ -169,47 +192,60 @@ class GATConv(AttentionConv):
 
         value = self._heads(lin_src(sources))
         if targets is sources and lin_dst is lin_src:
-            key, query = self._terms(sources, value, lin_src, self.att_src, self.att_dst)
+            key, query = self._terms(sources, lin_src, (self.att_src, self.att_dst), value)
         else:
-            (key,), query = self._terms(sources, value, lin_src, self.att_src), None
+            (key,), query = self._terms(sources, lin_src, (self.att_src,), value), None
             if targets is not None:
-                (query,) = self._terms(targets, self._heads(lin_dst(targets)), lin_dst, self.att_dst)
+                (query,) = self._terms(targets, lin_dst, (self.att_dst,))
 
-        graph, edge = self._edge_term(graph, edge_attr, self.fill_value)
+        graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
         score = GATScore(self.negative_slope)
         weights = "dropped" if return_attention_weights else False
-        out, alpha = self._attend_and_merge(query, key, value, graph, score, edge, None, weights)
+        out, alpha = self._attend_and_merge(query, key, value, graph, score, edge, None, projection, weights)
         if self.res is not None and targets is not None:
             out = out + self.res(targets)
         if self.bias is not None:
             out = out + self.bias
-        return out if alpha is None else (out, self._with_weights(graph, alpha))
+        return out if alpha is None else (out, graph.with_weights(alpha))
 
     @fused
     def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:  # type: ignore[override]
         """Weighted values of the sources, `[..., E, H, C]`: nothing is added to them per edge."""
         return reference.messages(x_j, alpha, None)
 
-    def _terms(self, x: Tensor, projected: Tensor, lin: Any, *vectors: Tensor) -> tuple[Tensor, ...]:
-        """The score's terms of each node, `[..., N, H]`: products of vectors and its projection `[..., N, H, C]`."""
-        if projected.dtype != vectors[0].dtype or x.dtype != projected.dtype:  # as under autocast
-            return tuple((projected * vector).sum(-1) for vector in vectors)
-        stacked = torch.stack([vector.squeeze(0) for vector in vectors])
+    def _terms(
+        self, x: Tensor, lin: Any, vectors: tuple[Tensor, ...], projected: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The score's terms of each node, `[..., N, H]`: products of vectors and W x, which may be known."""
         # Unless many more channels come in than go out, a⊤(W x) costs less as (a⊤W) x.
-        channels = projected.size(-1) * projected.size(-2)
-        if x.layout == torch.strided and x.size(-1) <= 2 * channels and _is_plain(lin):
-            folded = torch.einsum("khc,hcf->khf", stacked, lin.weight.view(*projected.shape[-2:], -1))
-            return F.linear(x, folded.flatten(0, 1)).unflatten(-1, folded.shape[:2]).unbind(-2)
-        return torch.einsum("...hc,khc->k...h", projected, stacked).unbind()
+        is_narrow = x.layout == torch.strided and x.size(-1) <= 2 * self.heads * self.out_channels
+        is_uniform = x.dtype == vectors[0].dtype and not is_autocast(x)
+        folds = is_narrow and is_plain(lin) and lin.weight.dtype == x.dtype and is_uniform
+        if projected is None and not folds:
+            projected = self._heads(lin(x))
+        if projected is not None:
+            is_mixed = projected.dtype != vectors[0].dtype or x.dtype != projected.dtype  # as under autocast
+            is_small = not is_traced() and projected.numel() < _SMALL  # traced, sizes must not decide
+            if is_mixed or is_small:
+                return tuple((projected * vector).sum(-1) for vector in vectors)
+        stacked = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+        if folds:
+            weight = lin.weight.view(self.heads, self.out_channels, -1)
+            combined = torch.bmm(stacked.transpose(0, 1), weight).transpose(0, 1).flatten(0, 1)
+        else:  # one product with a block-diagonal matrix is several times faster than H small ones
+            assert projected is not None
+            diagonal = torch.eye(self.heads, dtype=stacked.dtype, device=stacked.device).unsqueeze(-1)
+            combined, x = (stacked.unsqueeze(1) * diagonal).flatten(2).flatten(0, 1), projected.flatten(-2)
+        terms = F.linear(x, combined)
+        return terms.view(*terms.shape[:-1], len(vectors), self.heads).unbind(-2)
 
-    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
-        """The edge term `[E, H]`, by folding W_e and a_edge into one `[D, H]` matrix: no `[E, H, C]` is made."""
-        if not _is_plain(lin_edge):
-            return (super()._project_edges(lin_edge, edge_attr) * self.att_edge).sum(-1)
-        return edge_attr @ (self._heads(lin_edge.weight.t()) * self.att_edge).sum(-1)
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:
+        """W_e and a_edge folded into one projection, `[H, D]`: no `[E, H, C]` is made."""
+        edge, projection = super()._project_edges(lin_edge, edge_attr)
+        if projection is None:
+            return (edge * self.att_edge).sum(-1), None
+        return edge, (projection * self.att_edge.squeeze(0).unsqueeze(-1)).sum(1)
 
 
-def _is_plain(lin: Any) -> bool:
-    """Whether a layer is its weight and nothing else: not wrapped, pruned or watched, and initialised already."""
-    hooks = (lin._forward_pre_hooks, lin._forward_hooks, lin._backward_hooks)
-    return type(lin) is Linear and not any(hooks)
+#: Projections of fewer elements are multiplied with the vectors as they are: there, operators cost more than numbers.
+_SMALL = 1 << 15

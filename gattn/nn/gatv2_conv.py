@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch_geometric.nn.inits import glorot, zeros
 from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 
 from gattn.attention import fused
-from gattn.nn.attention_conv import AttentionConv
+from gattn.graphs import GraphLike
+from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear
 from gattn.ops import reference
 from gattn.scores import AdditiveScore
@@ -128,7 +129,7 @@ class GATv2Conv(AttentionConv):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, as PyG does."""
+        """Resets all parameters, as PyG does."""
         super().reset_parameters()
         for module in (self.lin_l, self.lin_r, self.lin_edge, self.res):
             if module is not None:
@@ -136,13 +137,32 @@ class GATv2Conv(AttentionConv):
         glorot(self.att)
         zeros(self.bias)
 
+    @overload
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        edge_index: Any,
+        edge_index: GraphLike,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: Literal[False] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
+        edge_attr: Tensor | None = None,
+        *,
+        return_attention_weights: Literal[True],
+    ) -> tuple[Tensor, AttentionWeights]: ...
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, AttentionWeights]:
         """Attends over each node's neighbours.
 
         Args:
@@ -166,15 +186,15 @@ class GATv2Conv(AttentionConv):
         key = self._heads(self.lin_l(sources))
         query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
 
-        graph, edge = self._edge_term(graph, edge_attr, self.fill_value)
+        graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
         score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
         weights = "dropped" if return_attention_weights else False
-        out, alpha = self._attend_and_merge(query, key, key, graph, score, edge, None, weights)
+        out, alpha = self._attend_and_merge(query, key, key, graph, score, edge, None, projection, weights)
         if self.res is not None:
             out = out + self.res(targets)
         if self.bias is not None:
             out = out + self.bias
-        return out if alpha is None else (out, self._with_weights(graph, alpha))
+        return out if alpha is None else (out, graph.with_weights(alpha))
 
     @fused
     def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:  # type: ignore[override]

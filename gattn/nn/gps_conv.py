@@ -1,4 +1,4 @@
-"""Local message passing beside global attention."""
+"""Local message passing in parallel with global attention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.typing import Adj
 
-from gattn.graphs import CompleteGraph
+from gattn.graphs import CompleteGraph, Graph
 from gattn.nn.multihead_attention import MultiheadAttention
 
 
 class GPSConv(torch_geometric.nn.GPSConv):
-    r"""A graph layer over the edges and attention over all nodes of the same graph, side by side.
+    r"""A graph layer on the edges in parallel with attention between all nodes of the same graph.
 
     The block of `Recipe for a General, Powerful, Scalable Graph Transformer <https://arxiv.org/abs/2205.12454>`_:
 
@@ -23,28 +24,28 @@ class GPSConv(torch_geometric.nn.GPSConv):
         h = \mathrm{norm}(x + \mathrm{conv}(x, E)) + \mathrm{norm}(x + \mathrm{attention}(x)), \qquad
         x' = \mathrm{norm}(h + \mathrm{MLP}(h))
 
-    A drop-in for `torch_geometric.nn.GPSConv` with its default `attn_type="multihead"`: the same arguments, parameter
-    names and numbers. PyG's other kind, `attn_type="performer"`, is not available yet, and is refused. The graphs of a
-    batch are attended to as a packed `CompleteGraph`: nothing is padded.
+    This is a drop-in replacement for `torch_geometric.nn.GPSConv` with its default `attn_type="multihead"`: arguments,
+    parameter names and results are the same. PyG's `attn_type="performer"` is not available and raises an error. The
+    graphs of a batch form a packed `CompleteGraph`, so there is no padding.
 
     Args:
-        channels: Channels of the features, F.
-        conv: The layer over the edges, gattn's or PyG's; `None` for attention alone.
-        heads: Heads of the attention. (default: `1`)
-        dropout: Probability that a feature is dropped, in training. (default: `0.0`)
-        act: Activation of the MLP. (default: `"relu"`)
-        act_kwargs: Its arguments. (default: `None`)
-        norm: Normalisation, by name. (default: `"batch_norm"`)
-        norm_kwargs: Its arguments. (default: `None`)
-        attn_type: `"multihead"`, the only kind so far. (default: `"multihead"`)
+        channels: The number of channels of the features, F.
+        conv: The layer on the edges, from gattn or PyG, or `None` for attention only.
+        heads: The number of attention heads. (default: `1`)
+        dropout: The probability of dropping a feature during training. (default: `0.0`)
+        act: The activation of the MLP, by name. (default: `"relu"`)
+        act_kwargs: The arguments of the activation. (default: `None`)
+        norm: The normalisation, by name. (default: `"batch_norm"`)
+        norm_kwargs: The arguments of the normalisation. (default: `None`)
+        attn_type: The kind of attention, which must be `"multihead"`. (default: `"multihead"`)
         attn_kwargs: Further arguments of `MultiheadAttention`. (default: `None`)
 
     Shapes:
-        - **input:** features `[N, F]`, edge indices `[2, E]`, the graph of each node `[N]`, ascending.
+        - **input:** features `[N, F]`, edge indices `[2, E]`, and the graph of each node `[N]` in ascending order.
         - **output:** `[N, F]`.
 
     Raises:
-        ValueError: If the attention is of another kind, or `channels` is not a multiple of `heads`.
+        ValueError: If `attn_type` is not `"multihead"`, or `channels` is not a multiple of `heads`.
 
     Example:
         >>> import torch, gattn
@@ -68,31 +69,35 @@ class GPSConv(torch_geometric.nn.GPSConv):
         attn_kwargs: dict[str, Any] | None = None,
     ):
         if attn_type != "multihead":
-            raise ValueError(f"attn_type is 'multihead', not {attn_type!r}.")
-        with torch.random.fork_rng(devices=[]):  # PyG's block draws the same numbers for its own
+            raise ValueError(f"attn_type must be 'multihead', not {attn_type!r}.")
+        with torch.random.fork_rng(devices=[]):  # so that the other parameters get the same random numbers as in PyG
             attn = MultiheadAttention(channels, heads, batch_first=True, **(attn_kwargs or {}))
         super().__init__(channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs)
         self.attn = attn
+        self.attn.explain = False  # an explainer's mask is about the edges, which this attention does not see
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
+        """Resets all parameters."""
         super().reset_parameters()
         self.attn.reset_parameters()
 
-    def forward(self, x: Tensor, edge_index: Any, batch: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Adj | Graph, batch: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Runs the block.
 
         Args:
-            x: Features `[N, F]`.
-            edge_index: The graph, in any form that the layer over the edges takes.
-            batch: The graph of each node, ascending. (default: `None`, all in one)
-            **kwargs: Further arguments of the layer over the edges, such as `edge_attr`.
+            x: The features, `[N, F]`.
+            edge_index: The graph, in any form that the layer on the edges takes.
+            batch: The graph of each node, `[N]`, in ascending order. (default: `None`, a single graph)
+            **kwargs: Further arguments of the layer on the edges, such as `edge_attr`.
+
+        Returns:
+            The features, `[N, F]`.
 
         Raises:
             ValueError: If `batch` is not ascending.
         """
         if batch is not None and bool((batch.diff() < 0).any()):
-            raise ValueError("batch gives the graph of each node in ascending order, as PyG's batches do.")
+            raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
         graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
         attended, _ = self.attn(x, x, x, need_weights=False, graph=graph)
         out = self._add_and_norm(attended, x, self.norm2, batch)
@@ -108,4 +113,5 @@ class GPSConv(torch_geometric.nn.GPSConv):
     def _norm(self, h: Tensor, norm: Any, batch: Tensor | None) -> Tensor:
         if norm is None:
             return h
-        return norm(h, batch=batch) if self.norm_with_batch else norm(h)
+        out: Tensor = norm(h, batch=batch) if self.norm_with_batch else norm(h)
+        return out

@@ -1,21 +1,22 @@
-"""A linear layer that takes sparse features, and dropout for them."""
+"""A linear layer and a dropout that accept sparse features."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn.dense import Linear as PyGLinear
 
-from gattn.ops import cpu
+from gattn.graphs.edge_lists import derived
+from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
-from gattn.ops.edge_lists import derived
 
 
 class Linear(PyGLinear):
-    """PyG's `Linear` (lazy sizes, glorot initialisation, the same parameters), whose input may be sparse.
+    """PyG's `Linear`, with the same parameters, initialisation and lazy sizes, whose input may be sparse.
 
     Example:
         >>> import torch
@@ -26,7 +27,11 @@ class Linear(PyGLinear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., F_in]` (or a sparse `[N, F_in]` matrix) to `[..., F_out]`."""
+        """Maps `[..., F_in]`, or a sparse matrix `[N, F_in]`, to `[..., F_out]`.
+
+        Args:
+            x: The features.
+        """
         if x.layout == torch.strided:
             return F.linear(x, self.weight, self.bias)
         if x.layout != torch.sparse_csr:
@@ -35,18 +40,31 @@ class Linear(PyGLinear):
         return out if self.bias is None else out + self.bias
 
 
+def is_plain(lin: Any) -> bool:
+    """Whether a layer is its weight and nothing else: no bias or hook, not wrapped, patched or pruned, initialised."""
+    if type(lin) is not Linear or lin.bias is not None or "forward" in vars(lin):
+        return False
+    return not (lin._forward_pre_hooks or lin._forward_hooks or lin._backward_hooks)
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast chooses the types of products on the device of `x`."""
+    kind = x.device.type
+    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def _sparse_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The product x Wᵀ for a sparse x, in float32 at least: CPU libraries know no other products of sparse matrices."""
+    """The product x Wᵀ for a sparse x, in float32 at least, since CPU libraries have no others."""
     dtype = weight.dtype
     if dtype in (torch.float16, torch.bfloat16):
         x, weight = x.float(), weight.float()
     with torch.autocast(x.device.type, enabled=False):
-        out = x @ weight.t() if x.requires_grad else _ConstantSparseProduct.apply(x, weight)
+        out: Tensor = x @ weight.t() if x.requires_grad else _ConstantSparseProduct.apply(x, weight)  # type: ignore[no-untyped-call]
     return out.to(dtype)
 
 
 class _ConstantSparseProduct(torch.autograd.Function):
-    """The product for an x that needs no gradient: autograd's own formula is many times slower for the weight's."""
+    """The product for an x that needs no gradient. Autograd's formula for the gradient of W is far slower."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -63,7 +81,7 @@ class _ConstantSparseProduct(torch.autograd.Function):
 
 
 def _transpose(x: Tensor) -> Tensor:
-    """The transpose of a sparse matrix, in CSR form again; where its entries go is found out once."""
+    """The transpose of a sparse matrix in CSR form; the order of its entries is computed once per matrix."""
     start, index, order = _transposed_pattern(x)
     return torch.sparse_csr_tensor(start, index, x.values()[order], (x.size(1), x.size(0)), check_invariants=False)
 
@@ -76,20 +94,23 @@ def _transposed_pattern(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         start = F.pad(columns.bincount(minlength=x.size(1)).cumsum(0), (1, 0))
         return start, rows[order], order
 
-    return derived(x, "transposed pattern", derive)
+    pattern: tuple[Tensor, Tensor, Tensor] = derived(x, "transposed pattern", derive)
+    return pattern
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """`torch.nn.functional.dropout`; on the CPU by gattn's own generator, which is ten times as fast."""
+    """Does what `torch.nn.functional.dropout` does; on the CPU, gattn's generator makes it ten times as fast."""
     if not training or p == 0.0:
         return x
-    if p < 1.0 and x.device.type == "cpu" and x.dtype in cpu.DTYPES and cpu.usable():
+    if p < 1.0 and cpu.can_drop(x):
         return cpu.drop(x, p, draw_seed(x.device))
     return F.dropout(x, p, training)
 
 
 class FeatureDropout(torch.nn.Dropout):
-    """`torch.nn.Dropout` that takes sparse features too: it drops their stored values, as zeros stay zeros either way.
+    """`torch.nn.Dropout` for dense and sparse features.
+
+    Of sparse features it drops the stored values, since zeros stay zeros either way.
 
     Example:
         >>> import torch
@@ -98,9 +119,19 @@ class FeatureDropout(torch.nn.Dropout):
         tensor([0., 0., 0.])
     """
 
-    def forward(self, x: Any) -> Any:
-        """Drops features `[..., F]`, dense or sparse; of a pair (sources, targets) both."""
-        if isinstance(x, (tuple, list)):
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]: ...
+
+    def forward(self, x: Tensor | Sequence[Tensor | None]) -> Tensor | tuple[Tensor | None, ...]:
+        """Drops features `[..., F]`, dense or sparse, or both parts of a pair (sources, targets).
+
+        Args:
+            x: The features.
+        """
+        if not isinstance(x, Tensor):
             return tuple(None if features is None else self(features) for features in x)
         if not self.training or self.p == 0.0:
             return x

@@ -1,4 +1,4 @@
-"""PyTorch's nested tensors: ragged batches, which become sequences laid end to end on a packed graph, and back."""
+"""PyTorch's nested tensors: conversion between ragged batches and sequences laid end to end on a packed graph."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from gattn.graphs import CompleteGraph
 
 
 def is_nested(*tensors: Any) -> bool:
-    """Whether one of these is a nested tensor."""
+    """Whether one of the arguments is a nested tensor."""
     return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
 
 
 def flatten(x: Tensor) -> Tensor:
-    """The sequences of a nested tensor `[B, T, E]`, T being ragged, one after another."""
+    """Returns the sequences of a nested tensor `[B, T, E]` with ragged T, one after another."""
     if x.layout != torch.jagged:
         return torch.cat(x.unbind())
-    places = _places(x)
-    return x.values() if places is None else x.values()[places]
+    rows = _rows(x)
+    values: Tensor = x.values()
+    return values if rows is None else values[rows]
 
 
 def restore(flat: Tensor, like: Any) -> Tensor:
-    """The inverse of `flatten`: a nested tensor of the layout and lengths of another."""
+    """Inverts `flatten`: returns a nested tensor with the layout and lengths of another one."""
     if like.layout != torch.jagged:
-        return torch.nested.as_nested_tensor(list(flat.split(_lengths(like))), layout=torch.strided)
-    places = _places(like)
-    if places is not None:
-        flat = flat.new_zeros(like.values().size(0), *flat.shape[1:]).index_copy(0, places, flat)
-    # With the very same offsets PyTorch knows that the two have the same lengths.
+        return torch.nested.as_nested_tensor(list(torch.split(flat, _lengths(like))), layout=torch.strided)
+    rows = _rows(like)
+    if rows is not None:
+        flat = flat.new_zeros(like.values().size(0), *flat.shape[1:]).index_copy(0, rows, flat)
+    # The same offsets tell PyTorch that the two have the same lengths.
     return torch.nested.nested_tensor_from_jagged(flat, like.offsets(), like.lengths())
 
 
 def apply(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What a function makes of each place, of which some know no nested tensors."""
+    """Applies a function to each token; the function need not support nested tensors."""
     return restore(function(flatten(x)), x) if is_nested(x) else function(x)
 
 
 def pad_weights(weights: list[Tensor], like: Tensor) -> Tensor:
-    """The weights of each sequence, `[..., N, M]`, in one tensor `[B, ..., N, M]`; zeros beyond the lengths.
+    """Stacks the weights of each sequence, `[..., N, M]`, in one tensor `[B, ..., N, M]` with zeros beyond the lengths.
 
     Args:
         weights: One tensor for each sequence.
-        like: Without sequences there are weights of this shape, `[0, ..., 0, 0]`.
+        like: The result if there are no sequences, of shape `[0, ..., 0, 0]`.
     """
     if not weights:
         return like
@@ -66,44 +67,47 @@ def packed_graph(
     is_causal: bool,
     cache: Any,
 ) -> CompleteGraph:
-    """Who attends to whom in nested tensors laid end to end.
+    """Returns the graph of nested tensors that are laid end to end.
 
     Raises:
-        InputError: If only one of them is nested, their shapes don't fit, or a mask, a graph or a cache contradicts.
+        InputError: If not all of them are nested, their shapes do not fit each other, or a mask, a graph or a cache
+            contradicts them.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not is_nested(x) or x.dim() != 3 or not _is_ragged_in_places(x):
-            kind = f"one of {x.dim()} dimensions" if is_nested(x) else type(x).__name__
+        if not is_nested(x) or x.dim() != 3 or not _has_ragged_tokens(x):
+            found = f"one of {x.dim()} dimensions" if is_nested(x) else type(x).__name__
             raise InputError(
-                "nested tensors are [B, T, E] with sequences of different lengths T, and query, key and value are all "
-                f"nested or all not; got {kind} as {name}."
+                "nested tensors must be [B, T, E] with sequences of different lengths T, and query, key and value "
+                f"must all be nested or none of them; got {found} as {name}."
             )
     if not attention.batch_first:
-        raise InputError("nested tensors have the batch first: make this layer with batch_first=True.")
+        raise InputError("the first dimension of nested tensors is the batch: make this layer with batch_first=True.")
     if cache is not None:
-        raise InputError("a cache holds batches of one length, not nested tensors: pad the batch instead.")
+        raise InputError("a cache cannot hold nested tensors, only batches of one length: pad the batch instead.")
     targets, sources = _lengths(query), _lengths(key)
     if value is not key and _lengths(value) != sources:
-        raise InputError(f"each key has one value, but their lengths are {sources} and {_lengths(value)}.")
+        raise InputError(f"each key must have one value, but their lengths are {sources} and {_lengths(value)}.")
     if len(targets) != len(sources):
-        raise InputError(f"query and key have the same batch; got {len(targets)} and {len(sources)} sequences.")
+        raise InputError(
+            f"query and key must have the same batch size; got {len(targets)} and {len(sources)} sequences."
+        )
     if key_padding_mask is not None or (attn_mask is not None and not (is_causal and targets == sources)):
         raise InputError(
-            "the lengths of nested tensors say which keys are real, and differ across the batch: leave out "
-            "key_padding_mask and attn_mask (is_causal=True is possible), or pad the batch and pass masks."
+            "nested tensors have no padding, and their lengths differ: leave out key_padding_mask and attn_mask "
+            "(is_causal=True is possible), or pad the batch and pass masks."
         )
     packed = CompleteGraph.packed(targets, sources)
     if graph is None:
         return packed
-    if not isinstance(graph, CompleteGraph) or graph.blocks != packed.blocks:
+    if not isinstance(graph, CompleteGraph) or graph.blocks != packed.blocks:  # others have no blocks
         raise InputError(
-            "nested tensors say themselves who attends to whom: leave out graph, or pass CompleteGraph.packed with "
+            "in nested tensors each sequence attends to itself: leave out graph, or pass CompleteGraph.packed with "
             f"their lengths; got {graph!r}."
         )
     return graph
 
 
-def _is_ragged_in_places(x: Tensor) -> bool:
+def _has_ragged_tokens(x: Tensor) -> bool:
     """Whether the second dimension alone is ragged."""
     if x.layout == torch.jagged:
         return isinstance(x.size(0), int) and isinstance(x.size(2), int)
@@ -114,11 +118,12 @@ def _lengths(x: Any) -> list[int]:
     if x.layout != torch.jagged:
         return [len(part) for part in x.unbind()]
     lengths = x.offsets().diff() if x.lengths() is None else x.lengths()
-    return lengths.tolist()
+    counts: list[int] = lengths.tolist()
+    return counts
 
 
-def _places(x: Any) -> Tensor | None:
-    """Where the sequences of a jagged tensor lie in its values; `None` if those are nothing else."""
+def _rows(x: Any) -> Tensor | None:
+    """The rows of a jagged tensor's values that belong to its sequences; `None` if all of them do."""
     if x.lengths() is None:
         return None
     starts = x.offsets()[:-1].tolist()

@@ -1,8 +1,11 @@
-"""Attention as pooling: a learned query looks over a set, which becomes one vector."""
+"""Attention as pooling: a learned query attends to the elements of a set, which become one vector.
+
+Dimensions: M elements, N sets, C channels.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,28 +19,28 @@ from gattn.scores import DotScore
 
 
 class AttentionPooling(Aggregation):
-    r"""Averages the elements of a set, weighted by how well they answer a learned query.
+    r"""Averages the elements of a set, with attention weights from a learned query.
 
-    The attention over words, and over sentences, of `Hierarchical Attention Networks for Document Classification
-    <https://aclanthology.org/N16-1174>`_, for any set:
+    This is the attention to words and to sentences in `Hierarchical Attention Networks for Document Classification
+    <https://aclanthology.org/N16-1174>`_, for sets of any sort:
 
     .. math::
         u_j = \tanh(W x_j + b), \qquad
         \alpha_j = \frac{\exp(u_j^{\top} u)}{\sum_k \exp(u_k^{\top} u)}, \qquad
         \mathrm{out} = \sum_j \alpha_j x_j
 
-    It is message passing from elements to sets, whose query :math:`u` all sets share. As one of PyG's aggregations it
-    takes their arguments, and serves as a layer's `aggr` and as the readout of a batch of graphs.
+    It is message passing from elements to sets, and all sets share the query :math:`u`. The layer is one of PyG's
+    aggregations, so it can be the `aggr` of a layer and the readout of a batch of graphs.
 
     Args:
-        in_channels: Channels of the elements, C.
-        attention_channels: Channels of :math:`u`. (default: `None`, C)
-        dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
+        in_channels: The number of channels of the elements, C.
+        attention_channels: The number of channels of :math:`u`. (default: `None`, C)
+        dropout: The probability of dropping an attention weight during training. (default: `0.0`)
 
     Shapes:
-        - **input:** elements `[..., M, C]` and the set of each, `[M]`; or a padded batch `[..., M, C]` with the
-          elements of each set first, and their number `[...]`.
-        - **output:** sets `[..., N, C]`; of a padded batch `[..., C]`. An empty set is zero.
+        - **input:** elements `[..., M, C]` and the set of each element, `[M]`; or a padded batch `[..., M, C]` in which
+          the elements of each set come first, and the number of elements of each set, `[...]`.
+        - **output:** sets `[..., N, C]`, or `[..., C]` for a padded batch. An empty set becomes zero.
 
     Raises:
         ValueError: If an option is out of range.
@@ -68,18 +71,60 @@ class AttentionPooling(Aggregation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
+        """Resets all parameters."""
         self.lin.reset_parameters()
         bound = self.attention_channels**-0.5
         torch.nn.init.uniform_(self.query, -bound, bound)
 
     def __call__(self, x: Tensor, *args: Any, lengths: Tensor | None = None, **kwargs: Any) -> Any:
-        """Calls `forward`, by way of PyG's checks."""
-        # PyG would make an index of zeros where it finds none, and look at it, which no exported model can.
+        """Calls `forward` after PyG's checks."""
+        # Without an index PyG would create one of zeros and read its elements, which exported models cannot do.
         is_one_set = len(args) == 0 and set(kwargs) <= {"return_weights"} and x.dim() > 1 and x.size(-2) > 0
         if lengths is None and not is_one_set:
             return super().__call__(x, *args, **kwargs)
         return torch.nn.Module.__call__(self, x, *args, lengths=lengths, **kwargs)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        max_num_elements: int | None = None,
+        *,
+        lengths: Tensor | None = None,
+        return_weights: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        max_num_elements: int | None = None,
+        *,
+        lengths: Tensor | None = None,
+        return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        max_num_elements: int | None = None,
+        *,
+        lengths: Tensor | None = None,
+        return_weights: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -92,27 +137,28 @@ class AttentionPooling(Aggregation):
         *,
         lengths: Tensor | None = None,
         return_weights: bool = False,
-    ) -> Any:
-        """Pools.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Averages the elements of each set.
 
         Args:
-            x: Elements `[..., M, C]`.
-            index: The set of each element, `[M]`, in any order. (default: `None`, all in one)
-            ptr: Instead of `index`: where each set begins, and the end, `[N + 1]`. (default: `None`)
-            dim_size: Number of sets, N. (default: `None`, those that there are)
+            x: The elements, `[..., M, C]`.
+            index: The set of each element, `[M]`, in any order. (default: `None`, one set)
+            ptr: The first element of each set and the number of elements, `[N + 1]`, instead of `index`.
+                (default: `None`)
+            dim_size: The number of sets, N. (default: `None`, the number in `index`)
             dim: The dimension of the elements. (default: `-2`)
-            max_num_elements: Of no use here, but PyG passes it. (default: `None`)
-            lengths: Instead of `index`: how many elements of each set of a padded batch are real, `[...]`; the others
-                count for nothing. (default: `None`)
-            return_weights: Whether attention weights, before dropout, are returned too. (default: `False`)
+            max_num_elements: Not used; it is here because PyG passes it. (default: `None`)
+            lengths: The number of elements of each set in a padded batch, `[...]`, instead of `index`. Padding has no
+                weight. (default: `None`)
+            return_weights: Whether to return the attention weights, before dropout, as well. (default: `False`)
 
         Returns:
-            `[..., N, C]`, and `[..., C]` for a padded batch. With `return_weights` a pair: also `[..., M]`.
+            The sets `[..., N, C]`, or `[..., C]` for a padded batch, and with `return_weights` the weights `[..., M]`.
 
         Raises:
-            ValueError: If shapes do not fit, or the sets are given twice.
+            ValueError: If shapes do not fit each other, or the sets are given in two ways.
             IndexError: If an index is negative.
-            TypeError: If `lengths` is no tensor.
+            TypeError: If `lengths` is not a tensor.
         """
         if x.size(-1) != self.in_channels:
             raise ValueError(
@@ -120,7 +166,9 @@ class AttentionPooling(Aggregation):
             )
         dim = dim if dim < 0 else dim - x.dim()
         if dim == -1:
-            raise ValueError("dim is where the elements of x lie; its last dimension is that of their channels.")
+            raise ValueError(
+                "dim is the dimension of the elements, and cannot be the last one, which is that of the channels."
+            )
         x = x.movedim(dim, -2)
         front, num_elements = x.shape[:-2], x.size(-2)
         if len(front) > 2:
@@ -134,7 +182,7 @@ class AttentionPooling(Aggregation):
                 raise TypeError(f"lengths must be a tensor; got {type(lengths).__name__}.")
             if lengths.shape != front:
                 raise ValueError(
-                    f"lengths are one integer for each set of the padded batch, {list(front)} for this x; got "
+                    f"lengths must have one integer for each set of the padded batch, {list(front)} for this x; got "
                     f"{list(lengths.shape)}."
                 )
             lengths = lengths.reshape(x.shape[:-2])
@@ -146,7 +194,7 @@ class AttentionPooling(Aggregation):
         if index is None:
             num_sets, graph = 1, CompleteGraph(1, num_elements, source_lengths=lengths)
         else:
-            assert dim_size is not None  # PyG's __call__ finds it out
+            assert dim_size is not None  # PyG's __call__ computes it
             num_sets, graph = dim_size, _membership(index, num_elements, dim_size)
         x = x.unsqueeze(-2)  # one head
         result = attend(
@@ -159,10 +207,10 @@ class AttentionPooling(Aggregation):
             training=self.training,
             return_weights=return_weights,
         )
-        out, weights = result if return_weights else (result, None)
+        out, weights = (result, None) if isinstance(result, Tensor) else result
         out = out.reshape(*front, num_sets, self.in_channels)
         out = out.squeeze(-2) if lengths is not None else out.movedim(-2, dim)
-        if weights is None:
+        if not isinstance(weights, Tensor):
             return out
         return out, weights.reshape(*front, num_elements).movedim(-1, dim + 1)
 
@@ -171,27 +219,27 @@ class AttentionPooling(Aggregation):
 
 
 def _index_of(ptr: Tensor, num_elements: int) -> Tensor:
-    """The set of each element, where `ptr` says at which of them sets begin."""
+    """Returns the set of each element, given the first element of each set."""
     fits = ptr.dim() == 1 and ptr.numel() > 0
     if fits and not torch.compiler.is_compiling():
         fits = int(ptr[0]) == 0 and int(ptr[-1]) == num_elements and bool((ptr.diff() >= 0).all())
     if not fits:
         raise ValueError(
-            f"ptr holds where each set begins, and the end: it starts at 0, never falls, and ends at {num_elements}, "
-            f"the number of elements; got {ptr.tolist()}."
+            f"ptr must hold the first element of each set and, at its end, the number of elements: it starts at 0, "
+            f"never decreases, and ends at {num_elements} here; got {ptr.tolist()}."
         )
     sets = torch.arange(ptr.numel() - 1, device=ptr.device)
     return sets.repeat_interleave(ptr.diff(), output_size=num_elements)
 
 
 def _membership(index: Tensor, num_elements: int, num_sets: int) -> SparseGraph:
-    """Edges from elements to the sets that they belong to."""
+    """Returns the edges from elements to their sets."""
     if index.dim() != 1 or index.numel() != num_elements or index.is_floating_point() or index.dtype == torch.bool:
         raise ValueError(
-            f"index holds the set of each element, {num_elements} integers; got {index.dtype} of shape "
+            f"index must hold the set of each element, {num_elements} integers; got {index.dtype} of shape "
             f"{list(index.shape)}."
         )
     if not torch.compiler.is_compiling() and num_elements and int(index.min()) < 0:
-        raise IndexError(f"index counts sets from 0; got {int(index.min())}.")
+        raise IndexError(f"index must not be negative, since sets are counted from 0; got {int(index.min())}.")
     edge_index = torch.stack([torch.arange(num_elements, device=index.device), index])
-    return SparseGraph(edge_index, num_elements, num_sets)
+    return SparseGraph(edge_index, num_sources=num_elements, num_targets=num_sets)

@@ -1,4 +1,7 @@
-"""Positions: where a token stands in its sequence, and where a node stands in its graph."""
+"""Positional encodings: of tokens in their sequence, and of nodes in their graph.
+
+Dimensions: T tokens, N nodes, H heads, C channels of a head, E channels of the model.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkP
 
 
 class SinusoidalPositionalEncoding(Module):
-    r"""Adds the sines and cosines of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+    r"""Adds sines and cosines of the positions, as in `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
         PE_{t, 2i} = \sin(t / 10000^{2i / E}), \qquad PE_{t, 2i+1} = \cos(t / 10000^{2i / E})
 
     Args:
-        channels: Channels of the model, E.
-        dropout: Probability that an element of the sum is dropped, in training. (default: `0.0`)
+        channels: The number of channels of the model, E.
+        dropout: The probability of dropping an element of the sum during training. (default: `0.0`)
         base: The base of the wavelengths. (default: `10000.0`)
 
     Shapes:
@@ -45,11 +48,18 @@ class SinusoidalPositionalEncoding(Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """Adds the encoding of places `first`, `first + 1`, ... to `[..., T, E]`."""
-        return self.dropout(x + self.encoding(torch.arange(first, first + x.size(-2), device=x.device)).to(x.dtype))
+        """Adds the encodings of the positions `first`, `first + 1`, ... to `[..., T, E]`.
+
+        Args:
+            x: The features, `[..., T, E]`.
+            first: The position of the first token. (default: `0`)
+        """
+        positions = torch.arange(first, first + x.size(-2), device=x.device)
+        out: Tensor = self.dropout(x + self.encoding(positions).to(x.dtype))
+        return out
 
     def encoding(self, places: Tensor) -> Tensor:
-        """The encoding of any places, `[..., E]` for places `[...]`; computed in float64."""
+        """Returns the encodings `[..., E]` of any positions `[...]`, computed in float64."""
         angles = _angles(places, self.channels, self.base)
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., : self.channels]
 
@@ -58,17 +68,17 @@ class SinusoidalPositionalEncoding(Module):
 
 
 class LearnedPositionalEncoding(Module):
-    """Adds a learnt vector for each place.
+    """Adds a learnt vector for each position.
 
     Args:
-        num_positions: Number of places there are.
-        channels: Channels of the model, E.
+        num_positions: The number of positions, which is the length of the longest sequence.
+        channels: The number of channels of the model, E.
 
     Shapes:
         - **input:** `[..., T, E]`; **output:** the same.
 
     Raises:
-        ValueError: If a sequence is longer than there are places.
+        ValueError: If a sequence is longer than the number of positions (in `forward`).
 
     Example:
         >>> import torch, gattn
@@ -81,26 +91,34 @@ class LearnedPositionalEncoding(Module):
         self.embedding = Embedding(num_positions, channels)
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """Adds the vectors of places `first`, `first + 1`, ... to `[..., T, E]`."""
+        """Adds the vectors of the positions `first`, `first + 1`, ... to `[..., T, E]`.
+
+        Args:
+            x: The features, `[..., T, E]`.
+            first: The position of the first token. (default: `0`)
+
+        Raises:
+            ValueError: If there are not enough positions.
+        """
         last = first + x.size(-2)
         if last > self.embedding.num_embeddings:
             raise ValueError(
-                f"there are {self.embedding.num_embeddings} learnt positions, but the sequence goes on to {last}: make "
-                "the layer with more, or use positions that need no learning."
+                f"there are {self.embedding.num_embeddings} learnt positions, but the sequence extends to {last}: make "
+                "the layer with more positions, or use an encoding that is not learnt."
             )
         return x + self.embedding.weight[first:last]
 
 
 class RotaryPositionalEncoding(Module):
-    r"""Rotates queries and keys by their places: `RoFormer <https://arxiv.org/abs/2104.09864>`_.
+    r"""Rotates queries and keys by their positions, as in `RoFormer <https://arxiv.org/abs/2104.09864>`_.
 
     .. math::
         (x_{2i}, x_{2i+1}) \mapsto R(t \, \theta_i) \, (x_{2i}, x_{2i+1}), \qquad \theta_i = 10000^{-2i / C}
 
-    so that a query's product with a key depends on how far apart they are, not on where.
+    so that the product of a query and a key depends only on the difference of their positions.
 
     Args:
-        channels: Channels of a head, C; an even number.
+        channels: The number of channels of a head, C, which must be even.
         base: The base of the wavelengths. (default: `10000.0`)
 
     Shapes:
@@ -112,7 +130,7 @@ class RotaryPositionalEncoding(Module):
     Example:
         >>> import torch, gattn
         >>> rotary = gattn.nn.RotaryPositionalEncoding(2)
-        >>> rotary(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])).squeeze(1)  # places 0 and 1
+        >>> rotary(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])).squeeze(1)  # positions 0 and 1
         tensor([[1.0000, 0.0000],
                 [0.5403, 0.8415]])
     """
@@ -120,12 +138,20 @@ class RotaryPositionalEncoding(Module):
     def __init__(self, channels: int, base: float = 10000.0):
         super().__init__()
         if channels < 2 or channels % 2 != 0:
-            raise ValueError(f"pairs of channels are rotated, so their number is even; got {channels}.")
+            raise ValueError(f"channels are rotated in pairs, so their number must be even; got {channels}.")
         self.channels = channels
         self.base = base
 
     def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
-        """Rotates `[..., T, H, C]` by places `[T]` (0, 1, 2, ... if `None`)."""
+        """Rotates queries or keys.
+
+        Args:
+            x: The queries or keys, `[..., T, H, C]`.
+            places: The position of each of them, `[T]`. (default: `None`, 0, 1, 2, ...)
+
+        Raises:
+            ValueError: If heads have another number of channels.
+        """
         if x.size(-1) != self.channels:
             raise ValueError(f"heads have {x.size(-1)} channels, but these positions were made for {self.channels}.")
         if places is None:
@@ -140,16 +166,16 @@ class RotaryPositionalEncoding(Module):
 
 
 def _angles(places: Tensor, channels: int, base: float) -> Tensor:
-    """Each place times each frequency, `[..., C / 2]`, in float64: large places lose their sines in float32."""
+    """Each position times each frequency, `[..., C / 2]`, in float64 for the sake of large angles."""
     exponents = torch.arange(0, channels, 2, device=places.device, dtype=torch.float64) / channels
     return places.unsqueeze(-1) * base**-exponents
 
 
 class RelativePosition(Module):
-    """Base class of positions that add a bias to each logit, given how far the source is from the target."""
+    """The base class of encodings that add a bias to each logit, given the distance from the target to the source."""
 
     def forward(self, distance: Tensor) -> Tensor:
-        """The bias of each head, `[..., H]`, for distances source − target `[...]`."""
+        """Returns the bias of each head, `[..., H]`, for distances source − target `[...]`."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward().")
 
 
@@ -159,10 +185,10 @@ class ALiBi(RelativePosition):
     .. math::
         b_{ij} = -m_h \, |i - j|, \qquad m_h = 2^{-8h / H} \text{ for } h = 1, \ldots, H
 
-    Where H is no power of two, slopes of the next larger one are interleaved, as the authors' code does.
+    Where H is not a power of two, the slopes of the next larger power of two fill the gap, as in the authors' code.
 
     Args:
-        heads: Number of heads, H.
+        heads: The number of heads, H.
 
     Example:
         >>> import torch, gattn
@@ -183,21 +209,21 @@ class ALiBi(RelativePosition):
         self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
 
     def forward(self, distance: Tensor) -> Tensor:
-        """See `RelativePosition.forward`."""
+        """Returns the bias of each head, `[..., H]`, for distances source − target `[...]`."""
         return -distance.abs().unsqueeze(-1) * self.slopes
 
 
 class RelativePositionBias(RelativePosition):
     r"""A learnt bias for each distance.
 
-    After `Shaw et al. <https://arxiv.org/abs/1803.02155>`_ and `T5 <https://arxiv.org/abs/1910.10683>`_:
+    The bias follows `Shaw et al. <https://arxiv.org/abs/1803.02155>`_ and `T5 <https://arxiv.org/abs/1910.10683>`_:
 
     .. math::
         b_{ij} = w_{h, \, \mathrm{clip}(j - i, -D, D)}
 
     Args:
-        heads: Number of heads, H.
-        max_distance: The largest distance that has a bias of its own, D.
+        heads: The number of heads, H.
+        max_distance: The largest distance with a bias of its own, D. Larger distances share the bias of D.
 
     Example:
         >>> import torch, gattn
@@ -208,40 +234,40 @@ class RelativePositionBias(RelativePosition):
     def __init__(self, heads: int, max_distance: int):
         super().__init__()
         if heads < 1 or max_distance < 0:
-            raise ValueError(f"heads is at least 1 and max_distance at least 0; got {heads} and {max_distance}.")
+            raise ValueError(f"heads must be at least 1 and max_distance at least 0; got {heads} and {max_distance}.")
         self.max_distance = max_distance
         self.weight = torch.nn.Parameter(torch.empty(2 * max_distance + 1, heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the biases anew."""
+        """Resets the biases."""
         torch.nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, distance: Tensor) -> Tensor:
-        """See `RelativePosition.forward`."""
+        """Returns the bias of each head, `[..., H]`, for distances source − target `[...]`."""
         return self.weight[distance.clamp(-self.max_distance, self.max_distance) + self.max_distance]
 
 
 class GraphPositionalEncoding(Module):
-    r"""Adds where a node stands in its graph, by a learnt linear map.
+    r"""Adds an encoding of the position of each node in its graph, through a learnt linear map.
 
     `"laplacian"`: the first k non-trivial eigenvectors of the graph's Laplacian (`Dwivedi and Bresson
-    <https://arxiv.org/abs/2012.09699>`_), whose signs mean nothing and are drawn anew in training. `"random_walk"`: the
-    probabilities to be back after 1, ..., k steps (`Dwivedi et al. <https://arxiv.org/abs/2110.07875>`_). Both by PyG's
-    transforms.
+    <https://arxiv.org/abs/2012.09699>`_), whose signs have no meaning and are randomly flipped in training.
+    `"random_walk"`: the probabilities that a random walk is back at the node after 1, ..., k steps (`Dwivedi et al.
+    <https://arxiv.org/abs/2110.07875>`_). PyG's transforms compute both.
 
     Args:
-        kind: `"laplacian"` or `"random_walk"`.
-        k: Number of eigenvectors or steps.
-        channels: Channels of the features, F.
-        random_signs: Whether the signs of eigenvectors are drawn anew in training: right for many graphs, while on a
-            single one it hides where a node is. (default: `True`)
+        kind: The encoding, `"laplacian"` or `"random_walk"`.
+        k: The number of eigenvectors or steps.
+        channels: The number of channels of the features, F.
+        random_signs: Whether to flip the signs of eigenvectors at random during training. This helps with many graphs,
+            but on a single graph it hides the position of a node. (default: `True`)
 
     Shapes:
-        - **input:** features `[N, F]`, and `structure` `[N, k]` as `compute` gives it; **output:** `[N, F]`.
+        - **input:** features `[N, F]` and the structure `[N, k]` that `compute` returns; **output:** `[N, F]`.
 
     Raises:
-        ValueError: If the kind is unknown, or k is not positive.
+        ValueError: If `kind` is unknown, or `k` is not positive.
 
     Example:
         >>> import torch, gattn
@@ -257,7 +283,7 @@ class GraphPositionalEncoding(Module):
     def __init__(self, kind: str, k: int, channels: int, random_signs: bool = True):
         super().__init__()
         if kind not in ("laplacian", "random_walk"):
-            raise ValueError(f"kind is 'laplacian' or 'random_walk', not {kind!r}.")
+            raise ValueError(f"kind must be 'laplacian' or 'random_walk', not {kind!r}.")
         if k < 1:
             raise ValueError(f"k must be at least 1; got {k}.")
         self.kind = kind
@@ -266,24 +292,31 @@ class GraphPositionalEncoding(Module):
         self.lin = Linear(k, channels)
 
     def compute(self, edge_index: Tensor, num_nodes: int) -> Tensor:
-        """What a graph's structure says of each node, `[N, k]`: to be computed once and kept.
+        """Computes the encoding of each node, `[N, k]`, which does not change and can be stored.
 
         Args:
-            edge_index: `[2, E]`.
-            num_nodes: N.
+            edge_index: The edges, `[2, E]`.
+            num_nodes: The number of nodes, N.
 
         Raises:
-            ValueError: If the graph has too few nodes for so many eigenvectors.
+            ValueError: If the graph has too few nodes for this many eigenvectors.
         """
         if self.kind == "laplacian" and num_nodes <= self.k:
             raise ValueError(f"a graph of {num_nodes} nodes has fewer than {self.k} non-trivial eigenvectors.")
-        kinds: dict[str, Any] = {"laplacian": AddLaplacianEigenvectorPE, "random_walk": AddRandomWalkPE}
-        transform = kinds[self.kind](self.k, attr_name="structure")
-        return transform(Data(edge_index=edge_index, num_nodes=num_nodes)).structure
+        transforms: dict[str, Any] = {"laplacian": AddLaplacianEigenvectorPE, "random_walk": AddRandomWalkPE}
+        transform = transforms[self.kind](self.k, attr_name="structure")
+        structure: Tensor = transform(Data(edge_index=edge_index, num_nodes=num_nodes)).structure
+        return structure
 
     def forward(self, x: Tensor, structure: Tensor) -> Tensor:
-        """Adds the projected structure `[N, k]` to features `[..., N, F]`."""
+        """Adds the projected encoding to features.
+
+        Args:
+            x: The features, `[..., N, F]`.
+            structure: The encoding, `[N, k]`.
+        """
         if self.kind == "laplacian" and self.random_signs and self.training:
             signs = torch.randint(0, 2, (structure.size(-1),), device=structure.device) * 2 - 1
             structure = structure * signs
-        return x + self.lin(structure.to(x.dtype))
+        out: Tensor = x + self.lin(structure.to(x.dtype))
+        return out

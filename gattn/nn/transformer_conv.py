@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch_geometric.typing import SparseTensor
 
-from gattn.graphs import SparseGraph
-from gattn.nn.attention_conv import AttentionConv
+from gattn.graphs import GraphLike
+from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear
 from gattn.scores import DotScore
 
@@ -102,19 +101,38 @@ class TransformerConv(AttentionConv):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, as PyG does."""
+        """Resets all parameters, as PyG does."""
         super().reset_parameters()
         for module in (self.lin_key, self.lin_query, self.lin_value, self.lin_edge, self.lin_skip, self.lin_beta):
             if module is not None:
                 module.reset_parameters()
 
+    @overload
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        edge_index: Any,
+        edge_index: GraphLike,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: Literal[False] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
+        edge_attr: Tensor | None = None,
+        *,
+        return_attention_weights: Literal[True],
+    ) -> tuple[Tensor, AttentionWeights]: ...
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, AttentionWeights]:
         """Attends over each node's neighbours.
 
         Args:
@@ -139,9 +157,10 @@ class TransformerConv(AttentionConv):
         key = self._heads(self.lin_key(sources))
         value = self._heads(self.lin_value(sources))
 
-        graph, edge = self._edge_term(graph, edge_attr)
+        graph, edge, projection = self._edge_term(graph, edge_attr)
         weights = bool(return_attention_weights)
-        out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, edge, weights)
+        terms = (edge, edge, projection)
+        out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), *terms, weights)
         if self.root_weight:
             skip = self.lin_skip(targets)
             if self.lin_beta is not None:
@@ -151,6 +170,4 @@ class TransformerConv(AttentionConv):
                 out = out + skip
         if alpha is None:
             return out
-        if isinstance(graph, SparseGraph) and not isinstance(graph.adjacency, SparseTensor):
-            return out, (graph.edges().adjacency, alpha)  # PyG leaves a torch.sparse adjacency as it is here
-        return out, self._with_weights(graph, alpha)
+        return out, graph.with_weights(alpha, as_values=False)  # as PyG leaves a torch.sparse adjacency here

@@ -1,4 +1,7 @@
-"""The layers of a Transformer, over any graph."""
+"""The layers of a Transformer, over any graph.
+
+Dimensions: T targets, S tokens of the memory, E channels of the model, B batch.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Dropout, LayerNorm, Linear
+from torch.nn import Dropout, LayerNorm, Linear, Module
+from torch_geometric.typing import Adj
 
 from gattn.errors import InputError
+from gattn.graphs import Graph
 from gattn.nn import nested
-from gattn.nn.multihead_attention import KeyValueCache, MultiheadAttention
+from gattn.nn.key_value_cache import KeyValueCache
+from gattn.nn.multihead_attention import MultiheadAttention
+from gattn.nn.torch_masks import is_causal_mask
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 class _TransformerLayer(torch.nn.Module):
-    """What encoder and decoder layers share: the feed-forward network, and where norms go."""
+    """What encoder and decoder layers share: the feed-forward network and the norms."""
 
     norm_first: bool
 
@@ -35,7 +42,7 @@ class _TransformerLayer(torch.nn.Module):
         sublayers: int,
     ) -> None:
         if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            raise InputError(f"activation is 'relu', 'gelu' or a function, not {activation!r}.")
+            raise InputError(f"activation must be 'relu', 'gelu' or a function, not {activation!r}.")
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias, **factory)
         self.dropout = Dropout(dropout)
         self.linear2 = Linear(dim_feedforward, d_model, bias=bias, **factory)
@@ -48,40 +55,45 @@ class _TransformerLayer(torch.nn.Module):
     def _sublayer(self, x: Tensor, number: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         norm, dropout = getattr(self, f"norm{number}"), getattr(self, f"dropout{number}")
         if self.norm_first:
-            return x + dropout(function(norm(x)))
-        return norm(x + dropout(function(x)))
+            pre: Tensor = x + dropout(function(norm(x)))
+            return pre
+        post: Tensor = norm(x + dropout(function(x)))
+        return post
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return out
 
 
 class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLayer):
-    r"""Self-attention and a feed-forward network, of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+    r"""Self-attention and a feed-forward network, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
         y = \mathrm{norm}(x + \mathrm{attention}(x)), \qquad x' = \mathrm{norm}(y + W_2 \, \sigma(W_1 y))
 
-    With `norm_first` norms are applied to what enters the two functions instead. A drop-in for
-    `torch.nn.TransformerEncoderLayer`: the same arguments, parameter names and numbers. Beyond it: `graph=` (with the
-    edges of a graph it is a graph Transformer's layer), a cache, and what `MultiheadAttention` adds.
+    With `norm_first`, the norms are applied to the inputs of the two functions instead. This is a drop-in replacement
+    for `torch.nn.TransformerEncoderLayer` with the same arguments, parameter names and results. In addition it has
+    `graph=` (given the edges of a graph, it is a layer of a graph Transformer), a cache, and the options of
+    `MultiheadAttention`.
 
     Args:
-        d_model: Channels of the model, E.
-        nhead: Number of heads.
-        dim_feedforward: Channels of the hidden layer. (default: `2048`)
-        dropout: Probability that an attention weight or feature is dropped, in training. (default: `0.1`)
-        activation: `"relu"`, `"gelu"` or a function. (default: ReLU)
-        layer_norm_eps: Added to the variance in norms. (default: `1e-5`)
+        d_model: The number of channels of the model, E.
+        nhead: The number of heads.
+        dim_feedforward: The number of channels of the hidden layer. (default: `2048`)
+        dropout: The probability of dropping an attention weight or a feature during training. (default: `0.1`)
+        activation: The activation of the hidden layer: `"relu"`, `"gelu"` or a function. (default: ReLU)
+        layer_norm_eps: A small number that is added to the variance in norms. (default: `1e-5`)
         batch_first: Whether tensors are `[B, T, E]` rather than `[T, B, E]`. (default: `False`)
-        norm_first: Whether norms come first (pre-norm). (default: `False`)
+        norm_first: Whether to apply the norms before attention and feed-forward network (pre-norm) instead of after.
+            (default: `False`)
         bias: Whether linear layers and norms have a bias. (default: `True`)
-        device: Of the parameters. (default: `None`)
-        dtype: Of the parameters. (default: `None`)
-        **kwargs: What `MultiheadAttention` adds: `num_kv_heads`, `qk_norm`, `position`.
+        device: The device of the parameters. (default: `None`)
+        dtype: The type of the parameters. (default: `None`)
+        **kwargs: The additional options of `MultiheadAttention`: `num_kv_heads`, `qk_norm` and `position`.
 
     Shapes:
-        - **input:** `[T, B, E]`, with `batch_first` `[B, T, E]`, of which T may be ragged (a nested tensor of either
-          layout), without a batch `[T, E]`; **output:** the same.
+        - **input:** `[T, B, E]`, or with `batch_first` `[B, T, E]`, which may be a nested tensor of either layout with
+          ragged T, or `[T, E]` without a batch; **output:** the same.
 
     Raises:
         ValueError: If an option is out of range.
@@ -94,7 +106,7 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
         (torch.Size([5, 16]), torch.Size([5, 16]))
     """
 
-    activation_relu_or_gelu = 0  # to PyTorch's encoder it means that there is no fused kernel to prepare batches for
+    activation_relu_or_gelu = 0  # tells PyTorch's encoder that there is no fused kernel
 
     def __init__(
         self,
@@ -107,12 +119,12 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ):
         torch.nn.Module.__init__(self)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.self_attn = MultiheadAttention(
             d_model, nhead, dropout=dropout, bias=bias, batch_first=batch_first, **factory, **kwargs
         )
@@ -127,10 +139,23 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
         *,
-        graph: Any = None,
+        graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Runs the layer; for masks, `graph` and `cache` see `MultiheadAttention.forward`."""
+        """Runs the layer.
+
+        Args:
+            src: The features, `[T, B, E]`, `[B, T, E]` with `batch_first`, or `[T, E]` without a batch.
+            src_mask: The `attn_mask` of `MultiheadAttention.forward`. (default: `None`)
+            src_key_padding_mask: The `key_padding_mask` of `MultiheadAttention.forward`. (default: `None`)
+            is_causal: Whether tokens attend only to themselves and earlier ones. (default: `False`)
+            graph: Which target attends to which source, in any form that `gattn.attend` takes. (default: `None`, every
+                target to every source)
+            cache: The keys and values of earlier tokens. (default: `None`)
+
+        Raises:
+            ValueError: If shapes, masks and graph do not fit each other.
+        """
         if nested.is_nested(src):
             graph = nested.packed_graph(
                 self.self_attn, src, src, src, graph, src_mask, src_key_padding_mask, is_causal, cache
@@ -138,7 +163,7 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             return nested.restore(self.forward(nested.flatten(src), is_causal=is_causal, graph=graph), src)
 
         def attend(x: Tensor) -> Tensor:
-            return self.self_attn(
+            out: Tensor = self.self_attn(
                 x,
                 x,
                 x,
@@ -149,6 +174,7 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
                 graph=graph,
                 cache=cache,
             )[0]
+            return out
 
         return self._sublayer(self._sublayer(src, 1, attend), 2, self._feed_forward)
 
@@ -156,33 +182,34 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
 class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLayer):
     r"""Self-attention, attention over an encoder's output, and a feed-forward network.
 
-    The decoder's layer of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_:
+    This is the decoder layer of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_:
 
     .. math::
         y = \mathrm{norm}(x + \mathrm{attention}(x)), \quad z = \mathrm{norm}(y + \mathrm{attention}(y, m)), \quad
         x' = \mathrm{norm}(z + W_2 \, \sigma(W_1 z))
 
-    A drop-in for `torch.nn.TransformerDecoderLayer`: the same arguments, parameter names and numbers. Beyond it:
-    `graph=` and `memory_graph=`, a cache, and what `MultiheadAttention` adds (positions, however, inside
-    self-attention alone).
+    This is a drop-in replacement for `torch.nn.TransformerDecoderLayer` with the same arguments, parameter names and
+    results. In addition it has `graph=` and `memory_graph=`, a cache, and the options of `MultiheadAttention`, of which
+    `position` applies to self-attention only.
 
     Args:
-        d_model: Channels of the model, E.
-        nhead: Number of heads.
-        dim_feedforward: Channels of the hidden layer. (default: `2048`)
-        dropout: Probability that an attention weight or feature is dropped, in training. (default: `0.1`)
-        activation: `"relu"`, `"gelu"` or a function. (default: ReLU)
-        layer_norm_eps: Added to the variance in norms. (default: `1e-5`)
+        d_model: The number of channels of the model, E.
+        nhead: The number of heads.
+        dim_feedforward: The number of channels of the hidden layer. (default: `2048`)
+        dropout: The probability of dropping an attention weight or a feature during training. (default: `0.1`)
+        activation: The activation of the hidden layer: `"relu"`, `"gelu"` or a function. (default: ReLU)
+        layer_norm_eps: A small number that is added to the variance in norms. (default: `1e-5`)
         batch_first: Whether tensors are `[B, T, E]` rather than `[T, B, E]`. (default: `False`)
-        norm_first: Whether norms come first (pre-norm). (default: `False`)
+        norm_first: Whether to apply the norms before attention and feed-forward network (pre-norm) instead of after.
+            (default: `False`)
         bias: Whether linear layers and norms have a bias. (default: `True`)
-        device: Of the parameters. (default: `None`)
-        dtype: Of the parameters. (default: `None`)
-        **kwargs: What `MultiheadAttention` adds: `num_kv_heads`, `qk_norm`, `position`.
+        device: The device of the parameters. (default: `None`)
+        dtype: The type of the parameters. (default: `None`)
+        **kwargs: The additional options of `MultiheadAttention`: `num_kv_heads`, `qk_norm` and `position`.
 
     Shapes:
-        - **input:** targets `[T, B, E]` and memory `[S, B, E]`, with `batch_first` `[B, T, E]` and so on, of which T
-          and S may be ragged (nested tensors of either layout); **output:** as the targets.
+        - **input:** targets `[T, B, E]` and memory `[S, B, E]`, or with `batch_first` `[B, T, E]` and `[B, S, E]`,
+          which may be nested tensors of either layout with ragged T and S; **output:** in the shape of the targets.
 
     Raises:
         ValueError: If an option is out of range.
@@ -205,13 +232,13 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ):
         torch.nn.Module.__init__(self)
-        factory = {"device": device, "dtype": dtype}
-        common = {"dropout": dropout, "bias": bias, "batch_first": batch_first, **factory}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        common: dict[str, Any] = {"dropout": dropout, "bias": bias, "batch_first": batch_first, **factory}
         self.self_attn = MultiheadAttention(d_model, nhead, **common, **kwargs)
         kwargs.pop("position", None)
         self.multihead_attn = MultiheadAttention(d_model, nhead, **common, **kwargs)
@@ -230,11 +257,29 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
         *,
-        graph: Any = None,
-        memory_graph: Any = None,
+        graph: Adj | Graph | None = None,
+        memory_graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Runs the layer; for masks, graphs and `cache` see `MultiheadAttention.forward`."""
+        """Runs the layer.
+
+        Args:
+            tgt: The targets, `[T, B, E]`, `[B, T, E]` with `batch_first`, or `[T, E]` without a batch.
+            memory: The memory, `[S, B, E]`, `[B, S, E]` with `batch_first`, or `[S, E]` without a batch.
+            tgt_mask: The `attn_mask` of self-attention, as in `MultiheadAttention.forward`. (default: `None`)
+            memory_mask: The `attn_mask` of attention to the memory. (default: `None`)
+            tgt_key_padding_mask: The `key_padding_mask` of self-attention. (default: `None`)
+            memory_key_padding_mask: The `key_padding_mask` of attention to the memory. (default: `None`)
+            tgt_is_causal: Whether self-attention is causal. (default: `False`)
+            memory_is_causal: Whether attention to the memory is causal. (default: `False`)
+            graph: The graph of self-attention, in any form that `gattn.attend` takes. (default: `None`, every target
+                to every other)
+            memory_graph: The graph of attention to the memory. (default: `None`, every target to the whole memory)
+            cache: The keys and values of earlier tokens and of the memory. (default: `None`)
+
+        Raises:
+            ValueError: If shapes, masks and graphs do not fit each other.
+        """
         if nested.is_nested(tgt, memory):
             graph = nested.packed_graph(
                 self.self_attn, tgt, tgt, tgt, graph, tgt_mask, tgt_key_padding_mask, tgt_is_causal, cache
@@ -252,7 +297,7 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
             return nested.restore(out, tgt)
 
         def attend(x: Tensor) -> Tensor:
-            return self.self_attn(
+            out: Tensor = self.self_attn(
                 x,
                 x,
                 x,
@@ -263,9 +308,10 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
                 graph=graph,
                 cache=cache,
             )[0]
+            return out
 
         def attend_to_memory(x: Tensor) -> Tensor:
-            return self.multihead_attn(
+            out: Tensor = self.multihead_attn(
                 x,
                 memory,
                 memory,
@@ -276,6 +322,7 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
                 graph=memory_graph,
                 cache=cache,
             )[0]
+            return out
 
         x = self._sublayer(tgt, 1, attend)
         x = self._sublayer(x, 2, attend_to_memory)
@@ -285,14 +332,16 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
 class TransformerEncoder(torch.nn.TransformerEncoder):
     """A stack of encoder layers.
 
-    A drop-in for `torch.nn.TransformerEncoder`, which it is one of; beyond it: `graph=` and a cache.
+    This is a drop-in replacement for `torch.nn.TransformerEncoder`, and a subclass of it, that has `graph=` and a cache
+    in addition.
 
     Args:
-        encoder_layer: A layer, which is copied.
-        num_layers: Number of layers.
-        norm: A norm at the end. (default: `None`)
-        enable_nested_tensor: Taken for compatibility: padding is never computed. (default: `True`)
-        mask_check: Likewise. (default: `True`)
+        encoder_layer: The layer to copy.
+        num_layers: The number of layers.
+        norm: A norm that is applied to the output. (default: `None`)
+        enable_nested_tensor: Has no effect, since nothing is ever computed for padding; it exists for compatibility.
+            (default: `True`)
+        mask_check: Has no effect; it exists for compatibility. (default: `True`)
 
     Example:
         >>> import torch, gattn
@@ -303,7 +352,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
     def __init__(
         self,
-        encoder_layer: Any,
+        encoder_layer: torch.nn.TransformerEncoderLayer,
         num_layers: int,
         norm: torch.nn.Module | None = None,
         enable_nested_tensor: bool = True,
@@ -319,12 +368,22 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
         *,
-        graph: Any = None,
+        graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Runs all layers; for masks, `graph` and `cache` see `MultiheadAttention.forward`.
+        """Runs all layers.
 
-        `is_causal=None` finds out whether `mask` is the causal one.
+        Args:
+            src: The features, as in `TransformerEncoderLayer.forward`.
+            mask: The `src_mask` of the layers. (default: `None`)
+            src_key_padding_mask: The `src_key_padding_mask` of the layers. (default: `None`)
+            is_causal: Whether tokens attend only to themselves and earlier ones. (default: `None`, determined by
+                comparing `mask` with the causal mask)
+            graph: The graph of all layers. (default: `None`, every target to every source)
+            cache: The keys and values of earlier tokens. (default: `None`)
+
+        Raises:
+            ValueError: If shapes, masks and graph do not fit each other.
         """
         is_causal = is_causal_mask(mask) if is_causal is None else is_causal
         for layer in self.layers:
@@ -341,12 +400,13 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 class TransformerDecoder(torch.nn.TransformerDecoder):
     """A stack of decoder layers.
 
-    A drop-in for `torch.nn.TransformerDecoder`, which it is one of; beyond it: `graph=`, `memory_graph=` and a cache.
+    This is a drop-in replacement for `torch.nn.TransformerDecoder`, and a subclass of it, that has `graph=`,
+    `memory_graph=` and a cache in addition.
 
     Args:
-        decoder_layer: A layer, which is copied.
-        num_layers: Number of layers.
-        norm: A norm at the end. (default: `None`)
+        decoder_layer: The layer to copy.
+        num_layers: The number of layers.
+        norm: A norm that is applied to the output. (default: `None`)
 
     Example:
         >>> import torch, gattn
@@ -366,13 +426,17 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
         *,
-        graph: Any = None,
-        memory_graph: Any = None,
+        graph: Adj | Graph | None = None,
+        memory_graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Runs all layers; for masks, graphs and `cache` see `MultiheadAttention.forward`.
+        """Runs all layers.
 
-        `tgt_is_causal=None` finds out whether `tgt_mask` is the causal one.
+        The arguments are those of `TransformerDecoderLayer.forward`, except that `tgt_is_causal=None` stands for
+        comparing `tgt_mask` with the causal mask.
+
+        Raises:
+            ValueError: If shapes, masks and graphs do not fit each other.
         """
         tgt_is_causal = is_causal_mask(tgt_mask) if tgt_is_causal is None else tgt_is_causal
         for layer in self.layers:
@@ -391,28 +455,30 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
 
 
 class Transformer(torch.nn.Transformer):
-    """Encoder and decoder, of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+    """An encoder and a decoder, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
-    A drop-in for `torch.nn.Transformer`, which it is one of; beyond it: `src_graph=`, `tgt_graph=` and `memory_graph=`.
-    A whole model, with embeddings, positions and decoding, is `gattn.models.TransformerSeq2Seq`.
+    This is a drop-in replacement for `torch.nn.Transformer`, and a subclass of it, that has `src_graph=`, `tgt_graph=`
+    and `memory_graph=` in addition. A whole model, with embeddings, positions and decoding, is
+    `gattn.models.TransformerSeq2Seq`.
 
     Args:
-        d_model: Channels of the model, E. (default: `512`)
-        nhead: Number of heads. (default: `8`)
-        num_encoder_layers: Layers of the encoder. (default: `6`)
-        num_decoder_layers: Layers of the decoder. (default: `6`)
-        dim_feedforward: Channels of the hidden layers. (default: `2048`)
-        dropout: Probability that an attention weight or feature is dropped, in training. (default: `0.1`)
-        activation: `"relu"`, `"gelu"` or a function. (default: ReLU)
-        custom_encoder: Instead of the encoder. (default: `None`)
-        custom_decoder: Instead of the decoder. (default: `None`)
-        layer_norm_eps: Added to the variance in norms. (default: `1e-5`)
+        d_model: The number of channels of the model, E. (default: `512`)
+        nhead: The number of heads. (default: `8`)
+        num_encoder_layers: The number of layers of the encoder. (default: `6`)
+        num_decoder_layers: The number of layers of the decoder. (default: `6`)
+        dim_feedforward: The number of channels of the hidden layers. (default: `2048`)
+        dropout: The probability of dropping an attention weight or a feature during training. (default: `0.1`)
+        activation: The activation of the hidden layer: `"relu"`, `"gelu"` or a function. (default: ReLU)
+        custom_encoder: A module to use as the encoder. (default: `None`)
+        custom_decoder: A module to use as the decoder. (default: `None`)
+        layer_norm_eps: A small number that is added to the variance in norms. (default: `1e-5`)
         batch_first: Whether tensors are `[B, T, E]` rather than `[T, B, E]`. (default: `False`)
-        norm_first: Whether norms come first (pre-norm). (default: `False`)
+        norm_first: Whether to apply the norms before attention and feed-forward network (pre-norm) instead of after.
+            (default: `False`)
         bias: Whether linear layers and norms have a bias. (default: `True`)
-        device: Of the parameters. (default: `None`)
-        dtype: Of the parameters. (default: `None`)
-        **kwargs: What `MultiheadAttention` adds: `num_kv_heads`, `qk_norm`, `position`.
+        device: The device of the parameters. (default: `None`)
+        dtype: The type of the parameters. (default: `None`)
+        **kwargs: The additional options of `MultiheadAttention`: `num_kv_heads`, `qk_norm` and `position`.
 
     Example:
         >>> import torch, gattn
@@ -430,17 +496,17 @@ class Transformer(torch.nn.Transformer):
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         activation: str | Callable[[Tensor], Tensor] = F.relu,
-        custom_encoder: Any = None,
-        custom_decoder: Any = None,
+        custom_encoder: Module | None = None,
+        custom_decoder: Module | None = None,
         layer_norm_eps: float = 1e-5,
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ):
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {
             "dim_feedforward": dim_feedforward,
             "dropout": dropout,
@@ -484,20 +550,22 @@ class Transformer(torch.nn.Transformer):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
         *,
-        src_graph: Any = None,
-        tgt_graph: Any = None,
-        memory_graph: Any = None,
+        src_graph: Adj | Graph | None = None,
+        tgt_graph: Adj | Graph | None = None,
+        memory_graph: Adj | Graph | None = None,
     ) -> Tensor:
-        """Encodes `src` and decodes `tgt`; for masks and graphs see `MultiheadAttention.forward`.
+        """Encodes `src` and decodes `tgt`.
+
+        The masks and graphs are those of `TransformerEncoder.forward` and `TransformerDecoder.forward`.
 
         Raises:
-            ValueError: If batches or channels differ.
+            ValueError: If the batch sizes or numbers of channels differ.
         """
         batch = 0 if self.batch_first else 1
-        regular = not nested.is_nested(src, tgt)  # what isn't is checked by the layers
+        regular = not nested.is_nested(src, tgt)  # layers check nested tensors
         if regular and src.dim() == 3 and src.size(batch) != tgt.size(batch):
             raise InputError(
-                f"src and tgt have the same batch, but their shapes are {list(src.shape)} and {list(tgt.shape)}."
+                f"src and tgt must have the same batch size; got shapes {list(src.shape)} and {list(tgt.shape)}."
             )
         if regular and (src.size(-1) != self.d_model or tgt.size(-1) != self.d_model):
             raise InputError(
@@ -511,7 +579,7 @@ class Transformer(torch.nn.Transformer):
             is_causal=src_is_causal,
             **_given(graph=src_graph),
         )
-        return self.decoder(
+        out: Tensor = self.decoder(
             tgt,
             memory,
             tgt_mask=tgt_mask,
@@ -522,18 +590,9 @@ class Transformer(torch.nn.Transformer):
             memory_is_causal=memory_is_causal,
             **_given(graph=tgt_graph, memory_graph=memory_graph),
         )
-
-
-def is_causal_mask(mask: Tensor | None) -> bool:
-    """Whether a mask says just that nobody sees what comes later; `False` where that cannot be looked at."""
-    if mask is None or mask.dim() != 2 or mask.size(0) != mask.size(1) or torch.compiler.is_compiling():
-        return False
-    later = torch.ones_like(mask, dtype=torch.bool).triu(1)
-    if mask.dtype == torch.bool:
-        return bool((mask == later).all())
-    return bool((mask == torch.zeros_like(mask).masked_fill(later, -torch.inf)).all())
+        return out
 
 
 def _given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not `None`: layers of PyTorch's own don't know them."""
+    """Returns the arguments that are not `None`, since PyTorch's own layers do not accept these arguments."""
     return {name: argument for name, argument in arguments.items() if argument is not None}

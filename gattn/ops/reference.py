@@ -1,16 +1,66 @@
 """Attention in plain PyTorch: what every kernel must equal, gradients included.
 
-The core's hooks are made of `weights` and `messages`; kernels take their second derivatives from `attention`.
+The core's hooks are made of `weights` and `messages`; kernels take their second derivatives from `attention`. A scalar
+score's terms are vectors of one channel here, `[..., H, 1]`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gattn.distributions import Distribution
+from gattn.errors import InputError
 from gattn.ops.dropout import drop
 from gattn.scores import Score
+
+
+def logits(query: Tensor | None, key: Tensor, edge: Tensor | None, score: Score) -> Tensor:
+    """A score's logits `[..., E, H]`, given what the two ends of edges have, `[..., E, H, C]`."""
+    if score.scalar:
+        query, edge = (None if x is None else x.squeeze(-1) for x in (query, edge))
+        key = key.squeeze(-1)
+    found = score.logits(query, key, edge)
+    shape = key.shape if score.scalar else key.shape[:-1]
+    if not _is_real(found) or found.shape != shape:
+        raise InputError(_wrong(score, "logits", "one logit per edge and head", list(shape), found))
+    return found
+
+
+def weights_of(distribution: Distribution, logits: Tensor, index: Tensor, num_targets: int) -> Tensor:
+    """A distribution's weights of logits `[..., E, H]`."""
+    found = distribution.weights(logits, index, num_targets, logits.dim() - 2)
+    if not _is_real(found) or found.shape != logits.shape:
+        raise InputError(_wrong(distribution, "weights", "a weight for each logit", list(logits.shape), found))
+    return found
+
+
+def _is_real(found: Any) -> bool:
+    return isinstance(found, Tensor) and found.is_floating_point()
+
+
+def _wrong(of: Any, method: str, what: str, shape: Any, found: Any) -> str:
+    came = f"{list(found.shape)} of type {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    return f"{type(of).__name__}.{method}() must return {what}, a floating-point tensor of shape {shape}; got {came}."
+
+
+def broadcast_logits(query: Tensor | None, key: Tensor, score: Score, shape: tuple[int, ...]) -> Tensor:
+    """The logits of some targets and all sources, `[B, N, M, H]`, by broadcasting.
+
+    Args:
+        query: `[B, N, 1, H, C]`, for a scalar score `[B, N, 1, H]`.
+        key: `[B, 1, M, H, C]`, for a scalar score `[B, 1, M, H]`.
+        score: One whose logits broadcast.
+        shape: B, N, M and H.
+    """
+    found = score.logits(query, key, None)
+    fits = _is_real(found) and found.dim() == 4 and found.size(-1) == shape[-1]
+    if not fits or any(size not in (1, full) for size, full in zip(found.shape, shape, strict=True)):
+        note = f"{list(shape)} or broadcastable to it, as broadcasts = True says"
+        raise InputError(_wrong(score, "logits", "one logit per pair of nodes and head", note, found))
+    return found.expand(shape)
 
 
 def weights(
@@ -25,12 +75,12 @@ def weights(
     num_targets: int,
 ) -> Tensor:
     """Attention weights `[..., E, H]` of edges, given what their two ends have, `[..., E, H, C]`."""
-    logits = score.logits(query, key, edge)
+    found = logits(query, key, edge, score)
     if bias is not None:
-        logits = logits + bias
+        found = found + bias
     if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    return distribution.weights(logits, index, num_targets, logits.dim() - 2)
+        found = found.masked_fill(~mask, -torch.inf)
+    return weights_of(distribution, found, index, num_targets)
 
 
 def messages(value: Tensor, alpha: Tensor, edge_value: Tensor | None) -> Tensor:
@@ -63,29 +113,14 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output `[..., N, H, C]` and weights `[..., E, H]` before dropout.
 
-    Args:
-        query: As in `gattn.attend`, like `key`, `value`, `edge`, `bias`, `mask` (which has a dimension of heads here)
-            and `edge_value`.
-        key: See `query`.
-        value: See `query`.
-        edge_index: `[2, E]`, sources above targets.
-        num_targets: N.
-        score: How the two ends of an edge compare.
-        distribution: How logits become weights.
-        edge: See `query`.
-        bias: See `query`.
-        mask: See `query`.
-        edge_value: See `query`.
-        dropout: Probability that a weight is dropped.
-        seed: Of the dropout.
+    Arguments are those of `gattn.ops.call.Call`; `edge_index` has sources above targets, and `seed` is the dropout's.
     """
     source, target = edge_index
-    nodes = -2 if score.scalar else -3
-    if score.grouped and query is not None:
-        key, value = repeat_heads(key, query.size(-2)), repeat_heads(value, query.size(-2))
+    heads = (key if query is None else query).size(-2)
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha = weights(
-        None if query is None else query.index_select(nodes, target),
-        key.index_select(nodes, source),
+        None if query is None else query.index_select(-3, target),
+        key.index_select(-3, source),
         edge,
         bias,
         mask,

@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -12,7 +11,7 @@ import torch
 from torch_geometric.data import Data
 
 from benchmarks import citation
-from benchmarks.results import ResultsFile
+from benchmarks.framework.results import ResultsFile
 
 QUICK = ["--dataset", "karate", "--model", "gat", "gatv2", "--runs", "2", "--max-epochs", "25"]
 EXACT = (
@@ -35,22 +34,15 @@ def exact(out):
     return sorted(json.dumps({name: row[name] for name in EXACT}) for row in rows)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The quick benchmark, run once without interruption."""
-    out = tmp_path_factory.mktemp("whole")
-    citation.main([*QUICK, "--out", str(out)])
-    return out
-
-
 @pytest.fixture
-def quick(whole, tmp_path):
-    """A copy of its folder."""
-    return shutil.copytree(whole, tmp_path / "whole")
+def quick(one_process, tmp_path):
+    """The folder of the quick benchmark."""
+    citation.Citation.main([*QUICK, "--out", str(tmp_path / "quick")])
+    return tmp_path / "quick"
 
 
 def wait_for_rows(path, count):
-    """Waits until so many runs have finished."""
+    """Waits until this many runs have finished."""
     deadline = time.monotonic() + 120
     while len(ResultsFile(path).rows()) < count and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -70,7 +62,7 @@ class TestProtocol:
                 }
 
         monkeypatch.setattr(citation, "epochs", epochs)
-        return citation.train(run or self.run)
+        return citation.train(run or self.run, lambda *progress: None)
 
     def test_a_checkpoint_needs_both_at_their_best(self, monkeypatch):
         result = self.train(monkeypatch, [1.0, 0.9, 0.8, 0.95, 0.95, 0.95], [0.5, 0.6, 0.55, 0.5, 0.5, 0.5])
@@ -124,73 +116,30 @@ class TestProtocol:
 
 class TestResuming:
     def test_nothing_runs_twice(self, quick, capsys):
-        before = (quick / "runs.jsonl").read_text()
-        table = (quick / "table.md").read_text()
-        citation.main([*QUICK, "--out", str(quick)])
+        before = {path.name: path.read_bytes() for path in quick.iterdir()}
+        citation.Citation.main([*QUICK, "--out", str(quick)])
         assert "4 of 4 runs are in" in capsys.readouterr().out
-        assert (quick / "runs.jsonl").read_text() == before
-        assert (quick / "table.md").read_text() == table
-
-    @pytest.mark.parametrize("cut", [0, 1, 30])
-    def test_between_and_inside_rows(self, quick, tmp_path, cut):
-        """Two runs are there, and `cut` bytes of the third."""
-        lines = (quick / "runs.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / "cut").mkdir()
-        (tmp_path / "cut" / "runs.jsonl").write_text("".join(lines[:2]) + lines[2][:cut])
-        citation.main([*QUICK, "--out", str(tmp_path / "cut")])
-        assert exact(tmp_path / "cut") == exact(quick)
+        assert {path.name: path.read_bytes() for path in quick.iterdir()} == before
 
     @pytest.mark.slow
     def test_a_killed_process_loses_nothing(self, tmp_path, start):
         arguments = ["--dataset", "karate", "--runs", "6", "--max-epochs", "150", "--out"]
         whole, killed = tmp_path / "whole", tmp_path / "killed"
-        citation.main([*arguments, str(whole)])
+        citation.Citation.main([*arguments, str(whole)])
         process = start("-m", "benchmarks.citation", *arguments, killed, stdout=subprocess.DEVNULL)
         wait_for_rows(killed / "runs.jsonl", 2)
         os.kill(process.pid, signal.SIGKILL)  # inside a run, as rows appear when one has ended
         process.wait()
         assert 2 <= len(exact(killed)) < len(exact(whole)) == 6
-        citation.main([*arguments, str(killed)])
+        citation.Citation.main([*arguments, str(killed)])
         assert exact(killed) == exact(whole)
 
     @pytest.mark.slow
-    def test_several_processes_give_the_same_numbers(self, quick, tmp_path):
-        citation.main([*QUICK, "--workers", "2", "--out", str(tmp_path / "two")])
-        assert exact(tmp_path / "two") == exact(quick)
-
-    def test_lines_that_are_no_results_are_passed_over(self, quick):
-        expected = exact(quick)
-        with (quick / "runs.jsonl").open("ab") as file:
-            file.write(b'5\n{"a": 1}\n\xff\n[]\nnull\n')
-        citation.main([*QUICK, "--out", str(quick)])
-        assert len(citation.finished(ResultsFile(quick / "runs.jsonl"))) == len(expected) == 4
-
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            ("test_accuracy", "high"),
-            ("seconds_per_epoch", math.nan),
-            ("curve", {"val_loss": [None]}),
-            ("epochs", 2.5),
-        ],
-    )
-    def test_a_row_of_wrong_types_is_run_again(self, field, value, quick, capsys):
-        path = quick / "runs.jsonl"
-        rows, expected = ResultsFile(path).rows(), exact(quick)
-        rows[1][field] = value
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        citation.main([*QUICK, "--out", str(quick)])
-        printed = capsys.readouterr()
-        assert "3 of 4 runs are in" in printed.out
-        assert printed.err.startswith(f"warning: {path}, line 2: {field} is ")
-        assert len(printed.err.splitlines()) == 1
-        again = citation.finished(ResultsFile(path)).values()
-        assert sorted(json.dumps({name: row[name] for name in EXACT}) for row in again) == expected
-
-    def test_another_version_of_gattn_runs_anew(self, quick, monkeypatch):
-        monkeypatch.setattr("gattn.__version__", "9.9")
-        citation.main([*QUICK, "--out", str(quick)])
-        assert len(ResultsFile(quick / "runs.jsonl").rows()) == 8
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_processes_give_the_same_numbers(self, workers, quick, tmp_path, monkeypatch):
+        monkeypatch.undo()
+        citation.Citation.main([*QUICK, "--workers", str(workers), "--out", str(tmp_path / "others")])
+        assert exact(tmp_path / "others") == exact(quick)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("workers", [1, 2])
@@ -204,24 +153,20 @@ class TestResuming:
         assert b"the same command goes on from there" in printed.replace(b"\n", b" ")
         assert 1 <= len(ResultsFile(tmp_path / "runs.jsonl").rows()) < 99
 
-    @pytest.mark.slow
-    def test_an_error_in_one_run_loses_no_other(self, tmp_path):
-        options = citation.parse([*QUICK, "--out", str(tmp_path)])
-        runs = citation.plan(options, {"karate": 1.0})
-        bad = replace(runs[1], dataset="nothing")
-        done = []
-        with pytest.raises(ValueError, match="unknown data set 'nothing'"):
-            citation.share([runs[0], bad], 2, lambda run, result: done.append(run))
-        assert done == [runs[0]]
-
     def test_other_settings_are_other_runs(self, quick):
-        citation.main([*QUICK, "--max-epochs", "5", "--out", str(quick)])
+        citation.Citation.main([*QUICK, "--max-epochs", "5", "--out", str(quick)])
         assert len(ResultsFile(quick / "runs.jsonl").rows()) == 8
+
+    def test_a_loss_that_is_not_finite_is_an_error(self, one_process, tmp_path, monkeypatch):
+        metrics = dict.fromkeys(("train_loss", "val_loss", "val_accuracy", "test_accuracy"), math.nan)
+        monkeypatch.setattr(citation, "epochs", lambda *args: iter([metrics]))
+        with pytest.raises(SystemExit, match="error: karate gat gattn seed 0: .*the validation loss became nan"):
+            citation.Citation.main(["--dataset", "karate", "--runs", "1", "--out", str(tmp_path)])
 
 
 class TestCommandLine:
     def test_report(self, quick, capsys):
-        citation.main([*QUICK, "--layers", "gattn", "pyg", "--out", str(quick)])
+        citation.Citation.main([*QUICK, "--layers", "gattn", "pyg", "--out", str(quick)])
         printed = capsys.readouterr().out
         table = (quick / "table.md").read_text()
         for text in (printed, table):
@@ -244,12 +189,14 @@ class TestCommandLine:
         (line,) = citation.summarise([{**row, "protocol": {"max_epochs": 5}} for row in rows])
         assert line["published, %"] == "–"
 
-    def test_without_arguments_a_missing_data_set_is_named_and_the_rest_runs(self, monkeypatch, tmp_path, capsys):
+    def test_without_arguments_a_missing_data_set_is_named_and_the_rest_runs(
+        self, one_process, monkeypatch, tmp_path, capsys
+    ):
         monkeypatch.setenv("GATTN_DATA", str(tmp_path / "nothing"))
         monkeypatch.setattr(
             "socket.getaddrinfo", lambda *arguments, **kwargs: (_ for _ in ()).throw(OSError("offline"))
         )
-        citation.main(["--runs", "1", "--max-epochs", "3", "--out", str(tmp_path / "out")])
+        citation.Citation.main(["--runs", "1", "--max-epochs", "3", "--out", str(tmp_path / "out")])
         printed = capsys.readouterr().out
         assert "Skipped: cora is not under" in printed
         assert "karate" in (tmp_path / "out" / "table.md").read_text()
@@ -260,43 +207,21 @@ class TestCommandLine:
             "socket.getaddrinfo", lambda *arguments, **kwargs: (_ for _ in ()).throw(OSError("offline"))
         )
         with pytest.raises(SystemExit, match="error: cora is not under"):
-            citation.main(["--dataset", "karate", "cora", "--out", str(tmp_path)])
+            citation.Citation.main(["--dataset", "karate", "cora", "--out", str(tmp_path)])
 
     def test_data_sets_that_are_no_node_classification(self, load, tmp_path):
         load("ogbg-molbace")
         with pytest.raises(SystemExit, match="error: ogbg-molbace has many graphs"):
-            citation.main(["--dataset", "ogbg-molbace", "--out", str(tmp_path)])
+            citation.Citation.main(["--dataset", "ogbg-molbace", "--out", str(tmp_path)])
         with pytest.raises(ValueError, match="no node features"):
             citation.check_task("x", Data(y=torch.zeros(3, dtype=torch.long)))
-        with pytest.raises(ValueError, match="not one class a node"):
+        with pytest.raises(ValueError, match="does not have one class per node"):
             citation.check_task("x", Data(x=torch.zeros(3, 1), y=torch.zeros(3, 2)))
 
     def test_names_are_made_one(self):
-        options = citation.parse(["--dataset", "Karate_Club", "karate", "PubMed", "--model", "gat", "gat"])
+        options = citation.Citation.parse(["--dataset", "Karate_Club", "karate", "PubMed", "--model", "gat", "gat"])
         assert options.dataset == ["karate", "pubmed"]
         assert options.model == ["gat"]
-
-    @pytest.mark.parametrize("columns", ["40", "80"])
-    def test_a_narrow_terminal_cuts_nothing(self, quick, capsys, monkeypatch, columns):
-        monkeypatch.setenv("COLUMNS", columns)
-        citation.main([*QUICK, "--out", str(quick)])
-        printed = capsys.readouterr().out
-        assert "…" not in printed
-        for line in citation.summarise(list(citation.finished(ResultsFile(quick / "runs.jsonl")).values())):
-            for name in ("data set", "model", "runs", "test, %", "published, %", "epochs"):
-                assert line[name] in printed
-
-    def test_results_that_cannot_be_written_are_an_error_before_anything_runs(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(citation, "train", lambda *arguments: pytest.fail("something ran"))
-        (tmp_path / "file").touch()
-        with pytest.raises(SystemExit, match="error: results cannot be written to"):
-            citation.main([*QUICK, "--out", str(tmp_path / "file")])
-
-    def test_brackets_in_paths_are_no_markup(self, tmp_path, capsys):
-        out = tmp_path / "br[/a]x"
-        citation.main(["--dataset", "karate", "--runs", "1", "--max-epochs", "2", "--out", str(out)])
-        assert "br[/a]x" in capsys.readouterr().out.replace("\n", "")
-        assert (out / "table.md").exists()
 
     @pytest.mark.parametrize(
         "arguments",
@@ -311,20 +236,19 @@ class TestCommandLine:
             ["--device", "meta"],
             ["--device", "cuda:99"],
             ["--runs", "1000000000000"],
-            ["--runs", "two"],
             ["--threads", "9999999999"],
             ["--max-epochs", "1e3"],
-            ["--out", ""],
         ],
     )
     def test_wrong_arguments(self, arguments, capsys):
         with pytest.raises(SystemExit):
-            citation.main(arguments)
+            citation.Citation.main(arguments)
         assert "error:" in capsys.readouterr().err
 
-    def test_the_density_decides_how_features_are_stored(self):
-        options = citation.parse(["--layers", "gattn", "pyg", "--runs", "1"])
-        runs = citation.plan(options, {"cora": 0.013, "dense": 0.5})
+    def test_the_density_decides_how_features_are_stored(self, monkeypatch):
+        options = citation.Citation.parse(["--layers", "gattn", "pyg", "--runs", "1"])
+        monkeypatch.setattr(citation.Citation, "densities", lambda self: {"cora": 0.013, "dense": 0.5})
+        runs = citation.Citation(options, None, None).cases()
         assert [(run.dataset, run.layers, run.features) for run in runs] == [
             ("cora", "gattn", "sparse"),
             ("cora", "pyg", "dense"),

@@ -1,4 +1,3 @@
-import copy
 import errno
 import json
 import math
@@ -10,16 +9,8 @@ from typing import Literal, NotRequired, TypedDict
 
 import pytest
 
-from benchmarks import citation, kernels, results, sequence, translation
-from benchmarks.results import Machine, ResultsFile, lock, problem_of, replace_file
-
-COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
-READERS = {
-    "citation": citation.finished,
-    "kernels": kernels.recorded,
-    "sequence": lambda file: {**sequence.finished(file), **sequence.recorded(file)},
-    "translation": translation.finished,
-}
+from benchmarks.framework import results
+from benchmarks.framework.results import Machine, ResultsFile, lock, problem_of, replace_file
 
 
 @dataclass
@@ -93,40 +84,6 @@ class TestRows:
         assert file.rows(Outer, Machine) == []
         assert capsys.readouterr().err == ""
 
-    @pytest.mark.parametrize("path", sorted(COMMITTED.glob("*/runs.jsonl")), ids=lambda path: path.parent.name)
-    def test_committed_rows_are_read(self, path, capsys):
-        file = ResultsFile(path)
-        rows = [row for row in file.rows() if path.parent.name != "citation_100" or "curve" in row]
-        assert sum(len(READERS[name](ResultsFile(path))) for name in READERS) == len(rows) > 0
-        assert capsys.readouterr().err == ""
-
-    @pytest.mark.parametrize("name", READERS)
-    def test_every_field_that_is_read_is_checked(self, name, tmp_path, capsys):
-        """Nothing but texts can be replaced by a text, and no text by a number."""
-        rows = ResultsFile(COMMITTED / name / "runs.jsonl").rows()
-        rows = [rows[0], rows[-1]]
-        kinds = {
-            "citation": [(citation.Run, citation.Result, Machine)] * 2,
-            "kernels": [(kernels.Case, kernels.outcome(kernels.Result)(row), Machine) for row in rows],
-            "sequence": [
-                (sequence.Run, sequence.RunResult, Machine),
-                (sequence.Case, sequence.outcome(sequence.Result)(rows[-1]), Machine),
-            ],
-            "translation": [(translation.Run, translation.Result, Machine)] * 2,
-        }[name]
-        checked = 0
-        for row, chosen in zip(rows, kinds, strict=True):
-            for kind in chosen:
-                for field in results._fields(kind).keys() & row.keys():
-                    wrong = copy.deepcopy(row)
-                    wrong[field] = 5 if isinstance(row[field], str) else "5"
-                    file = ResultsFile(tmp_path / f"{checked}.jsonl")
-                    file.append(wrong)
-                    assert READERS[name](file) == {}
-                    assert f"line 1: {field} is " in capsys.readouterr().err
-                    checked += 1
-        assert checked > 20
-
 
 class TestFiles:
     def test_a_full_disk_leaves_the_last_file(self, tmp_path, monkeypatch):
@@ -147,7 +104,7 @@ class TestFiles:
 HOLD = """
 import sys, time
 from pathlib import Path
-from benchmarks.results import lock
+from benchmarks.framework.results import lock
 with lock(Path(sys.argv[1])):
     {inside}
     print("held", flush=True)

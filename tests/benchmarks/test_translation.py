@@ -14,8 +14,8 @@ from rich.console import Console
 
 import gattn
 from benchmarks import translation
-from benchmarks.results import ResultsFile, machine
-from benchmarks.translation import END, PAD, START, Batches, Corpus, Item, Run, Setting, Training
+from benchmarks.framework.results import ResultsFile, machine
+from benchmarks.translation import END, PAD, START, Batches, Corpus, Item, Run, Setting, Translation, Translator
 
 WORDS = {
     "Tom sieht": "Tom sees",
@@ -80,25 +80,8 @@ def published(tmp_path, monkeypatch):
     monkeypatch.setattr(translation, "SETTINGS", dict.fromkeys(translation.SETTINGS, SETTING))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def arguments(path, *more):
     return ["--out", str(path / "out"), *more]
-
-
-def here(pending, folder, jobs):
-    """In place of `translation.share`: one after the other in this process."""
-    for run in pending:
-        messages = []
-        result = translation.train(run, folder, lambda *progress: messages.append(("progress", *progress)))  # noqa: B023
-        yield from ((run, *message) for message in messages)
-        yield run, "done", result
 
 
 def sentences(split):
@@ -357,26 +340,26 @@ class TestTraining:
     @pytest.mark.parametrize("row", ["none", "additive", "local-p", "hard", "hard-st", "transformer"])
     def test_it_learns(self, row, corpus, run, tmp_path):
         setting = replace(SETTING, iterations=24, learning_rate=0.01, transformer_learning_rate=0.01, evaluate_every=12)
-        training = Training(replace(run, row=row, setting=setting), corpus, tmp_path)
+        training = Translator(replace(run, row=row, setting=setting), corpus, tmp_path)
         training.advance(100)
         assert training.is_finished
         assert [point["iteration"] for point in training.curve] == [12, 24]
         first, last = (point["val_loss"] for point in training.curve)
         assert last < first < math.log(corpus.size)
-        assert training.curve[-1]["seconds"] == pytest.approx(training.seconds, abs=0.01)
+        assert training.curve[-1]["seconds"] == pytest.approx(sum(training.seconds), abs=0.01)
 
     @pytest.mark.parametrize("row", ["hard", "transformer"])
     def test_an_interrupted_run_ends_with_the_same_numbers(self, row, corpus, run, tmp_path, monkeypatch):
         run = replace(run, row=row)
         (tmp_path / "whole").mkdir()
-        whole = Training(run, corpus, tmp_path / "whole")
+        whole = Translator(run, corpus, tmp_path / "whole")
         whole.advance(12)
-        first = Training(run, corpus, tmp_path)
+        first = Translator(run, corpus, tmp_path)
         first.advance(8)
         torch.manual_seed(99)
-        second = Training(run, corpus, tmp_path)
+        second = Translator(run, corpus, tmp_path)
         assert second.iteration == 5
-        assert second.seconds == pytest.approx(first.curve[0]["seconds"], abs=0.01)
+        assert sum(second.seconds) == pytest.approx(first.curve[0]["seconds"], abs=0.01)
         second.advance(12)
 
         def without_times(curve):
@@ -389,22 +372,16 @@ class TestTraining:
         for name in ("test", "long", "bins", "examples", "parameters"):
             assert ours[name] == theirs[name]
 
-    def test_another_run_does_not_use_the_checkpoint(self, corpus, run, tmp_path):
-        Training(run, corpus, tmp_path).advance(5)
-        assert Training(run, corpus, tmp_path).iteration == 5
-        for change in ({"seed": 1}, {"row": "dot"}, {"setting": replace(SETTING, learning_rate=1.0)}):
-            assert Training(replace(run, **change), corpus, tmp_path).iteration == 0
-
     def test_too_long_pairs_are_left_out(self, corpus, run, tmp_path):
-        training = Training(replace(run, setting=replace(SETTING, longest=12)), corpus, tmp_path)
+        training = Translator(replace(run, setting=replace(SETTING, longest=12)), corpus, tmp_path)
         assert 0 < len(training.pairs) < len(corpus.train)
         assert max(max(map(len, pair)) for pair in training.pairs) == 12
 
     def test_validation_is_over_all_references(self, corpus, run, tmp_path):
-        training = Training(run, corpus, tmp_path)
+        training = Translator(run, corpus, tmp_path)
         assert len(training.validation) == sum(len(item.references) for item in corpus.split.validation)
-        training._losses = [1.0]
-        training._evaluate()
+        training.losses = [1.0]
+        training.add_point()
         total, count = 0.0, 0
         model = training.model.eval()
         for source, target in training.validation:
@@ -413,16 +390,9 @@ class TestTraining:
             count += len(target)
         assert training.curve[-1]["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
-    def test_nan_ends_it(self, corpus, run, tmp_path):
-        training = Training(run, corpus, tmp_path)
-        with torch.no_grad():
-            training.model.output.bias.fill_(float("nan"))
-        with pytest.raises(FloatingPointError, match="became nan in iteration 5 of general seed 0"):
-            training.advance(5)
-
     @pytest.mark.parametrize("row", translation.ROWS)
     def test_results(self, row, corpus, run, tmp_path):
-        training = Training(replace(run, row=row, setting=replace(SETTING, test_sentences=3)), corpus, tmp_path)
+        training = Translator(replace(run, row=row, setting=replace(SETTING, test_sentences=3)), corpus, tmp_path)
         row = training.result()
         json.dumps(row)
         assert [row[part]["sentences"] for part in ("test", "long")] == [3, 3]
@@ -430,17 +400,16 @@ class TestTraining:
         assert len(row["examples"]) == 3
         for example in row["examples"]:
             assert example["source"][-1] == "end"
-            assert ("weights" in example) == (training.run.row not in ("none", "transformer"))
+            assert ("weights" in example) == (training.case.row not in ("none", "transformer"))
             if "weights" in example:
                 assert len(example["weights"]) == len(example["translation"])
                 assert {len(line) for line in example["weights"]} == {len(example["source"])}
 
 
 class TestCommandLine:
-    def test_everything(self, published, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(translation, "share", here)
+    def test_everything(self, published, one_process, tmp_path, monkeypatch, capsys):
         chosen = ["--rows", "general", "none"]
-        translation.main(arguments(tmp_path, *chosen, "--seeds", "1", "0"))
+        Translation.main(arguments(tmp_path, *chosen, "--seeds", "1", "0"))
         rows = ResultsFile(tmp_path / "out" / "runs.jsonl").rows()
         assert [(row["row"], row["seed"]) for row in rows] == [
             (row, seed) for seed in (1, 0) for row in ("none", "general")
@@ -452,59 +421,33 @@ class TestCommandLine:
         assert [line.split(" | ")[0] for line in table[2:5]] == ["| none", "| general", ""]
         assert "German to English" in capsys.readouterr().out
 
-        monkeypatch.setattr(translation, "train", None)
-        translation.main(arguments(tmp_path, *chosen))
+        monkeypatch.setattr(translation, "train", lambda *args, **options: pytest.fail("trained again"))
+        Translation.main(arguments(tmp_path, *chosen))
         assert "4 of 4 runs" in capsys.readouterr().out
         assert (tmp_path / "out" / "table.md").read_text().splitlines() == table
         (tmp_path / "out" / "table.md").unlink()
         monkeypatch.delenv("GATTN_DATA")
-        translation.main(arguments(tmp_path, "--report"))
+        Translation.main(arguments(tmp_path, "--report"))
         assert (tmp_path / "out" / "table.md").read_text().splitlines() == table
         assert len(ResultsFile(tmp_path / "out" / "runs.jsonl").rows()) == 4
-
-    def test_an_interruption(self, published, tmp_path, monkeypatch, capsys):
-        def interrupted(pending, folder, jobs):
-            yield next(here(pending, folder, jobs))
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(translation, "share", interrupted)
-        with pytest.raises(SystemExit) as error:
-            translation.main(arguments(tmp_path, "--rows", "none", "--seeds", "0"))
-        assert error.value.code == 130
-        assert "the same command goes on from there" in capsys.readouterr().out
-
-    def test_a_failure_does_not_stop_the_others(self, published, tmp_path, monkeypatch):
-        def failing(pending, folder, jobs):
-            yield pending[0], "failed", "ValueError: no"
-            yield from here(pending[1:], folder, jobs)
-
-        monkeypatch.setattr(translation, "share", failing)
-        with pytest.raises(SystemExit, match="error: none seed 0: ValueError: no"):
-            translation.main(arguments(tmp_path, "--rows", "none", "dot", "--seeds", "0"))
-        assert [row["row"] for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows()] == ["dot"]
 
     def test_missing_data(self, tmp_path, monkeypatch):
         monkeypatch.setenv("GATTN_DATA", str(tmp_path))
         with pytest.raises(SystemExit, match=r"error: tatoeba is not under .*deu-eng.zip"):
-            translation.main(arguments(tmp_path))
+            Translation.main(arguments(tmp_path))
 
     def test_a_report_of_nothing(self, tmp_path):
         with pytest.raises(SystemExit, match="has no runs of the setting quick on cpu"):
-            translation.main(arguments(tmp_path, "--report", "--quick"))
-
-    def test_results_that_cannot_be_written(self, tmp_path):
-        (tmp_path / "out").touch()
-        with pytest.raises(SystemExit, match="error: results cannot be written"):
-            translation.main(arguments(tmp_path))
+            Translation.main(arguments(tmp_path, "--report", "--quick"))
 
     def test_defaults(self):
-        options = translation.parse([])
+        options = Translation.parse([])
         assert (options.rows, options.seeds, options.setting) == (list(translation.ROWS), [0, 1], "default")
         assert str(options.out) == "runs/translation"
-        quick = translation.parse(["--quick"])
+        quick = Translation.parse(["--quick"])
         assert (quick.setting, str(quick.out)) == ("quick", "runs/translation-quick")
-        assert translation.parse(["--rows", "hard", "dot", "--seeds", "3", "3"]).rows == ["dot", "hard"]
-        assert translation.parse(["--seeds", "3", "3"]).seeds == [3]
+        assert Translation.parse(["--rows", "hard", "dot", "--seeds", "3", "3"]).rows == ["dot", "hard"]
+        assert Translation.parse(["--seeds", "3", "3"]).seeds == [3]
 
     @pytest.mark.parametrize(
         "wrong",
@@ -523,13 +466,11 @@ class TestCommandLine:
             ["--report", "--jobs", "2"],
             ["--report", "--rows", "dot"],
             ["--report", "--seeds", "0"],
-            ["--out", ""],
-            ["--nonsense"],
         ],
     )
     def test_wrong_arguments(self, wrong, capsys):
         with pytest.raises(SystemExit):
-            translation.main(wrong)
+            Translation.main(wrong)
         assert "error:" in capsys.readouterr().err
 
 
@@ -565,46 +506,32 @@ class TestReport:
         assert (lines[0]["seeds"], lines[0]["parameters"]) == ("2", "1000")
         assert translation.summarise(self.rows()[:1])[0]["test BLEU"] == "10.0"
 
-    def test_the_newest_row_of_each_run_in_the_setting(self, tmp_path):
+    def test_the_newest_row_of_each_run_in_the_setting(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(translation.SETTINGS, "quick", SETTING)
         results = ResultsFile(tmp_path / "runs.jsonl")
         rows = self.rows()
         for row in (*rows, {**rows[0], "parameters": 7}, {**rows[1], "setting": asdict(translation.SETTINGS["large"])}):
             results.append(row)
-        chosen = translation.select(results, SETTING, "cpu")
+        some = Translation(Translation.parse(["--quick"]), results, None)
+        chosen = list(some.rows([]).values())
         assert [(row["row"], row["seed"]) for row in chosen] == [("none", 0), ("none", 1), ("dot", 0), ("dot", 1)]
         assert chosen[2]["parameters"] == 7
-        assert translation.select(results, SETTING, "cuda") == []
+        some.options.device = "cuda"
+        assert some.rows([]) == {}
 
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [("seed", "0"), ("row", ["dot"]), ("setting", "small"), ("seconds", "long"), ("test", None), ("bins", [])],
-    )
-    def test_a_row_of_wrong_types_is_left_out(self, field, value, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(translation, "SETTINGS", {"default": SETTING})
-        results = ResultsFile(tmp_path / "out" / "runs.jsonl")
-        rows = self.rows()
-        for row in ({**rows[0], field: value}, *rows[1:]):
-            results.append(row)
-        translation.main(arguments(tmp_path, "--report"))
-        assert capsys.readouterr().err.startswith(f"warning: {results.path}, line 1: {field} is ")
-        table = (tmp_path / "out" / "table.md").read_text()
-        assert [line.split(" | ")[2] for line in table.splitlines()[2:4]] == ["2", "1"]
-
-    def test_lines_are_means(self, tmp_path, monkeypatch):
-        figures = []
-        monkeypatch.setattr(translation, "save", lambda figure, path: figures.append(figure))
-        translation.draw_lengths(self.rows(), tmp_path / "x.png")
-        translation.draw_times(self.rows(), tmp_path / "x.png")
-        lengths, times = (figure.axes[0] for figure in figures)
+    def test_lines_are_means(self):
+        lengths, times = (draw(self.rows()).axes[0] for draw in (translation.draw_lengths, translation.draw_times))
         assert [line.get_label() for line in lengths.lines] == ["none", "dot"]
         assert lengths.lines[0].get_xydata().tolist() == [[2.5, 20.5], [30.0, 9.5]]
         assert [tick.get_text() for tick in lengths.get_xticklabels()] == ["1–4\n(3)", "26+\n(2)"]
         assert times.lines[0].get_xydata().tolist() == [[0.1, 1.5], [0.2, 2.5]]
-        for figure in figures:
-            translation.plt.close(figure)
+
+    def report(self, rows, out):
+        some = Translation(Translation.parse(["--out", str(out)]), None, Console(markup=False, width=60))
+        some.report(dict(enumerate(rows)))
 
     def test_what_is_written(self, tmp_path, capsys):
-        translation.report(self.rows(), tmp_path, Console(markup=False, width=60))
+        self.report(self.rows(), tmp_path)
         text = (tmp_path / "table.md").read_text()
         assert "5 test sentences, 5 long ones" in text
         assert "iterations 12" in text
@@ -616,7 +543,7 @@ class TestReport:
         assert "11.0 ± 1.4" in out  # nothing is cut off
 
     def test_without_weights_no_alignments(self, tmp_path):
-        translation.report(self.rows()[2:], tmp_path, Console(markup=False, quiet=True))
+        self.report(self.rows()[2:], tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"table.md", "lengths.png", "times.png"}
 
     def test_styles(self):
@@ -625,18 +552,18 @@ class TestReport:
 
 
 @pytest.mark.slow
-def test_in_processes(published, tmp_path, monkeypatch, capsys):
+def test_in_processes(published, tmp_path, monkeypatch, in_this_process):
     """Two at once, to the same numbers as here, but for times; and a process that fails."""
     wrong = replace(SETTING, heads=3)
     monkeypatch.setitem(translation.SETTINGS, "quick", wrong)
-    translation.main(arguments(tmp_path, "--rows", "none", "transformer", "--seeds", "0", "--jobs", "2"))
+    chosen = ["--rows", "none", "transformer", "--seeds", "0"]
+    Translation.main(arguments(tmp_path, *chosen, "--jobs", "2"))
     with pytest.raises(SystemExit, match="error: transformer seed 0: InputError: "):
-        translation.main(arguments(tmp_path, "--rows", "transformer", "--seeds", "0", "--quick"))
+        Translation.main(arguments(tmp_path, "--rows", "transformer", "--seeds", "0", "--quick"))
     rows = {row["row"]: row for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows()}
     assert set(rows) == {"none", "transformer"}
-    monkeypatch.setattr(translation, "share", here)
-    more = arguments(tmp_path / "here", "--rows", "none", "transformer", "--seeds", "0")
-    translation.main(more)
+    monkeypatch.setattr(translation, "in_processes", in_this_process)
+    Translation.main(arguments(tmp_path / "here", *chosen))
     for row in ResultsFile(tmp_path / "here" / "out" / "runs.jsonl").rows():
         assert {name: row[name] for name in ("test", "long", "bins", "examples")} == {
             name: rows[row["row"]][name] for name in ("test", "long", "bins", "examples")

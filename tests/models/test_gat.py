@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 import torch_geometric.typing
+from allpairspy import AllPairs
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import to_hetero
@@ -40,10 +41,14 @@ def test_layers_heads_channels(conv, num_layers, out_channels, x, edge_index):
     assert model(x, edge_index).shape == (N, out_channels or 16)
 
 
-@pytest.mark.parametrize("jk", [None, "last", "cat", "max", "lstm"])
-@pytest.mark.parametrize("norm", [None, "batch_norm", "graph_norm"])
-@pytest.mark.parametrize("residual", [None, False, True])
-@pytest.mark.parametrize("conv", CONVS)
+@pytest.mark.parametrize(
+    ("conv", "residual", "norm", "jk"),
+    list(
+        AllPairs(
+            [list(CONVS), [None, False, True], [None, "batch_norm", "graph_norm"], [None, "last", "cat", "max", "lstm"]]
+        )
+    ),
+)
 def test_equals_pygs_gat_with_the_same_weights(conv, residual, norm, jk, x, edge_index):
     if conv == "transformer":
         model = GAT(F, 16, 3, 3, conv=conv, heads=4, residual=residual, norm=norm, jk=jk)
@@ -160,7 +165,7 @@ def test_it_learns():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"conv": "gcn"}, "conv is 'gat', 'gatv2' or 'transformer', not 'gcn'"),
+        ({"conv": "gcn"}, "conv must be 'gat', 'gatv2' or 'transformer', not 'gcn'"),
         ({"heads": 5}, "16 is not one of 5"),
         ({"num_layers": 0}, "at least one layer"),
     ],

@@ -495,22 +495,22 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"attention": "luong"}, "attention is None, one of 'dot', .*, or a layer; got 'luong'"),
-            ({"form": "vaswani"}, "form is 'bahdanau' or 'luong', not 'vaswani'"),
-            ({"cell": "rnn"}, "cell is 'gru' or 'lstm', not 'rnn'"),
+            ({"attention": "luong"}, "attention must be None, one of 'dot', .*, or a layer; got 'luong'"),
+            ({"form": "vaswani"}, "form must be 'bahdanau' or 'luong', not 'vaswani'"),
+            ({"cell": "rnn"}, "cell must be 'gru' or 'lstm', not 'rnn'"),
             ({"dropout": -0.1}, "dropout is a probability"),
-            ({"hidden_channels": 7}, "hidden_channels is even.*; got 7"),
-            ({"hidden_channels": 0}, "hidden_channels is even.*; got 0"),
+            ({"hidden_channels": 7}, "hidden_channels must be even.*; got 7"),
+            ({"hidden_channels": 0}, "hidden_channels must be even.*; got 0"),
             ({"num_layers": 0}, "must be at least 1"),
             ({"embedding_channels": 0}, "must be at least 1"),
             ({"num_source_tokens": 0}, "must be at least 1"),
             ({"num_target_tokens": 0}, "must be at least 1"),
-            ({"start": VT}, "start is a target token, between 0 and 10; got 11"),
-            ({"end": -1}, "end is a target token, between 0 and 10; got -1"),
-            ({"share_embeddings": True}, "one embedding for both needs one vocabulary; got 9 and 11"),
-            ({"tie_weights": True}, "embedding_channels = hidden_channels; got 5 and 6"),
-            ({"attention": "local-m", "window": 0}, "positive half-width D of .*; got 0"),
-            ({"attention": "local-p", "window": -1}, "positive half-width D"),
+            ({"start": VT}, "start must be a target token, between 0 and 10; got 11"),
+            ({"end": -1}, "end must be a target token, between 0 and 10; got -1"),
+            ({"share_embeddings": True}, "one vocabulary for source and target; got 9 and 11"),
+            ({"tie_weights": True}, "as many embedding_channels as hidden_channels; got 5 and 6"),
+            ({"attention": "local-m", "window": 0}, "half-width D of .* must be positive; got 0"),
+            ({"attention": "local-p", "window": -1}, "the half-width D"),
         ],
     )
     def test_options(self, options, message):
@@ -526,19 +526,19 @@ class TestErrors:
     @each_attention
     def test_tokens(self, attention):
         model, source, target, lengths = make(attention)
-        for wrong, message in ((VS, "source tokens lie between 0 and 8; got 9"), (-1, "between 0 and 8; got -1")):
+        for wrong, message in ((VS, "source tokens must lie between 0 and 8; got 9"), (-1, "between 0 and 8; got -1")):
             unknown = source.index_fill(1, torch.tensor([1]), wrong)
             for function in (model.generate, lambda x: model(x, target), lambda x: model.loss(x, target, lengths)):
                 with pytest.raises(IndexError, match=message):
                     function(unknown)
-        with pytest.raises(IndexError, match="target tokens lie between 0 and 10; got 11"):
+        with pytest.raises(IndexError, match="target tokens must lie between 0 and 10; got 11"):
             model(source, target.index_fill(1, torch.tensor([3]), VT))
         for wrong in (source.float(), source[0], source.unsqueeze(0), source > 3):
-            with pytest.raises(ValueError, match=r"source tokens are integers, \[B, T\]; got"):
+            with pytest.raises(ValueError, match=r"source tokens must be integers, \[B, T\]; got"):
                 model.generate(wrong)
-            with pytest.raises(ValueError, match=r"target tokens are integers, \[B, T\]; got"):
+            with pytest.raises(ValueError, match=r"target tokens must be integers, \[B, T\]; got"):
                 model(source, wrong)
-        with pytest.raises(ValueError, match="each source has one target; got 3 and 2"):
+        with pytest.raises(ValueError, match="each source must have one target; got 3 and 2"):
             model(source, target[:2])
         for function in (model.generate, lambda x: model(x, target), lambda x: model.loss(x, target)):
             with pytest.raises(ValueError, match="at least one token"):
@@ -547,11 +547,14 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("lengths", "message"),
         [
-            (torch.tensor([5, 0, 1]), r"source lengths lie between 1 and 5; got \[5, 0, 1\]"),
+            (torch.tensor([5, 0, 1]), r"source lengths must lie between 1 and 5; got \[5, 0, 1\]"),
             (torch.tensor([5, -1, 1]), "between 1 and 5"),
             (torch.tensor([6, 1, 1]), r"between 1 and 5; got \[6, 1, 1\]"),
-            (torch.tensor([1.0, 1, 1]), r"one integer length for each source, \[3\]; got torch.float32"),
-            (torch.tensor([1, 1]), r"one integer length for each source, \[3\]; got torch.int64 of shape \[2\]"),
+            (torch.tensor([1.0, 1, 1]), r"lengths must be one integer for each source, \[3\]; got torch.float32"),
+            (
+                torch.tensor([1, 1]),
+                r"lengths must be one integer for each source, \[3\]; got torch.int64 of shape \[2\]",
+            ),
             (torch.tensor([[1, 1, 1]]), r"shape \[1, 3\]"),
         ],
     )
@@ -564,11 +567,14 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("lengths", "message"),
         [
-            (torch.tensor([4, 0, 1]), r"target lengths lie between 1 and 4; got \[4, 0, 1\]"),
-            (torch.tensor([4, -1, 1]), "target lengths lie between 1 and 4"),
-            (torch.tensor([5, 1, 1]), r"target lengths lie between 1 and 4; got \[5, 1, 1\]"),
-            (torch.tensor([1.0, 1, 1]), r"one integer length for each target, \[3\]; got torch.float32"),
-            (torch.tensor([1, 1]), r"one integer length for each target, \[3\]; got torch.int64 of shape \[2\]"),
+            (torch.tensor([4, 0, 1]), r"target lengths must lie between 1 and 4; got \[4, 0, 1\]"),
+            (torch.tensor([4, -1, 1]), "target lengths must lie between 1 and 4"),
+            (torch.tensor([5, 1, 1]), r"target lengths must lie between 1 and 4; got \[5, 1, 1\]"),
+            (torch.tensor([1.0, 1, 1]), r"lengths must be one integer for each target, \[3\]; got torch.float32"),
+            (
+                torch.tensor([1, 1]),
+                r"lengths must be one integer for each target, \[3\]; got torch.int64 of shape \[2\]",
+            ),
         ],
     )
     def test_target_lengths(self, lengths, message):

@@ -22,13 +22,13 @@ def test_tokens_of_the_vocabulary(dtype):
     ],
 )
 def test_what_is_no_tokens(tokens, got):
-    with pytest.raises(ValueError, match=rf"words are integers, \[B, T\]; got {got}"):
+    with pytest.raises(ValueError, match=rf"words must be integers, \[B, T\]; got {got}"):
         check_tokens("words", tokens, 5)
 
 
 @pytest.mark.parametrize(("tokens", "got"), [([[0, 5]], 5), ([[-1, 2]], -1), ([[9, -2]], -2)])
 def test_tokens_out_of_range(tokens, got):
-    with pytest.raises(IndexError, match=f"words lie between 0 and 4; got {got}"):
+    with pytest.raises(IndexError, match=f"words must lie between 0 and 4; got {got}"):
         check_tokens("words", torch.tensor(tokens), 5)
 
 

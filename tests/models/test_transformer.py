@@ -190,14 +190,14 @@ class TestLM:
         with pytest.raises(ValueError, match="not one of 3"):
             TransformerLM(V, 16, heads=3)
         model = language_model()
-        with pytest.raises(ValueError, match="made for 10 tokens, and these are 11"):
+        with pytest.raises(ValueError, match="made for 10 tokens, but there are 11"):
             model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
         cache = KeyValueCache()
         model(torch.zeros(1, 8, dtype=torch.long), cache)
-        with pytest.raises(ValueError, match="these are 11"):
+        with pytest.raises(ValueError, match="there are 11"):
             model(torch.zeros(1, 3, dtype=torch.long), cache)
         for bad in (torch.zeros(1, 3), torch.zeros(3, dtype=torch.long), torch.zeros(1, 3, dtype=torch.bool)):
-            with pytest.raises(ValueError, match="tokens are integers"):
+            with pytest.raises(ValueError, match="tokens must be integers"):
                 model(bad)
         with pytest.raises(IndexError, match="between 0 and 10; got 11"):
             model(torch.tensor([[0, V]]))
@@ -377,11 +377,11 @@ class TestSeq2Seq:
             assert (found == target[:, : found.size(1)]).all(1).double().mean() > 0.95
 
     def test_errors(self):
-        with pytest.raises(ValueError, match="one vocabulary; got 5 and 6"):
+        with pytest.raises(ValueError, match="one vocabulary for source and target; got 5 and 6"):
             TransformerSeq2Seq(5, 6, share_embeddings=True)
-        with pytest.raises(ValueError, match="end is a target token, between 0 and 5; got 6"):
+        with pytest.raises(ValueError, match="end must be a target token, between 0 and 5; got 6"):
             TransformerSeq2Seq(5, 6, end=6)
-        with pytest.raises(ValueError, match="start is a target token"):
+        with pytest.raises(ValueError, match="start must be a target token"):
             TransformerSeq2Seq(5, 6, start=-1)
         with pytest.raises(ValueError, match="not 'absolute'"):
             TransformerSeq2Seq(5, 6, position="absolute")
@@ -389,17 +389,17 @@ class TestSeq2Seq:
             TransformerSeq2Seq(5, 6, 16, heads=3)
         model = seq2seq(position="learned", max_length=6)
         source, target = torch.randint(3, V, (2, 6)), torch.randint(3, V, (2, 5))
-        with pytest.raises(ValueError, match="each source has one target; got 2 and 1"):
+        with pytest.raises(ValueError, match="each source must have one target; got 2 and 1"):
             model(source, target[:1])
         with pytest.raises(ValueError, match="source_lengths must lie between 0 and 6"):
             model(source, target, torch.tensor([7, 2]))
         with pytest.raises(ValueError, match="lengths for a batch"):
             model(source, target, torch.tensor([6, 2, 1]))
-        with pytest.raises(IndexError, match="source tokens lie between 0 and 10; got 11"):
+        with pytest.raises(IndexError, match="source tokens must lie between 0 and 10; got 11"):
             model(source.clamp(max=0) + V, target)
-        with pytest.raises(IndexError, match="target tokens lie between 0 and 11; got 12"):
+        with pytest.raises(IndexError, match="target tokens must lie between 0 and 11; got 12"):
             model(source, target.clamp(max=0) + V + 1)
-        with pytest.raises(ValueError, match="target tokens are integers"):
+        with pytest.raises(ValueError, match="target tokens must be integers"):
             model(source, target.double())
         with pytest.raises(ValueError, match="6 learnt positions"):
             model(torch.randint(3, V, (2, 7)), target)

@@ -5,6 +5,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.explain import (
     AttentionExplainer,
+    CaptumExplainer,
     DummyExplainer,
     Explainer,
     GNNExplainer,
@@ -16,6 +17,10 @@ from torch_geometric.inspector import Inspector
 
 from gattn import nn
 from gattn.testing import random_edge_index
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Setting backward hooks on ReLU", "ignore:Input Tensor . did not already"
+)  # Captum's
 
 NODES, F, CLASSES = 8, 5, 3
 LAYERS = ["GATConv", "GATv2Conv", "TransformerConv"]
@@ -88,6 +93,78 @@ def test_agrees_with_pygs_layers(layer, graph, algorithm, options, flow):
         assert isinstance(algorithm(), GraphMaskExplainer)
     else:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", CaptumExplainer.SUPPORTED_METHODS)
+def test_captum_agrees_with_pygs_layers(layer, graph, method):
+    options = {"edge_mask_type": "object", "node_mask_type": "attributes"}
+    samples = {"n_samples": 2} if method == "ShapleyValueSampling" else {}
+    found, expected = (
+        explain(Net(library, layer, heads=3, concat=False), CaptumExplainer(method, **samples), graph, **options)
+        for library in (nn, pyg)
+    )
+    assert found["edge_mask"].count_nonzero() > 0
+    torch.testing.assert_close(found, expected)
+
+
+class SequenceNet(torch.nn.Module):
+    """Blocks in which a graph layer and attention over all nodes, or over the same edges, stand side by side."""
+
+    def __init__(self, library, on_edges=False):
+        super().__init__()
+        torch.manual_seed(12)
+        self.on_edges = on_edges
+        self.conv = library.GATConv(F, 4)
+        self.block = library.GPSConv(4, library.GATConv(4, 2, heads=2), heads=2, norm=None, dropout=0.0)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) if on_edges else None
+        self.lin = torch.nn.Linear(4, CLASSES)
+
+    def forward(self, x, edge_index):
+        x = self.block(self.conv(x, edge_index).relu(), edge_index)
+        if self.layer is not None:
+            x = self.layer(x, graph=edge_index)
+        return self.lin(x)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "node_mask"),
+    [
+        (AttentionExplainer, None),
+        (DummyExplainer, "attributes"),
+        (lambda: GNNExplainer(epochs=5), "attributes"),
+        (lambda: CaptumExplainer("Saliency"), "attributes"),
+    ],
+    ids=["attention", "dummy", "gnn", "captum"],
+)
+def test_blocks_agree_with_pygs(graph, algorithm, node_mask):
+    options = {"edge_mask_type": "object", "node_mask_type": node_mask}
+    found, expected = (explain(SequenceNet(library).eval(), algorithm(), graph, **options) for library in (nn, pyg))
+    for name, mask in expected.items():
+        # PyG takes the attention over all nodes for one more hop, so that edges farther away count, too.
+        near = mask != 0
+        assert near.any()
+        torch.testing.assert_close(found[name][near], mask[near], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", [lambda: GNNExplainer(epochs=5), lambda: CaptumExplainer("Saliency")])
+def test_sequence_layers_on_edges_can_be_explained(graph, algorithm):
+    options = {"edge_mask_type": "object", "node_mask_type": "attributes"}
+    model = SequenceNet(nn, on_edges=True).eval()
+    before = model(*graph)
+    found = explain(model, algorithm(), graph, **options)
+    assert found["edge_mask"].shape == (graph[1].size(1),)
+    assert found["edge_mask"].count_nonzero() > 0
+    torch.testing.assert_close(model(*graph), before)  # nothing of the explainer stays
+
+
+def test_a_complete_graphs_pairs_are_not_the_edges_that_are_explained():
+    torch.manual_seed(12)
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(NODES, 4)
+    expected = attention(x, x, x)[0]
+    attention.explain, attention._edge_mask, attention._apply_sigmoid = True, torch.zeros(20), True
+    torch.testing.assert_close(attention(x, x, x)[0], expected)
+    assert attention.explain
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # in PyG itself

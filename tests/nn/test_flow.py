@@ -21,6 +21,7 @@ from gattn.nn import (
     TransformerEncoderLayer,
 )
 from gattn.testing import random_edge_index
+from tests.cases import pairs
 
 B, E, H, D, NUM_EDGES = 2, 8, 2, 3, 24
 C = E // H
@@ -43,7 +44,7 @@ def both_ways(num_sources, num_targets, *, bare=False):
     """The same graph twice: sources above targets, and targets above sources."""
     edges = random_edge_index(num_sources, num_targets, NUM_EDGES, seed=3)
     sizes = () if bare else (num_sources, num_targets)
-    return SparseGraph(edges, *sizes), SparseGraph(edges.flip(0), *sizes, flow="target_to_source")
+    return SparseGraph(edges, *sizes[::-1]), SparseGraph(edges.flip(0), *sizes[::-1], flow="target_to_source")
 
 
 def assert_alike(function, graphs, module):
@@ -70,12 +71,16 @@ def masks(name, num_targets, num_sources):
     return terms[name]
 
 
-@each_size
-@pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize(
-    "mask", ["none", "is_causal", "attn_mask", "attn_mask per head", "key_padding_mask", "float key_padding_mask"]
+    ("mask", "position", "sizes"),
+    pairs(
+        ("none", "is_causal", "attn_mask", "attn_mask per head", "key_padding_mask", "float key_padding_mask"),
+        POSITIONS,
+        SIZES,
+    ),
 )
-def test_multihead_attention(mask, position, num_targets, num_sources):
+def test_multihead_attention(mask, position, sizes):
+    num_targets, num_sources = sizes
     attention = MultiheadAttention(E, H, batch_first=True, position=POSITIONS[position]()).double()
     query, memory = features(num_targets, B), features(num_sources, B)
     terms = masks(mask, num_targets, num_sources)
@@ -119,12 +124,12 @@ def test_transformer_layers(is_causal, position):
         torch.testing.assert_close(function(1), function(0), rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@each_size
-@pytest.mark.parametrize("fill_value", ["mean", "add", "max", 0.5])
-@pytest.mark.parametrize("self_loops", [False, True])
-@pytest.mark.parametrize("edge_dim", [None, D])
-@pytest.mark.parametrize("layer", [GATConv, GATv2Conv, TransformerConv])
-def test_graph_layers(layer, edge_dim, self_loops, fill_value, num_targets, num_sources):
+@pytest.mark.parametrize(
+    ("layer", "fill_value", "sizes", "edge_dim", "self_loops"),
+    pairs([GATConv, GATv2Conv, TransformerConv], ["mean", "add", "max", 0.5], SIZES, [None, D], [True, False]),
+)
+def test_graph_layers(layer, fill_value, sizes, edge_dim, self_loops):
+    num_targets, num_sources = sizes
     options = {} if layer is TransformerConv else {"add_self_loops": self_loops, "fill_value": fill_value}
     conv = layer(E, 4, heads=H, edge_dim=edge_dim, **options).double()
     x = features(num_sources) if num_sources == num_targets else (features(num_sources), features(num_targets))
@@ -178,8 +183,8 @@ def test_sources_and_targets(self_loops):
     edges = torch.tensor([[0, 1, 4], [1, 2, 0]])
     loops = [0, 1, 2] if self_loops else []
     for graph in (
-        SparseGraph(edges, 5, 3, self_loops=self_loops),
-        SparseGraph(edges.flip(0), 5, 3, self_loops=self_loops, flow="target_to_source"),
+        SparseGraph(edges, num_sources=5, num_targets=3, self_loops=self_loops),
+        SparseGraph(edges.flip(0), num_sources=5, num_targets=3, self_loops=self_loops, flow="target_to_source"),
     ):
         sources, targets = graph.sources_and_targets()
         assert sources.tolist() == [0, 1, 4, *loops]
@@ -199,6 +204,9 @@ def test_a_layers_own_flow_aggregates_edge_attrof_loops_as_pyg_does(layer):
 def test_edge_attrof_loops_where_more_nodes_have_edges_than_loops():
     """With the usual flow, too: PyG's function counts as many nodes as get a loop."""
     edges, edge_attr = torch.tensor([[0, 1, 1], [3, 0, 0]]), torch.tensor([[1.0], [2.0], [4.0]])
-    for graph in (SparseGraph(edges, 2, 4), SparseGraph(edges.flip(0), 2, 4, flow="target_to_source")):
+    for graph in (
+        SparseGraph(edges, num_sources=2, num_targets=4),
+        SparseGraph(edges.flip(0), num_sources=2, num_targets=4, flow="target_to_source"),
+    ):
         _, found = graph.with_self_loops().with_features(edge_attr, "mean")
         assert found.squeeze(1).tolist() == [1.0, 2.0, 4.0, 3.0, 0.0]

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from allpairspy import AllPairs
 
 from gattn.nn import GATConv, GATv2Conv, GPSConv, TransformerConv
 from gattn.testing import assert_permutation_equivariant
@@ -55,10 +56,10 @@ def run(block, x, edge_index, batch):
     return out, torch.autograd.grad(loss, [x, *parameters], allow_unused=block.conv is None)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("norm", ["batch_norm", "graph_norm", "layer_norm", None])
-@pytest.mark.parametrize("conv", CONVS)
+@pytest.mark.parametrize(
+    ("conv", "norm", "batched", "training"),
+    list(AllPairs([list(CONVS), ["batch_norm", "graph_norm", "layer_norm", None], [False, True], [False, True]])),
+)
 def test_equals_pyg(conv, norm, batched, training, x, edge_index, batch):
     ours, theirs = (block.train(training) for block in make(conv, norm=norm))
     batch = batch if batched else None

@@ -211,7 +211,7 @@ def test_appended_keys_on_a_complete_graph(options, appended):
     x, lengths = torch.randn(B, N, E, dtype=torch.double), torch.tensor([N, 2, 4])
     real = torch.arange(N) < lengths.unsqueeze(1)
     graph = CompleteGraph(N, **options)
-    mask = ~seen(graph.edge_index(), N, N)
+    mask = ~seen(graph.edge_index, N, N)
     torch.testing.assert_close(ours(x, x, x, graph=graph), theirs(x, x, x, attn_mask=mask))
     expected = theirs(x, x, x, attn_mask=mask, key_padding_mask=~real)[0]
     graph = CompleteGraph(N, source_lengths=lengths, **options)
@@ -395,14 +395,24 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("mask", [None, "is_causal", "bool", "float", "bool per head", "float per head"])
-@pytest.mark.parametrize("padding", [None, "end", "anywhere", "float"])
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize(
+    ("graph", "padding", "mask", "need_weights"),
+    list(
+        AllPairs(
+            [
+                list(GRAPHS),
+                [None, "end", "anywhere", "float"],
+                [None, "is_causal", "bool", "float", "bool per head", "float per head"],
+                [True, False],
+            ],
+            n=3,
+        )
+    ),
+)
 def test_graph_and_masks_both_hold(graph, padding, mask, need_weights, attention, x):
     is_causal, mask = mask == "is_causal", None if mask == "is_causal" else mask
     graph = GRAPHS[graph]()
-    edges = graph if isinstance(graph, torch.Tensor) else graph.edge_index()
+    edges = graph if isinstance(graph, torch.Tensor) else graph.edge_index
     options = {"inputs": "self", "layout": "batch first", "key_padding_mask": padding, "attn_mask": mask}
     _, masks = make_inputs(options)
     allowed, bias = seen(edges, N, N), 0.0
@@ -432,7 +442,7 @@ def test_graph_and_masks_both_hold(graph, padding, mask, need_weights, attention
 def test_complete_graph_equals_its_own_edges(sizes, options, attention):
     target, source = (torch.randn(B, size, E, dtype=torch.double, requires_grad=True) for size in sizes)
     graph = CompleteGraph(*sizes, **options)
-    edges = graph.edge_index()
+    edges = graph.edge_index
     parameters = list(attention.parameters())
     results = []
     for one in (graph, edges):
@@ -450,13 +460,13 @@ def test_is_causal_needs_no_mask(attention, x):
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(weights, dense.mean(1))
     torch.testing.assert_close(attention(x, x, x, graph=CompleteGraph(N, causal=True))[0], expected)
-    edges = CompleteGraph(N).edge_index()
+    edges = CompleteGraph(N).edge_index
     torch.testing.assert_close(attention(x, x, x, graph=edges, is_causal=True)[0], expected)
     # With more keys than queries, the last query sees them all, as a cached step needs.
     tail = attention(x[:, -2:], x, x, is_causal=True)[0]
     torch.testing.assert_close(tail, expected[:, -2:])
     torch.testing.assert_close(
-        attention(x[:, -2:], x, x, graph=CompleteGraph(2, N).edge_index(), is_causal=True)[0], tail
+        attention(x[:, -2:], x, x, graph=CompleteGraph(2, N).edge_index, is_causal=True)[0], tail
     )
 
 
@@ -497,7 +507,7 @@ def test_packed_graph_and_masks_both_hold(attention):
     graph = CompleteGraph.packed([4, 2])
     mask = torch.rand(6, 6) < 0.3
     padding = torch.tensor([False, True, False, False, False, True])
-    allowed = seen(graph.edge_index(), 6, 6) & ~mask & ~padding
+    allowed = seen(graph.edge_index, 6, 6) & ~mask & ~padding
     out = attention(x, x, x, graph=graph, attn_mask=mask, key_padding_mask=padding)[0]
     torch.testing.assert_close(out, by_hand(attention, x, x, x, allowed)[0])
 
@@ -522,7 +532,7 @@ def test_training_after_inference(attention):
         assert gradients(weigh(out), x)[0].any()
 
 
-BLIND = {
+NO_KEY_ALLOWED = {
     "mask": lambda: {"attn_mask": torch.eye(N, dtype=torch.bool)[2:3].T.expand(N, N)},
     "float mask": lambda: {"attn_mask": torch.zeros(N, N).index_fill(0, torch.tensor([2]), -torch.inf)},
     "padding": lambda: {"key_padding_mask": (torch.arange(B) == 1).unsqueeze(1).expand(B, N)},
@@ -541,17 +551,18 @@ BLIND = {
 }
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("case", BLIND)
+@pytest.mark.parametrize(
+    ("case", "dtype", "need_weights"),
+    list(AllPairs([list(NO_KEY_ALLOWED), [torch.float32, torch.float64, torch.bfloat16], [True, False]])),
+)
 def test_who_sees_nothing_gets_zeros_and_finite_gradients(case, dtype, need_weights, x):
     attention = MultiheadAttention(E, H, bias=False, batch_first=True).to(dtype)
-    options = BLIND[case]()
+    options = NO_KEY_ALLOWED[case]()
     x = x.detach().to(dtype).requires_grad_()
     out, weights = attention(x, x, x, need_weights=need_weights, **options)
     edges = options.get("graph", CompleteGraph(N))
     lengths = getattr(edges, "source_lengths", None)
-    edges = edges if isinstance(edges, torch.Tensor) else edges.edge_index()
+    edges = edges if isinstance(edges, torch.Tensor) else edges.edge_index
     allowed = seen(edges, N, N).expand(B, N, N)
     for name, hidden in options.items():
         if name != "graph":
@@ -559,12 +570,12 @@ def test_who_sees_nothing_gets_zeros_and_finite_gradients(case, dtype, need_weig
             allowed = allowed & ~(hidden if hidden.dtype == torch.bool else hidden == -torch.inf)
     if lengths is not None:
         allowed = allowed & (torch.arange(N) < lengths.view(B, 1, 1))
-    blind = ~allowed.any(-1)
-    assert blind.any()
-    assert not blind.all()
+    isolated = ~allowed.any(-1)
+    assert isolated.any()
+    assert not isolated.all()
     assert out.dtype == dtype  # whatever the mask's
-    assert (out[blind] == 0).all()
-    assert (out[~blind] != 0).any(-1).all()
+    assert (out[isolated] == 0).all()
+    assert (out[~isolated] != 0).any(-1).all()
     if weights is not None:
         assert weights.dtype == dtype
         assert weights.isfinite().all()
@@ -660,8 +671,8 @@ def test_positions_on_a_complete_graph_equal_those_on_its_edges(position, option
     attention = randomise(MultiheadAttention(E, H, batch_first=True, position=make_position(position)).double())
     graph = CompleteGraph(N, **options)
     out = attention(x, x, x, graph=graph)[0]
-    torch.testing.assert_close(out, attention(x, x, x, graph=graph.edge_index())[0])
-    masks = {"attn_mask": ~seen(graph.edge_index(), N, N)}
+    torch.testing.assert_close(out, attention(x, x, x, graph=graph.edge_index)[0])
+    masks = {"attn_mask": ~seen(graph.edge_index, N, N)}
     torch.testing.assert_close(out, attention(x, x, x, **masks)[0])
     padding = torch.rand(B, N, dtype=torch.double)
     torch.testing.assert_close(
@@ -677,7 +688,7 @@ def test_positions_in_two_sequences(position, sizes):
     attention = randomise(MultiheadAttention(E, H, batch_first=True, position=make_position(position)).double())
     query, key = (torch.randn(B, size, E, dtype=torch.double) for size in sizes)
     out = attention(query, key, key)[0]
-    edges = CompleteGraph(*sizes).edge_index()
+    edges = CompleteGraph(*sizes).edge_index
     torch.testing.assert_close(out, attention(query, key, key, graph=edges)[0])
 
     counts = torch.tensor([2, 0, 4]), torch.tensor([3, 2, 1])
@@ -701,10 +712,19 @@ def test_rotary_attention_knows_differences_only():
     torch.testing.assert_close(out, attention(x, x, x)[0])
 
 
-@pytest.mark.parametrize("num_kv_heads", [None, 2])
-@pytest.mark.parametrize("layout", ["batch first", "batch second", "no batch"])
-@pytest.mark.parametrize("steps", [[1] * 6, [3, 1, 2]])
-@pytest.mark.parametrize("position", [None, "rotary", "alibi", "relative"])
+@pytest.mark.parametrize(
+    ("position", "steps", "layout", "num_kv_heads"),
+    list(
+        AllPairs(
+            [
+                [None, "rotary", "alibi", "relative"],
+                [[1] * 6, [3, 1, 2]],
+                ["batch first", "batch second", "no batch"],
+                [None, 2],
+            ]
+        )
+    ),
+)
 def test_cached_steps_equal_the_whole(position, steps, layout, num_kv_heads):
     attention = MultiheadAttention(
         E,
@@ -994,7 +1014,7 @@ def test_bad_inputs(attention):
         attention(x, x[0], x[0])
     with pytest.raises(ValueError, match=r"\[B, T, E\]"):
         attention(x.unsqueeze(0), x.unsqueeze(0), x.unsqueeze(0))
-    with pytest.raises(ValueError, match="each key has one value"):
+    with pytest.raises(ValueError, match="each key must have one value"):
         attention(x, x, x[:, :-1])
     with pytest.raises(TypeError, match="query must be a tensor"):
         attention(None, x, x)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from torch import nn
 
 from gattn import CompleteGraph, record_attention
@@ -66,11 +67,10 @@ def compare(module, function, *inputs):
     return out
 
 
-@each_layout
-@each_mode
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("lengths", "position", "is_causal", "training", "layout"),
+    list(AllPairs([list(LENGTHS), list(POSITIONS), [False, True], [False, True], [torch.strided, torch.jagged]])),
+)
 def test_self_attention(lengths, position, is_causal, training, layout):
     attention = MultiheadAttention(E, H, batch_first=True, position=POSITIONS[position]()).double().train(training)
     x = make(layout, LENGTHS[lengths])
@@ -126,10 +126,10 @@ def test_equals_pytorch(lengths, need_weights):
     torch.testing.assert_close(actual[1], expected[1])
 
 
-@each_layout
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["relu", torch.tanh])
+@pytest.mark.parametrize(
+    ("activation", "bias", "norm_first", "layout"),
+    list(AllPairs([["relu", torch.tanh], [False, True], [False, True], [torch.strided, torch.jagged]])),
+)
 def test_transformer_layers(activation, bias, norm_first, layout):
     """Where PyTorch's norms and activations know no nested tensors, too."""
     options = {"dim_feedforward": 16, "dropout": 0.0, "activation": activation, "batch_first": True, "bias": bias}
@@ -254,19 +254,27 @@ def nested(*lengths, channels=E):
             {"attn_mask": torch.zeros(3, 3, dtype=torch.bool), "is_causal": True},
             "leave out key_padding_mask and attn",
         ),
-        (lambda x: (x, x, x), {"cache": KeyValueCache()}, "a cache holds batches of one length"),
+        (
+            lambda x: (x, x, x),
+            {"cache": KeyValueCache()},
+            "a cache cannot hold nested tensors, only batches of one length",
+        ),
         (lambda x: (x, x, x), {"graph": CompleteGraph(3)}, r"leave out graph.*got CompleteGraph\(3, 3\)"),
         (lambda x: (x, x, x), {"graph": CompleteGraph.packed([2, 3])}, "leave out graph"),
         (lambda x: (x, x, x), {"graph": torch.tensor([[0], [1]])}, "leave out graph"),
-        (lambda x: (x, torch.randn(2, 3, E), torch.randn(2, 3, E)), {}, "all nested or all not; got Tensor as key"),
+        (
+            lambda x: (x, torch.randn(2, 3, E), torch.randn(2, 3, E)),
+            {},
+            "all be nested or none of them; got Tensor as key",
+        ),
         (lambda x: (torch.randn(2, 3, E), x, x), {}, "got Tensor as query"),
         (lambda x: (x, x, None), {}, "got NoneType as value"),
-        (lambda x: (x, nested(3, 2, 1), nested(3, 2, 1)), {}, "same batch; got 2 and 3 sequences"),
-        (lambda x: (x, x, nested(2, 3)), {}, r"each key has one value.*\[3, 2\] and \[2, 3\]"),
+        (lambda x: (x, nested(3, 2, 1), nested(3, 2, 1)), {}, "same batch size; got 2 and 3 sequences"),
+        (lambda x: (x, x, nested(2, 3)), {}, r"each key must have one value.*\[3, 2\] and \[2, 3\]"),
         (lambda x: (x, x, nested(3, 2, channels=5)), {}, "value has 5 channels"),
         (lambda x: [torch.nested.nested_tensor([torch.randn(3), torch.randn(2)])] * 3, {}, "one of 2 dimensions"),
-        (lambda x: [torch.nested.nested_tensor([torch.randn(3, E), torch.randn(2, 5)])] * 3, {}, "are .B, T, E."),
-        (lambda x: [make(torch.jagged, (3, 2)).transpose(1, 2)] * 3, {}, "are .B, T, E."),
+        (lambda x: [torch.nested.nested_tensor([torch.randn(3, E), torch.randn(2, 5)])] * 3, {}, "must be .B, T, E."),
+        (lambda x: [make(torch.jagged, (3, 2)).transpose(1, 2)] * 3, {}, "must be .B, T, E."),
     ],
 )
 def test_what_contradicts(inputs, options, message):
@@ -284,7 +292,7 @@ def test_layers_refuse_the_same():
         encoder(x, src_key_padding_mask=padding)
     with pytest.raises(ValueError, match="leave out key_padding_mask"):
         decoder(x, x, memory_key_padding_mask=padding)
-    with pytest.raises(ValueError, match="all nested or all not"):
+    with pytest.raises(ValueError, match="all be nested or none of them"):
         decoder(x, torch.randn(2, 3, E, dtype=torch.double))
     with pytest.raises(ValueError, match="batch_first=True"):
         TransformerEncoderLayer(E, H, 16).double()(x)

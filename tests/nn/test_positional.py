@@ -70,9 +70,9 @@ class TestLearned:
     def test_too_long(self):
         encoding = LearnedPositionalEncoding(8, 4)
         assert encoding(torch.zeros(8, 4)).shape == (8, 4)
-        with pytest.raises(ValueError, match="there are 8 learnt positions, but the sequence goes on to 9"):
+        with pytest.raises(ValueError, match="there are 8 learnt positions, but the sequence extends to 9"):
             encoding(torch.zeros(9, 4))
-        with pytest.raises(ValueError, match="goes on to 9"):
+        with pytest.raises(ValueError, match="extends to 9"):
             encoding(torch.zeros(1, 4), first=8)
 
 
@@ -117,7 +117,7 @@ class TestRotary:
 
     def test_errors(self):
         for channels in (0, 3, -2):
-            with pytest.raises(ValueError, match="pairs of channels"):
+            with pytest.raises(ValueError, match="rotated in pairs"):
                 RotaryPositionalEncoding(channels)
         with pytest.raises(ValueError, match="heads have 6 channels, but these positions were made for 4"):
             RotaryPositionalEncoding(4)(torch.randn(3, 2, 6))
@@ -168,7 +168,7 @@ class TestRelativePositionBias:
     def test_errors(self):
         with pytest.raises(ValueError, match="max_distance at least 0"):
             RelativePositionBias(2, -1)
-        with pytest.raises(ValueError, match="heads is at least 1"):
+        with pytest.raises(ValueError, match="heads must be at least 1"):
             RelativePositionBias(0, 2)
         with pytest.raises(NotImplementedError, match="forward"):
             RelativePosition()(torch.tensor([0]))

@@ -363,7 +363,7 @@ class TestHard:
         attention, query, memory = make("hard", "additive")
         prepared = attention.prepare(memory)
         torch.testing.assert_close(attention.choose(query, prepared)[0], attention(query, memory))
-        with pytest.raises(ValueError, match="has its lengths already: give them to prepare"):
+        with pytest.raises(ValueError, match="already has its lengths: pass source_lengths to prepare"):
             attention.choose(query, prepared, torch.tensor([1, 1, 1]))
         with pytest.raises(ValueError, match="or both without B"):
             attention.choose(query[0], prepared)
@@ -515,21 +515,21 @@ class TestReinforce:
 
     def test_wrong_ones(self):
         for options, message in (
-            ({"weight": -1.0}, "weights are at least 0; got -1.0 and 0.0"),
-            ({"entropy_weight": -1.0}, "weights are at least 0"),
-            ({"decay": 1.0}, "decay is at least 0 and less than 1; got 1.0"),
-            ({"decay": -0.1}, "decay is at least 0"),
+            ({"weight": -1.0}, "weight and entropy_weight must be at least 0; got -1.0 and 0.0"),
+            ({"entropy_weight": -1.0}, "weight and entropy_weight must be at least 0"),
+            ({"decay": 1.0}, "decay must be at least 0 and less than 1; got 1.0"),
+            ({"decay": -0.1}, "decay must be at least 0"),
         ):
             with pytest.raises(ValueError, match=message):
                 ReinforceLoss(**options)
         two, three = torch.zeros(2), torch.zeros(3)
-        with pytest.raises(ValueError, match=r"log_prob has one entry a reward, \[2\]; got \[3\]"):
+        with pytest.raises(ValueError, match=r"log_prob must have one entry per reward, \[2\]; got \[3\]"):
             ReinforceLoss()(two, three)
-        with pytest.raises(ValueError, match=r"entropy has one entry a reward"):
+        with pytest.raises(ValueError, match=r"entropy must have one entry per reward"):
             ReinforceLoss()(two, two, three)
-        with pytest.raises(ValueError, match=r"mask has one entry a reward"):
+        with pytest.raises(ValueError, match=r"mask must have one entry per reward"):
             ReinforceLoss()(two, two, mask=three)
-        with pytest.raises(ValueError, match="needs the entropy"):
+        with pytest.raises(ValueError, match="the entropy of the choices must be passed"):
             ReinforceLoss(entropy_weight=0.1)(two, two)
 
 
@@ -663,13 +663,13 @@ class TestErrors:
             (lambda: GeneralAttention(CQ, -1), "memory_channels must be at least 1; got -1"),
             (lambda: AdditiveAttention(CQ, CM, 0), "hidden_channels must be at least 1; got 0"),
             (lambda: DotProductAttention(dropout=1.5), "dropout is a probability between 0 and 1; got 1.5"),
-            (lambda: LocalAttention(general, 0), "positive half-width D of .*; got 0"),
-            (lambda: LocalAttention(general, -2.5), "positive half-width D"),
-            (lambda: LocalAttention(general, math.nan), "positive half-width D"),
+            (lambda: LocalAttention(general, 0), "half-width D of .* must be positive; got 0"),
+            (lambda: LocalAttention(general, -2.5), "the half-width D"),
+            (lambda: LocalAttention(general, math.nan), "the half-width D"),
             (lambda: LocalAttention(general, 2, "diagonal"), "'monotonic' or 'predictive', not 'diagonal'"),
             (lambda: LocalAttention(general, 2, "predictive"), "predictive alignment needs query_channels"),
-            (lambda: LocalAttention(general, 2, query_channels=CQ), "and monotonic alignment neither"),
-            (lambda: LocalAttention(general, 2, hidden_channels=CQ), "and monotonic alignment neither"),
+            (lambda: LocalAttention(general, 2, query_channels=CQ), "and monotonic alignment takes neither"),
+            (lambda: LocalAttention(general, 2, hidden_channels=CQ), "and monotonic alignment takes neither"),
             (lambda: LocalAttention(general, 2, "predictive", 0), "query_channels must be at least 1; got 0"),
             (lambda: LocalAttention(general, 2, "predictive", CQ, 0), "hidden_channels must be at least 1; got 0"),
             (lambda: HardAttention(general, "gumbel"), "estimator is 'reinforce' or 'straight_through'"),
@@ -689,11 +689,11 @@ class TestErrors:
     @each_layer
     def test_shapes(self, layer):
         attention, query, memory = make(layer)
-        with pytest.raises(ValueError, match=r"a memory is \[B, M, C\] or \[M, C\]; got \[7\]"):
+        with pytest.raises(ValueError, match=r"a memory must be \[B, M, C\] or \[M, C\]; got \[7\]"):
             attention(query, memory[0, 0])
         with pytest.raises(ValueError, match=r"both without B; got \[4, 6\] and \[3, 5, 7\]"):
             attention(query[0], memory)
-        with pytest.raises(ValueError, match="has its lengths already"):
+        with pytest.raises(ValueError, match="already has its lengths"):
             attention(query, attention.prepare(memory), torch.tensor([1, 1, 1]))
         with pytest.raises(ValueError, match="same batch"):
             attention(query[:2], memory)

@@ -203,9 +203,7 @@ def test_equals_pytorch(options):
     compare(run(ours, *inputs, options), run(theirs, *inputs, options), exact)
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "bias", "norm_first"), list(AllPairs([list(KINDS), [False, True], [False, True]])))
 def test_same_seed_gives_same_parameters(kind, bias, norm_first):
     torch.manual_seed(1)
     theirs = make(nn, kind, bias=bias, norm_first=norm_first)
@@ -232,10 +230,19 @@ def test_each_is_one_of_pytorchs(kind):
     assert isinstance(make(gattn.nn, kind), getattr(nn, kind))
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("inside", ["ours in theirs", "theirs in ours"])
-@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder", "Transformer"])
+@pytest.mark.parametrize(
+    ("kind", "inside", "norm_first", "batch_first"),
+    list(
+        AllPairs(
+            [
+                ["TransformerEncoder", "TransformerDecoder", "Transformer"],
+                ["ours in theirs", "theirs in ours"],
+                [False, True],
+                [False, True],
+            ]
+        )
+    ),
+)
 def test_layers_and_containers_can_be_mixed(kind, inside, norm_first, batch_first):
     container, layers = (nn, gattn.nn) if inside == "ours in theirs" else (gattn.nn, nn)
     kwargs = {"dim_feedforward": HIDDEN, "dropout": 0.0, "norm_first": norm_first, "batch_first": batch_first}
@@ -333,9 +340,10 @@ def graph_arguments(kind):
     return {"graph": tgt, "memory_graph": memory}, {name: masks[name] for name in ("tgt_mask", "memory_mask")}
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("layout", ["batch first", "batch second", "no batch"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layout", "norm_first"),
+    list(AllPairs([list(KINDS), ["batch first", "batch second", "no batch"], [False, True]])),
+)
 def test_a_graph_equals_a_mask(kind, layout, norm_first):
     model = randomise(make(gattn.nn, kind, norm_first=norm_first, batch_first=layout == "batch first").double())
     options = {"kind": kind, "layout": layout, "mask": None, "dtype": torch.double, "mode": "train"} | NO_MEMORY
@@ -430,9 +438,9 @@ def test_who_sees_nothing_stays_finite(kind):
 # --- What is new ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("position", [None, "rotary", "alibi"])
-@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize(
+    ("kind", "position", "batch_first"), list(AllPairs([list(KINDS[:-1]), [None, "rotary", "alibi"], [False, True]]))
+)
 def test_cached_steps_equal_the_whole(kind, position, batch_first):
     position = {None: None, "rotary": RotaryPositionalEncoding(E // H), "alibi": ALiBi(H)}[position]
     model = randomise(make(gattn.nn, kind, batch_first=batch_first, position=position).double())

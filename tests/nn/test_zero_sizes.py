@@ -1,7 +1,5 @@
 """Zero is a size: layers on batches, sequences and sets with nothing in them, against the reference backend."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -26,11 +24,11 @@ from gattn.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from tests.cases import pairs
 
 E, H = 4, 2
-SIZES = list(itertools.product((None, 0, 2), (0, 3), (0, 4)))  # batch, targets, sources
-
-each_size = pytest.mark.parametrize(("batch", "num_targets", "num_sources"), SIZES)
+BATCHES = (2, None, 0)
+SIZES = ((3, 4), (0, 4), (3, 0), (0, 0))  # targets, sources
 
 
 def randn(*shape):
@@ -90,9 +88,9 @@ MEMORIES = {
 }
 
 
-@each_size
-@pytest.mark.parametrize("name", MEMORIES)
-def test_memories(name, batch, num_targets, num_sources):
+@pytest.mark.parametrize(("name", "sizes", "batch"), pairs(MEMORIES, SIZES, BATCHES))
+def test_memories(name, sizes, batch):
+    num_targets, num_sources = sizes
     attention = MEMORIES[name].double()
     front = () if batch is None else (batch,)
     query, memory = randn(*front, num_targets, E), randn(*front, num_sources, E)
@@ -144,10 +142,9 @@ def graphs(batch, num_targets, num_sources):
         yield CompleteGraph(num_targets, num_sources, source_lengths=none, target_lengths=none)
 
 
-@each_size
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_multihead_attention(batch_first, name, batch, num_targets, num_sources):
+@pytest.mark.parametrize(("name", "sizes", "batch", "batch_first"), pairs(LAYERS, SIZES, BATCHES, (False, True)))
+def test_multihead_attention(name, sizes, batch, batch_first):
+    num_targets, num_sources = sizes
     attention = MultiheadAttention(E, H, batch_first=batch_first, **LAYERS[name]).double()
 
     def inputs(count, channels):
@@ -171,9 +168,9 @@ def test_multihead_attention(batch_first, name, batch, num_targets, num_sources)
         torch.testing.assert_close(attention(*tensors, need_weights=False, **options)[0], out)
 
 
-@each_size
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_transformer_layers(norm_first, batch, num_targets, num_sources):
+@pytest.mark.parametrize(("sizes", "batch", "norm_first"), pairs(SIZES, BATCHES, (False, True)))
+def test_transformer_layers(sizes, batch, norm_first):
+    num_targets, num_sources = sizes
     front = () if batch is None else (batch,)
     options = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": True, "norm_first": norm_first}
     encoder = TransformerEncoderLayer(E, H, **options).double()

@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tests.ops.fuzz_calls import DIFFERENTIABLE, DTYPES, Call, call, compare, on_device, random_call
+from tests.cases import DIFFERENTIABLE, DTYPES, LONG_ROW, SCORES, Alter, Call, compare, grid, on_device, threads
+from tests.ops.fuzz_calls import call, random_call
 from tests.ops.fuzz_compiled import compiled
 from tests.ops.fuzz_edits import edits
 from tests.ops.fuzz_layers import layer
 from tests.ops.fuzz_sequences import sequence
-from tests.ops.fuzz_shared import LONG_ROW, SCORES, Alter, Draw, compare_types, grid, threads
+from tests.ops.fuzz_shared import Draw, compare_types
 from tests.ops.fuzz_threads import concurrent
 
 __all__ = [

@@ -16,7 +16,8 @@ from torch import Tensor
 import gattn
 from gattn import SparseGraph, attend
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from tests.ops.fuzz_shared import FLOWS, Alter, Draw, Results, compare_types, make_score, with_gradients
+from tests.cases import Alter, Results, make_score
+from tests.ops.fuzz_shared import FLOWS, Draw, compare_types, with_gradients
 
 HEADS, CHANNELS = 2, 3
 #: Score, self-loops, flow and per-edge term of the functions that are compiled; the last is a mask.
@@ -42,12 +43,12 @@ def attention(number: int) -> Callable[..., Tensor]:
 
     def function(x: Tensor, base: Tensor, vector: Tensor, per_edge: Tensor | None) -> Tensor:
         nodes = x.size(0)
-        graph = SparseGraph(inside(base, nodes), nodes, nodes, self_loops=loops, flow=flow)
+        graph = SparseGraph(inside(base, nodes), num_sources=nodes, num_targets=nodes, self_loops=loops, flow=flow)
         terms = {} if per_edge is None else {term: per_edge}
         query = x.sum(-1) if name == "gat" else x
         out = attend(query, query, x, graph, score=make_score(name, vector), **terms)
         shift = (out.detach().sum() > 0).long()
-        graph = SparseGraph(inside(base, nodes, shift), nodes, nodes, flow=flow)
+        graph = SparseGraph(inside(base, nodes, shift), num_sources=nodes, num_targets=nodes, flow=flow)
         return attend(out, out, x, graph)
 
     return function

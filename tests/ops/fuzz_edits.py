@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gattn import SparseGraph, attend
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from tests.ops.fuzz_shared import FLOWS, SCORES, Alter, Draw, Results, assert_same_bits, make_score, with_gradients
+from tests.cases import SCORES, Alter, Results, make_score
+from tests.ops.fuzz_shared import FLOWS, Draw, assert_same_bits, with_gradients
 
 LIMIT = 12
 """Node indices are below this."""
@@ -149,7 +150,7 @@ def way(draw: Draw, convs: list) -> Callable[[Tensor], Results]:
         function.__doc__ = f"{conv} on {n} nodes"
         return function
 
-    name, backend = draw.choice(SCORES), draw.choice(("auto", "auto", "reference"))
+    name, backend = draw.choice(tuple(SCORES)), draw.choice(("auto", "auto", "reference"))
     wide = () if name.startswith("gat") else (3,)
     terms = {"query": draw.grid(n, 2, *wide), "key": draw.grid(m, 2, *wide), "value": draw.grid(m, 2, 3)}
     if name == "gat without query":
@@ -158,7 +159,7 @@ def way(draw: Draw, convs: list) -> Callable[[Tensor], Results]:
 
     def function(index: Tensor) -> Results:
         leaves = {name: term.detach().requires_grad_() for name, term in terms.items()}
-        graph = SparseGraph(index, m, n, self_loops=loops, flow=flow)
+        graph = SparseGraph(index, num_sources=m, num_targets=n, self_loops=loops, flow=flow)
         score = make_score(name, vector)
         out = attend(leaves.get("query"), leaves["key"], leaves["value"], graph, score=score, backend=backend,
                      return_weights=weights)  # fmt: skip

@@ -23,12 +23,11 @@ from gattn.nn import (
     RotaryPositionalEncoding,
     TransformerConv,
 )
+from tests.cases import Alter, Results
 from tests.ops.fuzz_sequences import named, random_complete_graph
 from tests.ops.fuzz_shared import (
     FLOWS,
-    Alter,
     Draw,
-    Results,
     compare_types,
     in_csr_order,
     in_flow,
@@ -96,7 +95,7 @@ def graph_layer(draw: Draw, kind: Any) -> tuple[Module, Module, Results, Compute
         graph = CompleteGraph(
             num_targets, num_sources, causal=draw.maybe(0.3), window=draw.choice((None, None, (2, 1)))
         )
-        edge_index = graph.edge_index()
+        edge_index = graph.edge_index
         loops = loops and num_targets == num_sources
     interleaved = loops and form in SPARSE_FORMS  # loops lie among the other edges, as PyG has it
     if interleaved:
@@ -141,7 +140,7 @@ def graph_layer(draw: Draw, kind: Any) -> tuple[Module, Module, Results, Compute
         sizes = (num_sources, num_targets) if wrapped or draw.maybe(0.5) else ()
         tested_graph = in_flow(edge_index, num_sources, num_targets, flows[0], form, draw)
         if wrapped:
-            tested_graph = SparseGraph(tested_graph, *sizes, flow=flows[0])
+            tested_graph = SparseGraph(tested_graph, *sizes[::-1], flow=flows[0])
         plain_graph = edge_index.flip(0) if as_pyg else edge_index
 
     def compute(module: Module, given: Results, plainly: bool) -> Results:
@@ -182,7 +181,7 @@ def multihead_attention(draw: Draw, kind: Any) -> tuple[Module, Module, Results,
         plain_graph = edge_index = in_csr_order(edge_index) if form in SPARSE_FORMS else edge_index
         graph = in_flow(edge_index, m, n, flow, form, draw)
         if flow != FLOWS[0] or draw.maybe(0.3):
-            graph = SparseGraph(graph, m, n, flow=flow)
+            graph = SparseGraph(graph, num_sources=m, num_targets=n, flow=flow)
     else:
         complete = random_complete_graph(draw, batch)
         n, m = complete.num_targets, complete.num_sources

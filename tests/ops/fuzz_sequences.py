@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gattn import CompleteGraph, LocalGaussian, attend
-from tests.ops.fuzz_shared import SCORES, Alter, Draw, Results, compare_types, make_score, stored, with_gradients
+from tests.cases import SCORES, Alter, Results, make_score
+from tests.ops.fuzz_shared import Draw, compare_types, stored, with_gradients
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 9)
 
@@ -46,11 +47,11 @@ def sequence(draw: Draw, alter: Alter) -> None:
     channels, value_channels = draw.choice((0, 1, 2, 3, 8, 9, 16, 33)), draw.choice((0, 1, 2, 3, 8, 9, 16, 33))
     if draw.maybe(0.3):
         value_channels = channels
-    wide = () if name.startswith("gat") else (channels,)
+    wide = (channels,) if SCORES[name].wide else ()
     terms = {"key": draw.grid(*batch, m, shared, *wide), "value": draw.grid(*batch, m, shared, value_channels)}
-    if name != "gat without query":
+    if SCORES[name].has_query:
         terms["query"] = draw.grid(*batch, n, heads, *wide)
-    if name in ("leaky_relu", "tanh"):
+    if SCORES[name].has_vector:
         terms["vector"] = draw.normal(heads, channels) / max(channels, 1) ** 0.5
     scale = draw.choice((None, 1.0, 0.25)) if name == "dot" else None
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 
-from gattn import AdditiveScore, DotScore, GATScore
 from gattn.testing import assert_as_exact_as
+from tests.cases import LONG_ROW, Alter, Results, grid
 
-SCORES = ("gat", "gat without query", "leaky_relu", "tanh", "dot")
 FLOWS = ("source_to_target", "target_to_source")
-LONG_ROW = 8192  # longer rows are split among threads
-
-Results = dict[str, Tensor]
-#: Changes results before they are compared, to see that this is noticed.
-Alter = Callable[[Results], None] | None
 
 
 class Draw(random.Random):
@@ -49,17 +42,6 @@ class Draw(random.Random):
 
     def grid(self, *shape: int) -> Tensor:
         return grid(shape, self.generator, torch.float64)
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Sets PyTorch's number of threads for a block of code."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing
@@ -136,18 +118,6 @@ def assert_same_bits(actual: Results, expected: Results, alter: Alter = None) ->
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing
-
-
-def make_score(name: str, vector: Tensor | None = None, scale: Any = None, slope: float = 0.2) -> Any:
-    """The score of a name in `SCORES`."""
-    if name == "dot":
-        return DotScore(scale)
-    return GATScore(slope) if name.startswith("gat") else AdditiveScore(vector, name, slope)
-
-
-def grid(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Random multiples of 1/32: all their sums are exact, so that no two backends disagree about a LeakyReLU's sign."""
-    return (torch.randint(-64, 65, shape, generator=generator) / 32).to(dtype)
 
 
 def stored(tensor: Tensor, draw: random.Random) -> Tensor:

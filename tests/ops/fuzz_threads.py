@@ -9,8 +9,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gattn import CompleteGraph, SparseGraph, attend
-from tests.ops.fuzz_shared import FLOWS, SCORES, Alter, Draw, Results, assert_same_bits, make_score, with_gradients
-from tests.ops.fuzz_shared import threads as torch_threads
+from tests.cases import SCORES, Alter, Results, make_score
+from tests.cases import threads as torch_threads
+from tests.ops.fuzz_shared import FLOWS, Draw, assert_same_bits, with_gradients
 
 
 def concurrent(draw: Draw, alter: Alter) -> None:
@@ -64,7 +65,7 @@ NODES = 40
 
 def job(draw: Draw, count: int) -> Callable[[list[Tensor], int], Results]:
     """A call on one of some lists of edges; the threads share it, or each has a copy of its own."""
-    name, heads, channels = draw.choice(SCORES), draw.choice((1, 2, 3)), draw.choice((1, 4, 9, 16))
+    name, heads, channels = draw.choice(tuple(SCORES)), draw.choice((1, 2, 3)), draw.choice((1, 4, 9, 16))
     wide = () if name.startswith("gat") else (channels,)
     nodes, shape = NODES, (heads, channels)
     complete = CompleteGraph(nodes, causal=draw.maybe(0.5)) if draw.maybe(0.15) else None
@@ -79,7 +80,11 @@ def job(draw: Draw, count: int) -> Callable[[list[Tensor], int], Results]:
     def function(edges: list[Tensor], worker: int) -> Results:
         leaves = {name: term.detach().requires_grad_() for name, term in terms.items()}
         index = edges[which] if shared else edges[which].clone()
-        graph = SparseGraph(index, nodes, nodes, self_loops=loops, flow=flow) if complete is None else complete
+        graph = (
+            SparseGraph(index, num_sources=nodes, num_targets=nodes, self_loops=loops, flow=flow)
+            if complete is None
+            else complete
+        )
         score = make_score(name, vector)
         out = attend(
             leaves.get("query"),

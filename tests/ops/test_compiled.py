@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gattn
 from gattn import SparseGraph, attend
 from gattn.nn import GATConv, GATv2Conv
-from gattn.ops import layout as layout_module
+from gattn.ops.backends.cpu import layout as layout_module
 from gattn.testing import random_edge_index
 
 NODES, EDGES, HEADS, CHANNELS = 12, 60, 2, 4
@@ -49,7 +49,7 @@ def chain(x, base, *layers):
 
 
 def attention(x, edge_index):
-    return attend(x, x, x, SparseGraph(edge_index, NODES, NODES, self_loops=True))
+    return attend(x, x, x, SparseGraph(edge_index, num_sources=NODES, num_targets=NODES, self_loops=True))
 
 
 def inputs(seed, edges=EDGES):
@@ -187,7 +187,7 @@ class TestSizesAtRunTime:
 
         @torch.compile(fullgraph=True, backend="aot_eager")
         def function(x, edge_index, term):
-            graph = SparseGraph(edge_index, NODES, NODES, self_loops=True)
+            graph = SparseGraph(edge_index, num_sources=NODES, num_targets=NODES, self_loops=True)
             return attend(x, x, x, graph, backend=backend, **{name: term})
 
         x = inputs(0)[0]
@@ -215,11 +215,18 @@ class TestSizesAtRunTime:
 
         @torch.compile(fullgraph=True, backend="aot_eager")
         def function(x, edge_index, mask):
-            return attend(x, x, x, SparseGraph(edge_index, NODES, NODES, self_loops=True), mask=mask, backend=backend)
+            return attend(
+                x,
+                x,
+                x,
+                SparseGraph(edge_index, num_sources=NODES, num_targets=NODES, self_loops=True),
+                mask=mask,
+                backend=backend,
+            )
 
         x, edge_index = inputs(0)[0], without_loops(40)
         mask = torch.rand(40 + NODES) < 0.5
-        graph = SparseGraph(edge_index, NODES, NODES, self_loops=True)
+        graph = SparseGraph(edge_index, num_sources=NODES, num_targets=NODES, self_loops=True)
         torch.testing.assert_close(
             function(x, edge_index, mask), attend(x, x, x, graph, mask=mask, backend="reference")
         )

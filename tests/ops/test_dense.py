@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gattn
-from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, SparseGraph, attend
+from gattn import CompleteGraph, DotScore, SparseGraph, attend
 from gattn.attention import Attention
-from gattn.ops import dense
+from gattn.ops.backends import dense
+from gattn.ops.backends.dense import ragged
 from gattn.testing import assert_as_exact_as
-from tests.ops.fuzz import threads
+from tests.cases import DTYPES, HALF, SCORES, in_turn, make_score, pairs, threads
 
-SCORES = ("dot", "gat", "gat without query", "leaky_relu", "tanh")
-HALF = (torch.bfloat16, torch.float16)
+NOT_DOT = [score for score in SCORES if score != "dot"]
+SLOPE = 0.3
 H, C, CV = 2, 3, 4
 
 
@@ -85,6 +86,7 @@ GRAPHS = {
     "packed, empty blocks": (CompleteGraph.packed([0, 3, 0, 2, 0]), ()),
     "packed, all empty": (CompleteGraph.packed([0, 0]), ()),
     "packed, many": (CompleteGraph.packed([2, 3, 1] * 6), ()),
+    "packed, in turn": (CompleteGraph.packed([2, 3] * 2), ()),
     "packed, two sources": (CompleteGraph.packed([3, 2, 4], [5, 1, 4]), ()),
     "packed, many of two sources": (CompleteGraph.packed([2, 3, 2, 2] * 3, [4, 1, 4, 3] * 3), ()),
     "packed, no sources": (CompleteGraph.packed([3, 2, 1], [0, 4, 0]), ()),
@@ -106,27 +108,14 @@ def some_graphs(*names):
 
 def make_tensors(score, graph, batch=(), *, heads=H, channels=C, value_channels=CV, key_heads=None, dtype=torch.double):
     n, m = graph.num_targets, graph.num_sources
-    wide = () if score.startswith("gat") else (channels,)
-    shapes = {
-        "query": (*batch, n, heads, *wide),
-        "key": (*batch, m, key_heads or heads, *wide),
-        "value": (*batch, m, key_heads or heads, value_channels),
-        "vector": (heads, channels),
-    }
-    left_out = {"query"} if score == "gat without query" else set()
-    left_out |= set() if score in ("leaky_relu", "tanh") else {"vector"}
-    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items() if name not in left_out}
-
-
-def make_score(name, vector=None, scale=None):
-    if name == "dot":
-        return DotScore(scale)
-    return GATScore(0.3) if name.startswith("gat") else AdditiveScore(vector, name, 0.3)
+    shapes = SCORES[score].shapes(n, m, heads, channels, key_heads) | {"value": (m, key_heads or heads, value_channels)}
+    shapes = {name: shape if name == "vector" else (*batch, *shape) for name, shape in shapes.items()}
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
 def call(score, tensors, graph, backend="dense", **options):
     terms = {"query": None, **tensors}
-    score = make_score(score, terms.pop("vector", None), options.pop("scale", None))
+    score = make_score(score, terms.pop("vector", None), options.pop("scale", None), SLOPE)
     return attend(graph=graph, score=score, backend=backend, **terms, **options)
 
 
@@ -226,17 +215,34 @@ class TestAgainstTheReference:
                 torch.testing.assert_close(block, expected[..., rows, columns])
                 first = [first[0] + n, first[1] + m]
 
-    @pytest.mark.parametrize("batch", [(1,), (2,), (2, 3), (0,)])
-    @some_graphs("full", "causal", "causal, fewer targets", "window", "band", "packed", "packed, many")
-    @each_score
+    @pytest.mark.parametrize(
+        ("batch", "name", "score"),
+        pairs(
+            [(1,), (2,), (2, 3), (0,)],
+            ("full", "causal", "causal, fewer targets", "window", "band", "packed", "packed, many"),
+            SCORES,
+        ),
+    )
     def test_batches(self, batch, name, score):
         graph, _ = GRAPHS[name]
         compare(score, make_tensors(score, graph, batch), graph)
 
-    @pytest.mark.parametrize("key_heads", [1, 2, 4])
-    @pytest.mark.parametrize("scale", [None, 0.3])
-    @some_graphs(
-        "full", "causal", "causal, fewer targets", "causal, fewer sources", "window", "band", "both lengths", "packed"
+    @pytest.mark.parametrize(
+        ("name", "key_heads", "scale"),
+        pairs(
+            (
+                "full",
+                "causal",
+                "causal, fewer targets",
+                "causal, fewer sources",
+                "window",
+                "band",
+                "both lengths",
+                "packed",
+            ),
+            (1, 2, 4),
+            (None, 0.3),
+        ),
     )
     def test_grouped_queries_and_scale(self, key_heads, scale, name):
         graph, batch = GRAPHS[name]
@@ -251,9 +257,14 @@ class TestAgainstTheReference:
         graph = CompleteGraph(900, window=window)
         compare("dot", make_tensors("dot", graph, heads=1, channels=2, value_channels=2), graph)
 
-    @pytest.mark.parametrize("chunk", [1, 20, 60])
-    @some_graphs("full", "causal", "fewer sources", "window", "band", "both lengths", "packed", "packed, batch")
-    @pytest.mark.parametrize("score", SCORES[1:])
+    @pytest.mark.parametrize(
+        ("name", "score", "chunk"),
+        pairs(
+            ("full", "causal", "fewer sources", "window", "band", "both lengths", "packed", "packed, batch"),
+            NOT_DOT,
+            (1, 20, 60),
+        ),
+    )
     def test_some_targets_at_a_time(self, chunk, name, score, monkeypatch):
         """So that what is made on the way is made again in the backward pass."""
         monkeypatch.setattr(dense, "_CHUNK", chunk)
@@ -266,9 +277,10 @@ class TestAgainstTheReference:
         else:
             compare(score, tensors, graph)
 
-    @pytest.mark.parametrize("sizes", [(0, 0), (0, 4), (4, 0)])
-    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1, 2)}])
-    @each_score
+    @pytest.mark.parametrize(
+        ("score", "sizes", "options"),
+        pairs(SCORES, [(0, 0), (0, 4), (4, 0)], [{}, {"causal": True}, {"window": (1, 2)}]),
+    )
     def test_no_nodes(self, sizes, options, score):
         graph = CompleteGraph(*sizes, **options)
         for batch in ((), (2,)):
@@ -288,9 +300,10 @@ class TestAgainstTheReference:
         assert out.shape == (0, H, CV)
         assert weights == []
 
-    @pytest.mark.parametrize("channels", [(0, CV), (C, 0), (1, 1)])
-    @some_graphs("full", "causal", "window", "band", "both lengths", "packed")
-    @each_score
+    @pytest.mark.parametrize(
+        ("name", "score", "channels"),
+        pairs(("full", "causal", "window", "band", "both lengths", "packed"), SCORES, [(0, CV), (C, 0), (1, 1)]),
+    )
     def test_few_channels(self, channels, name, score):
         graph, batch = GRAPHS[name]
         compare(score, make_tensors(score, graph, batch, channels=channels[0], value_channels=channels[1]), graph)
@@ -312,9 +325,10 @@ class TestAgainstTheReference:
         fused = torch.randn(2, 9, 3, H, C, dtype=torch.double)
         compare("dot", dict(zip(("query", "key", "value"), fused.unbind(2), strict=True)), graph)
 
-    @pytest.mark.parametrize("wanted", ["query", "key", "value", "vector", "bias"])
-    @some_graphs("causal", "band", "both lengths", "packed")
-    @each_score
+    @pytest.mark.parametrize(
+        ("score", "wanted", "name"),
+        pairs(SCORES, ("query", "key", "value", "vector", "bias"), ("causal", "band", "both lengths", "packed")),
+    )
     def test_one_gradient_alone(self, wanted, name, score):
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch)
@@ -341,9 +355,12 @@ class TestAgainstTheReference:
 
         assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
-    @some_graphs("full", "causal", "window", "band", "both lengths", "packed", "packed, many")
-    @pytest.mark.parametrize("backend", ["dense", "auto"])
-    @each_score
+    @pytest.mark.parametrize(
+        ("name", "score", "backend"),
+        pairs(
+            ("full", "causal", "window", "band", "both lengths", "packed", "packed, many"), SCORES, ("dense", "auto")
+        ),
+    )
     def test_second_derivatives(self, name, backend, score):
         graph, batch = GRAPHS[name]
         found = []
@@ -367,17 +384,19 @@ class TestBiasAndMask:
         *((b, h, n, m) for b in (1, 3) for h in (1, H) for n in (1, 4) for m in (1, 5)),
     ]
 
-    @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"causal": True},
-            {"window": (1, 0)},
-            {"source_lengths": lengths(5, 0, 2), "target_lengths": lengths(4, 3, 1)},
-        ],
+        ("shape", "options", "score"),
+        pairs(
+            SHAPES,
+            [
+                {},
+                {"causal": True},
+                {"window": (1, 0)},
+                {"source_lengths": lengths(5, 0, 2), "target_lengths": lengths(4, 3, 1)},
+            ],
+            ("dot", "gat without query"),
+        ),
     )
-    @pytest.mark.parametrize("score", ["dot", "gat without query"])
     def test_broadcast(self, shape, options, score):
         graph = CompleteGraph(4, 5, **options)
         tensors = make_tensors(score, graph, (3,))
@@ -398,19 +417,27 @@ class TestBiasAndMask:
         if graph.blocks is None and (~mask.expand(*batch, H, n, m) & allowed(graph, batch).unsqueeze(-3)).any():
             assert not torch.allclose(call(score, tensors, graph, mask=mask), plain)
 
-    @pytest.mark.parametrize("shape", [(), (5,), (H, 4, 1), (3, 1, 4, 5), (2, 1, 1, 4, 1), (2, 3, H, 4, 5)])
-    @pytest.mark.parametrize("with_lengths", [False, True])
-    @pytest.mark.parametrize("score", ["dot", "leaky_relu"])
+    @pytest.mark.parametrize(
+        ("shape", "with_lengths", "score"),
+        pairs(
+            [(), (5,), (H, 4, 1), (3, 1, 4, 5), (2, 1, 1, 4, 1), (2, 3, H, 4, 5)], (False, True), ("dot", "leaky_relu")
+        ),
+    )
     def test_two_batch_dimensions(self, shape, with_lengths, score):
         source_lengths = lengths(5, 0, 2, 1, 5, 3).view(2, 3) if with_lengths else None
         graph = CompleteGraph(4, 5, causal=True, source_lengths=source_lengths)
         bias, mask = torch.randn(shape, dtype=torch.double), torch.rand(shape) < 0.6
         self.check(score, make_tensors(score, graph, (2, 3)), graph, bias, mask)
 
-    @pytest.mark.parametrize("shape", [(), (5,), (4, 5), (H, 4, 1), (1, H, 4, 5), (7, 1, 1, 5), (7, H, 4, 5)])
-    @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
-    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1, 1)}])
-    @pytest.mark.parametrize("score", ["dot", "tanh"])
+    @pytest.mark.parametrize(
+        ("shape", "batch", "options", "score"),
+        pairs(
+            [(), (5,), (4, 5), (H, 4, 1), (1, H, 4, 5), (7, 1, 1, 5), (7, H, 4, 5)],
+            [(), (2,), (2, 3)],
+            [{}, {"causal": True}, {"window": (1, 1)}],
+            ("dot", "tanh"),
+        ),
+    )
     def test_packed(self, shape, batch, options, score):
         """One matrix for each block, as large as the largest."""
         graph = CompleteGraph.packed([2, 4, 0, 2, 4, 2, 1], [3, 5, 1, 3, 5, 3, 0], **options)
@@ -429,12 +456,24 @@ class TestBiasAndMask:
             torch.testing.assert_close(out[start : start + size], expected)
             start += size
 
-    @some_graphs(
-        "full", "causal", "causal, fewer targets", "window", "band", "both lengths", "packed", "packed, empty blocks"
+    @pytest.mark.parametrize(
+        ("name", "score", "dtype", "how"),
+        pairs(
+            (
+                "full",
+                "causal",
+                "causal, fewer targets",
+                "window",
+                "band",
+                "both lengths",
+                "packed",
+                "packed, empty blocks",
+            ),
+            SCORES,
+            DTYPES,
+            ("mask", "bias", "both"),
+        ),
     )
-    @pytest.mark.parametrize("how", ["mask", "bias", "both"])
-    @pytest.mark.parametrize("dtype", [torch.double, torch.float32, *HALF])
-    @each_score
     def test_fully_masked_targets_get_zeros_and_finite_gradients(self, name, how, dtype, score):
         graph, batch = GRAPHS[name]
         n, m = graph.num_targets, graph.num_sources
@@ -488,7 +527,8 @@ class TestOtherDistributions:
     """A matrix of logits, and the distribution's own weights for its entries."""
 
     NAMES = [name for name in GRAPHS if not name.startswith("packed")]
-    each_kind = pytest.mark.parametrize("kind", ["local", "local of each element", "hard"])
+    KINDS = ["local", "local of each element", "hard"]
+    each_kind = pytest.mark.parametrize("kind", KINDS)
 
     @staticmethod
     def make(kind, graph, batch):
@@ -497,17 +537,20 @@ class TestOtherDistributions:
         shape = (graph.num_targets,) if kind == "local" else (*batch, graph.num_targets)
         return gattn.LocalGaussian(torch.rand(shape, dtype=torch.double) * graph.num_sources, 3)
 
-    @some_graphs(*NAMES)
-    @each_kind
-    @pytest.mark.parametrize("score", ["dot", "tanh", "gat without query"])
+    @pytest.mark.parametrize(("name", "kind", "score"), pairs(NAMES, KINDS, ("dot", "tanh", "gat without query")))
     def test_every_graph(self, name, kind, score):
         graph, batch = GRAPHS[name]
         distribution = self.make(kind, graph, batch)
         compare(score, make_tensors(score, graph, batch), graph, distribution=distribution)
 
-    @some_graphs("full", "causal, fewer targets", "window", "both lengths", "lengths of two batches")
-    @each_kind
-    @pytest.mark.parametrize("score", ["dot", "leaky_relu"])
+    @pytest.mark.parametrize(
+        ("name", "kind", "score"),
+        pairs(
+            ("full", "causal, fewer targets", "window", "both lengths", "lengths of two batches"),
+            KINDS,
+            ("dot", "leaky_relu"),
+        ),
+    )
     def test_with_bias_and_mask(self, name, kind, score):
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch)
@@ -515,9 +558,9 @@ class TestOtherDistributions:
         mask = torch.rand(*batch, H, graph.num_targets, graph.num_sources) < 0.6
         compare(score, tensors, graph, mask=mask, distribution=self.make(kind, graph, batch))
 
-    @pytest.mark.parametrize("batch", [(), (1,), (0,), (2, 3), (2, 0)])
-    @pytest.mark.parametrize("sizes", [(4, 5), (0, 5), (4, 0), (0, 0)])
-    @each_kind
+    @pytest.mark.parametrize(
+        ("batch", "sizes", "kind"), pairs([(), (1,), (0,), (2, 3), (2, 0)], [(4, 5), (0, 5), (4, 0), (0, 0)], KINDS)
+    )
     def test_nothing_and_batches(self, kind, sizes, batch):
         graph = CompleteGraph(*sizes)
         compare("dot", make_tensors("dot", graph, batch), graph, distribution=self.make(kind, graph, batch))
@@ -563,9 +606,14 @@ class TestOtherDistributions:
 
 
 class TestWeights:
-    @some_graphs("full", "causal", "causal, fewer targets", "window", "band", "both lengths", "packed, many")
-    @pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
-    @each_score
+    @pytest.mark.parametrize(
+        ("name", "score", "dtype"),
+        pairs(
+            ("full", "causal", "causal, fewer targets", "window", "band", "both lengths", "packed, many"),
+            SCORES,
+            (torch.double, torch.float32, torch.bfloat16),
+        ),
+    )
     def test_they_change_no_bit_of_the_output(self, name, dtype, score):
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch, dtype=dtype)
@@ -582,8 +630,7 @@ class TestWeights:
 
 
 class TestDropout:
-    @each_graph
-    @each_score
+    @pytest.mark.parametrize(("name", "score"), in_turn(GRAPHS, SCORES))
     def test_the_dropped_weights_made_the_output(self, name, score):
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch)
@@ -628,9 +675,12 @@ class TestDropout:
             assert sums.mean().sub(1).abs() < 0.05
             assert 0.75 < sums.var() / (0.3 / 0.7 / count) < 1.25
 
-    @some_graphs("full", "causal", "window", "band", "both lengths", "packed", "packed, many")
-    @pytest.mark.parametrize("chunk", [dense._CHUNK, 60])
-    @each_score
+    @pytest.mark.parametrize(
+        ("name", "score", "chunk"),
+        pairs(
+            ("full", "causal", "window", "band", "both lengths", "packed", "packed, many"), SCORES, (dense._CHUNK, 60)
+        ),
+    )
     def test_the_backward_pass_drops_the_same(self, name, chunk, score, monkeypatch):
         """A one at each source for its value makes the output the weights that were used."""
         monkeypatch.setattr(dense, "_CHUNK", chunk)
@@ -684,10 +734,9 @@ class TestTypes:
             results(score, exact, graph, "reference", **options),
         )
 
-    @some_graphs(*NAMES)
-    @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-    @pytest.mark.parametrize("bias", [False, True])
-    @each_score
+    @pytest.mark.parametrize(
+        ("name", "score", "dtype", "bias"), pairs(NAMES, SCORES, (torch.float32, *HALF), (False, True))
+    )
     def test_as_exact_as_the_reference(self, name, dtype, bias, score):
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch, channels=16, value_channels=16, dtype=dtype)
@@ -702,9 +751,7 @@ class TestTypes:
         size = exact[what].abs().max().item() if exact[what].numel() else 0.0
         return max(size, 1.0) if what.startswith("grad") else size
 
-    @some_graphs(*NAMES)
-    @pytest.mark.parametrize("dtype", HALF)
-    @pytest.mark.parametrize("score", SCORES[1:])
+    @pytest.mark.parametrize(("name", "score", "dtype"), pairs(NAMES, NOT_DOT, HALF))
     def test_half_precision_is_rounded_once(self, name, dtype, score):
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch, channels=16, value_channels=16, dtype=dtype)
@@ -727,9 +774,10 @@ class TestTypes:
         for what, result in actual.items():
             assert_as_exact_as(result, peer[what], exact[what], name=what, scale=self.scale(what, exact))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-    @some_graphs("full", "causal", "window", "band", "both lengths", "packed")
-    @each_score
+    @pytest.mark.parametrize(
+        ("name", "score", "dtype"),
+        pairs(("full", "causal", "window", "band", "both lengths", "packed"), SCORES, (torch.float32, *HALF)),
+    )
     def test_logits_far_from_zero(self, dtype, name, score):
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch, channels=16, value_channels=16, dtype=dtype)
@@ -797,7 +845,7 @@ class TestWhatIsNotSeen:
         for place in (m - 1, m // 2, 1):
             changed = {name: tensor.clone() for name, tensor in tensors.items()}
             for what in ("key", "value"):
-                changed[what].select(-2 if what == "key" and score.startswith("gat") else -3, place).add_(100.0)
+                changed[what].select(-2 if what == "key" and not SCORES[score].wide else -3, place).add_(100.0)
             sees = allowed(graph, batch)[..., place]
             after = call(score, changed, graph)
             assert torch.equal(after[~sees], before[~sees])
@@ -808,7 +856,7 @@ class TestWhatIsNotSeen:
             (grad_key, grad_value) = torch.autograd.grad(
                 out, (leaves["key"], leaves["value"]), torch.where(sees[..., None, None], 0.0, 1.0).expand_as(out)
             )
-            assert (grad_key.select(-2 if score.startswith("gat") else -3, place) == 0).all()
+            assert (grad_key.select(-3 if SCORES[score].wide else -2, place) == 0).all()
             assert (grad_value.select(-3, place) == 0).all()
         assert n == out.size(-3)
 
@@ -912,8 +960,7 @@ class TestMemory:
             tensors = make_tensors("dot", graph, batch, channels=8, value_channels=8, dtype=torch.float32)
             assert self.largest("dot", tensors, graph) < n * n / 4, graph
 
-    @each_graph
-    @each_score
+    @pytest.mark.parametrize(("name", "score"), in_turn(GRAPHS, SCORES))
     def test_no_list_of_edges(self, name, score, monkeypatch):
         def fail(*args, **kwargs):
             raise AssertionError("a list of edges was made")
@@ -938,7 +985,7 @@ def calls(monkeypatch):
         counted.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(gattn.attention.dense, "attention", attention)
+    monkeypatch.setattr(dense, "attention", attention)
     return counted
 
 
@@ -968,7 +1015,8 @@ class TestChoice:
         assert len(calls) == before
 
     @pytest.mark.parametrize(
-        "graph", [torch.tensor([[0, 1], [1, 2]]), SparseGraph(torch.tensor([[0, 1], [1, 2]]), 4, 4)]
+        "graph",
+        [torch.tensor([[0, 1], [1, 2]]), SparseGraph(torch.tensor([[0, 1], [1, 2]]), num_sources=4, num_targets=4)],
     )
     def test_lists_of_edges(self, graph, calls):
         reason = "it serves complete graphs, not lists of edges"
@@ -977,7 +1025,7 @@ class TestChoice:
     @pytest.mark.parametrize("term", ["edge", "edge_value"])
     def test_edge_terms(self, term, calls):
         terms = {term: torch.randn(10, 2, 3)}
-        reason = "edge and edge_value come one an edge"
+        reason = "edge and edge_value come one per edge"
         self.refused(lambda: attend(self.x, self.x, self.x, self.graph, **terms), reason, calls)
 
     def test_own_scores(self, calls):
@@ -985,7 +1033,24 @@ class TestChoice:
             def logits(self, query, key, edge):
                 return super().logits(query, key, edge) * 2
 
-        self.refused(lambda: attend(self.x, self.x, self.x, self.graph, score=Mine()), "not Mine", calls)
+        self.refused(lambda: attend(self.x, self.x, self.x, self.graph, score=Mine()), "Mine does not say so", calls)
+
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_own_scores_that_broadcast(self, grouped, calls):
+        class Mine(DotScore):
+            broadcasts = True
+
+            def logits(self, query, key, edge):
+                return -(query - key).square().sum(-1)
+
+        key = self.x[:, :1] if grouped else self.x
+        found = [
+            attend(self.x, key, key, self.graph, score=Mine(), backend=backend)
+            for backend in ("dense", "auto", "reference")
+        ]
+        assert len(calls) == 2
+        torch.testing.assert_close(found[0], found[2])
+        torch.testing.assert_close(found[1], found[2])
 
     def test_own_distributions(self, calls):
         class Mine(gattn.Distribution):
@@ -1052,12 +1117,12 @@ class TestChoice:
         """It is made once for each combination of lengths, here in inference mode."""
         graph = CompleteGraph.packed([2, 5, 2, 5, 2, 5, 1])
         tensors = make_tensors("dot", graph)
-        dense._ragged.cache_clear()
+        ragged.grouped.cache_clear()
         with torch.inference_mode():
             call("dot", {name: tensor.clone() for name, tensor in tensors.items()}, graph)
-        assert dense._ragged.cache_info().misses == 1
+        assert ragged.grouped.cache_info().misses == 1
         compare("dot", tensors, graph)
-        assert dense._ragged.cache_info().misses == 1
+        assert ragged.grouped.cache_info().misses == 1
 
 
 class TestCompiled:
@@ -1081,31 +1146,26 @@ class TestCompiled:
             expected = results(score, tensors, graph, "reference", return_weights=return_weights, **options)
             assert_same(actual, expected)
 
-    @some_graphs(
-        "full",
-        "causal",
-        "causal, fewer targets",
-        "window",
-        "band",
-        "both lengths",
-        "lengths of many",
-        "lengths, causal",
-        "packed",
-        "packed, many",
+    @pytest.mark.parametrize(
+        ("name", "score"),
+        in_turn(
+            ("full", "causal, fewer targets", "window", "lengths of many", "lengths, causal", "packed"),
+            ("dot", "gat without query", "tanh"),
+        ),
     )
-    @pytest.mark.parametrize("score", ["dot", "gat without query", "tanh"])
     def test_without_graph_breaks(self, name, score):
         self.check(score, *GRAPHS[name], "eager")
 
-    @some_graphs("causal", "band", "both lengths", "packed, many")
-    @pytest.mark.parametrize("score", ["dot", "tanh"])
+    @pytest.mark.parametrize(
+        ("name", "score"),
+        [("causal", "dot"), ("band", "tanh"), ("both lengths", "dot"), ("packed, in turn", "tanh")],
+    )
     def test_differentiated_ahead_of_time(self, name, score):
         self.check(score, *GRAPHS[name], "aot_eager")
 
-    @pytest.mark.parametrize("score", ["gat", "leaky_relu"])
-    def test_some_targets_at_a_time(self, score, monkeypatch):
-        monkeypatch.setattr(dense, "_CHUNK", 20)
-        self.check(score, *GRAPHS["causal"], "aot_eager")
+    def test_some_targets_at_a_time(self, monkeypatch):
+        monkeypatch.setattr(dense, "_CHUNK", 60)
+        self.check("gat", *GRAPHS["causal"], "aot_eager")
 
     def test_without_a_bias(self):
         """Flags, not masks: other branches."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gattn import AdditiveScore, CompleteGraph, attend
-from gattn.ops import dense
+from gattn.ops.backends.dense import dot_products
 
 
 def attention(query, key, value, starts, source_starts, most, most_sources, *, scale, window_size):
@@ -33,8 +33,8 @@ def calls(monkeypatch):
         counted.append(kwargs["window_size"])
         return attention(*args, **kwargs)
 
-    monkeypatch.setattr(dense, "varlen_attn", counting)
-    monkeypatch.setattr(dense, "_PACKED", ("cuda", "cpu"))
+    monkeypatch.setattr(dot_products, "varlen_attn", counting)
+    monkeypatch.setattr(dot_products, "_PACKED", ("cuda", "cpu"))
     return counted
 
 
@@ -80,5 +80,5 @@ def test_what_it_does_not_know(graph, change, options, calls):
 
 
 def test_the_cpu_does_not_have_it():
-    assert dense._PACKED == ("cuda",)
+    assert dot_products._PACKED == ("cuda",)
     assert attend(*torch.randn(3, 5, 2, 8).bfloat16(), CompleteGraph.packed([3, 2])).isfinite().all()

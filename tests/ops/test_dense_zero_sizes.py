@@ -5,13 +5,16 @@ import itertools
 import pytest
 import torch
 
-from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, attend
+from gattn import CompleteGraph, attend
+from tests.cases import SCORES, make_score, pairs
 
 BATCHES = [(), (0,), (2,), (2, 0)]
 KINDS = {"plain": {}, "causal window": {"causal": True, "window": (1, 1)}}
 EMPTY = {"none": (2, 3, 2), "heads": (0, 3, 2), "channels": (2, 0, 2), "value channels": (2, 3, 0)}
-SCORES = [(score, empty) for score in ("dot", "gat", "additive") for empty in EMPTY]
-SCORES.remove(("dot", "heads"))  # heads of key and value divide those of the query
+# Heads of key and value divide those of the query: a dot product has some.
+CASES = [
+    (score, empty) for score in ("dot", "gat", "leaky_relu") for empty in EMPTY if (score, empty) != ("dot", "heads")
+]
 
 
 def graphs(num_targets, num_sources, batch, options):
@@ -53,22 +56,19 @@ def results(tensors, graph, score, **options):
     return [out, *weights, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("score", "empty"), SCORES)
-def test_as_the_reference(score, batch, kind, empty):
+@pytest.mark.parametrize(("case", "batch", "kind"), pairs(CASES, BATCHES, KINDS))
+def test_as_the_reference(case, batch, kind):
+    name, empty = case
     heads, channels, value_channels = EMPTY[empty]
-    wide = () if score == "gat" else (channels,)
-    scores = {"dot": DotScore(), "gat": GATScore()}
-    scores["additive"] = AdditiveScore(torch.randn(heads, channels, dtype=torch.double))
+    score = make_score(name, torch.randn(heads, channels, dtype=torch.double))
     for num_targets, num_sources in itertools.product((0, 3), (0, 4)):
-        shapes = ((num_targets, heads, *wide), (num_sources, heads, *wide), (num_sources, heads, value_channels))
+        shapes = SCORES[name].shapes(num_targets, num_sources, heads, channels)
+        shapes = (shapes["query"], shapes["key"], (num_sources, heads, value_channels))
         tensors = [torch.randn(*batch, *shape, dtype=torch.double) for shape in shapes]
         for graph in graphs(num_targets, num_sources, batch, KINDS[kind]):
             for options in terms(graph, batch, heads):
                 actual, expected = (
-                    results(tensors, graph, scores[score], backend=backend, **options)
-                    for backend in ("dense", "reference")
+                    results(tensors, graph, score, backend=backend, **options) for backend in ("dense", "reference")
                 )
                 torch.testing.assert_close(
                     actual, expected, rtol=1e-10, atol=1e-10, msg=lambda m, case=(graph, options): f"{case}: {m}"

@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from gattn.ops import edge_lists
+from gattn.graphs import edge_lists
 from tests.ops import fuzz, fuzz_compiled, fuzz_edits, fuzz_threads
 
 #: How many cases of each kind are always the same ones, and how many have a fresh seed.

@@ -11,8 +11,9 @@ import torch
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from gattn import AdditiveScore, SparseGraph, attend
-from gattn.ops import edge_lists, native
-from gattn.ops.layout import Layout, layout_of
+from gattn.graphs import edge_lists
+from gattn.ops.backends.cpu import native
+from gattn.ops.backends.cpu.layout import Layout, layout_of
 from gattn.testing import random_edge_index
 from tests.ops.fuzz import LONG_ROW, threads
 
@@ -121,6 +122,15 @@ def test_sorted_edges_need_no_numbers():
     assert Layout(edge_index.flip(1), 9, 7, False, FLOWS[0]).edge is not None
 
 
+def test_edges_that_are_sorted_piece_by_piece():
+    """Three pieces, each sorted, and the next one begins with smaller targets than the last one ended with."""
+    edge_index = random_edge_index(9, 7, 210_000)
+    edge_index[1] = edge_index[1].view(3, -1).sort().values.flatten()
+    layout = Layout(edge_index, 9, 7, False, FLOWS[0])
+    assert layout.edge is not None
+    check(layout, edge_index, 9, 7)
+
+
 @pytest.mark.parametrize(("sources", "targets"), [(0, 0), (0, 4), (4, 0)])
 @pytest.mark.parametrize("self_loops", [False, True])
 def test_no_nodes(sources, targets, self_loops):
@@ -227,7 +237,7 @@ class TestKeeping:
         index = random_edge_index(9, num_edges=40)
 
         def call(index):
-            graph = SparseGraph(index, 9, 9, self_loops=self_loops)
+            graph = SparseGraph(index, num_sources=9, num_targets=9, self_loops=self_loops)
             return attend(x, x, x, graph, score=score, return_weights=True)
 
         call(index)

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import gattn
 from gattn import GATScore, attend
-from gattn.ops import cpu, native
+from gattn.ops.backends import cpu
+from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
+from tests.cases import make_score
 from tests.ops.fuzz import DTYPES, SCORES, case, threads
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +177,7 @@ class TestInstructionSets:
         if name != "baseline" and name not in available():
             pytest.skip(f"no {name} here")
         done = run(
-            "from gattn.ops import native; print(native.library().gattn_instruction_set().decode())\n"
+            "from gattn.ops.backends.cpu import native; print(native.library().gattn_instruction_set().decode())\n"
             "from tests.ops.fuzz import case\nfor seed in range(10): case(seed + 77_000)",
             GATTN_INSTRUCTION_SET=name,
         )
@@ -208,6 +210,22 @@ def available():
     return found
 
 
+class TestFamilies:
+    def test_every_one_has_a_number_and_named_constants(self):
+        numbers = set()
+        for score in SCORES:
+            family = make_score(score, torch.zeros(1, 1)).family(1)
+            number, constants = native.family(family.name)
+            assert len(constants) == len(family.constants)
+            numbers.add(number)
+        assert numbers == set(range(len(numbers)))
+
+    @pytest.mark.parametrize("name", ["", "ga", "gat2"])
+    def test_an_unknown_one(self, name):
+        with pytest.raises(ValueError, match="no score of the family"):
+            native.family(name)
+
+
 class TestMissing:
     @pytest.fixture
     def lose(self, monkeypatch):
@@ -218,7 +236,7 @@ class TestMissing:
                 monkeypatch.setattr(native, name, value)
             native.library.cache_clear()
             monkeypatch.setattr(cpu, "_load_error", native.load_error())
-            monkeypatch.setattr(cpu, "_warned", False)
+            monkeypatch.setattr(gattn.attention, "_warned", set())
 
         yield lose
         monkeypatch.undo()
@@ -270,7 +288,6 @@ class TestProcess:
 
     def test_every_type_is_known(self):
         assert set(cpu.DTYPES) == set(DTYPES)
-        assert len(SCORES) == 5
 
     def test_errors_have_words(self):
         for status, error in ((-1, ValueError), (-2, ValueError), (-3, MemoryError)):

@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import gattn
 from gattn import AdditiveScore, GATScore, SparseGraph, attend
-from gattn.ops import cpu, triton
+from gattn.ops.backends import cpu, triton
+from gattn.ops.operator import DIFFERENTIABLE, Inputs
 from gattn.testing import random_edge_index
 from tests.ops.fuzz import threads
 
-N, M, E, H, C, V = 5, 7, 20, 2, 3, 4
+N, M, E, H, C, V, D = 5, 7, 20, 2, 3, 4, 6
 
 
 def child(code, timeout=120):
@@ -33,27 +34,36 @@ class TestInputsAreChecked:
     """By the operators themselves, since compiled code calls them without any other check."""
 
     def inputs(self, **changes):
-        given = {
-            "query": torch.randn(N, H, C),
-            "key": torch.randn(M, H, C),
-            "value": torch.randn(M, H, V),
-            "edge_index": torch.stack([torch.randint(M, (E,)), torch.randint(N, (E,))]),
-            "num_targets": N,
-            "score": AdditiveScore(torch.randn(H, C)),
-            "edge": torch.randn(E, H, C),
-            "bias": torch.randn(E, H),
-            "mask": torch.ones(E, H, dtype=torch.bool),
-            "edge_value": torch.randn(E, H, V),
-        }
-        return {**given, **changes}
+        given = Inputs(
+            query=torch.randn(N, H, C),
+            key=torch.randn(M, H, C),
+            value=torch.randn(M, H, V),
+            vector=torch.randn(H, C),
+            edge=torch.randn(E, H, C),
+            edge_projection=None,
+            bias=torch.randn(E, H),
+            mask=torch.ones(E, H, dtype=torch.bool),
+            edge_value=torch.randn(E, H, V),
+            edge_index=torch.stack([torch.randint(M, (E,)), torch.randint(N, (E,))]),
+            num_targets=N,
+            self_loops=False,
+            flow="source_to_target",
+            family="leaky_relu",
+            constants=[0.2],
+            edge_is_value=False,
+            dropout=0.0,
+            seed=None,
+            traced=False,
+        )
+        return given._replace(**changes)
 
     wrong = {
         "few queries": {"query": torch.randn(N - 1, H, C)},
         "narrow queries": {"query": torch.randn(N, H, C - 1)},
         "one more query head": {"query": torch.randn(N, H + 1, C)},
-        "few keys": {"key": torch.randn(M - 1, H, C)},
+        "few values": {"value": torch.randn(M - 1, H, V)},
         "a batch of keys": {"key": torch.randn(2, M, H, C)},
-        "a narrow vector": {"score": AdditiveScore(torch.randn(H, C - 1))},
+        "a narrow vector": {"vector": torch.randn(H, C - 1)},
         "few edges": {"edge": torch.randn(E - 1, H, C)},
         "an edge": {"edge": torch.randn(1, H, C)},
         "narrow edges": {"edge": torch.randn(E, H, 1)},
@@ -72,46 +82,84 @@ class TestInputsAreChecked:
         "edges elsewhere": {"edge_value": torch.randn(E, H, V, device="meta")},
     }
 
-    @pytest.mark.parametrize("backend", [cpu, triton], ids=["cpu", "triton"])
+    @pytest.mark.parametrize("operator", [cpu.Cpu.operator, triton.Triton.operator], ids=["cpu", "triton"])
     @pytest.mark.parametrize("case", wrong)
-    def test_refused(self, backend, case):
-        backend.attention(**self.inputs())
+    def test_refused(self, operator, case):
+        operator.run(self.inputs())
         with pytest.raises(ValueError, match="has shape|do not divide|on the same device"):
-            backend.attention(**self.inputs(**self.wrong[case]))
+            operator.run(self.inputs(**self.wrong[case]))
 
-    def test_saved_tensors_of_another_call(self):
-        out, weights, stats, record, wide = torch.ops.gattn.attention(*self.flat(), True, False)
-        good = [torch.randn_like(out), None, out, weights, stats, record, wide]
-        wanted = [True] * 3 + [False] * 4
-        torch.ops.gattn.attention_backward(*good, *self.flat(), wanted)
+    projected = {"edge": torch.randn(E, D), "edge_projection": torch.randn(H, C, D), "edge_value": None}
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"edge_projection": torch.randn(H, C, D + 1)},
+            {"edge_projection": torch.randn(H, C - 1, D)},
+            {"edge_projection": torch.randn(H, C)},
+            {"edge_projection": torch.randn(H, C, D, dtype=torch.float64)},
+            {"edge_projection": torch.randn(H, C, D, device="meta")},
+            {"edge": torch.randn(E - 1, D)},
+            {"edge": torch.randn(2, E, D)},
+            {"edge": torch.randn(E, H, C)},
+            {"edge": torch.randn(E, D, dtype=torch.float64)},
+            {"edge": None},
+            {"edge_is_value": True},
+            {"edge_value": torch.randn(E, H, V)},
+        ],
+        ids=lambda changes: ", ".join(f"{n} {list(getattr(x, 'shape', [x]))}" for n, x in changes.items()),
+    )
+    def test_refused_projections(self, changes):
+        cpu.Cpu.operator.run(self.inputs(**self.projected))
+        with pytest.raises(ValueError, match="has shape|edge_projection projects|on the same device"):
+            cpu.Cpu.operator.run(self.inputs(**(self.projected | changes)))
+
+    @pytest.mark.parametrize("case", [*wrong, "a narrow projection", "two slopes"])
+    def test_refused_after_a_call_that_was_right(self, case):
+        """What is kept of that call must not let this one pass."""
+        changes = self.wrong | {
+            "a narrow projection": self.projected | {"edge_projection": torch.randn(H, C - 1, D)},
+            "two slopes": {"constants": [0.2, 0.3]},
+        }
+        inputs = self.inputs()
+        for right in (inputs, inputs._replace(**self.projected)):
+            cpu.Cpu.operator.run(right)
+        with pytest.raises((ValueError, AssertionError)):
+            cpu.Cpu.operator.run(inputs._replace(**changes[case]))
+
+    def test_triton_projects_nothing(self):
+        with pytest.raises(ValueError, match="Triton kernels do not project"):
+            triton.Triton.operator.run(self.inputs(**self.projected))
+
+    def test_kept_tensors_of_another_call(self):
+        without = dict.fromkeys(("vector", "edge", "bias", "mask", "edge_value"))
+        inputs = self.inputs(family="dot", constants=[1.0], **without)
+        out, weights, *kept = torch.ops.gattn.attention(*inputs, True, False)
+        good = [torch.randn_like(out), None, out, weights, *kept]
+        wanted = [name in ("query", "key", "value") for name in DIFFERENTIABLE]
+
+        def backward(grad_out, grad_weights, out, weights, *kept):
+            torch.ops.gattn.attention_backward(grad_out, grad_weights, out, weights, list(kept), *inputs, wanted)
+
+        backward(*good)
         for place, other in (
             (0, torch.randn(N - 1, H, V)),
             (0, torch.randn(N, H, V, dtype=torch.float64)),
             (1, torch.randn(E, H)),  # without the weights that it is the gradient of
             (2, torch.randn(N, H, V - 1)),
-            (4, stats[:, :1]),
+            (4, kept[0][:, :1]),
             (5, torch.zeros(3, dtype=torch.uint8)),
-            (6, torch.zeros(1)),
         ):
-            bad = [*good[:place], other, *good[place + 1 :]]
             with pytest.raises(ValueError, match="has changed between"):
-                torch.ops.gattn.attention_backward(*bad, *self.flat(), wanted)
-
-    def flat(self):
-        torch.manual_seed(0)
-        given = self.inputs()
-        return (
-            *(given["query"], given["key"], given["value"], None, None, None, None, None, given["edge_index"]),
-            *(M, N, False, "source_to_target", "dot", 0.0, 1.0, False, 0.0, None, False),
-        )
+                backward(*good[:place], other, *good[place + 1 :])
 
     @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
     @pytest.mark.parametrize("name", ["edge", "bias", "mask", "edge_value"])
     def test_a_term_on_another_device(self, backend, name):
         terms = self.inputs()
-        x, index = terms["key"], terms["edge_index"] % N
+        x, index = terms.key, terms.edge_index % N
         with pytest.raises(ValueError, match=f"{name} is on meta, the features are on cpu"):
-            attend(x, x, x, index, backend=backend, **{name: terms[name].to("meta")})
+            attend(x, x, x, index, backend=backend, **{name: getattr(terms, name).to("meta")})
 
     def test_features_on_two_devices(self):
         x, index = torch.randn(N, H, C), torch.zeros(2, 1, dtype=torch.long)
@@ -154,10 +202,14 @@ class TestMoreElementsThan32BitsCount:
         x = torch.ones(nodes, 1, channels, dtype=torch.bfloat16)
         x[-last:] = torch.randn(last, 1, channels)
         ends = torch.randint(last // 2, last, (2, 4000))
-        out = attend(x, x, x, SparseGraph(ends + nodes - last, nodes, nodes), score=gattn.DotScore(0.01))
+        out = attend(
+            x, x, x, SparseGraph(ends + nodes - last, num_sources=nodes, num_targets=nodes), score=gattn.DotScore(0.01)
+        )
         assert out.numel() > 2**31
         part = x[-last:].double()
-        exact = attend(part, part, part, SparseGraph(ends, last, last), score=gattn.DotScore(0.01))
+        exact = attend(
+            part, part, part, SparseGraph(ends, num_sources=last, num_targets=last), score=gattn.DotScore(0.01)
+        )
         torch.testing.assert_close(out[-last:].double(), exact, atol=0.02, rtol=0.01)
         assert not out[: nodes - last].any()
 
@@ -261,7 +313,7 @@ class TestInferenceMode:
     def test_attend(self, backend, self_loops, sized):
         index = random_edge_index(9, num_edges=30)
         x = torch.randn(9, H, C, requires_grad=True)
-        graphs = [SparseGraph(index, 9, 9, self_loops=self_loops)]
+        graphs = [SparseGraph(index, num_sources=9, num_targets=9, self_loops=self_loops)]
         with torch.inference_mode():
             copy = index.clone()
             graphs.append(SparseGraph(copy, *((9, 9) if sized else ()), self_loops=self_loops))
@@ -359,6 +411,20 @@ class TestMessages:
     @pytest.mark.parametrize("bad", [-1, 5])
     @pytest.mark.parametrize("self_loops", [False, True])
     def test_a_bad_index_under_vmap(self, bad, self_loops):
-        graph = SparseGraph(torch.tensor([[0, bad], [2, 2]]), 5, 5, self_loops=self_loops)
+        graph = SparseGraph(torch.tensor([[0, bad], [2, 2]]), num_sources=5, num_targets=5, self_loops=self_loops)
         with pytest.raises(IndexError, match="edge_index holds"):
             torch.func.vmap(lambda x: attend(x, x, x, graph))(self.x.expand(3, 5, H, C))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_tensors_that_have_escaped_from_a_transform(grad):
+    """They are wrappers without memory, which PyTorch's operators unwrap."""
+    x, query = torch.randn(3, 2, 4), torch.randn(3, 2, 4, requires_grad=grad)
+    escaped = []
+    torch.func.grad(lambda x: (escaped.append(x), x.sum())[1])(x)
+    edge_index = torch.tensor([[0, 1], [1, 2]])
+    found, expected = (attend(query, key, x, edge_index) for key in (escaped[0], x))
+    torch.testing.assert_close(found, expected)
+    if grad:
+        first, second = (torch.autograd.grad(out.sum(), query)[0] for out in (found, expected))
+        torch.testing.assert_close(first, second)

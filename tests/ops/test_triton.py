@@ -9,25 +9,25 @@ import torch
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
-import gattn.ops.triton as kernels
+import gattn.ops.backends.triton as kernels
 from gattn import AdditiveScore, CompleteGraph, DotScore, SparseGraph, attend
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from gattn.ops import dropout, operators
-from gattn.ops.triton import layout as layout_module
-from gattn.ops.triton.layout import Layout, layout_of
-from tests.ops import test_cpu
-from tests.ops.fuzz import DTYPES, SCORES, compare, on_device, random_call
-from tests.ops.test_cpu import TERMS, equal, make_call_like, pairs
+from gattn.ops import dropout
+from gattn.ops.backends.triton import layout as layout_module
+from gattn.ops.backends.triton.layout import Layout, layout_of
+from tests import cases
+from tests.cases import DIFFERENTIABLE, DTYPES, SCORES, TERMS, changed, compare, equal, on_device, pairs
+from tests.ops.fuzz_calls import random_call
 
 pytest.importorskip("triton", "3.7", reason="older interpreters do not know NumPy 2.4")
 
 LAYERS = [GATConv, GATv2Conv, TransformerConv]
 
-random_edge_index, make_call = on_device(gattn.testing.random_edge_index), on_device(test_cpu.make_call)
+random_edge_index, make_call = on_device(gattn.testing.random_edge_index), on_device(cases.make_call)
 
 pytestmark = [
     pytest.mark.skipif(
-        torch.get_default_device().type not in kernels.DEVICES,
+        not kernels.Triton().serves(torch.get_default_device()),
         reason="kernels run on the CPU with TRITON_INTERPRET=1 only",
     ),
     # NumPy, of which the interpreter is made, warns where a GPU's arithmetic goes on.
@@ -105,7 +105,7 @@ class TestAgainstTheReference:
     def test_one_tensor_in_two_places(self, score, dtype, shared):
         call = make_call(score, random_edge_index(6, 8, 30), 6, 8, channels=5, value_channels=5, dtype=dtype)
         call.tensors[shared[1]] = call.tensors[shared[0]]
-        compare(make_call_like(call, mask=torch.rand(30) < 0.5, dropout=0.3), "triton")
+        compare(changed(call, mask=torch.rand(30) < 0.5, dropout=0.3), "triton")
 
     @pytest.mark.parametrize(
         ("key_heads", "dtype"), slow([(2, torch.float16), (1, torch.float32), (2, torch.bfloat16)], 1)
@@ -207,7 +207,7 @@ class TestGraphs:
         given = edges if flow == "source_to_target" else edges.flip(0)
         if self_loops:
             edges = add_self_loops(remove_self_loops(edges)[0], num_nodes=min(sources, targets))[0]
-        graph = SparseGraph(given.to(dtype), sources, targets, self_loops=self_loops, flow=flow)
+        graph = SparseGraph(given.to(dtype), num_sources=sources, num_targets=targets, self_loops=self_loops, flow=flow)
         options = {"heads": 2, "channels": 2, "value_channels": 2, "dropout": 0.3, "batch": (2,)}
         compare(make_call("dot", edges, sources, targets, graph=graph, **options), "triton")
 
@@ -311,7 +311,7 @@ class TestMemory:
     def test_non_contiguous_inputs(self, score, change):
         call = make_call(score, random_edge_index(8, 8, 20), 8, 8, heads=2, channels=4, value_channels=4)
         tensors = {name: change(t) for name, t in call.tensors.items()}
-        compare(make_call_like(call, tensors=tensors, weights=False), "triton")
+        compare(changed(call, tensors=tensors, weights=False), "triton")
 
     def test_slices_of_one_projection(self):
         call = make_call("dot", random_edge_index(8, 8, 20), 8, 8, terms=(), channels=6, value_channels=6)
@@ -400,7 +400,7 @@ class TestSpecialValues:
     def test_dropout_keeps_the_same_bits_as_the_reference(self, monkeypatch):
         """With a seed of more than 32 bits."""
         seed = torch.tensor(2**62 + 12345678901)
-        monkeypatch.setattr(gattn.attention, "draw_seed", lambda device: seed)
+        monkeypatch.setattr("gattn.ops.backends.base.draw_seed", lambda device: seed)
         call = make_call("dot", random_edge_index(6, 8, 20), 6, 8, dropout=0.5, weights="dropped", batch=(2,))
         expected = call.results("reference")["weights"]
         assert torch.equal(call.results("triton")["weights"] == 0, expected == 0)
@@ -436,20 +436,14 @@ class TestDerivatives:
     def test_opcheck(self, family, dtype):
         sizes = {"heads": 2, "channels": 3, "value_channels": 2, "dtype": dtype}
         call = make_call(family, random_edge_index(4, 3, 9), 4, 3, **sizes)
-        wide = operators.compute_dtype(dtype)
-        types = {"vector": wide, "bias": wide}
-        types |= dict.fromkeys(("query", "key", "edge"), wide) if family == "gat" else {}
-        tensors = {name: t.to(types.get(name, dtype)).requires_grad_() for name, t in call.tensors.items()}
-        names = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value")
-        inputs = [tensors.get(name) for name in names]
-        inputs += [call.edges, 4, 3, False, "source_to_target", family, 0.2, 0.5, False, 0.3, torch.tensor(7), False]
+        inputs = call.operator_inputs(dtype, requires_grad=True)
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.gattn.triton_attention.default, (*inputs, True, True), test_utils=utils)
         detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
         out = torch.ops.gattn.triton_attention.default(*detached, True, True)
         grads = torch.randn_like(out[0]), torch.randn_like(out[1])
-        wanted = [tensors.get(name) is not None for name in operators.DIFFERENTIABLE]
-        arguments = (*grads, *out, *detached, wanted)
+        wanted = [getattr(inputs, name) is not None for name in DIFFERENTIABLE]
+        arguments = (*grads, *out[:2], list(out[2:]), *detached, wanted)
         torch.library.opcheck(torch.ops.gattn.triton_attention_backward.default, arguments, test_utils=utils)
 
 
@@ -474,30 +468,35 @@ class TestChoice:
         def refuse(*args, **kwargs):
             raise AssertionError
 
-        monkeypatch.setattr(kernels, "attention", refuse)
+        monkeypatch.setattr(kernels.Triton, "operator", staticmethod(refuse))
         x, edge_index = self.x.cpu(), self.edge_index.cpu()
         attend(x, x, x, edge_index)
         with pytest.raises(AssertionError):
             attend(x, x, x, edge_index, backend="triton")
 
     def test_it_needs_a_gpu(self, monkeypatch):
-        monkeypatch.setattr(kernels, "DEVICES", ("cuda",))
+        monkeypatch.setattr(kernels, "_INTERPRETED", False)
         x, edge_index = self.x.cpu(), self.edge_index.cpu()
         with pytest.raises(ValueError, match="'triton' cannot serve this call: the tensors are on cpu. .*'auto' can"):
             attend(x, x, x, edge_index, backend="triton")
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(kernels, "_is_installed", False)
-        with pytest.raises(RuntimeError, match=r"not installed: pip install .gattn\[triton\]"):
+        with pytest.raises(RuntimeError, match=r"needs Triton, but it is not installed: pip install .gattn\[triton\]"):
             attend(self.x, self.x, self.x, self.edge_index, backend="triton")
-        assert kernels.unavailable("auto") == "Triton is not installed"
 
     def test_other_scores_and_distributions(self):
         class Mine(DotScore):
-            pass
+            def logits(self, query, key, edge):
+                return 2 * super().logits(query, key, edge)
 
-        with pytest.raises(ValueError, match="not Mine"):
-            attend(self.x, self.x, self.x, self.edge_index, score=Mine(), backend="triton")
+        found = [
+            attend(self.x, self.x, self.x, self.edge_index, score=Mine(), backend=backend)
+            for backend in ("triton", "reference")
+        ]
+        torch.testing.assert_close(*found)
+        with pytest.raises(ValueError, match="knows the softmax"):
+            attend(self.x, self.x, self.x, self.edge_index, distribution=gattn.Hard(), backend="triton")
 
     @pytest.mark.parametrize("score", slow(["leaky_relu", "gat", "dot"], 1))
     def test_compiled(self, score):

@@ -1,0 +1,259 @@
+"""A benchmark: its command line, its cases, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import ClassVar, Generic, Self, TypeVar
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from benchmarks.framework import reports
+from benchmarks.framework.processes import BenchmarkError, Message
+from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine
+
+FINAL = ("ok", "out of memory", "timed out")
+"""Outcomes that are results. What was wrong or failed is an error, and is tried again."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, a row of results: a frozen dataclass whose fields are the row's first columns.
+
+    A case is not run again if there is a row with the same fields, from the same versions and machine.
+    """
+
+    result: ClassVar[type]
+    """A `TypedDict` of the columns that a run adds; rows without them, or with others' types, are not read."""
+    noun: ClassVar[str] = "runs"
+    """What several of these cases are called."""
+    versions: ClassVar[Sequence[str]] = VERSIONS
+    """The columns about versions and machine that must be the same for a row to count."""
+
+    def key(self) -> str:
+        """What the case's row has in common with no other case's."""
+        return self.key_of({**asdict(self), **self.machine()})
+
+    @property
+    def place(self) -> str:
+        """Where the case computes: on its field `device`, if it has one."""
+        return getattr(self, "device", "cpu")
+
+    def machine(self) -> dict[str, str]:
+        """The columns about versions and machine."""
+        return machine(self.place)
+
+    @classmethod
+    def key_of(cls, row: Row) -> str:
+        """The key of the case that a row is of."""
+        return repr([row.get(name) for name in (*(field.name for field in fields(cls)), *cls.versions)])
+
+    @classmethod
+    def result_of(cls, row: Row) -> type:
+        """The columns that a row must have beside the case's."""
+        return cls.result
+
+    @classmethod
+    def recorded(cls, results: ResultsFile) -> dict[str, Row]:
+        """The newest row of each case of this type, by key."""
+        return {cls.key_of(row): row for row in results.rows(cls, cls.result_of, Machine)}
+
+
+C = TypeVar("C", bound=Case)
+
+
+class Benchmark(Generic[C]):
+    """One benchmark, started with options. A subclass says what its cases are, how they run, and what is reported.
+
+    What the module's docstring says before its first colon is the description in `--help`.
+
+    Args:
+        options: What `parse` returned.
+        results: The rows that there are.
+        console: Where to print.
+    """
+
+    name: ClassVar[str]
+    """It is called by `python -m benchmarks.<name>`."""
+
+    def __init__(self, options: argparse.Namespace, results: ResultsFile, console: Console):
+        self.options = options
+        self.results = results
+        self.console = console
+        self.skipped: dict[str, str] = {}
+
+    # What a benchmark defines ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options; one of them is `--out`, the folder of results. With `--report`, it is only read."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Fills in defaults, and calls `parser.error` for options that do not go together."""
+
+    def cases(self) -> Sequence[C]:
+        """The cases, in the order of the table; those of one type follow each other."""
+        raise NotImplementedError
+
+    def run(self, cases: Sequence[C]) -> Generator[Message[C], None, None]:
+        """Runs cases of one type; yields what `in_processes` does."""
+        raise NotImplementedError
+
+    def extra_columns(self) -> Row:
+        """Columns that say how cases were run, if there are any."""
+        return {}
+
+    def report(self, rows: dict[C, Row]) -> None:
+        """Publishes the rows of cases of one type."""
+        raise NotImplementedError
+
+    # What it gets ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Reads the command line."""
+        about = (sys.modules[cls.__module__].__doc__ or "").split("\n\n")[0].split(":")[0].rstrip(".") + "."
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{cls.name}", description=about)
+        cls.add_options(parser)
+        options = parser.parse_args(arguments)
+        cls.check_options(options, parser)
+        return options
+
+    @classmethod
+    def main(cls, arguments: Sequence[str] | None = None) -> None:
+        """Runs the benchmark: what is missing in its results first, then the report.
+
+        Raises:
+            SystemExit: With the reasons, if cases failed or their results were wrong.
+        """
+        options, console = cls.parse(arguments), Console(markup=False)
+        with cls.session(options, console) as benchmark:
+            failures = []
+            for cases in [list(group) for _, group in itertools.groupby(benchmark.cases(), type)] or [[]]:
+                failures += benchmark.execute(cases)
+                if rows := benchmark.rows(cases):
+                    try:
+                        benchmark.report(rows)
+                    except Exception as error:  # without results there may be nothing to report
+                        if not failures:
+                            raise
+                        failures.append(f"there is no report: {type(error).__name__}: {error}")
+        if failures:
+            sys.exit("\n".join(f"error: {failure}" for failure in failures))
+
+    @classmethod
+    @contextlib.contextmanager
+    def session(cls, options: argparse.Namespace, console: Console) -> Iterator[Self]:
+        """The benchmark, alone with its folder; Ctrl-C, and files that cannot be used, end it with one line."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a poor terminal is no reason to stop
+        out: Path = options.out
+        is_reading = getattr(options, "report", False)
+        results = ResultsFile(out / "runs.jsonl")
+        kept = f"What has finished is in {results.path}; the same command goes on from there."
+        try:
+            with contextlib.ExitStack() as stack:
+                if not is_reading:
+                    try:
+                        out.mkdir(parents=True, exist_ok=True)
+                        stack.enter_context(lock(out))
+                        results.open()
+                    except BlockingIOError as error:
+                        sys.exit(f"error: {error}; wait until it has ended, or choose another --out")
+                    except OSError as error:
+                        sys.exit(f"error: results cannot be written to {out}: {error}")
+                yield cls(options, results, console)
+        except KeyboardInterrupt:
+            console.print(f"Interrupted. {kept}", soft_wrap=True)
+            sys.exit(130)
+        except BenchmarkError as error:
+            sys.exit(f"error: {error}")
+        except OSError as error:
+            sys.exit(f"error: {error}" if is_reading else f"error: {error}. {kept}")
+
+    def execute(self, cases: Sequence[C]) -> list[str]:
+        """Runs the cases that have no row yet; returns what failed or was wrong, and why."""
+        if not cases:
+            return []
+        noun, recorded = cases[0].noun, cases[0].recorded(self.results)
+        done = {key for key, row in recorded.items() if row.get("outcome", "ok") in FINAL}
+        pending = [case for case in cases if case.key() not in done]
+        if count := len(cases) - len(pending):
+            self.say(f"{count} of {len(cases)} {noun} are in {self.results.path} already.")
+        failures = []
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=self.console) as bars, contextlib.closing(self.run(pending)) as messages:
+            total = bars.add_task(noun, total=len(cases), completed=count)
+            tasks: dict[C, TaskID] = {}
+            for case, kind, content in messages:
+                if kind == "progress":
+                    completed, size, text = content
+                    if case not in tasks:
+                        tasks[case] = bars.add_task(str(case))
+                    bars.update(tasks[case], completed=completed, total=size, description=f"{case}{text}")
+                    continue
+                outcome, reason = kind, content
+                if kind == "ok":
+                    self.results.append({**asdict(case), **content, **self.extra_columns(), **case.machine()})
+                    outcome, reason = content.get("outcome", "ok"), content.get("reason")
+                if kind != "ok" or outcome not in FINAL:
+                    failures.append(f"{case}: {reason}" if outcome == "failed" else f"{case}: {outcome}: {reason}")
+                if case in tasks:
+                    bars.remove_task(tasks.pop(case))
+                bars.advance(total)
+        return failures
+
+    def rows(self, cases: Sequence[C]) -> dict[C, Row]:
+        """The rows to report: those of the cases, in their order, as far as there are any."""
+        recorded = cases[0].recorded(self.results) if cases else {}
+        return {case: recorded[key] for case in cases if (key := case.key()) in recorded}
+
+    def say(self, text: str, style: str = "") -> None:
+        """Prints a line, however long it is."""
+        self.console.print(text, style=style, highlight=False, soft_wrap=True)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Goes on without something that was not asked for by name, and says so."""
+        self.skipped[name] = reason
+        self.say(f"Skipped: {reason}", style="yellow")
+
+    def publish(
+        self,
+        title: str,
+        lines: Sequence[reports.Line],
+        remarks: Sequence[str],
+        files: Mapping[str, Figure | str],
+        name: str = "table.md",
+        headings: dict[str, str] | None = None,
+        shorten: Callable[[reports.Line], reports.Line] = lambda line: line,
+    ) -> None:
+        """Prints a table with remarks, and writes both to the folder of results, beside other files.
+
+        Args:
+            title: Above the table, in the terminal.
+            lines: The table's lines, by column.
+            remarks: What a reader of the table must know.
+            files: Pictures and texts, by name.
+            name: The table's file. (default: `"table.md"`)
+            headings: The columns that a terminal shows, and their headings there. (default: all, under their names)
+            shorten: Makes the line that a terminal shows. (default: as it is, but without what is in brackets)
+        """
+        headings = headings or {column: column for column in lines[0]}
+        reports.print_table(title, [shorten(line) for line in lines], headings, self.console)
+        for remark in remarks:
+            self.say(remark)
+        out: Path = self.options.out
+        reports.write_file(out / name, reports.markdown(lines, remarks))
+        for file, content in files.items():
+            reports.write_file(out / file, content)
+        self.say(f"Written: {', '.join(str(out / file) for file in (name, *files))}")

@@ -1,0 +1,73 @@
+"""Types of command-line options: each converts a text, or says which texts it takes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import reprlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+MOST = 1024
+"""The largest number of threads and of processes."""
+
+LONGEST = 10**6
+"""The largest number of seconds: no wait for a process may be longer."""
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A whole number between two others, both included."""
+
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if low <= (value := int(text)) <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a whole number from {low} to {high}")
+
+    return convert
+
+
+def seconds(text: str) -> float:
+    """A positive duration."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= LONGEST:
+            return value
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a number of seconds above 0, {LONGEST} at most")
+
+
+def folder(text: str) -> Path:
+    """A folder, which need not exist."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name of the folder is empty")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def device(text: str) -> str:
+    """A device that PyTorch can compute on."""
+    try:
+        torch.zeros(1, device=text).item()
+    except Exception as error:  # each kind of device raises errors of its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from None
+    return text
+
+
+T = TypeVar("T")
+
+
+def unique(values: Iterable[T]) -> list[T]:
+    """The values in their order, each once."""
+    return list(dict.fromkeys(values))
+
+
+def fill(options: argparse.Namespace, defaults: dict[str, object]) -> None:
+    """Gives the options that were left out their defaults, where these depend on other options."""
+    for name, default in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)

@@ -1,0 +1,154 @@
+"""Child processes: each case runs in a process of its own, whose end harms neither the others nor the benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+
+#: Imported once for all processes; none of it may start CUDA, which forked processes could not use.
+PRELOADED = ("gattn", "benchmarks.framework.benchmark", "torch_geometric.nn")
+
+#: Progress is reported at most once in this many seconds, so that reporting it takes no time from the work.
+INTERVAL = 0.1
+
+C = TypeVar("C")
+
+#: Reports progress: how much is done, of how much, and what to write beside the case's name.
+Show = Callable[[int, int, str], None]
+
+#: A case, the kind of the message, and its content.
+Message = tuple[C, str, Any]
+
+
+class BenchmarkError(Exception):
+    """Something that the user can put right: the benchmark ends with this message, without a traceback."""
+
+
+def in_processes(
+    cases: Sequence[C],
+    work: Callable[[C, Show], Any],
+    jobs: int = 1,
+    timeout: float = math.inf,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Generator[Message[C], None, None]:
+    """Calls `work(case, show)` for each case, each in a process of its own. Closing the generator ends them all.
+
+    Args:
+        cases: What to work on.
+        work: The work; it is pickled.
+        jobs: This many processes run at once. (default: 1)
+        timeout: A process is ended after this many seconds. (default: never)
+        environment: What the processes' environment has besides from their very start, when the C library reads it.
+            (default: nothing)
+
+    Yields:
+        For each call of `show`, but for those that follow another at once: `(case, "progress", its arguments)`. At the
+        end of each case, `(case, "ok", what the work returned)`, or the case with `"out of memory"`, `"timed out"` or
+        `"failed"` and the reason.
+    """
+    # Windows has no fork server, and a server's children have its start. Other processes import everything anew.
+    is_forked = sys.platform != "win32" and not environment
+    context = multiprocessing.get_context("forkserver") if is_forked else multiprocessing.get_context("spawn")
+    context.set_forkserver_preload(list(PRELOADED))
+    queue = list(reversed(cases))
+    running: dict[Connection, tuple[C, BaseProcess, float]] = {}
+    try:
+        while queue or running:
+            while queue and len(running) < jobs:
+                case = queue.pop()
+                receiver, sender = context.Pipe(duplex=False)
+                child = context.Process(target=_call, args=(sender, work, case, {**os.environ, **environment}))
+                with _in_environment(environment):
+                    child.start()
+                sender.close()
+                running[receiver] = case, child, time.monotonic() + timeout
+            left = min(deadline for *_, deadline in running.values()) - time.monotonic()
+            ready = wait(list(running), None if math.isinf(left) else max(left, 0))
+            for receiver, (case, process, deadline) in list(running.items()):
+                if receiver in ready:
+                    kind, content = _receive(receiver, process)
+                elif deadline <= time.monotonic():
+                    kind, content = "timed out", f"after {timeout:g} s"
+                else:
+                    continue
+                if kind != "progress":
+                    del running[receiver]
+                    _end(receiver, process, 10 if kind == "ok" else 0)  # some have helpers to put away
+                yield case, kind, content
+    finally:
+        for receiver, (_, process, _) in running.items():
+            _end(receiver, process, 0)
+
+
+@contextlib.contextmanager
+def _in_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Changes the environment, which a process inherits if it is started in the block."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _receive(receiver: Connection, process: BaseProcess) -> tuple[str, Any]:
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        # Only the kernel sends a signal that cannot be caught, when memory is short.
+        if process.exitcode == -9:
+            return "out of memory", "killed"
+        return "failed", f"the process ended with exit code {process.exitcode}"
+
+
+def _end(receiver: Connection, process: BaseProcess, patience: float) -> None:
+    process.join(patience)
+    process.kill()
+    process.join()
+    receiver.close()
+
+
+def _call(sender: Connection, work: Callable[[C, Show], Any], case: C, environment: dict[str, str]) -> None:
+    """What a child process runs."""
+    os.environ.update(environment)  # which may have changed since the fork server was started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the process to be killed when memory is short
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    shown = -math.inf
+
+    def show(done: int, total: int, text: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= INTERVAL:
+            shown = time.monotonic()
+            sender.send(("progress", (done, total, text)))
+
+    try:
+        answer = "ok", work(case, show)
+    except BenchmarkError as error:
+        answer = "failed", str(error)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        answer = ("out of memory" if is_memory else "failed"), reason
+    sender.send(answer)

@@ -1,0 +1,108 @@
+"""Tables and pictures."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.framework.results import Row, replace_file
+
+#: Columns by name, and what a line of a table has in them.
+Line = dict[str, str]
+
+#: Colours by Okabe and Ito, which colour-blind readers can tell apart.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def print_table(title: str, lines: Sequence[Line], headings: Line, console: Console) -> None:
+    """Prints some columns, without what is in brackets; a narrow terminal breaks lines, but nothing is cut off."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column, heading in headings.items():
+        starts = [line[column][:1] for line in lines]
+        is_text = any(map(str.isalpha, starts)) and not any(map(str.isdigit, starts))
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*(line[column].split(" (")[0] for column in headings))
+    width = max(console.width, Console(width=300).measure(table).maximum)
+    Console(width=width, file=console.file, markup=False).print(table)
+
+
+def markdown(lines: Sequence[Line], remarks: Sequence[str]) -> str:
+    """A table as Markdown, with remarks below."""
+    header = [f"| {' | '.join(lines[0])} |", f"|{' --- |' * len(lines[0])}"]
+    body = [f"| {' | '.join(line.values())} |" for line in lines]
+    return "\n".join([*header, *body, "", *(f"- {remark}" for remark in remarks)]) + "\n"
+
+
+def machines(rows: Iterable[Row], columns: Sequence[str], rest: str) -> list[str]:
+    """On which machines rows were made, by which versions, and how.
+
+    Args:
+        rows: The rows.
+        columns: What is named with its value, where a row has it.
+        rest: What else there is to say, a format of the row's columns.
+    """
+    described = {
+        ", ".join(f"{name} {row[name]}" for name in columns if name in row) + rest.format(**row) for row in rows
+    }
+    return sorted(described)
+
+
+def mean_and_deviation(values: Sequence[float], alone: str = "") -> str:
+    """Mean ± standard deviation; of a single value, what stands for its deviation."""
+    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else alone
+    return f"{statistics.mean(values):.1f}{deviation}"
+
+
+def median(row: Row | None, mode: str) -> float | None:
+    """The median time of a row, if it has one."""
+    return row[mode]["median"] if row is not None and mode in row else None
+
+
+def ratio(other: float | None, own: float | None, digits: str = ".1f") -> str:
+    """How many times as large the other is."""
+    return f"{other / own:{digits}}×" if other and own else "–"
+
+
+def quartiles(row: Row, mode: str) -> str:
+    """Median and quartiles in milliseconds, or what happened instead."""
+    if row["outcome"] != "ok":
+        return row["outcome"]
+    if mode not in row:
+        return "–"
+    low, middle, high = (f"{1000 * row[mode][name]:.4g}" for name in ("q1", "median", "q3"))
+    return f"{middle} ({low}–{high})"
+
+
+def per_call(row: Row, mode: str, column: str, digits: str, factor: int = 1) -> str:
+    """A mean over all calls that were timed, if the row has it."""
+    return f"{factor * row[mode][column]:{digits}}" if column in row.get(mode, {}) else "–"
+
+
+def megabytes(row: Row, column: str = "peak_bytes") -> str:
+    """Memory, if the row has it."""
+    return f"{row[column] / 1e6:.1f}" if column in row else "–"
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, content: Figure | str) -> None:
+    """Writes a picture or a text; the last one stays whole if this fails."""
+    if isinstance(content, str):
+        replace_file(path, content.encode(errors="backslashreplace"))
+        return
+    picture = io.BytesIO()
+    content.savefig(picture, format="png", pil_kwargs={"optimize": True})
+    replace_file(path, picture.getvalue())

@@ -1,0 +1,290 @@
+"""Results as append-only JSON lines: a finished run is never lost, and an interrupted one leaves no partial row."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import reprlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+
+import torch
+
+import gattn
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+#: A row of results: columns by name, with values as JSON has them.
+Row = dict[str, Any]
+
+#: What `machine` says in every row; versions of further packages are texts, too.
+Machine = TypedDict("Machine", {"machine": str, "python": str, "gattn": str, "torch": str, "torch-geometric": str})
+
+VERSIONS = ("gattn", "torch", "torch-geometric", "machine")
+"""The columns that tell rows apart that were made by other versions, or on another machine."""
+
+#: A dataclass or a `TypedDict` whose fields a row has, or a function that chooses one for a row.
+Kind = type | Callable[[Row], type]
+
+
+class ResultsFile:
+    """Rows of results, one JSON object per line.
+
+    Args:
+        path: The file; it and its folder are created when it is opened, or on the first append.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._reported: set[int] = set()
+
+    def rows(self, *kinds: Kind) -> list[Row]:
+        """All finished rows that have the fields of these kinds.
+
+        A row without them is passed over: it belongs to another version or to another part of a benchmark. A line that
+        is no row at all (a killed process leaves an incomplete one) or has a field of a wrong type is passed over, too,
+        with a warning on stderr that gives its number.
+        """
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        rows, problems = [], {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                problems[number] = "this is not a complete JSON object"
+                continue
+            chosen = [kind if isinstance(kind, type) else kind(row) for kind in kinds]
+            if all(name in row for kind in chosen for name, (_, is_required) in _fields(kind).items() if is_required):
+                wrong = list(filter(None, (problem_of(row, kind) for kind in chosen)))
+                if wrong:
+                    problems[number] = wrong[0].removeprefix(".")
+                else:
+                    rows.append(row)
+        self._report({number: text for number, text in problems.items() if number not in self._reported})
+        return rows
+
+    def _report(self, problems: dict[int, str]) -> None:
+        """Warns of lines that are not rows; names the first."""
+        if problems:
+            self._reported.update(problems)
+            number, text = next(iter(problems.items()))
+            more = f" {len(problems) - 1} more of its lines are ignored." if len(problems) > 1 else ""
+            print(f"warning: {self.path}, line {number}: {text}; the line is ignored.{more}", file=sys.stderr)
+
+    def open(self) -> None:
+        """Creates the file, so that a problem with writing it shows before the first run and not after it.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a"):
+            pass
+
+    def append(self, row: Row) -> None:
+        """Adds a row and waits until it is on disk."""
+        self.open()
+        line = json.dumps(row) + "\n"
+        if self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n"):
+            line = "\n" + line  # ends the incomplete line
+        with self.path.open("a") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def problem_of(value: Any, kind: Any) -> str | None:
+    """What is wrong with a value that was read as JSON and should be of a type; `None` if nothing is.
+
+    A float may be an integer; neither may be NaN or infinite. Lists must not be empty. Unknown fields are allowed.
+    """
+    parts: dict[str, tuple[Any, Any]] = {}
+    if get_origin(kind) is UnionType:
+        is_right = any(problem_of(value, option) is None for option in get_args(kind))
+    elif get_origin(kind) is Literal:
+        is_right = value in get_args(kind)
+    elif get_origin(kind) is list:
+        is_right = isinstance(value, list) and bool(value)
+        parts = {f"[{i}]": (part, get_args(kind)[0]) for i, part in enumerate(value)} if is_right else {}
+    elif is_typeddict(kind) or dataclasses.is_dataclass(kind):
+        fields = _fields(kind)
+        is_right = isinstance(value, dict) and all(name in value for name, (_, needed) in fields.items() if needed)
+        parts = {f".{name}": (value[name], part) for name, (part, _) in fields.items() if is_right and name in value}
+    elif kind in (int, float):
+        is_right = type(value) in (int, kind) and abs(value) <= sys.float_info.max  # written so that NaN fails
+    else:
+        is_right = type(value) is kind
+    if not is_right:
+        return f" is {reprlib.repr(value)} where {_name(kind)} is expected"
+    for place, (part, part_kind) in parts.items():
+        if (problem := problem_of(part, part_kind)) is not None:
+            return place + problem
+    return None
+
+
+def _name(kind: Any) -> str:
+    """What a type is called in an error."""
+    if get_origin(kind) in (UnionType, Literal):
+        return " or ".join(repr(option) if isinstance(option, str) else _name(option) for option in get_args(kind))
+    if is_typeddict(kind) or dataclasses.is_dataclass(kind):
+        names = ", ".join(name for name, (_, is_needed) in _fields(kind).items() if is_needed)
+        return f"an object with {names}" if names else "an object"
+    simple = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    return simple.get(kind, "a list that is not empty")
+
+
+@cache
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """The type of each field of a dataclass or a `TypedDict`, and whether a row must have it."""
+    hints = get_type_hints(kind, include_extras=True)
+    if dataclasses.is_dataclass(kind):
+        hints = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+    if dataclasses.is_dataclass(kind):
+        optional = {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
+    return {
+        name: (get_args(hint)[0] if get_origin(hint) is NotRequired else hint, name not in optional)
+        for name, hint in hints.items()
+    }
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file; if this fails or is interrupted, the previous file stays as it was."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# One process at a time -----------------------------------------------------------------------------------------------
+
+
+_locks: set[int] = set()
+"""The descriptors of the locks that this process holds."""
+
+
+def _leave_locks() -> None:
+    """Closes the parent's locks in a forked child, where they would otherwise last as long as the child."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keeps a folder to this process until the block is left or the process ends, however it ends.
+
+    The file `.lock` in it says which process that is; a file that a killed process left there is no obstacle. Where
+    there are no locks (on Windows, on some network file systems), a warning says so.
+
+    Raises:
+        BlockingIOError: If another process holds the folder; the text names it.
+        OSError: If nothing can be written there.
+    """
+    path = folder / ".lock"
+    descriptor = _open_locked(path)
+    _locks.add(descriptor)
+    try:
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"process {os.getpid()} on {platform.node()}, started {started}\n".encode()
+        os.write(descriptor, holder)
+        os.ftruncate(descriptor, len(holder))
+        yield
+    finally:
+        if descriptor in _locks:  # and this is no forked child
+            _locks.remove(descriptor)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """Opens and locks the file of this name; the descriptor, which no process started later inherits."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if fcntl is None:
+                raise OSError("this system has no such locks")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise BlockingIOError(f"{path.parent} is in use by {holder}") from None
+        except OSError as error:
+            text = (
+                f"warning: {path.parent} cannot be locked ({error}); run no other benchmark with it at the same time."
+            )
+            print(text, file=sys.stderr)
+        # Whoever held it before may just have removed the file that was opened.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+
+
+# The machine ---------------------------------------------------------------------------------------------------------
+
+
+def machine(device: str = "cpu") -> dict[str, str]:
+    """The machine and the versions that results were measured with."""
+    packages = {"gattn": gattn.__version__}
+    is_gpu = device.startswith("cuda")
+    for package in ("torch", "torch-geometric", "torch-scatter", "dgl", *["triton"] * is_gpu):
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    name = torch.cuda.get_device_name(device) if is_gpu else _cpu_name()
+    gpu = {"cuda": str(torch.version.cuda), "driver": _driver()} if is_gpu else {}
+    return {
+        "machine": f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **packages,
+        **gpu,
+    }
+
+
+@cache
+def _driver() -> str:
+    """The version of the GPU's driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
+    return found[0].strip() if found else "unknown"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

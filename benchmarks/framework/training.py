@@ -1,0 +1,156 @@
+"""Training that goes on from its last checkpoint, to the same numbers."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.framework.benchmark import Case
+from benchmarks.framework.processes import BenchmarkError
+from benchmarks.framework.results import Row, replace_file
+
+C = TypeVar("C", bound=Case)
+
+
+class Training(ABC, Generic[C]):
+    """A model under training. What is random in it must depend on the case and the iteration only.
+
+    Args:
+        case: What is trained.
+        path: The checkpoint, from which training goes on if it is there. It is not used for another case, by another
+            version or on another machine.
+        model: The model.
+        optimizer: Its optimizer.
+        iterations: The number of iterations.
+        evaluate_every: The number of iterations from one evaluation and checkpoint to the next.
+        clip: The largest norm of all gradients together.
+        clock: Gives the time in seconds. (default: the time of day)
+    """
+
+    def __init__(
+        self,
+        case: C,
+        path: Path,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        iterations: int,
+        evaluate_every: int,
+        clip: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.case = case
+        self.path = path
+        self.model: Any = model  # whose methods are the subclass's business
+        self.optimizer = optimizer
+        self.iterations = iterations
+        self.evaluate_every = evaluate_every
+        self.clip = clip
+        self.clock = clock
+        self.iteration = 0
+        self.curve: list[dict[str, float]] = []
+        self.seconds: list[float] = []
+        self.evaluation_seconds = 0.0
+        self.losses: list[float] = []
+        if path.exists():
+            self._resume()
+
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """The learning rate of this iteration."""
+
+    @abstractmethod
+    def loss(self) -> Tensor:
+        """The loss on this iteration's batch."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """A point of the learning curve, `val_loss` included; `self.losses` has the losses since the last one."""
+
+    @abstractmethod
+    def result(self) -> Row:
+        """The columns of the finished training."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all iterations are done."""
+        return self.iteration == self.iterations
+
+    def advance(self, count: int) -> None:
+        """Trains for this many iterations, or as many as are left; evaluates and saves where that is due."""
+        for _ in range(min(count, self.iterations - self.iteration)):
+            self.step()
+            if self.iteration % self.evaluate_every == 0 or self.is_finished:
+                self.add_point()
+                self._save()
+
+    def step(self) -> None:
+        """Trains for one iteration."""
+        start = self.clock()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        loss = self.loss()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        self.seconds.append(self.clock() - start)
+        self.iteration += 1
+
+    @torch.no_grad()
+    def add_point(self) -> None:
+        """Evaluates the model.
+
+        Raises:
+            FloatingPointError: If the validation loss is not finite.
+        """
+        start = self.clock()
+        self.model.eval()
+        point = self.evaluate()
+        self.model.train()
+        if not math.isfinite(point["val_loss"]):
+            text = f"the validation loss became {point['val_loss']} in iteration {self.iteration} of {self.case}"
+            raise FloatingPointError(text)
+        self.curve.append(point)
+        self.losses = []
+        self.evaluation_seconds += self.clock() - start
+
+    def _save(self) -> None:
+        state = {
+            "key": self.case.key(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "iteration": self.iteration,
+            "curve": self.curve,
+            "seconds": self.seconds,
+            "evaluation_seconds": self.evaluation_seconds,
+        }
+        content = io.BytesIO()
+        torch.save(state, content)
+        replace_file(self.path, content.getvalue())
+
+    def _resume(self) -> None:
+        device = next(iter(self.model.parameters())).device
+        try:
+            state = torch.load(self.path, map_location=device, weights_only=True)
+            if state["key"] != self.case.key():
+                return
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.iteration, self.curve = state["iteration"], state["curve"]
+            self.seconds, self.evaluation_seconds = state["seconds"], state["evaluation_seconds"]
+        except OSError:
+            raise
+        except Exception as error:  # a damaged file raises errors of many kinds
+            raise BenchmarkError(
+                f"the checkpoint {self.path} is damaged ({type(error).__name__}); delete it, and the same command "
+                f"trains {self.case} again from the start"
+            ) from error

@@ -1,0 +1,10 @@
+"""What goes wrong with data sets."""
+
+from __future__ import annotations
+
+
+class DatasetUnavailableError(FileNotFoundError):
+    """A data set is missing, cannot be downloaded, or cannot be read.
+
+    The message names the files concerned and says what to do.
+    """

@@ -1,0 +1,18 @@
+"""Who attends to whom: the graphs.
+
+`SparseGraph` is a list of edges in any of PyG's forms; `CompleteGraph` is symbolic: every target sees every source (or
+every earlier one, or those within a window). Both are a `Graph`, which is all that the core and the layers know.
+"""
+
+from typing import TypeAlias
+
+from torch_geometric.typing import Adj
+
+from gattn.graphs.base import FLOWS, EdgeList, Graph
+from gattn.graphs.complete import CompleteGraph
+from gattn.graphs.sparse import Edges, SparseGraph, as_graph
+
+__all__ = ["FLOWS", "CompleteGraph", "EdgeList", "Edges", "Graph", "GraphLike", "SparseGraph", "as_graph"]
+
+#: Whatever `gattn.attend` and the layers take as a graph.
+GraphLike: TypeAlias = Adj | Graph

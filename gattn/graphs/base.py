@@ -1,0 +1,159 @@
+"""What every graph can do: the one interface that the core, the backends and the layers use."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from gattn.errors import InputError, InputTypeError
+from gattn.torch_private import uses_jit_trace
+
+FLOWS = ("source_to_target", "target_to_source")
+
+
+def check_size(name: str, size: Any) -> None:
+    """Raises `TypeError` or `ValueError` where a number of nodes is none."""
+    if uses_jit_trace():  # where sizes are tensors
+        return
+    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+        raise InputTypeError(f"{name} is a number of nodes, an integer; got {size!r}.")
+    if size < 0:
+        raise InputError(f"a graph has no negative number of nodes; got {name}={size}.")
+
+
+class EdgeList(NamedTuple):
+    """A graph's edges as backends take them."""
+
+    edge_index: Tensor
+    """`[2, E]`, a plain tensor, with or without its self-loops."""
+    num_sources: int
+    num_targets: int
+    self_loops: bool = False
+    """Whether existing self-loops are still to be replaced by one for each of the first min(N, M) nodes."""
+    flow: str = FLOWS[0]
+    """Which row of `edge_index` holds the targets."""
+
+    @property
+    def num_edges(self) -> int | None:
+        """E, self-loops included; `None` where that is not known without looking at the edges."""
+        return None if self.self_loops else self.edge_index.size(1)
+
+
+class Graph(ABC):
+    """Base class of `SparseGraph` and `CompleteGraph`.
+
+    To add a kind of graph, implement what is abstract here; the reference can then attend on it, and so can the kernels
+    for lists of edges.
+    """
+
+    num_sources: int | None
+    """M; `None` where it is taken from the features."""
+    num_targets: int | None
+    """N; `None` where it is taken from the features."""
+    blocks: tuple[tuple[int, int], ...] | None = None
+    """Of a packed graph: the number of targets and sources of each block."""
+    heads_dim: ClassVar[int] = -1
+    """The dimension of heads in weights, as this graph's users get them."""
+    _attributes: ClassVar[tuple[str, ...]]
+    """What a graph consists of: a changed copy has the same, except what changed."""
+    flow: str = FLOWS[0]
+    """`"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets."""
+
+    @property
+    @abstractmethod
+    def edge_index(self) -> Tensor:
+        """All edges, `[2, E]`, self-loops included, in the order that weights and per-edge inputs have."""
+
+    @property
+    def num_edges(self) -> int:
+        """E, self-loops included."""
+        return self.edge_index.size(1)
+
+    def sources_and_targets(self) -> tuple[Tensor, Tensor]:
+        """The source and the target of each edge, `[E]` each, whichever row of `edge_index` holds them."""
+        first, second = self.edge_index
+        return (first, second) if self.flow == FLOWS[0] else (second, first)
+
+    @abstractmethod
+    def resolve(
+        self,
+        num_sources: int,
+        num_targets: int | None,
+        batch: torch.Size | None = None,
+        device: torch.device | None = None,
+    ) -> Self:
+        """The same graph, with the sizes that the features have.
+
+        Args:
+            num_sources: Rows of the sources' features.
+            num_targets: Rows of the targets' features; `None` if targets have none.
+            batch: The batch dimensions of the features. (default: `None`, not compared)
+            device: The device of the features. (default: `None`, not compared)
+
+        Raises:
+            ValueError: If the graph's own sizes, batch or device differ.
+        """
+
+    @abstractmethod
+    def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
+        """The edges of a resolved graph.
+
+        Args:
+            device: Where a graph that holds no edges makes them.
+            raw: Whether the caller adds self-loops and checks indices itself. (default: `False`)
+
+        Raises:
+            IndexError: If an index is out of range, unless `raw`.
+        """
+
+    @abstractmethod
+    def with_self_loops(self) -> Graph:
+        """The same graph, in which each node attends to itself."""
+
+    @abstractmethod
+    def with_features(
+        self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
+    ) -> tuple[Graph, Tensor | None]:
+        """The graph with its self-loops among its edges, and the features of all those edges, `[E, ...]`."""
+
+    @abstractmethod
+    def with_weights(self, weights: Any, *, as_values: bool = True) -> Any:
+        """Attention weights beside the edges that they belong to, as PyG's layers return them.
+
+        Args:
+            weights: As users of this graph get them.
+            as_values: Whether they become the values of a `torch.sparse` adjacency. (default: `True`)
+        """
+
+    def _changed(self, **attributes: Any) -> Self:
+        """A copy with other attributes, which are not checked again."""
+        graph = object.__new__(type(self))  # not copy.copy(), which compiled code does not know
+        for name in self._attributes:
+            setattr(graph, name, attributes.get(name, getattr(self, name)))
+        return graph
+
+    @abstractmethod
+    def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
+        """A bias or mask of all pairs of nodes, `[..., H, N, M]`, in the form that `attend` takes on this graph."""
+
+    @abstractmethod
+    def distances(self, device: torch.device) -> Tensor:
+        """The position of each source in its sequence minus that of its target, in the shape of a bias without heads.
+
+        That is `[E]` for a list of edges, `[N, M]` for a complete graph and `[B, N, M]` for a packed one.
+        """
+
+    def per_edge(self, term: Tensor, name: str, batch: torch.Size, heads: int, edges: EdgeList) -> Tensor:
+        """A bias or mask, as this graph's users give it, with one entry per edge: `[..., E, H or 1]`."""
+        return term
+
+    def real_edges(self, edges: EdgeList) -> Tensor | None:
+        """Which edges join real nodes of a padded batch, `[B, E, 1]`; `None` if all do."""
+        return None
+
+    def dress(self, weights: Tensor, edges: EdgeList) -> Any:
+        """Weights `[..., E, H]` in the form that users of this graph get them."""
+        return weights

@@ -1,0 +1,430 @@
+"""A graph in which every target attends to every source, or to those that a rule leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gattn.errors import InputError
+from gattn.graphs.base import EdgeList, Graph, check_size
+
+
+class CompleteGraph(Graph):
+    r"""A graph in which every target attends to every source: what a Transformer's self-attention runs on.
+
+    Symbolic: it stores no edges. Fewer edges make the usual variants; `packed` lays several such graphs end to end.
+
+    Args:
+        num_targets: N.
+        num_sources: M. (default: N)
+        causal: Whether targets see only the sources up to their own place. With N ≠ M the *last* target sees every
+            source (bottom-right alignment, what a cached decoding step needs). (default: `False`)
+        window: `(left, right)`: how far before and after its own place, inclusive, a target sees; a positive
+            integer means both. (default: `None`, no limit)
+        source_lengths: Of a padded batch: how many sources are real, one number for each element of the batch, `[B]`.
+            (default: `None`)
+        target_lengths: Likewise for targets; the others get zeros. (default: `None`)
+
+    Raises:
+        ValueError: If a size is negative, the window is negative, or a length is larger than its size.
+
+    Example:
+        >>> import gattn
+        >>> gattn.CompleteGraph(3, causal=True).edge_index
+        tensor([[0, 0, 1, 0, 1, 2],
+                [0, 1, 1, 2, 2, 2]])
+    """
+
+    _attributes = ("num_targets", "num_sources", "causal", "window", "source_lengths", "target_lengths", "blocks")
+    heads_dim = -3
+    num_sources: int
+    num_targets: int
+
+    def __init__(
+        self,
+        num_targets: int,
+        num_sources: int | None = None,
+        *,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        source_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+    ):
+        num_sources = num_targets if num_sources is None else num_sources
+        check_size("num_targets", num_targets)
+        check_size("num_sources", num_sources)
+        if isinstance(window, int) and not isinstance(window, bool) and window > 0:
+            window = (window, window)
+        if window is not None and not (
+            isinstance(window, (tuple, list))
+            and len(window) == 2
+            and all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in window)
+        ):
+            raise ValueError(f"window is (left, right), both at least 0, or one positive integer; got {window}.")
+        self.num_targets = num_targets
+        self.num_sources = num_sources
+        self.causal = causal
+        self.window = None if window is None else tuple(window)
+        self.source_lengths = source_lengths
+        self.target_lengths = target_lengths
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        for name, lengths, limit in (
+            ("source_lengths", self.source_lengths, self.num_sources),
+            ("target_lengths", self.target_lengths, self.num_targets),
+        ):
+            if lengths is None:
+                continue
+            _check_counts(name, lengths)
+            if lengths.numel() and not torch.compiler.is_compiling() and int(lengths.max()) > limit:
+                raise ValueError(f"{name} must lie between 0 and {limit}; got {lengths.tolist()}.")
+        source_lengths, target_lengths = self.source_lengths, self.target_lengths
+        if source_lengths is not None and target_lengths is not None and source_lengths.shape != target_lengths.shape:
+            raise ValueError(
+                f"source_lengths and target_lengths are for the same batch; got {list(source_lengths.shape)} and "
+                f"{list(target_lengths.shape)}."
+            )
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: Any = None,
+        source_lengths: Any = None,
+        *,
+        ptr: Tensor | None = None,
+        source_ptr: Tensor | None = None,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+    ) -> CompleteGraph:
+        """Complete graphs laid end to end: each block attends within itself, and nothing is padded.
+
+        Args:
+            lengths: Number of targets in each block: a tensor `[B]`, or a sequence of integers.
+            source_lengths: Likewise for sources. (default: `None`, the same)
+            ptr: Instead of `lengths`: where each block begins, and the end, `[B + 1]`, as PyG's batches have it.
+                (default: `None`)
+            source_ptr: Likewise for sources. (default: `None`)
+            causal: As for a single graph, within each block. (default: `False`)
+            window: Likewise. (default: `None`)
+
+        Raises:
+            ValueError: If neither or both of `lengths` and `ptr` are given, or they are no lengths and no starts.
+
+        Example:
+            >>> import gattn
+            >>> gattn.CompleteGraph.packed([1, 2]).edge_index
+            tensor([[0, 1, 2, 1, 2],
+                    [0, 1, 1, 2, 2]])
+        """
+        targets = _block_sizes("lengths", lengths, "ptr", ptr)
+        if targets is None:
+            raise ValueError("a packed graph needs the lengths of its blocks, or the ptr at which they begin.")
+        sources = _block_sizes("source_lengths", source_lengths, "source_ptr", source_ptr)
+        sources = targets if sources is None else sources
+        if len(sources) != len(targets):
+            raise ValueError(f"targets have {len(targets)} blocks and sources {len(sources)}: they must be the same.")
+        return _PackedGraph(tuple(zip(targets, sources, strict=True)), causal, window)
+
+    def with_causal(self) -> CompleteGraph:
+        """The same graph with `causal=True`."""
+        return self if self.causal else self._changed(causal=True)
+
+    def with_source_lengths(self, lengths: Tensor) -> CompleteGraph:
+        """The same graph, for a batch whose elements have this many real sources."""
+        graph = self._changed(source_lengths=lengths)
+        graph._check_lengths()
+        return graph
+
+    def to(self, device: torch.device | str) -> CompleteGraph:
+        """The same graph, with its lengths on another device."""
+        lengths = {name: getattr(self, name) for name in ("source_lengths", "target_lengths")}
+        return self._changed(**{name: x if x is None else x.to(device) for name, x in lengths.items()})
+
+    @property
+    def edge_index(self) -> Tensor:
+        """All edges as `[2, E]`, sources above targets, target by target: for the reference, and for drawing.
+
+        Lengths are not part of it, since they differ across the batch: `length_mask` says which edges they leave.
+        """
+        return self._edges(None)
+
+    def _edges(self, device: torch.device | str | None) -> Tensor:
+        return self._block_edges(self.num_targets, self.num_sources, device)
+
+    def _block_edges(self, num_targets: int, num_sources: int, device: torch.device | str | None) -> Tensor:
+        seen = self.visible(num_targets, num_sources, num_sources - num_targets, device)
+        target, source = seen.nonzero().unbind(1)
+        return torch.stack([source, target])
+
+    def resolve(
+        self,
+        num_sources: int,
+        num_targets: int | None,
+        batch: torch.Size | None = None,
+        device: torch.device | None = None,
+    ) -> CompleteGraph:
+        """See `Graph.resolve`."""
+        given = self.num_targets if num_targets is None else num_targets
+        if (self.num_targets, self.num_sources) != (given, num_sources):
+            raise InputError(
+                f"the CompleteGraph has {self.num_targets} targets and {self.num_sources} sources, but query has "
+                f"{given} rows and key and value have {num_sources}."
+            )
+        for lengths in (self.source_lengths, self.target_lengths):
+            if batch is not None and lengths is not None and lengths.shape != batch:
+                raise InputError(
+                    f"the graph has lengths for a batch of shape {list(lengths.shape)}, but the features have "
+                    f"{list(batch)} in front."
+                )
+        return self
+
+    def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
+        """See `Graph.edge_list`."""
+        return EdgeList(self._edges(device), self.num_sources, self.num_targets)
+
+    def with_self_loops(self) -> CompleteGraph:
+        """The graph itself, in which each node attends to itself already.
+
+        Raises:
+            ValueError: If targets and sources are different nodes.
+        """
+        if self.num_targets != self.num_sources:
+            raise InputError(
+                f"add_self_loops=True makes no sense here: the {self.num_targets} targets and {self.num_sources} "
+                "sources of this CompleteGraph are different nodes. Make the layer with add_self_loops=False."
+            )
+        return self
+
+    def with_features(
+        self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
+    ) -> tuple[CompleteGraph, Tensor | None]:
+        """See `Graph.with_features`; nothing is filled in, as no self-loop is added."""
+        if features is not None and features.size(0) != self.num_edges:
+            raise InputError(f"edge_attr has {features.size(0)} rows for the {self.num_edges} edges of {self}.")
+        return self, features
+
+    def with_weights(self, weights: Any, *, as_values: bool = True) -> Any:
+        """`(graph, weights)`: PyG's layers know no such graphs."""
+        return self, weights
+
+    def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
+        """See `Graph.from_pairs`: pairs are what this graph's users give."""
+        return pairs
+
+    def distances(self, device: torch.device) -> Tensor:
+        """See `Graph.distances`: `[N, M]`; the last target is where the last source is."""
+        return _distances(self.num_targets, self.num_sources, self.num_sources - self.num_targets, device)
+
+    def per_edge(self, term: Tensor, name: str, batch: torch.Size, heads: int, edges: EdgeList) -> Tensor:
+        """See `Graph.per_edge`; here, terms come broadcastable to `[..., H, N, M]`."""
+        return self.pick(self.expand(term, name, batch, heads), edges.edge_index)
+
+    def expand(self, term: Tensor, name: str, batch: torch.Size, heads: int) -> Tensor:
+        """A bias or mask in its full shape, `[..., H, N, M]`.
+
+        Raises:
+            ValueError: If it is not broadcastable to that.
+        """
+        shape, dimensions = self._dense_shape(batch, heads)
+        try:
+            return term.expand(shape)
+        except RuntimeError as error:
+            raise InputError(
+                f"{name} on this complete graph must be broadcastable to {list(shape)} ({dimensions}); got "
+                f"{list(term.shape)}."
+            ) from error
+
+    def _dense_shape(self, batch: torch.Size, heads: int) -> tuple[tuple[int, ...], str]:
+        return (*batch, heads, self.num_targets, self.num_sources), "batch, heads, targets, sources"
+
+    def real_edges(self, edges: EdgeList) -> Tensor | None:
+        """See `Graph.real_edges`."""
+        mask = self.length_mask(edges.edge_index)
+        return None if mask is None else mask.unsqueeze(-1)
+
+    def dress(self, weights: Tensor, edges: EdgeList) -> Any:
+        """See `Graph.dress`; here, weights are matrices."""
+        return self.to_dense(weights, edges.edge_index)
+
+    def visible(
+        self, num_targets: int, num_sources: int, offset: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Which sources `causal` and `window` leave to which targets, `[N, M]`, True = seen.
+
+        Args:
+            num_targets: N.
+            num_sources: M.
+            offset: The source at the place of target 0.
+            device: Where to make it. (default: `None`)
+        """
+        distance = _distances(num_targets, num_sources, offset, device)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        left, right = self.reach
+        if left is not None:
+            seen &= distance >= -left
+        if right is not None:
+            seen &= distance <= right
+        return seen
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How far before and after its own place a target sees; `None` means without limit."""
+        left, right = (None, None) if self.window is None else self.window
+        return left, 0 if self.causal else right
+
+    def length_mask(self, edge_index: Tensor) -> Tensor | None:
+        """Which edges join real nodes, `[B, E]`, True = real; `None` if the graph has no lengths."""
+        mask = None
+        for row, lengths in ((0, self.source_lengths), (1, self.target_lengths)):
+            if lengths is not None:
+                real = edge_index[row] < lengths.to(edge_index.device).unsqueeze(-1)
+                mask = real if mask is None else mask & real
+        return mask
+
+    def to_dense(self, weights: Tensor, edge_index: Tensor) -> Any:
+        """Attention weights `[..., E, H]` as matrices `[..., H, N, M]`, zero where there is no edge.
+
+        A packed graph gives a list, one matrix for each block.
+        """
+        source, target = edge_index
+        return _to_matrix(weights, source, target, self.num_targets, self.num_sources)
+
+    def pick(self, dense: Tensor, edge_index: Tensor) -> Tensor:
+        """The entries of `[..., H, N, M]` that belong to edges, as `[..., E, H]`.
+
+        A packed graph's are `[B, H, N, M]` with one element per block, where N and M are those of the largest.
+        """
+        source, target = edge_index
+        return dense[..., target, source].transpose(-1, -2)
+
+    def __repr__(self) -> str:
+        parts = [f"{self.num_targets}, {self.num_sources}"]
+        parts += ["causal=True"] if self.causal else []
+        parts += [f"window={self.window}"] if self.window is not None else []
+        parts += ["source_lengths=..."] if self.source_lengths is not None else []
+        parts += ["target_lengths=..."] if self.target_lengths is not None else []
+        parts += [f"{len(self.blocks)} blocks"] if self.blocks is not None else []
+        return f"CompleteGraph({', '.join(parts)})"
+
+
+class _PackedGraph(CompleteGraph):
+    """What `CompleteGraph.packed` makes: several complete graphs laid end to end."""
+
+    blocks: tuple[tuple[int, int], ...]
+
+    def __init__(
+        self, blocks: tuple[tuple[int, int], ...], causal: bool = False, window: int | tuple[int, int] | None = None
+    ):
+        targets, sources = zip(*blocks, strict=True) if blocks else ((), ())
+        super().__init__(sum(targets), sum(sources), causal=causal, window=window)
+        self.blocks = blocks
+
+    def _edges(self, device: torch.device | str | None) -> Tensor:
+        edges, start = [torch.empty(2, 0, dtype=torch.int64, device=device)], [0, 0]
+        for num_targets, num_sources in self.blocks:
+            offset = torch.tensor(start, device=device).unsqueeze(1)
+            edges.append(self._block_edges(num_targets, num_sources, device) + offset)
+            start = [start[0] + num_sources, start[1] + num_targets]
+        return torch.cat(edges, dim=1)
+
+    def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
+        """See `Graph.from_pairs`: the part of each block, `[B, ..., N, M]`, padded to the sizes of the largest.
+
+        Raises:
+            ValueError: If there is a batch in front.
+        """
+        if not self.blocks:
+            return pairs
+        if pairs.dim() > 3:
+            raise ValueError("a packed graph's masks are [N, M] or [H, N, M], for its nodes laid end to end.")
+        pairs = pairs.expand(*pairs.shape[:-2], self.num_targets, self.num_sources)
+        most_targets, most_sources = self._largest()
+        parts, first_target, first_source = [], 0, 0
+        for num_targets, num_sources in self.blocks:
+            part = pairs.narrow(-2, first_target, num_targets).narrow(-1, first_source, num_sources)
+            parts.append(F.pad(part, (0, most_sources - num_sources, 0, most_targets - num_targets)))
+            first_target, first_source = first_target + num_targets, first_source + num_sources
+        blocks = torch.stack(parts)
+        return blocks.unsqueeze(1) if blocks.dim() == 3 else blocks
+
+    def distances(self, device: torch.device) -> Tensor:
+        """See `Graph.distances`: `[B, N, M]`, or one for all blocks where that is the same."""
+        offsets = torch.tensor(self.blocks, dtype=torch.int64, device=device).view(-1, 2).diff()
+        if len({num_sources - num_targets for num_targets, num_sources in self.blocks}) == 1:
+            offsets = offsets[:1]
+        return _distances(*self._largest(), 0, device) - offsets.unsqueeze(-1)
+
+    def _largest(self) -> tuple[int, int]:
+        """The number of targets and sources of the largest blocks."""
+        targets, sources = (max(sizes) for sizes in zip(*self.blocks, strict=True)) if self.blocks else (0, 0)
+        return targets, sources
+
+    def _dense_shape(self, batch: torch.Size, heads: int) -> tuple[tuple[int, ...], str]:
+        targets, sources = self._largest()
+        return (len(self.blocks), heads, targets, sources), "blocks, heads, most targets, most sources"
+
+    def to_dense(self, weights: Tensor, edge_index: Tensor) -> list[Tensor]:
+        source, target = edge_index
+        matrices, first_target, first_source, first_edge = [], 0, 0, 0
+        for num_targets, num_sources in self.blocks:
+            last = first_edge + self._block_edges(num_targets, num_sources, source.device).size(1)
+            edges = slice(first_edge, last)
+            rows, columns = target[edges] - first_target, source[edges] - first_source
+            matrices.append(_to_matrix(weights[..., edges, :], columns, rows, num_targets, num_sources))
+            first_target, first_source, first_edge = first_target + num_targets, first_source + num_sources, last
+        return matrices
+
+    def pick(self, dense: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        counts = torch.tensor(self.blocks, dtype=torch.int64, device=source.device).view(-1, 2)
+        block = torch.arange(len(self.blocks), device=source.device).repeat_interleave(counts[:, 0])[target]
+        first = counts.cumsum(0) - counts
+        return dense[block, :, target - first[block, 0], source - first[block, 1]]
+
+
+def _distances(num_targets: int, num_sources: int, offset: int, device: torch.device | str | None) -> Tensor:
+    target = torch.arange(num_targets, device=device).unsqueeze(1)
+    return torch.arange(num_sources, device=device) - target - offset
+
+
+def _to_matrix(weights: Tensor, source: Tensor, target: Tensor, num_targets: int, num_sources: int) -> Tensor:
+    matrix = weights.new_zeros((*weights.shape[:-2], weights.size(-1), num_targets, num_sources))
+    matrix[..., target, source] = weights.transpose(-1, -2)
+    return matrix
+
+
+def _check_counts(name: str, lengths: Any) -> None:
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(lengths).__name__}.")
+    if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.dim() == 0:
+        raise ValueError(f"{name} holds one integer for each element of the batch, [B]; got {lengths}.")
+    if lengths.numel() and not torch.compiler.is_compiling() and int(lengths.min()) < 0:
+        raise ValueError(f"{name} must not be negative; got {lengths.tolist()}.")
+
+
+def _block_sizes(name: str, lengths: Any, ptr_name: str, ptr: Any) -> list[int] | None:
+    """Sizes of blocks, from lengths or from where they begin."""
+    if ptr is not None:
+        if lengths is not None:
+            raise ValueError(f"{name} and {ptr_name} say the same thing: give one of them.")
+        starts = torch.as_tensor(ptr)
+        _check_counts(ptr_name, starts)
+        if starts.dim() != 1 or starts.numel() == 0 or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+            raise ValueError(
+                f"{ptr_name} holds where each block begins, and the end: it starts at 0 and never falls; got "
+                f"{starts.tolist()}."
+            )
+        counts: list[int] = starts.diff().tolist()
+        return counts
+    if lengths is None:
+        return None
+    lengths = torch.as_tensor(lengths, dtype=None if len(lengths) else torch.int64)
+    _check_counts(name, lengths)
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} holds one integer for each block, [B]; got {list(lengths.shape)}.")
+    sizes: list[int] = lengths.tolist()
+    return sizes

@@ -1,0 +1,167 @@
+"""Edge lists: their checks, their self-loops, and what is derived from them, once per version of a tensor."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_geometric import EdgeIndex
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+from gattn.graphs.base import FLOWS
+from gattn.torch_private import is_functorch_tensor, is_traced, is_transformed
+
+# A tensor that is used with many node counts keeps what was derived for the last few of them only.
+_MOST_KEPT = 8
+
+
+class _Kept:
+    """What was derived from one tensor: `{key: (its state, its memory, value)}`, the most recently used last.
+
+    Values must never hold the tensor or a view of it, or no entry would ever be freed. Its memory may be held: then no
+    other is at that address.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.entries: dict[Hashable, tuple[Hashable, Any, Any]] = {}
+
+    def get(self, tensor: Tensor, key: Hashable, state: Hashable, derive: Callable[[], Any]) -> Any:
+        with self.lock:  # so that threads that share a graph derive from it once
+            entry = self.entries.pop(key, None)
+            if entry is None or entry[0] != state:
+                with torch.inference_mode(False):  # what is kept must serve training too
+                    entry = state, _memory(tensor), derive()
+            self.entries[key] = entry
+            if len(self.entries) > _MOST_KEPT:
+                del self.entries[next(iter(self.entries))]
+        return entry[2]
+
+
+def _forget() -> None:
+    """Starts with nothing kept: a forked process may inherit locks that no thread of its own will ever release."""
+    global _lock, _cache
+    _lock, _cache = threading.RLock(), WeakTensorKeyDictionary()
+
+
+_lock: Any  # reentrant, as the garbage collector may run anything anywhere
+_cache: WeakTensorKeyDictionary  # {tensor: _Kept}
+_forget()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], contents: Hashable = None) -> Any:
+    """What `derive()` returns, kept for as long as `edge_index` lives and is not edited in place.
+
+    Args:
+        edge_index: The tensor.
+        key: What is derived from it.
+        derive: Derives it.
+        contents: What tells the tensor's present contents from others, for a caller that cannot rely on the tensor's
+            version. (default: `None`, the version, shape, strides and address)
+    """
+    if not _is_ours_to_keep(edge_index):
+        return derive()
+    if contents is None:
+        state = _state(edge_index)
+    else:
+        key, state = (key, "by contents"), contents
+    with _lock:
+        kept = _cache.get(edge_index)  # type: ignore[no-untyped-call]
+        if kept is None:
+            kept = _cache[edge_index] = _Kept()
+    return kept.get(edge_index, key, state, derive)
+
+
+def _is_ours_to_keep(tensor: Tensor) -> bool:
+    """Whether a tensor is one that lasts, and whose edits are counted."""
+    return not (is_traced() or is_transformed() or tensor.is_inference())
+
+
+def _state(tensor: Tensor) -> Hashable:
+    """Changes with every in-place edit of a tensor, and where `.data` is set to another tensor."""
+    tensor = plain(tensor)
+    if tensor.layout != torch.strided:
+        return tensor._version, tensor.shape, tensor._nnz()
+    return tensor._version, tensor.shape, tensor.stride(), tensor.data_ptr()
+
+
+def _memory(tensor: Tensor) -> Any:
+    tensor = plain(tensor)
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None
+
+
+def plain(edge_index: Tensor) -> Tensor:
+    """`edge_index` as a plain tensor: the one inside an `EdgeIndex`, which lives as long."""
+    return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+
+
+def looped(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Tensor:
+    """`edge_index`, checked, with self-loops."""
+
+    def derive() -> tuple[Tensor, Hashable]:
+        if not torch.compiler.is_compiling():
+            check_range(edge_index, num_sources, num_targets, flow)
+        result = add_loops(edge_index, min(num_sources, num_targets))[0]
+        return result, _state(result) if _is_ours_to_keep(result) else None
+
+    # What is handed out beside attention weights may be edited, too: then it is made again.
+    key = ("looped", num_sources, num_targets, flow)
+    result, state = derived(edge_index, key, derive)
+    return result if state is None or _state(result) == state else derive()[0]
+
+
+def add_loops(
+    edge_index: Tensor, num_nodes: int, features: Tensor | None = None, fill_value: float | Tensor | str = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Self-loops by PyG's own functions, so that edges come in PyG's order."""
+    if edge_index.dtype not in (torch.int64, torch.int32):
+        edge_index = edge_index.long()
+    edge_index, features = remove_self_loops(edge_index, features)
+    looped, features = add_self_loops(edge_index, features, fill_value=fill_value, num_nodes=num_nodes)
+    return looped, features
+
+
+def has_loops(edge_index: Tensor) -> bool:
+    """Whether an edge joins a node with itself."""
+
+    def derive() -> bool:
+        first, second = plain(edge_index)
+        return bool((first == second).any())
+
+    found: bool = derived(edge_index, "has loops", derive)
+    return found
+
+
+def checked(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Tensor:
+    """`edge_index`, after a check of its indices (which compiled code leaves to the kernels)."""
+    if not torch.compiler.is_compiling():
+        key = ("checked", num_sources, num_targets, flow)
+        derived(edge_index, key, lambda: check_range(edge_index, num_sources, num_targets, flow))
+    return edge_index
+
+
+def check_range(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> None:
+    """Raises `IndexError` if an index is out of range, where there are numbers to look at."""
+    edge_index = plain(edge_index)
+    if edge_index.device.type == "meta" or is_functorch_tensor(edge_index):
+        return
+    rows = edge_index if flow == FLOWS[0] else edge_index.flip(0)
+    for row, what, limit in ((rows[0], "source", num_sources), (rows[1], "target", num_targets)):
+        if row.numel() == 0:
+            continue
+        lowest, highest = (int(bound) for bound in row.aminmax())
+        if lowest < 0:
+            raise IndexError(f"edge_index holds the negative {what} index {lowest}: indices count nodes from 0.")
+        if highest >= limit:
+            nodes = f"{limit} {what} nodes (0 to {limit - 1})" if limit else f"no {what} nodes"
+            raise IndexError(
+                f"edge_index holds {what} index {highest}, but there are {nodes}: the features have too few rows for "
+                f"this graph or belong to another one, or num_{what}s is too small."
+            )

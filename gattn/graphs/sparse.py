@@ -1,0 +1,412 @@
+"""A graph given by its edges, in any of PyG's forms."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import SparseTensor, torch_sparse
+from torch_geometric.utils import (
+    add_self_loops,
+    is_sparse,
+    is_torch_sparse_tensor,
+    remove_self_loops,
+    scatter,
+    to_edge_index,
+    to_torch_csr_tensor,
+)
+
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs.base import FLOWS, EdgeList, Graph, check_size
+from gattn.graphs.edge_lists import add_loops, check_range, checked, derived, has_loops, looped, plain
+
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Edges(NamedTuple):
+    """The edges of a graph, checked and ready to compute with."""
+
+    adjacency: Any
+    """The graph in the form that it was given in, self-loops included."""
+    edge_index: Tensor
+    """`[2, E]`, a plain int64 tensor, rows in the order that the graph was given in."""
+    num_sources: int
+    num_targets: int
+
+
+class SparseGraph(Graph):
+    r"""A graph given by its edges.
+
+    To use a graph again and again, hold one of these, or pass the same `edge_index` tensor: what is derived from it
+    (checks, self-loops, the kernels' layout) is cached per tensor, by identity and version. An in-place edit is
+    noticed; one that goes through `.data` or `.numpy()` is not. What is derived from a sparse adjacency is kept by the
+    `SparseGraph` that holds it, and edits of it are not noticed.
+
+    Args:
+        edge_index: `[2, E]`, sources above targets (for `flow="source_to_target"`): an integer tensor or a PyG
+            `EdgeIndex`. Or a sparse adjacency of shape `[N, M]` (rows are targets, what PyG calls `adj_t`): a
+            `torch.sparse` CSR, CSC or COO tensor, or a `torch_sparse.SparseTensor`.
+        num_targets: N; taken from the features, or the adjacency, where it is not given. (default: `None`)
+        num_sources: M; likewise. (default: `None`)
+        self_loops: What PyG's layers call `add_self_loops`: existing loops out, then one for each of the first
+            min(N, M) nodes. (default: `False`)
+        flow: `"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets. It
+            describes the graph, and holds in every layer, whatever the layer's own. (default: `"source_to_target"`)
+
+    Raises:
+        TypeError: If `edge_index` is none of the forms above.
+        ValueError: If its shape or dtype is wrong, the sizes contradict it, or a sparse adjacency comes with
+            `flow="target_to_source"`.
+        IndexError: On first use, if an index is negative or too large (in compiled code, when the kernels run).
+
+    Example:
+        >>> import torch, gattn
+        >>> graph = gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]]), num_targets=3, num_sources=3, self_loops=True)
+        >>> graph.edge_index
+        tensor([[0, 1, 0, 1, 2],
+                [1, 2, 0, 1, 2]])
+    """
+
+    _attributes = ("adjacency", "num_targets", "num_sources", "self_loops", "flow", "_loops_as_pyg")
+    _sparse_edges: tuple[Any, Tensor] | None = None
+    _looped: SparseGraph | None = None
+
+    def __init__(
+        self,
+        edge_index: Any,
+        num_targets: int | None = None,
+        num_sources: int | None = None,
+        *,
+        self_loops: bool = False,
+        flow: str = "source_to_target",
+    ):
+        if flow not in FLOWS:
+            raise ValueError(f"flow is 'source_to_target' or 'target_to_source', not {flow!r}.")
+        _check_form(edge_index)
+        for name, size in (("num_targets", num_targets), ("num_sources", num_sources)):
+            if size is not None:
+                check_size(name, size)
+        if is_sparse(edge_index):
+            if flow != FLOWS[0]:
+                raise ValueError(
+                    "flow='target_to_source' cannot be combined with a sparse adjacency, whose rows are the targets by "
+                    "definition: pass its transpose and leave flow alone."
+                )
+            rows, columns = edge_index.size(0), edge_index.size(1)
+            num_sources = _agree("sources", num_sources, columns, "the adjacency's second dimension")
+            num_targets = _agree("targets", num_targets, rows, "the adjacency's first dimension")
+        elif isinstance(edge_index, EdgeIndex):
+            first, second = edge_index.sparse_size()
+            if flow != FLOWS[0]:
+                first, second = second, first
+            # PyG infers sizes from the largest index, so there may be more nodes than it says, but not fewer.
+            num_sources = first if num_sources is None else num_sources
+            num_targets = second if num_targets is None else num_targets
+        self.adjacency = edge_index.clone() if _is_unsavable(edge_index) else edge_index
+        self.num_sources = num_sources
+        self.num_targets = num_targets
+        self.self_loops = self_loops
+        self.flow = flow
+        # PyG's layers aggregate the features of self-loops by the second row of edge_index, whatever their flow.
+        self._loops_as_pyg = False
+
+    @property
+    def edge_index(self) -> Tensor:
+        """All edges, `[2, E]`, self-loops included, in the order that attention weights have."""
+        return self.edges().edge_index
+
+    def with_self_loops(self) -> SparseGraph:
+        """The same graph with `self_loops=True`."""
+        if self.self_loops:
+            return self
+        if self._looped is None:
+            self._looped = self._changed(self_loops=True)
+        return self._looped
+
+    def with_sizes(self, num_sources: int | None, num_targets: int | None) -> SparseGraph:
+        """The same graph, with the sizes that the features have.
+
+        Raises:
+            ValueError: If the graph's own sizes differ.
+        """
+        known_sources, known_targets = self.num_sources, self.num_targets
+        if isinstance(self.adjacency, EdgeIndex):
+            known_sources = None if (num_sources or 0) > (known_sources or 0) else known_sources
+            known_targets = None if (num_targets or 0) > (known_targets or 0) else known_targets
+        num_sources = _agree("sources", known_sources, num_sources, "the features")
+        num_targets = _agree("targets", known_targets, num_targets, "the features")
+        if num_sources == self.num_sources and num_targets == self.num_targets:
+            return self
+        return self._changed(num_sources=num_sources, num_targets=num_targets)
+
+    def resolve(
+        self,
+        num_sources: int,
+        num_targets: int | None,
+        batch: torch.Size | None = None,
+        device: torch.device | None = None,
+    ) -> SparseGraph:
+        """See `Graph.resolve`; without features, there are as many targets as the graph says, else as sources."""
+        if num_targets is None:
+            num_targets = num_sources if self.num_targets is None else self.num_targets
+        graph = self.with_sizes(num_sources, num_targets)
+        if device is not None:
+            own = self.adjacency.device() if isinstance(self.adjacency, SparseTensor) else self.adjacency.device
+            if own != device:
+                raise InputError(f"the graph is on {own}, the features are on {device}: move one of them.")
+        return graph
+
+    def to(self, device: torch.device | str) -> SparseGraph:
+        """The same graph on another device."""
+        return self._changed(adjacency=self.adjacency.to(device))
+
+    def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
+        """See `Graph.edge_list`."""
+        num_sources, num_targets = self._known_sizes()
+        if raw and not is_sparse(self.adjacency):
+            return EdgeList(plain(self.adjacency), num_sources, num_targets, self.self_loops, self.flow)
+        return EdgeList(self.edges().edge_index, num_sources, num_targets, flow=self.flow)
+
+    def edges(self) -> Edges:
+        """Checks the indices and adds the self-loops, or looks up that this was done.
+
+        Raises:
+            ValueError: If the number of sources or targets is not known yet.
+            IndexError: If an index is negative or too large.
+        """
+        num_sources, num_targets = self._known_sizes()
+        if is_sparse(self.adjacency):
+            if self._sparse_edges is None:
+                adjacency = _loop_sparse(self.adjacency) if self.self_loops else self.adjacency
+                self._sparse_edges = adjacency, _sparse_index(adjacency)
+                check_range(self._sparse_edges[1], num_sources, num_targets, FLOWS[0])
+            return Edges(*self._sparse_edges, num_sources, num_targets)
+        derive = looped if self.self_loops else checked
+        edge_index = derive(self.adjacency, num_sources, num_targets, self.flow)
+        return Edges(edge_index, plain(edge_index).long(), num_sources, num_targets)
+
+    def with_features(
+        self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
+    ) -> tuple[SparseGraph, Tensor | None]:
+        """The graph with its self-loops among its edges, and the features of all those edges.
+
+        Args:
+            features: `[E, ...]`, one row for each edge as given. `None` takes a sparse adjacency's own values, if they
+                are vectors (single values are edge weights, which attention has no use for).
+            fill_value: Features of the new self-loops: a number, a tensor, or how to aggregate those of the edges that
+                point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). A layer made with
+                `flow="target_to_source"` and called with a bare `edge_index` aggregates those of the edges that leave
+                it, as PyG does. (default: `"mean"`)
+
+        Returns:
+            A graph with the same edges as `edges()`, in the same order, and features `[E, ...]`, or `None` where there
+            are none.
+
+        Raises:
+            ValueError: If there is not one row of features per edge.
+            NotImplementedError: If self-loops are to be added to a `SparseTensor` with features, or features come
+                beside a sparse adjacency.
+        """
+        remedy = "pass an edge_index and edge_attr, or add the loops first and set add_self_loops=False."
+        if features is None:
+            features = _sparse_features(self.adjacency)
+            if features is None or not self.self_loops:
+                return self, features
+            if isinstance(self.adjacency, SparseTensor):
+                raise NotImplementedError(f"self-loops are not added to a SparseTensor with edge features: {remedy}")
+            return self, _sparse_features(_loop_sparse(self.adjacency, fill_value))
+        num_edges = self.adjacency.nnz() if isinstance(self.adjacency, SparseTensor) else None
+        if isinstance(self.adjacency, Tensor):
+            num_edges = self.adjacency._nnz() if is_sparse(self.adjacency) else self.adjacency.size(1)
+        if features.size(0) != num_edges:
+            raise InputError(f"edge_attr has {features.size(0)} rows for {num_edges} edges: it needs one per edge.")
+        if not self.self_loops:
+            return self, features
+        if is_sparse(self.adjacency):
+            raise NotImplementedError(
+                f"self-loops are not added where edge features come beside a sparse adjacency: {remedy}"
+            )
+        num_sources, num_targets = self._known_sizes()
+        checked(self.adjacency, num_sources, num_targets, self.flow)  # features are aggregated by these indices
+        num_loops = min(num_sources, num_targets)
+        if isinstance(fill_value, str):
+            fill_value = self._loop_features(features, fill_value, num_sources, num_targets)
+        elif isinstance(fill_value, (int, float)):
+            fill_value = features.new_full((num_loops, *features.shape[1:]), fill_value)
+        has_all_rows = fill_value.shape == (num_loops, *features.shape[1:])
+        if has_all_rows and not torch.compiler.is_compiling() and not has_loops(self.adjacency):
+            return self, torch.cat([features, fill_value])  # as below, without a copy of what stays
+        edge_index, features = add_loops(self.adjacency, num_loops, features, fill_value)
+        if torch.compiler.is_compiling():  # there, only features and edges made together are known to be as many
+            return self._changed(adjacency=edge_index, self_loops=False), features
+        return self, features
+
+    def _loop_features(self, features: Tensor, reduce: str, num_sources: int, num_targets: int) -> Tensor:
+        """The features of each node's self-loop, by aggregating those of its other edges."""
+        count = max(num_sources, num_targets)  # more nodes may have edges than get a self-loop
+        row = 1 if self.flow == FLOWS[0] or self._loops_as_pyg else 0
+
+        def ends() -> Tensor:
+            index = plain(self.adjacency).long()
+            if not torch.compiler.is_compiling() and not has_loops(self.adjacency):
+                return index[row]
+            # Edges that are loops already go to a row of their own, as in compiled code a selection of the others would
+            # have a size that nothing else is known to have.
+            return index[row].where(index[0] != index[1], count)
+
+        is_mean = reduce == "mean" and not torch.compiler.is_compiling()
+        features = scatter(features, ends(), 0, count + 1, "sum" if is_mean else reduce)[
+            : min(num_sources, num_targets)
+        ]
+        if is_mean:
+            key = ("loop degrees", count, row)
+            degrees = derived(self.adjacency, key, lambda: ends().bincount(minlength=count + 1).clamp(min=1))
+            features = features / degrees[: features.size(0)].to(features.dtype).view(-1, *[1] * (features.dim() - 1))
+        return features
+
+    def _known_sizes(self) -> tuple[int, int]:
+        if self.num_sources is None or self.num_targets is None:
+            raise ValueError("how many nodes does this graph have? Give the SparseGraph num_sources and num_targets.")
+        return self.num_sources, self.num_targets
+
+    def with_weights(self, weights: Tensor, *, as_values: bool = True) -> Any:
+        """Attention weights beside the edges that they belong to, as PyG's layers return them.
+
+        Args:
+            weights: `[E, H]`, in the order of `edges()`.
+            as_values: Whether they become the values of a `torch.sparse` adjacency. (default: `True`)
+
+        Returns:
+            `(edge_index, weights)`; for a `torch.sparse` adjacency `(adjacency with the weights as values, weights)`;
+            for a `SparseTensor` the `SparseTensor` that holds them.
+
+        Raises:
+            ValueError: If the weights of a batch, `[B, E, H]`, were to become values of one sparse matrix.
+        """
+        adjacency = self.edges().adjacency
+        if weights.dim() > 2 and is_sparse(adjacency) and (as_values or isinstance(adjacency, SparseTensor)):
+            raise ValueError(
+                f"the weights of a batch, {list(weights.shape)}, are no values of one sparse matrix: pass an "
+                "edge_index instead of a sparse adjacency to get weights [B, E, H]."
+            )
+        if isinstance(adjacency, SparseTensor):
+            return adjacency.set_value(weights, layout="coo")
+        if as_values and is_torch_sparse_tensor(adjacency):
+            return _with_values(adjacency, weights), weights
+        return adjacency, weights
+
+    def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
+        """See `Graph.from_pairs`: the entries that belong to edges, `[..., E, H]`."""
+        source, target = self.sources_and_targets()
+        num_sources, num_targets = self._known_sizes()
+        return pairs.expand(*pairs.shape[:-3], heads, num_targets, num_sources)[..., target, source].transpose(-1, -2)
+
+    def distances(self, device: torch.device) -> Tensor:
+        """See `Graph.distances`: `[E]`; the last target is where the last source is."""
+        source, target = self.sources_and_targets()
+        num_sources, num_targets = self._known_sizes()
+        return source - target - (num_sources - num_targets)
+
+    def __repr__(self) -> str:
+        sizes = f"num_sources={self.num_sources}, num_targets={self.num_targets}"
+        loops = ", self_loops=True" if self.self_loops else ""
+        flow = f", flow={self.flow!r}" if self.flow != FLOWS[0] else ""
+        return f"SparseGraph({sizes}{loops}{flow})"
+
+
+def _check_form(edge_index: Any) -> None:
+    if isinstance(edge_index, SparseTensor):
+        return
+    if isinstance(edge_index, Graph):
+        raise InputTypeError(f"this is a graph already: {edge_index!r}. Use it as it is, or with_self_loops().")
+    if not isinstance(edge_index, Tensor):
+        raise InputTypeError(
+            "a graph is an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a SparseTensor, "
+            f"a SparseGraph or a CompleteGraph; got {type(edge_index).__name__}."
+        )
+    if edge_index.layout != torch.strided:
+        if not is_torch_sparse_tensor(edge_index) or edge_index.sparse_dim() != 2:
+            raise InputError(
+                f"a sparse adjacency is one [N, M] matrix in CSR, CSC or COO layout; got {edge_index.layout} of shape "
+                f"{list(edge_index.shape)}."
+            )
+        return
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        hint = (
+            " (it looks transposed: pass edge_index.t())" if edge_index.dim() == 2 and edge_index.size(1) == 2 else ""
+        )
+        raise InputError(
+            f"edge_index has shape [2, E], sources above targets; got shape {list(edge_index.shape)}{hint}."
+        )
+    if edge_index.dtype not in _INTEGER_DTYPES:
+        raise InputError(
+            f"edge_index holds node indices, so its dtype is an integer one; got {edge_index.dtype}. "
+            "Convert it with edge_index.long()."
+        )
+
+
+def _is_unsavable(adjacency: Any) -> bool:
+    """Whether autograd, which is at work, refuses to save a graph because it was made in inference mode."""
+    if torch.compiler.is_compiling() or not isinstance(adjacency, Tensor):
+        return False
+    return adjacency.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _agree(what: str, known: int | None, given: int | None, where: str) -> int | None:
+    if known is None or given is None:
+        return given if known is None else known
+    if known != given:
+        raise ValueError(f"the graph has {known} {what}, but {where} give {given}: they must be the same nodes.")
+    return known
+
+
+def _loop_sparse(adjacency: Any, fill_value: float | Tensor | str = 1.0) -> Any:
+    if isinstance(adjacency, SparseTensor):
+        return torch_sparse.set_diag(adjacency)
+    if adjacency.layout == torch.sparse_csc:
+        index, values = to_edge_index(adjacency)
+        adjacency = to_torch_csr_tensor(index, values, tuple(adjacency.shape[:2]))
+    adjacency, _ = remove_self_loops(adjacency)
+    return add_self_loops(adjacency, fill_value=fill_value)[0]
+
+
+def _sparse_index(adjacency: Any) -> Tensor:
+    """The edge list of an adjacency whose rows are targets: sources above targets."""
+    if isinstance(adjacency, SparseTensor):
+        row, column, _ = adjacency.coo()
+    else:
+        (row, column), _ = to_edge_index(adjacency)
+    return torch.stack([column, row]).long()
+
+
+def _sparse_features(adjacency: Any) -> Tensor | None:
+    if isinstance(adjacency, SparseTensor):
+        values = adjacency.coo()[2]
+    elif is_torch_sparse_tensor(adjacency):
+        values = to_edge_index(adjacency)[1]
+    else:
+        return None
+    return values if values is not None and values.dim() > 1 else None
+
+
+def _with_values(adjacency: Tensor, values: Tensor) -> Tensor:
+    """A `torch.sparse` adjacency with other values, whatever the shape of its own."""
+    size = (*adjacency.shape[:2], *values.shape[1:])
+    if adjacency.layout == torch.sparse_coo:
+        return torch.sparse_coo_tensor(adjacency.coalesce().indices(), values, size, is_coalesced=True)
+    if adjacency.layout == torch.sparse_csr:
+        return torch.sparse_csr_tensor(adjacency.crow_indices(), adjacency.col_indices(), values, size)
+    return torch.sparse_csc_tensor(adjacency.ccol_indices(), adjacency.row_indices(), values, size)
+
+
+def as_graph(graph: Any, flow: str = FLOWS[0]) -> Graph:
+    """Wraps a list of edges in any form; graphs are returned as they are."""
+    if isinstance(graph, SparseGraph) and _is_unsavable(graph.adjacency):
+        return graph._changed(adjacency=graph.adjacency.clone())
+    if isinstance(graph, Graph):
+        return graph
+    wrapped = SparseGraph(graph, flow=flow)
+    wrapped._loops_as_pyg = True
+    return wrapped

@@ -1,0 +1,147 @@
+"""Masks as `torch.nn`'s layers take them, where True means "may not attend", as gattn's biases and masks.
+
+Dimensions: N targets, M sources, E edges, H heads, B batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gattn.errors import InputError
+from gattn.graphs import CompleteGraph, Graph, SparseGraph
+
+
+def check_mask(name: str, mask: Any) -> None:
+    """Checks the type of a mask, and of its elements.
+
+    Raises:
+        TypeError: If the mask is not a tensor.
+        InputError: If its elements are neither booleans nor floating-point numbers.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(mask).__name__}.")
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(
+            f"{name} holds booleans (True = may not attend), or floating-point numbers that are added to the logits; "
+            f"got {mask.dtype}."
+        )
+
+
+def is_causal_mask(mask: Tensor | None) -> bool:
+    """Whether a mask hides exactly what comes later; always `False` in compiled code, which cannot read elements."""
+    if mask is None or mask.dim() != 2 or mask.size(0) != mask.size(1) or torch.compiler.is_compiling():
+        return False
+    later = torch.ones_like(mask, dtype=torch.bool).triu(1)
+    if mask.dtype == torch.bool:
+        return bool((mask == later).all())
+    return bool((mask == torch.zeros_like(mask).masked_fill(later, -torch.inf)).all())
+
+
+def mask_terms(
+    graph: Graph,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    batch: torch.Size,
+    heads: int,
+    size: tuple[int, int],
+) -> tuple[Graph, Tensor | None, Tensor | None]:
+    """Turns masks into what `gattn.attend` takes: a bias and a mask (True = may attend) in the shape of the graph.
+
+    Args:
+        graph: The graph, whose sizes are known.
+        attn_mask: As in `MultiheadAttention.forward`.
+        key_padding_mask: As in `MultiheadAttention.forward`.
+        is_causal: As in `MultiheadAttention.forward`; a complete graph knows it already.
+        batch: The batch dimensions of the features.
+        heads: H.
+        size: N and M.
+
+    Returns:
+        The graph, with lengths where the padding mask could be turned into them, the bias and the mask.
+
+    Raises:
+        ValueError: If a mask has the wrong shape.
+    """
+    num_targets, num_sources = size
+    attn_mask = pair_mask(attn_mask, batch, heads, size)
+    if is_causal and num_targets == num_sources:
+        attn_mask = None
+    graph, key_padding_mask = padding_as_lengths(graph, key_padding_mask, batch)
+    bias, mask = bias_and_mask(attn_mask, key_padding_mask, batch, num_sources)
+    bias, mask = (None if term is None else graph.from_pairs(term, heads) for term in (bias, mask))
+    if is_causal and isinstance(graph, SparseGraph):  # a complete graph is causal itself, a list of edges by a mask
+        past = (graph.distances(graph.edge_index.device) <= 0).unsqueeze(-1)
+        mask = past if mask is None else mask & past
+    return graph, bias, mask
+
+
+def pair_mask(attn_mask: Tensor | None, batch: torch.Size, heads: int, size: tuple[int, int]) -> Tensor | None:
+    """Returns a mask of pairs as `[N, M]` or `[..., H, N, M]`.
+
+    Raises:
+        InputError: If it has another shape than `[N, M]` or `[B * H, N, M]`.
+    """
+    if attn_mask is None:
+        return None
+    per_head = (*(count * heads for count in batch or (1,)), *size)
+    if attn_mask.shape not in (size, per_head):
+        raise InputError(
+            f"attn_mask has shape {list(size)} or {list(per_head)} (batch times heads, targets, sources); got "
+            f"{list(attn_mask.shape)}."
+        )
+    return attn_mask.view(*batch, heads, *size) if attn_mask.dim() == 3 else attn_mask
+
+
+def padding_as_lengths(graph: Graph, padding: Tensor | None, batch: torch.Size) -> tuple[Graph, Tensor | None]:
+    """Turns a mask that hides only the ends of sequences into lengths, so that nothing is computed for padding."""
+    if (
+        padding is None
+        or padding.dtype != torch.bool
+        or padding.dim() != 2
+        or padding.shape[:1] != batch
+        or padding.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or not isinstance(graph, CompleteGraph)  # others have no lengths
+        or graph.blocks is not None
+        or graph.source_lengths is not None
+        or graph.num_sources != padding.size(1)
+    ):
+        return graph, padding
+    lengths = padding.size(1) - padding.sum(1)
+    if bool((padding != (torch.arange(padding.size(1)) >= lengths.unsqueeze(1))).any()):
+        return graph, padding
+    return graph.with_source_lengths(lengths), None
+
+
+def bias_and_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: torch.Size, num_sources: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns a bias and a mask (True = may attend) that are broadcastable to `[..., H, N, M]`.
+
+    Raises:
+        InputError: If `key_padding_mask` has another shape than `[B, M]`.
+    """
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    if key_padding_mask is not None:
+        shape = (*batch, num_sources)
+        if key_padding_mask.shape != shape:
+            raise InputError(f"key_padding_mask has shape {list(shape)}; got {list(key_padding_mask.shape)}.")
+        key_padding_mask = key_padding_mask.unsqueeze(-2).unsqueeze(-2)
+    for term in (key_padding_mask, attn_mask):
+        if term is None:
+            continue
+        if term.dtype == torch.bool:
+            mask = ~term if mask is None else mask & ~term
+        else:
+            bias = add(bias, term)
+    return bias, mask
+
+
+def add(first: Tensor | None, second: Tensor) -> Tensor:
+    """The sum of two tensors, the first of which may be missing."""
+    return second if first is None else first + second

@@ -1,0 +1,104 @@
+"""What a backend is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gattn.graphs import EdgeList
+from gattn.ops.call import Call
+from gattn.ops.dropout import draw_seed, drop
+from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trace
+
+if TYPE_CHECKING:
+    from gattn.attention import Attention
+
+
+class Result(NamedTuple):
+    """What a call gives."""
+
+    out: Tensor
+    """`[..., N, H, C]`"""
+    weights: Any = None
+    """In the form that users of the graph get them; `None` if the call asks for none."""
+
+
+class Missing(NamedTuple):
+    """Something that a backend needs and this machine does not have."""
+
+    what: str
+    why: str
+    """As a sentence about it, without its full stop."""
+
+
+class Backend(ABC):
+    """Something that can compute attention.
+
+    To add one, write a class in a module of its own, and put an object of it into `gattn.ops.backends.BACKENDS`.
+    """
+
+    #: What users call it.
+    name: ClassVar[str]
+
+    #: The types of devices on which `backend="auto"` chooses it; `None` for all.
+    devices: ClassVar[tuple[str, ...] | None]
+
+    def missing(self) -> Missing | None:
+        """What it needs that this machine does not have; `None` if it has all."""
+        return None
+
+    @abstractmethod
+    def refuses(self, call: Call) -> str | None:
+        """Why it cannot serve a call, as the end of a sentence; `None` if it can."""
+
+    @abstractmethod
+    def attend(self, call: Call, module: Attention) -> Result:
+        """Computes a call.
+
+        Args:
+            call: One that it does not refuse.
+            module: The module that attends, whose hooks the reference runs.
+        """
+
+
+def needs_plain_pytorch() -> str | None:
+    """What asks for more than operators and kernels give, as the end of a sentence; `None` if nothing does."""
+    if is_transformed():
+        return "torch.func transforms need plain PyTorch"
+    if uses_forward_mode():
+        return "forward-mode differentiation needs plain PyTorch"
+    if uses_jit_trace():
+        return "torch.jit.trace records plain PyTorch"
+    if torch.compiler.is_exporting():
+        return "an exported program is to run without gattn"
+    return None
+
+
+def new_seed(call: Call) -> Tensor | None:
+    """A seed for the dropout of a call, if it has any."""
+    return draw_seed(call.value.device) if call.dropout > 0.0 else None
+
+
+def finish(
+    call: Call, edges: EdgeList, out: Tensor, alpha: Tensor | None, dropped: Tensor | None, seed: Tensor | None
+) -> Result:
+    """The result of a call that was computed edge by edge.
+
+    Args:
+        call: The call.
+        edges: Its edges.
+        out: The output, in any type.
+        alpha: Weights before dropout, `[..., E, H]`.
+        dropped: Weights after dropout; `None` if they are still to be made.
+        seed: Of the dropout.
+    """
+    out = out.to(call.dtype)
+    if not call.weights:
+        return Result(out)
+    assert alpha is not None
+    if call.weights == "dropped" and seed is not None:
+        alpha = drop(alpha, call.dropout, seed) if dropped is None else dropped
+    return Result(out, call.graph.dress(alpha.to(call.dtype), edges))

@@ -1,0 +1,354 @@
+"""Fused attention on the CPU: the C++ kernels of csrc/ as PyTorch operators."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gattn.ops.backends.base import Missing, needs_plain_pytorch
+from gattn.ops.backends.cpu import native
+from gattn.ops.backends.cpu.layout import Layout, layout_of
+from gattn.ops.backends.kernels import DTYPES, KernelBackend, dense_rows, flat
+from gattn.ops.call import Call, compute_dtype
+from gattn.ops.operator import AttentionOperator, Differentiated, Inputs, library
+from gattn.scores import Family, Score, family_of
+
+# Below this many channels read, threads cost more than they give.
+_SERIAL_WORK = 1 << 16
+_HUGE_BYTES = 1 << 22
+
+_load_error = native.load_error()  # asked once: compiled code cannot ask
+_families = frozenset() if _load_error else frozenset(filter(native.knows_family, Score.known_families()))
+
+library.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
+
+
+class Cpu(KernelBackend):
+    """The C++ kernels."""
+
+    name = "cpu"
+    devices = ("cpu",)
+    layout_of = staticmethod(layout_of)
+
+    def knows(self, family: Family | None) -> bool:
+        """See `KernelBackend.knows`."""
+        return family is not None and family.name in _families
+
+    def projects_edges(self, call: Call) -> bool:
+        """See `KernelBackend.projects_edges`."""
+        family = family_of(call.score, call.channels)
+        is_value = call.edge_value is not None
+        return not is_value or (call.edge_value is call.edge and family is not None and family.vector is None)
+
+    def missing(self) -> Missing | None:
+        """See `Backend.missing`."""
+        return None if _load_error is None else Missing("gattn's CPU kernels", _load_error)
+
+
+class _Plan:
+    """What sizes, strides and types of inputs decide: that they fit, and the kernels' arguments but for addresses.
+
+    A layout keeps its plans, so that a call like an earlier one is neither checked nor measured again.
+    """
+
+    def __init__(self, inputs: Inputs, layout: Layout, threads: int):
+        inputs.check(layout.num_edges)
+        values = inputs.values
+        self.front, self.heads = inputs.front, inputs.heads
+        self.batch = math.prod(self.front)
+        self.channels = inputs.key.size(-1)
+        key_heads, self.value_channels = values.shape[-2:]
+        self.dtype, self.compute = values.dtype, compute_dtype(values.dtype)
+        family, names = native.family(inputs.family)
+        assert len(names) == len(inputs.constants)
+        work = layout.num_edges * self.batch * self.heads * (self.value_channels + self.channels)
+        #: The names of tensors of which the kernels need a copy.
+        self.copied: set[str] = set()
+        #: The kernels' arguments but for addresses, constants and dropout.
+        self.arguments = arguments = native.Arguments(
+            targets=inputs.num_targets,
+            sources=inputs.num_sources,
+            edges=layout.num_edges,
+            heads=self.heads,
+            key_heads=key_heads,
+            channels=self.channels,
+            value_channels=self.value_channels,
+            batch=self.batch,
+            family=family,
+            type=DTYPES.index(self.dtype),
+            threads=threads if work > _SERIAL_WORK else 1,
+            by_target=layout.by_target.rows,
+            edge_of_target_position=None if layout.edge is None else layout.edge.data_ptr(),
+            value_is_key=inputs.value is None,
+        )
+        for name in ("query", "key", "value"):
+            if (tensor := getattr(inputs, name)) is not None:
+                rows = self._readable(name, tensor, dense_rows(tensor, 2))
+                setattr(arguments, f"{name}_row", rows.stride(1))
+                setattr(arguments, f"{name}_batch", rows.stride(0))
+        projection = inputs.edge_projection
+        if projection is not None:
+            assert inputs.edge is not None
+            arguments.edge_channels = inputs.edge.size(-1)
+            self._readable("edge", inputs.edge, inputs.edge.contiguous())
+        for name, inner in (("edge", 2), ("bias", 1), ("edge_value", 2)):
+            if (tensor := getattr(inputs, name)) is not None and (name != "edge" or projection is None):
+                rows = self._readable(name, tensor, flat(tensor, inner).contiguous())
+                setattr(arguments, f"{name}_batch", 0 if rows.size(0) == 1 else rows.stride(0))
+        if inputs.edge_is_value:
+            arguments.edge_value_batch = arguments.edge_batch
+        if inputs.vector is not None:
+            self._readable("vector", inputs.vector, inputs.vector.contiguous())
+        if inputs.mask is not None:
+            mask = self._readable("mask", inputs.mask, flat(inputs.mask, 1))
+            arguments.mask_batch, arguments.mask_edge, arguments.mask_head = (
+                stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)
+            )
+        self.record_bytes = _record_bytes(inputs)
+        self.kept = _kept(inputs, True)
+        self.names = [name for name in _READ if getattr(inputs, name) is not None]
+
+    def _readable(self, name: str, tensor: Tensor, rows: Tensor) -> Tensor:
+        """Notes whether what kernels read of a tensor, `rows`, is a copy; then it is one of the whole tensor."""
+        if rows.data_ptr() == tensor.data_ptr():
+            return rows
+        self.copied.add(name)
+        return rows
+
+
+#: The inputs whose memory kernels read.
+_READ = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value")
+_PLANNED = operator.itemgetter(*(Inputs._fields.index(name) for name in (*_READ, "edge_projection")))
+_MOST_PLANS = 16
+
+
+class _Arguments:
+    """What forward and backward share: a plan, and the kernels' arguments as far as they are inputs.
+
+    Tensors whose addresses are handed over are held here until the kernel is done.
+    """
+
+    def __init__(self, inputs: Inputs):
+        edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
+        self.layout = layout = layout_of(*edges, traced=inputs.traced)
+        threads = torch.get_num_threads()
+        key = (
+            inputs.family,
+            len(inputs.constants),
+            inputs.edge_is_value,
+            threads,
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in _PLANNED(inputs)],
+        )
+        plan = layout.plans.get(key)
+        if plan is None:
+            plan = _Plan(inputs, layout, threads)
+            if len(layout.plans) >= _MOST_PLANS:
+                layout.plans.clear()
+            layout.plans[key] = plan
+        self.plan: _Plan = plan
+        self.held: list[Tensor] = []
+        self.arguments = arguments = native.Arguments.from_buffer_copy(plan.arguments)
+        for name in plan.names:
+            tensor = getattr(inputs, name)
+            setattr(arguments, name, self.hold(tensor.contiguous() if name in plan.copied else tensor))
+        if inputs.edge_projection is not None:
+            rows = inputs.edge_projection.contiguous().flatten(0, 1)
+            arguments.edge_projection_rows, arguments.edge_projection = (
+                self.hold(rows),
+                self.hold(rows.t().contiguous()),
+            )
+        if inputs.edge_is_value:
+            arguments.edge_value = arguments.edge
+        arguments.constants[: len(inputs.constants)] = inputs.constants
+        if inputs.seed is not None:
+            arguments.dropout = 1
+            dropout = _dropout_arguments(inputs.dropout, inputs.seed)
+            arguments.seed, arguments.threshold, arguments.keep_scale = dropout
+
+    def hold(self, tensor: Tensor) -> int:
+        """The address of a tensor, which is held until the kernel is done."""
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Fresh memory, without the price of touching it for the first time page by page."""
+        tensor = torch.empty(shape, dtype=self.plan.compute if dtype is None else dtype)
+        if tensor.nbytes >= _HUGE_BYTES:
+            native.library().gattn_use_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        return tensor
+
+    def scratch(self, *shape: int) -> int | None:
+        """The address of memory that is needed until the kernel is done."""
+        return self.hold(self.empty(*shape)) if all(shape) else None
+
+
+def _dropout_arguments(p: float, seed: Tensor) -> tuple[int, int, float]:
+    """Seed, threshold and scale, as the kernels take them; with p = 1, a scale of zero drops everything."""
+    return int(seed), min(int(p * 2**32), 2**32 - 1), 1 / (1 - p) if p < 1 else 0.0
+
+
+def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    x = x.contiguous()
+    result = torch.empty_like(x)
+    seed_value, threshold, scale = _dropout_arguments(p, seed)
+    threads = torch.get_num_threads() if x.numel() > _SERIAL_WORK else 1
+    addresses = x.data_ptr(), result.data_ptr()
+    kind = DTYPES.index(x.dtype)
+    native.library().gattn_drop(*addresses, x.numel(), kind, seed_value, threshold, scale, threads)
+    return result
+
+
+def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Statistics of the softmax, a record of what the logits were, and the output before it was rounded."""
+    compute, batch = compute_dtype(inputs.values.dtype), math.prod(inputs.front)
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = [((batch, inputs.num_targets, 2, inputs.heads), compute)]
+    if keep:
+        kept.append(((batch * inputs.most_edges * _record_bytes(inputs),), torch.uint8))
+        if inputs.values.dtype != compute:  # rounded to half precision, an output is too coarse for the backward pass
+            kept.append((inputs.out_shape, compute))
+    return kept
+
+
+def _record_bytes(inputs: Inputs) -> int:
+    """How many bytes per edge the forward pass leaves for the backward pass."""
+    (family, _), dtype = native.family(inputs.family), DTYPES.index(inputs.key.dtype)
+    channels, has_edge = inputs.key.size(-1), inputs.edge is not None and inputs.edge_projection is None
+    num_bytes: int = native.library().gattn_record_bytes(family, dtype, inputs.heads, channels, has_edge)
+    return num_bytes
+
+
+def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
+    call = _Arguments(inputs)
+    arguments, layout, plan = call.arguments, call.layout, call.plan
+    out = call.empty(*inputs.out_shape, dtype=plan.dtype)
+    weights = call.empty(*plan.front, layout.num_edges if with_weights else 0, plan.heads)
+    kept = [call.empty(*shape, dtype=dtype) for shape, dtype in (plan.kept if keep else plan.kept[:1])]
+    arguments.out = out.data_ptr()
+    arguments.weights = weights.data_ptr() if with_weights else None
+    _hand_over(arguments, kept)
+    arguments.record_bytes = plan.record_bytes if keep else 0
+    arguments.partial = call.scratch(
+        plan.batch * layout.by_target.num_slots, 2 * plan.heads + plan.heads * plan.value_channels
+    )
+    native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
+    return [out, weights, *kept]
+
+
+def _hand_over(arguments: native.Arguments, kept: Sequence[Tensor]) -> None:
+    for name, tensor in zip(("stats", "record", "out_wide"), kept, strict=False):
+        setattr(arguments, name, tensor.data_ptr())
+
+
+def _backward(
+    inputs: Inputs,
+    grad_out: Tensor,
+    grad_weights: Tensor | None,
+    out: Tensor,
+    weights: Tensor,
+    kept: Sequence[Tensor],
+    wanted: Sequence[str],
+) -> list[Tensor]:
+    call = _Arguments(inputs)
+    arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
+    given = [(grad_out, inputs.out_shape, plan.dtype), (out, inputs.out_shape, plan.dtype)]
+    given += [(tensor, *expected) for tensor, expected in zip(kept, plan.kept, strict=False)]
+    if grad_weights is not None:
+        edges = (*plan.front, layout.num_edges, plan.heads)
+        given += [(grad_weights, edges, plan.compute), (weights, edges, plan.compute)]
+    if len(kept) != len(plan.kept) or any(
+        tensor.shape != size or tensor.dtype != dtype for tensor, size, dtype in given
+    ):
+        raise ValueError("the graph or an input has changed between the forward and the backward pass.")
+    arguments.by_source = by_source.rows
+    arguments.target_position = by_source.target_position.data_ptr()
+    arguments.source_position = by_source.source_position.data_ptr()
+    arguments.grad_out = call.hold(grad_out.contiguous())
+    if grad_weights is not None:
+        arguments.grad_weights = call.hold(grad_weights.contiguous())
+    arguments.out, arguments.weights = out.data_ptr(), weights.data_ptr()
+    _hand_over(arguments, kept)
+    arguments.record_bytes = plan.record_bytes
+    arguments.node_terms = call.scratch(plan.batch, layout.num_targets, 4, plan.heads)
+    width = plan.heads * max(plan.channels, plan.value_channels)
+    slots = max(by_source.num_slots, layout.by_target.num_slots)
+    arguments.partial = call.scratch(plan.batch * slots, 2 * width)
+
+    projection, grads = inputs.edge_projection, dict[str, Tensor]()
+    # With a record, the edges' part of the vector's gradient comes from that of their projection.
+    if projection is not None and ("edge_projection" in wanted or ("vector" in wanted and plan.record_bytes)):
+        sums = call.empty(by_source.num_tasks * plan.batch, projection.size(-1), plan.heads * plan.channels)
+        grads["edge_projection"] = sums
+        arguments.grad_edge_projection = sums.data_ptr()
+    for name in wanted:
+        tensor: Tensor = getattr(inputs, name)
+        if name == "edge_projection":
+            continue
+        if name == "vector":  # each task has a sum of its own
+            tasks = layout.by_target.num_tasks + by_source.num_tasks
+            grads[name] = torch.zeros(tasks * plan.batch, plan.heads, plan.channels, dtype=plan.compute)
+        elif name in _PER_EDGE:  # what a batch shares gets a gradient for each element first
+            grads[name] = call.empty(plan.batch, *tensor.shape[-_edge_dims(inputs, name) :], dtype=tensor.dtype)
+        else:
+            grads[name] = call.empty(*tensor.shape, dtype=tensor.dtype)
+        setattr(arguments, f"grad_{name}", grads[name].data_ptr())
+    if inputs.edge_is_value and "edge" in wanted:
+        arguments.grad_edge_value = arguments.grad_edge
+    if "query" in wanted or "vector" in wanted:
+        arguments.target_pass = 1
+        arguments.edge_terms = call.scratch(plan.batch, layout.num_edges, plan.heads)
+    native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))
+    vector = inputs.vector
+    if projection is not None and "edge_projection" in grads:
+        grads["edge_projection"] = grads["edge_projection"].sum(0).t().reshape(projection.shape).contiguous()
+    for name in wanted:
+        tensor = getattr(inputs, name)
+        if name == "vector":
+            grads[name] = grads[name].sum(0).to(tensor.dtype)
+            if projection is not None and plan.record_bytes:
+                grads[name] += (grads["edge_projection"] * projection).sum(-1)
+        elif name in _PER_EDGE:
+            grads[name] = grads[name].view(*plan.front, *grads[name].shape[1:]).sum_to_size(tensor.shape)
+    if vector is not None and "edge_projection" in grads:
+        grads["edge_projection"] = grads["edge_projection"] * vector.unsqueeze(-1)
+    return [grads[name] for name in wanted]
+
+
+#: Inputs that come once per edge, and how many dimensions they have without those of the batch.
+_PER_EDGE = {"edge": 3, "bias": 2, "edge_value": 3}
+
+
+def _edge_dims(inputs: Inputs, name: str) -> int:
+    return 2 if name == "edge" and inputs.edge_projection is not None else _PER_EDGE[name]
+
+
+Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _kept)
+
+
+def can_drop(x: Tensor) -> bool:
+    """Whether `drop` takes a tensor, here and now."""
+    return x.device.type == "cpu" and x.dtype in DTYPES and _load_error is None and needs_plain_pytorch() is None
+
+
+def drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    """Zeroes each element of `x` with probability `p`, as `seed` decides, and scales the others by `1 / (1 - p)`."""
+    return _drop_operator(x, p, seed)
+
+
+def _save_drop(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -> None:
+    _, ctx.p, seed = inputs
+    ctx.save_for_backward(seed)
+
+
+def _differentiate_drop(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return drop(grad, ctx.p, *ctx.saved_tensors), None, None
+
+
+library.impl("drop", _drop, "CPU")
+torch.library.register_fake("gattn::drop", lambda x, p, seed: torch.empty_like(x).contiguous(), lib=library)
+_drop_operator = Differentiated("drop", _drop, _save_drop, _differentiate_drop)

@@ -1,0 +1,119 @@
+// The C interface: picks the instruction set, and runs the kernels that are compiled for it and for the storage type.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "kernels.h"
+
+#ifdef GATTN_HAS_baseline
+#define IF_BASELINE(F) F(baseline)
+#else
+#define IF_BASELINE(F)
+#endif
+#ifdef GATTN_HAS_avx2
+#define IF_AVX2(F) F(avx2)
+#else
+#define IF_AVX2(F)
+#endif
+#ifdef GATTN_HAS_avx512
+#define IF_AVX512(F) F(avx512)
+#else
+#define IF_AVX512(F)
+#endif
+#define FOR_EACH_ISA(F) IF_BASELINE(F) IF_AVX2(F) IF_AVX512(F)
+
+#define DECLARE(isa) \
+  extern const Kernels gattn_##isa##_float, gattn_##isa##_double, gattn_##isa##_BFloat16, gattn_##isa##_Float16;
+FOR_EACH_ISA(DECLARE)
+
+namespace {
+
+struct InstructionSet {
+  const char* name;
+  bool (*supported)();
+  const Kernels* of_type[4];  // by StorageType
+};
+
+[[maybe_unused]] bool supports_baseline() { return true; }
+#if defined(__x86_64__)
+[[maybe_unused]] bool supports_avx2() {
+  // Clang 14 cannot ask for f16c, which every processor with AVX2 has.
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+[[maybe_unused]] bool supports_avx512() {
+  return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+#define TYPES(isa) {&gattn_##isa##_float, &gattn_##isa##_double, &gattn_##isa##_BFloat16, &gattn_##isa##_Float16}
+#define ENTRY(isa) {#isa, supports_##isa, TYPES(isa)},
+const InstructionSet kInstructionSets[] = {FOR_EACH_ISA(ENTRY)};
+const int kNumInstructionSets = int(sizeof(kInstructionSets) / sizeof(kInstructionSets[0]));
+
+int best() {
+  int found = 0;
+  for (int i = 0; i < kNumInstructionSets; ++i)
+    if (kInstructionSets[i].supported()) found = i;
+  return found;
+}
+
+int chosen = best();
+
+const Kernels& kernels(int64_t type) { return *kInstructionSets[chosen].of_type[type]; }
+
+}  // namespace
+
+extern "C" {
+
+// The instruction set in use, and (for tests) another one: returns 0 if this machine or build doesn't have it.
+const char* gattn_instruction_set() { return kInstructionSets[chosen].name; }
+int64_t gattn_use_instruction_set(const char* name) {
+  for (int i = 0; i < kNumInstructionSets; ++i) {
+    if (strcmp(kInstructionSets[i].name, name) == 0 && kInstructionSets[i].supported()) {
+      chosen = i;
+      return 1;
+    }
+  }
+  return 0;
+}
+
+// Guards against a library of another version: both must agree on Arguments.
+int64_t gattn_arguments_bytes() { return sizeof(Arguments); }
+
+// Fresh memory comes in small pages, each of which costs a fault when it is first written to; large ones cost a tenth.
+int64_t gattn_use_huge_pages(void* memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t page = 1 << 21, begin = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t first = (begin + page - 1) / page * page, last = (begin + uintptr_t(bytes)) / page * page;
+  if (first < last) return madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+  return 0;
+}
+
+// The number of the family of scores with this name, or -1; and the names of its constants, separated by spaces, in the
+// order of Arguments.constants.
+int64_t gattn_family(const char* name) { return kernels(kFloat32).family(name); }
+const char* gattn_constants(int64_t family) { return kernels(kFloat32).constants(family); }
+
+// Bytes per edge that the forward pass keeps for the backward pass (logits and the signs of the score's inputs).
+int64_t gattn_record_bytes(int64_t family, int64_t type, int64_t heads, int64_t channels, int64_t has_edge) {
+  return kernels(type).record_bytes(family, heads, channels, has_edge != 0);
+}
+
+int64_t gattn_forward(const Arguments* a) { return kernels(a->type).forward(*a); }
+int64_t gattn_backward(const Arguments* a) { return kernels(a->type).backward(*a); }
+
+// y = x with elements dropped, the others times scale.
+void gattn_drop(const void* x, void* y, int64_t size, int64_t type, int64_t seed, int64_t threshold, double scale,
+                int64_t threads) {
+  kernels(type).drop(x, y, size, seed, threshold, scale, threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,135 @@
+// Attention over the edges of a graph, forward and backward, for one instruction set and one storage type.
+//
+// A block is up to kBlock edges, of several short rows or of one. Its logits and weights, [kBlock, H], stay in the
+// first-level cache; rows of nodes are read in strips of channels that fit into registers. Nothing of size [E, H, C] is
+// ever stored. Work is cut into tasks that depend on the graph alone, and partial results are added up in
+// a fixed order: the bits of the result do not depend on the number of threads.
+//
+//   simd.h        vectors of one instruction set, storage types
+//   families.h    how the ends of an edge compare: one struct per family
+//   rows.h        loops over the rows of channels at the other ends of edges
+//   heads.h       scalars of edges, H numbers each
+//   softmax.h     how logits become weights
+//   projection.h  features of edges, projected block by block
+//   block.h       where a block's inputs, outputs and scratch are
+//   values.h      weighted sums of values, and their gradients
+//   scores.h      a family's logits, and their gradients
+//   forward.h, backward_by_source.h, backward_by_target.h: the three passes
+
+#include "kernels.h"
+
+#include <omp.h>
+
+#include <atomic>
+#include <cstdlib>
+
+#include "backward_by_source.h"
+#include "backward_by_target.h"
+#include "forward.h"
+
+#ifndef GATTN_KERNELS
+#define GATTN_KERNELS gattn_kernels
+#endif
+
+namespace {
+
+// Calls f(workspace) in each thread, with memory of its own. Returns 0, or -3 if memory ran out.
+template <class F>
+int64_t in_parallel(int64_t threads, int64_t elements, F&& f) {
+  const size_t bytes = size_t(elements) * sizeof(A) + kVectorBytes;
+  std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  {
+    void* memory = malloc(bytes);
+    if (memory == nullptr) failed = true;
+    // All threads work or none: those at work wait for each other.
+#pragma omp barrier
+    if (!failed) {
+      uintptr_t aligned = (reinterpret_cast<uintptr_t>(memory) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+      f(reinterpret_cast<A*>(aligned));
+    }
+    free(memory);
+  }
+  return failed ? -3 : 0;
+}
+
+#define FOR_TASKS _Pragma("omp for schedule(dynamic, 1)")
+
+// Runs a pass over all rows of a batch, and merges those that were split.
+template <class Pass>
+void run(Pass& pass, const Rows& rows, int64_t batch) {
+  const int64_t tasks = rows.num_tasks, split = rows.num_split;
+  FOR_TASKS for (int64_t t = 0; t < tasks * batch; ++t) pass.run(rows.tasks[t % tasks], t / tasks);
+  if (split > 0) {
+    FOR_TASKS for (int64_t t = 0; t < split * batch; ++t) pass.merge(t % split, t / split);
+  }
+}
+
+template <class F>
+int64_t forward(const Arguments& a) {
+  return in_parallel(a.threads, Forward<F>::workspace_elements(a), [&](A* workspace) {
+    Forward<F> pass(a, workspace);
+    run(pass, a.by_target, a.batch);
+    if (a.weights != nullptr) {
+      const int64_t tasks = a.by_target.num_tasks;
+      FOR_TASKS for (int64_t t = 0; t < tasks * a.batch; ++t)
+        pass.finish_weights(a.by_target.tasks[t % tasks], t / tasks);
+    }
+  });
+}
+
+template <class F>
+int64_t backward(const Arguments& a) {
+  return in_parallel(a.threads, BySource<F>::workspace_elements(a), [&](A* workspace) {
+    BySource<F> by_source(a, workspace);
+    const int64_t rows = a.targets * a.batch;
+    FOR_TASKS for (int64_t chunk = 0; chunk < (rows + 255) / 256; ++chunk)
+      for (int64_t r = chunk * 256; r < min(rows, (chunk + 1) * 256); ++r)
+        by_source.fill_node_terms(r % a.targets, r / a.targets);
+    run(by_source, a.by_source, a.batch);
+    if (!a.target_pass) return;
+    ByTarget<F> by_target(a, workspace);  // in the same memory: each thread is done with the other pass
+    run(by_target, a.by_target, a.batch);
+  });
+}
+
+template <class F>
+int64_t record_bytes_of(int64_t heads, int64_t channels, bool has_edge) {
+  if (!F::kKeepsSigns || !kHasBits<A> || has_edge) return 0;
+  int64_t bytes = heads * 4 + bytes_of_signs(heads, channels);
+  for (int64_t power = 8; power <= 64; power *= 2)
+    if (bytes <= power) return power;  // never across more cache lines than needed
+  return (bytes + 63) / 64 * 64;
+}
+
+template <class List>
+struct Table;
+template <class... F>
+struct Table<List<F...>> {
+  static constexpr const char* kNames[] = {F::kName...};
+  static constexpr const char* kConstants[] = {F::kConstants...};
+  static constexpr int64_t (*kForward[])(const Arguments&) = {forward<F>...};
+  static constexpr int64_t (*kBackward[])(const Arguments&) = {backward<F>...};
+  static constexpr int64_t (*kRecordBytes[])(int64_t, int64_t, bool) = {record_bytes_of<F>...};
+};
+using All = Table<Families>;
+
+int64_t run_forward(const Arguments& a) { return All::kForward[a.family](a); }
+int64_t run_backward(const Arguments& a) { return All::kBackward[a.family](a); }
+int64_t family(const char* name) {
+  int64_t number = 0;
+  for (const char* known : All::kNames) {
+    if (strcmp(name, known) == 0) return number;
+    ++number;
+  }
+  return -1;
+}
+const char* constants(int64_t family) { return All::kConstants[family]; }
+int64_t record_bytes(int64_t family, int64_t heads, int64_t channels, bool has_edge) {
+  return All::kRecordBytes[family](heads, channels, has_edge);
+}
+
+}  // namespace
+
+extern const Kernels GATTN_KERNELS;
+const Kernels GATTN_KERNELS = {run_forward, run_backward, drop, family, constants, record_bytes};

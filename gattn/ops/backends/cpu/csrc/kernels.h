@@ -1,0 +1,17 @@
+// What is compiled for each instruction set and storage type.
+#pragma once
+
+#include "arguments.h"
+
+// Families of scores are numbered in the order of the list in families.h.
+struct Kernels {
+  int64_t (*forward)(const Arguments&);
+  int64_t (*backward)(const Arguments&);
+  void (*drop)(const void* from, void* to, int64_t size, int64_t seed, int64_t threshold, double scale,
+               int64_t threads);
+  // The number of the family with this name, or -1, and the names of its constants.
+  int64_t (*family)(const char* name);
+  const char* (*constants)(int64_t family);
+  // Bytes per edge that the forward pass keeps for the backward pass.
+  int64_t (*record_bytes)(int64_t family, int64_t heads, int64_t channels, bool has_edge);
+};

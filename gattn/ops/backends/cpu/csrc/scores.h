@@ -1,0 +1,327 @@
+// Logits of a block by a family of scores, and their gradients.
+//
+// ScalarScores and VectorScores have the same members: those of a family whose ends are numbers, and of one whose ends
+// are rows of channels.
+#pragma once
+
+#include "values.h"
+
+namespace {
+
+template <class F>
+class ScalarScores : public Values {
+ protected:
+  ScalarScores(const Arguments& arguments, A* workspace) : Values(arguments, workspace), family(a.constants) {}
+
+  int64_t key_width() const { return H; }
+  int64_t query_width() const { return H; }
+
+  // Logits of edges with the same target in each run, but for bias and mask.
+  void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+    // Rows are on their way while the weights are computed.
+    const int32_t* node = a.by_target.node + p;
+    const int64_t row_bytes = G * V * int64_t(sizeof(T));
+    for (int e = 0; e < n; ++e) {
+      copy_heads(logits + e * H, key(node[e], b));
+      const char* row = reinterpret_cast<const char*>(value_row(node[e], b));
+      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at);
+    }
+    if (a.query != nullptr)
+      for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], query(runs[r].row, b), logits);
+    apply(b, n);
+  }
+
+  // Logits of edges with the same source in each run, the same way.
+  void source_logits(int64_t b, int64_t, int n, const Run* runs, int num_runs, const A* const* terms) {
+    for (int e = 0; e < n; ++e) copy_heads(logits + e * H, terms[e] + 3 * H);
+    for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], key(runs[r].row, b), logits);
+    apply(b, n);
+  }
+
+  // What source_logits needs of a target.
+  void fill_target_term(int64_t i, int64_t b, A* term) const {
+    if (a.query == nullptr) memset(term, 0, size_t(H) * sizeof(A));
+    else memcpy(term, query(i, b), size_t(H) * sizeof(A));
+  }
+
+  // Turns gradients of logits into those of the ends' sum.
+  void finish_gradients(int64_t b, int n) {
+    for (int64_t at = 0; at < n * H; at += W) store(gradients + at, load(gradients + at) * load(slopes + at));
+    if (a.edge_channels > 0) projection.add_gradients(edge, b, n, gradients, nullptr);
+    else if (a.grad_edge != nullptr) store_edge_scalars(a.grad_edge, b, n, gradients);
+  }
+
+  // acc_key and acc += the gradients of the run's source and target.
+  void add_key_gradients(const Run& run, int64_t) { sum_run(run, gradients, acc_key); }
+  void load_keys(int64_t, int64_t, int) {}
+  void add_query_gradients(const Run& run, int64_t) { sum_run(run, gradients, acc); }
+
+  void store_edge_gradients(const Run& run, int64_t b) {
+    if (a.grad_edge_value == nullptr) return;
+    for_edges_and_heads(run, [&](int e, int64_t h) INLINE_LAMBDA { store_edge_value_gradient(e, h, b); });
+  }
+  void finish_edge_gradients(int64_t, int) {}
+  void store_key_gradient(int64_t j, int64_t b) {
+    if (a.grad_key == nullptr) return;
+    memcpy(static_cast<A*>(a.grad_key) + (b * a.sources + j) * H, acc_key, size_t(H) * sizeof(A));
+  }
+  void store_query_gradient(int64_t i, int64_t b) {
+    memcpy(static_cast<A*>(a.grad_query) + (b * a.targets + i) * H, acc, size_t(H) * sizeof(A));
+  }
+
+  // There is no vector.
+  void start_vector_gradient() {}
+  void add_source_to_vector_gradient(int64_t, int64_t) {}
+  void add_target_to_vector_gradient(int64_t, int64_t) {}
+  void store_vector_gradient(int64_t, int64_t) {}
+
+ private:
+  // Query, key and edge come in the type that is computed in.
+  const A* query(int64_t i, int64_t b) const {
+    return static_cast<const A*>(a.query) + b * a.query_batch + i * a.query_row;
+  }
+  const A* key(int64_t j, int64_t b) const {
+    return static_cast<const A*>(a.key) + b * a.key_batch + j * a.key_row;
+  }
+
+  // From the sum of both ends to logits, and their derivatives in slopes.
+  void apply(int64_t b, int n) {
+    if (a.edge_channels > 0) {
+      const A* terms = projection.projected<A>(n);
+      for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) + load(terms + at));
+    } else if (a.edge != nullptr) {
+      add_edge_scalars(a.edge, a.edge_batch, b, n, logits);
+    }
+    for (int64_t at = 0; at < n * H; at += W) {
+      const Applied applied = family.apply(load(logits + at));
+      store(slopes + at, applied.derivative);
+      store(logits + at, applied.value);
+    }
+  }
+
+  const F family;
+};
+
+template <class F>
+class VectorScores : public Values {
+ protected:
+  VectorScores(const Arguments& arguments, A* workspace)
+      : Values(arguments, workspace), family(a.constants), key_packing(C, group), signs_bytes(bytes_of_signs(C)) {}
+
+  int64_t key_width() const { return G * C; }
+  int64_t query_width() const { return H * C; }
+
+  void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+    gathered.gather(key_row(0, b), a.key_row, a.by_target.node + p, n);
+    vector_logits<kTarget>(gathered, b, n, runs, num_runs, has_record ? recorded_signs(p, b) : nullptr);
+  }
+  void source_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const*) {
+    queries.gather(query_row(0, b), a.query_row, a.by_source.node + p, n);
+    vector_logits<kSource>(queries, b, n, runs, num_runs, nullptr);
+  }
+
+  void fill_target_term(int64_t, int64_t, A*) const {}
+  void finish_gradients(int64_t, int) {}
+
+  void add_key_gradients(const Run& run, int64_t b) {
+    A* outputs = F::kHasVector && a.grad_vector != nullptr ? total : nullptr;
+    add_gradients<kSource, kNow>(run, b, queries, acc_key, outputs);
+  }
+  void load_keys(int64_t b, int64_t p, int n) {
+    number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(p + e); });
+    edges = score_edges(b, n);
+    gathered.gather(key_row(0, b), a.key_row, a.by_target.node + p, n);
+  }
+  void add_query_gradients(const Run& run, int64_t b) {
+    add_gradients<kTarget, kNextToo>(run, b, gathered, acc, nullptr);
+  }
+
+  // Each edge is visited once, so its gradients are written, not added. Those of projected edges stay in the block
+  // until all are there.
+  void store_edge_gradients(const Run& run, int64_t b) {
+    const bool is_value = a.edge_channels > 0 ? a.edge_value != nullptr : a.grad_edge == a.grad_edge_value;
+    for_edges_and_heads(run, [&](int e, int64_t h) INLINE_LAMBDA {
+      if (a.edge_channels > 0) {
+        A* to = projection.gradient_of_row(e) + h * C;
+        if (is_value) store_edge_gradient<true, false>(run, e, h, b, to);
+        else store_edge_gradient<false, false>(run, e, h, b, to);
+        return;
+      }
+      T* to = static_cast<T*>(a.grad_edge) + ((b * a.edges + edge[e]) * H + h) * C;
+      if (is_value) return store_edge_gradient<true, true>(run, e, h, b, to);
+      if (a.grad_edge_value != nullptr) store_edge_value_gradient(e, h, b);
+      if (a.grad_edge != nullptr) store_edge_gradient<false, true>(run, e, h, b, to);
+    });
+  }
+  void finish_edge_gradients(int64_t b, int n) {
+    if (a.edge_channels == 0 || (a.grad_edge == nullptr && a.grad_edge_projection == nullptr)) return;
+    projection.add_gradients(edge, b, n, projection.gradient_of_row(0), F::kHasVector ? vector() : nullptr);
+  }
+
+  void store_key_gradient(int64_t j, int64_t b) {
+    weigh(acc_key, G * C);
+    if (a.value_is_key)
+      for (int64_t c = 0; c < G * C; ++c) acc_key[c] += acc[c];
+    if (a.grad_key != nullptr) store_row(static_cast<T*>(a.grad_key) + (b * a.sources + j) * G * C, acc_key, G * C);
+  }
+  void store_query_gradient(int64_t i, int64_t b) {
+    weigh(acc, H * C);
+    store_row(static_cast<T*>(a.grad_query) + (b * a.targets + i) * H * C, acc, H * C);
+  }
+
+  // The vector's gradient: one partial sum per task. With kept signs, the sum of ds activation(q + k) is taken apart
+  // into <q, sum of ds activation'> for each target and <k, the same> for each source.
+
+  void start_vector_gradient() {
+    if (F::kHasVector && a.grad_vector != nullptr) memset(total, 0, size_t(H * C) * sizeof(A));
+  }
+  void add_source_to_vector_gradient(int64_t j, int64_t b) { add_to_vector_gradient(key_row(j, b), acc_key); }
+  void add_target_to_vector_gradient(int64_t i, int64_t b) { add_to_vector_gradient(query_row(i, b), acc); }
+  void store_vector_gradient(int64_t task, int64_t b) {
+    if (!F::kHasVector || a.grad_vector == nullptr) return;
+    A* to = static_cast<A*>(a.grad_vector) + (task * a.batch + b) * H * C;
+    memcpy(to, total, size_t(H * C) * sizeof(A));
+  }
+
+ private:
+  const A* vector() const { return static_cast<const A*>(a.vector); }
+
+  // The run's own row is at the end kOwn, `others` are the rows of the edges' other ends. `kept` is where the signs of
+  // the block's edges go, or null.
+  template <End kOwn>
+  void vector_logits(const Gathered& others, int64_t b, int n, const Run* runs, int num_runs, uint8_t* kept) {
+    edges = score_edges(b, n);
+    memset(logits, 0, size_t(n * H) * sizeof(A));
+    for (int r = 0; r < num_runs; ++r) {
+      const Run& run = runs[r];
+      const T* own = kOwn == kTarget ? query_row(run.row, b) : key_row(run.row, b);
+      auto add = [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+        const T* x = own + (kOwn == kTarget ? h : h / group) * C;
+        const A* vector_h = F::kHasVector ? vector() + h * C : nullptr;
+        const Segment segment = {others, (kOwn == kTarget ? h / group : h) * C, edges, h * C, run.first, run.last, H};
+        constexpr bool kSigns = kOwn == kTarget && F::kKeepsSigns && kHasBits<A>;
+        if (kSigns && kept != nullptr) {
+          const Signs to = {kept + h * signs_bytes, a.record_bytes};
+          if (edges != nullptr) add_values<kOwn, true, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
+          else add_values<kOwn, false, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
+        } else if (edges != nullptr) {
+          add_values<kOwn, true, false>(family, strip, heads, vector_h, x, segment, logits);
+        } else {
+          add_values<kOwn, false, false>(family, strip, heads, vector_h, x, segment, logits);
+        }
+      };
+      for_head_strips(H, C, key_packing, add);
+    }
+    if constexpr (!F::kHasVector)
+      for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * family.scale());
+  }
+
+  // to += the sum of the logits' gradients times their derivatives by the run's own row, but for the vector or scale;
+  // outputs, unless null, += that of the gradients times the values.
+  template <End kOwn, Prefetch P>
+  void add_gradients(const Run& run, int64_t b, const Gathered& others, A* to, A* outputs) {
+    const T* own = kOwn == kTarget ? query_row(run.row, b) : key_row(run.row, b);
+    for_head_strips(H, C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      const int64_t own_head = kOwn == kTarget ? h : h / group, other_head = kOwn == kTarget ? h / group : h;
+      const bool anew = run.begins && (kOwn == kTarget || h % group == 0);
+      const T* x = own + own_head * C;
+      A* acc_h = to + own_head * C;
+      A* outputs_h = outputs == nullptr ? nullptr : outputs + h * C;
+      const Segment segment = {others, other_head * C, edges, h * C, run.first, run.last, H};
+      if constexpr (F::kKeepsSigns) {
+        if (has_record) {
+          add_slopes(strip, heads, family.slope, gradients, signs, h * signs_bytes, segment, anew, acc_h);
+          return;
+        }
+      }
+      if (edges == nullptr)
+        add_derivatives<kOwn, P, false>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
+      else
+        add_derivatives<kOwn, P, true>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
+    });
+  }
+
+  // The gradient of an edge's term for one head; of one that is projected (not kIsWhole), but for the vector. With
+  // kIsValue the term is also added to the edge's value.
+  template <bool kIsValue, bool kIsWhole, class X>
+  INLINE void store_edge_gradient(const Run& run, int e, int64_t h, int64_t b, X* to) {
+    const T* grad_out = gathered.row[e] + h * V;
+    const A weight = logits[e * H + h], gradient = gradients[e * H + h];
+    const T* query = has_record ? nullptr : queries.row[e] + h * C;
+    const T* key = key_row(run.row, b) + h / group * C;
+    for_strips(C, [&](auto strip) INLINE_LAMBDA {
+      using S = decltype(strip);
+      EACH_VECTOR {
+        Vec<A> of_value;
+        if constexpr (kIsValue) of_value = strip.load_at(grad_out, k) * weight;
+        Vec<A> derivative;
+        if (kIsWhole || !has_record) {
+          // Key and edge only occur in a sum, so they may change places.
+          derivative = family.template apply<kSource>(strip.load_at(score_edge[e] + h * C, k), strip.load_at(query, k),
+                                                      strip.load_at(key, k)).derivative;
+        } else {
+          derivative = recorded_derivative(strip, signs[e], h, k);
+        }
+        Vec<A> result;
+        if constexpr (!F::kHasVector) result = derivative * (gradient * family.scale());
+        else if constexpr (kIsWhole) result = strip.load_at(vector() + h * C, k) * derivative * gradient;
+        else result = derivative * gradient;
+        if constexpr (kIsValue) result += of_value;
+        strip.store_at(to, k, result);
+      }
+    });
+  }
+
+  template <class S>
+  INLINE Vec<A> recorded_derivative(S strip, const uint8_t* row, int64_t h, int k) const {
+    if constexpr (F::kKeepsSigns && kHasBits<A>) {
+      LaneBits bits;
+      if (key_packing.possible) {
+        memcpy(&bits, row + h * C / W * int(sizeof bits), sizeof bits);
+        bits = LaneBits(bits >> h * C % W);
+      } else {
+        memcpy(&bits, row + h * signs_bytes + strip.first / 8 + k * int(sizeof bits), sizeof bits);
+      }
+      return select_bits(bits, splat<Vec<A>>(A(1)), splat<Vec<A>>(family.slope));
+    } else {
+      return Vec<A>{};
+    }
+  }
+
+  // Multiplies a sum of derivatives by the vector or the scale.
+  void weigh(A* row, int64_t width) const {
+    for (int64_t c = 0; c < width; ++c) {
+      if constexpr (F::kHasVector) row[c] *= vector()[c];
+      else row[c] *= family.scale();
+    }
+  }
+
+  void add_to_vector_gradient(const T* row, const A* derivatives) {
+    if constexpr (F::kKeepsSigns) {
+      if (!has_record || a.grad_vector == nullptr) return;
+      for_strips(H * C, [&](auto strip) INLINE_LAMBDA {
+        using S = decltype(strip);
+        EACH_VECTOR strip.store_at(
+            total, k, strip.load_at(total, k) + strip.load_at(row, k) * strip.load_at(derivatives, k));
+      });
+    }
+  }
+
+  const F family;
+  const Packing key_packing;
+  const int64_t signs_bytes;
+  const T* const* edges = nullptr;  // the block's, as soon as they are asked for; with a record they never are
+};
+
+template <class F, bool kScalar>
+struct ScoresOf {
+  using type = VectorScores<F>;
+};
+template <class F>
+struct ScoresOf<F, true> {
+  using type = ScalarScores<F>;
+};
+template <class F>
+using Scores = typename ScoresOf<F, F::kScalar>::type;
+
+}  // namespace

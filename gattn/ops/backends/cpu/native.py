@@ -1,0 +1,165 @@
+"""The compiled library of CPU kernels: found, loaded once, and asked what it can do.
+
+For tests: `GATTN_KERNELS` names another build of the library (with sanitizers, say), `GATTN_INSTRUCTION_SET` another
+instruction set than the best (`baseline`, `avx2`, `avx512`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.util import find_spec
+
+# Part of the C interface: see csrc/arguments.h.
+PADDING = 64
+
+_OMP_PAUSE_HARD = 2
+
+_errors: dict[int, str] = {
+    -1: "an index of the graph is out of range",
+    -2: "the graph has too many nodes or edges for 32-bit numbers",
+    -3: "not enough memory",
+}
+
+
+class NativeLibraryError(RuntimeError):
+    """The CPU kernels cannot be used; the message says why."""
+
+
+class Rows(ctypes.Structure):
+    """The edges of each row, side by side; mirrors `Rows` in csrc/arguments.h."""
+
+    _fields_ = [
+        ("start", ctypes.c_void_p),
+        ("node", ctypes.c_void_p),
+        ("tasks", ctypes.c_void_p),
+        ("num_tasks", ctypes.c_int64),
+        ("split", ctypes.c_void_p),
+        ("split_row", ctypes.c_void_p),
+        ("num_split", ctypes.c_int64),
+        ("num_slots", ctypes.c_int64),
+    ]
+
+
+def _fields(names: str, kind: type) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Arguments(ctypes.Structure):
+    """Everything that a kernel gets; mirrors `Arguments` in csrc/arguments.h."""
+
+    _fields_ = [
+        *_fields("targets sources edges heads key_heads channels value_channels batch", ctypes.c_int64),
+        *_fields("family type threads", ctypes.c_int64),
+        ("constants", ctypes.c_double * 4),
+        ("by_target", Rows),
+        ("by_source", Rows),
+        *_fields("edge_of_target_position target_position source_position", ctypes.c_void_p),
+        *_fields("query key value", ctypes.c_void_p),
+        *_fields("value_is_key query_row query_batch key_row key_batch value_row value_batch", ctypes.c_int64),
+        *_fields("vector edge bias mask edge_value", ctypes.c_void_p),
+        *_fields("edge_projection edge_projection_rows", ctypes.c_void_p),
+        ("edge_channels", ctypes.c_int64),
+        *_fields("edge_batch bias_batch mask_batch mask_edge mask_head edge_value_batch", ctypes.c_int64),
+        *_fields("dropout seed threshold", ctypes.c_int64),
+        ("keep_scale", ctypes.c_double),
+        *_fields("out out_wide stats record", ctypes.c_void_p),
+        ("record_bytes", ctypes.c_int64),
+        *_fields("weights partial", ctypes.c_void_p),
+        *_fields("grad_out grad_weights node_terms edge_terms", ctypes.c_void_p),
+        ("target_pass", ctypes.c_int64),
+        *_fields("grad_query grad_key grad_value", ctypes.c_void_p),
+        *_fields("grad_vector grad_edge grad_edge_projection grad_bias grad_edge_value", ctypes.c_void_p),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, loaded.
+
+    Raises:
+        NativeLibraryError: If it was not built, or cannot be loaded.
+    """
+    # A compiled module's place is known to the import system, in an editable install too.
+    spec = find_spec("gattn.ops.backends.cpu._kernels")
+    path = os.environ.get("GATTN_KERNELS") or (None if spec is None else spec.origin)
+    if path is None:
+        raise NativeLibraryError(
+            "they were not built when gattn was installed (that needs a C++17 compiler, GCC or Clang, with OpenMP): "
+            "install gattn again where there is one"
+        )
+    try:
+        loaded = ctypes.CDLL(path)  # after PyTorch, whose OpenMP it shares
+    except OSError as error:
+        raise NativeLibraryError(f"they could not be loaded: {error}") from error
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    functions = {
+        "gattn_arguments_bytes": [],
+        "gattn_rows_by_target": [pointer] * 2 + [integer] * 7 + [pointer] * 4,
+        "gattn_rows_by_source": [pointer] * 2 + [integer] * 3 + [pointer] * 4,
+        "gattn_hash_edges": [pointer] * 2 + [integer] * 3,
+        "gattn_tasks": [pointer, integer] + [pointer] * 4,
+        "gattn_family": [ctypes.c_char_p],
+        "gattn_constants": [integer],
+        "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
+        "gattn_use_huge_pages": [pointer, integer],
+        "gattn_record_bytes": [integer] * 5,
+        "gattn_forward": [pointer],
+        "gattn_backward": [pointer],
+        "gattn_use_instruction_set": [ctypes.c_char_p],
+        "gattn_instruction_set": [],
+    }
+    missing = [name for name in functions if not hasattr(loaded, name)]
+    if missing == list(functions):
+        raise NativeLibraryError(f"they could not be loaded: {path} is another library, not gattn's")
+    for name in functions.keys() - missing:
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = functions[name], integer
+    if missing or loaded.gattn_arguments_bytes() != ctypes.sizeof(Arguments):
+        raise NativeLibraryError("they were built from another version of the sources: install gattn again")
+    loaded.gattn_tasks.restype = loaded.gattn_drop.restype = None
+    loaded.gattn_instruction_set.restype = loaded.gattn_constants.restype = ctypes.c_char_p
+    wanted = os.environ.get("GATTN_INSTRUCTION_SET")
+    if wanted and not loaded.gattn_use_instruction_set(wanted.encode()):
+        raise NativeLibraryError(f"GATTN_INSTRUCTION_SET={wanted} is not possible on this machine, or with this build")
+    if hasattr(os, "register_at_fork"):
+        # OpenMP's threads don't survive a fork, and a child would wait for them for ever, in PyTorch's loops too: they
+        # are ended before, and started anew where they are needed.
+        os.register_at_fork(before=lambda: loaded.omp_pause_resource_all(_OMP_PAUSE_HARD))
+    return loaded
+
+
+def knows_family(name: str) -> bool:
+    """Whether the kernels have a score of this family."""
+    number: int = library().gattn_family(name.encode())
+    return number >= 0
+
+
+@cache
+def family(name: str) -> tuple[int, tuple[str, ...]]:
+    """The number of a family of scores, and the names of its constants in the order of `Arguments.constants`.
+
+    Raises:
+        ValueError: If the kernels do not know it.
+    """
+    number = library().gattn_family(name.encode())
+    if number < 0:
+        raise ValueError(f"the CPU kernels have no score of the family {name!r}.")
+    return number, tuple(library().gattn_constants(number).decode().split())
+
+
+def load_error() -> str | None:
+    """Why the library cannot be used; `None` if it can."""
+    try:
+        library()
+    except NativeLibraryError as error:
+        return str(error)
+    return None
+
+
+def raise_for(status: int) -> None:
+    """Turns the negative result of a function of the library into an error."""
+    if status < 0:
+        error = MemoryError if status == -3 else ValueError
+        raise error(_errors[status])

@@ -1,0 +1,412 @@
+"""Attention on complete graphs, without their edges: no list of N·M edges, no `[N, M, C]` tensor.
+
+Dot products go through PyTorch's `scaled_dot_product_attention`, with its own flag where causal, so that its fused
+kernels are hit. The other scores are computed for a few targets at a time, and once more in the backward pass. A window
+becomes blocks of targets, each with the sources that its targets see. Of a ragged batch, elements of the same lengths
+are computed together, and padding never.
+
+Inside, tensors have one batch dimension and nodes come before heads: query `[B, N, H, C]`, key `[B, M, H, C]` (`[B, N,
+H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadcastable to `[B, H, N, M]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gattn.distributions import Distribution
+from gattn.graphs import CompleteGraph
+from gattn.ops.backends.base import Backend, Result
+from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
+from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
+from gattn.ops.call import Call, compute_dtype
+from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
+from gattn.scores import DotScore, Score, family_of, says
+
+if TYPE_CHECKING:
+    from gattn.attention import Attention
+
+#: Scores that are no dot product make this many channels of their hidden layer at a time.
+_CHUNK = 2**20
+
+#: Targets in a block of a window: about as many as one of them sees sources, within these bounds.
+_BLOCK = (32, 128)
+
+
+class Dense(Backend):
+    """Complete graphs, without a list of their edges."""
+
+    name = "dense"
+    devices = None
+
+    def refuses(self, call: Call) -> str | None:
+        """See `Backend.refuses`."""
+        graph, score, distribution = call.graph, call.score, call.distribution
+        if not isinstance(graph, CompleteGraph):  # this backend is about that one kind of graph
+            return "it serves complete graphs, not lists of edges"
+        if call.edge is not None or call.edge_value is not None:
+            return "edge and edge_value come one per edge"
+        if not says(score, "broadcasts", "logits"):
+            return f"it needs a score whose logits broadcast, and {type(score).__name__} does not say so"
+        if graph.blocks is not None and says(distribution, "family", "weights") is None:
+            return f"on packed graphs it knows the softmax, not {distribution}"
+        if not says(distribution, "respects_infinity", "weights"):
+            return f"it knows gattn's own distributions, not {distribution}"
+        return None
+
+    def attend(self, call: Call, module: Attention) -> Result:
+        """See `Backend.attend`."""
+        graph = call.graph
+        assert isinstance(graph, CompleteGraph)
+        call.distribution.check(call.batch, graph.num_targets)
+        for name, term in (("bias", call.bias), ("mask", call.mask)):
+            if term is not None:
+                graph.expand(term, name, call.batch, call.heads)
+        # Fused kernels compute dot products of half precision in float32 themselves.
+        call = call.cast(call.dtype if _is_dot(call.score) else call.compute)
+        score = call.score if _is_dot(call.score) else call.score.to(call.compute)
+        out, weights = attention(call._replace(score=score), graph)
+        if not call.weights:
+            return Result(out.to(call.dtype))
+        if isinstance(weights, list):
+            return Result(out.to(call.dtype), [x.to(call.dtype) for x in weights])
+        return Result(out.to(call.dtype), weights.to(call.dtype))
+
+
+def _is_dot(score: Score) -> TypeGuard[DotScore]:
+    """Whether a score is the dot product; a subclass with another formula is not."""
+    family = family_of(score, 1)
+    return family is not None and family.name == "dot"
+
+
+def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
+    """Output `[..., N, H, C]`, and weights `[..., H, N, M]` if asked for (of a packed graph a list, one per block).
+
+    Args:
+        call: All of one type.
+        graph: The call's graph.
+    """
+    query, key, value = call.query, call.key, call.value
+    score, distribution, bias, mask = call.score, call.distribution, call.bias, call.mask
+    dropout, with_weights = call.dropout, call.weights
+    if score.scalar:
+        query, key = None if query is None else query.squeeze(-1), key.squeeze(-1)
+    front = value.shape[:-3]
+    batch = math.prod(front)
+    bias, mask = (_with_one_batch(x, front if graph.blocks is None else torch.Size()) for x in (bias, mask))
+    query = None if query is None else query.reshape(batch, *query.shape[len(front) :])
+    key, value = (x.reshape(batch, *x.shape[len(front) :]) for x in (key, value))
+    if query is not None:
+        query, score = score.folded(query)
+    weights: list[Tensor] = []
+    kind = value.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        is_softmax = says(distribution, "family", "weights") == "softmax"
+        if not is_softmax or (with_weights == "dropped" and dropout > 0.0):
+            # The fused kernels know the softmax only, and do not say which weights they dropped.
+            weights = list(_matrices(_alpha if is_softmax else _logits, query, key, graph, score, bias, mask))
+            if not is_softmax:
+                weights = [_distribute(distribution, weights[0], front)]
+            dropped = [F.dropout(x, dropout) for x in weights] if dropout > 0.0 else weights
+            out = torch.cat([_weighted(x, v) for x, v in zip(dropped, _blocks(value, graph, 1), strict=True)], 1)
+            weights = dropped if with_weights == "dropped" else weights
+        else:
+            out = _output(query, key, value, graph, score, bias, mask, dropout)
+            if with_weights:
+                weights = list(_matrices(_alpha, query, key, graph, score, bias, mask))
+    out = out.reshape(*front, *out.shape[1:])
+    if not with_weights:
+        return out, None
+    weights = [x.reshape(*front, *x.shape[1:]) for x in weights]
+    return out, weights[0] if graph.blocks is None else weights
+
+
+def _with_one_batch(x: Tensor | None, front: torch.Size) -> Tensor | None:
+    if x is None:
+        return None
+    if len(front) > 1 and x.dim() > 3:
+        x = x.expand(*front, *x.shape[-3:]).flatten(0, 1)
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def _output(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    graph: CompleteGraph,
+    score: Score,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """The output, `[B, N, H, C]`."""
+    batch, num_targets = value.size(0), graph.num_targets
+    if _is_dot(score) and is_packed_flash(query, key, value, graph, bias, mask, dropout):
+        return packed_flash(query, key, value, graph, score.factor(key.size(-1)))
+    elements = elements_of(graph, batch)
+    if elements is None:
+        mask = _both(mask, _length_mask(graph, value.device))
+        offset = graph.num_sources - num_targets
+        return _uniform(query, key, value, num_targets, offset, graph, score, bias, mask, dropout)
+    if not elements:
+        return _zeros(query, key, value, num_targets)
+    ragged = grouped.__wrapped__ if torch.compiler.is_compiling() else grouped
+    targets, sources, groups = ragged(elements, batch * num_targets, batch * graph.num_sources)
+    queries = [None] * len(groups) if query is None else targets.take(query.flatten(0, 1))
+    outputs = []
+    for group, q, k, v in zip(
+        groups, queries, sources.take(key.flatten(0, 1)), sources.take(value.flatten(0, 1)), strict=True
+    ):
+        count = len(group.elements)
+        q = None if q is None else q.unflatten(0, (count, group.num_targets))
+        k, v = (x.unflatten(0, (count, group.num_sources)) for x in (k, v))
+        b, m = (of_group(x, group) for x in (bias, mask))
+        out = _uniform(q, k, v, group.num_targets, group.offset, graph, score, b, m, dropout)
+        outputs.append(out.flatten(0, 1))
+    return targets.put(outputs).unflatten(0, (batch, num_targets))
+
+
+def _matrices(
+    function: Callable[..., Tensor],
+    query: Tensor | None,
+    key: Tensor,
+    graph: CompleteGraph,
+    score: Score,
+    bias: Tensor | None,
+    mask: Tensor | None,
+) -> Iterator[Tensor]:
+    """What the function makes for some targets, weights before dropout or logits, for all: `[B, H, N, M]` by block."""
+    lengths = _length_mask(graph, key.device)
+    blocks = ((graph.num_targets, graph.num_sources),) if graph.blocks is None else graph.blocks
+    queries = [None] * len(blocks) if query is None else _blocks(query, graph, 0)
+    for place, (q, k, (n, m)) in enumerate(zip(queries, _blocks(key, graph, 1), blocks, strict=True)):
+        group = Group((place,), n, m, m - n)
+        b, allowed = (x if graph.blocks is None else of_group(x, group) for x in (bias, mask))
+        allowed = _both(allowed, lengths)
+        if graph.reach != (None, None):
+            allowed = _both(allowed, graph.visible(n, m, m - n, key.device)[None, None])
+        parts = _by_targets(function, n, q, k, score, b, allowed)
+        yield torch.cat(parts, 2)
+
+
+def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
+    """The nodes of each block of a packed graph; all of them of another."""
+    return (x,) if graph.blocks is None else x.split([sizes[side] for sizes in graph.blocks], 1)
+
+
+def _uniform(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    num_targets: int,
+    offset: int,
+    graph: CompleteGraph,
+    score: Score,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """The output of elements of one size, where target i is at the place of source i + offset."""
+    left, right = graph.reach
+    plain = bias is None and mask is None
+    # Sources that no target sees are left out.
+    first = 0 if left is None else min(max(offset - left, 0), key.size(1))
+    last = key.size(1) if right is None else min(max(num_targets + offset + right, first), key.size(1))
+    if (first, last) != (0, key.size(1)):
+        key, value, offset = key[:, first:last], value[:, first:last], offset - first
+        bias, mask = (None if x is None else crop(x, 3, first, last) for x in (bias, mask))
+    num_sources = last - first
+    if num_targets == 0 or num_sources == 0:
+        return _zeros(query, key, value, num_targets)
+    if left is not None and left >= num_targets - 1 + offset:
+        left = None
+    if right is not None and right >= num_sources - 1 - offset:
+        right = None
+
+    is_square = left is None and right == 0 and offset <= 0 and num_sources == num_targets + offset
+    if plain and is_square and _is_dot(score) and key.size(-1) > 0:
+        assert query is not None
+        out = dot_product_attention(query[:, -offset:], key, value, score, None, None, dropout, causal=True)
+        return out if offset == 0 else F.pad(out, (0, 0, 0, 0, -offset, 0))
+    if plain and left is not None and right is not None:
+        span = _block_targets(left, right) + left + right
+        if 2 * span <= num_sources:
+            return _banded(query, key, value, num_targets, offset, left, right, score, dropout)
+    if left is not None or right is not None:
+        mask = _both(mask, graph.visible(num_targets, num_sources, offset, key.device)[None, None])
+    return _rectangle(query, key, value, num_targets, score, bias, mask, dropout)
+
+
+def _rectangle(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    num_targets: int,
+    score: Score,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """The output where every target sees every source that the mask leaves."""
+    if _is_dot(score) and key.size(-1) > 0:
+        assert query is not None
+        return dot_product_attention(query, key, value, score, bias, mask, dropout)
+
+    def output(
+        query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
+    ) -> Tensor:
+        weights = _alpha(query, key, score, bias, mask, count)
+        return _weighted(F.dropout(weights, dropout) if dropout else weights, value)
+
+    return torch.cat(_by_targets(output, num_targets, query, key, score, bias, mask), 1)
+
+
+def _zeros(query: Tensor | None, key: Tensor, value: Tensor, num_targets: int) -> Tensor:
+    """The output where there is nothing to attend to; it has gradients, of zeros."""
+    heads = key.size(2) if query is None else query.size(2)
+    nothing = sum(x[:0].sum() for x in (query, key, value) if x is not None)
+    return value.new_zeros(value.size(0), num_targets, heads, value.size(-1)) + nothing
+
+
+def _by_targets(
+    function: Any,
+    num_targets: int,
+    query: Tensor | None,
+    key: Tensor,
+    score: Score,
+    bias: Tensor | None,
+    mask: Tensor | None,
+) -> list[Tensor]:
+    """Calls `function(query, key, score, bias, mask, count)` for some targets at a time.
+
+    Intermediate results are not kept for the backward pass, which computes them again.
+    """
+    count = max(_CHUNK // max(key.numel(), 1), 1)
+    counts = [min(count, num_targets - start) for start in range(0, num_targets, count)] or [0]
+    queries = [None] * len(counts) if query is None else _split(query, counts, 1)
+    biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in (bias, mask))
+    results = []
+    for q, b, m, n in zip(queries, biases, masks, counts, strict=True):
+        if len(counts) > 1 and torch.is_grad_enabled():
+            results.append(checkpoint(function, q, key, score, b, m, n, use_reentrant=False))
+        else:
+            results.append(function(q, key, score, b, m, n))
+    return results
+
+
+def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    if torch.compiler.is_compiling():  # which cannot make a split again in the backward pass
+        return [x.narrow(dim, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
+    return list(x.split(sizes, dim))
+
+
+def _logits(
+    query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
+) -> Tensor:
+    """The logits of `count` targets, `[B, H, count, M]`, minus infinity where masked."""
+    if _is_dot(score):
+        assert query is not None
+        keys = repeat_heads(key, query.size(2)).to(compute_dtype(key.dtype))
+        logits = query.to(keys.dtype).transpose(1, 2) @ keys.permute(0, 2, 3, 1) * score.factor(key.size(-1))
+    else:
+        if score.grouped and query is not None:
+            key = repeat_heads(key, query.size(2))
+        heads = (key if query is None else query).size(2)
+        shape = (key.size(0), count, key.size(1), heads)
+        query = None if query is None else query.unsqueeze(2)
+        logits = broadcast_logits(query, key.unsqueeze(1), score, shape).permute(0, 3, 1, 2)
+    if bias is not None:
+        logits = logits + bias
+    return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
+
+
+def _alpha(
+    query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
+) -> Tensor:
+    """The softmax of `_logits`, zeros where a target sees nothing."""
+    logits = _logits(query, key, score, bias, mask, count)
+    if bias is None and mask is None:
+        return logits.softmax(-1)
+    empty = (logits == -torch.inf).all(-1, keepdim=True)
+    return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+
+
+def _distribute(distribution: Distribution, logits: Tensor, front: torch.Size) -> Tensor:
+    """Weights of another distribution than the softmax, of the shape of the logits, `[B, H, N, M]`."""
+    num_targets, num_sources = logits.shape[2:]
+    target = torch.arange(num_targets, device=logits.device).repeat_interleave(num_sources)
+    source = torch.arange(num_sources, device=logits.device).repeat(num_targets)
+    edges = logits.flatten(2).transpose(1, 2).reshape(*front, target.numel(), logits.size(1))
+    weights = weights_of(distribution.with_sources(source), edges, target, num_targets)
+    return weights.reshape(logits.size(0), target.numel(), logits.size(1)).transpose(1, 2).reshape(logits.shape)
+
+
+def _weighted(weights: Tensor, value: Tensor) -> Tensor:
+    """The sums of values `[B, M, H, C]` by weights `[B, H, N, M]`: `[B, N, H, C]`."""
+    value = repeat_heads(value, weights.size(1)).to(weights.dtype)
+    return (weights @ value.transpose(1, 2)).transpose(1, 2)
+
+
+def _banded(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    num_targets: int,
+    offset: int,
+    left: int,
+    right: int,
+    score: Score,
+    dropout: float,
+) -> Tensor:
+    """A window: blocks of targets as further elements of the batch, each with the sources that it sees."""
+    batch, num_sources = value.shape[:2]
+    size = _block_targets(left, right)
+    span = size + left + right
+    blocks = -(-num_targets // size)
+    rest = blocks * size - num_targets
+    before, after = left - offset, offset + blocks * size + right - num_sources  # negative: fewer than there are
+    if query is not None:
+        query = _pad_nodes(query, 0, rest).unflatten(1, (blocks, size)).flatten(0, 1)
+    key, value = (_pad_nodes(x, before, after).unfold(1, span, size).movedim(-1, 2).flatten(0, 1) for x in (key, value))
+    place = torch.arange(span, device=value.device)
+    distance = place - torch.arange(size, device=value.device).unsqueeze(1)
+    source = torch.arange(blocks, device=value.device).unsqueeze(1) * size - before + place
+    mask = (distance >= 0) & (distance <= left + right)
+    mask = mask & ((source >= 0) & (source < num_sources)).unsqueeze(1)
+    mask = mask.repeat(batch, 1, 1).unsqueeze(1)
+    out = _rectangle(query, key, value, size, score, None, mask, dropout)
+    return out.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :num_targets]
+
+
+def _block_targets(left: int, right: int) -> int:
+    return min(max(left + right + 1, _BLOCK[0]), _BLOCK[1])
+
+
+def _pad_nodes(x: Tensor, before: int, after: int) -> Tensor:
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (before, after))
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def _length_mask(graph: CompleteGraph, device: torch.device) -> Tensor | None:
+    """Which targets and sources are real, broadcastable to `[B, 1, N, M]`."""
+    mask = None
+    for lengths, places in (
+        (graph.source_lengths, torch.arange(graph.num_sources, device=device)),
+        (graph.target_lengths, torch.arange(graph.num_targets, device=device).unsqueeze(1)),
+    ):
+        if lengths is not None:
+            mask = _both(mask, places < lengths.to(device).reshape(-1, 1, 1, 1))
+    return mask

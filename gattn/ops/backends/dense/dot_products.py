@@ -1,0 +1,167 @@
+"""Dot products, by PyTorch's fused kernels."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.varlen import varlen_attn
+
+from gattn.graphs import CompleteGraph
+from gattn.scores import DotScore
+from gattn.torch_private import (
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+    scaled_dot_product_choice,
+)
+
+#: The devices on which PyTorch has attention of variable length.
+_PACKED = ("cuda",)
+
+
+def is_packed_flash(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    graph: CompleteGraph,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+) -> bool:
+    """Whether PyTorch's attention of variable length serves the dot product: a flash kernel, for what that knows."""
+    if graph.blocks is None or query is None or value.device.type not in _PACKED:
+        return False
+    if bias is not None or mask is not None or dropout or value.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if query.shape[2:] != value.shape[2:] or key.shape[2:] != value.shape[2:] or value.numel() * query.numel() == 0:
+        return False
+    if value.is_cuda and torch.cuda.get_device_capability(value.device) < (8, 0):
+        return False
+    # Every target sees a source: flash kernels leave open what others get.
+    is_seen = all(m > 0 and (n <= m or graph.reach == (None, None)) for n, m in graph.blocks)
+    return is_seen and value.size(-1) % 8 == 0 and value.size(-1) <= 256
+
+
+def packed_flash(query: Tensor | None, key: Tensor, value: Tensor, graph: CompleteGraph, scale: float) -> Tensor:
+    """The output of a packed graph, all blocks at once."""
+    assert graph.blocks is not None
+    assert query is not None
+    targets, sources = zip(*graph.blocks, strict=True)
+    left, right = (-1 if side is None else side for side in graph.reach)
+    out = varlen_attn(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        _starts(targets, query.size(0), query.device),
+        _starts(sources, query.size(0), query.device),
+        max(targets),
+        max(sources),
+        scale=scale,
+        window_size=(left, right),
+    )
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, query.shape[:2])
+
+
+@lru_cache(maxsize=64)
+def _starts(sizes: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
+    """Where each block begins, and the last one ends; of a batch, one element after another."""
+    with torch.inference_mode(False):  # what is kept must serve training too
+        return torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32, device=device)
+
+
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: DotScore,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
+    """Attention `[B, N, H, C]` with a softmax of scaled dot products; a target that sees nothing gets zeros."""
+    heads, shape = query.size(2), (query.size(1), key.size(1))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    terms, empty = None, None
+    if bias is not None or mask is not None:
+        terms, empty = _open_empty_rows(bias, mask)
+        terms = terms.expand(*terms.shape[:2], *shape)
+    scale = score.factor(query.size(-1))
+    grouped = {"enable_gqa": True} if key.size(1) != heads else {}
+    if _is_flash_on_cpu(query, key, value, terms, dropout, causal, scale, grouped):
+        if terms is not None and terms.dtype == torch.bool:
+            terms = torch.zeros_like(terms, dtype=query.dtype).masked_fill(~terms, -torch.inf)
+        out = _Flash.apply(query, key, value, terms, causal, scale)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, terms, dropout, causal, scale=scale, **grouped)
+    if empty is not None:
+        out = out.masked_fill(empty, 0.0)
+    return out.transpose(1, 2)
+
+
+def _is_flash_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
+    grouped: dict[str, bool],
+) -> bool:
+    """Whether PyTorch would call the kernel that `_Flash` wraps, and gradients are wanted."""
+    if torch.compiler.is_compiling() or query.device.type != "cpu" or not torch.is_grad_enabled():
+        return False
+    if not (query.requires_grad or key.requires_grad or value.requires_grad):
+        return False
+    choice = scaled_dot_product_choice(query, key, value, terms, dropout, causal, scale=scale, **grouped)
+    return choice == SDPBackend.FLASH_ATTENTION.value
+
+
+class _Flash(torch.autograd.Function):
+    """PyTorch's fused attention on the CPU. Its gradient has none of its own, so there plain PyTorch steps in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, terms: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        out, log_sum = flash_attention_on_cpu(query, key, value, 0.0, causal, attn_mask=terms, scale=scale)
+        ctx.save_for_backward(query, key, value, terms, out, log_sum)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, terms, out, log_sum = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            grads = flash_attention_on_cpu_backward(
+                grad, query, key, value, out, log_sum, 0.0, ctx.causal, attn_mask=terms, scale=ctx.scale
+            )
+            return *grads, None, None, None
+        leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value)]
+        logits = leaves[0] @ leaves[1].transpose(-1, -2) * ctx.scale
+        if ctx.causal:
+            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+            logits = logits.masked_fill(later, -torch.inf)
+        if terms is not None:
+            logits = logits + terms
+        out = logits.softmax(-1) @ leaves[2]
+        return *torch.autograd.grad(out, leaves, grad, create_graph=True), None, None, None
+
+
+def _open_empty_rows(bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One tensor for both, and which targets see nothing; as no kernel likes such rows, they see everything."""
+    if bias is None:
+        assert mask is not None
+        empty = ~mask.any(-1, keepdim=True)
+        return mask | empty, empty
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf)
+    empty = (bias == -torch.inf).all(-1, keepdim=True)
+    return bias.masked_fill(empty, 0.0), empty

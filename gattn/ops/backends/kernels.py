@@ -1,0 +1,100 @@
+"""What the backends with fused kernels for lists of edges share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gattn.graphs import EdgeList
+from gattn.ops.backends.base import Backend, Result, finish, new_seed
+from gattn.ops.call import Call
+from gattn.ops.custom_scores import with_finished_logits
+from gattn.ops.operator import AttentionOperator
+from gattn.scores import Family, family_of, says
+from gattn.torch_private import is_traced
+
+if TYPE_CHECKING:
+    from gattn.attention import Attention
+
+#: The types of tensors that kernels store, in the order of the CPU kernels' StorageType.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class KernelBackend(Backend):
+    """A backend that is an operator and a layout of the edges, which it caches."""
+
+    operator: ClassVar[AttentionOperator]
+
+    #: `layout_of(edge_index, num_sources, num_targets, self_loops, flow)` has the number of edges, `num_edges`.
+    layout_of: ClassVar[Callable[..., Any]]
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether its kernels take tensors of a device."""
+        return device.type in (self.devices or ())
+
+    def knows(self, family: Family | None) -> bool:
+        """Whether its kernels have the formula of a family of scores."""
+        return family is not None
+
+    def projects_edges(self, call: Call) -> bool:
+        """Whether its kernels project the features of the edges of a call whose family they know."""
+        return False
+
+    def refuses(self, call: Call) -> str | None:
+        """See `Backend.refuses`."""
+        if not self.serves(call.value.device):
+            return f"the tensors are on {call.value.device}"
+        if call.value.dtype not in DTYPES:
+            return f"it knows float64, float32, bfloat16 and float16, not {call.value.dtype}"
+        if says(call.distribution, "family", "weights") is None:
+            return f"it knows the softmax, not {call.distribution}"
+        return None
+
+    def attend(self, call: Call, module: Attention) -> Result:
+        """See `Backend.attend`."""
+        is_known = self.knows(family_of(call.score, call.channels))
+        # Kernels check indices and add self-loops themselves (but compiled code must know how many weights there are,
+        # and a score that is unknown to kernels is asked edge by edge).
+        raw = is_known and not (call.weights and torch.compiler.is_compiling())
+        edges = call.graph.edge_list(call.value.device, raw=raw)
+        call = call.on_edges(edges, self._num_edges(call, edges))
+        if not (is_known and self.projects_edges(call)):
+            call = call.with_edges()
+        if not is_known:
+            call = with_finished_logits(call, edges)
+        # A batch's gradients of the vectors that it shares are summed before they are rounded.
+        call = call.cast(call.compute if call.shares_vectors_of_edges else call.dtype)
+        seed = new_seed(call)
+        out, alpha = self.operator(call, edges, seed)
+        return finish(call, edges, out, alpha, None, seed)
+
+    def _num_edges(self, call: Call, edges: EdgeList) -> int | None:
+        if edges.num_edges is None and call.has_edge_terms and not is_traced():
+            layout = type(self).layout_of(
+                edges.edge_index, edges.num_sources, edges.num_targets, edges.self_loops, edges.flow
+            )
+            num_edges: int = layout.num_edges
+            return num_edges
+        return edges.num_edges
+
+
+def flat(tensor: Tensor, inner: int) -> Tensor:
+    """`[..., R, inner dimensions]` with one batch dimension in front."""
+    batch = tensor.dim() - inner - 1
+    return tensor.unsqueeze(0) if batch == 0 else tensor if batch == 1 else tensor.flatten(0, batch - 1)
+
+
+def dense_rows(tensor: Tensor, inner: int) -> Tensor:
+    """`flat`, copied if a row is not dense."""
+    if tensor.is_contiguous():
+        return flat(tensor, inner)
+    tensor = flat(tensor, inner)
+    width = 1
+    for size, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
+        if size != 1 and stride != width:
+            return tensor.contiguous()
+        width *= size
+    return tensor

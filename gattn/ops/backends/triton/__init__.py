@@ -1,0 +1,371 @@
+"""Fused attention on the GPU: Triton's kernels as PyTorch operators. Triton is imported when the first one runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gattn.ops.backends.base import Missing
+from gattn.ops.backends.kernels import KernelBackend, dense_rows, flat
+from gattn.ops.backends.triton.layout import Rows, layout_of
+from gattn.ops.call import compute_dtype
+from gattn.ops.operator import AttentionOperator, Inputs
+from gattn.scores import Family
+
+_WIDTH = 256
+"""This many heads × channels belong to one program; more where a single head has more."""
+
+_PARTS = 16
+"""This many partial sums are added at a time."""
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's interpreter runs the kernels, on the CPU: slow, and good for tests."""
+
+_is_installed = find_spec("triton") is not None  # asked once: compiled code cannot ask
+
+
+class Triton(KernelBackend):
+    """The Triton kernels."""
+
+    name = "triton"
+    devices = ("cuda",)
+    layout_of = staticmethod(layout_of)
+
+    def serves(self, device: torch.device) -> bool:
+        """See `KernelBackend.serves`; the interpreter computes on the CPU."""
+        return super().serves(device) or (_INTERPRETED and device.type == "cpu")
+
+    def knows(self, family: Family | None) -> bool:
+        """See `KernelBackend.knows`."""
+        return family is not None and _knows(family.name)
+
+    def missing(self) -> Missing | None:
+        """See `Backend.missing`."""
+        return None if _is_installed else Missing("Triton", 'it is not installed: pip install "gattn[triton]"')
+
+
+@torch.compiler.assume_constant_result  # compiled code cannot import
+def _knows(family: str) -> bool:
+    return family in _kernels().FAMILIES
+
+
+class _Launches:
+    """What forward and backward share: sizes, the inputs as the kernels take them, and launches."""
+
+    def __init__(self, inputs: Inputs):
+        if inputs.edge_projection is not None:
+            raise ValueError("the Triton kernels do not project edge features: they take edges [E, H, C].")
+        edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
+        self.layout = layout = layout_of(*edges, traced=inputs.traced)
+        terms = [
+            term.size(-inner)
+            for term, inner in ((inputs.edge, 3), (inputs.bias, 2), (inputs.mask, 2), (inputs.edge_value, 3))
+            if term is not None and term.dim() >= inner
+        ]
+        inputs.check(layout.expect(terms[0]) if terms else 0)
+        query, key, values = inputs.query, inputs.key, inputs.values
+        self.front = inputs.front
+        self.batch = math.prod(self.front)
+        self.heads = inputs.heads
+        self.group = self.heads // max(key.size(-2), 1)
+        self.channels, self.value_channels = key.size(-1), values.size(-1)
+        self.dtype, self.compute, self.device = values.dtype, compute_dtype(values.dtype), values.device
+        #: E, as far as it is needed to tell a batch's elements apart.
+        self.num_edges = layout.num_edges if self.batch > 1 and inputs.seed is not None else 0
+        self.key_is_value, self.edge_is_value = inputs.value is None, inputs.edge_is_value
+        self.num_sources, self.num_targets = inputs.num_sources, inputs.num_targets
+
+        dropout = inputs.dropout
+        self.inputs: dict[str, Any] = {
+            "vector": None if inputs.vector is None else inputs.vector.contiguous(),
+            "seed": inputs.seed,
+            "threshold": int(dropout * 2**32),
+            "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
+        }
+        for name, tensor in (("query", query), ("key", key), ("value", values)):
+            tensor = None if tensor is None else dense_rows(tensor, 2)
+            self.inputs[name] = tensor
+            self.inputs[f"{name}_batch"], self.inputs[f"{name}_row"] = (0, 0) if tensor is None else tensor.stride()[:2]
+        edge_value = inputs.edge if inputs.edge_is_value else inputs.edge_value
+        for name, tensor, inner in (("edge", inputs.edge, 2), ("bias", inputs.bias, 1), ("edge_value", edge_value, 2)):
+            tensor = None if tensor is None else flat(tensor, inner).contiguous()
+            self.inputs[name] = tensor
+            self.inputs[f"{name}_batch"] = 0 if tensor is None or tensor.size(0) == 1 else tensor.stride(0)
+        mask = None if inputs.mask is None else flat(inputs.mask, 1).view(torch.uint8)
+        self.inputs["mask"] = mask
+        for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
+            self.inputs[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
+
+        #: How many edges what is computed for each of them has room for.
+        self.num_terms = next(
+            (
+                term.size(-inner)
+                for term, inner in ((inputs.edge, 3), (inputs.bias, 2), (edge_value, 3))
+                if term is not None
+            ),
+            layout.most_edges,
+        )
+        score, names = _kernels().FAMILIES[inputs.family]
+        assert len(names) == len(inputs.constants)
+        self.constants = {
+            "SCORE": score,
+            "CONSTANTS": tuple(inputs.constants),
+            "HEADS": self.heads,
+            "GROUP": self.group,
+            "CHANNELS": self.channels,
+            "VALUE_CHANNELS": self.value_channels,
+            **_blocks(self.heads, self.channels, self.value_channels),
+            "COMPUTE": _triton_type(self.compute),
+        }
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=self.compute if dtype is None else dtype, device=self.device)
+
+    def partial(self, rows: Rows, channels: int) -> Tensor:
+        """Memory for the sums that tasks of the same row leave."""
+        return self.empty(self.batch, rows.num_slots, self.heads, channels)
+
+    def unflat(self, tensor: Tensor) -> Tensor:
+        """With the batch dimensions that were given."""
+        return tensor.view(*self.front, *tensor.shape[1:])
+
+    def launch(self, name: str, rows: Rows, **arguments: Any) -> None:
+        """Runs a kernel over the tasks of `rows`; inputs that it takes are there already."""
+        kernels = _kernels()
+        kernel = getattr(kernels, name)
+        num_tasks = rows.tasks.size(1)
+        if num_tasks * self.batch * self.heads == 0:
+            return
+        arguments = {
+            **self.inputs,
+            **self.constants,
+            "num_edges": self.num_edges,
+            "num_terms": self.num_terms,
+            "num_sources": self.num_sources,
+            "num_targets": self.num_targets,
+            "tasks": rows.tasks,
+            "node": rows.node,
+            "number": rows.number,
+            "num_tasks": num_tasks,
+            "num_slots": rows.num_slots,
+            **arguments,
+        }
+        heads = -(-self.heads // arguments["BLOCK_H"])
+
+        def grid(meta: dict[str, Any]) -> tuple[int, int]:
+            return -(-num_tasks // meta["BLOCK_R"]) * self.batch, heads
+
+        kernel[grid](**{name: arguments[name] for name in kernel.arg_names if name in arguments})
+
+    def backward_by_source(self, tensors: dict[str, Tensor], given: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        """Gradients of those of the inputs `tensors` that sources and edges have, of the vector, and of the logits."""
+        rows, grads = self.layout.by_source, {}
+        channels = {"key": self.channels, "value": self.value_channels}
+        for name in (name for name in channels if name in tensors):
+            # Sums over query heads that share a key head are rounded once.
+            dtype = _stored(tensors[name].dtype) if self.group == 1 else self.compute
+            grads[name] = self.empty(self.batch, self.num_sources, self.heads, channels[name], dtype=dtype)
+        partial = {name: self.partial(rows, channels[name]) for name in channels if name in grads}
+        for name, width in (("edge", self.channels), ("edge_value", self.value_channels)):
+            if name in tensors:
+                dtype = _stored(tensors[name].dtype)
+                grads[name] = self.empty(self.batch, self.num_terms, self.heads, width, dtype=dtype)
+        if "query" in tensors or "bias" in tensors:
+            grads["logits"] = self.empty(self.batch, self.num_terms, self.heads)
+        if "vector" in tensors:
+            width = self.constants["BLOCK_H"] * max(self.constants["BLOCK_C"], self.constants["BLOCK_V"])
+            fewest = min(config.kwargs["BLOCK_R"] for config in _kernels().fitting(width))
+            programs = -(-rows.tasks.size(1) // fewest) * self.batch
+            grads["vector"] = self.empty(programs, self.heads, self.channels).zero_()
+        self.launch(
+            "backward_by_source",
+            rows,
+            **given,
+            **{f"grad_{name}": grads.get(name) for name in ("key", "value", "vector", "logits", "edge", "edge_value")},
+            **{f"partial_{name}": partial.get(name) for name in channels},
+            KEY_IS_VALUE=self.key_is_value,
+            EDGE_IS_VALUE=self.edge_is_value,
+        )
+        for name, sums in partial.items():
+            self.add_partial(rows, sums, grads[name])
+        if "vector" in grads:
+            grads["vector"] = grads["vector"].sum(0)
+        return grads
+
+    def backward_by_target(self, grad_logits: Tensor, query: Tensor) -> Tensor:
+        """The gradient of the query."""
+        return self._sum_over_rows(grad_logits, self.num_terms, _stored(query.dtype), {}, self.channels)
+
+    def sum_by_target(self, terms: Tensor) -> Tensor:
+        """Sums of `[B, E, H]` over each target's edges."""
+        without_score = {"SCORE": _kernels().FAMILIES["sum"][0], "CONSTANTS": (), "CHANNELS": 1}
+        without_score.update(query=None, key=None, vector=None, edge=None)
+        return self._sum_over_rows(terms, terms.size(1), self.compute, without_score, 1).squeeze(-1)
+
+    def _sum_over_rows(
+        self, terms: Tensor, num_terms: int, dtype: torch.dtype, changes: dict[str, Any], channels: int
+    ) -> Tensor:
+        rows = self.layout.by_target
+        result = self.empty(self.batch, self.num_targets, self.heads, channels, dtype=dtype)
+        partial = self.partial(rows, channels)
+        changes = {**changes, **_blocks(self.heads, channels, 0), "num_terms": num_terms}
+        self.launch("backward_by_target", rows, grad_logits=terms, grad_query=result, partial=partial, **changes)
+        self.add_partial(rows, partial, result)
+        return result
+
+    def as_gradient(self, grad: Tensor, name: str, of: Tensor) -> Tensor:
+        """A gradient in the shape and the type of what it is the gradient of."""
+        if name in ("edge", "bias", "edge_value"):
+            inner = 2 if name == "bias" else 3
+            grad = grad.view(*self.front, *of.shape[-inner:]).sum_to_size(of.shape)
+        elif name in ("key", "value") and self.group > 1:
+            grad = grad.unflatten(2, (-1, self.group)).sum(3)
+        return grad.to(of.dtype).view(of.shape)
+
+    def combine(self, rows: Rows, **results: Tensor | None) -> None:
+        """Makes the results of targets of several tasks out of what the tasks left."""
+        num_split = rows.split.size(1)
+        if num_split * self.batch * self.heads == 0:
+            return
+        constants = self.constants
+        _kernels().combine[(num_split * self.batch, -(-self.heads // constants["BLOCK_H"]))](
+            rows.split,
+            **results,
+            num_split=num_split,
+            num_slots=rows.num_slots,
+            num_targets=self.num_targets,
+            HEADS=self.heads,
+            CHANNELS=self.value_channels,
+            BLOCK_P=_PARTS,
+            BLOCK_H=constants["BLOCK_H"],
+            BLOCK_C=constants["BLOCK_V"],
+            COMPUTE=constants["COMPUTE"],
+        )
+
+    def add_partial(self, rows: Rows, partial: Tensor, out: Tensor) -> None:
+        """Adds up what tasks of the same row left."""
+        num_split = rows.split.size(1)
+        width = self.heads * out.size(-1)
+        if num_split * self.batch * width == 0:
+            return
+        block = min(_power_of_two(width), 128)
+        _kernels().add_partial[(num_split * self.batch, -(-width // block))](
+            rows.split,
+            partial,
+            out,
+            num_split,
+            rows.num_slots,
+            out.size(1),
+            width,
+            BLOCK_P=_PARTS,
+            BLOCK_C=block,
+            COMPUTE=self.constants["COMPUTE"],
+        )
+
+
+def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Statistics of the softmax, and the output before it was rounded."""
+    compute = compute_dtype(inputs.values.dtype)
+    statistics = (math.prod(inputs.front), inputs.num_targets, 2, inputs.heads)
+    is_rounded = keep and inputs.values.dtype != compute
+    return [(statistics, compute), *([(inputs.out_shape, compute)] if is_rounded else [])]
+
+
+def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
+    with torch.cuda.device_of(inputs.key):
+        call = _Launches(inputs)
+        rows, heads, channels = call.layout.by_target, call.heads, call.value_channels
+        nodes = (call.batch, call.num_targets)
+        out = call.empty(*nodes, heads, channels, dtype=_stored(call.dtype))
+        unrounded = call.empty(*out.shape) if keep and out.dtype != call.compute else None
+        stats = call.empty(*nodes, 2, heads)
+        logits = None
+        if with_weights:
+            call.num_edges = call.layout.num_edges
+            logits = call.empty(call.batch, call.num_edges, heads)
+        partial = call.partial(rows, channels)
+        partial_stats = call.empty(call.batch, rows.num_slots, 2, heads)
+        results = {"out": out, "wide": unrounded, "stats": stats, "partial": partial, "partial_stats": partial_stats}
+        call.launch("forward", rows, logits=logits, **results)
+        call.combine(rows, **results)
+        weights = call.empty(call.batch, 0, heads)
+        if logits is not None:
+            maximum, inverse = stats.index_select(1, call.layout.target).unbind(2)
+            weights = logits.sub_(maximum).exp_().mul_(inverse)
+        if keep and unrounded is None and call.dtype != call.compute:
+            unrounded = out
+        return [
+            call.unflat(out).to(call.dtype),
+            call.unflat(weights),
+            stats,
+            *([] if unrounded is None else [call.unflat(unrounded)]),
+        ]
+
+
+def _backward(
+    inputs: Inputs,
+    grad_out: Tensor,
+    grad_weights: Tensor | None,
+    out: Tensor,
+    weights: Tensor,
+    kept: Sequence[Tensor],
+    wanted: Sequence[str],
+) -> list[Tensor]:
+    stats, unrounded = kept[0], kept[-1] if len(kept) > 1 else out
+    with torch.cuda.device_of(grad_out):
+        call = _Launches(inputs)
+        tensors = {name: getattr(inputs, name) for name in wanted}
+        grad_out = flat(grad_out, 2).contiguous()
+        delta = (grad_out.to(call.compute) * flat(unrounded, 2)).sum(-1)
+        if grad_weights is not None:
+            call.num_edges = call.layout.num_edges
+            grad_weights = flat(grad_weights, 1).contiguous()
+            delta += call.sum_by_target(flat(weights, 1) * grad_weights)
+        given = {"stats": stats, "delta": delta, "grad_out": grad_out, "grad_weights": grad_weights}
+        grads = call.backward_by_source(tensors, given)
+        if "query" in tensors:
+            grads["query"] = call.backward_by_target(grads["logits"], tensors["query"])
+        if "bias" in tensors:
+            grads["bias"] = grads["logits"]
+        return [call.as_gradient(grads[name], name, tensor) for name, tensor in tensors.items()]
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """The type in which kernels store what is to be of type `dtype`."""
+    # The interpreter cuts bfloat16 off instead of rounding it; PyTorch rounds.
+    return torch.float32 if dtype == torch.bfloat16 and _INTERPRETED else dtype
+
+
+@cache
+def _kernels() -> Any:
+    from gattn.ops.backends.triton import kernels
+
+    return kernels
+
+
+@cache
+def _triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is no less, and at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _blocks(heads: int, channels: int, value_channels: int) -> dict[str, int]:
+    block_c, block_v = _power_of_two(channels), _power_of_two(value_channels)
+    block_h = min(_power_of_two(heads), max(1, _WIDTH // max(block_c, block_v)))
+    return {"BLOCK_H": block_h, "BLOCK_C": block_c, "BLOCK_V": block_v}
+
+
+Triton.operator = AttentionOperator("triton_attention", ("CUDA", "CPU"), _forward, _backward, _kept)

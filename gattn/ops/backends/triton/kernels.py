@@ -1,0 +1,481 @@
+"""The GPU kernels, in Triton: families of scores differ in one function each, found by name in `FAMILIES`.
+
+A row (a target's edges, or a source's) is cut into tasks of a few edges (see layout.py beside this file). A program
+takes `BLOCK_R` tasks of about the same length in lockstep, one edge of each at a time, for `BLOCK_H` heads: its tiles
+are `[R, H, C]`. Rows of several tasks leave partial sums, which `combine` and `add_partial` add up in a fixed order: no
+atomics, so every run gives the same bits.
+
+GAT's score is the additive one with a single channel and no vector.
+
+Letters: R tasks of a program, H heads, C channels (of the value, too), P partial sums.
+"""
+
+import triton
+import triton.language as tl
+
+_CONFIGS = [
+    triton.Config({"BLOCK_R": rows}, num_warps=warps) for warps in (1, 4, 8) for rows in (1, 2, 4, 8, 16, 32, 64, 128)
+]
+#: How many elements of a tile a thread may have; more would spill registers, fewer leave it without loads in flight.
+_PER_THREAD = (4, 16)
+
+
+def fitting(width: int) -> list[triton.Config]:
+    """The configurations that are tried for tiles of `width` heads × channels.
+
+    Args:
+        width: Number of elements that a tile has for each task.
+    """
+    if triton.knobs.runtime.interpret:
+        return [triton.Config({"BLOCK_R": 16})]
+    fewest, most = _PER_THREAD
+    found = [x for x in _CONFIGS if fewest <= x.kwargs["BLOCK_R"] * width / (32 * x.num_warps) <= most]
+    return found or [triton.Config({"BLOCK_R": 1}, num_warps=8)]
+
+
+def _clear(arguments, reset_only=False):
+    """Before a trial: what one with more programs wrote is not to be left over."""
+    if arguments.get("grad_vector") is not None:
+        arguments["grad_vector"].zero_()
+
+
+def _autotune(kernel):
+    return triton.autotune(
+        fitting(1) if triton.knobs.runtime.interpret else _CONFIGS,
+        key=["SCORE", "HEADS", "CHANNELS", "VALUE_CHANNELS"],
+        prune_configs_by={
+            "early_config_prune": lambda configs, arguments, **kwargs: fitting(
+                kwargs["BLOCK_H"] * max(kwargs["BLOCK_C"], kwargs["BLOCK_V"])
+            )
+        },
+        pre_hook=_clear,
+        cache_results=True,
+    )(kernel)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _is_kept(seed, number, threshold):
+    """As `gattn.ops.dropout.keep_mask` defines it."""
+    differing = number ^ seed
+    random = _mix(_mix(differing.to(tl.uint32)) ^ (differing >> 32).to(tl.uint32))
+    return random.to(tl.int64) >= threshold
+
+
+# Families of scores, one function each. q and k are a target's and a source's terms, [R, H, C] (an edge's own is part
+# of k), a is the additive score's vector, [1, H, C], and the constants come in the order in which `FAMILIES` names
+# them. Without `grad` a function returns the logits, [R, H]; with their gradients, [R, H, 1], those of q, k and a for
+# each edge. The compiler drops what a kernel does not use.
+
+
+@triton.jit
+def _leaky_relu(q, k, a, grad, CONSTANTS: tl.constexpr):
+    slope: tl.constexpr = CONSTANTS[0]
+    z = q + k
+    y = tl.where(z > 0, z, z * slope)
+    if grad is None:
+        return tl.sum(a * y, axis=2)
+    else:
+        through = grad * a
+        through = tl.where(z > 0, through, through * slope)
+        return through, through, grad * y
+
+
+@triton.jit
+def _tanh(q, k, a, grad, CONSTANTS: tl.constexpr):
+    y = 1.0 - 2.0 / (tl.exp(2.0 * (q + k)) + 1.0)
+    if grad is None:
+        return tl.sum(a * y, axis=2)
+    else:
+        through = grad * a * (1.0 - y * y)
+        return through, through, grad * y
+
+
+@triton.jit
+def _dot(q, k, a, grad, CONSTANTS: tl.constexpr):
+    scale: tl.constexpr = CONSTANTS[0]
+    if grad is None:
+        return tl.sum(q * k, axis=2) * scale
+    else:
+        return grad * scale * k, grad * scale * q, grad
+
+
+@triton.jit
+def _sum(q, k, a, grad, CONSTANTS: tl.constexpr):
+    """Not a score: adds up what is taken for gradients of logits."""
+    return grad, grad, grad
+
+
+#: By name: the function, and what its constants are called.
+FAMILIES = {
+    "gat": (_leaky_relu, ("negative_slope",)),
+    "leaky_relu": (_leaky_relu, ("negative_slope",)),
+    "tanh": (_tanh, ()),
+    "dot": (_dot, ("scale",)),
+    "sum": (_sum, ()),
+}
+
+
+@triton.jit
+def _load(base, row, stride, offset, is_row, is_offset, COMPUTE: tl.constexpr):
+    """Rows of several heads, `[R, H, C]`; zeros where there is none."""
+    place = row.to(tl.int64)[:, None, None] * stride + offset[None]
+    return tl.load(base + place, mask=is_row[:, None, None] & is_offset[None], other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _load_scalars(base, row, stride, h, is_row, HEADS: tl.constexpr, COMPUTE: tl.constexpr):
+    """One number a head, `[R, H]`; zeros where there is none."""
+    place = row.to(tl.int64)[:, None] * stride + h[None]
+    return tl.load(base + place, mask=is_row[:, None] & (h < HEADS)[None], other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _store(base, row, stride, offset, is_row, is_offset, tile):
+    place = row.to(tl.int64)[:, None, None] * stride + offset[None]
+    tl.store(base + place, tile, mask=is_row[:, None, None] & is_offset[None])
+
+
+@triton.jit
+def _store_scalars(base, row, stride, h, is_row, HEADS: tl.constexpr, tile):
+    place = row.to(tl.int64)[:, None] * stride + h[None]
+    tl.store(base + place, tile, mask=is_row[:, None] & (h < HEADS)[None])
+
+
+@triton.jit
+def _store_sums(base, partial, row, slot, offset, is_offset, tile, WIDTH: tl.constexpr):
+    """Rows of one task get their result, the others a partial one."""
+    _store(base, row, WIDTH, offset, (row >= 0) & (slot < 0), is_offset, tile)
+    _store(partial, slot, WIDTH, offset, (row >= 0) & (slot >= 0), is_offset, tile)
+
+
+@triton.jit
+def _tasks(tasks, num_tasks, BLOCK_R: tl.constexpr):
+    """This program's batch element, and its tasks' rows (-1 where there is none), edges and slots."""
+    blocks = tl.cdiv(num_tasks, BLOCK_R)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    place = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_task = place < num_tasks
+    tasks += place
+    row = tl.load(tasks, mask=is_task, other=-1)
+    tasks += num_tasks
+    first = tl.load(tasks, mask=is_task, other=0)
+    tasks += num_tasks
+    last = tl.load(tasks, mask=is_task, other=0)
+    tasks += num_tasks
+    slot = tl.load(tasks, mask=is_task, other=-1)
+    return batch, row, first, last, slot
+
+
+@triton.jit
+def _heads(
+    GROUP: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Where this program's heads and channels lie in a row that has all heads, and in one with fewer (key heads)."""
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, BLOCK_C)
+    offset = h[:, None] * CHANNELS + c[None]
+    key_offset = (h // GROUP)[:, None] * CHANNELS + c[None]
+    return h, offset, key_offset, (h < HEADS)[:, None] & (c < CHANNELS)[None]
+
+
+@triton.jit
+def _weight_vector(vector, offset, is_offset, COMPUTE: tl.constexpr):
+    """The additive score's vector, `[1, H, C]`; GAT's score has none."""
+    if vector is None:
+        return tl.where(is_offset, 1.0, 0.0).to(COMPUTE)[None]
+    else:
+        return tl.load(vector + offset, mask=is_offset, other=0.0).to(COMPUTE)[None]
+
+
+@triton.jit
+def _finish(
+    s, bias, mask, batch, number, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head,
+    HEADS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Logits with their bias, minus infinity where there is no edge, or a masked one."""
+    is_edge = is_edge[:, None] & (h < HEADS)[None]
+    if bias is not None:
+        place = batch * bias_batch + number.to(tl.int64)[:, None] * HEADS + h[None]
+        s += tl.load(bias + place, mask=is_edge, other=0.0).to(COMPUTE)
+    if mask is not None:
+        place = batch * mask_batch + number.to(tl.int64)[:, None] * mask_edge + (h * mask_head)[None]
+        is_edge = is_edge & (tl.load(mask + place, mask=is_edge, other=0) != 0)
+    return tl.where(is_edge, s, -float("inf"))
+
+
+@_autotune
+@triton.jit
+def forward(
+    query, key, value, vector, edge, bias, mask, edge_value, seed,
+    tasks, node, number,
+    out, wide, stats, logits, partial, partial_stats,
+    num_tasks, num_slots, num_targets, num_edges,
+    query_row, query_batch, key_row, key_batch, value_row, value_batch,
+    edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
+    threshold: tl.int64, keep_scale: tl.float64,
+    SCORE: tl.constexpr, CONSTANTS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Outputs of all targets, with the maximum and inverse sum of each softmax; logits if they are wanted."""
+    batch, row, first, last, slot = _tasks(tasks, num_tasks, BLOCK_R)
+    h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
+    _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
+    a = _weight_vector(vector, offset, is_offset, COMPUTE)
+    q = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
+    if query is not None:
+        q = _load(query + batch * query_batch, row, query_row, offset, row >= 0, is_offset, COMPUTE)
+    if seed is not None:
+        drawn = tl.load(seed)
+        keep_scale = (tl.zeros([1, 1], COMPUTE) + keep_scale).to(COMPUTE)
+    maximum = tl.full([BLOCK_R, BLOCK_H], -float("inf"), COMPUTE)
+    total = tl.zeros([BLOCK_R, BLOCK_H], COMPUTE)
+    acc = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_V], COMPUTE)
+    for step in range(0, tl.max(last - first)):
+        place = first + step
+        is_edge = place < last
+        j = tl.load(node + place, mask=is_edge, other=0)
+        e = tl.load(number + place, mask=is_edge, other=0)
+        k = _load(key + batch * key_batch, j, key_row, key_offset, is_edge, is_offset, COMPUTE)
+        v = _load(value + batch * value_batch, j, value_row, value_offset, is_edge, is_value, COMPUTE)
+        if edge is not None:
+            k += _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+        if edge_value is not None:
+            width: tl.constexpr = HEADS * VALUE_CHANNELS
+            v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
+        s = SCORE(q, k, a, None, CONSTANTS)
+        s = _finish(
+            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, HEADS, COMPUTE
+        )  # fmt: skip
+        if logits is not None:
+            _store_scalars(logits + batch * num_edges * HEADS, e, HEADS, h, is_edge, HEADS, s)
+        higher = tl.maximum(maximum, s)
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        shrink = tl.exp(maximum - safe)
+        p = tl.exp(s - safe)
+        maximum = higher
+        total = total * shrink + p
+        if seed is not None:
+            n = (batch * num_edges + e.to(tl.int64)[:, None]) * HEADS + h[None]
+            p = tl.where(_is_kept(drawn, n, threshold), p * keep_scale, 0.0)
+        acc = acc * shrink[:, :, None] + p[:, :, None] * v
+    is_whole = (row >= 0) & (slot < 0)
+    is_part = (row >= 0) & (slot >= 0)
+    at = (batch * num_slots + slot) * 2
+    _store_scalars(partial_stats, at, HEADS, h, is_part, HEADS, maximum)
+    _store_scalars(partial_stats, at + 1, HEADS, h, is_part, HEADS, total)
+    _store(partial, batch * num_slots + slot, HEADS * VALUE_CHANNELS, out_offset, is_part, is_value, acc)
+    inverse = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
+    acc = acc * inverse[:, :, None]
+    at = (batch * num_targets + row) * 2
+    _store_scalars(stats, at, HEADS, h, is_whole, HEADS, tl.where(maximum == -float("inf"), 0.0, maximum))
+    _store_scalars(stats, at + 1, HEADS, h, is_whole, HEADS, inverse)
+    at = batch * num_targets + row
+    _store(out, at, HEADS * VALUE_CHANNELS, out_offset, is_whole, is_value, acc)
+    if wide is not None:
+        _store(wide, at, HEADS * VALUE_CHANNELS, out_offset, is_whole, is_value, acc)
+
+
+@triton.jit
+def combine(
+    split, partial, partial_stats, out, wide, stats,
+    num_split, num_slots, num_targets,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Outputs of targets of several tasks, out of their parts."""
+    batch = (tl.program_id(0) // num_split).to(tl.int64)
+    place = tl.program_id(0) % num_split
+    row = tl.load(split + place)
+    first = tl.load(split + num_split + place)
+    last = tl.load(split + 2 * num_split + place)
+    h, offset, _, is_offset = _heads(1, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
+    parts = tl.arange(0, BLOCK_P)
+    maximum = tl.full([BLOCK_P, BLOCK_H], -float("inf"), COMPUTE)
+    for start in range(first, last, BLOCK_P):
+        is_part = start + parts < last
+        m = _load_scalars(partial_stats, (batch * num_slots + start + parts) * 2, HEADS, h, is_part, HEADS, COMPUTE)
+        maximum = tl.maximum(maximum, tl.where(is_part[:, None], m, -float("inf")))
+    maximum = tl.max(maximum, axis=0)
+    maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
+    total = tl.zeros([BLOCK_H], COMPUTE)
+    acc = tl.zeros([BLOCK_H, BLOCK_C], COMPUTE)
+    for start in range(first, last, BLOCK_P):
+        is_part = start + parts < last
+        at = batch * num_slots + start + parts
+        m = _load_scalars(partial_stats, at * 2, HEADS, h, is_part, HEADS, COMPUTE)
+        shrink = tl.exp(tl.where(is_part[:, None], m, -float("inf")) - maximum[None])
+        total += tl.sum(shrink * _load_scalars(partial_stats, at * 2 + 1, HEADS, h, is_part, HEADS, COMPUTE), axis=0)
+        part = _load(partial, at, HEADS * CHANNELS, offset, is_part, is_offset, COMPUTE)
+        acc += tl.sum(shrink[:, :, None] * part, axis=0)
+    inverse = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
+    acc = acc * inverse[:, None]
+    at = batch * num_targets + row
+    is_row = row >= 0
+    tl.store(stats + at * 2 * HEADS + h, maximum, mask=is_row & (h < HEADS))
+    tl.store(stats + (at * 2 + 1) * HEADS + h, inverse, mask=is_row & (h < HEADS))
+    tl.store(out + at * HEADS * CHANNELS + offset, acc, mask=is_row & is_offset)
+    if wide is not None:
+        tl.store(wide + at * HEADS * CHANNELS + offset, acc, mask=is_row & is_offset)
+
+
+@triton.jit
+def add_partial(
+    split, partial, out, num_split, num_slots, num_rows, width,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Sums of rows of several tasks, out of their parts."""
+    batch = (tl.program_id(0) // num_split).to(tl.int64)
+    place = tl.program_id(0) % num_split
+    row = tl.load(split + place)
+    first = tl.load(split + num_split + place)
+    last = tl.load(split + 2 * num_split + place)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    parts = tl.arange(0, BLOCK_P)
+    acc = tl.zeros([BLOCK_P, BLOCK_C], COMPUTE)
+    for start in range(first, last, BLOCK_P):
+        at = (batch * num_slots + start + parts)[:, None] * width + c[None]
+        acc += tl.load(partial + at, mask=(start + parts < last)[:, None] & (c < width)[None], other=0.0)
+    at = (batch * num_rows + row) * width + c
+    tl.store(out + at, tl.sum(acc, axis=0), mask=(row >= 0) & (c < width))
+
+
+@_autotune
+@triton.jit
+def backward_by_source(
+    query, key, value, vector, edge, bias, mask, edge_value, seed,
+    grad_out, grad_weights, stats, delta,
+    tasks, node, number,
+    grad_key, grad_value, partial_key, partial_value, grad_vector, grad_logits, grad_edge, grad_edge_value,
+    num_tasks, num_slots, num_sources, num_targets, num_edges, num_terms,
+    query_row, query_batch, key_row, key_batch, value_row, value_batch,
+    edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
+    threshold: tl.int64, keep_scale: tl.float64,
+    SCORE: tl.constexpr, CONSTANTS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
+    KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Gradients of what sources and edges have, of the logits, and this program's part of the vector's."""
+    batch, row, first, last, slot = _tasks(tasks, num_tasks, BLOCK_R)
+    h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
+    _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
+    a = _weight_vector(vector, offset, is_offset, COMPUTE)
+    key_j = _load(key + batch * key_batch, row, key_row, key_offset, row >= 0, is_offset, COMPUTE)
+    value_j = _load(value + batch * value_batch, row, value_row, value_offset, row >= 0, is_value, COMPUTE)
+    if seed is not None:
+        drawn = tl.load(seed)
+        keep_scale = (tl.zeros([1, 1], COMPUTE) + keep_scale).to(COMPUTE)
+    key_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
+    value_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_V], COMPUTE)
+    vector_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
+    for step in range(0, tl.max(last - first)):
+        place = first + step
+        is_edge = place < last
+        i = tl.load(node + place, mask=is_edge, other=0)
+        e = tl.load(number + place, mask=is_edge, other=0)
+        target = batch * num_targets + i
+        g = _load(grad_out, target, HEADS * VALUE_CHANNELS, out_offset, is_edge, is_value, COMPUTE)
+        q = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
+        if query is not None:
+            q = _load(query + batch * query_batch, i, query_row, offset, is_edge, is_offset, COMPUTE)
+        k = key_j
+        v = value_j
+        if edge is not None:
+            k += _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+        if edge_value is not None:
+            width: tl.constexpr = HEADS * VALUE_CHANNELS
+            v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
+        s = SCORE(q, k, a, None, CONSTANTS)
+        s = _finish(
+            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, HEADS, COMPUTE
+        )  # fmt: skip
+        maximum = _load_scalars(stats, target * 2, HEADS, h, is_edge, HEADS, COMPUTE)
+        inverse = _load_scalars(stats, target * 2 + 1, HEADS, h, is_edge, HEADS, COMPUTE)
+        alpha = tl.exp(s - maximum) * inverse
+        dropped = alpha
+        grad_alpha = tl.sum(g * v, axis=2)
+        if seed is not None:
+            n = (batch * num_edges + e.to(tl.int64)[:, None]) * HEADS + h[None]
+            is_kept = _is_kept(drawn, n, threshold)
+            dropped = tl.where(is_kept, alpha * keep_scale, 0.0)
+            grad_alpha = tl.where(is_kept, grad_alpha * keep_scale, 0.0)
+        term = batch * num_terms + e
+        if grad_weights is not None:
+            grad_alpha += _load_scalars(grad_weights, batch * num_edges + e, HEADS, h, is_edge, HEADS, COMPUTE)
+        ds = alpha * (grad_alpha - _load_scalars(delta, target, HEADS, h, is_edge, HEADS, COMPUTE))
+        if grad_logits is not None:
+            _store_scalars(grad_logits, term, HEADS, h, is_edge, HEADS, ds)
+        _by_query, t, by_vector = SCORE(q, k, a, ds[:, :, None], CONSTANTS)
+        if grad_vector is not None:
+            vector_sum += by_vector
+        u = dropped[:, :, None] * g
+        key_sum += t
+        value_sum += u
+        if EDGE_IS_VALUE:
+            t += u
+        if grad_edge is not None:
+            _store(grad_edge, term, HEADS * CHANNELS, offset, is_edge, is_offset, t)
+        if grad_edge_value is not None:
+            _store(grad_edge_value, term, HEADS * VALUE_CHANNELS, out_offset, is_edge, is_value, u)
+    if KEY_IS_VALUE:
+        key_sum += value_sum
+    source = tl.where(row >= 0, batch * num_sources + row, -1)
+    at = tl.where(slot >= 0, batch * num_slots + slot, -1)
+    if grad_key is not None:
+        _store_sums(grad_key, partial_key, source, at, offset, is_offset, key_sum, HEADS * CHANNELS)
+    if grad_value is not None:
+        _store_sums(
+            grad_value, partial_value, source, at, out_offset, is_value, value_sum, HEADS * VALUE_CHANNELS
+        )  # fmt: skip
+    if grad_vector is not None:
+        place = tl.program_id(0).to(tl.int64) * HEADS * CHANNELS + offset
+        tl.store(grad_vector + place, tl.sum(vector_sum, axis=0), mask=is_offset)
+
+
+@_autotune
+@triton.jit
+def backward_by_target(
+    query, key, vector, edge, grad_logits,
+    tasks, node, number,
+    grad_query, partial,
+    num_tasks, num_slots, num_targets, num_terms,
+    query_row, query_batch, key_row, key_batch, edge_batch,
+    SCORE: tl.constexpr, CONSTANTS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries; without query and key, sums of `grad_logits`."""
+    batch, row, first, last, slot = _tasks(tasks, num_tasks, BLOCK_R)
+    h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
+    acc = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
+    a = _weight_vector(vector, offset, is_offset, COMPUTE)
+    q = acc
+    if query is not None:
+        q = _load(query + batch * query_batch, row, query_row, offset, row >= 0, is_offset, COMPUTE)
+    for step in range(0, tl.max(last - first)):
+        place = first + step
+        is_edge = place < last
+        e = tl.load(number + place, mask=is_edge, other=0)
+        ds = _load_scalars(grad_logits, batch * num_terms + e, HEADS, h, is_edge, HEADS, COMPUTE)
+        k = q
+        if key is not None:
+            j = tl.load(node + place, mask=is_edge, other=0)
+            k = _load(key + batch * key_batch, j, key_row, key_offset, is_edge, is_offset, COMPUTE)
+            if edge is not None:
+                k += _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+        by_query, _by_key, _by_vector = SCORE(q, k, a, ds[:, :, None], CONSTANTS)
+        acc += by_query
+    target = tl.where(row >= 0, batch * num_targets + row, -1)
+    at = tl.where(slot >= 0, batch * num_slots + slot, -1)
+    _store_sums(grad_query, partial, target, at, offset, is_offset, acc, HEADS * CHANNELS)

@@ -1,0 +1,324 @@
+"""One attention call, checked, and in the one form that all backends take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gattn.distributions import Distribution
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs import EdgeList, Graph
+from gattn.scores import Score
+from gattn.torch_private import guard_or_true
+
+
+class Call(NamedTuple):
+    """What `gattn.attend` was asked for.
+
+    A scalar score's terms are vectors of one channel here: query `[..., N, H, 1]`, key `[..., M, H, 1]`, edge
+    `[..., E, H, 1]`. That `value is key`, or `edge_value is edge`, is part of the call.
+    """
+
+    query: Tensor | None
+    key: Tensor
+    value: Tensor
+    edge: Tensor | None
+    bias: Tensor | None
+    """As the graph's users give it; `[..., E, H]` after `on_edges`."""
+    mask: Tensor | None
+    """As the graph's users give it; `[..., E, H or 1]` after `on_edges`."""
+    edge_value: Tensor | None
+    edge_projection: Tensor | None
+    """`[H, C, D]`, or `[H, 1, D]`; then `edge`, and an `edge_value` that is `edge`, are features `[E, D]`."""
+    graph: Graph
+    score: Score
+    distribution: Distribution
+    dropout: float
+    """Probability that a weight is dropped, here and now: zero outside of training."""
+    weights: bool | str
+    """`True` for the weights before dropout, `"dropped"` for those that make the output."""
+    dtype: torch.dtype
+    """The type of the output: what the inputs promote to."""
+
+    @property
+    def batch(self) -> torch.Size:
+        """The batch dimensions."""
+        return self.value.shape[:-3]
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return (self.key if self.query is None else self.query).size(-2)
+
+    @property
+    def channels(self) -> int:
+        """C, 1 for a scalar score."""
+        return self.key.size(-1)
+
+    @property
+    def num_targets(self) -> int:
+        """N."""
+        assert self.graph.num_targets is not None
+        return self.graph.num_targets
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The type that is computed in: half precision in float32 throughout, rounded once, at the end."""
+        return compute_dtype(self.dtype)
+
+    @property
+    def has_edge_terms(self) -> bool:
+        """Whether something comes once per edge."""
+        return any(term is not None for term in (self.edge, self.bias, self.mask, self.edge_value))
+
+    @property
+    def shares_vectors_of_edges(self) -> bool:
+        """Whether all elements of a batch share a vector of each edge."""
+        if not self.batch:
+            return False
+        terms = (None if self.score.scalar else self.edge, self.edge_value)
+        return self.edge_projection is not None or any(term is not None and term.dim() == 3 for term in terms)
+
+    def cast(self, dtype: torch.dtype) -> Call:
+        """The same call with vectors in `dtype`; scalars are in the type that is computed in."""
+        if dtype == self.compute:
+            tensors = (self.query, self.key, self.value, self.edge, self.bias, self.edge_value, self.edge_projection)
+            if {dtype, None}.issuperset([None if tensor is None else tensor.dtype for tensor in tensors]):
+                return self
+        scalars = self.compute if self.score.scalar else dtype
+        key, edge = self.key.to(scalars), _to(self.edge, dtype if self.edge_projection is not None else scalars)
+        return self._replace(
+            query=_to(self.query, scalars),
+            key=key,
+            value=key if self.value is self.key else self.value.to(dtype),
+            edge=edge,
+            bias=_to(self.bias, self.compute),
+            edge_value=edge if self.edge_value is self.edge else _to(self.edge_value, dtype),
+            edge_projection=_to(self.edge_projection, self.compute),
+        )
+
+    def with_edges(self) -> Call:
+        """The same call with vectors of edges, `[E, H, C]`, for whoever cannot project their features edge by edge."""
+        weight = self.edge_projection
+        if weight is None or self.edge is None:
+            return self
+        dtype = torch.promote_types(self.edge.dtype, weight.dtype)
+        edge = F.linear(self.edge.to(dtype), weight.flatten(0, 1).to(dtype)).unflatten(-1, weight.shape[:2])
+        edge_value = edge if self.edge_value is self.edge else self.edge_value
+        return self._replace(edge=edge, edge_value=edge_value, edge_projection=None)
+
+    def on_edges(self, edges: EdgeList, num_edges: int | None) -> Call:
+        """The same call with bias and mask per edge, after a check of all that comes per edge.
+
+        Args:
+            edges: The edges of the graph.
+            num_edges: E; `None` where only the kernels will see it, who check sizes themselves.
+
+        Raises:
+            ValueError: If an input does not fit the edges.
+        """
+        batch, heads = self.batch, self.heads
+        bias, mask = (
+            None if term is None else self.graph.per_edge(term, name, batch, heads, edges)
+            for name, term in (("bias", self.bias), ("mask", self.mask))
+        )
+        real = self.graph.real_edges(edges)
+        if real is not None:
+            mask = real if mask is None else mask & real
+        if bias is None and mask is None and not self.has_edge_terms:
+            return self
+        if mask is not None:
+            mask = _with_heads(mask, batch, heads, num_edges)
+        projection = self.edge_projection
+        of_edge = (heads, self.channels) if projection is None else projection.shape[2:]
+        of_value = of_edge if self.edge_value is self.edge else (heads, self.value.size(-1))
+        for name, tensor, last in (
+            ("edge", self.edge, of_edge),
+            ("bias", bias, (heads,)),
+            ("mask", mask, (heads,)),
+            ("edge_value", self.edge_value, of_value),
+        ):
+            if tensor is not None and not _fits(tensor, last, batch, num_edges, any_heads=name == "mask"):
+                raise InputError(self._unfit(name, tensor, last, num_edges))
+        return self._replace(bias=bias, mask=mask)
+
+    def _unfit(self, name: str, tensor: Tensor, last: tuple[int, ...], num_edges: int | None) -> str:
+        given = list(tensor.shape)
+        if name == "edge" and self.score.scalar:  # as users know it
+            last, given = last[:-1], given[:-1]
+        shape, where = ([*last], "for each edge of") if num_edges is None else ([num_edges, *last], "for")
+        return (
+            f"{name} has one entry per edge, in the order of graph.edge_index: {shape} {where} this graph and "
+            f"{type(self.score).__name__}; got {given}."
+        )
+
+
+def checked_call(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    graph: Graph,
+    *,
+    score: Score,
+    edge: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    edge_value: Tensor | None,
+    edge_projection: Tensor | None,
+    distribution: Distribution,
+    dropout: float,
+    weights: bool | str,
+) -> Call:
+    """The call of these arguments, after a check of all that does not depend on the edges.
+
+    Raises:
+        ValueError: If arguments do not fit each other or the graph.
+        TypeError: If a tensor is no tensor.
+    """
+    _check_nodes(query, key, value, score)
+    _check_kinds(value, score, edge=edge, bias=bias, mask=mask, edge_value=edge_value, edge_projection=edge_projection)
+    if edge_projection is not None:
+        _check_projection(edge_projection, edge, edge_value, key if query is None else query, value, score)
+    num_targets = None if query is None else query.size(value.dim() - 3)
+    graph = graph.resolve(value.size(-3), num_targets, value.shape[:-3], value.device)
+    dtype = _promoted(query, key, value, edge, bias, edge_value, edge_projection, *score.tensors())
+    if score.scalar:
+        query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
+        if edge_projection is None:
+            edge = None if edge is None else edge.unsqueeze(-1)
+        else:
+            edge_projection = edge_projection.unsqueeze(1)
+    terms = (edge, bias, mask, edge_value, edge_projection)
+    return Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that tensors of `dtype` are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_nodes(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -> None:
+    """Checks query, key and value against each other."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) and not (name == "query" and tensor is None):
+            raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
+        if tensor is not None and not tensor.is_floating_point():
+            raise InputError(f"{name} must be of a floating-point type; got {tensor.dtype}.")
+        if tensor is not None and tensor.device != key.device:
+            raise InputError(f"{name} is on {tensor.device}, but key is on {key.device}: move one of them.")
+    if query is None and not score.scalar:
+        raise InputError(f"{type(score).__name__} needs a query; query=None is possible with GATScore only.")
+    batch = value.dim() - 3
+    if batch not in (0, 1, 2):
+        raise InputError(
+            f"value has shape [M, H, C], with at most two batch dimensions in front; got {list(value.shape)}."
+        )
+    letters = "H" if score.scalar else "H, C"
+    for name, tensor, nodes in (("query", query, "N"), ("key", key, "M")):
+        if tensor is not None and tensor.dim() != value.dim() - score.scalar:
+            raise InputError(
+                f"{type(score).__name__} takes a {name} of shape [{nodes}, {letters}] beside a value of shape "
+                f"[M, H, C] (and the same batch dimensions in front of each); got {list(tensor.shape)} and "
+                f"{list(value.shape)}."
+            )
+    if key.shape[: batch + 2] != value.shape[: batch + 2]:
+        raise InputError(
+            f"key and value have the same batch, sources and heads; got {list(key.shape)} and {list(value.shape)}."
+        )
+    heads = shared = key.size(batch + 1)
+    if query is not None:
+        heads = query.size(batch + 1)
+        fits = heads == shared or (score.grouped and shared > 0 and heads % shared == 0)
+        if query.shape[:batch] != key.shape[:batch] or query.shape[batch + 2 :] != key.shape[batch + 2 :] or not fits:
+            grouped = ", or key and value a number of heads that divides the query's" if score.grouped else ""
+            raise InputError(
+                f"query and key have the same batch, heads and channels{grouped}; got {list(query.shape)} and "
+                f"{list(key.shape)}."
+            )
+    score.check(heads, 1 if score.scalar else key.size(-1))
+
+
+def _check_kinds(value: Tensor, score: Score, **terms: Tensor | None) -> None:
+    """Checks types and devices of everything that comes once per edge; sizes are checked when the edges are known."""
+    for name, term in terms.items():
+        if term is None:
+            continue
+        if not isinstance(term, Tensor):
+            raise InputTypeError(f"{name} must be a tensor; got {type(term).__name__}.")
+        if name == "mask" and term.dtype != torch.bool:
+            raise InputError(f"mask is a tensor of booleans, True = may attend; got {term.dtype}.")
+        if term.is_complex():
+            raise InputError(f"{name} is added to real numbers; got {term.dtype}.")
+        if term.device != value.device:
+            raise InputError(f"{name} is on {term.device}, the features are on {value.device}: move one of them.")
+    for term in score.tensors():
+        if term.device != value.device:
+            raise InputError(
+                f"{type(score).__name__} has a tensor on {term.device}, the features are on {value.device}: move one "
+                "of them."
+            )
+
+
+def _check_projection(
+    projection: Tensor, edge: Tensor | None, edge_value: Tensor | None, end: Tensor, value: Tensor, score: Score
+) -> None:
+    """Checks a projection of edge features against what it projects, and against one end of the edges."""
+    if edge is None or edge.dim() != 2:
+        given = "none" if edge is None else list(edge.shape)
+        raise InputError(f"edge_projection projects edge features [E, D], which edge has to hold; got {given}.")
+    letters, ends = ("[H, D]", end.shape[-1:]) if score.scalar else ("[H, C, D]", end.shape[-2:])
+    wanted = [*ends, edge.size(-1)]
+    if list(projection.shape) != wanted:
+        raise InputError(
+            f"edge_projection has shape {letters} for {type(score).__name__}, here {wanted}; got "
+            f"{list(projection.shape)}."
+        )
+    if edge_value is edge and (score.scalar or value.size(-1) != end.size(-1)):
+        raise InputError(
+            f"an edge_value that is edge is projected like it, to {wanted[:-1]} for each edge, but value has "
+            f"{list(value.shape[-2:])} for each node."
+        )
+
+
+def _with_heads(mask: Tensor, batch: torch.Size, heads: int, num_edges: int | None) -> Tensor:
+    """A mask `[..., E]` or `[..., E, H]` as `[..., E, H or 1]`."""
+    if mask.dim() == 1:
+        return mask.unsqueeze(-1)
+    if mask.shape[:-1] == batch and _may_equal(mask.size(-1), num_edges):
+        is_per_head = mask.dim() == 2 and mask.size(-1) == heads and _may_equal(mask.size(0), num_edges)
+        return mask if is_per_head else mask.unsqueeze(-1)
+    return mask
+
+
+def _fits(tensor: Tensor, last: tuple[int, ...], batch: torch.Size, num_edges: int | None, any_heads: bool) -> bool:
+    """Whether a tensor is `[E, *last]`, possibly with the batch in front."""
+    inner = len(last)
+    return (
+        (tensor.shape[-inner:] == last or (any_heads and tensor.size(-1) == 1))
+        and tensor.dim() in (inner + 1, inner + 1 + len(batch))
+        and tensor.shape[: -1 - inner] in ((), batch)
+        and _may_equal(tensor.size(-1 - inner), num_edges)
+    )
+
+
+def _may_equal(size: int, num_edges: int | None) -> bool:
+    """Whether a size is E, as far as is known: compiled code does not know numbers of edges that depend on data."""
+    if num_edges is None:
+        return True
+    return guard_or_true(size == num_edges) if torch.compiler.is_compiling() else size == num_edges
+
+
+def _promoted(*tensors: Tensor | None) -> torch.dtype:
+    dtype: torch.dtype | None = None
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype != dtype:
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    assert dtype is not None
+    return dtype
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

@@ -1,0 +1,116 @@
+"""Scores that the kernels do not know, on lists of edges: their logits go in as a finished bias.
+
+The logits are computed for some edges at a time, and computed again in the backward pass, so that no `[E, H, C]` tensor
+of the whole graph is held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gattn.graphs import FLOWS, EdgeList
+from gattn.ops.call import Call
+from gattn.ops.reference import logits, repeat_heads
+from gattn.scores import GATScore
+from gattn.torch_private import backward_pass
+
+#: An eighth as many edges at a time as nodes, but not fewer: several gathered rows each take less than the nodes' own.
+_FEWEST = 1 << 12
+
+
+def with_finished_logits(call: Call, edges: EdgeList) -> Call:
+    """The same call, with the logits in the bias and a score that is zero.
+
+    Args:
+        call: A call on these edges, bias and mask per edge.
+        edges: The edges, self-loops included.
+    """
+    rows = edges.edge_index.long()
+    source, target = rows if edges.flow == FLOWS[0] else rows.flip(0)
+    found = _logits(call, source, target)
+    zeros = call.value.new_zeros(()).expand(*call.batch, edges.num_sources, call.heads, 1)
+    return call._replace(
+        query=None,
+        key=zeros,
+        value=repeat_heads(call.value, call.heads),
+        edge=None,
+        bias=found if call.bias is None else found + call.bias.to(call.compute),
+        score=GATScore(),
+    )
+
+
+def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
+    """The logits of all edges, `[..., E, H]`, in the type that is computed in."""
+    score, compute, heads = call.score, call.compute, call.heads
+
+    def of_edges(query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        query, edge = (None if x is None else x.to(compute) for x in (query, edge))
+        return logits(query, repeat_heads(key, heads).to(compute), edge, score).to(compute)
+
+    count = max((call.key.size(-3) + call.num_targets) // 8, _FEWEST)
+    if torch.compiler.is_compiling() or source.size(0) <= count:
+        query = None if call.query is None else call.query.index_select(-3, target)
+        return of_edges(query, call.key.index_select(-3, source), call.edge)
+    num_chunks = -(-source.size(0) // count)
+    gather_query = None if call.query is None else _Gathers(num_chunks)
+    gather_key = _Gathers(num_chunks)
+
+    def chunk(query: Tensor | None, key: Tensor, edge: Tensor | None, source: Tensor, target: Tensor) -> Tensor:
+        query = None if query is None or gather_query is None else gather_query(query, target)
+        return of_edges(query, gather_key(key, source), edge)
+
+    found = []
+    for start in range(0, source.size(0), count):
+        size = min(count, source.size(0) - start)
+        edge = None if call.edge is None else call.edge.narrow(-3, start, size)
+        ends = source.narrow(0, start, size), target.narrow(0, start, size)
+        found.append(checkpoint(chunk, call.query, call.key, edge, *ends, use_reentrant=False))
+    return torch.cat(found, -2)
+
+
+class _Gathers:
+    """Gathers rows chunk by chunk; the gradient of all chunks is summed in one place.
+
+    Args:
+        num_chunks: Number of gathers, all of the same tensor.
+    """
+
+    def __init__(self, num_chunks: int):
+        self.num_chunks = num_chunks
+        self.sum: Tensor | None = None
+        self.num_summed = 0
+        self.backward_pass: int | None = None
+
+    def __call__(self, rows: Tensor, index: Tensor) -> Tensor:
+        """The rows of an index."""
+        gathered: Tensor = _Gather.apply(rows, index, self)
+        return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """`index_select`, whose gradients are summed by its `_Gathers`, and returned by the last of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, gathers: _Gathers) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.gathers, ctx.shape = gathers, rows.shape
+        return rows.index_select(-3, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        gathers, (index,) = ctx.gathers, ctx.saved_tensors
+        if torch.is_grad_enabled():  # a derivative of this one is wanted, too
+            return grad.new_zeros(ctx.shape).index_add(grad.dim() - 3, index, grad), None, None
+        if gathers.sum is None or gathers.backward_pass != backward_pass():  # an earlier one may have failed midway
+            gathers.sum, gathers.num_summed = grad.new_zeros(ctx.shape), 0
+            gathers.backward_pass = backward_pass()
+        gathers.sum.index_add_(grad.dim() - 3, index, grad)
+        gathers.num_summed += 1
+        if gathers.num_summed < gathers.num_chunks:
+            return None, None, None
+        result, gathers.sum, gathers.num_summed = gathers.sum, None, 0
+        return result, None, None

@@ -1,0 +1,506 @@
+"""Attention as PyTorch operators: their inputs, their shape-only versions and their gradients, whoever computes them.
+
+An operator's backward pass is an operator, too; its own derivative goes through `gattn.ops.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from gattn.distributions import Softmax
+from gattn.graphs import FLOWS, EdgeList
+from gattn.graphs.edge_lists import looped
+from gattn.ops import reference
+from gattn.ops.call import Call, compute_dtype
+from gattn.scores import Family, Score
+from gattn.torch_private import apply_of, autograd_below, is_functorch_tensor, is_traced, needs_dispatcher
+
+library = torch.library.Library("gattn", "DEF")
+
+
+class Inputs(NamedTuple):
+    """What an operator gets; its schema is made of this, so an input is added here and nowhere else.
+
+    Node tensors and vectors of edges are of one type; the terms of a scalar score, the bias and the vector are of the
+    type that is computed in.
+    """
+
+    query: Tensor | None
+    """`[..., N, H, C]`"""
+    key: Tensor
+    """`[..., M, G, C]`, where G, the number of heads of key and value, divides H"""
+    value: Tensor | None
+    """`[..., M, G, V]`; `None` if it is the key"""
+    vector: Tensor | None
+    """`[H, C]`"""
+    edge: Tensor | None
+    """`[..., E, H, C]`, or, if it is to be projected, `[E, D]`"""
+    edge_projection: Tensor | None
+    """`[H, C, D]`"""
+    bias: Tensor | None
+    """`[..., E, H]`"""
+    mask: Tensor | None
+    """`[..., E, H or 1]`"""
+    edge_value: Tensor | None
+    """`[..., E, H, V]`"""
+    edge_index: Tensor
+    """`[2, E]`, without the self-loops that `self_loops` asks for"""
+    num_targets: int
+    self_loops: bool
+    """Whether existing self-loops are replaced by one for each of the first min(N, M) nodes"""
+    flow: str
+    """Which row of `edge_index` holds the targets"""
+    family: str
+    """The name of the score's formula"""
+    constants: list[float]
+    """The numbers in that formula"""
+    edge_is_value: bool
+    """Whether `edge` is also the `edge_value`"""
+    dropout: float
+    seed: Tensor | None
+    """Of the dropout; `None` if nothing is dropped"""
+    traced: bool
+    """Whether a compiled program calls, which edits memory without counting versions"""
+
+    @property
+    def values(self) -> Tensor:
+        """The value, wherever it is."""
+        return self.key if self.value is None else self.value
+
+    @property
+    def num_sources(self) -> int:
+        """M."""
+        return self.key.size(-3)
+
+    @property
+    def front(self) -> torch.Size:
+        """The batch dimensions."""
+        return self.values.shape[:-3]
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return (self.key if self.query is None else self.query).size(-2)
+
+    @property
+    def most_edges(self) -> int:
+        """An upper bound of the number of edges that is known without looking at them."""
+        return self.edge_index.size(1) + (min(self.num_sources, self.num_targets) if self.self_loops else 0)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the output, `[..., N, H, V]`."""
+        return (*self.front, self.num_targets, self.heads, self.values.size(-1))
+
+    def check(self, num_edges: int) -> None:
+        """Checks what kernels rely on: compiled code calls operators without any other check.
+
+        Raises:
+            ValueError: If a size, a type or a device does not fit the graph and the other inputs.
+        """
+        values = self.values
+        front, (key_heads, value_channels) = values.shape[:-3], values.shape[-2:]
+        heads, channels = self.heads, self.key.size(-1)
+        dtype, compute = values.dtype, compute_dtype(values.dtype)
+        terms = compute if Score.class_of_family(self.family).scalar else dtype
+        self.check_devices()
+        if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
+            raise ValueError(f"{key_heads} heads of key and value do not divide the {heads} heads of query.")
+        for name, tensor, size, wanted in (
+            ("query", self.query, (*front, self.num_targets, heads, channels), terms),
+            ("key", self.key, (*front, self.num_sources, key_heads, channels), terms),
+            ("value", self.value, (*front, self.num_sources, key_heads, value_channels), dtype),
+            ("vector", self.vector, (heads, channels), compute),
+        ):
+            if tensor is not None and (tensor.shape != size or tensor.dtype != wanted):
+                raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), wanted))
+        mask, projection = self.mask, self.edge_projection
+        of_edge: tuple[int, ...] = (heads, channels)
+        if projection is not None:
+            of_edge = projection.shape[2:]
+            self._check_projection(projection)
+        for name, tensor, size, wanted in (
+            ("edge", self.edge, (num_edges, *of_edge), terms if projection is None else dtype),
+            ("bias", self.bias, (num_edges, heads), compute),
+            ("mask", mask, (num_edges, 1 if mask is not None and mask.size(-1) == 1 else heads), torch.bool),
+            ("edge_value", self.edge_value, (num_edges, heads, value_channels), dtype),
+        ):
+            if tensor is not None and (tensor.shape not in (size, (*front, *size)) or tensor.dtype != wanted):
+                raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), wanted))
+
+    def _check_projection(self, projection: Tensor) -> None:
+        """Checks a projection, and that what it is to project are features."""
+        size, compute = (self.heads, self.key.size(-1), *projection.shape[2:]), compute_dtype(self.values.dtype)
+        if projection.dim() != 3 or projection.shape != size or projection.dtype != compute:
+            given = list(projection.shape), projection.dtype
+            raise ValueError(_UNFIT.format("edge_projection", *given, list(size), compute))
+        is_value = self.edge_is_value and (self.vector is not None or self.values.size(-1) != size[1])
+        if self.edge is None or self.edge.dim() != 2 or self.edge_value is not None or is_value:
+            raise ValueError(
+                "edge_projection projects features [E, D] of edges; they are values only without a vector."
+            )
+
+    def check_devices(self) -> None:
+        """Raises `ValueError` if tensors are on several devices."""
+        device = self.key.device
+        for place in _TENSORS:
+            tensor: Any = self[place]
+            if tensor is not None and tensor.device != device:
+                raise ValueError(f"all tensors must be on the same device; got {device} and {tensor.device}.")
+
+
+_UNFIT = "{} has shape {} and type {}, but the graph and the other inputs ask for {} and {}."
+
+#: Inputs that have gradients.
+DIFFERENTIABLE = ("query", "key", "value", "vector", "edge", "edge_projection", "bias", "edge_value")
+
+_PLACES = tuple(Inputs._fields.index(name) for name in DIFFERENTIABLE)
+_HINTS = get_type_hints(Inputs)
+_TENSORS = tuple(place for place, hint in enumerate(_HINTS.values()) if hint in (Tensor, Tensor | None))
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    bool: "bool",
+    float: "float",
+    list[float]: "float[]",
+    str: "str",
+}
+_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in _HINTS.items())
+
+
+class AttentionOperator:
+    """Attention by one backend's kernels: `gattn::<name>` and `gattn::<name>_backward`.
+
+    Args:
+        name: The operator's name.
+        devices: The devices whose tensors it takes, as PyTorch's dispatcher calls them.
+        forward: Takes `(inputs, keep, with_weights)`: the inputs, whether gradients will be asked for, and whether
+            weights are wanted; returns output, weights `[..., E, H]` (without edges, if they are not wanted) and all
+            that its backward pass needs.
+        backward: Takes `(inputs, grad_out, grad_weights, out, weights, kept, wanted)`: the inputs, the gradients that
+            come in, what `forward` returned, and the names of the inputs whose gradients are wanted; returns those.
+        kept: From the inputs and `keep`, the shapes and types of all that `forward` keeps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        devices: Sequence[str],
+        forward: Callable[[Inputs, bool, bool], list[Tensor]],
+        backward: Callable[..., list[Tensor]],
+        kept: Callable[[Inputs, bool], list[tuple[tuple[int, ...], torch.dtype]]],
+    ):
+        self._kept = kept
+        self._compute, self._compute_backward = forward, backward
+
+        def run_forward(*inputs: Any) -> list[Tensor]:
+            return forward(Inputs(*inputs[:-2]), *inputs[-2:])
+
+        def run_backward(*arguments: Any) -> list[Tensor]:
+            grad_out, grad_weights, out, weights, kept, *inputs, wanted = arguments
+            names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
+            return backward(Inputs(*inputs), grad_out, grad_weights, out, weights, kept, names)
+
+        library.define(f"{name}({_SCHEMA}, bool keep, bool with_weights) -> Tensor[]")
+        library.define(
+            f"{name}_backward(Tensor grad_out, Tensor? grad_weights, Tensor out, Tensor weights, Tensor[] kept, "
+            f"{_SCHEMA}, bool[] wanted) -> Tensor[]"
+        )
+        for device in devices:
+            library.impl(name, run_forward, device)
+            library.impl(f"{name}_backward", run_backward, device)
+        torch.library.register_fake(f"gattn::{name}", self._fake_forward, lib=library)
+        torch.library.register_fake(f"gattn::{name}_backward", _fake_backward, lib=library)
+        self._forward = Differentiated(name, run_forward, _save_forward, self._differentiate)
+        self._backward = Differentiated(f"{name}_backward", run_backward, _save_backward, _differentiate_twice)
+
+    def __call__(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Output `[..., N, H, C]`, and weights `[..., E, H]` before dropout if the call asks for any.
+
+        Args:
+            call: A call with everything in its place and type, whose score kernels know.
+            edges: The edges of its graph.
+            seed: Of the dropout, if there is any.
+        """
+        query, score = call.query, call.score
+        if query is not None:
+            query, score = score.folded(query)
+        family = score.family(call.channels)
+        assert family is not None
+        vector = family.vector
+        if vector is not None and vector.dtype != call.compute:
+            vector = vector.to(torch.promote_types(vector.dtype, call.compute))
+        edge_is_value = call.edge is not None and call.edge is call.edge_value
+        inputs = Inputs(
+            query=query,
+            key=call.key,
+            value=None if call.value is call.key else call.value,
+            vector=vector,
+            edge=call.edge,
+            edge_projection=call.edge_projection,
+            bias=call.bias,
+            mask=call.mask,
+            edge_value=None if edge_is_value else call.edge_value,
+            edge_index=edges.edge_index,
+            num_targets=edges.num_targets,
+            self_loops=edges.self_loops,
+            flow=edges.flow,
+            family=family.name,
+            constants=list(family.constants),
+            edge_is_value=edge_is_value,
+            dropout=call.dropout,
+            seed=seed,
+            traced=is_traced(),
+        )
+        results = self.run(inputs, bool(call.weights))
+        return results[0], results[1] if call.weights else None
+
+    def run(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
+        """What the backend's `forward` returns, with gradients."""
+        tensors: list[Any] = [inputs[place] for place in _PLACES]
+        keep = has_gradient(tensors)
+        if not keep and not needs_dispatcher() and are_plain(inputs):
+            return self._compute(inputs, False, with_weights)
+        results: list[Tensor] = self._forward(*inputs, keep, with_weights)
+        return results
+
+    def _fake_forward(self, *arguments: Any) -> list[Tensor]:
+        inputs, (keep, with_weights) = Inputs(*arguments[:-2]), arguments[-2:]
+        inputs.check_devices()
+        values = inputs.values
+        edges: Any = inputs.edge_index.size(1)
+        if inputs.self_loops and with_weights:
+            edges = torch.library.get_ctx().new_dynamic_size()
+        weights = (*inputs.front, edges if with_weights else 0, inputs.heads)
+        return [
+            values.new_empty(inputs.out_shape),
+            values.new_empty(weights, dtype=compute_dtype(values.dtype)),
+            *(values.new_empty(shape, dtype=dtype) for shape, dtype in self._kept(inputs, keep)),
+        ]
+
+    def _differentiate(
+        self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *others: None
+    ) -> tuple[Tensor | None, ...]:
+        inputs, out, weights, kept = _saved(ctx)
+        # Autograd itself notices other edits, but not `edge_index.data = ...`.
+        if inputs.edge_index.shape != ctx.edge_index_shape:
+            raise RuntimeError("edge_index was given other data between the forward and the backward pass.")
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        grad_weights = grad_weights if ctx.with_weights else None
+        results = grad_out, grad_weights, out, weights, kept
+        if ctx.is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
+            names = [name for name, wants in zip(DIFFERENTIABLE, ctx.wanted, strict=True) if wants]
+            grads = self._compute_backward(inputs, *results, names)
+        else:
+            grads = self._backward(*results, *inputs, ctx.wanted)
+        return *_in_place(grads, ctx.wanted), None, None
+
+
+class Differentiated:
+    """An operator with a gradient: what `torch.library.register_autograd` does, at a fraction of its cost per call.
+
+    Called, it skips PyTorch's dispatcher where nobody looks at the operators that are called.
+
+    Args:
+        name: The operator's name, without its namespace.
+        compute: What it computes, without gradients.
+        save: `save(ctx, inputs, output)` keeps what `differentiate` needs.
+        differentiate: `differentiate(ctx, *grads)` returns the gradients of all inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        compute: Callable[..., Any],
+        save: Callable[..., None],
+        differentiate: Callable[..., tuple[Tensor | None, ...]],
+    ):
+        op = getattr(torch.ops.gattn, name).default
+        places = [place for place, argument in enumerate(op._schema.arguments) if str(argument.type) in _TENSOR_TYPES]
+
+        def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
+            ctx.is_direct = keys is None
+            output = compute(*inputs) if ctx.is_direct else autograd_below(op, keys, *inputs)
+            ctx.set_materialize_grads(False)
+            save(ctx, inputs, output)
+            return tuple(output) if isinstance(output, list) else output
+
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            return None, *differentiate(ctx, *grads)
+
+        function: Any = type(f"gattn_{name}", (torch.autograd.Function,), {"forward": forward, "backward": backward})
+
+        def dispatched(keys: Any, *inputs: Any) -> Any:
+            if not has_gradient(self._tensors(inputs)):
+                return autograd_below(op, keys, *inputs)
+            output = function.apply(keys, *inputs)
+            return list(output) if isinstance(output, tuple) else output
+
+        library.impl(name, dispatched, "Autograd", with_keyset=True)
+        self._op, self._compute, self._tensors = op, compute, itemgetter(*places)
+        self._apply = apply_of(function)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The operator's output."""
+        if needs_dispatcher():
+            return self._op(*inputs)
+        tensors = self._tensors(inputs)
+        if not are_plain(tensors):
+            return self._op(*inputs)
+        if not has_gradient(tensors):
+            return self._compute(*inputs)
+        output = self._apply(None, *inputs)
+        return list(output) if isinstance(output, tuple) else output
+
+
+def has_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a gradient of what is computed from these tensors may be asked for."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # twice as fast as any()
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def are_plain(inputs: Sequence[Any]) -> bool:
+    """Whether no tensor among the inputs is of a subclass, which may want to see every operator, or a wrapper.
+
+    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them.
+    """
+    return _PLAIN.issuperset(map(type, inputs)) and not any(
+        isinstance(value, Tensor) and is_functorch_tensor(value) for value in inputs
+    )
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, bool, float, str, list))
+_TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
+
+
+def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.wanted = [bool(ctx.needs_input_grad[1 + place]) for place in _PLACES]
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.with_weights = inputs[-1]
+    inputs = Inputs(*inputs[:-2])
+    ctx.edge_index_shape = inputs.edge_index.shape
+    _save(ctx, inputs, output)
+
+
+def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None]) -> None:
+    """Keeps tensors as autograd wants them kept, and the rest beside them."""
+    ctx.places = [place for place in _TENSORS if inputs[place] is not None]
+    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+    ctx.save_for_backward(*(inputs[place] for place in ctx.places), *tensors)
+
+
+def _saved(ctx: Any) -> tuple[Inputs, Tensor, Tensor, list[Tensor]]:
+    """The inputs, and what the forward pass returned."""
+    inputs, (out, weights, *kept) = _split_saved(ctx)
+    return inputs, out, weights, kept
+
+
+def _split_saved(ctx: Any) -> tuple[Inputs, list[Any]]:
+    tensors = ctx.saved_tensors
+    values = list(ctx.others)
+    for place, tensor in zip(ctx.places, tensors, strict=False):
+        values[place] = tensor
+    return Inputs(*values), list(tensors[len(ctx.places) :])
+
+
+def _in_place(grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of all inputs, given those that are wanted."""
+    result: list[Tensor | None] = [None] * len(Inputs._fields)
+    remaining = iter(grads)
+    for place, wants in zip(_PLACES, wanted, strict=True):
+        if wants:
+            result[place] = next(remaining)
+    return result
+
+
+_NUM_GRADS_AND_RESULTS = 5
+
+
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    inputs, wanted = arguments[_NUM_GRADS_AND_RESULTS:-1], arguments[-1]
+    return [
+        torch.empty_like(inputs[place], memory_format=torch.contiguous_format)
+        for place, wants in zip(_PLACES, wanted, strict=True)
+        if wants
+    ]
+
+
+def _save_backward(ctx: Any, arguments: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.wanted = arguments[-1]
+    _save(ctx, Inputs(*arguments[_NUM_GRADS_AND_RESULTS:-1]), arguments[:2])
+
+
+def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The derivative of the backward pass: that of the reference's backward pass."""
+    inputs, (grad_out, grad_weights) = _split_saved(ctx)
+    with torch.enable_grad():
+        # Views, so that what is differentiated begins here.
+        leaves = {
+            name: tensor.view_as(tensor) for name in DIFFERENTIABLE if (tensor := getattr(inputs, name)) is not None
+        }
+        leaves = {name: leaf if leaf.requires_grad else leaf.requires_grad_() for name, leaf in leaves.items()}
+        outer = [None if grad is None else grad.view_as(grad) for grad in (grad_out, grad_weights)]
+        for grad in outer:
+            if grad is not None and not grad.requires_grad:
+                grad.requires_grad_()
+        results = _by_reference(inputs._replace(**leaves))
+        pairs = [(result, grad) for result, grad in zip(results, outer, strict=True) if grad is not None]
+        names = [name for name, wants in zip(DIFFERENTIABLE, ctx.wanted, strict=True) if wants]
+        first = torch.autograd.grad(
+            [result for result, _ in pairs],
+            [leaves[name] for name in names],
+            [grad for _, grad in pairs],
+            create_graph=True,
+            materialize_grads=True,
+        )
+        given = [(gradient, grad) for gradient, grad in zip(first, grads, strict=True) if grad is not None]
+        variables = [*leaves.values(), *(grad for grad in outer if grad is not None)]
+    second = iter(
+        torch.autograd.grad(
+            [gradient for gradient, _ in given],
+            variables,
+            [grad for _, grad in given],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+    )
+    of_inputs = _in_place([next(second) for _ in leaves], [name in leaves for name in DIFFERENTIABLE])
+    of_grads = [None if grad is None else next(second) for grad in outer]
+    return *of_grads, *[None] * (_NUM_GRADS_AND_RESULTS - len(of_grads)), *of_inputs, None
+
+
+def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """What the operator computes, in plain PyTorch."""
+    edge_index = inputs.edge_index
+    if inputs.self_loops:
+        edge_index = looped(edge_index, inputs.num_sources, inputs.num_targets, inputs.flow)
+    edge_index = edge_index.long()
+    family = Family(inputs.family, tuple(inputs.constants), inputs.vector)
+    edge = inputs.edge
+    if edge is not None and inputs.edge_projection is not None:
+        edge = torch.einsum("ed,hcd->ehc", edge.to(inputs.edge_projection.dtype), inputs.edge_projection).to(edge.dtype)
+    return reference.attention(
+        inputs.query,
+        inputs.key,
+        inputs.values,
+        edge_index if inputs.flow == FLOWS[0] else edge_index.flip(0),
+        inputs.num_targets,
+        Score.class_of_family(inputs.family).from_family(family),
+        Softmax(),
+        edge=edge,
+        bias=inputs.bias,
+        mask=inputs.mask,
+        edge_value=edge if inputs.edge_is_value else inputs.edge_value,
+        dropout=inputs.dropout,
+        seed=inputs.seed,
+    )

@@ -1,0 +1,93 @@
+"""What gattn uses of PyTorch that PyTorch calls private, each with the reason, and nowhere else.
+
+A new version of PyTorch may change any of these; the tests of this file's users would show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+__all__ = [
+    "apply_of",
+    "assert_later",
+    "autograd_below",
+    "backward_pass",
+    "flash_attention_on_cpu",
+    "flash_attention_on_cpu_backward",
+    "guard_or_true",
+    "is_compiled",
+    "is_functorch_tensor",
+    "is_traced",
+    "is_transformed",
+    "needs_dispatcher",
+    "scaled_dot_product_choice",
+    "uses_forward_mode",
+    "uses_jit_trace",
+]
+
+#: PyTorch's fused attention on the CPU: called directly, since through its public face it has no second derivative.
+flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+#: Which kernel `scaled_dot_product_attention` is about to choose: there is no public question for the CPU.
+scaled_dot_product_choice = torch._fused_sdp_choice
+
+#: Checks a condition when the device gets there, without waiting for it.
+assert_later = torch._assert_async
+
+
+def uses_jit_trace() -> bool:
+    """Whether `torch.jit.trace` records: it warns about every Python branch, and has no public sign."""
+    return torch._C._get_tracing_state() is not None
+
+
+def is_traced() -> bool:
+    """Whether tensors are stand-ins from which a program is made (compiled, traced), to run without this code."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or uses_jit_trace()
+
+
+def is_transformed() -> bool:
+    """Whether this runs inside one of `torch.func`'s transforms, whose tensors must not outlive it."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_functorch_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch or a gradient level of `torch.func`: its numbers cannot be read."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def uses_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on: operators with a backward formula alone would drop the tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def needs_dispatcher() -> bool:
+    """Whether somebody looks at which operators are called: a compiler, a tracer, a mode or a profiler."""
+    return is_traced() or torch.autograd._profiler_enabled()
+
+
+def backward_pass() -> int:
+    """A number that tells this backward pass from others."""
+    return torch._C._current_graph_task_id()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` made it."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its search of all arguments for tensors of `torch.func` transforms that have ended."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def autograd_below(op: Any, keys: Any, *inputs: Any) -> Any:
+    """Calls an operator as if tensors had no gradients: `torch.library` does the same inside, several hops slower."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)

@@ -1,0 +1,127 @@
+"""What the functions of this folder take: weights, graphs, layers and heads, checked and in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gattn.graphs import GraphLike, SparseGraph, as_graph
+
+#: Numbers: a tensor, an array, or nested lists.
+ArrayLike: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
+#: A graph in any form that `gattn.attend` takes.
+#: The weights of each layer, in a list or by name.
+Layers: TypeAlias = Mapping[str, ArrayLike] | Sequence[ArrayLike] | Tensor
+
+
+def _as_weights(weights: ArrayLike) -> Tensor:
+    """Returns weights as float64 numbers on the CPU, after checking that they are finite and not negative."""
+    if isinstance(weights, (list, tuple)) and any(isinstance(part, Tensor) for part in weights):
+        raise ValueError(
+            f"got {len(weights)} tensors, such as the weights of a packed graph's blocks: take one of them, weights[0]."
+        )
+    weights = torch.as_tensor(weights).detach().cpu().double()
+    if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
+        raise ValueError(
+            "attention weights must be finite and not negative: if these are logits, take their softmax first."
+        )
+    return weights
+
+
+def complete_weights(weights: ArrayLike) -> Tensor:
+    """Checks the weights of a complete graph, and returns them as `[H, N, M]`."""
+    weights = _as_weights(weights)
+    if weights.dim() == 4:
+        raise ValueError(
+            f"weights of shape {list(weights.shape)} are those of a batch: take one element of it, weights[0]."
+        )
+    if weights.dim() not in (2, 3) or weights.numel() == 0:
+        raise ValueError(
+            f"weights must be [N, M] or [H, N, M], and not empty; got {list(weights.shape)}. Weights of edges, [E] or "
+            "[E, H], come with its edge_index: pass it, too."
+        )
+    return weights if weights.dim() == 3 else weights.unsqueeze(0)
+
+
+def edge_weights(weights: ArrayLike, edges: Tensor) -> Tensor:
+    """Checks the weights of edges, and returns them as `[E, H]`."""
+    weights = _as_weights(weights)
+    if weights.dim() == 3:
+        raise ValueError(
+            f"weights of shape {list(weights.shape)} are those of a batch: take one element of it, weights[0]."
+        )
+    if weights.dim() not in (1, 2) or weights.size(0) != edges.size(1) or weights.numel() == 0:
+        raise ValueError(
+            f"weights must be [E] or [E, H] with one row for each of the graph's {edges.size(1)} edges, and not empty; "
+            f"got {list(weights.shape)}. Pass the edge_index that the layer returns with them, which includes "
+            "self-loops."
+        )
+    return weights if weights.dim() == 2 else weights.unsqueeze(1)
+
+
+def edge_list(edge_index: GraphLike, at_least: int = 0) -> tuple[Tensor, tuple[int, int]]:
+    """Returns sources and targets on the CPU, `[2, E]`, and their numbers, which are `at_least` this if unknown."""
+    graph = as_graph(edge_index)
+    if not isinstance(graph, SparseGraph):  # pictures of graphs draw edges
+        raise ValueError(
+            "a CompleteGraph has no list of edges: its weights, [N, M] or [H, N, M], come without a graph."
+        )
+    sizes = graph.num_sources, graph.num_targets
+    if None in sizes:
+        most = int(graph.adjacency.max()) + 1 if graph.adjacency.numel() else 0
+        graph = graph.with_sizes(*(max(most, at_least) if size is None else size for size in sizes))
+    edges = graph.edge_index.cpu()
+    return edges if graph.flow == "source_to_target" else edges.flip(0), (
+        graph.num_sources or 0,
+        graph.num_targets or 0,
+    )
+
+
+def edges_within(edge_index: GraphLike, **per_node: Any) -> tuple[Tensor, int]:
+    """Returns the edges of a graph whose sources and targets are the same nodes, and the number of nodes.
+
+    If the graph does not say how many nodes there are, what is given per node does.
+    """
+    counts = {name: len(x) for name, x in per_node.items() if x is not None and not isinstance(x, Mapping)}
+    edges, (num_sources, num_targets) = edge_list(edge_index, max(counts.values(), default=0))
+    if num_sources != num_targets:
+        raise ValueError(
+            f"sources and targets must be the same nodes; this graph has {num_sources} and {num_targets} of them."
+        )
+    for name, count in counts.items():
+        if count != num_targets:
+            raise ValueError(f"{name} must have one entry for each of the graph's {num_targets} nodes; got {count}.")
+    return edges, num_targets
+
+
+def named_layers(weights_by_layer: Layers) -> dict[str, ArrayLike]:
+    """Returns the weights of each layer by its name, or by its number if it has no name."""
+    if isinstance(weights_by_layer, Mapping):
+        layers = {str(name): weights for name, weights in weights_by_layer.items()}
+    else:
+        layers = {f"layer {number}": weights for number, weights in enumerate(weights_by_layer)}
+    if not layers:
+        raise ValueError("there is no layer: pass the weights of at least one layer, in a list or by name.")
+    return layers
+
+
+def select_head(weights: Tensor, head: int | str | None, dim: int) -> Tensor:
+    """Selects one head, or the mean of all heads, in dimension `dim`."""
+    count = weights.size(dim)
+    if head == "mean":
+        return weights.mean(dim)
+    if head is None and count > 1:
+        raise ValueError(
+            f"these are the weights of {count} heads: choose head=0 to head={count - 1}, or head='mean' (or, if these "
+            "are the weights of a batch, take one element of it, weights[0])."
+        )
+    head = 0 if head is None else head
+    if not isinstance(head, int) or isinstance(head, bool):
+        raise ValueError(f"head must be the number of a head, or 'mean'; got {head!r}.")
+    if not 0 <= head < count:
+        raise IndexError(f"there is no head {head}: the weights have {count}, from 0 to {count - 1}.")
+    return weights.select(dim, head)

@@ -1,0 +1,132 @@
+"""Attention weights as a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from gattn.visualize.inputs import ArrayLike, complete_weights, select_head
+from gattn.visualize.style import (
+    WEIGHT_LABEL,
+    WEIGHTS,
+    add_title_and_colorbar,
+    as_list,
+    colour_scale,
+    printable,
+)
+
+_MAX_LABELS = 80
+
+
+def attention_matrix(
+    weights: ArrayLike,
+    row_labels: Sequence[Any] | None = None,
+    column_labels: Sequence[Any] | None = None,
+    *,
+    head: int | str | None = None,
+    ax: Axes | None = None,
+    title: str | None = None,
+    maximum: float | None = None,
+    colorbar: bool | None = None,
+) -> Axes:
+    """Draws weights as a matrix with one row per target and one column per source.
+
+    Args:
+        weights: `[N, M]`, or `[H, N, M]` with `head`.
+        row_labels: The names of the N targets, such as tokens. (default: `None`, numbers)
+        column_labels: The names of the M sources. (default: `None`, numbers)
+        head: The number of a head, or `"mean"` for the mean over heads. It can be left out if there is only one head.
+            (default: `None`)
+        ax: The axes to draw into. (default: `None`, a new figure)
+        title: The title of the axes. (default: `None`)
+        maximum: The weight that gets the darkest colour. (default: `None`, the largest weight)
+        colorbar: Whether to show the scale of colours. (default: `None`, in a new figure only)
+
+    Raises:
+        ValueError: If shapes and labels do not fit each other, or there are too many labels to read.
+        IndexError: If there is no such head.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, gattn
+        >>> from gattn.visualize import attention_matrix
+        >>> attention = gattn.nn.MultiheadAttention(8, 2)
+        >>> x = torch.randn(4, 8)
+        >>> _, weights = attention(x, x, x, average_attn_weights=False)
+        >>> tokens = ["attention", "is", "message", "passing"]
+        >>> ax = attention_matrix(weights, tokens, tokens, head=0)
+    """
+    matrix = select_head(complete_weights(weights), head, 0)
+    return draw_matrix(matrix, row_labels, column_labels, ax, title, maximum, colorbar, WEIGHT_LABEL)
+
+
+def draw_matrix(
+    matrix: Tensor,
+    row_labels: Sequence[Any] | None,
+    column_labels: Sequence[Any] | None,
+    ax: Axes | None,
+    title: str | None,
+    maximum: float | None,
+    colorbar: bool | None,
+    label: str,
+) -> Axes:
+    """Draws a matrix of weights, or of shares in the output, as `label` says."""
+    num_targets, num_sources = matrix.shape
+    colorbar = ax is None if colorbar is None else colorbar
+    if ax is None:
+        _, ax = plt.subplots(figsize=_matrix_size(matrix, row_labels, column_labels), layout="constrained")
+    is_narrow = max(matrix.shape) > 4 * min(matrix.shape)
+    image = ax.imshow(
+        matrix.numpy(),
+        cmap=WEIGHTS,
+        norm=colour_scale(matrix, maximum),
+        aspect="auto" if is_narrow else "equal",
+        interpolation="nearest",
+    )
+    _name_ticks(ax.yaxis, row_labels, num_targets, "row_labels")
+    _name_ticks(ax.xaxis, column_labels, num_sources, "column_labels")
+    ax.set_xlabel("source", fontsize=9)
+    ax.set_ylabel("target", fontsize=9)
+    add_title_and_colorbar(ax, title, image if colorbar else None, label)
+    return ax
+
+
+def _matrix_size(
+    matrix: Tensor, labels: Sequence[Any] | None, other_labels: Sequence[Any] | None
+) -> tuple[float, float]:
+    """The size of a new figure in inches, with enough room for the labels, if there are any."""
+    num_targets, num_sources = matrix.shape
+    cell = 0.24 if labels is not None or other_labels is not None else 4.0 / max(matrix.shape)
+    return max(cell * num_sources, 1.5) + 1.9, max(cell * num_targets, 1.0) + 1.1
+
+
+def _name_ticks(axis: XAxis | YAxis, labels: Sequence[Any] | None, count: int, name: str) -> None:
+    """Labels the rows or columns of a matrix with names, or with numbers if there are none."""
+    axis.set_tick_params(labelsize=8, length=2)
+    if labels is None:
+        axis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+        return
+    names = [printable(label) for label in as_list(labels)]
+    if len(names) != count:
+        rows = "rows" if axis.axis_name == "y" else "columns"
+        raise ValueError(f"{name} must have one entry for each of the {count} {rows}; got {len(names)}.")
+    if count > _MAX_LABELS:
+        raise ValueError(
+            f"{count} labels are too many to read; at most {_MAX_LABELS} can be: draw a part of the matrix, or leave "
+            f"out {name}."
+        )
+    # In a label, a dollar sign is a token and does not start a formula.
+    axis.set_ticks(range(count), names, parse_math=False)
+    if axis.axis_name == "x" and max(map(len, names)) > 1:
+        vertical = {"rotation": 90, "ha": "center", "va": "top"}
+        slanted = {"rotation": 45, "ha": "right", "va": "top", "rotation_mode": "anchor"}
+        for text in axis.get_ticklabels():
+            text.set(**(vertical if count > 30 else slanted))

@@ -1,0 +1,73 @@
+"""How pictures look: colours, scales, legends and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+#: Okabe and Ito's palette, for classes and heads.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
+
+#: From no weight to the largest one. Lightness decreases throughout, so that the scale can be read in grey as well.
+WEIGHTS = LinearSegmentedColormap.from_list("gattn_weights", ["#F7FAFC", "#B5D3E7", "#5BA3CF", "#0072B2", "#003A5C"])
+
+#: The same scale, but starting with a blue that is visible as a line.
+EDGES = LinearSegmentedColormap.from_list("gattn_edges", WEIGHTS([0.2, 0.4, 0.6, 0.8, 1.0]))
+
+#: The labels of colour bars.
+WEIGHT_LABEL, SHARE_LABEL = "attention weight α", "part in the output"
+
+
+def colour_scale(weights: Tensor, maximum: float | None) -> Normalize:
+    """Maps weights from zero to `maximum`, or to the largest one, to the range of a scale of colours."""
+    if maximum is not None and maximum <= 0:
+        raise ValueError(f"maximum is the weight of the darkest colour and must be above zero; got {maximum}.")
+    largest = float(weights.max()) if weights.numel() else 0.0
+    return Normalize(0.0, maximum or largest or 1.0)
+
+
+def add_title_and_colorbar(ax: Axes, title: str | None, mappable: ScalarMappable | None, label: str = "") -> None:
+    """Adds a title and a colour bar, where they are given."""
+    if title is not None:
+        ax.set_title(title, fontsize=10)
+    if mappable is not None:
+        add_colorbar(mappable, ax.figure, ax, label)
+
+
+def add_colorbar(mappable: ScalarMappable, figure: Any, axes: Any, label: str) -> None:
+    """Adds a colour bar beside the axes."""
+    bar = figure.colorbar(mappable, ax=axes, shrink=0.8, aspect=25, pad=0.02)
+    bar.set_label(label, fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    bar.ax.yaxis.set_major_locator(MaxNLocator(6))
+    bar.outline.set_visible(False)
+
+
+def legend_style(names: Sequence[str]) -> dict[str, Any]:
+    """The options of a legend with these names."""
+    return {
+        "ncols": min(len(names), 4),
+        "fontsize": 8,
+        "frameon": False,
+        "handletextpad": 0.1,
+        "columnspacing": 1.0,
+    }
+
+
+def as_list(labels: Any) -> list[Any]:
+    """Converts labels or classes, which may be a tensor or an array, to a list."""
+    return labels.tolist() if hasattr(labels, "tolist") else list(labels)
+
+
+def printable(label: Any) -> str:
+    """Returns a label that is visible: spaces and line breaks may be tokens."""
+    text = str(label)
+    for invisible, symbol in (("\n", "↵"), ("\t", "⇥")):
+        text = text.replace(invisible, symbol)
+    return text.replace(" ", "␣") if text.isspace() else text

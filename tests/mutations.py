@@ -1,0 +1,535 @@
+"""Small, plausible mistakes in the kernels, one at a time: the tests must notice each.
+
+    python -m tests.mutations --output mutations.csv
+
+All mistakes in C++ go into one build, where `GATTN_MUTANT` chooses among them when the library is loaded; those in
+Python go into copies of the package. The status is 0 if all were noticed. In a mutation's text, `«right → wrong»` is
+what changes, and what surrounds it says where: it must be there exactly once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+#: Where the kernels in C++ are; a mutation's text may be in any file there.
+KERNELS = "gattn/ops/backends/cpu/csrc"
+LAYOUT = f"{KERNELS}/layout.cpp"
+TRITON, TRITON_CALLS, TRITON_LAYOUT = (
+    f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
+)
+DENSE, REFERENCE, CUSTOM_SCORES, EDGE_LISTS = (
+    f"gattn/{name}"
+    for name in ("ops/backends/dense", "ops/reference.py", "ops/custom_scores.py", "graphs/edge_lists.py")
+)
+
+#: Which tests are to notice, in their order.
+TESTS = {
+    KERNELS: ["tests/ops/test_cpu.py"],
+    LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
+    TRITON: ["tests/ops/test_triton.py"],
+    TRITON_CALLS: ["tests/ops/test_triton.py"],
+    TRITON_LAYOUT: ["tests/ops/test_triton.py"],
+    DENSE: ["tests/ops/test_dense.py"],
+    REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
+    CUSTOM_SCORES: ["tests/ops/test_custom_scores.py"],
+    EDGE_LISTS: ["tests/test_graphs.py", "tests/ops/test_layout.py", "tests/nn/test_layers.py"],
+}
+
+
+class Place(NamedTuple):
+    """A file, where a mistake begins and ends in it, what is right there, and what is wrong."""
+
+    file: str
+    start: int
+    end: int
+    right: str
+    wrong: str
+
+
+class Mutation(NamedTuple):
+    """A mistake: its name, the file (or the folder of that file), and the text around `«right → wrong»`."""
+
+    name: str
+    file: str
+    text: str
+
+    def place(self) -> Place:
+        """Where the mistake is made."""
+        before, _, rest = self.text.partition("«")
+        change, _, after = rest.partition("»")
+        right, _, wrong = (part.strip(" ") for part in change.partition("→"))
+        context = before + right + after
+        path = ROOT / self.file
+        sources = {x: x.read_text() for x in (sorted(path.iterdir()) if path.is_dir() else [path])}
+        counts = {path: source.count(context) for path, source in sources.items() if context in source}
+        if list(counts.values()) != [1]:
+            raise SystemExit(f"{self.name}: {self.file} has {context!r} {sum(counts.values())} times, not once.")
+        (path,) = counts
+        start = sources[path].index(context) + len(before)
+        return Place(path.relative_to(ROOT).as_posix(), start, start + len(right), right, wrong)
+
+    @property
+    def compiled(self) -> bool:
+        return self.file.startswith(KERNELS)
+
+
+MUTATIONS = [
+    # ----------------------------------------------------------------------------------------------- channels and edges
+    Mutation("a last channel alone is skipped", KERNELS, "if («c < channels → c + 1 < channels») f(Strip<1, true>"),
+    Mutation("a strip of two vectors counts as one", KERNELS, "2 * W}), «c += 2 * W → c += W»;"),
+    Mutation(
+        "a long row ends only where its last block is full",
+        KERNELS,
+        "p == first, whole.ends && «p + n == last → p + kBlock == last»}",
+    ),
+    Mutation("a row that just fits starts no new block", KERNELS, "last - first > «kBlock - n → kBlock - n + 1»)"),
+    Mutation("a row's sum forgets its earlier blocks", KERNELS, "A sum = «run.begins ? A(0) : to[h] → A(0)»;"),
+    # ------------------------------------------------------------------------------------------------------- the scores
+    Mutation("the slope has the wrong sign", KERNELS, "return x > A(0) ? x : «x * slope → x * -slope»;"),
+    Mutation(
+        "the slope of a sum is its square",
+        KERNELS,
+        "store(logits + at, «applied.value → applied.value * applied.derivative»);",
+    ),
+    Mutation("tanh has another derivative", KERNELS, "return {y, A(1) - «y * y → y»};"),
+    Mutation("a slope is zero in the derivative", KERNELS, "splat<Vec<A>>(A(1)) : «splat<Vec<A>>(slope) → Vec<A>{}»};"),
+    Mutation(
+        "the derivative leaves out the edge",
+        KERNELS,
+        "applied = «family.template apply<kOwn>(fixed[k], segment.other(strip, e, k), edge)"
+        " → family.template apply<kOwn>(fixed[k], segment.other(strip, e, k), None{})»;",
+    ),
+    Mutation("logits by source leave out the edge", KERNELS, "else return («own + edge → own») * other;"),
+    Mutation("the scale is forgotten in the query's gradient", KERNELS, "«weigh(acc, H * C); →»"),
+    Mutation("the scale is forgotten in the edge's gradient", KERNELS, "(«gradient * family.scale() → gradient»);"),
+    Mutation(
+        "the edge's gradient leaves out the edge",
+        KERNELS,
+        "apply<kSource>(«strip.load_at(score_edge[e] + h * C, k) → Vec<A>{}», strip",
+    ),
+    Mutation("signs of all strips are read from the first", KERNELS, "signs_offset + «strip.first / 8 → 0» + k"),
+    # ------------------------------------------------------------------------------------------- bias, mask and dropout
+    Mutation("no bias beside an edge term", KERNELS, "if («a.bias != nullptr → a.bias != nullptr && !a.edge») add"),
+    Mutation(
+        "all of a batch get the first bias", KERNELS, "add_edge_scalars(a.bias, «a.bias_batch → 0», b, n, logits)"
+    ),
+    Mutation("all heads get the first head's mask", KERNELS, "a.mask_edge + «h * a.mask_head → 0»]"),
+    Mutation("all of a batch get the first mask", KERNELS, "a.mask + b * «a.mask_batch → 0»;"),
+    Mutation("the backward pass forgets bias and mask", KERNELS, "terms);\n      «this->finish_logits(b, n); →»"),
+    Mutation("all of a batch drop the same", KERNELS, "uint64_t((«b * a.edges + edge[e] → edge[e]») * H)"),
+    Mutation("what dropout keeps is not scaled", KERNELS, "const A scale = A(«a.keep_scale → 1.0»);"),
+    Mutation("the value's gradient ignores dropout", KERNELS, "«kept *= load(keep + at) → kept *= A(1)»;"),
+    Mutation(
+        "the weights' gradient ignores dropout",
+        KERNELS,
+        "if (a.dropout) «product *= load(keep + at) → product *= A(1)»,",
+    ),
+    # ------------------------------------------------------------------------------------------------------ the softmax
+    Mutation(
+        "the maximum is not subtracted", KERNELS, "vector_exp(lanes.load_or(logits + at, lowest) - «base → Vec<A>{}»)"
+    ),
+    Mutation(
+        "a fully masked row is NaN",
+        KERNELS,
+        "exp(-inf + inf).\n    const Vec<A> base = «most == -A(INFINITY) ? Vec<A>{} : most → most»;",
+    ),
+    Mutation(
+        "a running sum keeps its old maximum",
+        KERNELS,
+        "total_weight += «repeat_heads(sum) * by → repeat_heads(sum)»;",
+    ),
+    Mutation(
+        "a running sum keeps its old maximum, other heads",
+        KERNELS,
+        "if (!run.begins) heads.store_at(factor_, k, «vector_exp(before - base) → Vec<A>{} + A(1)»);",
+    ),
+    Mutation(
+        "a running output keeps its old maximum",
+        KERNELS,
+        "total_value[k] = «strip.load_at(acc + h * V, k) * heads.spread(factor, k) → strip.load_at(acc + h * V, k)»;",
+    ),
+    Mutation("a part of a hub keeps its own maximum", KERNELS, "part[c] * «new_factor → A(1)»;"),
+    Mutation("a hub's sum keeps its old maximum", KERNELS, "sum[h] = «sum[h] * old_factor → sum[h]» + state"),
+    Mutation(
+        "a fully masked hub is infinite", KERNELS, "stats[H + h] = «sum[h] == 0 ? A(0) : 1 / sum[h] → 1 / sum[h]»;"
+    ),
+    Mutation("a part of a hub leaves out its last weight", KERNELS, "last = «task.last_edge → task.last_edge - 1»;"),
+    # ---------------------------------------------------------------------------------------------------- the gradients
+    Mutation(
+        "delta is taken of the rounded output",
+        KERNELS,
+        "if («a.out_wide == nullptr → true») products",
+    ),
+    Mutation(
+        "delta leaves out the weights' gradient",
+        KERNELS,
+        "«terms[2 * H + h] += weights[at + h] * grads[at + h]; →»",
+    ),
+    Mutation(
+        "only a hub's last part counts, by source",
+        KERNELS,
+        "«acc_key[c] += from[G * V + c]; → acc_key[c] = from[G * V + c];»",
+    ),
+    Mutation(
+        "only a hub's last part counts, by target",
+        KERNELS,
+        "query_width(); ++c) «acc[c] += from[c]; → acc[c] = from[c];»",
+    ),
+    Mutation(
+        "the vector's gradient leaves out hubs",
+        KERNELS,
+        "if (task.slot >= 0) {\n      «this->add_source_to_vector_gradient(task.first_row, b); →»",
+    ),
+    Mutation(
+        "the vector's gradient is of the last of a batch", KERNELS, "(«task * a.batch + b → task * a.batch») * H * C;"
+    ),
+    Mutation("logits' gradients in another order", KERNELS, "terms + «position[e] → (p + e)» * H);\n    }\n    if"),
+    Mutation(
+        "one tensor as key and value, one gradient", KERNELS, "++c) «acc_key[c] += acc[c]; → acc_key[c] = acc[c];»"
+    ),
+    Mutation(
+        "one tensor as both edge terms, one gradient",
+        KERNELS,
+        "if constexpr (kIsValue) «result += of_value; →»",
+    ),
+    # --------------------------------------------------------------------------------------------- batches, heads, hubs
+    Mutation(
+        "keys lie apart as queries do", KERNELS, "static_cast<const T*>(a.key) + b * «a.key_batch → a.query_batch»"
+    ),
+    Mutation(
+        "a value's batch stride is its key's",
+        KERNELS,
+        "static_cast<const T*>(a.value) + b * «a.value_batch → a.key_batch»",
+    ),
+    Mutation("a query head gets another key head", KERNELS, "{others, (kOwn == kTarget ? «h / group → h % G» : h) * C"),
+    Mutation("a query head gets another value head", KERNELS, "{gathered, «h / group → h % G» * V, edges"),
+    Mutation(
+        "a value head's gradient is of its last query head",
+        KERNELS,
+        "anew = «run.begins && h % group == 0 → run.begins»;",
+    ),
+    Mutation(
+        "hubs of a batch share their memory, forward",
+        KERNELS,
+        "static_cast<A*>(a.partial) + («b * a.by_target.num_slots + slot → slot») * (Softmax",
+    ),
+    Mutation(
+        "hubs of a batch share their memory, by source",
+        KERNELS,
+        "static_cast<A*>(a.partial) + («b * a.by_source.num_slots + slot → slot») * (G",
+    ),
+    Mutation(
+        "a hub's parts are merged for the first of a batch",
+        KERNELS,
+        "pass.merge(t % split, «t / split → 0»);",
+    ),
+    # ------------------------------------------------------------------------------------------------------- the layout
+    Mutation("self-loops are numbered from zero", LAYOUT, "edge[at] = «number + int32_t(i) → int32_t(i)»;"),
+    Mutation(
+        "later edges' numbers count loops that went out",
+        LAYOUT,
+        "int32_t next = «kept[piece] → int32_t(num_edges * piece / pieces)»;",
+    ),
+    Mutation(
+        "a descent between two pieces is not seen",
+        LAYOUT,
+        "before = «first > 0 ? target[(first - 1) * target_stride] : 0 → 0»;",
+    ),
+    Mutation(
+        "an index of N is in range", LAYOUT, "«uint64_t(i) >= uint64_t(targets) → uint64_t(i) > uint64_t(targets)»)"
+    ),
+    Mutation(
+        "the last index of the padding is not written", LAYOUT, "memset(node + total, 0, «kPadding → (kPadding - 1)» *"
+    ),
+    Mutation(
+        "a part of a hub leaves out its last edge",
+        LAYOUT,
+        "«start[row] + degree * (part + 1) / parts → start[row] + degree * (part + 1) / parts - 1», num",
+    ),
+    Mutation("the hash ignores the order of edges", LAYOUT, "hash += «mix(mix(ends) + uint64_t(e)) → mix(mix(ends))»;"),
+    # -------------------------------------------------------------------------------------------- dropout of any tensor
+    Mutation("every chunk drops the same", KERNELS, "low = «uint32_t(first) → 0u»;"),
+    Mutation("the seed's upper half is ignored", KERNELS, "(uint64_t(first) >> 32) ^ «high_seed → 0u»,"),
+    Mutation("the generator mixes once less", KERNELS, "return «mix(mix(low) ^ high) → mix(low ^ high)» >= threshold"),
+    # ------------------------------------------------------------------------------------------------------ the vectors
+    Mutation("bfloat16 is cut off", KERNELS, "uint16_t((«bits + 0x7fff + (bits >> 16 & 1) → bits») >> 16);"),
+    Mutation("float16's infinity is a number", KERNELS, "if («magnitude >= 0x7c00 → magnitude > 0x7c00») return"),
+    Mutation("the last channel of a part is not stored", KERNELS, "memcpy(p, lanes, size_t(«n → n - 1») * sizeof(T));"),
+    Mutation("half of the lanes are not summed", KERNELS, "return sum_lanes(«low + high → low»);"),
+    Mutation("the last lane of a part is left out", KERNELS, "lane_numbers<A>() < LaneInt<A>(«n → n - 1»)"),
+    Mutation("exp of minus infinity is not zero", KERNELS, "y = «x < lowest ? Vec<float>{} : y → y»;"),
+    Mutation("tanh of large arguments has no sign", KERNELS, "(«x < 0.0f ? -large : large → large»)"),
+    # -------------------------------------------------------------------------------------------------- the GPU kernels
+    Mutation("the scale is forgotten", TRITON, "return «tl.sum(q * k, axis=2) * scale → tl.sum(q * k, axis=2)»"),
+    Mutation("slopes are on the wrong side", TRITON, "tl.where(«z > 0 → z < 0», through, through * slope)"),
+    Mutation("a running sum keeps its old maximum", TRITON, "total = «total * shrink + p → total + p»"),
+    Mutation("all of a batch get the first mask", TRITON, "place = «batch * mask_batch + number → number»"),
+    Mutation("a part of a hub keeps its own maximum", TRITON, "tl.sum(«shrink[:, :, None] * part → part», axis=0)"),
+    Mutation("a query head gets another key head", TRITON, "key_offset = («h // GROUP → h % GROUP»)[:, None]"),
+    Mutation(
+        "a gradient through dropout is not scaled",
+        TRITON,
+        "tl.where(is_kept, «grad_alpha * keep_scale → grad_alpha», 0.0)",
+    ),
+    Mutation(
+        "all of a batch drop the same, backward",
+        TRITON,
+        "n = («batch * num_edges + e → e».to(tl.int64)[:, None]) * HEADS + h[None]\n            is_kept",
+    ),
+    Mutation(
+        "one tensor as both edge terms, one gradient",
+        TRITON,
+        "if «EDGE_IS_VALUE → EDGE_IS_VALUE and not EDGE_IS_VALUE»:",
+    ),
+    Mutation(
+        "the vector's gradient forgets the slope",
+        TRITON,
+        "through * slope)\n        return through, through, grad * «y → z»",
+    ),
+    Mutation(
+        "delta is taken of the rounded output", TRITON_CALLS, "(grad_out.to(call.compute) * flat(«unrounded → out», 2))"
+    ),
+    Mutation("gradients of grouped heads are not summed", TRITON_CALLS, "(-1, self.group)).«sum(3) → select(3, 0)»"),
+    Mutation(
+        "a hub's parts overlap",
+        TRITON_LAYOUT,
+        "last = «torch.minimum(first + length, start[row + 1]) → start[row + 1]»",
+    ),
+    # -------------------------------------------------------------------------------------------------- complete graphs
+    Mutation("targets without sources come last", DENSE, "F.pad(out, (0, 0, 0, 0, «-offset, 0 → 0, -offset»))"),
+    Mutation("a window that is one too narrow is none", DENSE, "left >= num_targets - «1 → 2» + offset"),
+    Mutation("a band is one too narrow", DENSE, "(distance «<= → <» left + right)"),
+    Mutation(
+        "a band sees what pads it", DENSE, "mask & («(source >= 0) & (source < num_sources) → source < num_sources»)"
+    ),
+    Mutation("second derivatives hide the target itself", DENSE, ".triu(«1 → 0»)"),
+    Mutation(
+        "a bias of minus infinity is NaN",
+        DENSE,
+        "    if «bias is None and mask is None → mask is None»:\n        return logits",
+    ),
+    Mutation("all blocks get the first one's bias", DENSE, "x = x[[«place % x.size(0) → 0 * place» for"),
+    Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * m + s → s», size[1]"),
+    Mutation("returned weights forget the scale", DENSE, "@ keys.permute(0, 2, 3, 1) «* score.factor(key.size(-1)) →»"),
+    # -------------------------------------------------------------------------------- the reference, and lists of edges
+    Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),
+    Mutation("weights are those after dropout", REFERENCE, "return out, «alpha → dropped»"),
+    Mutation(
+        "query heads take key heads in turn",
+        REFERENCE,
+        "else «tensor.repeat_interleave(heads // tensor.size(-2), dim=-2)"
+        " → torch.cat([tensor] * (heads // tensor.size(-2)), dim=-2)»",
+    ),
+    Mutation("loops for sources that are no targets", EDGE_LISTS, "add_loops(edge_index, «min → max»(num_sources"),
+    Mutation(
+        "loops that exist already stay",
+        EDGE_LISTS,
+        "    edge_index, features = «remove_self_loops(edge_index, features) → edge_index, features»",
+    ),
+    Mutation(
+        "an edit in place is not seen",
+        EDGE_LISTS,
+        "    return «tensor._version, tensor.shape, tensor.stride() → tensor.shape, tensor.stride()»,",
+    ),
+    Mutation("an index of N is in range", EDGE_LISTS, "if highest «>= → >» limit:"),
+    # ------------------------------------------------------------------------------------------------ users' own scores
+    Mutation(
+        "a gathered gradient is of its last chunk",
+        CUSTOM_SCORES,
+        "        «gathers.sum.index_add_ → gathers.sum = grad.new_zeros(ctx.shape).index_add_»(grad.dim()",
+    ),
+    Mutation("a chunk's queries are at its sources", CUSTOM_SCORES, "gather_query(query, «target → source»)"),
+    Mutation("edges in the other flow are not turned", CUSTOM_SCORES, "else «rows.flip(0) → rows»\n"),
+]
+
+# Puts a copy of the package before all others, however gattn is installed.
+RUN = """
+import sys
+from importlib.machinery import PathFinder
+
+class First:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "gattn":
+            return PathFinder.find_spec(name, [sys.argv[1]] if name == "gattn" else path)
+
+sys.meta_path.insert(0, First)
+import pytest
+
+status = pytest.main(sys.argv[2:])
+gattn = sys.modules.get("gattn")
+sys.exit(4 if gattn and not gattn.__file__.startswith(sys.argv[1]) else status)
+"""
+
+MUTANT_H = """
+#include <cstdlib>
+static const char* const gattn_mutant_text = std::getenv("GATTN_MUTANT");
+static const int gattn_mutant = gattn_mutant_text ? std::atoi(gattn_mutant_text) : 0;
+"""
+
+
+class Result(NamedTuple):
+    """What became of a mutation: its name and file, what happened, in which test, and after how long."""
+
+    mutation: str
+    file: str
+    outcome: str
+    test: str
+    seconds: float
+
+
+def choices(file: str, places: Sequence[tuple[int, Place]]) -> str:
+    """The C++ source with all mutations, each where `gattn_mutant` is its number."""
+    source = (ROOT / file).read_text()
+    changes = []
+    for number, (_, start, end, right, wrong) in places:
+        if right.endswith(";"):
+            changed = f"{{ if (gattn_mutant == {number}) {{ {wrong} }} else {{ {right} }} }}"
+        else:
+            changed = f"(gattn_mutant == {number} ? ({wrong}) : ({right}))"
+        changes.append((start, end, changed))
+    for (start, end, changed), (limit, _, _) in zip(
+        sorted(changes, reverse=True), [(len(source), 0, ""), *sorted(changes, reverse=True)], strict=False
+    ):
+        if end > limit:
+            raise SystemExit(f"{file}: two mutations overlap at {source[start:end]!r}.")
+        source = source[:start] + changed + source[end:]
+    return source
+
+
+def build(folder: Path, numbered: Sequence[tuple[int, Mutation]]) -> Path:
+    """Compiles the kernels with all mutations; again only where sources changed."""
+    sources = folder / "csrc"
+    sources.mkdir(parents=True, exist_ok=True)
+    texts = {path.name: path.read_text() for path in (ROOT / KERNELS).iterdir()} | {"mutant.h": MUTANT_H}
+    places = [(number, mutation.place()) for number, mutation in numbered]
+    for file in {place.file for _, place in places}:
+        texts[Path(file).name] = choices(file, [pair for pair in places if pair[1].file == file])
+    for name, text in texts.items():
+        path = sources / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+    flags = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    widest = next((name for name, flag in (("avx512", "avx512dq"), ("avx2", "avx2")) if flag in flags), "baseline")
+    subprocess.run(
+        [
+            *("cmake", "-S", sources, "-B", folder / "build", f"-DGATTN_INSTRUCTION_SETS={widest}"),
+            *("-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DCMAKE_CXX_FLAGS=-include {sources / 'mutant.h'}"),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    subprocess.run(["cmake", "--build", folder / "build"], check=True, stdout=subprocess.DEVNULL)
+    return folder / "build/_kernels.so"
+
+
+def copy(folder: Path, mutation: Mutation | None) -> Path:
+    """A copy of the package, with a mutation; never the same folder twice, because of Python's own caches."""
+    path = Path(tempfile.mkdtemp(dir=folder))
+    shutil.copytree(ROOT / "gattn", path / "gattn", ignore=shutil.ignore_patterns("__pycache__", "csrc"))
+    if mutation is not None:
+        file, start, end, _, wrong = mutation.place()
+        source = (path / file).read_text()
+        (path / file).write_text(source[:start] + wrong + source[end:])
+    return path
+
+
+def pytest(package: Path, tests: Sequence[str], environment: dict[str, str], timeout: float) -> tuple[str, str, float]:
+    """Runs tests up to the first failure: what happened, in which test, after how long."""
+    start = time.monotonic()
+    command = [sys.executable, "-c", RUN, package, "-x", "-v", "--tb=short", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+        )
+        code, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        code, output = None, (error.stdout or b"").decode(errors="replace")
+    ran = [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
+    test = re.split(" (?:PASSED|FAILED|ERROR|SKIPPED)| *$", ran[-1])[0] if ran else ""
+    if code is not None and (2 <= code <= 5 or (code == 1 and not ran)):
+        raise SystemExit(f"{output}\npytest ended with {code}.")
+    outcome = {None: "timeout", 0: "not caught", 1: "caught"}.get(code, f"crash ({code})")
+    return outcome, "" if code == 0 else test, time.monotonic() - start
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="mutations with this in name or file")
+    parser.add_argument("--tests", nargs="+", help="which tests are to notice (default: those of each file)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time (default: 1)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run (default: 600)")
+    parser.add_argument("--folder", type=Path, help="where to build, to be kept (default: a temporary folder)")
+    parser.add_argument("--output", type=Path, help="a CSV for the table")
+    arguments = parser.parse_args()
+    numbered = list(enumerate(MUTATIONS, 1))
+    files = {number: mutation.place().file for number, mutation in numbered}
+    chosen = [
+        (number, mutation)
+        for number, mutation in numbered
+        if not arguments.only or any(text in mutation.name or text in files[number] for text in arguments.only)
+    ]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        environment = {}
+        if any(mutation.compiled for _, mutation in chosen):
+            start = time.monotonic()
+            library = build(arguments.folder or folder, [pair for pair in numbered if pair[1].compiled])
+            environment["GATTN_KERNELS"] = str(library)
+            print(f"built in {time.monotonic() - start:.0f} s", flush=True)
+
+        def run(number: int, mutation: Mutation) -> Result:
+            package = copy(folder, None if mutation.compiled else mutation)
+            mutant = {"GATTN_MUTANT": str(number)} if mutation.compiled else {}
+            tests = arguments.tests or TESTS[mutation.file]
+            result = Result(
+                mutation.name, files[number], *pytest(package, tests, environment | mutant, arguments.timeout)
+            )
+            shutil.rmtree(package)
+            where = f"by {result.test}" if result.test else ""
+            print(f"{result.seconds:6.0f} s  {result.outcome:12} {result.file}: {mutation.name} {where}", flush=True)
+            return result
+
+        right = copy(folder, None)
+        every = dict.fromkeys(test for _, mutation in chosen for test in arguments.tests or TESTS[mutation.file])
+        outcome, test, seconds = pytest(right, list(every), environment, 10 * arguments.timeout)
+        if outcome != "not caught":
+            raise SystemExit(f"Without a mutation: {outcome}, {test}")
+        print(f"{seconds:6.0f} s  without a mutation all tests pass", flush=True)
+        results = []
+        with ThreadPoolExecutor(arguments.jobs) as pool, open(arguments.output or os.devnull, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(Result._fields)
+            for result in pool.map(run, *zip(*chosen, strict=True)):
+                results.append(result)
+                writer.writerow((*result[:-1], f"{result.seconds:.1f}"))
+                file.flush()
+    missed = [result for result in results if result.outcome == "not caught"]
+    print(f"{len(results) - len(missed)} of {len(results)} are noticed")
+    for result in missed:
+        print(f"not caught: {result.file}: {result.mutation}")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Imports go one way: what stands lower in this list is imported by what stands above it, never the reverse."""
+
+import ast
+from pathlib import Path
+
+import gattn
+
+ORDER = (
+    "visualize",
+    "models",
+    "nn",
+    "attention",
+    "recording",
+    "settings",
+    "ops",
+    "graphs",
+    "distributions",
+    "scores",
+    "torch_private",
+    "errors",
+)
+PACKAGE = Path(gattn.__file__).parent
+
+
+def imported(tree):
+    """The parts of gattn that a module imports, except for types alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gattn":
+            parts = node.module.split(".")[1:2] or [alias.name for alias in node.names]
+            yield from ((node.lineno, part) for part in parts)
+        elif isinstance(node, ast.Import):
+            names = (alias.name.split(".") for alias in node.names)
+            yield from ((node.lineno, name[1]) for name in names if name[0] == "gattn" and len(name) > 1)
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part not in ORDER:
+            continue
+        for line, other in imported(ast.parse(path.read_text())):
+            if other in ORDER and ORDER.index(other) < ORDER.index(part):
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports gattn.{other}")
+    assert not wrong
