@@ -163,7 +163,7 @@ class Attention(MessagePassing):
     ) -> Tensor | tuple[Tensor, Weights]:
         """See `gattn.attend`; `training=None` stands for the module's own mode."""
         wanted = resolve_backend(backend)
-        score = DotScore() if score is None else score
+        score = _DOT if score is None else score
         if not isinstance(score, Score):
             raise TypeError(f"score is an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
         distribution = resolve_distribution(distribution)
@@ -438,6 +438,8 @@ _HOOK_TABLES = tuple(
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for when in ("_pre", "")
 )
+
+_DOT = DotScore()
 
 # One instance serves every functional call; made at import, because PyG generates code for it.
 _core = Attention()

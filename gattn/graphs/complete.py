@@ -271,6 +271,11 @@ class CompleteGraph(Graph):
         return seen
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all elements of a batch have all of the graph's nodes, in one block."""
+        return self.blocks is None and self.source_lengths is None and self.target_lengths is None
+
+    @property
     def reach(self) -> tuple[int | None, int | None]:
         """How far before and after its own place a target sees; `None` means without limit."""
         left, right = (None, None) if self.window is None else self.window

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from gattn.torch_private import is_transformed
+
 
 class KeyValueCache:
     """Keys and values of the tokens so far, for decoding one token (or a few) at a time.
@@ -26,6 +28,8 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self._entries: dict[Module, tuple[Tensor, Tensor]] = {}
+        #: The memory that `append` made an entry in, which has room for more tokens.
+        self._memory: dict[Module, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         """The number of tokens so far."""
@@ -42,14 +46,23 @@ class KeyValueCache:
     def append(self, module: Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the keys and values of new tokens, and returns all keys and values of the layer.
 
+        Under `torch.no_grad`, they are written into memory with room for half as many tokens again, so that most steps
+        copy the new tokens alone.
+
         Args:
             module: The layer.
             key: The keys of the new tokens, `[..., T, H, C]`.
             value: The values of the new tokens, `[..., T, H, C]`.
         """
         if module in self._entries:
-            before = self._entries[module]
-            key, value = torch.cat([before[0], key], -3), torch.cat([before[1], value], -3)
+            if not _can_write(*self._entries[module], key, value):
+                self._memory.pop(module, None)
+                key, value = (torch.cat(pair, -3) for pair in zip(self._entries[module], (key, value), strict=True))
+            else:
+                memory = self._memory.get(module, (None, None))
+                pairs = zip(self._entries[module], (key, value), memory, strict=True)
+                (key, keys), (value, values) = (_written(*pair) for pair in pairs)
+                self._memory[module] = keys, values
         self._entries[module] = key, value
         return key, value
 
@@ -70,7 +83,35 @@ class KeyValueCache:
         Args:
             index: The elements to keep, `[B']`.
         """
+        self._memory.clear()
         self._entries = {
             module: (key.index_select(0, index), value.index_select(0, index))
             for module, (key, value) in self._entries.items()
         }
+
+
+def _can_write(*tensors: Tensor) -> bool:
+    """Whether tensors may be written into memory in place, which gradients, transforms and compiled code forbid."""
+    return (
+        not torch.is_grad_enabled()  # what an earlier step saved for its backward pass lies in that memory
+        and not torch.compiler.is_compiling()
+        and not is_transformed()
+        and len({(x.dtype, x.device, x.is_inference()) for x in tensors}) == 1
+        and torch.is_inference_mode_enabled() == tensors[0].is_inference()
+    )
+
+
+def _written(before: Tensor, new: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`torch.cat([before, new], -3)`, and the memory that it lies in: `memory`, where `before` lies, if there is room.
+
+    Raises:
+        RuntimeError: If they differ in another dimension.
+    """
+    length, total = before.size(-3), before.size(-3) + new.size(-3)
+    if memory is None or memory.size(-3) < total:
+        memory = before.new_empty(*before.shape[:-3], total + total // 2 + 1, *before.shape[-2:])
+        memory.narrow(-3, 0, length).copy_(before)
+    if new.shape[:-3] != memory.shape[:-3] or new.shape[-2:] != memory.shape[-2:]:  # copy_ would broadcast
+        raise RuntimeError(f"keys and values {list(new.shape)} cannot follow {list(before.shape)}.")
+    memory.narrow(-3, length, new.size(-3)).copy_(new)
+    return memory.narrow(-3, 0, total), memory

@@ -22,7 +22,6 @@ from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
 from gattn.nn.torch_masks import add, check_mask, mask_terms
 from gattn.ops.dropout import check_probability
-from gattn.scores import DotScore
 
 __all__ = ["KeyValueCache", "MultiheadAttention"]
 
@@ -300,7 +299,6 @@ class MultiheadAttention(Attention):
             k,
             v,
             resolved,
-            score=DotScore(),
             bias=bias,
             mask=mask,
             dropout=self.dropout,
@@ -335,7 +333,8 @@ class MultiheadAttention(Attention):
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         named = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
-        for name, x, channels in named:
+        is_one = query is key and key is value and self.in_proj_weight is not None
+        for name, x, channels in named[:1] if is_one else named:
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
             if x.dim() != query.dim() or x.dim() not in (2, 3):
@@ -345,6 +344,8 @@ class MultiheadAttention(Attention):
                 )
             if x.size(-1) != channels:
                 raise InputError(f"{name} has {x.size(-1)} channels, but this layer was made for {channels}.")
+        if is_one:
+            return
         if key.shape[:-1] != value.shape[:-1]:
             raise InputError(f"each key must have one value; got keys {list(key.shape)}, values {list(value.shape)}.")
         batch = 0 if self.batch_first else 1
@@ -363,10 +364,9 @@ class MultiheadAttention(Attention):
             q = self._project_query(query, transposed)
             return q, *memory_cache.keep(self, lambda: self._project_memory(key, value, transposed))
         if query is key and key is value and self.in_proj_weight is not None:
-            q, k, v = torch.split(F.linear(query, self.in_proj_weight, self._in_bias()), self._splits, -1)
-            k = self._heads(k, transposed)
-            q, k = self._normalise(self._heads(q, transposed), self.q_norm), self._normalise(k, self.k_norm)
-            return q, k, self._heads(v, transposed)
+            projected = self._heads(F.linear(query, self.in_proj_weight, self._in_bias()), transposed)
+            q, k, v = projected.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], -2)
+            return self._normalise(q, self.q_norm), self._normalise(k, self.k_norm), v
         return self._project_query(query, transposed), *self._project_memory(key, value, transposed)
 
     def _project_query(self, query: Tensor, transposed: bool) -> Tensor:
@@ -386,10 +386,13 @@ class MultiheadAttention(Attention):
             k, v = F.linear(key, weights[0], biases[0]), F.linear(value, weights[1], biases[1])
         return self._normalise(self._heads(k, transposed), self.k_norm), self._heads(v, transposed)
 
-    def _in_bias(self, part: slice = slice(None)) -> Tensor | None:
-        """Part of the bias of the projections, in the type of their weights, which may differ from that of the bias."""
-        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        return None if self.in_proj_bias is None else self.in_proj_bias[part].to(weight.dtype)
+    def _in_bias(self, part: slice | None = None) -> Tensor | None:
+        """The bias of the projections, or a part, in the type of their weights, which may differ from its own."""
+        bias, weight = self.in_proj_bias, self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        if bias is None:
+            return None
+        chosen = bias if part is None else bias[part]
+        return chosen if chosen.dtype == weight.dtype else chosen.to(weight.dtype)
 
     def _heads(self, x: Tensor, transposed: bool) -> Tensor:
         x = torch.unflatten(x, -1, (-1, self.head_dim))

@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
     def cast(self, dtype: torch.dtype) -> Call:
         """The same call with vectors in `dtype`; scalars are in the type that is computed in."""
-        if dtype == self.compute:
+        if dtype == self.compute or (self.bias is None and self.edge is None and not self.score.scalar):
             tensors = (self.query, self.key, self.value, self.edge, self.bias, self.edge_value, self.edge_projection)
             if {dtype, None}.issuperset([None if tensor is None else tensor.dtype for tensor in tensors]):
                 return self

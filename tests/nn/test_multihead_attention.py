@@ -853,6 +853,52 @@ def test_compiles_without_graph_breaks(case, position):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_without_gradients_copies_new_tokens_alone(attention, x):
+    cache, seen, places = KeyValueCache(), [], set()
+    with torch.no_grad():
+        for part in torch.randn(B, 200, 1, H, C).unbind(1):
+            keys, values = cache.append(attention, part, part + 1)
+            seen.append((keys, values, keys.clone()))
+            places.add((keys.data_ptr(), values.data_ptr()))
+        for keys, values, before in seen:  # what earlier steps got stays as it was
+            torch.testing.assert_close(keys, before, rtol=0, atol=0)
+            torch.testing.assert_close(values, before + 1)
+    assert len(places) < 15
+    assert len(cache) == 200
+
+
+def test_memory_of_a_cache_is_not_written_where_a_backward_pass_needs_it(attention, x):
+    whole = attention(x, x, x, is_causal=True)[0]
+    cache, outs = KeyValueCache(), []
+    for place, part in enumerate(x.detach().split(1, 1)):
+        with torch.set_grad_enabled(place >= N // 2):
+            outs.append(attention(part, part, part, is_causal=True, cache=cache)[0])
+    with torch.no_grad():
+        attention(part, part, part, is_causal=True, cache=cache)
+    torch.testing.assert_close(torch.cat(outs, 1), whole)
+    torch.cat(outs, 1).sum().backward()
+    assert attention.in_proj_weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("second", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_cached_steps_in_other_modes(first, second, attention, x):
+    cache, outs = KeyValueCache(), []
+    for place, part in enumerate(x.detach().split(1, 1)):
+        with first() if place < N // 2 else second():
+            outs.append(attention(part, part, part, is_causal=True, cache=cache)[0].clone())
+    torch.testing.assert_close(torch.cat(outs, 1), attention(x, x, x, is_causal=True)[0])
+
+
+def test_cached_keys_of_another_shape_are_refused(attention, x):
+    cache, keys = KeyValueCache(), torch.randn(B, 3, H, C)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            cache.append(attention, keys, keys)
+            with pytest.raises(RuntimeError):
+                cache.append(attention, keys[:1], keys[:1])
+
+
 @torch.no_grad()
 def test_compiled_cached_steps(x):
     torch._dynamo.reset()

@@ -70,10 +70,11 @@ class Dense(Backend):
         for name, term in (("bias", call.bias), ("mask", call.mask)):
             if term is not None:
                 graph.expand(term, name, call.batch, call.heads)
-        # Fused kernels compute dot products of half precision in float32 themselves.
-        call = call.cast(call.dtype if _is_dot(call.score) else call.compute)
-        score = call.score if _is_dot(call.score) else call.score.to(call.compute)
-        out, weights = attention(call._replace(score=score), graph)
+        if _is_dot(call.score):  # fused kernels compute half precision in float32 themselves
+            call = call.cast(call.dtype)
+        else:
+            call = call.cast(call.compute)._replace(score=call.score.to(call.compute))
+        out, weights = attention(call, graph)
         if not call.weights:
             return Result(out.to(call.dtype))
         if isinstance(weights, list):
@@ -83,6 +84,8 @@ class Dense(Backend):
 
 def _is_dot(score: Score) -> TypeGuard[DotScore]:
     """Whether a score is the dot product; a subclass with another formula is not."""
+    if type(score) is DotScore:  # by far the most frequent, and asked for several times a call
+        return "logits" not in vars(score)
     family = family_of(score, 1)
     return family is not None and family.name == "dot"
 
@@ -100,33 +103,47 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     if score.scalar:
         query, key = None if query is None else query.squeeze(-1), key.squeeze(-1)
     front = value.shape[:-3]
-    batch = math.prod(front)
-    bias, mask = (_with_one_batch(x, front if graph.blocks is None else torch.Size()) for x in (bias, mask))
-    query = None if query is None else query.reshape(batch, *query.shape[len(front) :])
-    key, value = (x.reshape(batch, *x.shape[len(front) :]) for x in (key, value))
+    if bias is not None or mask is not None:
+        bias, mask = (_with_one_batch(x, front if graph.blocks is None else torch.Size()) for x in (bias, mask))
+    if len(front) != 1:
+        query = None if query is None else _nodes_in_one_batch(query, front)
+        key, value = _nodes_in_one_batch(key, front), _nodes_in_one_batch(value, front)
     if query is not None:
         query, score = score.folded(query)
     weights: list[Tensor] = []
     kind = value.device.type
-    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+    with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
         is_softmax = says(distribution, "family", "weights") == "softmax"
-        if not is_softmax or (with_weights == "dropped" and dropout > 0.0):
-            # The fused kernels know the softmax only, and do not say which weights they dropped.
+        if not is_softmax or with_weights == "dropped":
+            # The fused kernels know the softmax only, and do not say which weights they used.
             weights = list(_matrices(_alpha if is_softmax else _logits, query, key, graph, score, bias, mask))
             if not is_softmax:
                 weights = [_distribute(distribution, weights[0], front)]
             dropped = [F.dropout(x, dropout) for x in weights] if dropout > 0.0 else weights
-            out = torch.cat([_weighted(x, v) for x, v in zip(dropped, _blocks(value, graph, 1), strict=True)], 1)
+            outputs = [_weighted(x, v) for x, v in zip(dropped, _blocks(value, graph, 1), strict=True)]
+            if outputs:
+                out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+            else:
+                out = _zeros(query, key, value, graph.num_targets)
             weights = dropped if with_weights == "dropped" else weights
         else:
             out = _output(query, key, value, graph, score, bias, mask, dropout)
             if with_weights:
                 weights = list(_matrices(_alpha, query, key, graph, score, bias, mask))
-    out = out.reshape(*front, *out.shape[1:])
+    if len(front) != 1:
+        out, *weights = (x.reshape(*front, *x.shape[1:]) for x in (out, *weights))
     if not with_weights:
         return out, None
-    weights = [x.reshape(*front, *x.shape[1:]) for x in weights]
     return out, weights[0] if graph.blocks is None else weights
+
+
+def _is_autocast_on(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _nodes_in_one_batch(x: Tensor, front: torch.Size) -> Tensor:
+    """Nodes' `[..., N, ...]` as `[B, N, ...]`."""
+    return x.reshape(math.prod(front), *x.shape[len(front) :])
 
 
 def _with_one_batch(x: Tensor | None, front: torch.Size) -> Tensor | None:
@@ -148,13 +165,15 @@ def _output(
     dropout: float,
 ) -> Tensor:
     """The output, `[B, N, H, C]`."""
-    batch, num_targets = value.size(0), graph.num_targets
+    num_targets, offset = graph.num_targets, graph.num_sources - graph.num_targets
+    if graph.is_uniform:
+        return _uniform(query, key, value, num_targets, offset, graph, score, bias, mask, dropout)
+    batch = value.size(0)
     if _is_dot(score) and is_packed_flash(query, key, value, graph, bias, mask, dropout):
         return packed_flash(query, key, value, graph, score.factor(key.size(-1)))
     elements = elements_of(graph, batch)
     if elements is None:
         mask = _both(mask, _length_mask(graph, value.device))
-        offset = graph.num_sources - num_targets
         return _uniform(query, key, value, num_targets, offset, graph, score, bias, mask, dropout)
     if not elements:
         return _zeros(query, key, value, num_targets)
@@ -193,8 +212,10 @@ def _matrices(
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
             allowed = _both(allowed, graph.visible(n, m, m - n, key.device)[None, None])
-        parts = _by_targets(function, n, q, k, score, b, allowed)
-        yield torch.cat(parts, 2)
+        if _is_dot(score):  # which makes nothing larger than these matrices
+            yield function(q, k, score, b, allowed, n)
+        else:
+            yield torch.cat(_by_targets(function, n, q, k, score, b, allowed), 2)
 
 
 def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
@@ -403,10 +424,11 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _length_mask(graph: CompleteGraph, device: torch.device) -> Tensor | None:
     """Which targets and sources are real, broadcastable to `[B, 1, N, M]`."""
     mask = None
-    for lengths, places in (
-        (graph.source_lengths, torch.arange(graph.num_sources, device=device)),
-        (graph.target_lengths, torch.arange(graph.num_targets, device=device).unsqueeze(1)),
+    for lengths, size, shape in (
+        (graph.source_lengths, graph.num_sources, (1, -1)),
+        (graph.target_lengths, graph.num_targets, (-1, 1)),
     ):
         if lengths is not None:
+            places = torch.arange(size, device=device).reshape(shape)
             mask = _both(mask, places < lengths.to(device).reshape(-1, 1, 1, 1))
     return mask

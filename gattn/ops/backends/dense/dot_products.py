@@ -87,7 +87,7 @@ def dot_product_attention(
 ) -> Tensor:
     """Attention `[B, N, H, C]` with a softmax of scaled dot products; a target that sees nothing gets zeros."""
     heads, shape = query.size(2), (query.size(1), key.size(1))
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     terms, empty = None, None
     if bias is not None or mask is not None:
         terms, empty = _open_empty_rows(bias, mask)
@@ -116,7 +116,7 @@ def _is_flash_on_cpu(
     grouped: dict[str, bool],
 ) -> bool:
     """Whether PyTorch would call the kernel that `_Flash` wraps, and gradients are wanted."""
-    if torch.compiler.is_compiling() or query.device.type != "cpu" or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or query.device.type != "cpu":
         return False
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
