@@ -46,7 +46,7 @@ from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import MODES, Computation, Expected, Measured, Measurement, Times, budgets, measured
 from benchmarks.framework.options import MOST, fill, folder, seconds, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message
-from benchmarks.framework.reports import BLUE, GREEN, ORANGE, RED, Line, machines, markdown, median, ratio
+from benchmarks.framework.reports import BLACK, BLUE, GREEN, ORANGE, RED, Line, machines, markdown, median, ratio
 from benchmarks.framework.results import VERSIONS, Row
 
 CONVS = {
@@ -70,6 +70,7 @@ ALLOCATORS = {
 """What tells glibc at the start of a process how to deal with freed memory: nothing, or to keep all of it."""
 EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
 COLOURS = {"gattn": BLUE, "pyg-scatter": ORANGE, "pyg-compile": RED, "dgl": GREEN}
+LAYER_COLOURS = {"gat": BLUE, "gatv2": ORANGE, "transformer": GREEN}
 
 EDGE_CHANNELS = 16
 NEGATIVE_SLOPE = 0.2
@@ -90,6 +91,11 @@ GATHERED_ROWS = {"gat": (1, 1), "gatv2": (1, 1), "transformer": (2, 3)}
 #: How many it must at least read or write per node besides: forward, the targets' queries and the output; backward, all
 #: inputs, the output, its gradient and the inputs' gradients.
 STREAMED_ROWS = {"gat": (1, 4), "gatv2": (2, 6), "transformer": (2, 8)}
+
+#: Floating-point operations on each channel of an edge, forward and backward. Forward, values are multiplied and summed
+#: (2); logits take none, a sum, a LeakyReLU and a dot product (5), or a dot product (2). Backward, each gradient, the
+#: weights' included, takes a product and a sum, and hidden layers and logits are computed again.
+OPERATIONS = {"gat": (2, 4), "gatv2": (7, 13), "transformer": (4, 10)}
 
 
 # The cases -----------------------------------------------------------------------------------------------------------
@@ -153,7 +159,8 @@ class Result(Measured):
     forward_backward: NotRequired[Times]
     """Of all but the yardstick."""
     copy_rate: NotRequired[float]
-    """Of the yardstick on a GPU."""
+    """Of the yardstick, like the next one."""
+    operation_rate: NotRequired[float]
 
 
 @dataclass(frozen=True)
@@ -238,10 +245,12 @@ class Case(Measurement):
         return computation
 
     def measure(self, reference: Path | None) -> Row:
-        """Also measures what a GPU copies per second."""
+        """Also measures what the machine copies and computes per second."""
         row = super().measure(reference)
-        is_yardstick = self.part == "gather" and self.device != "cpu"
-        return {**row, "copy_rate": measuring.copy_rate(self.device)} if is_yardstick else row
+        if self.has_reference:
+            return row
+        rates = {name: getattr(measuring, name)(self.device) for name in ("copy_rate", "operation_rate")}
+        return {**row, **rates}
 
 
 @dataclass
@@ -564,6 +573,13 @@ def bytes_moved(case: Case, mode: str) -> int:
     return num_edges * (gathered * row + passes * torch.int64.itemsize) + shape.nodes * streamed * row
 
 
+def operations(case: Case, mode: str) -> int:
+    """The least that must be computed: floating-point operations on the channels of each edge."""
+    passes = 1 if mode == "forward" else 2
+    per_channel = 1 if case.part == "gather" else sum(OPERATIONS[case.layer][:passes])
+    return (case.shape.edges + case.shape.nodes) * case.shape.heads * case.shape.channels * per_channel
+
+
 class Report:
     """Rows beside each other.
 
@@ -584,8 +600,13 @@ class Report:
         return self.peer(case, part="gather", layer="", edge_features=False, peer="embedding_bag")
 
     def copy_rate(self, case: Case) -> float | None:
-        """Bytes that the case's GPU copies in a second; `None` on a CPU."""
+        """Bytes that the case's device copies in a second, if they were measured."""
         return (self.gather(replace(case, dtype="float32")) or {}).get("copy_rate")
+
+    def rooflines(self) -> list[Case]:
+        """The yardsticks of one allocator that say what the machine can do."""
+        last = self.allocators[-1]
+        return [case for case, row in self.rows.items() if case.allocator == last and "operation_rate" in row]
 
     def lines(self) -> list[Line]:
         """The table of times, with the allocators side by side."""
@@ -667,18 +688,24 @@ def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
     names = (*VERSIONS, "torch-scatter", "dgl", "triton", "cuda", "driver", "python")
     is_gpu = any(row.get("device", "cpu") != "cpu" for row in rows)
     memory = "memory that PyTorch has handed out" if is_gpu else "resident memory"
-    copies = [f"{row['copy_rate'] / 1e9:.0f}" for row in rows if "copy_rate" in row]
+    limits = [[f"{row[name] / 1e9:.0f}" for row in rows if name in row] for name in ("copy_rate", "operation_rate")]
+    copies, products = map(", ".join, limits)
     return [
         *machines(rows, names, ", {threads} thread(s)"),
         f"Medians with quartiles. Peak: {memory} above the inputs in the first forward + backward, the graph's "
         "preparation included (compiled: after compilation).",
         *[
             "Times are between events of the GPU, with warm caches. Of a copy's: the GB/s, which count each gathered "
-            f"row once for every edge, over what the card moves in a large copy of its own ({', '.join(copies)} GB/s)."
+            f"row once for every edge, over what the card moves in a large copy of its own ({copies} GB/s)."
         ]
         * is_gpu,
         "× PyG, × compiled: how many times faster than PyG eager and compiled, forward + backward. Gathers: in units "
         "of one embedding_bag over the same edges. GB/s: the least that must move, over the time.",
+        *[
+            f"The machine copied {copies} GB/s, and multiplied large matrices with {products} billion floating-point "
+            "operations per second."
+        ]
+        * bool(copies and products),
         "Page faults and the system's time (of all threads): means per call.",
         *[
             "Kept: glibc keeps freed memory instead of handing it back to the system "
@@ -745,6 +772,37 @@ def draw_speedup(report: Report) -> Figure:
     labels = [peer + ", kept memory" * (name == "kept") for peer, name in shown]
     figure.legend(handles, labels, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
     figure.suptitle("Forward + backward, compared with PyG eager", fontsize=10)
+    return figure
+
+
+def draw_roofline(report: Report) -> Figure:
+    """Operations per second against operations per byte, and the machine's limits; one panel for each shape."""
+    yardsticks = report.rooflines()
+    figure = Figure(figsize=(3.1 * max(len(yardsticks), 1) + 0.6, 3.4), layout="constrained")
+    axes = figure.subplots(1, max(len(yardsticks), 1), squeeze=False, sharey=True)[0]
+    markers = {"forward": "o", "forward_backward": "s"}
+    for yardstick, axis in zip(yardsticks, axes, strict=False):
+        limits = report.rows[yardstick]
+        points = [("gather", BLACK, "x", yardstick, "forward")]
+        for (layer, colour), (mode, marker) in itertools.product(LAYER_COLOURS.items(), markers.items()):
+            case = replace(yardstick, part="attention", layer=layer, peer="gattn")
+            points.append((layer, colour, marker, case, mode))
+        for name, colour, marker, case, mode in points:
+            time = median(report.rows.get(case), mode)
+            if time:
+                amount = operations(case, mode)
+                place = amount / bytes_moved(case, mode), amount / time / 1e9
+                label = name if mode == "forward" else None
+                axis.plot(*place, marker, color=colour, label=label, markersize=5)
+        low, high = axis.get_xlim()
+        places = [low / 2, limits["operation_rate"] / limits["copy_rate"], high * 2]
+        roof = [min(x * limits["copy_rate"], limits["operation_rate"]) / 1e9 for x in sorted(places)]
+        axis.plot(sorted(places), roof, color=BLACK, linewidth=0.8)
+        axis.set(xscale="log", yscale="log", title=yardstick.shape.name, xlabel="operations per byte")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("10⁹ operations per second")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle("○ forward, □ forward + backward; line: what copies and matrix products reach", fontsize=9)
     return figure
 
 
@@ -865,11 +923,14 @@ class Kernels(Benchmark[Case]):
         device = "GPU" if any(case.device != "cpu" for case in rows) else "CPU"
         lines, remarks = report.lines(), notes(list(rows.values()), self.skipped)
         memory = [report.memory(case, row) for case, row in rows.items()]
+        pictures = {"speedup.png": draw_speedup(report)}
+        if report.rooflines():
+            pictures["roofline.png"] = draw_roofline(report)
         self.publish(
             f"Graph attention on this machine's {device}",
             lines,
             [*report.remarks(), *remarks],
-            {"memory.md": markdown(memory, remarks), "speedup.png": draw_speedup(report)},
+            {"memory.md": markdown(memory, remarks), **pictures},
             headings={
                 column: column.replace("forward + backward", "fwd+bwd").replace("forward", "fwd")
                 for column in lines[0]

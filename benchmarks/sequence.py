@@ -2,8 +2,9 @@
 
 Three parts. *lm*: a language model on the characters of tiny Shakespeare, in nanoGPT's setting for a CPU, trained with
 gattn's layers and with PyTorch's, from the same weights on the same batches, in turns. *speed*: `MultiheadAttention` of
-both and the bare `scaled_dot_product_attention`, on sequences that see everything, the past, a window, and on a ragged
-batch. *graphs*: one layer on complete, causal, windowed and sparse graphs, which shows how cost grows with size.
+both and the bare `scaled_dot_product_attention`, on sequences that see everything, the past, a window, on a ragged
+batch, and token by token: gattn's layer with a `KeyValueCache`, PyTorch in a loop written for that. *graphs*: one layer
+on complete, causal, windowed and sparse graphs, which shows how cost grows with size.
 
 The results of *speed* and *graphs* are compared with a float64 reference.
 """
@@ -53,6 +54,10 @@ CHANNELS = 256
 HEADS = 8
 BATCH = 4
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+SHORT = 16
+"""The length of a single short sequence, where a call costs more than what it computes."""
+DECODED = 256
+"""The number of tokens that are decoded one by one."""
 WINDOW = (127, 0)
 RAGGED = (64, 512)
 """The number of sequences in the ragged batch, and the longest; the shortest has a sixteenth of that."""
@@ -304,7 +309,8 @@ class Result(Measured):
     """The columns of a measurement."""
 
     forward_peak_bytes: int
-    forward_backward: Times
+    forward_backward: NotRequired[Times]
+    """Of all but decoding."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +323,7 @@ class Speed(Measurement):
     part: str
     """`"speed"` or `"graphs"`."""
     graph: str
-    """`"full"`, `"causal"`, `"window"`, `"ragged"` or `"sparse"`."""
+    """`"full"`, `"causal"`, `"window"`, `"ragged"`, `"decode"` or `"sparse"`."""
     length: int
     """Of the longest sequence."""
     peer: str
@@ -340,8 +346,8 @@ class Speed(Measurement):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether sequences are not too long for the reference's gradients."""
-        return self.length <= CHECKED_LENGTH
+        """Whether there are any, and sequences are not too long for the reference's."""
+        return self.length <= CHECKED_LENGTH and self.graph != "decode"
 
     def problem(self) -> tuple[object, ...]:
         """What cases have in common that share a reference."""
@@ -434,7 +440,7 @@ def neighbours(graph: str, targets: Tensor, length: int, edge_index: Tensor | No
         one = torch.ones((), dtype=torch.int64)
         return counts.index_put_((place[target[mine]], source[mine]), one, accumulate=True)
     distance = torch.arange(length) - targets.unsqueeze(1)
-    if graph == "causal":
+    if graph in ("causal", "decode"):
         return (distance <= 0).long()
     if graph == "window":
         return ((distance >= -WINDOW[0]) & (distance <= WINDOW[1])).long()
@@ -501,6 +507,9 @@ def build(case: Speed) -> Computation:
 
     if case.peer == "sdpa":
         return build_bare(case, inputs, real, pad)
+    if case.graph == "decode":
+        decode = decode_with_gattn if case.peer == "gattn" else decode_with_torch
+        return Computation(decode(case, inputs.parameters, pad(inputs.tokens["x"])), {}, inputs.grad)
     module = torch.nn if case.peer == "torch" else gattn.nn
     layer = module.MultiheadAttention(case.channels, case.heads, batch_first=True)
     layer.load_state_dict(inputs.parameters)
@@ -513,6 +522,38 @@ def build(case: Speed) -> Computation:
         inputs.grad if is_packed else pad(inputs.grad),
         (lambda result: result) if is_packed else (lambda result: result[real]),
     )
+
+
+def decode_with_gattn(case: Speed, parameters: dict[str, Tensor], x: Tensor) -> Callable[[], Tensor]:
+    """Token by token, `[B, T, channels]`, by gattn's layer and its cache."""
+    layer = gattn.nn.MultiheadAttention(case.channels, case.heads, batch_first=True).eval()
+    layer.load_state_dict(parameters)
+
+    def call() -> Tensor:
+        cache = gattn.nn.KeyValueCache()
+        steps = [layer(t, t, t, need_weights=False, is_causal=True, cache=cache)[0] for t in x.split(1, 1)]
+        return torch.cat(steps, 1)
+
+    return call
+
+
+def decode_with_torch(case: Speed, parameters: dict[str, Tensor], x: Tensor) -> Callable[[], Tensor]:
+    """The same in a loop that is as short as PyTorch allows; it knows beforehand how many tokens there will be."""
+    in_weight, in_bias = parameters["in_proj_weight"], parameters["in_proj_bias"]
+    out_weight, out_bias = parameters["out_proj.weight"], parameters["out_proj.bias"]
+
+    def call() -> Tensor:
+        keys, values = x.new_empty(2, x.size(0), case.heads, x.size(1), case.channels // case.heads)
+        steps = []
+        for place, token in enumerate(x.split(1, 1)):
+            projected = F.linear(token, in_weight, in_bias).unflatten(-1, (3, case.heads, -1))
+            query, key, value = projected.permute(2, 0, 3, 1, 4)
+            keys[:, :, place : place + 1], values[:, :, place : place + 1] = key, value
+            out = F.scaled_dot_product_attention(query, keys[:, :, : place + 1], values[:, :, : place + 1])
+            steps.append(F.linear(out.transpose(1, 2).flatten(2), out_weight, out_bias))
+        return torch.cat(steps, 1)
+
+    return call
 
 
 def gattn_options(case: Speed, inputs: Inputs, real: Tensor) -> dict[str, Any]:
@@ -569,7 +610,8 @@ def merge(rows: Sequence[Row]) -> Row:
     for row in rows:
         if row["outcome"] != "ok":
             return row
-    times = {mode: measuring.spread([seconds for row in rows for seconds in row[mode]["times"]]) for mode in MODES}
+    modes = [mode for mode in MODES if mode in rows[0]]
+    times = {mode: measuring.spread([seconds for row in rows for seconds in row[mode]["times"]]) for mode in modes}
     peaks = {name: max(row[name] for row in rows) for name in ("forward_peak_bytes", "peak_bytes")}
     return {**rows[0], **times, **peaks}
 
@@ -735,7 +777,7 @@ def draw_curves(rows: Sequence[Row]) -> Figure:
 
 def draw_speed(report: Report) -> Figure:
     """Forward + backward against length, with a panel for each graph; the ragged batch as bars."""
-    cases = report.of("speed")
+    cases = {case: row for case, row in report.of("speed").items() if case.graph != "decode"}
     graphs = list(dict.fromkeys(case.graph for case in cases))
     figure = Figure(figsize=(2.9 * len(graphs) + 0.4, 3.1), layout="constrained")
     axes = figure.subplots(1, len(graphs), squeeze=False)
@@ -880,6 +922,8 @@ class Sequences(Benchmark[Run | Speed]):
             batch = max(batch // 4, 1) if options.quick else batch
             padded = [name for peer in peers for name in ((peer, "gattn-padded") if peer == "gattn" else (peer,))]
             problems.append(("speed", "ragged", longest, batch, padded))
+            problems.append(("speed", "full", SHORT, 1, peers))
+            problems.append(("speed", "decode", DECODED, 1, options.layers))
         if "graphs" in options.parts and "gattn" in options.layers:
             sizes = NODES[:3] if options.quick else NODES
             problems += [("graphs", graph, n, 1, ["gattn"]) for graph in GRAPH_COLOURS for n in sizes]

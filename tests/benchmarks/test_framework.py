@@ -729,6 +729,7 @@ class TestOnAGpu:
     def test_a_copy_reads_and_writes(self, monkeypatch):
         monkeypatch.setattr(measuring, "timed", lambda *args: measuring.spread([0.5]))
         assert measuring.copy_rate("cpu", 1000) == 4000
+        assert measuring.operation_rate("cpu", 10) == 4000
 
     def test_machine(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Abacus")

@@ -296,6 +296,7 @@ class TestOnAGpu:
         monkeypatch.setattr(kernels.Inputs, "to", lambda self, device: moved.append((device, len(self.grad))) or self)
         monkeypatch.setattr(kernels, "BACKENDS", {"cuda": "reference"})
         monkeypatch.setattr(measuring, "copy_rate", lambda device: 7.0)
+        monkeypatch.setattr(measuring, "operation_rate", lambda device: 9.0)
         monkeypatch.setattr(measuring, "peak_above", lambda function, device: places.append(device) or (function(), 5))
         monkeypatch.setattr(measuring, "timed", lambda *args: places.append(args[-1]) or measuring.spread([0.5]))
         case, path = replace(self.case, part=part), None
@@ -307,7 +308,8 @@ class TestOnAGpu:
         assert moved == [("cuda", 30)] * 2
         assert set(places) == {"cuda"}
         assert row["peak_bytes"] == 5
-        assert row.get("copy_rate") == (7.0 if part == "gather" else None)
+        rates = row.get("copy_rate"), row.get("operation_rate")
+        assert rates == ((7.0, 9.0) if part == "gather" else (None, None))
 
     @pytest.mark.parametrize("part", ["attention", "layer"])
     def test_by_its_own_backend(self, part, monkeypatch):
@@ -476,6 +478,26 @@ class TestReport:
         assert kernels.bytes_moved(CASE, "forward_backward") == 130 * (2 * 24 + 2 * 8) + 30 * 5 * 24
         transformer = replace(CASE, layer="transformer", dtype="bfloat16")
         assert kernels.bytes_moved(transformer, "forward") == 130 * (2 * 12 + 8) + 30 * 2 * 12
+
+    def test_operations(self):
+        """On 130 edges of 6 channels: sums of rows alone, or with products and, backward, two gradients of each."""
+        assert kernels.operations(replace(CASE, part="gather"), "forward") == 130 * 6
+        assert kernels.operations(CASE, "forward") == 130 * 6 * 2
+        assert kernels.operations(CASE, "forward_backward") == 130 * 6 * 6
+
+    def test_roofline(self):
+        gather = replace(CASE, part="gather", layer="", peer="embedding_bag")
+        rows = {gather: {**row_of(gather), "copy_rate": 2e9, "operation_rate": 8e9}, CASE: row_of(CASE)}
+        figure = kernels.draw_roofline(kernels.Report(rows))
+        *points, roof = figure.axes[0].lines
+        assert len(points) == 3
+        for point, mode in zip(points[1:], ("forward", "forward_backward"), strict=True):
+            work, seconds = kernels.operations(CASE, mode), rows[CASE][mode]["median"]
+            expected = work / kernels.bytes_moved(CASE, mode), work / seconds / 1e9
+            assert [point.get_xdata()[0], point.get_ydata()[0]] == pytest.approx(expected)
+        x, y = roof.get_data()
+        assert list(y) == pytest.approx([min(2 * place, 8.0) for place in x])
+        assert max(y) < 8.0 or 4.0 in x
 
     def test_written(self, tmp_path, capsys):
         write(self.report(), tmp_path, dgl="not installed")

@@ -53,6 +53,7 @@ def tiny(monkeypatch, one_process):
         "WINDOW": (2, 0),
         "RAGGED": (16, 16),
         "EDGES_PER_NODE": 3,
+        "DECODED": 5,
         "CHUNK": 4,
         "SAMPLE": 20,
     }.items():
@@ -274,6 +275,14 @@ class TestReference:
             assert 0 < row[mode]["q1"] <= row[mode]["median"] <= row[mode]["q3"]
             assert len(row[mode]["times"]) >= 3
 
+    @pytest.mark.parametrize("peer", ["gattn", "torch"])
+    def test_decoding_is_right_and_has_no_gradients(self, peer, tmp_path):
+        row = measured(replace(CASE, graph="decode", peer=peer), tmp_path)
+        assert row["outcome"] == "ok", row["reason"]
+        assert set(row["errors"]) == {"output", "output without autograd"}
+        assert "forward" in row
+        assert "forward_backward" not in row
+
     @pytest.mark.parametrize("graph", sequence.GRAPH_COLOURS)
     def test_graphs_are_right(self, graph, tmp_path, monkeypatch):
         monkeypatch.setattr(sequence, "WINDOW", (2, 0))
@@ -331,7 +340,7 @@ class TestResuming:
         Sequences.main(every)
         printed = capsys.readouterr().out
         assert "2 of 2 training runs are in" in printed
-        assert "34 of 34 measurements are in" in printed
+        assert "39 of 39 measurements are in" in printed
         assert [(tmp_path / name).read_text() for name in names] == before
 
     def test_an_interrupted_training_goes_on(self, tiny, tmp_path, monkeypatch, capsys):
@@ -446,7 +455,7 @@ class TestCommandLine:
     def test_results(self, tiny, tmp_path, capsys):
         Sequences.main(arguments(tmp_path, *TRAINING, *SPEED))
         rows = ResultsFile(tmp_path / "runs.jsonl").rows()
-        assert [row["part"] for row in rows] == ["lm"] * 2 + ["speed"] * 22 + ["graphs"] * 12
+        assert [row["part"] for row in rows] == ["lm"] * 2 + ["speed"] * 27 + ["graphs"] * 12
         assert {row.get("outcome", "ok") for row in rows} == {"ok"}
         assert all(row["machine"] and row["torch"] and row["gattn"] for row in rows)
         assert rows[0]["in_turns_with"] == ["gattn", "torch"]
@@ -462,9 +471,13 @@ class TestCommandLine:
 
     def test_the_plan(self):
         cases = benchmark().measurements()
-        assert len(cases) == 2 * (3 * 6 * 3 + 4 + 4 * 6)
+        assert len(cases) == 2 * (3 * 6 * 3 + 4 + 3 + 2 + 4 * 6)
         assert {(case.channels, case.heads) for case in cases} == {(256, 8)}
-        assert {case.batch for case in cases if case.part == "speed"} == {4, 64}
+        assert {case.batch for case in cases if case.part == "speed"} == {1, 4, 64}
+        single = {(case.graph, case.length, case.peer) for case in cases if (case.part, case.batch) == ("speed", 1)}
+        assert single == {*(("full", 16, peer) for peer in ("gattn", "torch", "sdpa"))} | {
+            *(("decode", 256, peer) for peer in ("gattn", "torch"))
+        }
         first = [(case.graph, case.length, case.round, case.peer) for case in cases[:7]]
         assert first == [
             *(("full", 128, number, peer) for number in (0, 1) for peer in ("gattn", "torch", "sdpa")),
@@ -489,7 +502,7 @@ class TestCommandLine:
     def test_quick_gives_defaults_only(self):
         quick = Sequences.parse(["--quick"])
         assert (quick.iterations, quick.rounds, quick.repeats) == (100, 1, 10)
-        assert {case.length for case in benchmark("--quick").measurements()} == {128, 256, 512, 1024}
+        assert {case.length for case in benchmark("--quick").measurements()} == {16, 128, 256, 512, 1024}
         chosen = Sequences.parse(["--quick", "--iterations", "7", "--rounds", "3"])
         assert (chosen.iterations, chosen.rounds) == (7, 3)
         assert Sequences.parse([]).iterations == 2000
