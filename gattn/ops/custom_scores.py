@@ -6,6 +6,7 @@ of the whole graph is held.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gattn.graphs import FLOWS, EdgeList
 from gattn.ops.call import Call
+from gattn.ops.chunks import chunk_sizes
 from gattn.ops.reference import logits, repeat_heads
 from gattn.scores import GATScore
 from gattn.torch_private import backward_pass
@@ -55,17 +57,16 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or source.size(0) <= count:
         query = None if call.query is None else call.query.index_select(-3, target)
         return of_edges(query, call.key.index_select(-3, source), call.edge)
-    num_chunks = -(-source.size(0) // count)
-    gather_query = None if call.query is None else _Gathers(num_chunks)
-    gather_key = _Gathers(num_chunks)
+    sizes = chunk_sizes(source.size(0), count)
+    gather_query = None if call.query is None else _Gathers(len(sizes))
+    gather_key = _Gathers(len(sizes))
 
     def chunk(query: Tensor | None, key: Tensor, edge: Tensor | None, source: Tensor, target: Tensor) -> Tensor:
         query = None if query is None or gather_query is None else gather_query(query, target)
         return of_edges(query, gather_key(key, source), edge)
 
     found = []
-    for start in range(0, source.size(0), count):
-        size = min(count, source.size(0) - start)
+    for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
         edge = None if call.edge is None else call.edge.narrow(-3, start, size)
         ends = source.narrow(0, start, size), target.narrow(0, start, size)
         found.append(checkpoint(chunk, call.query, call.key, edge, *ends, use_reentrant=False))

@@ -1,11 +1,18 @@
 """Scores of users' own on lists of edges: by the kernels, from logits that are computed for some edges at a time."""
 
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 import torch
 
 from gattn import CompleteGraph, Distribution, DotScore, GATScore, Score, Softmax, SparseGraph, attend
 from gattn.ops import custom_scores
 from gattn.ops.backends import triton
+from gattn.ops.chunks import chunk_sizes
 from gattn.scores import Family, family_of
 from gattn.testing import random_edge_index
 from gattn.torch_private import backward_pass
@@ -165,6 +172,39 @@ def test_no_edge_has_its_channels_at_once(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
         attend(**tensors, graph=GRAPH, score=Grouped(), backend="cpu")
     assert max(saved) < E * H * C
+
+
+@pytest.mark.parametrize(
+    ("total", "largest"), [(0, 5), (1, 1), (10, 1), (10, 3), (100, 7), (622_000, 10_500), (10**6, 64)]
+)
+def test_parts_of_falling_size(total, largest):
+    sizes = chunk_sizes(total, largest)
+    assert sum(sizes) == total
+    assert all(largest / 2 < size <= largest for size in sizes[:-1])
+    assert all(0 < size <= largest for size in sizes)
+    if largest >= 64:
+        rises = sum(after >= before for before, after in pairwise(sizes))
+        assert rises <= len(sizes) / (largest // 8)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures resident memory as Linux counts it")
+def test_no_memory_of_a_row_per_edge():
+    """200 000 edges of 256 channels would be 205 MB; the nodes' are 4 MB, and chunks' about as much."""
+    code = (
+        "import torch, gattn\n"
+        "from benchmarks.framework.measuring import peak_above\n"
+        "class Mine(gattn.Score):\n"
+        "    def logits(self, query, key, edge):\n"
+        "        return (query * key).sum(-1).tanh()\n"
+        "edges, grad = torch.randint(4000, (2, 200_000)), torch.randn(4000, 8, 32)\n"
+        "query, key, value = (torch.randn(4000, 8, 32, requires_grad=True) for _ in range(3))\n"
+        "step = lambda edges: gattn.attend(query, key, value, edges, score=Mine()).backward(grad)\n"
+        "step(edges[:, :10_000])\n"
+        "print(peak_above(lambda: step(edges))[1])"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert int(run.stdout) < 130e6
 
 
 def test_it_is_what_auto_chooses(monkeypatch):

@@ -28,6 +28,7 @@ from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
+from gattn.ops.chunks import chunk_sizes
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.scores import DotScore, Score, family_of, says
 
@@ -109,7 +110,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
         query = None if query is None else _nodes_in_one_batch(query, front)
         key, value = _nodes_in_one_batch(key, front), _nodes_in_one_batch(value, front)
     if query is not None:
-        query, score = score.folded(query)
+        query, key, score = score.folded(query, key)
     weights: list[Tensor] = []
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
@@ -311,7 +312,7 @@ def _by_targets(
     Intermediate results are not kept for the backward pass, which computes them again.
     """
     count = max(_CHUNK // max(key.numel(), 1), 1)
-    counts = [min(count, num_targets - start) for start in range(0, num_targets, count)] or [0]
+    counts = chunk_sizes(num_targets, count) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)
     biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in (bias, mask))
     results = []
