@@ -36,9 +36,9 @@ COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def defined_in(module, kind):
-    """What a module defines of some kind."""
-    mine = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    return [value for value in mine if isinstance(value, type) and issubclass(value, kind)]
+    """What a benchmark's module defines of some kind, or takes from the files beside it."""
+    mine = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, kind)]
+    return [value for value in mine if not value.__module__.startswith("benchmarks.framework")]
 
 
 MODULES = [

@@ -8,27 +8,27 @@ import torch
 from rich.console import Console
 
 import gattn
-from benchmarks import kernels
+from benchmarks import kernel_cases, kernel_reports, kernels
 from benchmarks.framework import measuring
 from benchmarks.framework.processes import in_processes
 from benchmarks.framework.results import ResultsFile, machine
 from benchmarks.kernels import Kernels
 
-TINY = kernels.Shape("tiny", 30, 100, 2, 3)
-CASE = kernels.Case(TINY, "attention", "gat", False, "float32", "gattn", 1, 3, 0.01)
+TINY = kernel_cases.Shape("tiny", 30, 100, 2, 3)
+CASE = kernel_cases.Case(TINY, "attention", "gat", False, "float32", "gattn", 1, 3, 0.01)
 TARGETS = replace(TINY, targets=10, fresh=True)
 TASKS = [("attention", False), ("layer", False), ("layer", True)]
 
 
 @pytest.fixture(autouse=True)
 def leave_this_process_as_it_was(monkeypatch):
-    monkeypatch.setattr(kernels.Case, "prepare_process", lambda case: None)
+    monkeypatch.setattr(kernel_cases.Case, "prepare_process", lambda case: None)
 
 
 @pytest.fixture
 def tiny(monkeypatch, one_process):
     """`--shape` with one small random graph in the place of Cora's."""
-    monkeypatch.setattr(kernels, "SHAPES", {**kernels.SHAPES, "cora": (TINY,)})
+    monkeypatch.setattr(kernels, "SHAPES", {**kernel_cases.SHAPES, "cora": (TINY,)})
     monkeypatch.setattr(measuring, "peak_above", lambda function, device: (function(), 10**6))  # collects no garbage
 
 
@@ -54,7 +54,7 @@ def row_of(case, seconds=0.1, **changes):
 
 class TestGraphs:
     def test_random(self):
-        edges = kernels.draw_edges(kernels.SHAPES["cora"][0])
+        edges = kernel_cases.draw_edges(kernel_cases.SHAPES["cora"][0])
         assert edges.shape == (2, 10_556)
         assert (edges[0] != edges[1]).all()
         assert edges.min() >= 0
@@ -62,16 +62,16 @@ class TestGraphs:
 
     @pytest.mark.parametrize("hub", [0, 299])
     def test_a_third_of_the_edges_point_to_the_hub(self, hub):
-        source, target = kernels.draw_edges(replace(TINY, nodes=300, edges=9_000, hub=hub))
+        source, target = kernel_cases.draw_edges(replace(TINY, nodes=300, edges=9_000, hub=hub))
         assert 0.3 < (target == hub).double().mean() < 0.37
         assert (source != target).all()
 
     def test_the_two_hubs_are_the_first_node_and_the_last(self):
-        assert [(shape.hub, shape.nodes) for shape in kernels.SHAPES["hub"]] == [(0, 169_343), (169_342, 169_343)]
+        assert [(shape.hub, shape.nodes) for shape in kernel_cases.SHAPES["hub"]] == [(0, 169_343), (169_342, 169_343)]
 
     def test_molecules_are_graphs_apart(self):
-        shape = kernels.SHAPES["molecules"][0]
-        source, target = kernels.draw_edges(shape)
+        shape = kernel_cases.SHAPES["molecules"][0]
+        source, target = kernel_cases.draw_edges(shape)
         assert (source // 25 == target // 25).all()
         assert (source != target).all()
         assert target.unique().numel() > 0.85 * shape.nodes
@@ -80,14 +80,14 @@ class TestGraphs:
         )
 
     def test_a_batch_of_molecules(self):
-        shape = kernels.SHAPES["batch"][0]
-        source, target = kernels.draw_edges(shape)
+        shape = kernel_cases.SHAPES["batch"][0]
+        source, target = kernel_cases.draw_edges(shape)
         assert (source // 25 == target // 25).all()
         assert (target // 25).unique().numel() == 256
         assert target.numel() == 256 * 54
 
     def test_sampled_neighbours(self):
-        source, target = kernels.draw_edges(kernels.SHAPES["sampled"][0])
+        source, target = kernel_cases.draw_edges(kernel_cases.SHAPES["sampled"][0])
         assert (source != target).all()
         assert 8_900 < target.max() < 9_000
         assert 50_900 < source.max() < 51_000
@@ -96,25 +96,25 @@ class TestGraphs:
     @pytest.mark.parametrize("peer", ["gattn", "pyg"])
     @pytest.mark.parametrize("part", ["attention", "layer"])
     def test_each_call_gets_a_tensor_of_its_own(self, part, peer, fresh, monkeypatch):
-        got, graphs = [], kernels.Inputs.graphs
+        got, graphs = [], kernel_cases.Inputs.graphs
 
         def spy(inputs, make=lambda edges: edges):
             return graphs(inputs, lambda edges: got.append(edges) or make(edges))
 
-        monkeypatch.setattr(kernels.Inputs, "graphs", spy)
+        monkeypatch.setattr(kernel_cases.Inputs, "graphs", spy)
         case = replace(CASE, shape=replace(TINY, fresh=fresh), part=part, peer=peer)
-        computation = kernels.build(case)
+        computation = kernel_cases.build(case)
         for _ in range(3):
             computation.forward()
         assert len(got) == len({id(edges) for edges in got}) == (3 if fresh else 1)
-        assert all(torch.equal(edges, kernels.draw(case).edge_index) for edges in got)
+        assert all(torch.equal(edges, kernel_cases.draw(case).edge_index) for edges in got)
 
     def test_power_law(self):
         """The busiest node of N has E / sqrt(N) edges, the busiest quarter half of all."""
-        shape = replace(kernels.SHAPES["products"][0], nodes=10_000, edges=300_000)
-        edges = kernels.draw_edges(shape)
+        shape = replace(kernel_cases.SHAPES["products"][0], nodes=10_000, edges=300_000)
+        edges = kernel_cases.draw_edges(shape)
         assert (edges[0] != edges[1]).all()
-        assert torch.equal(edges, kernels.draw_edges(shape))
+        assert torch.equal(edges, kernel_cases.draw_edges(shape))
         for ends in edges:
             degree = ends.bincount(minlength=shape.nodes)
             assert degree.numel() == shape.nodes
@@ -127,33 +127,33 @@ class TestGraphs:
         load("photo")
         (shape,) = benchmark("--shape", "photo").find_shapes()
         assert (shape.nodes, shape.edges) == (7_650, 238_162)
-        assert kernels.draw_edges(shape).shape == (2, 238_162)
+        assert kernel_cases.draw_edges(shape).shape == (2, 238_162)
 
     def test_missing_data_are_named(self, monkeypatch, tmp_path):
         monkeypatch.setenv("GATTN_DATA", str(tmp_path))
         monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("offline")))
         some = benchmark("--shape", "cora", "photo")
-        assert some.find_shapes() == [*kernels.SHAPES["cora"]]
+        assert some.find_shapes() == [*kernel_cases.SHAPES["cora"]]
         assert "photo is not under" in some.skipped["photo"]
 
 
 class TestReference:
     def test_chunks_hold_all_edges_and_part_no_target(self):
         target = torch.tensor([3, 0, 3, 1, 3, 2, 0])
-        parts = list(kernels.chunks(target, 2))
+        parts = list(kernel_cases.chunks(target, 2))
         assert sorted(torch.cat(parts).tolist()) == list(range(7))
         assert [sorted(set(target[part].tolist())) for part in parts] == [[0], [1, 2], [3]]
 
-    @pytest.mark.parametrize("layer", kernels.CONVS)
+    @pytest.mark.parametrize("layer", kernel_cases.CONVS)
     def test_in_parts_or_whole_it_is_the_same(self, layer, monkeypatch):
         case = replace(CASE, layer=layer)
-        inputs = kernels.draw(case)
-        monkeypatch.setattr(kernels.chunks, "__defaults__", (20,))
-        parts = kernels.reference(case, inputs, torch.float64)
+        inputs = kernel_cases.draw(case)
+        monkeypatch.setattr(kernel_cases.chunks, "__defaults__", (20,))
+        parts = kernel_cases.reference(case, inputs, torch.float64)
         inputs.tensors = {name: tensor.double().requires_grad_() for name, tensor in inputs.tensors.items()}
         tensors = inputs.tensors
         value = tensors.get("value", tensors["key"])
-        score = kernels.score_of(case, tensors.get("vector"))
+        score = kernel_cases.score_of(case, tensors.get("vector"))
         graph = gattn.SparseGraph(inputs.edge_index, num_sources=TINY.nodes, num_targets=TINY.nodes)
         out = gattn.attend(tensors["query"], tensors["key"], value, graph, score=score, backend="reference")
         torch.testing.assert_close(parts["output"], out)
@@ -161,7 +161,7 @@ class TestReference:
         for name, grad in zip(tensors, grads, strict=True):
             torch.testing.assert_close(parts[f"gradient of {name}"], grad)
 
-    @pytest.mark.parametrize("layer", kernels.CONVS)
+    @pytest.mark.parametrize("layer", kernel_cases.CONVS)
     @pytest.mark.parametrize(
         ("part", "edge_features", "peer"),
         [*((*task, peer) for task in TASKS for peer in ("gattn", "pyg")), ("attention", False, "gattn-custom")],
@@ -178,7 +178,7 @@ class TestReference:
             assert 0 < row[mode]["q1"] <= row[mode]["median"] <= row[mode]["q3"]
             assert len(row[mode]["times"]) >= 3
 
-    @pytest.mark.parametrize("layer", kernels.CONVS)
+    @pytest.mark.parametrize("layer", kernel_cases.CONVS)
     @pytest.mark.parametrize("edge_features", [False, True])
     @pytest.mark.parametrize("peer", ["gattn", "pyg"])
     def test_some_nodes_are_targets(self, layer, edge_features, peer, tmp_path):
@@ -186,9 +186,9 @@ class TestReference:
         case = replace(CASE, shape=shape, layer=layer, part="layer", edge_features=edge_features, peer=peer)
         row = measured(case, tmp_path)
         assert row["outcome"] == "ok", row["reason"]
-        assert kernels.build(case).forward().shape == (10, 6)
+        assert kernel_cases.build(case).forward().shape == (10, 6)
 
-    @pytest.mark.parametrize("layer", kernels.CONVS)
+    @pytest.mark.parametrize("layer", kernel_cases.CONVS)
     @pytest.mark.parametrize("part", ["attention", "layer"])
     def test_half_precision(self, layer, part, tmp_path):
         row = measured(replace(CASE, layer=layer, part=part, dtype="bfloat16"), tmp_path)
@@ -196,20 +196,20 @@ class TestReference:
         assert 1e-5 < row["errors"]["output"]["error"] < 0.05
 
     def test_large_graphs_are_compared_at_random_rows_and_the_hub(self, monkeypatch):
-        monkeypatch.setattr(kernels, "CHECKED_ROWS", 5)
+        monkeypatch.setattr(kernel_cases, "CHECKED_ROWS", 5)
         expected = replace(CASE, shape=replace(TINY, hub=29)).references()[""]
         assert expected["output"]["exact"].shape == (6, 2, 3)
         assert expected["gradient of key"]["rows"].tolist() == expected["output"]["rows"].tolist()
         assert expected["output"]["rows"][-1] == 29
 
-    @pytest.mark.parametrize("layer", kernels.CONVS)
+    @pytest.mark.parametrize("layer", kernel_cases.CONVS)
     @pytest.mark.parametrize("part", ["attention", "layer"])
     def test_of_large_graphs_only_compared_rows_are_kept(self, part, layer, monkeypatch, tmp_path):
-        monkeypatch.setattr(kernels, "CHECKED_ROWS", 2)
-        monkeypatch.setattr(kernels.chunks, "__defaults__", (20,))
+        monkeypatch.setattr(kernel_cases, "CHECKED_ROWS", 2)
+        monkeypatch.setattr(kernel_cases.chunks, "__defaults__", (20,))
         case = replace(CASE, part=part, layer=layer)
-        whole = kernels.reference(case, kernels.draw(case), torch.float64)
-        monkeypatch.setattr(kernels, "SAMPLED_NODES", 29)
+        whole = kernel_cases.reference(case, kernel_cases.draw(case), torch.float64)
+        monkeypatch.setattr(kernel_cases, "SAMPLED_NODES", 29)
         row = measured(case, tmp_path)
         assert row["outcome"] == "ok", row["reason"]
         expected = torch.load(tmp_path / "reference.pt")[""]
@@ -220,10 +220,10 @@ class TestReference:
             torch.testing.assert_close(truth["exact"], whole[name] if rows is None else whole[name][rows])
         rows = expected["output"]["rows"]
         assert rows.numel() == 4  # two at random, and the ends with the most edges
-        assert {int(ends.bincount().argmax()) for ends in kernels.draw(case).all_edges} <= set(rows.tolist())
+        assert {int(ends.bincount().argmax()) for ends in kernel_cases.draw(case).all_edges} <= set(rows.tolist())
 
     @pytest.mark.parametrize("fresh", [False, True])
-    @pytest.mark.parametrize("layer", kernels.CONVS)
+    @pytest.mark.parametrize("layer", kernel_cases.CONVS)
     def test_dgl(self, layer, fresh, monkeypatch, tmp_path):
         """Against a stand-in with DGL's names and conventions: u are sources, v targets."""
 
@@ -278,7 +278,7 @@ class TestWrongResults:
         assert "is off by" in row["reason"]
 
     def test_one_percent_is_caught_in_each_result(self):
-        expected, computation = CASE.references()[""], kernels.build(CASE)
+        expected, computation = CASE.references()[""], kernel_cases.build(CASE)
         results = computation.compared(computation.forward_backward())
         for name in (None, *expected):
             changed = {other: x * 1.01 if other == name else x for other, x in results.items()}
@@ -293,8 +293,10 @@ class TestOnAGpu:
     def test_measured(self, part, monkeypatch, tmp_path):
         """After a first call on the same graph, which tunes the kernels."""
         moved, places = [], []
-        monkeypatch.setattr(kernels.Inputs, "to", lambda self, device: moved.append((device, len(self.grad))) or self)
-        monkeypatch.setattr(kernels, "BACKENDS", {"cuda": "reference"})
+        monkeypatch.setattr(
+            kernel_cases.Inputs, "to", lambda self, device: moved.append((device, len(self.grad))) or self
+        )
+        monkeypatch.setattr(kernel_cases, "BACKENDS", {"cuda": "reference"})
         monkeypatch.setattr(measuring, "copy_rate", lambda device: 7.0)
         monkeypatch.setattr(measuring, "operation_rate", lambda device: 9.0)
         monkeypatch.setattr(measuring, "peak_above", lambda function, device: places.append(device) or (function(), 5))
@@ -313,15 +315,15 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("part", ["attention", "layer"])
     def test_by_its_own_backend(self, part, monkeypatch):
-        monkeypatch.setattr(kernels.Inputs, "to", lambda self, device: self)
-        monkeypatch.setattr(kernels, "BACKENDS", {"cpu": "cpu", "cuda": "other"})
+        monkeypatch.setattr(kernel_cases.Inputs, "to", lambda self, device: self)
+        monkeypatch.setattr(kernel_cases, "BACKENDS", {"cpu": "cpu", "cuda": "other"})
         with pytest.raises(ValueError, match="unknown backend 'other'"):
-            kernels.build(replace(self.case, part=part)).forward()
+            kernel_cases.build(replace(self.case, part=part)).forward()
 
     def test_inputs_are_moved(self):
         """To another type of device that every machine has."""
         for part, has_features in TASKS:
-            inputs = kernels.draw(replace(self.case, part=part, edge_features=has_features)).to("meta")
+            inputs = kernel_cases.draw(replace(self.case, part=part, edge_features=has_features)).to("meta")
             tensors = [inputs.edge_index, inputs.grad, *inputs.tensors.values()]
             tensors += [inputs.edge_attr] if has_features else []
             tensors += inputs.layer.parameters() if part == "layer" else []
@@ -351,7 +353,7 @@ class TestOnAGpu:
         rows = [row_of(case, device="cuda", driver="5.5") for case in cases]
         rows[0]["copy_rate"] = 1e5
         reported = dict(zip(cases, rows, strict=True))
-        lines = [kernels.Report(reported).memory(case, row) for case, row in reported.items()]
+        lines = [kernel_reports.Report(reported).memory(case, row) for case, row in reported.items()]
         assert [line["forward, of a copy's"] for line in lines] == ["49%", "49%", "30%", "–"]
         assert lines[1]["forward + backward, of a copy's"] == "119%"
         write(reported, tmp_path)
@@ -367,7 +369,7 @@ class TestResuming:
         Kernels.main(arguments(tmp_path, "--layers", "gat"))
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         assert len(before["runs.jsonl"].splitlines()) == 1 + 3 * 2
-        monkeypatch.setattr(kernels.Case, "measure", lambda *args: pytest.fail("measured again"))
+        monkeypatch.setattr(kernel_cases.Case, "measure", lambda *args: pytest.fail("measured again"))
         Kernels.main(arguments(tmp_path, "--layers", "gat"))
         assert "7 of 7 measurements are in" in capsys.readouterr().out
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -393,7 +395,7 @@ def allocate(allocator, show):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
 def test_a_process_keeps_memory():
     faults = {}
-    for name in kernels.ALLOCATORS:
+    for name in kernel_cases.ALLOCATORS:
         environment = replace(CASE, allocator=name).environment
         ((_, outcome, faults[name]),) = in_processes([name], allocate, environment=environment)
         assert outcome == "ok", faults[name]
@@ -403,7 +405,7 @@ def test_a_process_keeps_memory():
 
 @pytest.mark.slow
 def test_in_processes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(kernels, "SHAPES", {**kernels.SHAPES, "cora": (TINY,)})
+    monkeypatch.setattr(kernels, "SHAPES", {**kernel_cases.SHAPES, "cora": (TINY,)})
     Kernels.main(arguments(tmp_path, "--layers", "gatv2", "--edge-features", "without"))
     assert [row["outcome"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()] == ["ok"] * 5
     assert "tiny" in capsys.readouterr().out
@@ -426,14 +428,14 @@ class TestReport:
         return dict(zip(cases, rows, strict=True))
 
     def test_ratios(self):
-        _, ours, eager, compiled = kernels.Report(self.report()).lines()
+        _, ours, eager, compiled = kernel_reports.Report(self.report()).lines()
         assert ours["× PyG"] == ours["forward, × PyG"] == "10.0×"
         assert ours["× compiled"] == "–"
         assert eager["× PyG"] == "1.0×"
         assert compiled["forward + backward, ms"] == "out of memory"
 
     def test_memory(self):
-        report = kernels.Report(self.report())
+        report = kernel_reports.Report(self.report())
         _, ours, eager, compiled = (report.memory(case, row) for case, row in report.rows.items())
         assert ours["memory, PyG's ÷"] == "5.0×"
         assert ours["forward, gathers"] == ours["forward + backward, gathers"] == "2.0"
@@ -450,7 +452,7 @@ class TestReport:
         kept = {case: replace(case, allocator="kept") for case in rows if case.peer != "pyg-compile"}
         rows |= {case: row_of(case, 0.5 if case.peer == "pyg" else 0.1) for case in kept.values()}
         rows |= {kept[CASE]: row_of(kept[CASE], peak_bytes=2 * 10**7)}
-        report = kernels.Report(rows)
+        report = kernel_reports.Report(rows)
         gather, ours, eager, compiled = report.lines()
         assert [name for name in ours if "× PyG" in name] == [
             "forward, × PyG",
@@ -465,7 +467,7 @@ class TestReport:
         assert compiled["forward, ms, kept"] == compiled["× PyG, kept"] == "–"
         line = report.memory(kept[CASE], rows[kept[CASE]])
         assert (line["allocator"], line["memory, PyG's ÷"], line["forward, gathers"]) == ("kept", "0.5×", "1.0")
-        labels = [text.get_text() for text in kernels.draw_speedup(report).axes[0].texts]
+        labels = [text.get_text() for text in kernel_reports.draw_speedup(report).axes[0].texts]
         assert labels == ["10×", "5×"]
         write(rows, tmp_path)
         assert "fwd, ms, kept" in capsys.readouterr().out
@@ -474,26 +476,26 @@ class TestReport:
 
     def test_bytes(self):
         """130 edges with loops, 30 nodes, rows of 24 bytes, indices of 8."""
-        assert kernels.bytes_moved(CASE, "forward") == 130 * (24 + 8) + 30 * 24
-        assert kernels.bytes_moved(CASE, "forward_backward") == 130 * (2 * 24 + 2 * 8) + 30 * 5 * 24
+        assert kernel_reports.bytes_moved(CASE, "forward") == 130 * (24 + 8) + 30 * 24
+        assert kernel_reports.bytes_moved(CASE, "forward_backward") == 130 * (2 * 24 + 2 * 8) + 30 * 5 * 24
         transformer = replace(CASE, layer="transformer", dtype="bfloat16")
-        assert kernels.bytes_moved(transformer, "forward") == 130 * (2 * 12 + 8) + 30 * 2 * 12
+        assert kernel_reports.bytes_moved(transformer, "forward") == 130 * (2 * 12 + 8) + 30 * 2 * 12
 
     def test_operations(self):
         """On 130 edges of 6 channels: sums of rows alone, or with products and, backward, two gradients of each."""
-        assert kernels.operations(replace(CASE, part="gather"), "forward") == 130 * 6
-        assert kernels.operations(CASE, "forward") == 130 * 6 * 2
-        assert kernels.operations(CASE, "forward_backward") == 130 * 6 * 6
+        assert kernel_reports.operations(replace(CASE, part="gather"), "forward") == 130 * 6
+        assert kernel_reports.operations(CASE, "forward") == 130 * 6 * 2
+        assert kernel_reports.operations(CASE, "forward_backward") == 130 * 6 * 6
 
     def test_roofline(self):
         gather = replace(CASE, part="gather", layer="", peer="embedding_bag")
         rows = {gather: {**row_of(gather), "copy_rate": 2e9, "operation_rate": 8e9}, CASE: row_of(CASE)}
-        figure = kernels.draw_roofline(kernels.Report(rows))
+        figure = kernel_reports.draw_roofline(kernel_reports.Report(rows))
         *points, roof = figure.axes[0].lines
         assert len(points) == 3
         for point, mode in zip(points[1:], ("forward", "forward_backward"), strict=True):
-            work, seconds = kernels.operations(CASE, mode), rows[CASE][mode]["median"]
-            expected = work / kernels.bytes_moved(CASE, mode), work / seconds / 1e9
+            work, seconds = kernel_reports.operations(CASE, mode), rows[CASE][mode]["median"]
+            expected = work / kernel_reports.bytes_moved(CASE, mode), work / seconds / 1e9
             assert [point.get_xdata()[0], point.get_ydata()[0]] == pytest.approx(expected)
         x, y = roof.get_data()
         assert list(y) == pytest.approx([min(2 * place, 8.0) for place in x])
@@ -510,14 +512,14 @@ class TestReport:
     def test_where_pyg_has_no_time_the_picture_says_why(self):
         case = replace(CASE, peer="pyg")
         row = {**asdict(case), "outcome": "out of memory", "reason": "killed", **machine()}
-        figure = kernels.draw_speedup(kernels.Report({CASE: row_of(CASE), case: row}))
+        figure = kernel_reports.draw_speedup(kernel_reports.Report({CASE: row_of(CASE), case: row}))
         assert [text.get_text() for text in figure.axes[0].texts] == ["PyG:\nout of memory"]
 
     def test_hubs_and_half_precision_have_their_ratios(self):
-        plain = replace(CASE, shape=kernels.SHAPES["arxiv"][0])
-        hub, half = replace(plain, shape=kernels.SHAPES["hub"][0]), replace(plain, dtype="bfloat16")
+        plain = replace(CASE, shape=kernel_cases.SHAPES["arxiv"][0])
+        hub, half = replace(plain, shape=kernel_cases.SHAPES["hub"][0]), replace(plain, dtype="bfloat16")
         rows = [row_of(plain, 0.3), row_of(hub, 0.33), row_of(half, 0.2)]
-        remarks = kernels.Report(dict(zip([plain, hub, half], rows, strict=True))).remarks()
+        remarks = kernel_reports.Report(dict(zip([plain, hub, half], rows, strict=True))).remarks()
         assert remarks == [
             "hub first attention gat float32 gattn: 1.10× the time of the plain graph, forward + backward.",
             "arxiv attention gat bfloat16 gattn: forward 1.50× as fast as float32.",

@@ -1,0 +1,526 @@
+"""What `benchmarks.kernels` measures: shapes, inputs, the reference and the peers.
+
+The peer *gattn-custom* is gattn with the same score written as a user's own, whose logits alone the kernels get.
+
+The results are compared with gattn's reference in float64. The unit of a *gather* is the time that `embedding_bag`
+takes to sum one row of features per edge, over the same edges.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NotRequired
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+import torch_geometric.typing
+from torch import Tensor
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+import gattn
+from benchmarks.framework import measuring
+from benchmarks.framework.measuring import Computation, Expected, Measured, Measurement, Times, budgets
+from benchmarks.framework.results import Row
+
+CONVS = {
+    "gat": (gattn.nn.GATConv, pyg.GATConv),
+    "gatv2": (gattn.nn.GATv2Conv, pyg.GATv2Conv),
+    "transformer": (gattn.nn.TransformerConv, pyg.TransformerConv),
+}
+PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl", "gattn-custom")
+ATTENTION_ONLY = ("gattn-custom", "dgl")
+"""The peers that have no layers."""
+DTYPES = ("float32", "bfloat16")
+BACKENDS = {"cpu": "cpu", "cuda": "triton"}
+ALLOCATORS = {
+    "default": {},
+    "kept": {
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**34),
+        "MALLOC_TOP_PAD_": str(2**28),
+    },
+}
+"""What tells glibc at the start of a process how to deal with freed memory: nothing, or to keep all of it."""
+EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
+
+EDGE_CHANNELS = 16
+NEGATIVE_SLOPE = 0.2
+SEED = 0
+
+CHUNK_EDGES = 2**17
+"""The reference takes about this many edges at a time, always with all edges of a target."""
+
+CHECKED_ROWS = 4096
+"""This many random rows of results with one row per node are compared; gradients of parameters are compared whole."""
+
+SAMPLED_NODES = 1_000_000
+"""For graphs with more nodes, the reference keeps only the rows that are compared, so that memory suffices."""
+
+
+# The cases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A graph, random or of a data set, and the widths of the features. Self-loops come on top of the edges."""
+
+    name: str
+    nodes: int
+    edges: int
+    heads: int
+    channels: int
+    hub: int | None = None
+    """The node that a third of the edges point to."""
+    dataset: str | None = None
+    graphs: int = 1
+    """The nodes form this many graphs of one size, side by side."""
+    power_law: bool = False
+    """Whether the numbers of neighbours follow a power law with exponent 3."""
+    in_channels: int = 128
+    """Of a layer's input."""
+    targets: int | None = None
+    """The first this many nodes alone are targets, as in a batch of sampled neighbours. (default: all)"""
+    fresh: bool = False
+    """Whether each call gets a new tensor of edges, so that nothing that was kept about another helps it."""
+
+    @property
+    def num_targets(self) -> int:
+        """The number of targets."""
+        return self.nodes if self.targets is None else self.targets
+
+
+#: What `--shape` names; a hub graph has two variants.
+SHAPES = {
+    "tiny": (Shape("tiny", 10, 30, 8, 8, in_channels=64),),
+    "thousand": (Shape("thousand", 1_000, 4_000, 8, 8),),
+    "cora": (Shape("cora", 2_708, 10_556, 8, 8),),
+    "mid": (Shape("mid", 42_000, 580_000, 8, 32),),
+    "arxiv": (Shape("arxiv", 169_343, 2_330_000, 4, 64),),
+    "hub": (
+        Shape("hub first", 169_343, 2_330_000, 4, 64, hub=0),
+        Shape("hub last", 169_343, 2_330_000, 4, 64, hub=169_342),
+    ),
+    "photo": (Shape("photo", 7_650, 238_162, 8, 32, dataset="photo"),),
+    "molecules": (Shape("molecules", 250_000, 560_000, 8, 16, graphs=10_000),),
+    "batch": (Shape("batch", 6_400, 13_824, 8, 16, graphs=256, fresh=True),),
+    "sampled": (Shape("sampled", 51_000, 90_000, 8, 8, targets=9_000, fresh=True),),
+    "products": (Shape("products", 2_400_000, 30_000_000, 4, 32, power_law=True),),
+}
+LARGE = ("products",)
+"""Shapes that are not measured on a CPU unless they are named."""
+
+SMALL = Shape("small", 5_000, 50_000, 4, 16)
+
+
+class Result(Measured):
+    """The columns of a measurement."""
+
+    forward_backward: NotRequired[Times]
+    """Of all but the yardstick."""
+    copy_rate: NotRequired[float]
+    """Of the yardstick, like the next one."""
+    operation_rate: NotRequired[float]
+
+
+@dataclass(frozen=True)
+class Case(Measurement):
+    """One measurement."""
+
+    result = Result
+
+    shape: Shape
+    part: str
+    """`"attention"`, `"layer"`, or `"gather"` for the yardstick."""
+    layer: str
+    edge_features: bool
+    dtype: str
+    peer: str
+    threads: int
+    repeats: int
+    seconds: float
+    device: str = "cpu"
+    allocator: str = "default"
+
+    def __str__(self) -> str:
+        words = [self.shape.name, self.part, self.layer, "edge features" * self.edge_features, self.dtype, self.peer]
+        return " ".join(filter(None, words)) + ", kept memory" * (self.allocator == "kept")
+
+    @classmethod
+    def key_of(cls, row: Row) -> str:
+        """The key of a row; older rows lack what has a default."""
+        plain = asdict(Shape("", 0, 0, 0, 0))
+        return super().key_of({"device": "cpu", "allocator": "default", **row, "shape": {**plain, **row["shape"]}})
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Its allocator's."""
+        return ALLOCATORS[self.allocator]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether this is not the yardstick."""
+        return self.part != "gather"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The number type."""
+        return getattr(torch, self.dtype)
+
+    def problem(self) -> tuple[object, ...]:
+        """What cases have in common that must have the same result."""
+        return self.shape, self.part, self.layer, self.edge_features, self.dtype
+
+    def prepare_process(self) -> None:
+        """Also silences what PyG and PyTorch's compiler say about themselves."""
+        super().prepare_process()
+        torch_geometric.typing.WITH_TORCH_SCATTER = self.peer == "pyg-scatter"
+        warnings.filterwarnings("ignore")
+
+    def references(self) -> dict[str, dict[str, Expected]]:
+        """The results of gattn's reference, at random rows, the hub's row and, of large graphs, the busiest nodes'."""
+        inputs = draw(self)
+        nodes, hub = self.shape.num_targets, self.shape.hub
+        rows = torch.randperm(nodes, generator=torch.Generator().manual_seed(SEED))[:CHECKED_ROWS]
+        if hub is not None:
+            rows = torch.cat([rows, torch.tensor([hub])])
+        is_sampled = nodes > SAMPLED_NODES
+        if is_sampled:
+            busiest = [int(ends.bincount().argmax()) for ends in inputs.all_edges]
+            rows = torch.cat([rows, torch.tensor(busiest)]).unique()
+        kept = rows if is_sampled else None
+        exact, rounded = (reference(self, inputs, dtype, kept) for dtype in (torch.float64, self.torch_dtype))
+        terms = int(inputs.all_edges[1].bincount().max()), inputs.all_edges.size(1)
+        return {"": budgets(exact, rounded, self.torch_dtype, *terms, compared=rows, is_sampled=is_sampled)}
+
+    def computation(self) -> Computation:
+        """The peer's; a compiled one is compiled by its first call, which must see the real graph."""
+        if self.peer != "pyg-compile":
+            # A GPU's kernels are tuned on what they see first.
+            plain = Shape("", 16, 64, self.shape.heads, self.shape.channels)
+            build(replace(self, shape=plain) if self.device == "cpu" else self).forward_backward()
+        computation = build(self)
+        if self.peer == "pyg-compile":
+            computation.forward_backward()
+        return computation
+
+    def measure(self, reference: Path | None) -> Row:
+        """Also measures what the machine copies and computes per second."""
+        row = super().measure(reference)
+        if self.has_reference:
+            return row
+        rates = {name: getattr(measuring, name)(self.device) for name in ("copy_rate", "operation_rate")}
+        return {**row, **rates}
+
+
+@dataclass
+class Inputs:
+    """What all peers compute from: the same numbers for each."""
+
+    edge_index: Tensor
+    """`[2, E]`, as it is passed; GAT's and GATv2's layers add the self-loops themselves."""
+    edge_attr: Tensor | None
+    all_edges: Tensor
+    """`[2, E]`, with self-loops."""
+    all_attr: Tensor | None
+    tensors: dict[str, Tensor]
+    """The layer's `x`; or what attention takes: query, key, value (GATv2's key is its value) and vector."""
+    layer: Any
+    """gattn's layer, whose weights all peers share; `None` for attention alone."""
+    grad: Tensor
+    """Gradient of the output."""
+    fresh: bool
+
+    def graphs(self, make: Callable[[Tensor], Any] = lambda edge_index: edge_index) -> Callable[[], Any]:
+        """Returns what each call gets: a graph that is made of the edges once, or of new ones each time."""
+        if self.fresh:
+            return lambda: make(self.edge_index.clone())
+        graph = make(self.edge_index)
+        return lambda: graph
+
+    def to(self, device: str) -> Inputs:
+        """Moves what peers take to their device; the rest is for the reference, and stays."""
+        return replace(
+            self,
+            edge_index=self.edge_index.to(device),
+            edge_attr=None if self.edge_attr is None else self.edge_attr.to(device),
+            tensors={name: tensor.to(device) for name, tensor in self.tensors.items()},
+            layer=None if self.layer is None else self.layer.to(device),
+            grad=self.grad.to(device),
+        )
+
+
+def draw_edges(shape: Shape) -> Tensor:
+    """`[2, E]`, without self-loops."""
+    if shape.dataset is not None:
+        return remove_self_loops(gattn.datasets.load(shape.dataset).edge_index)[0]
+    generator = torch.Generator().manual_seed(SEED)
+    if shape.power_law:
+        return draw_power_law(shape, generator)
+    target = torch.randint(shape.num_targets, (shape.edges,), generator=generator)
+    if shape.hub is not None:
+        target[torch.rand(shape.edges, generator=generator) < 1 / 3] = shape.hub
+    size = shape.nodes // shape.graphs
+    first = target // size * size
+    source = first + (target - first + torch.randint(1, size, (shape.edges,), generator=generator)) % size
+    return torch.stack([source, target])
+
+
+def draw_power_law(shape: Shape, generator: torch.Generator) -> Tensor:
+    """`[2, E]`, both ends independent, so that the k-th busiest node of N has about E / (2 sqrt(k N)) edges."""
+    ends = torch.rand(2, shape.edges, generator=generator, dtype=torch.float64).square_().mul_(shape.nodes).long()
+    source, target = torch.randperm(shape.nodes, generator=generator)[ends]
+    return torch.stack([torch.where(source == target, (source + 1) % shape.nodes, source), target])
+
+
+def draw(case: Case) -> Inputs:
+    """Draws the inputs; the same for every peer."""
+    shape, dtype = case.shape, case.torch_dtype
+    generator = torch.Generator().manual_seed(SEED)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    edges = draw_edges(shape)
+    nodes, targets, heads, channels = shape.nodes, shape.num_targets, shape.heads, shape.channels
+    all_edges, _ = add_self_loops(edges, num_nodes=targets)
+    if case.part != "layer":
+        tensors = {"value": randn(nodes, heads, channels)}
+        if case.layer == "gat":
+            tensors |= {"query": randn(nodes, heads), "key": randn(nodes, heads)}
+        elif case.layer == "gatv2":
+            tensors = {"query": randn(nodes, heads, channels), "key": tensors["value"]}
+            tensors["vector"] = (torch.randn(heads, channels, generator=generator) / math.sqrt(channels)).to(dtype)
+        elif case.layer == "transformer":
+            tensors |= {"query": randn(nodes, heads, channels), "key": randn(nodes, heads, channels)}
+        grad = randn(nodes, heads, channels)
+        return Inputs(all_edges, None, all_edges, None, tensors, None, grad, shape.fresh)
+
+    adds_loops = case.layer != "transformer"
+    edge_index, edge_attr, all_attr = (edges if adds_loops else all_edges), None, None
+    if case.edge_features:
+        edge_attr = all_attr = randn(edge_index.size(1), EDGE_CHANNELS)
+        if adds_loops:
+            _, all_attr = add_self_loops(edges, edge_attr.double(), fill_value="mean", num_nodes=targets)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(SEED)
+        layer = CONVS[case.layer][0](
+            shape.in_channels, channels, heads=heads, edge_dim=EDGE_CHANNELS if case.edge_features else None
+        )
+    x, grad = randn(nodes, shape.in_channels), randn(targets, heads * channels)
+    return Inputs(edge_index, edge_attr, all_edges, all_attr, {"x": x}, layer.to(dtype), grad, shape.fresh)
+
+
+def score_of(case: Case, vector: Tensor | None) -> gattn.Score:
+    """The layer's score, by gattn's name or, for `gattn-custom`, as if a user had written it."""
+    score: gattn.Score = gattn.DotScore()
+    if case.layer == "gat":
+        score = gattn.GATScore(NEGATIVE_SLOPE)
+    elif vector is not None:
+        score = gattn.AdditiveScore(vector, negative_slope=NEGATIVE_SLOPE)
+    return CustomScore(score) if case.peer == "gattn-custom" else score
+
+
+class CustomScore(gattn.Score):
+    """A score of which the kernels know nothing but its logits."""
+
+    def __init__(self, score: gattn.Score):
+        self.score = score
+        self.scalar = score.scalar  # type: ignore[misc] # an object's own
+
+    def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """See `gattn.Score.logits`."""
+        return self.score.logits(query, key, edge)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `gattn.Score.tensors`."""
+        return self.score.tensors()
+
+
+# The reference -------------------------------------------------------------------------------------------------------
+
+
+def reference(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> dict[str, Tensor]:
+    """Output and gradients by gattn's reference path in `dtype`, some targets at a time, summed in float64.
+
+    Args:
+        case: The problem.
+        inputs: What `draw` drew.
+        dtype: What is computed in.
+        kept: The nodes whose rows the results have. (default: all)
+    """
+    tensors = dict(inputs.tensors)
+    kept = torch.arange(case.shape.num_targets) if kept is None else kept
+    row_of = torch.full((case.shape.nodes,), -1).index_copy_(0, kept, torch.arange(kept.numel()))
+    layer, parameters = None, {}
+    if inputs.layer is not None:
+        layer = copy.deepcopy(inputs.layer).to(dtype)
+        layer.add_self_loops = False
+        parameters = dict(layer.named_parameters())
+    elif "vector" in tensors:
+        parameters = {"vector": tensors.pop("vector").to(dtype).requires_grad_()}
+    totals = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in parameters.items()}
+    if layer is None:
+        rows_of = {name: (kept.numel(), *tensor.shape[1:]) for name, tensor in tensors.items()}
+        totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in rows_of.items()} | totals
+    output = torch.zeros(kept.numel(), *inputs.grad.shape[1:], dtype=torch.float64)
+    for edges in chunks(inputs.all_edges[1]):
+        (sources, source), (targets, target) = (row[edges].unique(return_inverse=True) for row in inputs.all_edges)
+        graph = gattn.SparseGraph(
+            torch.stack([source, target]), num_sources=sources.numel(), num_targets=targets.numel()
+        )
+        places = {name: targets if name == "query" else sources for name in tensors}
+        with gattn.backend("reference"):
+            if layer is not None:
+                attr = None if inputs.all_attr is None else inputs.all_attr[edges].to(dtype)
+                leaves = parameters
+                x = tensors["x"]
+                out = layer((x[sources].to(dtype), x[targets].to(dtype)), graph, attr)
+            else:
+                rows = {name: tensor[places[name]].to(dtype).requires_grad_() for name, tensor in tensors.items()}
+                leaves = rows | parameters
+                score = score_of(case, parameters.get("vector"))
+                out = gattn.attend(rows["query"], rows["key"], rows.get("value", rows["key"]), graph, score=score)
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.grad[targets].to(dtype))
+        is_kept = row_of[targets] >= 0
+        output[row_of[targets[is_kept]]] = out.detach()[is_kept].double()
+        for name, grad in zip(leaves, grads, strict=True):
+            if name in places:
+                is_kept = row_of[places[name]] >= 0
+                totals[name].index_add_(0, row_of[places[name][is_kept]], grad[is_kept].double())
+            else:
+                totals[name] += grad
+    gradients = {f"gradient of {name}": total for name, total in totals.items()}
+    return {"output without autograd": output, "output": output, **gradients}
+
+
+def chunks(target: Tensor, size: int = CHUNK_EDGES) -> Iterator[Tensor]:
+    """Edges sorted by target, about `size` at a time; all edges of a target come together."""
+    degree = torch.bincount(target)
+    chunk = (degree.cumsum(0) - degree) // size
+    order = target.argsort(stable=True)
+    counts = chunk[target[order]].unique_consecutive(return_counts=True)[1]
+    yield from order.split(counts.tolist())
+
+
+# The peers -----------------------------------------------------------------------------------------------------------
+
+
+def build(case: Case) -> Computation:
+    """A peer's computation."""
+    inputs = draw(case).to(case.device)
+    if case.part == "gather":
+        return build_gather(case, inputs)
+    if case.part == "layer":
+        return build_layer(case, inputs)
+    for tensor in inputs.tensors.values():
+        tensor.requires_grad_()
+    builders = {"gattn": build_gattn, "gattn-custom": build_gattn, "dgl": build_dgl}
+    return builders.get(case.peer, build_pyg)(case, inputs)
+
+
+def build_gather(case: Case, inputs: Inputs) -> Computation:
+    """The yardstick: the sum of each target's neighbours, without attention."""
+    source, target = inputs.edge_index
+    source = source[target.argsort(stable=True)]
+    degree = target.bincount(minlength=case.shape.nodes)
+    offsets = degree.cumsum(0) - degree
+    value = inputs.tensors["value"].flatten(1)
+    return Computation(lambda: F.embedding_bag(source, value, offsets, mode="sum"), {}, inputs.grad)
+
+
+def build_gattn(case: Case, inputs: Inputs) -> Computation:
+    """Attention by gattn's kernels."""
+    leaves = inputs.tensors
+    query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
+    score, backend, nodes = score_of(case, leaves.get("vector")), BACKENDS[case.device], case.shape.nodes
+    graph = inputs.graphs(lambda edges: gattn.SparseGraph(edges, num_sources=nodes, num_targets=nodes))
+    return Computation(
+        lambda: gattn.attend(query, key, value, graph(), score=score, backend=backend), leaves, inputs.grad
+    )
+
+
+def compiled(case: Case, function: Any) -> Any:
+    """The function, compiled if the peer is."""
+    return torch.compile(function, dynamic=False) if case.peer == "pyg-compile" else function
+
+
+def build_pyg(case: Case, inputs: Inputs) -> Computation:
+    """What PyG's layers do after their projections."""
+    leaves = inputs.tensors
+    query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
+    conv = CONVS[case.layer][1](1, case.shape.channels, heads=case.shape.heads).to(case.device)
+    if "vector" in leaves:
+        leaves["vector"] = conv.att = torch.nn.Parameter(leaves["vector"].detach().unsqueeze(0))
+
+    def forward(edge_index: Tensor) -> Tensor:
+        if case.layer == "gat":
+            alpha = conv.edge_updater(edge_index, alpha=(key, query), edge_attr=None, size=None)
+            return conv.propagate(edge_index, x=(value, value), alpha=alpha, size=None)
+        if case.layer == "gatv2":
+            alpha = conv.edge_updater(edge_index, x=(key, query), edge_attr=None)
+            return conv.propagate(edge_index, x=(key, query), alpha=alpha)
+        out = conv.propagate(edge_index, query=query, key=key, value=value, edge_attr=None)
+        conv._alpha = None
+        return out
+
+    call, edges = compiled(case, forward), inputs.graphs()
+    return Computation(lambda: call(edges()), leaves, inputs.grad)
+
+
+def import_dgl() -> Any:
+    """DGL, with a stand-in for a part that does not load beside recent versions of PyTorch, and is not used here."""
+    part = ModuleType("dgl.distributed")
+    vars(part).update(DistGraph=object, DistDataLoader=object)
+    os.environ.setdefault("DGLBACKEND", "pytorch")  # otherwise, it writes a file to the home folder
+    sys.modules.setdefault(part.__name__, part)
+    return importlib.import_module("dgl")
+
+
+def build_dgl(case: Case, inputs: Inputs) -> Computation:
+    """What DGL's layers do after their projections, by its fused operators."""
+    dgl, leaves = import_dgl(), inputs.tensors
+    dgl.utils.set_num_threads(case.threads)
+    query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
+    graphs = inputs.graphs(lambda edges: dgl.graph(tuple(edges), num_nodes=case.shape.nodes))
+
+    def forward() -> Tensor:
+        graph = graphs()
+        if case.layer == "gat":
+            logits = F.leaky_relu(dgl.ops.u_add_v(graph, key.unsqueeze(-1), query.unsqueeze(-1)), NEGATIVE_SLOPE)
+        elif case.layer == "gatv2":
+            hidden = F.leaky_relu(dgl.ops.u_add_v(graph, key, query), NEGATIVE_SLOPE)
+            logits = (hidden * leaves["vector"]).sum(-1, keepdim=True)
+        else:
+            logits = dgl.ops.u_dot_v(graph, key, query) / math.sqrt(case.shape.channels)
+        return dgl.ops.u_mul_e_sum(graph, value, dgl.ops.edge_softmax(graph, logits))
+
+    return Computation(forward, leaves, inputs.grad)
+
+
+def build_layer(case: Case, inputs: Inputs) -> Computation:
+    """A whole layer, gattn's or PyG's, with the same weights."""
+    layer, graph, shape = inputs.layer, inputs.graphs(), case.shape
+    every, edge_attr = inputs.tensors["x"], inputs.edge_attr
+    x = every if shape.targets is None else (every, every[: shape.targets])
+    if case.peer == "gattn":
+
+        def forward() -> Tensor:
+            with gattn.backend(BACKENDS[case.device]):
+                return layer(x, graph(), edge_attr)
+
+        return Computation(forward, dict(layer.named_parameters()), inputs.grad)
+    edge_dim = EDGE_CHANNELS if case.edge_features else None
+    conv = CONVS[case.layer][1](shape.in_channels, shape.channels, heads=shape.heads, edge_dim=edge_dim)
+    conv.to(case.device).load_state_dict(layer.state_dict())
+    call = compiled(case, conv)
+    return Computation(lambda: call(x, graph(), edge_attr), dict(conv.named_parameters()), inputs.grad)

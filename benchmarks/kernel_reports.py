@@ -1,0 +1,281 @@
+"""Tables and pictures of what `benchmarks.kernels` measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from benchmarks.framework import reports
+from benchmarks.framework.measuring import MODES
+from benchmarks.framework.options import unique
+from benchmarks.framework.reports import BLACK, BLUE, GREEN, ORANGE, RED, Line, machines, median, ratio
+from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.kernel_cases import ALLOCATORS, SHAPES, Case
+
+COLOURS = {"gattn": BLUE, "pyg-scatter": ORANGE, "pyg-compile": RED, "dgl": GREEN}
+LAYER_COLOURS = {"gat": BLUE, "gatv2": ORANGE, "transformer": GREEN}
+
+#: How many rows of features a kernel must at least fetch per edge, forward and backward.
+GATHERED_ROWS = {"gat": (1, 1), "gatv2": (1, 1), "transformer": (2, 3)}
+
+#: How many it must at least read or write per node besides: forward, the targets' queries and the output; backward, all
+#: inputs, the output, its gradient and the inputs' gradients.
+STREAMED_ROWS = {"gat": (1, 4), "gatv2": (2, 6), "transformer": (2, 8)}
+
+#: Floating-point operations on each channel of an edge, forward and backward. Forward, values are multiplied and summed
+#: (2); logits take none, a sum, a LeakyReLU and a dot product (5), or a dot product (2). Backward, each gradient, the
+#: weights' included, takes a product and a sum, and hidden layers and logits are computed again.
+OPERATIONS = {"gat": (2, 4), "gatv2": (7, 13), "transformer": (4, 10)}
+
+
+def bytes_moved(case: Case, mode: str) -> int:
+    """The least that must move: rows and an index for each edge, and each node's rows, read or written once."""
+    shape = case.shape
+    if case.part == "gather":
+        gathered, streamed, passes = 1, 1, 1
+    else:
+        passes = 1 if mode == "forward" else 2
+        gathered, streamed = sum(GATHERED_ROWS[case.layer][:passes]), sum(STREAMED_ROWS[case.layer][:passes])
+    row = shape.heads * shape.channels * case.torch_dtype.itemsize
+    num_edges = shape.edges + shape.nodes
+    return num_edges * (gathered * row + passes * torch.int64.itemsize) + shape.nodes * streamed * row
+
+
+def operations(case: Case, mode: str) -> int:
+    """The least that must be computed: floating-point operations on the channels of each edge."""
+    passes = 1 if mode == "forward" else 2
+    per_channel = 1 if case.part == "gather" else sum(OPERATIONS[case.layer][:passes])
+    return (case.shape.edges + case.shape.nodes) * case.shape.heads * case.shape.channels * per_channel
+
+
+class Report:
+    """Rows beside each other.
+
+    Args:
+        rows: The rows by case, in the order of the table.
+    """
+
+    def __init__(self, rows: dict[Case, Row]):
+        self.rows = rows
+        self.allocators = [name for name in ALLOCATORS if any(case.allocator == name for case in rows)]
+
+    def peer(self, case: Case, **changes: Any) -> Row | None:
+        """The row of a case that differs in this; `None` if there is none."""
+        return self.rows.get(replace(case, **changes))
+
+    def gather(self, case: Case) -> Row | None:
+        """The yardstick of a case; `None` where there is none for its type."""
+        return self.peer(case, part="gather", layer="", edge_features=False, peer="embedding_bag")
+
+    def copy_rate(self, case: Case) -> float | None:
+        """Bytes that the case's device copies in a second, if they were measured."""
+        return (self.gather(replace(case, dtype="float32")) or {}).get("copy_rate")
+
+    def rooflines(self) -> list[Case]:
+        """The yardsticks of one allocator that say what the machine can do."""
+        last = self.allocators[-1]
+        return [case for case, row in self.rows.items() if case.allocator == last and "operation_rate" in row]
+
+    def lines(self) -> list[Line]:
+        """The table of times, with the allocators side by side."""
+        lines = []
+        for case in unique(replace(case, allocator=self.allocators[0]) for case in self.rows):
+            times = {name: self.times(replace(case, allocator=name)) for name in self.allocators}
+            sides = {
+                title + f", {name}" * (name != "default"): times[name][title]
+                for title in times[case.allocator]
+                for name in self.allocators
+            }
+            lines.append({**self.names(case), **sides})
+        return lines
+
+    def names(self, case: Case) -> Line:
+        """What is measured."""
+        layer = case.layer + " + edge features" * case.edge_features
+        return {
+            "shape": case.shape.name,
+            "part": case.part,
+            "layer": layer or "–",
+            "dtype": case.dtype,
+            "peer": case.peer,
+        }
+
+    def times(self, case: Case) -> Line:
+        """Its times, and how they compare with its peers' under the same allocator."""
+        row = self.rows.get(case, {"outcome": "–"})
+        eager, fused = self.peer(case, peer="pyg"), self.peer(case, peer="pyg-compile")
+        return {
+            **{f"{title}, ms": reports.quartiles(row, mode) for mode, title in MODES.items()},
+            "forward, × PyG": ratio(median(eager, "forward"), median(row, "forward")),
+            "× PyG": ratio(median(eager, "forward_backward"), median(row, "forward_backward")),
+            "× compiled": ratio(median(fused, "forward_backward"), median(row, "forward_backward")),
+        }
+
+    def memory(self, case: Case, row: Row) -> Line:
+        """A line of the table of memory: how much there is, what the system does about it, how fast it is used."""
+        eager = self.peer(case, peer="pyg") or {}
+        line = {
+            **self.names(case),
+            "allocator": case.allocator,
+            "peak, MB": reports.megabytes(row),
+            "memory, PyG's ÷": ratio(eager.get("peak_bytes"), row.get("peak_bytes")),
+        }
+        for mode, title in MODES.items():
+            line[f"{title}, page faults"] = reports.per_call(row, mode, "page_faults", ".1f")
+            line[f"{title}, system, ms"] = reports.per_call(row, mode, "system", ".3f", 1000)
+        is_counted = case.part == "attention" and case.peer == "gattn"
+        for mode, title in MODES.items():
+            time, unit = median(row, mode), median(self.gather(case), "forward")
+            line[f"{title}, gathers"] = f"{time / unit:.1f}" if is_counted and time and unit else "–"
+            rate = bytes_moved(case, mode) / time if time and (is_counted or case.part == "gather") else None
+            line[f"{title}, GB/s"] = f"{rate / 1e9:.1f}" if rate else "–"
+            if case.device != "cpu":
+                copied = self.copy_rate(case)
+                line[f"{title}, of a copy's"] = f"{rate / copied:.0%}" if rate and copied else "–"
+        return line
+
+    def remarks(self) -> list[str]:
+        """Ratios between lines, then what happened where no time is given."""
+        remarks = []
+        for case, row in self.rows.items():
+            if row["outcome"] != "ok":
+                remarks.append(f"{case}: {row['outcome']}{': ' * bool(row['reason'])}{row['reason']}")
+            plain = self.peer(case, shape=SHAPES["arxiv"][0])
+            if case.shape.hub is not None and plain is not None and case.part != "gather":
+                share = ratio(median(row, "forward_backward"), median(plain, "forward_backward"), ".2f")
+                remarks.append(f"{case}: {share} the time of the plain graph, forward + backward.")
+            if case.dtype != "float32":
+                single = self.peer(case, dtype="float32")
+                share = ratio(median(single, "forward"), median(row, "forward"), ".2f")
+                remarks.append(f"{case}: forward {share} as fast as float32.")
+        return remarks
+
+
+def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
+    """What a reader of the table must know."""
+    names = (*VERSIONS, "torch-scatter", "dgl", "triton", "cuda", "driver", "python")
+    is_gpu = any(row.get("device", "cpu") != "cpu" for row in rows)
+    memory = "memory that PyTorch has handed out" if is_gpu else "resident memory"
+    limits = [[f"{row[name] / 1e9:.0f}" for row in rows if name in row] for name in ("copy_rate", "operation_rate")]
+    copies, products = map(", ".join, limits)
+    return [
+        *machines(rows, names, ", {threads} thread(s)"),
+        f"Medians with quartiles. Peak: {memory} above the inputs in the first forward + backward, the graph's "
+        "preparation included (compiled: after compilation).",
+        *[
+            "Times are between events of the GPU, with warm caches. Of a copy's: the GB/s, which count each gathered "
+            f"row once for every edge, over what the card moves in a large copy of its own ({copies} GB/s)."
+        ]
+        * is_gpu,
+        "× PyG, × compiled: how many times faster than PyG eager and compiled, forward + backward. Gathers: in units "
+        "of one embedding_bag over the same edges. GB/s: the least that must move, over the time.",
+        *[
+            f"The machine copied {copies} GB/s, and multiplied large matrices with {products} billion floating-point "
+            "operations per second."
+        ]
+        * bool(copies and products),
+        "Page faults and the system's time (of all threads): means per call.",
+        *[
+            "Kept: glibc keeps freed memory instead of handing it back to the system "
+            f"({', '.join(f'{name}={value}' for name, value in ALLOCATORS['kept'].items())}). Ratios are between "
+            "measurements under the same allocator."
+        ]
+        * any(row.get("allocator") == "kept" for row in rows),
+        *(f"{peer}: {reason}" for peer, reason in missing.items()),
+    ]
+
+
+def draw_speedup(report: Report) -> Figure:
+    """Bars: how many times faster than PyG eager under the same allocator, forward + backward."""
+    parts = [("attention", False), ("layer", False), ("layer", True)]
+    present = {(case.part, case.edge_features) for case in report.rows}
+    parts = [part for part in parts if part in present] or parts[:1]
+    cases = [case for case in report.rows if case.part != "gather"]
+    compared = [case for case in cases if report.peer(case, peer="pyg", dtype="float32") is not None]
+    groups = list(dict.fromkeys((case.shape, case.layer) for case in compared or cases))
+    measured_peers = {(case.peer, case.allocator) for case in report.rows}
+    shown = [pair for pair in itertools.product(COLOURS, ALLOCATORS) if pair in measured_peers]
+    size = max(6.0, max(1.1, 0.2 * len(shown)) * len(groups) + 1.5), 2.7 * len(parts) + 0.4
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(parts), 1, squeeze=False, sharex=True)
+    colours = [to_rgba(COLOURS[peer], 0.5 if name == "kept" else 1.0) for peer, name in shown]
+    for (part, has_features), axis in zip(parts, axes[:, 0], strict=True):
+        for case, row in report.rows.items():
+            is_shown = (case.part, case.edge_features, case.dtype) == (part, has_features, "float32")
+            if not is_shown or (case.shape, case.layer) not in groups:
+                continue
+            group = groups.index((case.shape, case.layer))
+            eager, own = report.peer(case, peer="pyg"), median(row, "forward_backward")
+            reference_time = median(eager, "forward_backward")
+            if case.peer == "pyg" and row["outcome"] != "ok":
+                middle = group + 0.4 * (report.allocators.index(case.allocator) - (len(report.allocators) - 1) / 2)
+                axis.text(middle, 1.1, f"PyG:\n{row['outcome']}", ha="center", va="bottom", fontsize=7)
+            elif (case.peer, case.allocator) in shown and reference_time and own:
+                number = shown.index((case.peer, case.allocator))
+                place = group + (number - (len(shown) - 1) / 2) * 0.8 / len(shown)
+                factor = reference_time / own
+                axis.bar(place, factor - 1, 0.8 / len(shown), bottom=1, color=colours[number])
+                above = factor >= 1
+                axis.annotate(
+                    f"{factor:.3g}×",
+                    (place, factor),
+                    xytext=(0, 2 if above else -2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom" if above else "top",
+                    fontsize=8 if len(shown) < 4 else 7,
+                    rotation=0 if len(shown) < 4 else 90,
+                )
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_yscale("log", subs=[])
+        axis.margins(y=0.2)
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0.9), max(high, 12))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        title = {"attention": "attention alone", "layer": "whole layer"}[part]
+        axis.set(title=title + ", with edge features" * has_features, ylabel="times faster")
+        axis.grid(axis="y", alpha=0.25)
+        axis.set_xticks(range(len(groups)), [f"{shape.name}\n{layer}" for shape, layer in groups], fontsize=8)
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
+    labels = [peer + ", kept memory" * (name == "kept") for peer, name in shown]
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
+    figure.suptitle("Forward + backward, compared with PyG eager", fontsize=10)
+    return figure
+
+
+def draw_roofline(report: Report) -> Figure:
+    """Operations per second against operations per byte, and the machine's limits; one panel for each shape."""
+    yardsticks = report.rooflines()
+    figure = Figure(figsize=(3.1 * max(len(yardsticks), 1) + 0.6, 3.4), layout="constrained")
+    axes = figure.subplots(1, max(len(yardsticks), 1), squeeze=False, sharey=True)[0]
+    markers = {"forward": "o", "forward_backward": "s"}
+    for yardstick, axis in zip(yardsticks, axes, strict=False):
+        limits = report.rows[yardstick]
+        points = [("gather", BLACK, "x", yardstick, "forward")]
+        for (layer, colour), (mode, marker) in itertools.product(LAYER_COLOURS.items(), markers.items()):
+            case = replace(yardstick, part="attention", layer=layer, peer="gattn")
+            points.append((layer, colour, marker, case, mode))
+        for name, colour, marker, case, mode in points:
+            time = median(report.rows.get(case), mode)
+            if time:
+                amount = operations(case, mode)
+                place = amount / bytes_moved(case, mode), amount / time / 1e9
+                label = name if mode == "forward" else None
+                axis.plot(*place, marker, color=colour, label=label, markersize=5)
+        low, high = axis.get_xlim()
+        places = [low / 2, limits["operation_rate"] / limits["copy_rate"], high * 2]
+        roof = [min(x * limits["copy_rate"], limits["operation_rate"]) / 1e9 for x in sorted(places)]
+        axis.plot(sorted(places), roof, color=BLACK, linewidth=0.8)
+        axis.set(xscale="log", yscale="log", title=yardstick.shape.name, xlabel="operations per byte")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("10⁹ operations per second")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle("○ forward, □ forward + backward; line: what copies and matrix products reach", fontsize=9)
+    return figure
