@@ -8,7 +8,7 @@ from gattn.attention import Attention, attend
 from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, softmax
 from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.recording import record_attention
-from gattn.scores import AdditiveScore, DotScore, GATScore, Score
+from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.settings import backend, check_finite
 
 __version__ = "0.1.0"
@@ -17,6 +17,7 @@ __all__ = [
     "AdditiveScore",
     "Attention",
     "CompleteGraph",
+    "CosineScore",
     "Distribution",
     "DotScore",
     "GATScore",

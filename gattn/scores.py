@@ -116,9 +116,9 @@ class Score:
         """The same score with its tensors in another type; itself, if it holds none."""
         return self
 
-    def folded(self, query: Tensor) -> tuple[Tensor, Score]:
-        """An equivalent query and score, of which the latter holds no more tensors than its :meth:`family` has."""
-        return query, self
+    def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Score]:
+        """An equivalent query, key and score: one that is just its :meth:`family`, without other tensors."""
+        return query, key, self
 
     def check(self, heads: int, channels: int) -> None:
         """Raises `ValueError` where the score's own tensors do not fit `heads` and `channels`."""
@@ -126,10 +126,7 @@ class Score:
 
 def family_of(score: Score, channels: int) -> Family | None:
     """What kernels know a score by; `None` if its formula is not that of the class which says so."""
-    family = score.family(channels)
-    if family is None or type(score).logits is not Score.class_of_family(family.name).logits or "logits" in vars(score):
-        return None
-    return family
+    return None if says(score, "family", "logits") is None else score.family(channels)
 
 
 def says(instance: Any, attribute: str, method: str) -> Any:
@@ -199,7 +196,11 @@ class GATScore(Score):
 _ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "leaky_relu": F.leaky_relu,
     "tanh": lambda hidden, negative_slope: hidden.tanh(),
+    "relu": lambda hidden, negative_slope: hidden.relu(),
+    "identity": lambda hidden, negative_slope: hidden,
 }
+#: Of which a LeakyReLU of this slope does the same.
+_SLOPES = {"relu": 0.0, "identity": 1.0}
 
 
 class AdditiveScore(Score):
@@ -214,7 +215,7 @@ class AdditiveScore(Score):
 
     Args:
         vector: The vector :math:`a` of each head, `[H, C]`.
-        activation: `"leaky_relu"` or `"tanh"`. (default: `"leaky_relu"`)
+        activation: `"leaky_relu"`, `"tanh"`, `"relu"` or `"identity"`. (default: `"leaky_relu"`)
         negative_slope: Slope of the LeakyReLU for negative inputs. (default: `0.2`)
 
     Shapes:
@@ -233,7 +234,7 @@ class AdditiveScore(Score):
     """
 
     broadcasts = True
-    families = tuple(_ACTIVATIONS)
+    families = ("leaky_relu", "tanh")
 
     def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float = 0.2):
         if not isinstance(vector, Tensor):
@@ -242,9 +243,9 @@ class AdditiveScore(Score):
             raise ValueError(
                 f"AdditiveScore's vector has one row per head, [H, C]; got a tensor of shape {list(vector.shape)}."
             )
-        if activation not in self.families:
-            known = " or ".join(repr(name) for name in self.families)
-            raise ValueError(f"AdditiveScore's activation is {known}, not {activation!r}.")
+        if activation not in _ACTIVATIONS:
+            known = ", ".join(repr(name) for name in _ACTIVATIONS)
+            raise ValueError(f"AdditiveScore's activation is one of {known}, not {activation!r}.")
         _check_slope(negative_slope)
         self.vector = vector
         self.activation = activation
@@ -252,8 +253,9 @@ class AdditiveScore(Score):
 
     def family(self, channels: int) -> Family:
         """See `Score.family`."""
-        constants = (self.negative_slope,) if self.activation == "leaky_relu" else ()
-        return Family(self.activation, constants, self.vector)
+        if self.activation == "tanh":
+            return Family("tanh", (), self.vector)
+        return Family("leaky_relu", (_SLOPES.get(self.activation, self.negative_slope),), self.vector)
 
     @classmethod
     def from_family(cls, family: Family) -> AdditiveScore:
@@ -341,18 +343,64 @@ class DotScore(Score):
             return self.scale
         return 1 / math.sqrt(channels) if channels else 1.0
 
-    def folded(self, query: Tensor) -> tuple[Tensor, DotScore]:
+    def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, DotScore]:
         """See `Score.folded`: a tensor as the scale is multiplied into the query."""
         if not isinstance(self.scale, Tensor):
-            return query, self
-        return (query * self.scale.unsqueeze(-1)).to(query.dtype), DotScore(1.0)
+            return query, key, self
+        return (query * self.scale.unsqueeze(-1)).to(query.dtype), key, DotScore(1.0)
 
     def check(self, heads: int, channels: int) -> None:
         """Raises `ValueError` where a tensor as the scale does not fit `heads`."""
         if isinstance(self.scale, Tensor) and self.scale.shape not in ((), (1,), (heads,)):
             raise ValueError(
-                f"DotScore's scale is a number, or one per head, [{heads}]; got a tensor of {list(self.scale.shape)}."
+                f"{type(self).__name__}'s scale is a number, or one per head, [{heads}]; got a tensor of "
+                f"{list(self.scale.shape)}."
             )
 
     def __repr__(self) -> str:
-        return f"DotScore(scale={self.scale})"
+        return f"{type(self).__name__}(scale={self.scale})"
+
+
+class CosineScore(DotScore):
+    r"""The cosine of the angle between query and key, as in `AGNN <https://arxiv.org/abs/1803.03735>`_.
+
+    .. math::
+        s_{ij} = \beta \, \frac{q_i^{\top}}{\|q_i\|} \left(\frac{k_j}{\|k_j\|} + e_{ij}\right)
+
+    Vectors shorter than :math:`10^{-12}` are divided by that instead of their length.
+
+    Args:
+        scale: The factor :math:`\beta`, or a tensor: a single number, or one per head, `[H]`, which may be learnt.
+            (default: `1.0`)
+
+    Shapes:
+        query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Heads may be grouped, as in `DotScore`.
+
+    Example:
+        >>> import torch, gattn
+        >>> x = torch.randn(3, 2, 8)  # 3 nodes, 2 heads, 8 channels
+        >>> gattn.attend(x, x, x, torch.tensor([[0, 1], [2, 2]]), score=gattn.CosineScore()).shape
+        torch.Size([3, 2, 8])
+    """
+
+    broadcasts = True
+
+    def __init__(self, scale: float | Tensor = 1.0):
+        super().__init__(scale)
+
+    def family(self, channels: int) -> Family:
+        """See `Score.family`."""
+        return super().family(channels)
+
+    def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """See `Score.logits`."""
+        return super().logits(None if query is None else _unit(query), _unit(key), edge)
+
+    def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, DotScore]:
+        """See `Score.folded`: query and key get unit length, which is computed once per node and not per edge."""
+        return DotScore(self.scale).folded(_unit(query), _unit(key))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors in units of their lengths, computed in float32 at least."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)

@@ -10,11 +10,11 @@ import gattn
 
 PUBLIC = {
     gattn: (
-        "AdditiveScore Attention CompleteGraph Distribution DotScore GATScore Hard LocalGaussian Score "
+        "AdditiveScore Attention CompleteGraph CosineScore Distribution DotScore GATScore Hard LocalGaussian Score "
         "Softmax SparseGraph attend backend check_finite datasets models nn record_attention softmax"
     ),
     gattn.nn: (
-        "ALiBi AdditiveAttention AttentionPooling DotProductAttention GATConv GATv2Conv GPSConv "
+        "AGNNConv ALiBi AdditiveAttention AttentionPooling DenseGATConv DotProductAttention GATConv GATv2Conv GPSConv "
         "GeneralAttention GraphPositionalEncoding HardAttention KeyValueCache LearnedPositionalEncoding "
         "LocalAttention MemoryAttention MultiheadAttention ReinforceLoss RelativePosition "
         "RelativePositionBias RotaryPositionalEncoding SinusoidalPositionalEncoding Transformer "

@@ -1,5 +1,7 @@
 """Layers."""
 
+from gattn.nn.agnn_conv import AGNNConv
+from gattn.nn.dense_gat_conv import DenseGATConv
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.gatv2_conv import GATv2Conv
 from gattn.nn.gps_conv import GPSConv
@@ -34,9 +36,11 @@ from gattn.nn.transformer_layers import (
 )
 
 __all__ = [
+    "AGNNConv",
     "ALiBi",
     "AdditiveAttention",
     "AttentionPooling",
+    "DenseGATConv",
     "DotProductAttention",
     "GATConv",
     "GATv2Conv",

@@ -1,4 +1,4 @@
-"""What the three drop-in layers share: inputs in every form, heads, edge features, returned weights."""
+"""What drop-in layers share: inputs in every form, heads, edge features, returned weights."""
 
 from __future__ import annotations
 
@@ -19,37 +19,11 @@ from gattn.settings import require_finite
 AttentionWeights: TypeAlias = Any
 
 
-class AttentionConv(Attention):
-    """Base class of `GATConv`, `GATv2Conv` and `TransformerConv`."""
+class BaseConv(Attention):
+    """Base class of graph layers: takes features and graphs in every form, and checks them."""
 
-    lin_edge: Linear | None
-
-    def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        *,
-        heads: int,
-        concat: bool,
-        dropout: float,
-        value_dropout: float,
-        edge_dim: int | None,
-        aggr: Any = "add",
-        **kwargs: Any,
-    ):
-        super().__init__(aggr, **kwargs)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
-        self.concat = concat
-        self.dropout = dropout
-        self.value_dropout = value_dropout
-        self.edge_dim = edge_dim
-        for name in ("heads", "out_channels"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1; got {getattr(self, name)}.")
-        for name in ("dropout", "value_dropout"):
-            check_probability(name, getattr(self, name))
+    #: Channels of the input, for a pair of sources and targets a pair; of -1, any.
+    in_channels: int | tuple[int, int] = -1
 
     def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
         """Source and target features; the same tensor twice where `x` is a single one."""
@@ -104,6 +78,39 @@ class AttentionConv(Attention):
             num_targets = given_targets if num_targets is None else num_targets
         resolved = given_graph.resolve(num_sources, num_targets)
         return resolved.with_self_loops() if self_loops else resolved
+
+
+class AttentionConv(BaseConv):
+    """Base class of `GATConv`, `GATv2Conv` and `TransformerConv`."""
+
+    lin_edge: Linear | None
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        *,
+        heads: int,
+        concat: bool,
+        dropout: float,
+        value_dropout: float,
+        edge_dim: int | None,
+        aggr: Any = "add",
+        **kwargs: Any,
+    ):
+        super().__init__(aggr, **kwargs)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.concat = concat
+        self.dropout = dropout
+        self.value_dropout = value_dropout
+        self.edge_dim = edge_dim
+        for name in ("heads", "out_channels"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        for name in ("dropout", "value_dropout"):
+            check_probability(name, getattr(self, name))
 
     def _edge_term(
         self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = "mean"

@@ -228,9 +228,9 @@ class AttentionOperator:
             edges: The edges of its graph.
             seed: Of the dropout, if there is any.
         """
-        query, score = call.query, call.score
+        query, key, score = call.query, call.key, call.score
         if query is not None:
-            query, score = score.folded(query)
+            query, key, score = score.folded(query, key)
         family = score.family(call.channels)
         assert family is not None
         vector = family.vector
@@ -239,8 +239,8 @@ class AttentionOperator:
         edge_is_value = call.edge is not None and call.edge is call.edge_value
         inputs = Inputs(
             query=query,
-            key=call.key,
-            value=None if call.value is call.key else call.value,
+            key=key,
+            value=None if call.value is key else call.value,
             vector=vector,
             edge=call.edge,
             edge_projection=call.edge_projection,

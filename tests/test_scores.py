@@ -1,0 +1,195 @@
+"""Scores that others are made of: cosines, and additive ones with the activations that a LeakyReLU can do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, attend
+from gattn.scores import family_of
+from gattn.testing import assert_as_exact_as, random_edge_index
+
+N, M, H, C, D = 6, 9, 4, 5, 3
+EDGES = random_edge_index(M, N, 30)
+
+
+def tensors(dtype=torch.double, key_heads=H):
+    generator = torch.Generator().manual_seed(1)
+    shapes = {
+        "query": (N, H, C),
+        "key": (M, key_heads, C),
+        "value": (M, key_heads, C),
+        "edge": (30, H, C),
+        "features": (30, D),
+        "projection": (H, C, D),
+        "scale": (H,),
+        "vector": (H, C),
+    }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.double).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def results(score, given, graph, names, backend, **terms):
+    """Output and gradients by name."""
+    leaves = {name: given[name].clone().requires_grad_() for name in {"query", "key", "value", *names}}
+    terms = {argument: leaves[name] for argument, name in terms.items()}
+    out = attend(leaves["query"], leaves["key"], leaves["value"], graph, score=score(leaves), backend=backend, **terms)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).cos()
+    return {
+        "out": out.detach(),
+        **dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad), strict=True)),
+    }
+
+
+def cosine(query, key, edge, scale):
+    """The formula, edge by edge."""
+    source, target = EDGES
+    lengths = (x.norm(dim=-1, keepdim=True) for x in (query, key))
+    query, key = (x / length for x, length in zip((query, key), lengths, strict=True))
+    return (query[target] * (key[source] + (0 if edge is None else edge))).sum(-1) * scale
+
+
+SCALES = {
+    "one": (lambda given: CosineScore(), lambda given: 1.0, ()),
+    "number": (lambda given: CosineScore(2.5), lambda given: 2.5, ()),
+    "per head": (lambda given: CosineScore(given["scale"]), lambda given: given["scale"], ("scale",)),
+}
+TERMS = {
+    "none": ({}, lambda given: None),
+    "edge": ({"edge": "edge"}, lambda given: given["edge"]),
+    "projection": (
+        {"edge": "features", "edge_projection": "projection"},
+        lambda given: torch.einsum("ed,hcd->ehc", given["features"], given["projection"]),
+    ),
+}
+
+
+class TestCosine:
+    @pytest.mark.parametrize("backend", ["reference", "cpu", "triton", "auto"])
+    @pytest.mark.parametrize("term", TERMS)
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_formula_and_gradients(self, scale, term, backend):
+        given, (score, factor, of_scale), (terms, edge) = tensors(), SCALES[scale], TERMS[term]
+        found = results(score, given, EDGES, (*of_scale, *terms.values()), backend, **terms)
+        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+        logits = cosine(leaves["query"], leaves["key"], edge(leaves), factor(leaves))
+        source, target = EDGES
+        weights = torch.zeros(30, H, dtype=torch.double)
+        for i in range(N):
+            weights = torch.where(
+                (target == i).unsqueeze(-1),
+                logits.where((target == i).unsqueeze(-1), -torch.inf).softmax(0).nan_to_num(),
+                weights,
+            )
+        out = torch.zeros(N, H, C, dtype=torch.double).index_add(
+            0, target, weights.unsqueeze(-1) * leaves["value"][source]
+        )
+        torch.testing.assert_close(found["out"], out.detach())
+        grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).cos()
+        names = [name for name in found if name != "out"]
+        for name, expected in zip(names, torch.autograd.grad(out, [leaves[name] for name in names], grad), strict=True):
+            torch.testing.assert_close(found[name], expected, msg=name)
+
+    @pytest.mark.parametrize(
+        "graph", [CompleteGraph(N, M), CompleteGraph(N, M, causal=True), CompleteGraph.packed([2, 4], [5, 4])]
+    )
+    @pytest.mark.parametrize("backend", ["dense", "cpu"])
+    def test_complete_graphs_and_grouped_heads(self, graph, backend):
+        given = tensors(key_heads=2)
+        found, expected = (
+            results(lambda given: CosineScore(given["scale"]), given, graph, ("scale",), name)
+            for name in (backend, "reference")
+        )
+        for name, result in found.items():
+            torch.testing.assert_close(result, expected[name], msg=name)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("backend", ["cpu", "auto"])
+    @pytest.mark.parametrize("graph", [EDGES, CompleteGraph(N, M)], ids=["edges", "complete"])
+    def test_other_types(self, graph, backend, dtype):
+        score, given = (lambda given: CosineScore(3.0)), tensors(dtype)
+        wide = {name: x.double() for name, x in given.items()}
+        found, peer = (results(score, given, graph, (), name) for name in (backend, "reference"))
+        exact = results(score, wide, graph, (), "reference")
+        for name, result in found.items():
+            assert_as_exact_as(result, peer[name], exact[name], name=name)
+
+    def test_key_is_value(self):
+        given = tensors()
+        x = given["key"].requires_grad_()
+        grads = []
+        for backend in ("cpu", "reference"):
+            out = attend(given["query"], x, x, EDGES, score=CosineScore(), backend=backend)
+            grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+        torch.testing.assert_close(*grads)
+
+    def test_zero_vectors_have_finite_gradients(self):
+        query, key = torch.zeros(N, H, C, requires_grad=True), torch.zeros(M, H, C, requires_grad=True)
+        for backend in ("cpu", "reference"):
+            out = attend(query, key, torch.randn(M, H, C), EDGES, score=CosineScore(), backend=backend)
+            for grad in torch.autograd.grad(out.sum(), (query, key)):
+                assert grad.isfinite().all()
+
+    def test_second_derivatives(self):
+        given = tensors()
+        leaves = tuple(given[name].requires_grad_() for name in ("query", "key", "value"))
+        assert torch.autograd.gradgradcheck(lambda *x: attend(*x, EDGES, score=CosineScore(1.5)), leaves)
+
+    def test_words(self):
+        assert repr(CosineScore(2.0)) == "CosineScore(scale=2.0)"
+        x = torch.randn(3, H, C)
+        with pytest.raises(ValueError, match=rf"CosineScore's scale is a number, or one per head, \[{H}\]"):
+            attend(x, x, x, CompleteGraph(3), score=CosineScore(torch.ones(H + 1)))
+
+    def test_another_formula_is_not_known(self):
+        class Mine(CosineScore):
+            def logits(self, query, key, edge):
+                return super().logits(query, key, edge).square()
+
+        assert family_of(CosineScore(), C) is not None
+        assert family_of(Mine(), C) is None
+        given = tensors()
+        found, expected, other = (
+            results(lambda given, score=score: score(), given, EDGES, (), backend)["out"]
+            for score, backend in ((Mine, "auto"), (Mine, "reference"), (CosineScore, "auto"))
+        )
+        torch.testing.assert_close(found, expected)
+        assert not torch.allclose(found, other)
+
+
+class TestActivations:
+    @pytest.mark.parametrize("backend", ["cpu", "triton", "auto"])
+    @pytest.mark.parametrize(("activation", "slope"), [("relu", 0.0), ("identity", 1.0)])
+    @pytest.mark.parametrize("graph", [EDGES, CompleteGraph(N, M)], ids=["edges", "complete"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.double, torch.bfloat16])
+    def test_as_the_reference(self, activation, slope, backend, graph, dtype):
+        given = tensors(dtype)
+        make = lambda given: AdditiveScore(given["vector"], activation)  # noqa: E731
+        wide = {name: x.double() for name, x in given.items()}
+        found, peer = (results(make, given, graph, ("vector",), name) for name in (backend, "reference"))
+        exact = results(make, wide, graph, ("vector",), "reference")
+        for name, result in found.items():
+            # The identity shifts all logits of a target alike: there, the query's gradient is what terms leave.
+            scale = max(8.0, exact[name].abs().max().item())
+            assert_as_exact_as(result, peer[name], exact[name], scale=scale, name=name)
+        same = results(
+            lambda given: AdditiveScore(given["vector"], negative_slope=slope), wide, graph, ("vector",), "auto"
+        )
+        for name, result in exact.items():
+            torch.testing.assert_close(result, same[name], msg=name)
+
+    def test_formulas(self):
+        given = tensors()
+        query, key, vector = given["query"], given["key"][:N], given["vector"]
+        for activation, function in (("relu", F.relu), ("identity", lambda x: x)):
+            found = AdditiveScore(vector, activation).logits(query, key, None)
+            torch.testing.assert_close(found, (function(query + key) * vector).sum(-1))
+        with pytest.raises(ValueError, match="one of 'leaky_relu', 'tanh', 'relu', 'identity', not 'elu'"):
+            AdditiveScore(vector, "elu")
+
+
+def test_a_learnt_scale_of_a_dot_product_has_no_tensor_left_in_the_kernels():
+    query, key, score = DotScore(torch.full((H,), 2.0)).folded(torch.ones(N, H, C), torch.ones(M, H, C))
+    assert query.eq(2).all()
+    assert key.eq(1).all()
+    assert score.scale == 1.0
