@@ -253,7 +253,7 @@ def draw_speedup(report: Report) -> Figure:
 def draw_roofline(report: Report) -> Figure:
     """Operations per second against operations per byte, and the machine's limits; one panel for each shape."""
     yardsticks = report.rooflines()
-    figure = Figure(figsize=(3.1 * max(len(yardsticks), 1) + 0.6, 3.4), layout="constrained")
+    figure = Figure(figsize=(max(3.1 * len(yardsticks) + 0.6, 6.0), 3.4), layout="constrained")
     axes = figure.subplots(1, max(len(yardsticks), 1), squeeze=False, sharey=True)[0]
     markers = {"forward": "o", "forward_backward": "s"}
     for yardstick, axis in zip(yardsticks, axes, strict=False):

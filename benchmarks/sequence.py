@@ -526,7 +526,7 @@ def build(case: Speed) -> Computation:
 
 def decode_with_gattn(case: Speed, parameters: dict[str, Tensor], x: Tensor) -> Callable[[], Tensor]:
     """Token by token, `[B, T, channels]`, by gattn's layer and its cache."""
-    layer = gattn.nn.MultiheadAttention(case.channels, case.heads, batch_first=True).eval()
+    layer = gattn.nn.MultiheadAttention(case.channels, case.heads, batch_first=True).eval().requires_grad_(False)
     layer.load_state_dict(parameters)
 
     def call() -> Tensor:
