@@ -504,8 +504,8 @@ class TestBadInput:
     def test_scores_check_themselves(self):
         with pytest.raises(ValueError, match="one row per head"):
             AdditiveScore(torch.zeros(C))
-        with pytest.raises(ValueError, match="'leaky_relu' or .*, not 'relu'"):
-            AdditiveScore(torch.zeros(H, C), activation="relu")
+        with pytest.raises(ValueError, match="one of 'leaky_relu', .*, not 'swish'"):
+            AdditiveScore(torch.zeros(H, C), activation="swish")
 
     def test_minus_infinity_in_a_bias_masks_and_is_no_mistake(self):
         with gattn.check_finite():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from gattn.torch_private import is_transformed
+from gattn.torch_private import is_traced, is_transformed
 
 
 class KeyValueCache:
@@ -91,10 +91,10 @@ class KeyValueCache:
 
 
 def _can_write(*tensors: Tensor) -> bool:
-    """Whether tensors may be written into memory in place, which gradients, transforms and compiled code forbid."""
+    """Whether tensors may be written into memory in place, which gradients, transforms and traced code forbid."""
     return (
         not torch.is_grad_enabled()  # what an earlier step saved for its backward pass lies in that memory
-        and not torch.compiler.is_compiling()
+        and not is_traced()
         and not is_transformed()
         and len({(x.dtype, x.device, x.is_inference()) for x in tensors}) == 1
         and torch.is_inference_mode_enabled() == tensors[0].is_inference()
