@@ -7,15 +7,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.inits import glorot
 
-from gattn.attention import Attention
-from gattn.errors import InputError
+from gattn.errors import InputError, InputTypeError
 from gattn.graphs import CompleteGraph
+from gattn.nn.attention_conv import BaseConv
 from gattn.nn.linear import Linear
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 
 
-class DenseGATConv(Attention):
+class DenseGATConv(BaseConv):
     r"""The layer of `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_ on adjacency matrices.
 
     .. math::
@@ -99,8 +99,12 @@ class DenseGATConv(Attention):
             `[B, N, H * F_out]`, or `[B, N, F_out]` with `concat=False`; B is 1 for a single graph.
 
         Raises:
-            ValueError: If shapes do not fit each other.
+            TypeError: If `x` or `adj` is no tensor.
+            ValueError: If types or shapes do not fit; the message says which.
         """
+        if not isinstance(x, Tensor) or not isinstance(adj, Tensor):
+            raise InputTypeError(f"x and adj must be tensors; got {type(x).__name__} and {type(adj).__name__}.")
+        self._inputs(x)
         if x.dim() not in (2, 3):
             raise InputError(f"x has shape [B, N, F], or [N, F] for a single graph; got {list(x.shape)}.")
         x = x.unsqueeze(0) if x.dim() == 2 else x
@@ -108,6 +112,8 @@ class DenseGATConv(Attention):
         batch, nodes, _ = x.shape
         if adj.dim() != 3 or adj.size(0) not in (1, batch) or adj.shape[1:] != (nodes, nodes):
             raise InputError(f"adj has shape [{batch}, {nodes}, {nodes}] for these features; got {list(adj.shape)}.")
+        if mask is not None and mask.shape not in ((batch, nodes), (nodes,)):
+            raise InputError(f"mask has shape [{batch}, {nodes}], one entry per node; got {list(mask.shape)}.")
         seen = adj != 0
         if add_loop:
             seen = seen | torch.eye(nodes, dtype=torch.bool, device=adj.device)

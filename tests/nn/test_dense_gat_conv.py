@@ -119,8 +119,18 @@ def test_wrong_inputs():
     conv, x = DenseGATConv(F, C), torch.randn(B, N, F)
     with pytest.raises(ValueError, match=r"adj has shape \[3, 7, 7\]"):
         conv(x, torch.ones(B, N, N + 1))
-    with pytest.raises(ValueError, match="x has shape"):
+    with pytest.raises(ValueError, match="features have shape"):
         conv(x[0, 0], torch.ones(N, N))
+    with pytest.raises(ValueError, match="x has shape"):
+        conv(x[None], torch.ones(N, N))
+    with pytest.raises(TypeError, match="x and adj must be tensors; got Tensor and NoneType"):
+        conv(x, None)
+    with pytest.raises(ValueError, match="floating-point"):
+        conv(x.long(), torch.ones(N, N))
+    with pytest.raises(ValueError, match="was made for in_channels=6"):
+        conv(x[..., 1:], torch.ones(N, N))
+    with pytest.raises(ValueError, match=r"mask has shape \[3, 7\]"):
+        conv(x, torch.ones(N, N), torch.ones(B, N + 1))
     with pytest.raises(ValueError, match="at least 1"):
         DenseGATConv(F, C, heads=0)
     with pytest.raises(ValueError, match="dropout"):
