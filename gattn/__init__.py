@@ -5,7 +5,7 @@ from types import ModuleType
 
 from gattn import datasets, models, nn
 from gattn.attention import Attention, attend
-from gattn.distributions import Distribution, Hard, LocalGaussian, Softmax, softmax
+from gattn.distributions import Distribution, Gate, Hard, Identity, LocalGaussian, Sigmoid, Softmax, Tanh, softmax
 from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
@@ -21,11 +21,15 @@ __all__ = [
     "Distribution",
     "DotScore",
     "GATScore",
+    "Gate",
     "Hard",
+    "Identity",
     "LocalGaussian",
     "Score",
+    "Sigmoid",
     "Softmax",
     "SparseGraph",
+    "Tanh",
     "attend",
     "backend",
     "check_finite",

@@ -278,6 +278,10 @@ class Attention(MessagePassing):
         return reference.messages(x_j, alpha, edge_value)
 
 
+#: `Attention.attend`, unseen by `record_attention`: for what a layer computes beside the weights of its messages.
+unrecorded: Any = inspect.unwrap(Attention.attend)
+
+
 @overload
 def attend(
     query: Tensor | None,
@@ -378,7 +382,8 @@ def attend(
         edge_projection: A weight :math:`W_e`, `[H, C, D]` (`[H, D]` for a scalar score): then `edge` holds features
             `[E, D]`, and the score's term is :math:`W_e e_{ij}`; an `edge_value` that is the same tensor is projected,
             too. The CPU kernels project edge by edge, without a tensor of `[E, H, C]`. (default: `None`)
-        distribution: How logits become weights: `"softmax"`, or a `Distribution`. (default: `"softmax"`)
+        distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, or a `Distribution`,
+            such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
         dropout: Probability that a weight is dropped, in training. Which ones is drawn from PyTorch's generator, so
             forked processes that inherit one state drop the same weights until they are seeded. (default: `0.0`)
         training: Whether dropout applies. (default: `False`)

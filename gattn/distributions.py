@@ -3,11 +3,13 @@ r"""How the logits of one target's neighbours become weights: the distributions 
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
+
+from gattn.scores import says
 
 
 def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Tensor:
@@ -52,10 +54,22 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
     return (weights / total.index_select(dim, index)).to(dtype)
 
 
+class Law(NamedTuple):
+    """What kernels know a distribution by."""
+
+    name: str
+    """The name of its formula in the kernels."""
+    constants: tuple[float, ...] = ()
+    """The numbers in the formula, in the order in which the kernels take them."""
+    sink: Tensor | None = None
+    """The logits of the sink, `[H]`; of the softmax alone."""
+
+
 class Distribution:
     """Base class of everything that turns logits into weights.
 
-    To add one, override :meth:`weights`.
+    To add one, override :meth:`weights`. The kernels compute those of their own formulas, which a distribution names in
+    :meth:`law`; any other is left to the reference.
 
     Example:
         >>> import torch, gattn
@@ -66,9 +80,6 @@ class Distribution:
         >>> gattn.attend(x, x, x, gattn.CompleteGraph(2), distribution=Uniform()).flatten()
         tensor([0.5000, 0.5000])
     """
-
-    #: What kernels know it by; `None` if they do not.
-    family: ClassVar[str | None] = None
 
     #: Whether logits of minus infinity always get weight zero, so that pairs without an edge may be among them.
     respects_infinity: ClassVar[bool] = False
@@ -95,28 +106,252 @@ class Distribution:
         """
         return self
 
-    def check(self, batch: tuple[int, ...], num_targets: int) -> None:
-        """Raises `ValueError` where the distribution's own tensors do not fit the batch and the targets."""
+    def law(self, heads: int) -> Law | None:
+        """What kernels know it by; `None` if they do not.
+
+        Args:
+            heads: H.
+        """
+        return None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the distribution itself holds: they must be where the features are."""
+        return ()
+
+    def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
+        """Raises `ValueError` where the distribution's own tensors do not fit the batch, the targets and the heads."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
+def law_of(distribution: Distribution, heads: int) -> Law | None:
+    """What kernels know a distribution by; `None` if its weights are not those of the class which says so."""
+    return None if says(distribution, "law", "weights") is None else distribution.law(heads)
+
+
+def is_plain_softmax(distribution: Distribution) -> bool:
+    """Whether a distribution is the softmax, and nothing more."""
+    if not isinstance(distribution, Softmax) or says(distribution, "law", "weights") is None:
+        return False
+    return distribution.sink is None and distribution.softcap is None
+
+
 class Softmax(Distribution):
-    """The scatter-softmax as an object: what `distribution="softmax"` names.
+    r"""The scatter-softmax as an object: what `distribution="softmax"` names, and two variants of it.
+
+    .. math::
+        \alpha_{ij} = \frac{\exp(z_{ij})}{\exp(z_0) + \sum_{k \in \mathcal{N}(i)} \exp(z_{ik})},
+        \quad z_{ij} = c \tanh(s_{ij} / c)
+
+    A *sink* adds a neighbour of logit :math:`z_0` that takes weight and gives no value, so that a target may attend to
+    (almost) nothing: with :math:`z_0 = 0` it is the restricted softmax of `Just Jump
+    <https://arxiv.org/abs/1904.04849>`_ (PyG's DNAConv), learnt per head that of `gpt-oss
+    <https://arxiv.org/abs/2508.10925>`_. A *softcap* :math:`c` keeps logits between :math:`-c` and :math:`c`, as in
+    `Gemma 2 <https://arxiv.org/abs/2408.00118>`_.
+
+    Args:
+        sink: The logit :math:`z_0`, a number, or a tensor: a single number or one per head, `[H]`, which may be learnt.
+            (default: `None`, without sink)
+        softcap: The bound :math:`c` of the logits, bias included. (default: `None`, without bound)
+
+    Raises:
+        ValueError: If the softcap is not positive, or (in use) the sink does not fit the heads.
 
     Example:
         >>> import torch, gattn
         >>> gattn.Softmax().weights(torch.zeros(2, 1), torch.tensor([0, 0]), num_targets=1, dim=0).flatten()
         tensor([0.5000, 0.5000])
+        >>> gattn.Softmax(sink=0.0).weights(torch.zeros(2, 1), torch.tensor([0, 0]), num_targets=1, dim=0).flatten()
+        tensor([0.3333, 0.3333])
     """
 
-    family = "softmax"
     respects_infinity = True
+
+    def __init__(self, sink: float | Tensor | None = None, softcap: float | None = None):
+        if softcap is not None and not 0 < softcap < float("inf"):
+            raise ValueError(f"Softmax's softcap is positive and finite; got {softcap}.")
+        self.sink = sink
+        self.softcap = softcap
+
+    def law(self, heads: int) -> Law:
+        """See `Distribution.law`."""
+        sink = self.sink
+        if isinstance(sink, Tensor):
+            sink = sink.expand(heads)
+        elif sink is not None:
+            sink = torch.full((heads,), float(sink))
+        return Law("softmax", (self.softcap or 0.0,), sink)
+
+    @classmethod
+    def from_law(cls, law: Law) -> Softmax:
+        """The softmax that kernels know by `law`."""
+        return cls(law.sink, law.constants[0] or None)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The sink, if it is a tensor."""
+        return (self.sink,) if isinstance(self.sink, Tensor) else ()
+
+    def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
+        """Raises `ValueError` where a tensor as the sink does not fit `heads`."""
+        if isinstance(self.sink, Tensor) and self.sink.shape not in ((), (1,), (heads,)):
+            raise ValueError(
+                f"Softmax's sink is a number, or one per head, [{heads}]; got a tensor of {list(self.sink.shape)}."
+            )
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """See `gattn.softmax`."""
-        return softmax(logits, index, num_targets, dim)
+        if self.sink is None and self.softcap is None:
+            return softmax(logits, index, num_targets, dim)
+        dtype, dim = logits.dtype, dim % logits.dim()
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        if self.softcap is not None:
+            is_edge = logits != -torch.inf
+            logits = (self.softcap * (logits.masked_fill(~is_edge, 0.0) / self.softcap).tanh()).where(is_edge, logits)
+        if self.sink is None:
+            return softmax(logits, index, num_targets, dim).to(dtype)
+        # One more edge for each target, whose logit is the sink's.
+        sink = torch.as_tensor(self.sink, dtype=logits.dtype, device=logits.device)
+        shape = (*logits.shape[:dim], num_targets, *logits.shape[dim + 1 :])
+        ends = torch.cat([index, torch.arange(num_targets, device=index.device)])
+        weights = softmax(torch.cat([logits, sink.expand(shape)], dim), ends, num_targets, dim)
+        return weights.narrow(dim, 0, logits.size(dim)).to(dtype)
+
+    def __repr__(self) -> str:
+        sink = list(self.sink.shape) if isinstance(self.sink, Tensor) else self.sink
+        given = {"sink": sink, "softcap": self.softcap}
+        return f"Softmax({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+
+
+class Gate(Distribution):
+    r"""Base class of weights without competition: a function of each logit alone.
+
+    .. math::
+        \alpha_{ij} = f(s_{ij}), \qquad \text{normalized:} \quad
+        \alpha_{ij} = \frac{f(s_{ij})}{\epsilon + \sum_{k \in \mathcal{N}(i)} f(s_{ik})}
+
+    To add one, override :meth:`of`. Masked edges, and logits of :math:`-\infty`, get weight zero; so do all edges of a
+    target whose sum is exactly zero.
+
+    Args:
+        normalize: Whether weights are divided by the sum of each target's. (default: `False`)
+        eps: The :math:`\epsilon` in that sum. (default: `0.0`)
+
+    Raises:
+        ValueError: If `eps` is negative or not finite, or given without `normalize`.
+
+    Example:
+        >>> import torch, gattn
+        >>> class ReLU(gattn.Gate):
+        ...     def of(self, logits):
+        ...         return logits.relu()
+        >>> x = torch.tensor([[[-1.0]], [[1.0]]])  # 2 nodes, 1 head, 1 channel
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(2), distribution=ReLU()).flatten()
+        tensor([-1.,  1.])
+    """
+
+    respects_infinity = True
+
+    #: What kernels know the function by; `None` if they do not.
+    name: ClassVar[str | None] = None
+
+    def __init__(self, normalize: bool = False, eps: float = 0.0):
+        if not 0 <= eps < float("inf"):
+            raise ValueError(f"{type(self).__name__}'s eps is a finite number that is not negative; got {eps}.")
+        if eps > 0 and not normalize:
+            raise ValueError(f"{type(self).__name__}'s eps is part of the sum that normalize=True divides by.")
+        self.normalize = normalize
+        self.eps = eps
+
+    def of(self, logits: Tensor) -> Tensor:
+        """The function :math:`f`, of finite logits."""
+        raise NotImplementedError(f"{type(self).__name__} does not define of().")
+
+    def law(self, heads: int) -> Law | None:
+        """See `Distribution.law`."""
+        name = says(self, "name", "of")
+        return None if name is None else Law(name, (float(self.normalize), self.eps))
+
+    @classmethod
+    def from_law(cls, law: Law) -> Gate:
+        """The gate that kernels know by `law`."""
+        return cls(bool(law.constants[0]), law.constants[1])
+
+    def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
+        """See `Distribution.weights`."""
+        dtype, dim = logits.dtype, dim % logits.dim()
+        is_edge = logits != -torch.inf
+        logits = logits.to(torch.promote_types(dtype, torch.float32)).masked_fill(~is_edge, 0.0)
+        weights = self.of(logits).masked_fill(~is_edge, 0.0)
+        if self.normalize:
+            total = scatter(weights, index, dim, num_targets, reduce="sum") + self.eps
+            # Only exact zeros are replaced, so that a NaN in a row shows in the whole row.
+            scale = total.masked_fill(total == 0, 1.0).reciprocal().masked_fill(total == 0, 0.0)
+            weights = weights * scale.index_select(dim, index)
+        return weights.to(dtype)
+
+    def __repr__(self) -> str:
+        given = "normalize=True" * self.normalize + f", eps={self.eps}" * (self.eps > 0)
+        return f"{type(self).__name__}({given})"
+
+
+class Sigmoid(Gate):
+    """The logistic function of each logit: the gates of `ResGatedGraphConv <https://arxiv.org/abs/1711.07553>`_.
+
+    `Sigmoid(normalize=True, eps=1e-6)` is that of `GatedGCN <https://arxiv.org/abs/2003.00982>`_.
+
+    Args: see `gattn.Gate`.
+
+    Example:
+        >>> import torch, gattn
+        >>> x = torch.tensor([[[0.0]], [[2.0]]])  # 2 nodes, 1 head, 1 channel
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(2), distribution=gattn.Sigmoid()).flatten()
+        tensor([1.0000, 1.9640])
+    """
+
+    name = "sigmoid"
+
+    def of(self, logits: Tensor) -> Tensor:
+        """See `Gate.of`."""
+        return logits.sigmoid()
+
+
+class Tanh(Gate):
+    """The hyperbolic tangent of each logit: signed weights, as in `FAConv <https://arxiv.org/abs/2101.00797>`_.
+
+    Args: see `gattn.Gate`.
+
+    Example:
+        >>> import torch, gattn
+        >>> x = torch.tensor([[[-1.0]], [[1.0]]])  # 2 nodes, 1 head, 1 channel
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(2), distribution=gattn.Tanh()).flatten()
+        tensor([-1.5232,  1.5232])
+    """
+
+    name = "tanh"
+
+    def of(self, logits: Tensor) -> Tensor:
+        """See `Gate.of`."""
+        return logits.tanh()
+
+
+class Identity(Gate):
+    """Each logit as it is: linear attention, or a sum with given coefficients.
+
+    Args: see `gattn.Gate`.
+
+    Example:
+        >>> import torch, gattn
+        >>> x = torch.tensor([[[1.0]], [[2.0]]])  # 2 nodes, 1 head, 1 channel
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(2), distribution=gattn.Identity()).flatten()
+        tensor([ 5., 10.])
+    """
+
+    name = "identity"
+
+    def of(self, logits: Tensor) -> Tensor:
+        """See `Gate.of`."""
+        return logits
 
 
 class LocalGaussian(Distribution):
@@ -168,7 +403,7 @@ class LocalGaussian(Distribution):
         bound._source = source
         return bound
 
-    def check(self, batch: tuple[int, ...], num_targets: int) -> None:
+    def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
         """Raises `ValueError` where the centres do not fit the batch and the targets."""
         if tuple(self.centres.shape) not in ((num_targets,), (*batch, num_targets)):
             raise ValueError(
@@ -308,7 +543,19 @@ def _first_maximum(x: Tensor, index: Tensor, num_targets: int, dim: int) -> Tens
     return (place == first) & (place < x.size(dim))
 
 
-DISTRIBUTIONS: dict[str, Distribution] = {"softmax": Softmax()}
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "softmax": Softmax(),
+    "sigmoid": Sigmoid(),
+    "tanh": Tanh(),
+    "identity": Identity(),
+}
+
+
+def from_law(law: Law) -> Distribution:
+    """The distribution that kernels know by `law`."""
+    kind = type(DISTRIBUTIONS[law.name])
+    assert issubclass(kind, Softmax | Gate)
+    return kind.from_law(law)
 
 
 def resolve_distribution(distribution: str | Distribution) -> Distribution:

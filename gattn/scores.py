@@ -295,11 +295,12 @@ class DotScore(Score):
     r"""The (scaled) dot product of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
-        s_{ij} = c \cdot q_i^{\top} (k_j + e_{ij})
+        s_{ij} = \mathrm{LeakyReLU}(c \cdot q_i^{\top} (k_j + e_{ij}))
 
     Args:
         scale: The factor :math:`c`; `None` stands for :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product. Or a
             tensor: a single number, or one per head, `[H]`, which may be learnt. (default: `None`)
+        negative_slope: Slope of the LeakyReLU for negative products; 1 stands for none. (default: `1.0`)
 
     Shapes:
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Key and value may have fewer heads, a number that
@@ -316,12 +317,15 @@ class DotScore(Score):
     broadcasts = True
     families = ("dot",)
 
-    def __init__(self, scale: float | Tensor | None = None):
+    def __init__(self, scale: float | Tensor | None = None, negative_slope: float = 1.0):
+        _check_slope(negative_slope)
         self.scale = scale
+        self.negative_slope = negative_slope
 
     def family(self, channels: int) -> Family:
         """See `Score.family`."""
-        return Family("dot", (1.0 if isinstance(self.scale, Tensor) else self.factor(channels),))
+        scale = 1.0 if isinstance(self.scale, Tensor) else self.factor(channels)
+        return Family("dot", (scale, self.negative_slope))
 
     @classmethod
     def from_family(cls, family: Family) -> DotScore:
@@ -335,7 +339,7 @@ class DotScore(Score):
         if edge is not None:
             key = key + edge
         logits: Tensor = (query * key).sum(-1) * self.factor(key.size(-1))
-        return logits
+        return logits if self.negative_slope == 1.0 else F.leaky_relu(logits, self.negative_slope)
 
     def factor(self, channels: int) -> Any:
         """The factor :math:`c` for vectors of this many channels."""
@@ -347,7 +351,7 @@ class DotScore(Score):
         """See `Score.folded`: a tensor as the scale is multiplied into the query."""
         if not isinstance(self.scale, Tensor):
             return query, key, self
-        return (query * self.scale.unsqueeze(-1)).to(query.dtype), key, DotScore(1.0)
+        return (query * self.scale.unsqueeze(-1)).to(query.dtype), key, DotScore(1.0, self.negative_slope)
 
     def check(self, heads: int, channels: int) -> None:
         """Raises `ValueError` where a tensor as the scale does not fit `heads`."""
@@ -358,7 +362,8 @@ class DotScore(Score):
             )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(scale={self.scale})"
+        slope = "" if self.negative_slope == 1.0 else f", negative_slope={self.negative_slope}"
+        return f"{type(self).__name__}(scale={self.scale}{slope})"
 
 
 class CosineScore(DotScore):

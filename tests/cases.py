@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from allpairspy import AllPairs
 from torch import Tensor
 
-from gattn import AdditiveScore, DotScore, GATScore, SparseGraph, attend
+from gattn import AdditiveScore, DotScore, GATScore, Identity, Sigmoid, Softmax, SparseGraph, Tanh, attend
 from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import draw_seed, keep_mask
 from gattn.ops.operator import DIFFERENTIABLE, Inputs
@@ -41,6 +41,7 @@ class ScoreCase(NamedTuple):
     """Whether query and key have channels."""
     has_query: bool = True
     has_vector: bool = False
+    is_product: bool = False
 
     def shapes(
         self, targets: int, sources: int, heads: int, channels: int, key_heads: int | None = None
@@ -58,6 +59,11 @@ def gat_logit(query: Tensor, key: Tensor, vector: None, scale: None, slope: floa
 
 
 GAT = ScoreCase(lambda vector, scale, slope: GATScore(slope), gat_logit, wide=False)
+DOT = ScoreCase(
+    lambda vector, scale, slope: DotScore(scale),
+    lambda query, key, vector, scale, slope: query @ key * (len(key) ** -0.5 if scale is None else scale),
+    is_product=True,
+)
 SCORES = {
     "gat": GAT,
     "gat without query": GAT._replace(has_query=False),
@@ -71,10 +77,22 @@ SCORES = {
         lambda query, key, vector, scale, slope: vector @ (query + key).tanh(),
         has_vector=True,
     ),
-    "dot": ScoreCase(
-        lambda vector, scale, slope: DotScore(scale),
-        lambda query, key, vector, scale, slope: query @ key * (len(key) ** -0.5 if scale is None else scale),
+    "dot": DOT,
+    "leaky dot": DOT._replace(
+        make=lambda vector, scale, slope: DotScore(scale, slope),
+        logit=lambda query, key, vector, scale, slope: F.leaky_relu(DOT.logit(query, key, vector, scale, slope), slope),
     ),
+}
+
+
+#: From the sink, which the softmax's alone take.
+DISTRIBUTIONS: dict[str, Callable[[Tensor | None], Any]] = {
+    "softmax": lambda sink: Softmax(sink),
+    "softcap": lambda sink: Softmax(sink, softcap=1.5),
+    "sigmoid": lambda sink: Sigmoid(),
+    "normalized sigmoid": lambda sink: Sigmoid(normalize=True, eps=1e-3),
+    "tanh": lambda sink: Tanh(),
+    "identity": lambda sink: Identity(),
 }
 
 
@@ -144,14 +162,16 @@ class Call:
     scale: float | None = None
     seed: int = 0
     threads: int = 1
+    distribution: str = "softmax"
     notes: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shapes = {name: (list(t.shape), t.stride(), str(t.dtype)[6:]) for name, t in self.tensors.items()}
         mask = None if self.mask is None else (list(self.mask.shape), self.mask.stride())
         return (
-            f"{self.score}, {self.graph}, {self.edges.size(1)} edges, {shapes}, mask={mask}, dropout={self.dropout}, "
-            f"return_weights={self.weights!r}, wanted={self.wanted}, threads={self.threads}, {self.notes}"
+            f"{self.score}, {self.distribution}, {self.graph}, {self.edges.size(1)} edges, {shapes}, mask={mask}, "
+            f"dropout={self.dropout}, return_weights={self.weights!r}, wanted={self.wanted}, threads={self.threads}, "
+            f"{self.notes}"
         )
 
     def to(self, device: torch.device) -> Call:
@@ -169,13 +189,14 @@ class Call:
     def attend(self, tensors: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor | None]:
         """Output and weights, by a mask of dropout that depends on the call's seed alone."""
         torch.manual_seed(self.seed)
-        terms = {name: tensor for name, tensor in tensors.items() if name != "vector"}
+        terms = {name: tensor for name, tensor in tensors.items() if name not in ("vector", "sink")}
         result = attend(
             terms.pop("query", None),
             terms.pop("key"),
             terms.pop("value"),
             self.graph,
             score=self.make_score(tensors.get("vector")),
+            distribution=DISTRIBUTIONS[self.distribution](tensors.get("sink")),
             mask=self.mask,
             dropout=self.dropout,
             training=True,
@@ -188,12 +209,14 @@ class Call:
     def operator_inputs(self, dtype: torch.dtype, requires_grad: bool) -> Inputs:
         """What an operator gets for this call on its plain list of edges, in the types that it takes."""
         family = self.make_score(self.tensors.get("vector")).family(self.tensors["key"].size(-1))
+        law = DISTRIBUTIONS[self.distribution](self.tensors.get("sink")).law(self.heads)
         compute = compute_dtype(dtype)
         projects = "edge_projection" in self.tensors
         scalars = () if SCORES[self.score].wide else ("query", "key", *(() if projects else ("edge",)))
         tensors = {}
         for name, tensor in self.tensors.items():
-            tensor = tensor.to(compute if name in ("vector", "bias", "edge_projection", *scalars) else dtype)
+            is_wide = name in ("vector", "bias", "edge_projection", "sink", *scalars)
+            tensor = tensor.to(compute if is_wide else dtype)
             tensor = tensor.unsqueeze(1) if name == "edge_projection" and tensor.dim() == 2 else tensor
             tensors[name] = (tensor.unsqueeze(-1) if name in scalars else tensor).detach().requires_grad_(requires_grad)
         return Inputs(
@@ -206,6 +229,8 @@ class Call:
             family=family.name,
             constants=list(family.constants),
             edge_is_value=False,
+            distribution=law.name,
+            distribution_constants=list(law.constants),
             dropout=0.3,
             seed=torch.tensor(7),
             traced=False,
@@ -264,7 +289,7 @@ class Call:
 
         def at(name: str, ends: Tensor) -> Tensor:
             tensor = size[name]
-            if tensor.size(-2) != heads and self.score == "dot":
+            if tensor.size(-2) != heads and SCORES[self.score].is_product:
                 tensor = tensor.repeat_interleave(heads // tensor.size(-2), -2)
             return tensor.index_select(nodes if name != "value" else -3, ends)
 
@@ -284,7 +309,7 @@ class Call:
         if is_value:
             size["edge_value"] = edge
         key, query = at("key", source) + edge, at("query", target) if "query" in size else 0.0
-        if self.score == "dot":
+        if SCORES[self.score].is_product:
             factor = self.make_score(None).factor(size["key"].size(-1))
             logits = (key * query).sum(-1) * factor
         elif nodes == -2:
@@ -302,16 +327,18 @@ class Call:
             torch.manual_seed(self.seed)
             kept = keep_mask(draw_seed(alpha.device), torch.Size(full), self.dropout).double()
             kept = kept / (1 - self.dropout) if self.dropout < 1 else kept * 0
+        alpha = alpha.abs()
         value = at("value", source) + size.get("edge_value", 0.0)
         grad = self.grad(exact["out"], 1).abs().index_select(-3, target)
         products = kept * (grad * value).sum(-1)
         if "weights" in exact and not self.notes.get("weights need no gradient"):
             products = products + self.grad(exact["weights"], 2).abs() * (kept if self.weights == "dropped" else 1.0)
         delta = total(alpha * products, target, self.num_targets, -2).index_select(-2, target)
-        terms = alpha * (products + delta)
+        # No derivative is larger than its weight, but for two.
+        terms = (torch.ones_like(alpha) if self.distribution in ("tanh", "identity") else alpha) * (products + delta)
 
         count_sources = size["value"].size(-3)
-        if self.score == "dot":
+        if SCORES[self.score].is_product:
             wide = terms.unsqueeze(-1) * factor
             query_terms, key_terms, edge_terms = wide * key, wide * query, wide * query
         else:
@@ -334,6 +361,8 @@ class Call:
             "grad of bias": shared("bias") * most(terms),
             "grad of edge_value": shared("edge_value") * most((alpha * kept).unsqueeze(-1) * grad),
         }
+        if "sink" in size:
+            found["grad of sink"] = most((alpha * products).sum((*range(alpha.dim() - 1),)))
         if "vector" in size:
             found["grad of vector"] = most((terms.unsqueeze(-1) * (key + query)).sum((*range(terms.dim() - 1),)))
         if self.tensors["key"] is self.tensors["value"]:
@@ -366,7 +395,7 @@ class Call:
         exact = {id(tensor): tensor.double() for tensor in self.tensors.values()}
         tensors = {name: exact[id(tensor)] for name, tensor in self.tensors.items()}
         plain = Call(self.score, self.graph, self.edges, self.num_targets, tensors, self.mask)
-        plain.slope, plain.scale = self.slope, self.scale
+        plain.slope, plain.scale, plain.distribution = self.slope, self.scale, self.distribution
         return plain.attend(tensors, "reference")[1]
 
 
@@ -413,6 +442,7 @@ def make_call(
     terms: tuple[str, ...] = TERMS,
     batched: bool = False,
     projected: int = 0,
+    sink: bool = False,
     key_heads: int | None = None,
     graph: Any = None,
     seed: int = 0,
@@ -432,6 +462,8 @@ def make_call(
         tensors["vector"] = (torch.randn(shapes["vector"], generator=generator) / channels**0.5).to(dtype)
     wide = {"edge": shapes["key"][2:], "bias": (), "edge_value": (value_channels,)}
     tensors |= {name: make((*front, *edges, *wide[name])) for name in TERMS if name in terms}
+    if sink:
+        tensors["sink"] = make((heads,))
     if projected and "edge" in tensors:
         tensors["edge"] = make((edge_index.size(1), projected))
         tensors["edge_projection"] = projection((heads, *wide["edge"], projected), generator, dtype)

@@ -154,7 +154,7 @@ MUTATIONS = [
     Mutation(
         "a running sum keeps its old maximum, other heads",
         KERNELS,
-        "if (!run.begins) heads.store_at(factor_, k, «vector_exp(before - base) → Vec<A>{} + A(1)»);",
+        "heads.store_at(factor_, k, «vector_exp(before - base) → Vec<A>{} + A(1)»);",
     ),
     Mutation(
         "a running output keeps its old maximum",
@@ -163,10 +163,16 @@ MUTATIONS = [
     ),
     Mutation("a part of a hub keeps its own maximum", KERNELS, "part[c] * «new_factor → A(1)»;"),
     Mutation("a hub's sum keeps its old maximum", KERNELS, "sum[h] = «sum[h] * old_factor → sum[h]» + state"),
-    Mutation(
-        "a fully masked hub is infinite", KERNELS, "stats[H + h] = «sum[h] == 0 ? A(0) : 1 / sum[h] → 1 / sum[h]»;"
-    ),
+    Mutation("a fully masked hub is infinite", KERNELS, "? A(1) : «total == 0 ? A(0) : 1 / total → 1 / total»;"),
     Mutation("a part of a hub leaves out its last weight", KERNELS, "last = «task.last_edge → task.last_edge - 1»;"),
+    # --------------------------------------------------------------------------------------------- other distributions
+    Mutation("each part of a hub has the sink", KERNELS, "has_sink = «sink != nullptr && !is_part → sink != nullptr»;"),
+    Mutation("a hub has no sink", KERNELS, "maximum[h] = «sink != nullptr ? sink[h] : -A(INFINITY) → -A(INFINITY)»;"),
+    Mutation("a sink takes no weight", KERNELS, "if («begins_with_sink → false») {"),
+    Mutation("a cap has no derivative", KERNELS, "if («law.cap != 0 → false») gradient"),
+    Mutation("gates depend on each other", KERNELS, "if («!this->law.is_normalized → false») {"),
+    Mutation("a sum forgets its epsilon", KERNELS, "const A total = «sum[h] + law.epsilon → sum[h]»;"),
+    Mutation("a masked edge has a weight", KERNELS, "return {«is_edge ? y.value : Vec<A>{} → y.value», is_edge"),
     # ---------------------------------------------------------------------------------------------------- the gradients
     Mutation(
         "delta is taken of the rounded output",
@@ -224,7 +230,7 @@ MUTATIONS = [
     Mutation(
         "hubs of a batch share their memory, forward",
         KERNELS,
-        "static_cast<A*>(a.partial) + («b * a.by_target.num_slots + slot → slot») * (Softmax",
+        "static_cast<A*>(a.partial) + («b * a.by_target.num_slots + slot → slot») * (RowSums",
     ),
     Mutation(
         "hubs of a batch share their memory, by source",

@@ -4,7 +4,19 @@ import pytest
 import torch
 
 import gattn
-from gattn import CompleteGraph, DotScore, Hard, LocalGaussian, SparseGraph, attend
+from gattn import (
+    CompleteGraph,
+    DotScore,
+    Gate,
+    Hard,
+    Identity,
+    LocalGaussian,
+    Sigmoid,
+    Softmax,
+    SparseGraph,
+    Tanh,
+    attend,
+)
 from gattn.testing import assert_as_exact_as, random_edge_index
 
 HALF = (torch.bfloat16, torch.float16)
@@ -72,6 +84,186 @@ def sparse_case(flow, dtype=torch.double):
 
 
 each_flow = pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+
+
+GATES = {
+    Sigmoid: lambda z: 1 / (1 + math.exp(-z)),
+    Tanh: math.tanh,
+    Identity: lambda z: z,
+}
+
+
+class TestGates:
+    @each_flow
+    @pytest.mark.parametrize("gate", GATES)
+    @pytest.mark.parametrize(("normalize", "eps"), [(False, 0.0), (True, 0.0), (True, 0.25)])
+    def test_formula(self, gate, normalize, eps, flow):
+        graph, edge_index, query, key, value = sparse_case(flow)
+        distribution, mask = gate(normalize, eps), torch.rand(17, 2) < 0.8
+        options = {"mask": mask, "distribution": distribution, "return_weights": True}
+        logits = (query[edge_index[1]] * key[edge_index[0]]).sum(-1) / math.sqrt(3)
+        expected = torch.zeros(17, 2, dtype=torch.double)
+        for _, edges in edges_of(edge_index[1], 5):
+            for head in range(2):
+                kept = [int(e) for e in edges if mask[e, head]]
+                amounts = [GATES[gate](float(logits[e, head])) for e in kept]
+                total = eps + sum(amounts) if normalize else 1.0
+                for e, amount in zip(kept, amounts, strict=True):
+                    expected[e, head] = amount / total
+        sums = torch.zeros(5, 2, 3, dtype=torch.double)
+        sums.index_add_(0, edge_index[1], expected.unsqueeze(-1) * value[edge_index[0]])
+        for backend in ("cpu", "reference"):
+            out, weights = attend(query, key, value, graph, backend=backend, **options)
+            torch.testing.assert_close(weights, expected)
+            torch.testing.assert_close(out, sums)
+
+    @pytest.mark.parametrize("gate", GATES)
+    def test_names(self, gate):
+        x = torch.randn(4, 2, 3)
+        name = gate.__name__.lower()
+        edge_index = torch.tensor([[0, 1, 2], [3, 3, 0]])
+        expected = attend(x, x, x, edge_index, distribution=gate())
+        assert torch.equal(attend(x, x, x, edge_index, distribution=name), expected)
+
+    @pytest.mark.parametrize("gate", GATES)
+    @pytest.mark.parametrize("graph", [CompleteGraph(4), CompleteGraph(4, causal=True), CompleteGraph.packed([1, 3])])
+    def test_complete_graphs(self, gate, graph):
+        x = torch.randn(4, 2, 3, dtype=torch.double)
+        found, weights = attend(x, x, x, graph, distribution=gate(), return_weights=True)
+        edges = SparseGraph(graph.edge_index, num_sources=4, num_targets=4)
+        torch.testing.assert_close(found, attend(x, x, x, edges, distribution=gate(), backend="reference"))
+        for matrix in weights if isinstance(weights, list) else [weights]:
+            assert matrix.dim() == 3
+
+    @pytest.mark.parametrize("gate", GATES)
+    def test_minus_infinity_is_no_edge(self, gate):
+        logits = torch.tensor([1.0, -torch.inf, -torch.inf], requires_grad=True)
+        weights = gate(normalize=True).weights(logits, torch.tensor([0, 0, 1]), 2, 0)
+        assert weights.tolist() == [1.0, 0.0, 0.0]
+        weights.sum().backward()
+        assert logits.grad.isfinite().all()
+
+    def test_a_sum_of_zero_gives_zeros(self):
+        logits = torch.tensor([[1.0], [-1.0]])
+        for backend in ("cpu", "reference"):
+            key = logits.clone().requires_grad_()
+            graph = SparseGraph(torch.tensor([[0, 1], [0, 0]]), num_sources=2, num_targets=1)
+            score = gattn.GATScore(negative_slope=1.0)
+            options = {"score": score, "distribution": Identity(normalize=True), "return_weights": True}
+            out, weights = attend(None, key, torch.ones(2, 1, 1), graph, backend=backend, **options)
+            assert weights.flatten().tolist() == [0.0, 0.0]
+            out.sum().backward()
+            assert key.grad.flatten().tolist() == [0.0, 0.0]
+
+    @pytest.mark.parametrize("gate", GATES)
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_half_precision_is_rounded_once(self, gate, dtype):
+        logits, index = torch.randn(50, dtype=dtype), torch.randint(5, (50,))
+        found = gate(normalize=True, eps=1.0).weights(logits.abs(), index, 5, 0)
+        expected = gate(normalize=True, eps=1.0).weights(logits.abs().double(), index, 5, 0)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+    def test_own_gates_are_left_to_the_reference(self):
+        class ReLU(Gate):
+            def of(self, logits):
+                return logits.relu()
+
+        class Half(Sigmoid):
+            def of(self, logits):
+                return logits.sigmoid() / 2
+
+        x, edge_index = torch.randn(4, 2, 3), torch.tensor([[0, 1, 2], [3, 3, 0]])
+        for mine, formula in ((ReLU(), torch.relu), (Half(), lambda z: z.sigmoid() / 2)):
+            _, weights = attend(x, x, x, edge_index, distribution=mine, return_weights=True)
+            torch.testing.assert_close(weights, formula((x[edge_index[1]] * x[edge_index[0]]).sum(-1) / math.sqrt(3)))
+            with pytest.raises(ValueError, match=f"gattn's own gates, not {type(mine).__name__}"):
+                attend(x, x, x, edge_index, distribution=mine, backend="cpu")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"eps": 1e-6}, "part of the sum that normalize=True divides by"),
+            ({"normalize": True, "eps": -1.0}, "eps is a finite number that is not negative; got -1.0"),
+            ({"normalize": True, "eps": math.nan}, "eps is a finite number that is not negative; got nan"),
+        ],
+    )
+    def test_wrong_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            Sigmoid(**options)
+
+    def test_repr(self):
+        assert [repr(x) for x in (Tanh(), Sigmoid(normalize=True), Identity(True, 0.5))] == [
+            "Tanh()",
+            "Sigmoid(normalize=True)",
+            "Identity(normalize=True, eps=0.5)",
+        ]
+
+
+class TestSinkAndSoftcap:
+    @each_flow
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_sink_is_a_neighbour_without_a_value(self, flow, backend):
+        graph, edge_index, query, key, value = sparse_case(flow)
+        sink = torch.tensor([0.3, -1.2], dtype=torch.double)
+        out, weights = attend(
+            query, key, value, graph, distribution=Softmax(sink), return_weights=True, backend=backend
+        )
+        more = torch.stack([torch.full((5,), 6), torch.arange(5)])
+        edges = torch.cat([edge_index, more], 1)
+        bias = torch.cat([torch.zeros(17, 2, dtype=torch.double), sink.expand(5, 2)])
+        key, value = (torch.cat([x, torch.zeros(1, 2, 3, dtype=torch.double)]) for x in (key, value))
+        larger = SparseGraph(edges, num_sources=7, num_targets=5)
+        expected, all_weights = attend(query, key, value, larger, bias=bias, return_weights=True)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(weights, all_weights[:17])
+
+    @each_flow
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_softcap_bounds_logits_and_bias(self, flow, backend):
+        graph, edge_index, query, key, value = sparse_case(flow)
+        bias, mask = torch.randn(17, 2, dtype=torch.double), torch.rand(17, 2) < 0.8
+        bias[3] = -torch.inf  # still no edge
+        options = {"bias": bias, "mask": mask, "return_weights": True, "backend": backend}
+        found = attend(query, key, value, graph, distribution=Softmax(softcap=0.7), **options)
+        logits = (query[edge_index[1]] * key[edge_index[0]]).sum(-1) / math.sqrt(3) + bias
+        options["bias"] = 0.7 * (logits / 0.7).tanh()
+        options["bias"][3] = -torch.inf
+        torch.testing.assert_close(found, attend(0 * query, key, value, graph, **options))
+
+    @pytest.mark.parametrize("options", [{"sink": torch.tensor([0.5, -1.0])}, {"softcap": 0.5}, {"sink": 1.0}])
+    @pytest.mark.parametrize("graph", [CompleteGraph(4), CompleteGraph(4, causal=True), CompleteGraph.packed([1, 3])])
+    def test_complete_graphs(self, options, graph):
+        x = torch.randn(4, 2, 3, dtype=torch.double)
+        edges = SparseGraph(graph.edge_index, num_sources=4, num_targets=4)
+        found, expected = (attend(x, x, x, g, distribution=Softmax(**options)) for g in (graph, edges))
+        torch.testing.assert_close(found, expected)
+
+    def test_a_learnt_sink_gets_gradients(self):
+        sink = torch.zeros(2, requires_grad=True)
+        x = torch.randn(4, 2, 3)
+        for graph in (torch.tensor([[0, 1, 2], [3, 3, 0]]), CompleteGraph(4)):
+            (grad,) = torch.autograd.grad(attend(x, x, x, graph, distribution=Softmax(sink)).square().sum(), sink)
+            assert (grad < 0).all()  # the more the sink takes, the smaller the output
+
+    @pytest.mark.parametrize("softcap", [0, -1.0, math.inf, math.nan])
+    def test_wrong_softcaps(self, softcap):
+        with pytest.raises(ValueError, match="softcap is positive and finite"):
+            Softmax(softcap=softcap)
+
+    @pytest.mark.parametrize("graph", [torch.tensor([[0, 1, 2], [3, 3, 0]]), CompleteGraph(4)])
+    @pytest.mark.parametrize("backend", ["auto", "reference"])
+    def test_wrong_sinks(self, graph, backend):
+        x = torch.randn(4, 2, 3)
+        with pytest.raises(ValueError, match=r"sink is a number, or one per head, \[2\]; got a tensor of \[3\]"):
+            attend(x, x, x, graph, distribution=Softmax(torch.zeros(3)), backend=backend)
+
+    def test_repr(self):
+        assert [repr(x) for x in (Softmax(), Softmax(0.5), Softmax(torch.zeros(3), 2.0))] == [
+            "Softmax()",
+            "Softmax(sink=0.5)",
+            "Softmax(sink=[3], softcap=2.0)",
+        ]
 
 
 class TestLocalGaussian:
@@ -453,7 +645,10 @@ class TestBackends:
 
     def test_kernels_do_not_know_them(self, distribution):
         for graph in (CompleteGraph(4), torch.tensor([[0, 1], [1, 2]])):
-            with pytest.raises(ValueError, match="backend='cpu' cannot serve this call: it knows the softmax, not "):
+            with pytest.raises(
+                ValueError,
+                match="backend='cpu' cannot serve this call: it knows the softmax and gattn's own gates, not ",
+            ):
                 attend(self.x, self.x, self.x, graph, distribution=distribution, backend="cpu")
             out = attend(self.x, self.x, self.x, graph, distribution=distribution)
             expected = attend(self.x, self.x, self.x, graph, distribution=distribution, backend="reference")
@@ -461,7 +656,9 @@ class TestBackends:
 
     def test_packed_graphs_are_left_to_the_reference(self, distribution):
         graph = CompleteGraph.packed([1, 3])
-        with pytest.raises(ValueError, match="cannot serve this call: on packed graphs it knows the softmax, not "):
+        with pytest.raises(
+            ValueError, match="cannot serve this call: on packed graphs it knows the plain softmax, not "
+        ):
             attend(self.x, self.x, self.x, graph, distribution=distribution, backend="dense")
         out = attend(self.x, self.x, self.x, graph, distribution=distribution)
         expected = attend(self.x, self.x, self.x, graph, distribution=distribution, backend="reference")

@@ -179,7 +179,9 @@ def checked_call(
         TypeError: If a tensor is no tensor.
     """
     _check_nodes(query, key, value, score)
-    _check_kinds(value, score, edge=edge, bias=bias, mask=mask, edge_value=edge_value, edge_projection=edge_projection)
+    _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, edge_projection=edge_projection)
+    _check_devices(value, score)
+    _check_devices(value, distribution)
     if edge_projection is not None:
         _check_projection(edge_projection, edge, edge_value, key if query is None else query, value, score)
     num_targets = None if query is None else query.size(value.dim() - 3)
@@ -192,7 +194,9 @@ def checked_call(
         else:
             edge_projection = edge_projection.unsqueeze(1)
     terms = (edge, bias, mask, edge_value, edge_projection)
-    return Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype)
+    call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype)
+    distribution.check(call.batch, call.num_targets, call.heads)
+    return call
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -241,7 +245,7 @@ def _check_nodes(query: Tensor | None, key: Tensor, value: Tensor, score: Score)
     score.check(heads, 1 if score.scalar else key.size(-1))
 
 
-def _check_kinds(value: Tensor, score: Score, **terms: Tensor | None) -> None:
+def _check_kinds(value: Tensor, **terms: Tensor | None) -> None:
     """Checks types and devices of everything that comes once per edge; sizes are checked when the edges are known."""
     for name, term in terms.items():
         if term is None:
@@ -254,11 +258,15 @@ def _check_kinds(value: Tensor, score: Score, **terms: Tensor | None) -> None:
             raise InputError(f"{name} is added to real numbers; got {term.dtype}.")
         if term.device != value.device:
             raise InputError(f"{name} is on {term.device}, the features are on {value.device}: move one of them.")
-    for term in score.tensors():
+
+
+def _check_devices(value: Tensor, part: Score | Distribution) -> None:
+    """Checks where the tensors of a score or a distribution are."""
+    for term in part.tensors():
         if term.device != value.device:
             raise InputError(
-                f"{type(score).__name__} has a tensor on {term.device}, the features are on {value.device}: move one "
-                "of them."
+                f"{type(part).__name__} has a tensor on {term.device}, the features are on {value.device}: move one of "
+                "them."
             )
 
 

@@ -6,7 +6,6 @@ of the whole graph is held.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,11 +64,12 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
         query = None if query is None or gather_query is None else gather_query(query, target)
         return of_edges(query, gather_key(key, source), edge)
 
-    found = []
-    for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-        edge = None if call.edge is None else call.edge.narrow(-3, start, size)
-        ends = source.narrow(0, start, size), target.narrow(0, start, size)
-        found.append(checkpoint(chunk, call.query, call.key, edge, *ends, use_reentrant=False))
+    # Not narrow(), whose gradient has all edges for each chunk.
+    edges = [None] * len(sizes) if call.edge is None else call.edge.split(sizes, -3)
+    found = [
+        checkpoint(chunk, call.query, call.key, *parts, use_reentrant=False)
+        for parts in zip(edges, source.split(sizes), target.split(sizes), strict=True)
+    ]
     return torch.cat(found, -2)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from gattn.distributions import Softmax
+from gattn.distributions import DISTRIBUTIONS, Law, from_law, law_of
 from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
@@ -61,6 +61,12 @@ class Inputs(NamedTuple):
     """The numbers in that formula"""
     edge_is_value: bool
     """Whether `edge` is also the `edge_value`"""
+    distribution: str
+    """The name of the distribution's formula"""
+    distribution_constants: list[float]
+    """The numbers in that formula"""
+    sink: Tensor | None
+    """`[H]`, the logits of the softmax's sink"""
     dropout: float
     seed: Tensor | None
     """Of the dropout; `None` if nothing is dropped"""
@@ -109,6 +115,10 @@ class Inputs(NamedTuple):
         dtype, compute = values.dtype, compute_dtype(values.dtype)
         terms = compute if Score.class_of_family(self.family).scalar else dtype
         self.check_devices()
+        if self.distribution not in DISTRIBUTIONS:
+            raise ValueError(f"there is no distribution {self.distribution!r}.")
+        if self.sink is not None and self.distribution != "softmax":
+            raise ValueError("only the softmax has a sink.")
         if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
             raise ValueError(f"{key_heads} heads of key and value do not divide the {heads} heads of query.")
         for name, tensor, size, wanted in (
@@ -116,6 +126,7 @@ class Inputs(NamedTuple):
             ("key", self.key, (*front, self.num_sources, key_heads, channels), terms),
             ("value", self.value, (*front, self.num_sources, key_heads, value_channels), dtype),
             ("vector", self.vector, (heads, channels), compute),
+            ("sink", self.sink, (heads,), compute),
         ):
             if tensor is not None and (tensor.shape != size or tensor.dtype != wanted):
                 raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), wanted))
@@ -157,7 +168,7 @@ class Inputs(NamedTuple):
 _UNFIT = "{} has shape {} and type {}, but the graph and the other inputs ask for {} and {}."
 
 #: Inputs that have gradients.
-DIFFERENTIABLE = ("query", "key", "value", "vector", "edge", "edge_projection", "bias", "edge_value")
+DIFFERENTIABLE = ("query", "key", "value", "vector", "edge", "edge_projection", "bias", "edge_value", "sink")
 
 _PLACES = tuple(Inputs._fields.index(name) for name in DIFFERENTIABLE)
 _HINTS = get_type_hints(Inputs)
@@ -231,8 +242,9 @@ class AttentionOperator:
         query, key, score = call.query, call.key, call.score
         if query is not None:
             query, key, score = score.folded(query, key)
-        family = score.family(call.channels)
+        family, law = score.family(call.channels), law_of(call.distribution, call.heads)
         assert family is not None
+        assert law is not None
         vector = family.vector
         if vector is not None and vector.dtype != call.compute:
             vector = vector.to(torch.promote_types(vector.dtype, call.compute))
@@ -254,6 +266,9 @@ class AttentionOperator:
             family=family.name,
             constants=list(family.constants),
             edge_is_value=edge_is_value,
+            distribution=law.name,
+            distribution_constants=list(law.constants),
+            sink=None if law.sink is None else law.sink.to(call.value.device, call.compute),
             dropout=call.dropout,
             seed=seed,
             traced=is_traced(),
@@ -496,7 +511,7 @@ def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
         edge_index if inputs.flow == FLOWS[0] else edge_index.flip(0),
         inputs.num_targets,
         Score.class_of_family(inputs.family).from_family(family),
-        Softmax(),
+        from_law(Law(inputs.distribution, tuple(inputs.distribution_constants), inputs.sink)),
         edge=edge,
         bias=inputs.bias,
         mask=inputs.mask,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from gattn import SparseGraph
-from tests.cases import DIFFERENTIABLE, DTYPES, SCORES, Alter, Call, compare, grid, projection
+from tests.cases import DIFFERENTIABLE, DISTRIBUTIONS, DTYPES, SCORES, Alter, Call, compare, grid, projection
 from tests.ops.fuzz_shared import FLOWS, Draw, in_csr_order, in_flow, random_graph, stored
 
 
@@ -52,8 +52,9 @@ def draw_call(seed: int) -> tuple[Call, str | None]:
     score = draw.choice(tuple(SCORES))
     small = kind == "huge"
     heads = draw.choice((0, 1, 1, 2, 3, 4, 5, 8, 16, 17, 32)) if not small else draw.choice((1, 3, 4))
-    heads = max(heads, 1) if score == "dot" else heads  # heads share those of key and value, and none divides none
-    shared_heads = draw.choice([g for g in range(1, heads + 1) if heads % g == 0]) if score == "dot" else heads
+    is_product = SCORES[score].is_product
+    heads = max(heads, 1) if is_product else heads  # heads share those of key and value, and none divides none
+    shared_heads = draw.choice([g for g in range(1, heads + 1) if heads % g == 0]) if is_product else heads
     widths = (0, 0, 1, 2, 3, 8, 16, 17, 31, 32, 33, 64, 70, 128, 130) if not small else (1, 5, 8)
     channels, value_channels = draw.choice(widths), draw.choice(widths)
     if num_edges * heads * max(channels, value_channels) > 60_000 and not small:
@@ -103,6 +104,9 @@ def draw_call(seed: int) -> tuple[Call, str | None]:
         mask = stored(mask, draw) if mask.dim() > 1 else mask
     if draw.random() < 0.1:  # far from zero, where exp() alone would overflow
         tensors["key"] = tensors["value"] if tensors["key"] is tensors["value"] else tensors["key"] * 16
+    distribution = draw.choice(tuple(DISTRIBUTIONS)) if draw.random() < 0.4 else "softmax"
+    if distribution.startswith("soft") and draw.random() < 0.2:
+        tensors["sink"] = make(heads)
     present = tuple(name for name in DIFFERENTIABLE if name in tensors)
     wanted = present if draw.random() < 0.6 else tuple(name for name in present if draw.random() < 0.5)
     weights: bool | str = draw.choice((False, False, True, "dropped"))
@@ -122,6 +126,7 @@ def draw_call(seed: int) -> tuple[Call, str | None]:
         draw.choice((None, 1.0, 0.25)),
         seed,
         draw.randint(1, 3) if small else 1,
+        distribution,
         notes,
     ), bad
 

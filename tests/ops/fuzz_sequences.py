@@ -42,8 +42,9 @@ def sequence(draw: Draw, alter: Alter) -> None:
     if blocks is not None and len(batch) > 1:
         batch = batch[:1]
     name = draw.choice((*SCORES, "dot"))
-    heads = draw.choice((*((0,) if name != "dot" else ()), 1, 1, 2, 3, 4, 6))
-    shared = draw.choice([g for g in range(1, heads + 1) if heads % g == 0]) if name == "dot" else heads
+    is_product = SCORES[name].is_product
+    heads = draw.choice((*(() if is_product else (0,)), 1, 1, 2, 3, 4, 6))
+    shared = draw.choice([g for g in range(1, heads + 1) if heads % g == 0]) if is_product else heads
     channels, value_channels = draw.choice((0, 1, 2, 3, 8, 9, 16, 33)), draw.choice((0, 1, 2, 3, 8, 9, 16, 33))
     if draw.maybe(0.3):
         value_channels = channels
@@ -53,7 +54,7 @@ def sequence(draw: Draw, alter: Alter) -> None:
         terms["query"] = draw.grid(*batch, n, heads, *wide)
     if SCORES[name].has_vector:
         terms["vector"] = draw.normal(heads, channels) / max(channels, 1) ** 0.5
-    scale = draw.choice((None, 1.0, 0.25)) if name == "dot" else None
+    scale = draw.choice((None, 1.0, 0.25)) if is_product else None
 
     matrix = (n, m)
     front = (*batch, heads)

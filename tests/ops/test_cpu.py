@@ -23,6 +23,7 @@ from gattn.ops.backends.cpu import layout as layout_module
 from gattn.testing import assert_as_exact_as, random_edge_index
 from tests.cases import (
     DIFFERENTIABLE,
+    DISTRIBUTIONS,
     DTYPES,
     HALF,
     LONG_ROW,
@@ -202,6 +203,125 @@ class TestAgainstTheReference:
             error = (result.double() - exact[name]).abs()
             bound = 0.51 * torch.finfo(dtype).eps * exact[name].abs() + 1e-5 * exact[name].abs().max() + 6e-8
             assert (error <= bound).all(), f"{name}: {(error / bound).max():.2f}"
+
+
+class TestDistributions:
+    @pytest.mark.parametrize(
+        ("distribution", "score", "dtype", "heads", "terms", "weights", "p"),
+        pairs(DISTRIBUTIONS, SCORES, DTYPES, (1, 3, 8, 17), ((), TERMS), (False, True, "dropped"), (0.0, 0.4)),
+    )
+    def test_all(self, distribution, score, dtype, heads, terms, weights, p):
+        options = {"heads": heads, "dtype": dtype, "terms": terms, "weights": weights, "dropout": p}
+        edge_index = random_edge_index(9, 7, 60, hub=0.6)
+        mask = torch.rand(60, heads) < 0.8
+        compare(make_call(score, edge_index, 9, 7, distribution=distribution, mask=mask, **options))
+
+    @pytest.mark.parametrize(
+        ("distribution", "score", "dtype", "heads", "weights", "batch"),
+        pairs(("softmax", "softcap"), SCORES, DTYPES, (1, 3, 8, 17), (False, True), ((), (2,))),
+    )
+    def test_sinks(self, distribution, score, dtype, heads, weights, batch):
+        options = {"heads": heads, "dtype": dtype, "weights": weights, "batch": batch}
+        edge_index = random_edge_index(9, 7, 60, hub=0.6)
+        compare(make_call(score, edge_index, 9, 7, distribution=distribution, sink=True, dropout=0.3, **options))
+
+    @pytest.mark.parametrize("sink", [0.0, 3.5, -torch.inf, torch.tensor(0.5), torch.tensor([2.0])])
+    def test_one_sink_for_all_heads(self, sink):
+        x = torch.randn(5, 3, 4)
+        found = [
+            attend(x, x, x, random_edge_index(5), distribution=gattn.Softmax(sink), backend=backend)
+            for backend in ("cpu", "reference")
+        ]
+        torch.testing.assert_close(*found)
+
+    @pytest.mark.parametrize(
+        ("distribution", "degree", "heads", "sink"),
+        pairs(DISTRIBUTIONS, (2 * LONG_ROW + 3, 33), (2, 3), (False, True)),
+    )
+    def test_long_rows(self, distribution, degree, heads, sink):
+        """Of several blocks, and of several tasks; the same bits from any number of threads."""
+        edge_index = torch.randint(5, (2, degree + 20))
+        edge_index[1, :degree] = 4
+        options = {"heads": heads, "channels": 3, "value_channels": 2, "terms": ("bias",), "threads": 3}
+        sink = sink and distribution.startswith("soft")
+        call = make_call("gat", edge_index, 5, 5, distribution=distribution, sink=sink, **options)
+        compare(call)
+        with threads(1):
+            first = call.results("cpu")
+        with threads(2):
+            equal(first, call.results("cpu"))
+
+    @pytest.mark.parametrize("distribution", [gattn.Tanh(normalize=True), gattn.Identity(normalize=True, eps=0.5)])
+    def test_signed_weights_divided_by_their_sum(self, distribution):
+        x, key = torch.randn(6, 2, 3), torch.rand(6, 2) + 0.1
+        results = []
+        for backend in ("cpu", "reference"):
+            leaf = key.clone().requires_grad_()
+            score, edge_index = gattn.GATScore(), random_edge_index(6, 5, 30)
+            graph = SparseGraph(edge_index, num_sources=6, num_targets=5)
+            out, weights = attend(
+                None,
+                leaf,
+                x,
+                graph,
+                score=score,
+                distribution=distribution,
+                return_weights=True,
+                backend=backend,
+            )
+            (grad,) = torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), leaf)
+            results.append((out, weights, grad))
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+    def test_no_edges(self, distribution, poison):
+        sink = distribution.startswith("soft")
+        edges = torch.empty(2, 0, dtype=torch.long)
+        compare(make_call("dot", edges, 3, 4, terms=(), distribution=distribution, sink=sink))
+
+    @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+    @pytest.mark.parametrize("p", [0.0, 0.4])
+    def test_derivatives(self, distribution, p):
+        sizes = {"heads": 2, "channels": 2, "value_channels": 2, "dtype": torch.double}
+        sink = distribution.startswith("soft")
+        call = make_call("dot", random_edge_index(4, 3, 9), 4, 3, sink=sink, dropout=p, **sizes)
+        call = changed(call, distribution=distribution, mask=torch.rand(9, 2) < 0.8)
+        leaves = {name: torch.randn_like(t).requires_grad_() for name, t in call.tensors.items()}
+
+        def function(*tensors):
+            return call.attend(dict(zip(leaves, tensors, strict=True)), "cpu")
+
+        assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+        assert torch.autograd.gradgradcheck(function, tuple(leaves.values()), fast_mode=True)
+
+    @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+    def test_compiled(self, distribution):
+        sink = distribution.startswith("soft")
+        call = make_call("gat", random_edge_index(5, 4, 12), 5, 4, sink=sink, distribution=distribution)
+        query, key, value, sinks = (call.tensors.get(name) for name in ("query", "key", "value", "sink"))
+
+        def function(query, key, value, sinks):
+            made = DISTRIBUTIONS[distribution](sinks)
+            return attend(query, key, value, call.graph, score=gattn.GATScore(), distribution=made)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        leaves = [None if x is None else x.clone().requires_grad_() for x in (query, key, value, sinks)]
+        asked = [x for x in leaves if x is not None]
+        found, expected = (f(*leaves) for f in (compiled, function))
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(out.square().sum(), asked) for out in (found, expected)]
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
+
+    @pytest.mark.parametrize("distribution", ["softmax", "sigmoid"])
+    def test_opcheck(self, distribution):
+        sizes = {"heads": 2, "channels": 4, "value_channels": 3}
+        call = make_call("dot", random_edge_index(4, 3, 9), 4, 3, sink=distribution == "softmax", **sizes)
+        inputs = changed(call, distribution=distribution).operator_inputs(torch.float32, requires_grad=True)
+        utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(torch.ops.gattn.attention.default, (*inputs, True, True), test_utils=utils)
 
 
 class TestGraphs:

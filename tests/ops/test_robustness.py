@@ -51,6 +51,9 @@ class TestInputsAreChecked:
             family="leaky_relu",
             constants=[0.2],
             edge_is_value=False,
+            distribution="softmax",
+            distribution_constants=[0.0],
+            sink=torch.randn(H),
             dropout=0.0,
             seed=None,
             traced=False,
@@ -63,6 +66,9 @@ class TestInputsAreChecked:
         "one more query head": {"query": torch.randn(N, H + 1, C)},
         "few values": {"value": torch.randn(M - 1, H, V)},
         "a batch of keys": {"key": torch.randn(2, M, H, C)},
+        "few sinks": {"sink": torch.randn(H - 1)},
+        "a sink beside gates": {"distribution": "tanh"},
+        "an unknown distribution": {"distribution": "sparsemax", "sink": None},
         "a narrow vector": {"vector": torch.randn(H, C - 1)},
         "few edges": {"edge": torch.randn(E - 1, H, C)},
         "an edge": {"edge": torch.randn(1, H, C)},
@@ -86,7 +92,7 @@ class TestInputsAreChecked:
     @pytest.mark.parametrize("case", wrong)
     def test_refused(self, operator, case):
         operator.run(self.inputs())
-        with pytest.raises(ValueError, match="has shape|do not divide|on the same device"):
+        with pytest.raises(ValueError, match="has shape|do not divide|on the same device|no distribution|has a sink"):
             operator.run(self.inputs(**self.wrong[case]))
 
     projected = {"edge": torch.randn(E, D), "edge_projection": torch.randn(H, C, D), "edge_value": None}
@@ -133,7 +139,7 @@ class TestInputsAreChecked:
 
     def test_kept_tensors_of_another_call(self):
         without = dict.fromkeys(("vector", "edge", "bias", "mask", "edge_value"))
-        inputs = self.inputs(family="dot", constants=[1.0], **without)
+        inputs = self.inputs(family="dot", constants=[1.0, 1.0], **without)
         out, weights, *kept = torch.ops.gattn.attention(*inputs, True, False)
         good = [torch.randn_like(out), None, out, weights, *kept]
         wanted = [name in ("query", "key", "value") for name in DIFFERENTIABLE]

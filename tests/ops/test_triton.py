@@ -16,7 +16,7 @@ from gattn.ops import dropout
 from gattn.ops.backends.triton import layout as layout_module
 from gattn.ops.backends.triton.layout import Layout, layout_of
 from tests import cases
-from tests.cases import DIFFERENTIABLE, DTYPES, SCORES, TERMS, changed, compare, equal, on_device, pairs
+from tests.cases import DIFFERENTIABLE, DISTRIBUTIONS, DTYPES, SCORES, TERMS, changed, compare, equal, on_device, pairs
 from tests.ops.fuzz_calls import random_call
 
 pytest.importorskip("triton", "3.7", reason="older interpreters do not know NumPy 2.4")
@@ -91,6 +91,28 @@ class TestAgainstTheReference:
         mask = None if mask is None else torch.rand(shapes[mask]) < 0.7
         options = {"batched": batched, "mask": mask, "weights": weights, "dropout": p}
         compare(make_call(score, edge_index, 6, 8, batch=batch, channels=3, value_channels=2, **options), "triton")
+
+    @pytest.mark.parametrize(
+        ("distribution", "score", "dtype", "sink", "weights", "p"),
+        slow(
+            pairs(
+                DISTRIBUTIONS,
+                ("gat", "dot"),
+                (torch.float32, torch.bfloat16, torch.float64),
+                (True, False),
+                (True, False, "dropped"),
+                (0.0, 0.4),
+            ),
+            6,
+        ),
+    )
+    def test_distributions(self, distribution, score, dtype, sink, weights, p):
+        """Rows of more than four edges are split."""
+        edge_index = random_edge_index(6, 8, 30, hub=0.4)
+        options = {"dtype": dtype, "weights": weights, "dropout": p, "mask": torch.rand(30) < 0.8, "heads": 2}
+        sink = sink and distribution.startswith("soft")
+        call = make_call(score, edge_index, 6, 8, channels=3, value_channels=2, terms=("bias",), sink=sink, **options)
+        compare(changed(call, distribution=distribution), "triton")
 
     @pytest.mark.parametrize("wanted", slow(["query", "vector", "edge_value", "key", "value", "edge", "bias"], 3))
     def test_one_gradient_alone(self, wanted):

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from gattn.distributions import Law, law_of
 from gattn.graphs import EdgeList
 from gattn.ops.backends.base import Backend, Result, finish, new_seed
 from gattn.ops.call import Call
 from gattn.ops.custom_scores import with_finished_logits
 from gattn.ops.operator import AttentionOperator
-from gattn.scores import Family, family_of, says
+from gattn.scores import Family, family_of
 from gattn.torch_private import is_traced
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class KernelBackend(Backend):
         """Whether its kernels have the formula of a family of scores."""
         return family is not None
 
+    def knows_law(self, law: Law | None) -> bool:
+        """Whether its kernels have the formula of a distribution."""
+        return law is not None
+
     def projects_edges(self, call: Call) -> bool:
         """Whether its kernels project the features of the edges of a call whose family they know."""
         return False
@@ -49,8 +54,8 @@ class KernelBackend(Backend):
             return f"the tensors are on {call.value.device}"
         if call.value.dtype not in DTYPES:
             return f"it knows float64, float32, bfloat16 and float16, not {call.value.dtype}"
-        if says(call.distribution, "family", "weights") is None:
-            return f"it knows the softmax, not {call.distribution}"
+        if not self.knows_law(law_of(call.distribution, call.heads)):
+            return f"it knows the softmax and gattn's own gates, not {call.distribution}"
         return None
 
     def attend(self, call: Call, module: Attention) -> Result:

@@ -32,7 +32,6 @@ class Reference(Backend):
         call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
         seed = new_seed(call)
         rows = edges.edge_index if edges.flow == module.flow else edges.edge_index.flip(0)  # as PyG goes by
-        call.distribution.check(call.batch, edges.num_targets)
         distribution = call.distribution.with_sources(edges.edge_index[FLOWS.index(edges.flow)])
         value = repeat_heads(call.value, call.heads)
         alpha = module.edge_updater(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gattn.distributions import DISTRIBUTIONS, Law
 from gattn.ops.backends.base import Missing, needs_plain_pytorch
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.cpu.layout import Layout, layout_of
@@ -25,6 +26,7 @@ _HUGE_BYTES = 1 << 22
 
 _load_error = native.load_error()  # asked once: compiled code cannot ask
 _families = frozenset() if _load_error else frozenset(filter(native.knows_family, Score.known_families()))
+_laws = frozenset() if _load_error else frozenset(name for name in DISTRIBUTIONS if native.distribution(name) >= 0)
 
 library.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
 
@@ -39,6 +41,10 @@ class Cpu(KernelBackend):
     def knows(self, family: Family | None) -> bool:
         """See `KernelBackend.knows`."""
         return family is not None and family.name in _families
+
+    def knows_law(self, law: Law | None) -> bool:
+        """See `KernelBackend.knows_law`."""
+        return law is not None and law.name in _laws
 
     def projects_edges(self, call: Call) -> bool:
         """See `KernelBackend.projects_edges`."""
@@ -81,6 +87,7 @@ class _Plan:
             value_channels=self.value_channels,
             batch=self.batch,
             family=family,
+            distribution=native.distribution(inputs.distribution),
             type=DTYPES.index(self.dtype),
             threads=threads if work > _SERIAL_WORK else 1,
             by_target=layout.by_target.rows,
@@ -103,8 +110,9 @@ class _Plan:
                 setattr(arguments, f"{name}_batch", 0 if rows.size(0) == 1 else rows.stride(0))
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
-        if inputs.vector is not None:
-            self._readable("vector", inputs.vector, inputs.vector.contiguous())
+        for name in ("vector", "sink"):
+            if (tensor := getattr(inputs, name)) is not None:
+                self._readable(name, tensor, tensor.contiguous())
         if inputs.mask is not None:
             mask = self._readable("mask", inputs.mask, flat(inputs.mask, 1))
             arguments.mask_batch, arguments.mask_edge, arguments.mask_head = (
@@ -123,7 +131,7 @@ class _Plan:
 
 
 #: The inputs whose memory kernels read.
-_READ = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value")
+_READ = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value", "sink")
 _PLANNED = operator.itemgetter(*(Inputs._fields.index(name) for name in (*_READ, "edge_projection")))
 _MOST_PLANS = 16
 
@@ -141,6 +149,7 @@ class _Arguments:
         key = (
             inputs.family,
             len(inputs.constants),
+            inputs.distribution,
             inputs.edge_is_value,
             threads,
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in _PLANNED(inputs)],
@@ -166,6 +175,7 @@ class _Arguments:
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
         arguments.constants[: len(inputs.constants)] = inputs.constants
+        arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
         if inputs.seed is not None:
             arguments.dropout = 1
             dropout = _dropout_arguments(inputs.dropout, inputs.seed)
@@ -274,7 +284,8 @@ def _backward(
     arguments.out, arguments.weights = out.data_ptr(), weights.data_ptr()
     _hand_over(arguments, kept)
     arguments.record_bytes = plan.record_bytes
-    arguments.node_terms = call.scratch(plan.batch, layout.num_targets, 4, plan.heads)
+    node_terms = call.empty(plan.batch, layout.num_targets, 4, plan.heads)
+    arguments.node_terms = call.hold(node_terms)
     width = plan.heads * max(plan.channels, plan.value_channels)
     slots = max(by_source.num_slots, layout.by_target.num_slots)
     arguments.partial = call.scratch(plan.batch * slots, 2 * width)
@@ -287,7 +298,7 @@ def _backward(
         arguments.grad_edge_projection = sums.data_ptr()
     for name in wanted:
         tensor: Tensor = getattr(inputs, name)
-        if name == "edge_projection":
+        if name in ("edge_projection", "sink"):
             continue
         if name == "vector":  # each task has a sum of its own
             tasks = layout.by_target.num_tasks + by_source.num_tasks
@@ -308,7 +319,10 @@ def _backward(
         grads["edge_projection"] = grads["edge_projection"].sum(0).t().reshape(projection.shape).contiguous()
     for name in wanted:
         tensor = getattr(inputs, name)
-        if name == "vector":
+        if name == "sink":
+            maximum, scale, delta, _ = node_terms.unbind(2)
+            grads[name] = -((tensor - maximum).exp() * scale * delta).sum((0, 1))
+        elif name == "vector":
             grads[name] = grads[name].sum(0).to(tensor.dtype)
             if projection is not None and plan.record_bytes:
                 grads[name] += (grads["edge_projection"] * projection).sum(-1)

@@ -53,6 +53,9 @@ class Arguments(ctypes.Structure):
         *_fields("targets sources edges heads key_heads channels value_channels batch", ctypes.c_int64),
         *_fields("family type threads", ctypes.c_int64),
         ("constants", ctypes.c_double * 4),
+        ("distribution", ctypes.c_int64),
+        ("distribution_constants", ctypes.c_double * 2),
+        ("sink", ctypes.c_void_p),
         ("by_target", Rows),
         ("by_source", Rows),
         *_fields("edge_of_target_position target_position source_position", ctypes.c_void_p),
@@ -101,6 +104,7 @@ def library() -> ctypes.CDLL:
         "gattn_hash_edges": [pointer] * 2 + [integer] * 3,
         "gattn_tasks": [pointer, integer] + [pointer] * 4,
         "gattn_family": [ctypes.c_char_p],
+        "gattn_distribution": [ctypes.c_char_p],
         "gattn_constants": [integer],
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
         "gattn_use_huge_pages": [pointer, integer],
@@ -134,6 +138,13 @@ def knows_family(name: str) -> bool:
     """Whether the kernels have a score of this family."""
     number: int = library().gattn_family(name.encode())
     return number >= 0
+
+
+@cache
+def distribution(name: str) -> int:
+    """The number of a distribution; -1 if the kernels do not know it."""
+    number: int = library().gattn_distribution(name.encode())
+    return number
 
 
 @cache

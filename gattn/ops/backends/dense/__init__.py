@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gattn.distributions import Distribution
+from gattn.distributions import Distribution, is_plain_softmax
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
@@ -57,8 +57,8 @@ class Dense(Backend):
             return "edge and edge_value come one per edge"
         if not says(score, "broadcasts", "logits"):
             return f"it needs a score whose logits broadcast, and {type(score).__name__} does not say so"
-        if graph.blocks is not None and says(distribution, "family", "weights") is None:
-            return f"on packed graphs it knows the softmax, not {distribution}"
+        if graph.blocks is not None and not is_plain_softmax(distribution):
+            return f"on packed graphs it knows the plain softmax, not {distribution}"
         if not says(distribution, "respects_infinity", "weights"):
             return f"it knows gattn's own distributions, not {distribution}"
         return None
@@ -67,7 +67,6 @@ class Dense(Backend):
         """See `Backend.attend`."""
         graph = call.graph
         assert isinstance(graph, CompleteGraph)
-        call.distribution.check(call.batch, graph.num_targets)
         for name, term in (("bias", call.bias), ("mask", call.mask)):
             if term is not None:
                 graph.expand(term, name, call.batch, call.heads)
@@ -84,11 +83,11 @@ class Dense(Backend):
 
 
 def _is_dot(score: Score) -> TypeGuard[DotScore]:
-    """Whether a score is the dot product; a subclass with another formula is not."""
+    """Whether a score is the plain dot product; a subclass with another formula is not."""
     if type(score) is DotScore:  # by far the most frequent, and asked for several times a call
-        return "logits" not in vars(score)
+        return score.negative_slope == 1.0 and "logits" not in vars(score)
     family = family_of(score, 1)
-    return family is not None and family.name == "dot"
+    return family is not None and family.name == "dot" and family.constants[1] == 1.0
 
 
 def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
@@ -114,7 +113,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     weights: list[Tensor] = []
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
-        is_softmax = says(distribution, "family", "weights") == "softmax"
+        is_softmax = is_plain_softmax(distribution)
         if not is_softmax or with_weights == "dropped":
             # The fused kernels know the softmax only, and do not say which weights they used.
             weights = list(_matrices(_alpha if is_softmax else _logits, query, key, graph, score, bias, mask))

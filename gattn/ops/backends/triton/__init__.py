@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gattn.distributions import Law, from_law
 from gattn.ops.backends.base import Missing
 from gattn.ops.backends.kernels import KernelBackend, dense_rows, flat
 from gattn.ops.backends.triton.layout import Rows, layout_of
@@ -46,6 +47,10 @@ class Triton(KernelBackend):
         """See `KernelBackend.knows`."""
         return family is not None and _knows(family.name)
 
+    def knows_law(self, law: Law | None) -> bool:
+        """See `KernelBackend.knows_law`."""
+        return law is not None and _knows_law(law.name)
+
     def missing(self) -> Missing | None:
         """See `Backend.missing`."""
         return None if _is_installed else Missing("Triton", 'it is not installed: pip install "gattn[triton]"')
@@ -54,6 +59,11 @@ class Triton(KernelBackend):
 @torch.compiler.assume_constant_result  # compiled code cannot import
 def _knows(family: str) -> bool:
     return family in _kernels().FAMILIES
+
+
+@torch.compiler.assume_constant_result
+def _knows_law(law: str) -> bool:
+    return law in _kernels().LAWS
 
 
 class _Launches:
@@ -85,6 +95,7 @@ class _Launches:
         dropout = inputs.dropout
         self.inputs: dict[str, Any] = {
             "vector": None if inputs.vector is None else inputs.vector.contiguous(),
+            "sink": None if inputs.sink is None else inputs.sink.contiguous(),
             "seed": inputs.seed,
             "threshold": int(dropout * 2**32),
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
@@ -114,9 +125,16 @@ class _Launches:
         )
         score, names = _kernels().FAMILIES[inputs.family]
         assert len(names) == len(inputs.constants)
+        self.distribution, self.is_softmax = inputs.distribution, inputs.distribution == "softmax"
+        self.is_normalized = self.is_softmax or bool(inputs.distribution_constants[0])
+        first, second = (*inputs.distribution_constants, 0.0)[:2]
         self.constants = {
             "SCORE": score,
             "CONSTANTS": tuple(inputs.constants),
+            "LAW": _kernels().LAWS[inputs.distribution],
+            "NORMALIZED": self.is_normalized,
+            "EPSILON": 0.0 if self.is_softmax else second,
+            "SOFTCAP": first if self.is_softmax else 0.0,
             "HEADS": self.heads,
             "GROUP": self.group,
             "CHANNELS": self.channels,
@@ -131,6 +149,12 @@ class _Launches:
     def partial(self, rows: Rows, channels: int) -> Tensor:
         """Memory for the sums that tasks of the same row leave."""
         return self.empty(self.batch, rows.num_slots, self.heads, channels)
+
+    def weights(self, logits: Tensor, maximum: Tensor) -> Tensor:
+        """Weights of logits, but for the scale of each target."""
+        if self.is_softmax:
+            return logits.sub_(maximum).exp_()
+        return from_law(Law(self.distribution, (0.0, 0.0))).weights(logits, self.layout.target, self.num_targets, 1)
 
     def unflat(self, tensor: Tensor) -> Tensor:
         """With the batch dimensions that were given."""
@@ -237,7 +261,10 @@ class _Launches:
         constants = self.constants
         _kernels().combine[(num_split * self.batch, -(-self.heads // constants["BLOCK_H"]))](
             rows.split,
+            self.inputs["sink"],
             **results,
+            NORMALIZED=self.is_normalized,
+            EPSILON=constants["EPSILON"],
             num_split=num_split,
             num_slots=rows.num_slots,
             num_targets=self.num_targets,
@@ -297,8 +324,8 @@ def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
         call.combine(rows, **results)
         weights = call.empty(call.batch, 0, heads)
         if logits is not None:
-            maximum, inverse = stats.index_select(1, call.layout.target).unbind(2)
-            weights = logits.sub_(maximum).exp_().mul_(inverse)
+            maximum, scale = stats.index_select(1, call.layout.target).unbind(2)
+            weights = call.weights(logits, maximum).mul_(scale)
         if keep and unrounded is None and call.dtype != call.compute:
             unrounded = out
         return [
@@ -323,17 +350,24 @@ def _backward(
         call = _Launches(inputs)
         tensors = {name: getattr(inputs, name) for name in wanted}
         grad_out = flat(grad_out, 2).contiguous()
-        delta = (grad_out.to(call.compute) * flat(unrounded, 2)).sum(-1)
+        if call.is_normalized:
+            delta = (grad_out.to(call.compute) * flat(unrounded, 2)).sum(-1)
+        else:
+            delta = call.empty(*grad_out.shape[:-1]).zero_()
         if grad_weights is not None:
             call.num_edges = call.layout.num_edges
             grad_weights = flat(grad_weights, 1).contiguous()
-            delta += call.sum_by_target(flat(weights, 1) * grad_weights)
+            if call.is_normalized:
+                delta += call.sum_by_target(flat(weights, 1) * grad_weights)
         given = {"stats": stats, "delta": delta, "grad_out": grad_out, "grad_weights": grad_weights}
         grads = call.backward_by_source(tensors, given)
         if "query" in tensors:
             grads["query"] = call.backward_by_target(grads["logits"], tensors["query"])
         if "bias" in tensors:
             grads["bias"] = grads["logits"]
+        if inputs.sink is not None and "sink" in tensors:
+            maximum, scale = stats.unbind(2)
+            grads["sink"] = -((inputs.sink - maximum).exp() * scale * delta).sum((0, 1))
         return [call.as_gradient(grads[name], name, tensor) for name, tensor in tensors.items()]
 
 

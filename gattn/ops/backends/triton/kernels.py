@@ -1,4 +1,4 @@
-"""The GPU kernels, in Triton: families of scores differ in one function each, found by name in `FAMILIES`.
+"""The GPU kernels, in Triton: scores and distributions differ in one function each: see `FAMILIES` and `LAWS`.
 
 A row (a target's edges, or a source's) is cut into tasks of a few edges (see layout.py beside this file). A program
 takes `BLOCK_R` tasks of about the same length in lockstep, one edge of each at a time, for `BLOCK_H` heads: its tiles
@@ -100,10 +100,13 @@ def _tanh(q, k, a, grad, CONSTANTS: tl.constexpr):
 @triton.jit
 def _dot(q, k, a, grad, CONSTANTS: tl.constexpr):
     scale: tl.constexpr = CONSTANTS[0]
+    slope: tl.constexpr = CONSTANTS[1]
+    s = tl.sum(q * k, axis=2) * scale
     if grad is None:
-        return tl.sum(q * k, axis=2) * scale
+        return tl.where(s > 0, s, s * slope)
     else:
-        return grad * scale * k, grad * scale * q, grad
+        grad = tl.where((s > 0)[:, :, None], grad, grad * slope) * scale
+        return grad * k, grad * q, grad
 
 
 @triton.jit
@@ -117,9 +120,56 @@ FAMILIES = {
     "gat": (_leaky_relu, ("negative_slope",)),
     "leaky_relu": (_leaky_relu, ("negative_slope",)),
     "tanh": (_tanh, ()),
-    "dot": (_dot, ("scale",)),
+    "dot": (_dot, ("scale", "negative_slope")),
     "sum": (_sum, ()),
 }
+
+
+# Distributions that look at each logit alone, one function each: weights and their derivatives, but for the scale of a
+# target. Minus infinity is no edge, and its weight is zero. The softmax is part of the kernels.
+
+
+@triton.jit
+def _sigmoid_law(s):
+    p = 1.0 / (1.0 + tl.exp(-s))
+    return p, tl.where(s == -float("inf"), 0.0, p * (1.0 - p))
+
+
+@triton.jit
+def _tanh_law(s):
+    is_edge = s != -float("inf")
+    p = 1.0 - 2.0 / (tl.exp(2.0 * s) + 1.0)
+    return tl.where(is_edge, p, 0.0), tl.where(is_edge, 1.0 - p * p, 0.0)
+
+
+@triton.jit
+def _identity_law(s):
+    is_edge = s != -float("inf")
+    return tl.where(is_edge, s, 0.0), tl.where(is_edge, 1.0, 0.0).to(s.dtype)
+
+
+#: By name; the softmax has none.
+LAWS = {"softmax": None, "sigmoid": _sigmoid_law, "tanh": _tanh_law, "identity": _identity_law}
+
+
+@triton.jit
+def _scale(total, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr):
+    """What sums of weighted values are multiplied by, from the sums of weights."""
+    if NORMALIZED:
+        total += EPSILON
+        return tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
+    else:
+        return total * 0.0 + 1.0
+
+
+@triton.jit
+def _cap(s, SOFTCAP: tl.constexpr):
+    """Logits between -SOFTCAP and SOFTCAP, if it is not zero."""
+    if SOFTCAP == 0.0:
+        return s
+    else:
+        capped = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * (s / SOFTCAP)) + 1.0))
+        return tl.where(s == -float("inf"), s, capped)
 
 
 @triton.jit
@@ -197,13 +247,14 @@ def _weight_vector(vector, offset, is_offset, COMPUTE: tl.constexpr):
 @triton.jit
 def _finish(
     s, bias, mask, batch, number, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head,
-    HEADS: tl.constexpr, COMPUTE: tl.constexpr,
+    SOFTCAP: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Logits with their bias, minus infinity where there is no edge, or a masked one."""
+    """Logits with their bias and cap, minus infinity where there is no edge, or a masked one."""
     is_edge = is_edge[:, None] & (h < HEADS)[None]
     if bias is not None:
         place = batch * bias_batch + number.to(tl.int64)[:, None] * HEADS + h[None]
         s += tl.load(bias + place, mask=is_edge, other=0.0).to(COMPUTE)
+    s = _cap(s, SOFTCAP)
     if mask is not None:
         place = batch * mask_batch + number.to(tl.int64)[:, None] * mask_edge + (h * mask_head)[None]
         is_edge = is_edge & (tl.load(mask + place, mask=is_edge, other=0) != 0)
@@ -213,7 +264,7 @@ def _finish(
 @_autotune
 @triton.jit
 def forward(
-    query, key, value, vector, edge, bias, mask, edge_value, seed,
+    query, key, value, vector, edge, bias, mask, edge_value, sink, seed,
     tasks, node, number,
     out, wide, stats, logits, partial, partial_stats,
     num_tasks, num_slots, num_targets, num_edges,
@@ -221,11 +272,12 @@ def forward(
     edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
     threshold: tl.int64, keep_scale: tl.float64,
     SCORE: tl.constexpr, CONSTANTS: tl.constexpr,
+    LAW: tl.constexpr, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of all targets, with the maximum and inverse sum of each softmax; logits if they are wanted."""
+    """Outputs of all targets, with the maximum and the scale of each; logits if they are wanted."""
     batch, row, first, last, slot = _tasks(tasks, num_tasks, BLOCK_R)
     h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
     _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
@@ -236,8 +288,15 @@ def forward(
     if seed is not None:
         drawn = tl.load(seed)
         keep_scale = (tl.zeros([1, 1], COMPUTE) + keep_scale).to(COMPUTE)
-    maximum = tl.full([BLOCK_R, BLOCK_H], -float("inf"), COMPUTE)
+    maximum = tl.zeros([BLOCK_R, BLOCK_H], COMPUTE)
+    if LAW is None:
+        maximum = tl.full([BLOCK_R, BLOCK_H], -float("inf"), COMPUTE)
     total = tl.zeros([BLOCK_R, BLOCK_H], COMPUTE)
+    if sink is not None:
+        # Of a row of several tasks, `combine` adds the sink.
+        first_logit = tl.load(sink + h, mask=h < HEADS, other=-float("inf")).to(COMPUTE)[None]
+        maximum = tl.where((slot < 0)[:, None], first_logit, maximum)
+        total = tl.where(maximum == -float("inf"), total, 1.0)
     acc = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_V], COMPUTE)
     for step in range(0, tl.max(last - first)):
         place = first + step
@@ -253,31 +312,36 @@ def forward(
             v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
         s = SCORE(q, k, a, None, CONSTANTS)
         s = _finish(
-            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, HEADS, COMPUTE
+            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, HEADS, COMPUTE
         )  # fmt: skip
         if logits is not None:
             _store_scalars(logits + batch * num_edges * HEADS, e, HEADS, h, is_edge, HEADS, s)
-        higher = tl.maximum(maximum, s)
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink = tl.exp(maximum - safe)
-        p = tl.exp(s - safe)
-        maximum = higher
-        total = total * shrink + p
+        if LAW is None:
+            higher = tl.maximum(maximum, s)
+            safe = tl.where(higher == -float("inf"), 0.0, higher)
+            shrink = tl.exp(maximum - safe)
+            maximum = higher
+            total *= shrink
+            acc *= shrink[:, :, None]
+            p = tl.exp(s - safe)
+        else:
+            p, _derivative = LAW(s)
+        total += p
         if seed is not None:
             n = (batch * num_edges + e.to(tl.int64)[:, None]) * HEADS + h[None]
             p = tl.where(_is_kept(drawn, n, threshold), p * keep_scale, 0.0)
-        acc = acc * shrink[:, :, None] + p[:, :, None] * v
+        acc += p[:, :, None] * v
     is_whole = (row >= 0) & (slot < 0)
     is_part = (row >= 0) & (slot >= 0)
     at = (batch * num_slots + slot) * 2
     _store_scalars(partial_stats, at, HEADS, h, is_part, HEADS, maximum)
     _store_scalars(partial_stats, at + 1, HEADS, h, is_part, HEADS, total)
     _store(partial, batch * num_slots + slot, HEADS * VALUE_CHANNELS, out_offset, is_part, is_value, acc)
-    inverse = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
-    acc = acc * inverse[:, :, None]
+    scale = _scale(total, NORMALIZED, EPSILON)
+    acc = acc * scale[:, :, None]
     at = (batch * num_targets + row) * 2
     _store_scalars(stats, at, HEADS, h, is_whole, HEADS, tl.where(maximum == -float("inf"), 0.0, maximum))
-    _store_scalars(stats, at + 1, HEADS, h, is_whole, HEADS, inverse)
+    _store_scalars(stats, at + 1, HEADS, h, is_whole, HEADS, scale)
     at = batch * num_targets + row
     _store(out, at, HEADS * VALUE_CHANNELS, out_offset, is_whole, is_value, acc)
     if wide is not None:
@@ -286,8 +350,9 @@ def forward(
 
 @triton.jit
 def combine(
-    split, partial, partial_stats, out, wide, stats,
+    split, sink, partial, partial_stats, out, wide, stats,
     num_split, num_slots, num_targets,
+    NORMALIZED: tl.constexpr, EPSILON: tl.constexpr,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
@@ -305,8 +370,13 @@ def combine(
         m = _load_scalars(partial_stats, (batch * num_slots + start + parts) * 2, HEADS, h, is_part, HEADS, COMPUTE)
         maximum = tl.maximum(maximum, tl.where(is_part[:, None], m, -float("inf")))
     maximum = tl.max(maximum, axis=0)
+    if sink is not None:
+        first_logit = tl.load(sink + h, mask=h < HEADS, other=-float("inf")).to(COMPUTE)
+        maximum = tl.maximum(maximum, first_logit)
     maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
     total = tl.zeros([BLOCK_H], COMPUTE)
+    if sink is not None:
+        total += tl.exp(first_logit - maximum)
     acc = tl.zeros([BLOCK_H, BLOCK_C], COMPUTE)
     for start in range(first, last, BLOCK_P):
         is_part = start + parts < last
@@ -316,12 +386,12 @@ def combine(
         total += tl.sum(shrink * _load_scalars(partial_stats, at * 2 + 1, HEADS, h, is_part, HEADS, COMPUTE), axis=0)
         part = _load(partial, at, HEADS * CHANNELS, offset, is_part, is_offset, COMPUTE)
         acc += tl.sum(shrink[:, :, None] * part, axis=0)
-    inverse = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
-    acc = acc * inverse[:, None]
+    scale = _scale(total, NORMALIZED, EPSILON)
+    acc = acc * scale[:, None]
     at = batch * num_targets + row
     is_row = row >= 0
     tl.store(stats + at * 2 * HEADS + h, maximum, mask=is_row & (h < HEADS))
-    tl.store(stats + (at * 2 + 1) * HEADS + h, inverse, mask=is_row & (h < HEADS))
+    tl.store(stats + (at * 2 + 1) * HEADS + h, scale, mask=is_row & (h < HEADS))
     tl.store(out + at * HEADS * CHANNELS + offset, acc, mask=is_row & is_offset)
     if wide is not None:
         tl.store(wide + at * HEADS * CHANNELS + offset, acc, mask=is_row & is_offset)
@@ -351,7 +421,7 @@ def add_partial(
 @_autotune
 @triton.jit
 def backward_by_source(
-    query, key, value, vector, edge, bias, mask, edge_value, seed,
+    query, key, value, vector, edge, bias, mask, edge_value, sink, seed,
     grad_out, grad_weights, stats, delta,
     tasks, node, number,
     grad_key, grad_value, partial_key, partial_value, grad_vector, grad_logits, grad_edge, grad_edge_value,
@@ -359,7 +429,7 @@ def backward_by_source(
     query_row, query_batch, key_row, key_batch, value_row, value_batch,
     edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
     threshold: tl.int64, keep_scale: tl.float64,
-    SCORE: tl.constexpr, CONSTANTS: tl.constexpr,
+    SCORE: tl.constexpr, CONSTANTS: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
@@ -397,11 +467,17 @@ def backward_by_source(
             v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
         s = SCORE(q, k, a, None, CONSTANTS)
         s = _finish(
-            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, HEADS, COMPUTE
+            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, HEADS, COMPUTE
         )  # fmt: skip
         maximum = _load_scalars(stats, target * 2, HEADS, h, is_edge, HEADS, COMPUTE)
-        inverse = _load_scalars(stats, target * 2 + 1, HEADS, h, is_edge, HEADS, COMPUTE)
-        alpha = tl.exp(s - maximum) * inverse
+        scale = _load_scalars(stats, target * 2 + 1, HEADS, h, is_edge, HEADS, COMPUTE)
+        if LAW is None:
+            alpha = tl.exp(s - maximum) * scale
+            derivative = alpha
+        else:
+            alpha, derivative = LAW(s)
+            alpha *= scale
+            derivative *= scale
         dropped = alpha
         grad_alpha = tl.sum(g * v, axis=2)
         if seed is not None:
@@ -412,7 +488,9 @@ def backward_by_source(
         term = batch * num_terms + e
         if grad_weights is not None:
             grad_alpha += _load_scalars(grad_weights, batch * num_edges + e, HEADS, h, is_edge, HEADS, COMPUTE)
-        ds = alpha * (grad_alpha - _load_scalars(delta, target, HEADS, h, is_edge, HEADS, COMPUTE))
+        ds = derivative * (grad_alpha - _load_scalars(delta, target, HEADS, h, is_edge, HEADS, COMPUTE))
+        if SOFTCAP != 0.0:
+            ds *= tl.where(s == -float("inf"), 0.0, 1.0 - (s / SOFTCAP) * (s / SOFTCAP))
         if grad_logits is not None:
             _store_scalars(grad_logits, term, HEADS, h, is_edge, HEADS, ds)
         _by_query, t, by_vector = SCORE(q, k, a, ds[:, :, None], CONSTANTS)

@@ -31,6 +31,9 @@ struct Arguments {
   int64_t targets, sources, edges, heads, key_heads, channels, value_channels, batch;
   int64_t family, type, threads;  // the family's number is gattn_family's, the type a StorageType
   double constants[4];  // of the family, in the order in which it names them
+  int64_t distribution;               // its number is gattn_distribution's
+  double distribution_constants[2];  // the softmax's cap of logits (0: none); the others': whether normalized, epsilon
+  const void* sink;                   // [H], logits without an edge, or null
 
   Rows by_target, by_source;
   const int32_t* edge_of_target_position;  // [E], null: edges are sorted by target already

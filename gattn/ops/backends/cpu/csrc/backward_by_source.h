@@ -19,7 +19,12 @@ class BySource : Scores<F> {
   // What the gradient of an edge needs of its target: maximum, reciprocal sum, delta, and the scalar score's query.
   void fill_node_terms(int64_t i, int64_t b) {
     A* terms = node_terms(i, b);
-    memcpy(terms, this->stats(i, b), size_t(Softmax::kStats * H) * sizeof(A));
+    memcpy(terms, this->stats(i, b), size_t(RowSums::kStats * H) * sizeof(A));
+    this->fill_target_term(i, b, terms + 3 * H);
+    if (!this->law.is_normalized) {  // no sum through which weights depend on each other
+      memset(terms + 2 * H, 0, size_t(H) * sizeof(A));
+      return;
+    }
     this->multiply_outputs(i, b, terms + 2 * H);
     if (a.grad_weights != nullptr) {
       const A* weights = static_cast<const A*>(a.weights) + b * a.edges * H;
@@ -29,7 +34,6 @@ class BySource : Scores<F> {
         for (int64_t h = 0; h < H; ++h) terms[2 * H + h] += weights[at + h] * grads[at + h];
       }
     }
-    this->fill_target_term(i, b, terms + 3 * H);
   }
 
   void run(const Task& task, int64_t b) {

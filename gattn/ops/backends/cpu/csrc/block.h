@@ -1,8 +1,8 @@
 // A block of edges: where its inputs and outputs are, its workspace, and its scalars, [kBlock, H].
 #pragma once
 
+#include "distribution.h"
 #include "dropout.h"
-#include "heads.h"
 #include "projection.h"
 
 namespace {
@@ -24,6 +24,7 @@ class Block : public Heads {
         V(a.value_channels),
         G(a.key_heads),
         group(G > 0 ? H / G : 1),
+        law(a),
         has_record(a.record_bytes > 0),
         numbers_needed(a.dropout || a.bias || a.mask || a.edge || a.edge_value || a.weights || a.grad_weights ||
                        a.grad_bias || a.grad_edge || a.grad_edge_value || a.grad_edge_projection),
@@ -160,9 +161,10 @@ class Block : public Heads {
       copy_heads(static_cast<A*>(to) + (b * a.edges + edge[e]) * H, from + e * H);
   }
 
-  // Adds bias and mask to the block's logits.
+  // Adds bias, cap and mask to the block's logits.
   void finish_logits(int64_t b, int n) {
     if (a.bias != nullptr) add_edge_scalars(a.bias, a.bias_batch, b, n, logits);
+    law.cap_logits(logits, n * H);
     if (a.mask != nullptr) {
       const uint8_t* mask = a.mask + b * a.mask_batch;
       for (int e = 0; e < n; ++e)
@@ -189,6 +191,7 @@ class Block : public Heads {
 
   const Arguments& a;
   const int64_t C, V, G, group;
+  const Law law;
   const bool has_record, numbers_needed;
   Projection projection;
   A* rest;

@@ -97,9 +97,10 @@ int64_t gattn_use_huge_pages(void* memory, int64_t bytes) {
   return 0;
 }
 
-// The number of the family of scores with this name, or -1; and the names of its constants, separated by spaces, in the
-// order of Arguments.constants.
+// The number of the family of scores, or of the distribution, with this name, or -1; and the names of a family's
+// constants, separated by spaces, in the order of Arguments.constants.
 int64_t gattn_family(const char* name) { return kernels(kFloat32).family(name); }
+int64_t gattn_distribution(const char* name) { return kernels(kFloat32).distribution(name); }
 const char* gattn_constants(int64_t family) { return kernels(kFloat32).constants(family); }
 
 // Bytes per edge that the forward pass keeps for the backward pass (logits and the signs of the score's inputs).

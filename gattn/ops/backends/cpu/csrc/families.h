@@ -10,8 +10,8 @@
 // A scalar family's logit is that of x = query + key + edge:
 //   apply(x)  the logit and its derivative
 //
-// Any other's is the sum over channels of a value, weighted by the vector, or else times scale(). The edge's term is
-// always added to the key, so that the derivative by one is that by the other:
+// Any other's is the sum over channels of a value, weighted by the vector, or else times scale() and, where it is
+// negative, times `slope`. The edge's term is always added to the key, so that the derivative by one is that by the other:
 //   value<kOwn>(own, other, edge)  the value of a channel, given the channel of the end `kOwn`, that of the other end,
 //                                  and the edge's, which may be `None`
 //   apply<kOwn>(own, other, edge)  the same with its derivative by `own`
@@ -105,14 +105,14 @@ struct AdditiveTanh : Additive<Tanh> {
   using Additive::Additive;
 };
 
-// scale <query, key + edge>.
+// LeakyReLU(scale <query, key + edge>); of slope 1 without one.
 struct Dot {
   static constexpr const char* kName = "dot";
-  static constexpr const char* kConstants = "scale";
+  static constexpr const char* kConstants = "scale negative_slope";
   static constexpr bool kScalar = false, kHasVector = false, kKeepsSigns = false;
-  A factor;
+  A factor, slope;
 
-  explicit Dot(const double* constants) : factor(A(constants[0])) {}
+  explicit Dot(const double* constants) : factor(A(constants[0])), slope(A(constants[1])) {}
   A scale() const { return factor; }
 
   template <End kOwn, class Edge>

@@ -1,4 +1,4 @@
-// Forward, by target: logits, a running softmax, the weighted sum.
+// Forward, by target: logits, weights and their running sums, the weighted sum of values.
 #pragma once
 
 #include "scores.h"
@@ -12,33 +12,34 @@ class Forward : Scores<F> {
 
  public:
   static int64_t workspace_elements(const Arguments& a) {
-    return Base::workspace_elements(a) + Softmax::workspace_elements(a.heads);
+    return Base::workspace_elements(a) + RowSums::workspace_elements(a.heads);
   }
-  Forward(const Arguments& arguments, A* workspace) : Base(arguments, workspace), softmax(H, Base::rest) {}
+  Forward(const Arguments& arguments, A* workspace) : Base(arguments, workspace), sums(arguments, Base::rest) {}
 
   void run(const Task& task, int64_t b) {
+    sums.start(task.slot >= 0);
     this->for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
       run_block(b, p, n, runs, num_runs);
     });
     if (task.slot >= 0) {
       A* to = partial(b, task.slot);
-      softmax.save(to);
-      memcpy(to + Softmax::kState * H, acc, size_t(H * V) * sizeof(A));
+      sums.save(to);
+      memcpy(to + RowSums::kState * H, acc, size_t(H * V) * sizeof(A));
     }
   }
 
   // Adds up the parts of a row.
   void merge(int64_t split, int64_t b) {
     const Rows& rows = a.by_target;
-    softmax.start_merging();
+    sums.start_merging();
     memset(acc, 0, size_t(H * V) * sizeof(A));
     for (int64_t slot = rows.split[split]; slot < rows.split[split + 1]; ++slot) {
       const A* from = partial(b, slot);
-      softmax.merge(from, from + Softmax::kState * H, V, acc);
+      sums.merge(from, from + RowSums::kState * H, V, acc);
     }
     A* row = stats(rows.split_row[split], b);
-    softmax.finish_merging(row);
-    this->store_output(rows.split_row[split], b, softmax.scales(row));
+    sums.finish_merging(row);
+    this->store_output(rows.split_row[split], b, sums.scales(row));
   }
 
   // Weights were written as logits.
@@ -50,12 +51,14 @@ class Forward : Scores<F> {
       if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
       for (int64_t p = first; p < last; ++p) {
         A* weight = weights + this->edge_of(p) * H;
-        this->for_heads([&](auto heads) INLINE_LAMBDA {
-          using S = decltype(heads);
-          EACH_VECTOR {
-            const Vec<A> logit = heads.load_at(weight, k);
-            heads.store_at(weight, k, Softmax::weight(logit, heads.load_at(row, k), heads.load_at(row + H, k)));
-          }
+        this->law.visit([&](auto rule) INLINE_LAMBDA {
+          this->for_heads([&](auto heads) INLINE_LAMBDA {
+            using S = decltype(heads);
+            EACH_VECTOR {
+              const Applied applied = rule(heads.load_at(weight, k), heads.load_at(row, k));
+              heads.store_at(weight, k, applied.value * heads.load_at(row + H, k));
+            }
+          });
         });
       }
     }
@@ -63,7 +66,7 @@ class Forward : Scores<F> {
 
  private:
   A* partial(int64_t b, int64_t slot) const {
-    return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * (Softmax::kState * H + H * V);
+    return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * (RowSums::kState * H + H * V);
   }
 
   void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
@@ -74,7 +77,7 @@ class Forward : Scores<F> {
       for (int e = 0; e < n; ++e) this->copy_heads(reinterpret_cast<A*>(record(p + e, b)), logits + e * H);
     if (a.weights != nullptr) this->store_edge_scalars(a.weights, b, n, logits);
 
-    for (int r = 0; r < num_runs; ++r) softmax.add_run(runs[r], logits, stats(runs[r].row, b));
+    for (int r = 0; r < num_runs; ++r) sums.add_run(runs[r], logits, stats(runs[r].row, b));
     if (a.dropout) {
       this->draw_dropout(b, n);
       for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * load(keep + at));
@@ -84,10 +87,10 @@ class Forward : Scores<F> {
     if (!a.value_is_key) this->gathered.gather(this->value_row(0, b), a.value_row, a.by_target.node + p, n);
     const T* const* edges = this->value_edges(b, n);
     for (int r = 0; r < num_runs; ++r)
-      this->sum_values(runs[r], edges, b, softmax.factor(), softmax.scales(stats(runs[r].row, b)));
+      this->sum_values(runs[r], edges, b, sums.factor(), sums.scales(stats(runs[r].row, b)));
   }
 
-  Softmax softmax;
+  RowSums sums;
 };
 
 }  // namespace

@@ -81,11 +81,15 @@ class Heads {
       store_part(to, sum, int(H));
       return;
     }
-    for (int64_t h = 0; h < H; ++h) {
-      A sum = run.begins ? A(0) : to[h];
-      for (int e = run.first; e < run.last; ++e) sum += numbers[e * H + h];
-      to[h] = sum;
-    }
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      EACH_VECTOR {
+        Vec<A> sum = {};
+        if (!run.begins) sum = heads.load_at(to, k);
+        for (int e = run.first; e < run.last; ++e) sum += heads.load_at(numbers + e * H, k);
+        heads.store_at(to, k, sum);
+      }
+    });
   }
 
  private:

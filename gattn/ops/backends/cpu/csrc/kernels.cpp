@@ -9,7 +9,7 @@
 //   families.h    how the ends of an edge compare: one struct per family
 //   rows.h        loops over the rows of channels at the other ends of edges
 //   heads.h       scalars of edges, H numbers each
-//   softmax.h     how logits become weights
+//   distribution.h how logits become weights
 //   projection.h  features of edges, projected block by block
 //   block.h       where a block's inputs, outputs and scratch are
 //   values.h      weighted sums of values, and their gradients
@@ -116,14 +116,17 @@ using All = Table<Families>;
 
 int64_t run_forward(const Arguments& a) { return All::kForward[a.family](a); }
 int64_t run_backward(const Arguments& a) { return All::kBackward[a.family](a); }
-int64_t family(const char* name) {
+template <class Names>
+int64_t number_of(const char* name, const Names& names) {
   int64_t number = 0;
-  for (const char* known : All::kNames) {
+  for (const char* known : names) {
     if (strcmp(name, known) == 0) return number;
     ++number;
   }
   return -1;
 }
+int64_t family(const char* name) { return number_of(name, All::kNames); }
+int64_t distribution(const char* name) { return number_of(name, kLawNames); }
 const char* constants(int64_t family) { return All::kConstants[family]; }
 int64_t record_bytes(int64_t family, int64_t heads, int64_t channels, bool has_edge) {
   return All::kRecordBytes[family](heads, channels, has_edge);
@@ -132,4 +135,4 @@ int64_t record_bytes(int64_t family, int64_t heads, int64_t channels, bool has_e
 }  // namespace
 
 extern const Kernels GATTN_KERNELS;
-const Kernels GATTN_KERNELS = {run_forward, run_backward, drop, family, constants, record_bytes};
+const Kernels GATTN_KERNELS = {run_forward, run_backward, drop, family, distribution, constants, record_bytes};

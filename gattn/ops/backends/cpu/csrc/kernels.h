@@ -9,8 +9,9 @@ struct Kernels {
   int64_t (*backward)(const Arguments&);
   void (*drop)(const void* from, void* to, int64_t size, int64_t seed, int64_t threshold, double scale,
                int64_t threads);
-  // The number of the family with this name, or -1, and the names of its constants.
+  // The number of the family, or the distribution, with this name, or -1; and the names of a family's constants.
   int64_t (*family)(const char* name);
+  int64_t (*distribution)(const char* name);
   const char* (*constants)(int64_t family);
   // Bytes per edge that the forward pass keeps for the backward pass.
   int64_t (*record_bytes)(int64_t family, int64_t heads, int64_t channels, bool has_edge);

@@ -121,7 +121,12 @@ class VectorScores : public Values {
   }
 
   void fill_target_term(int64_t, int64_t, A*) const {}
-  void finish_gradients(int64_t, int) {}
+  void finish_gradients(int64_t, int n) {
+    if constexpr (!F::kHasVector) {
+      if (family.slope == 1) return;
+      for (int64_t at = 0; at < n * H; at += W) store(gradients + at, load(gradients + at) * load(slopes + at));
+    }
+  }
 
   void add_key_gradients(const Run& run, int64_t b) {
     A* outputs = F::kHasVector && a.grad_vector != nullptr ? total : nullptr;
@@ -212,8 +217,16 @@ class VectorScores : public Values {
       };
       for_head_strips(H, C, key_packing, add);
     }
-    if constexpr (!F::kHasVector)
+    if constexpr (!F::kHasVector) {
       for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * family.scale());
+      if (family.slope == 1) return;
+      for (int64_t at = 0; at < n * H; at += W) {
+        const Vec<A> logit = load(logits + at);
+        const Vec<A> slope = logit > A(0) ? splat<Vec<A>>(A(1)) : splat<Vec<A>>(family.slope);
+        store(slopes + at, slope);
+        store(logits + at, logit * slope);
+      }
+    }
   }
 
   // to += the sum of the logits' gradients times their derivatives by the run's own row, but for the vector or scale;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "block.h"
-#include "softmax.h"
 
 namespace {
 
@@ -101,14 +100,19 @@ class Values : public Block {
       memset(gradients, 0, size_t(n * H) * sizeof(A));
       add_edge_scalars(a.grad_weights, a.edges * H, b, n, gradients);
     }
-    for (int64_t at = 0; at < n * H; at += W) {
-      Vec<A> weight = Softmax::weight(load(logits + at), load(maxima + at), load(reciprocals + at));
-      Vec<A> product = load(products + at), kept = weight;
-      if (a.dropout) product *= load(keep + at), kept *= load(keep + at);
-      if (a.grad_weights != nullptr) product += load(gradients + at);
-      store(gradients + at, Softmax::gradient(weight, product, load(deltas + at)));
-      store(logits + at, kept);
-    }
+    law.visit([&](auto rule) INLINE_LAMBDA {
+      for (int64_t at = 0; at < n * H; at += W) {
+        const Vec<A> logit = load(logits + at), scale = load(reciprocals + at);
+        const Applied weight = rule(logit, load(maxima + at));
+        Vec<A> product = load(products + at), kept = weight.value * scale;
+        if (a.dropout) product *= load(keep + at), kept *= load(keep + at);
+        if (a.grad_weights != nullptr) product += load(gradients + at);
+        Vec<A> gradient = weight.derivative * scale * (product - load(deltas + at));
+        if (law.cap != 0) gradient *= law.cap_derivative(logit);
+        store(gradients + at, gradient);
+        store(logits + at, kept);
+      }
+    });
     if (a.grad_bias != nullptr) store_edge_scalars(a.grad_bias, b, n, gradients);
   }
 

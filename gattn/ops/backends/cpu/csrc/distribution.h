@@ -1,0 +1,256 @@
+// How the logits of a row become weights. All that the kernels know about it is here.
+//
+// A weight is a function of its logit, the law, times a scale of the row. The softmax's law is exp(logit - maximum), and
+// its scale the reciprocal of the row's sum. The other laws look at the logit alone; their scale is 1 or, if they are
+// normalized, again that of the sum. Every kernel is compiled for all laws, and chooses one per block.
+#pragma once
+
+#include <type_traits>
+
+#include "families.h"
+#include "heads.h"
+
+namespace {
+
+// Laws, with their derivatives. A new one is a struct here, and an entry in LawName, kLawNames and Law::visit.
+
+struct Exponential {
+  static INLINE Applied apply(Vec<A> logit) {
+    const Vec<A> y = vector_exp(logit);
+    return {y, y};
+  }
+};
+struct Logistic {
+  static INLINE Applied apply(Vec<A> logit) {
+    const Vec<A> y = A(1) / (A(1) + vector_exp(-logit));
+    return {y, y * (A(1) - y)};
+  }
+};
+struct HyperbolicTangent {
+  static INLINE Applied apply(Vec<A> logit) {
+    const Vec<A> y = vector_tanh(logit);
+    return {y, A(1) - y * y};
+  }
+};
+struct Linear {
+  static INLINE Applied apply(Vec<A> logit) { return {logit, splat<Vec<A>>(A(1))}; }
+};
+
+enum LawName : int64_t { kSoftmax, kSigmoid, kTanh, kIdentity };
+constexpr const char* kLawNames[] = {"softmax", "sigmoid", "tanh", "identity"};
+
+// What there is to know of a weight without its row. The maximum of the row, `base`, is 0 for other laws than the
+// softmax's. Minus infinity stands for no edge: its weight is 0.
+class Law {
+ public:
+  explicit Law(const Arguments& a)
+      : name(a.distribution),
+        cap(name == kSoftmax ? A(a.distribution_constants[0]) : A(0)),
+        is_normalized(name == kSoftmax || a.distribution_constants[0] != 0),
+        epsilon(name == kSoftmax ? A(0) : A(a.distribution_constants[1])) {}
+
+  const int64_t name;
+  const A cap;  // of the logits; 0: none
+  const bool is_normalized;
+  const A epsilon;  // is added to the sum of a row
+
+  // Calls f(of), where of(logit, base) is the law's Applied.
+  template <class F>
+  INLINE void visit(F&& f) const {
+    switch (name) {
+      case kSigmoid: return f(Rule<Logistic>());
+      case kTanh: return f(Rule<HyperbolicTangent>());
+      case kIdentity: return f(Rule<Linear>());
+      default: return f(Rule<Exponential>());
+    }
+  }
+
+  // Logits become cap tanh(logit / cap); one of no edge stays what it is.
+  void cap_logits(A* logits, int64_t count) const {
+    if (cap == 0) return;
+    for (int64_t at = 0; at < count; at += W) {
+      const Vec<A> logit = load(logits + at);
+      store(logits + at, logit == -A(INFINITY) ? logit : cap * vector_tanh(logit / cap));
+    }
+  }
+  // The derivative of that, from what they became.
+  INLINE Vec<A> cap_derivative(Vec<A> capped) const {
+    const Vec<A> part = capped / cap;
+    return capped == -A(INFINITY) ? Vec<A>{} : A(1) - part * part;
+  }
+
+ private:
+  template <class F>
+  struct Rule {
+    INLINE Applied operator()(Vec<A> logit, Vec<A> base) const {
+      if constexpr (std::is_same<F, Exponential>::value) return F::apply(logit - base);
+      const Applied y = F::apply(logit);
+      const auto is_edge = logit != -A(INFINITY);
+      return {is_edge ? y.value : Vec<A>{}, is_edge ? y.derivative : Vec<A>{}};
+    }
+  };
+};
+
+// The running sums of rows. A row's edges come in runs, and long rows in parts that are merged; its sum of weighted
+// values is multiplied by the scale at the end. Maximum and scale of each row are kept for the backward pass.
+class RowSums : Heads {
+ public:
+  // Numbers per head that are kept of a row, and those of a part of one; `state` is what a part leaves.
+  static constexpr int64_t kStats = 2, kState = 2;
+  static int64_t workspace_elements(int64_t heads) { return 3 * (heads + 2 * W); }
+
+  // `workspace` is aligned.
+  RowSums(const Arguments& a, A* workspace) : Heads(a.heads), law(a), sink(static_cast<const A*>(a.sink)) {
+    const int64_t row = (H + 2 * W - 1) / W * W;
+    maximum = workspace, sum = workspace + row, factor_ = workspace + 2 * row;
+    for (int64_t h = 0; h < row; ++h) maximum[h] = 0, sum[h] = 0, factor_[h] = 1;
+  }
+
+  // What earlier runs of the row summed up has to be multiplied by this.
+  const A* factor() const { return factor_; }
+  // What the sum of a row with these stats has to be multiplied by.
+  INLINE const A* scales(const A* stats) const { return stats + H; }
+
+  // Begins a task: of a row's parts, none has the sink, which their merging adds.
+  void start(bool is_part) { has_sink = sink != nullptr && !is_part; }
+
+  // Turns the run's logits into weights, and brings the state up to date; the last run of a row writes its stats.
+  void add_run(const Run& run, A* logits, A* stats) {
+    if (law.name != kSoftmax) return add_run_of_law(run, logits, stats);
+    if (!is_cyclic) {
+      subtract_maximum(run, logits, stats);
+      for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
+        lanes.store_to(logits + at, vector_exp(lanes.load_or(logits + at, Vec<A>{})));
+      });
+      add_weights(run, logits);
+      if (run.ends) store_scales(stats);
+      return;
+    }
+    const Vec<A> lowest = splat<Vec<A>>(-A(INFINITY));
+    const bool begins_with_sink = run.begins && has_sink;
+    const Vec<A> before = run.begins ? (has_sink ? repeat_heads(sink) : lowest) : repeat_heads(maximum);
+    Vec<A> most = before;
+    for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
+      const Vec<A> logit = lanes.load_or(logits + at, lowest);
+      most = logit > most ? logit : most;
+    });
+    most = fold_heads(most, [](Vec<A> x, Vec<A> y) INLINE_LAMBDA { return x > y ? x : y; });
+    // A row of -inf alone would give exp(-inf + inf).
+    const Vec<A> base = most == -A(INFINITY) ? Vec<A>{} : most;
+    Vec<A> total_weight = {};
+    for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
+      const Vec<A> weight = vector_exp(lanes.load_or(logits + at, lowest) - base);
+      lanes.store_to(logits + at, weight);
+      total_weight += weight;
+    });
+    total_weight = fold_heads(total_weight, [](Vec<A> x, Vec<A> y) INLINE_LAMBDA { return x + y; });
+    if (begins_with_sink) {
+      total_weight += vector_exp(before - base);
+    } else if (!run.begins) {
+      const Vec<A> by = vector_exp(before - base);
+      total_weight += repeat_heads(sum) * by;
+      store_part(factor_, by, int(H));
+    }
+    if (run.ends) {
+      store_part(stats, base, int(H));
+      store_part(stats + H, reciprocal(total_weight), int(H));
+    } else {
+      store_part(maximum, most, int(H));
+      store_part(sum, total_weight, int(H));
+    }
+  }
+
+  // Parts of a row: their states are saved, and merged again, each head's with `width` sums of values. The last
+  // step writes the row's stats.
+  void save(A* state) const {
+    memcpy(state, maximum, size_t(H) * sizeof(A));
+    memcpy(state + H, sum, size_t(H) * sizeof(A));
+  }
+  void start_merging() {
+    for (int64_t h = 0; h < H; ++h) {
+      maximum[h] = sink != nullptr ? sink[h] : -A(INFINITY);
+      sum[h] = sink != nullptr && sink[h] != -A(INFINITY) ? 1 : 0;
+    }
+  }
+  void merge(const A* state, const A* part, int64_t width, A* acc) {
+    for (int64_t h = 0; h < H; ++h) {
+      const A most = state[h] > maximum[h] ? state[h] : maximum[h], base = finite_base(most);
+      const A old_factor = exp_of(maximum[h] - base), new_factor = exp_of(state[h] - base);
+      sum[h] = sum[h] * old_factor + state[H + h] * new_factor;
+      maximum[h] = most;
+      for (int64_t c = h * width; c < (h + 1) * width; ++c) acc[c] = acc[c] * old_factor + part[c] * new_factor;
+    }
+  }
+  void finish_merging(A* stats) const {
+    for (int64_t h = 0; h < H; ++h) stats[h] = finite_base(maximum[h]);
+    store_scales(stats);
+  }
+
+ private:
+  static A finite_base(A most) { return most == -A(INFINITY) ? A(0) : most; }
+  static A exp_of(A value) { return vector_exp(splat<Vec<A>>(value))[0]; }
+  // Only exact zeros are replaced, so that a NaN shows in the whole row.
+  static INLINE Vec<A> reciprocal(Vec<A> x) { return x == A(0) ? Vec<A>{} : A(1) / x; }
+
+  void store_scales(A* stats) const {
+    for (int64_t h = 0; h < H; ++h) {
+      const A total = sum[h] + law.epsilon;
+      stats[H + h] = !law.is_normalized ? A(1) : total == 0 ? A(0) : 1 / total;
+    }
+  }
+
+  void add_run_of_law(const Run& run, A* logits, A* stats) {
+    law.visit([&](auto of) INLINE_LAMBDA {
+      for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
+        lanes.store_to(logits + at, of(lanes.load_or(logits + at, Vec<A>{}), Vec<A>{}).value);
+      });
+    });
+    if (law.is_normalized) add_weights(run, logits);
+    if (!run.ends) return;
+    memset(stats, 0, size_t(H) * sizeof(A));
+    store_scales(stats);
+  }
+
+  // What add_run does, where H does not divide the lanes.
+  void subtract_maximum(const Run& run, A* logits, A* stats) {
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      EACH_VECTOR {
+        Vec<A> before = splat<Vec<A>>(-A(INFINITY));
+        if (!run.begins) before = heads.load_at(maximum, k);
+        else if (has_sink) before = heads.load_at(sink, k);
+        Vec<A> most = before;
+        for (int e = run.first; e < run.last; ++e) {
+          const Vec<A> logit = heads.load_at(logits + e * H, k);
+          most = logit > most ? logit : most;
+        }
+        const Vec<A> base = most == -A(INFINITY) ? Vec<A>{} : most;
+        // Of a row that begins, the sum so far is the sink's weight alone.
+        heads.store_at(factor_, k, vector_exp(before - base));
+        heads.store_at(maximum, k, most);
+        if (run.ends) heads.store_at(stats, k, base);
+        for (int e = run.first; e < run.last; ++e)
+          heads.store_at(logits + e * H, k, heads.load_at(logits + e * H, k) - base);
+      }
+    });
+  }
+  void add_weights(const Run& run, const A* logits) {
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      EACH_VECTOR {
+        Vec<A> total_weight = {};
+        if (!run.begins) total_weight = heads.load_at(sum, k) * heads.load_at(factor_, k);
+        else if (has_sink) total_weight = heads.load_at(factor_, k);
+        for (int e = run.first; e < run.last; ++e) total_weight += heads.load_at(logits + e * H, k);
+        heads.store_at(sum, k, total_weight);
+      }
+    });
+  }
+
+  const Law law;
+  const A* const sink;
+  bool has_sink = false;
+  A *maximum, *sum, *factor_;
+};
+
+}  // namespace
