@@ -491,7 +491,11 @@ class TestBadInput:
                 ValueError,
                 "unknown backend 'cuda': this version of gattn has 'auto', 'dense', 'cpu'",
             ),
-            ({"distribution": "sparsemax"}, ValueError, "unknown distribution 'sparsemax': use 'softmax', 'sigmoid', 'tanh', 'identity' or an object"),
+            (
+                {"distribution": "sparsemax"},
+                ValueError,
+                "unknown distribution 'sparsemax': use 'softmax', 'sigmoid'",
+            ),
             ({"dropout": 1.5}, ValueError, "dropout is a probability"),
             ({"return_weights": "all"}, ValueError, "return_weights is False, True or 'dropped'"),
         ],

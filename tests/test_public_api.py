@@ -10,18 +10,20 @@ import gattn
 
 PUBLIC = {
     gattn: (
-        "AdditiveScore Attention CompleteGraph CosineScore Distribution DotScore GATScore Hard LocalGaussian Score "
-        "Softmax SparseGraph attend backend check_finite datasets models nn record_attention softmax"
+        "AdditiveScore Attention CompleteGraph CosineScore Distribution DotScore GATScore Gate Hard Identity "
+        "LocalGaussian Score Sigmoid Softmax SparseGraph Tanh attend backend check_finite datasets models nn "
+        "record_attention softmax"
     ),
     gattn.nn: (
-        "AGNNConv ALiBi AdditiveAttention AttentionPooling DenseGATConv DotProductAttention GATConv GATv2Conv GPSConv "
-        "GeneralAttention GraphPositionalEncoding HardAttention KeyValueCache LearnedPositionalEncoding "
-        "LocalAttention MemoryAttention MultiheadAttention ReinforceLoss RelativePosition "
-        "RelativePositionBias RotaryPositionalEncoding SinusoidalPositionalEncoding Transformer "
-        "TransformerConv TransformerDecoder TransformerDecoderLayer TransformerEncoder "
-        "TransformerEncoderLayer"
+        "AGNNConv ALiBi AdditiveAttention AttentionPooling DNAConv DenseGATConv DotProductAttention FAConv "
+        "GATConv GATEConv GATv2Conv GPSConv GatedGCNConv GeneralAttention GeneralConv GraphPositionalEncoding "
+        "HANConv HEATConv HGTConv HardAttention HypergraphConv KeyValueCache LSTMNCell "
+        "LearnedPositionalEncoding LocalAttention MemoryAttention MultiheadAttention PointTransformerConv "
+        "RGATConv ReinforceLoss RelativePosition RelativePositionBias ResGatedGraphConv "
+        "RotaryPositionalEncoding SinusoidalPositionalEncoding SuperGATConv Transformer TransformerConv "
+        "TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer"
     ),
-    gattn.models: "GAT HAN Seq2Seq TransformerLM TransformerSeq2Seq",
+    gattn.models: ("GAT HAN LSTMN AttentiveFP Seq2Seq TransformerLM TransformerSeq2Seq"),
 }
 
 

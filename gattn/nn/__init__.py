@@ -2,11 +2,22 @@
 
 from gattn.nn.agnn_conv import AGNNConv
 from gattn.nn.dense_gat_conv import DenseGATConv
+from gattn.nn.dna_conv import DNAConv
+from gattn.nn.fa_conv import FAConv
 from gattn.nn.gat_conv import GATConv
+from gattn.nn.gate_conv import GATEConv
+from gattn.nn.gated_gcn_conv import GatedGCNConv
 from gattn.nn.gatv2_conv import GATv2Conv
+from gattn.nn.general_conv import GeneralConv
 from gattn.nn.gps_conv import GPSConv
+from gattn.nn.han_conv import HANConv
+from gattn.nn.heat_conv import HEATConv
+from gattn.nn.hgt_conv import HGTConv
+from gattn.nn.hypergraph_conv import HypergraphConv
 from gattn.nn.key_value_cache import KeyValueCache
+from gattn.nn.lstmn_cell import LSTMNCell
 from gattn.nn.multihead_attention import MultiheadAttention
+from gattn.nn.point_transformer_conv import PointTransformerConv
 from gattn.nn.pooling import AttentionPooling
 from gattn.nn.positional import (
     ALiBi,
@@ -17,6 +28,8 @@ from gattn.nn.positional import (
     RotaryPositionalEncoding,
     SinusoidalPositionalEncoding,
 )
+from gattn.nn.res_gated_graph_conv import ResGatedGraphConv
+from gattn.nn.rgat_conv import RGATConv
 from gattn.nn.rnn_attention import (
     AdditiveAttention,
     DotProductAttention,
@@ -26,6 +39,7 @@ from gattn.nn.rnn_attention import (
     MemoryAttention,
     ReinforceLoss,
 )
+from gattn.nn.supergat_conv import SuperGATConv
 from gattn.nn.transformer_conv import TransformerConv
 from gattn.nn.transformer_layers import (
     Transformer,
@@ -40,24 +54,38 @@ __all__ = [
     "ALiBi",
     "AdditiveAttention",
     "AttentionPooling",
+    "DNAConv",
     "DenseGATConv",
     "DotProductAttention",
+    "FAConv",
     "GATConv",
+    "GATEConv",
     "GATv2Conv",
     "GPSConv",
+    "GatedGCNConv",
     "GeneralAttention",
+    "GeneralConv",
     "GraphPositionalEncoding",
+    "HANConv",
+    "HEATConv",
+    "HGTConv",
     "HardAttention",
+    "HypergraphConv",
     "KeyValueCache",
+    "LSTMNCell",
     "LearnedPositionalEncoding",
     "LocalAttention",
     "MemoryAttention",
     "MultiheadAttention",
+    "PointTransformerConv",
+    "RGATConv",
     "ReinforceLoss",
     "RelativePosition",
     "RelativePositionBias",
+    "ResGatedGraphConv",
     "RotaryPositionalEncoding",
     "SinusoidalPositionalEncoding",
+    "SuperGATConv",
     "Transformer",
     "TransformerConv",
     "TransformerDecoder",

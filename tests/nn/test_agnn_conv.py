@@ -1,29 +1,17 @@
 """AGNNConv against PyG's, and what it has beyond."""
 
-import copy
-
 import pytest
 import torch
 import torch_geometric.nn as pyg
-import torch_geometric.typing
 from allpairspy import AllPairs
-from torch_geometric import EdgeIndex
-from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import coalesce, to_torch_coo_tensor, to_torch_csr_tensor
+from torch_geometric.utils import coalesce
 
 import gattn
 from gattn.nn import AGNNConv
-from gattn.testing import assert_as_exact_as, assert_permutation_equivariant, random_edge_index
+from gattn.testing import assert_permutation_equivariant, random_edge_index
+from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 
 N, F = 9, 6
-FORMS = {
-    "edge_index": lambda edges: edges,
-    "EdgeIndex": EdgeIndex,
-    "csr": lambda edges: to_torch_csr_tensor(edges.flip(0), size=(N, N)),
-    "coo": lambda edges: to_torch_coo_tensor(edges.flip(0), size=(N, N)),
-}
-if torch_geometric.typing.WITH_TORCH_SPARSE:
-    FORMS["SparseTensor"] = lambda edges: SparseTensor.from_edge_index(edges, sparse_sizes=(N, N)).t()
 OPTIONS = {
     "form": FORMS,
     "requires_grad": (True, False),
@@ -48,30 +36,13 @@ def possible(row):
     return len(row) < 5 or row[4] == "source_to_target" or row[0] in ("edge_index", "EdgeIndex")
 
 
-def results(conv, x, graph):
-    """Output and gradients by name."""
-    x = x.detach().requires_grad_()
-    out = conv(x, graph)
-    leaves = {"x": x, **dict(conv.named_parameters())}
-    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).cos()
-    grads = torch.autograd.grad(out, list(leaves.values()), grad)
-    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
-
-
-@pytest.mark.parametrize("options", list(AllPairs(list(OPTIONS.values()), filter_func=possible)), ids=str)
+@pytest.mark.parametrize("options", list(AllPairs(list(OPTIONS.values()), filter_func=possible)), ids=name_of)
 def test_as_pyg(options, x, edge_index):
     form, requires_grad, add_self_loops, aggr, flow, dtype = options
-    graph, chosen = FORMS[form](edge_index), {"aggr": aggr, "flow": flow}
+    chosen = {"aggr": aggr, "flow": flow}
     ours, theirs = (layer(requires_grad, add_self_loops, **chosen) for layer in (AGNNConv, pyg.AGNNConv))
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    state = {"beta": torch.tensor([1.7])}
-    for conv in (ours, theirs):
-        conv.load_state_dict(state)
-    exact = results(copy.deepcopy(theirs).double(), x.double(), graph)
-    expected, found = (results(conv.to(dtype), x.to(dtype), graph) for conv in (theirs, ours))
-    assert list(found) == list(expected)
-    for name in expected:
-        assert_as_exact_as(found[name], expected[name], exact[name], name=name)
+    ours.beta.data.fill_(1.7)
+    assert_as_pyg(ours, theirs, x, FORMS[form](edge_index, (N, N)), dtype=dtype)
 
 
 def test_fresh_layers_and_their_words():

@@ -1,0 +1,50 @@
+"""Edge features as layers get them, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs import Graph
+from gattn.settings import require_finite
+
+
+def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...]) -> tuple[Graph, Tensor]:
+    """The graph and its edge features `[..., E, D]`: those given, or the vectors that a sparse adjacency holds.
+
+    Args:
+        graph: The graph, its sizes known.
+        edge_attr: `[E, D]`, `[E]` for a single feature, or with the batch dimensions in front; or `None`.
+        channels: D; of -1, any.
+        batch: The batch dimensions of the nodes' features.
+
+    Raises:
+        TypeError: If `edge_attr` is no tensor.
+        ValueError: If it does not fit.
+    """
+    if edge_attr is not None:
+        if not isinstance(edge_attr, Tensor):
+            raise InputTypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
+        if not edge_attr.is_floating_point():
+            raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
+        edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() < 2 else edge_attr
+        if edge_attr.shape[:-2] not in ((), batch):
+            raise InputError(
+                f"edge_attr has shape [E, D], or [E] for a single feature, possibly with the batch dimensions of x, "
+                f"{list(batch)}, in front; got {list(edge_attr.shape)}."
+            )
+        require_finite(edge_attr=edge_attr)
+        edge_attr = edge_attr.movedim(-2, 0)
+    graph, edge_attr = graph.with_features(edge_attr)
+    if edge_attr is None:
+        raise InputError(
+            f"this layer was made for edge features of {channels} channels, so it needs edge_attr, [E, {channels}] "
+            "(the single values of a sparse adjacency are edge weights, not features)."
+        )
+    if channels > 0 and edge_attr.size(-1) != channels:
+        raise InputError(
+            f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge features of {channels}."
+        )
+    return graph, edge_attr.movedim(0, -2)

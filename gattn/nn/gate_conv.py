@@ -1,0 +1,160 @@
+"""The layer with which Attentive FP reads the bonds of a molecule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Linear, Parameter
+from torch_geometric.nn.inits import glorot, zeros
+
+from gattn.attention import _core, unrecorded
+from gattn.distributions import Identity
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs import Graph, GraphLike, SparseGraph
+from gattn.nn.attention_conv import BaseConv
+from gattn.ops.dropout import check_probability
+from gattn.scores import AdditiveScore, GATScore
+from gattn.settings import require_finite
+
+_SLOPE = 0.01
+
+
+class GATEConv(BaseConv):
+    r"""The first layer of `Attentive FP <https://pubs.acs.org/doi/10.1021/acs.jmedchem.9b00959>`_.
+
+    .. math::
+        x'_i = b + \sum_{j \in \mathcal{N}(i)} \alpha_{ij} W_2 x_j, \qquad
+        \alpha_{i\cdot} = \mathrm{softmax}_j \, \mathrm{LeakyReLU}
+        \big(a_r^{\top} x_i + a_l^{\top} \, \mathrm{LeakyReLU}(W_1 [x_j, e_{ij}])\big)
+
+    Edge features take part in the weights, but not in what is summed. Both slopes are 0.01.
+
+    A drop-in for `torch_geometric.nn.models.attentive_fp.GATEConv`: the same arguments, parameter names and numbers.
+    Beyond it: features `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half
+    precision. The product with :math:`W_1` is taken apart, into one per node and one per edge, so nothing of size
+    `[E, F]` is made on the CPU. Where it differs: channels that cannot work are refused when the layer is made.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output, as many as of the input.
+        edge_dim: Channels of the edge features.
+        dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
+
+    Shapes:
+        - **input:** features `[N, F]` or `([M, F], [N, F])`, edge indices `[2, E]`, edge features `[E, D]`.
+        - **output:** `[N, F]`.
+
+    Raises:
+        ValueError: If an option is out of range, or `in_channels` and `out_channels` differ.
+
+    Example:
+        >>> import torch, gattn
+        >>> conv = gattn.nn.GATEConv(16, 16, edge_dim=4)
+        >>> conv(torch.randn(3, 16), torch.tensor([[0, 1], [1, 2]]), torch.randn(2, 4)).shape
+        torch.Size([3, 16])
+    """
+
+    in_channels: int
+
+    def __init__(self, in_channels: int, out_channels: int, edge_dim: int, dropout: float = 0.0, **kwargs: Any):
+        super().__init__(**kwargs)
+        if in_channels != out_channels or in_channels < 1:
+            raise InputError(
+                "GATEConv maps features to as many channels, so in_channels and out_channels are the same positive "
+                f"number; got {in_channels} and {out_channels}."
+            )
+        check_probability("dropout", dropout)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.edge_dim = edge_dim
+        self.dropout = dropout
+
+        self.att_l = Parameter(torch.empty(1, out_channels))
+        self.att_r = Parameter(torch.empty(1, in_channels))
+        self.lin1 = Linear(in_channels + edge_dim, out_channels, bias=False)
+        self.lin2 = Linear(out_channels, out_channels, bias=False)
+        self.bias = Parameter(torch.empty(out_channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters, as PyG does."""
+        super().reset_parameters()
+        glorot(self.att_l)
+        glorot(self.att_r)
+        glorot(self.lin1.weight)
+        glorot(self.lin2.weight)
+        zeros(self.bias)
+
+    def forward(
+        self, x: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        """Attends over each node's neighbours.
+
+        Args:
+            x: Features `[..., N, F]`, or a pair (sources, targets).
+            edge_index: The graph, in any form that `gattn.attend` takes.
+            edge_attr: Edge features `[E, D]`, or `[E]` for a single one. (default: `None`, those that a sparse
+                adjacency holds)
+
+        Raises:
+            TypeError: If something is no tensor.
+            ValueError: If features and graph do not fit; the message says which.
+            IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
+        """
+        sources, targets = self._inputs(x)
+        if targets is None:
+            raise InputError("GATEConv compares sources with targets: x[1] may not be None.")
+        graph = self._graph(edge_index, sources, targets, self_loops=False)
+        graph, edge_attr = self._edge_features(graph, edge_attr)
+        query = F.linear(targets, self.att_r)
+        value = self.lin2(sources).unsqueeze(-2)  # one head
+        terms = self._source_terms(sources, query, graph, edge_attr)
+        key = query.new_zeros(()).expand(value.shape[:-1])
+        out = self.attend(query, key, value, graph, score=GATScore(_SLOPE), edge=terms, dropout=self.dropout)
+        assert isinstance(out, Tensor)
+        return out.squeeze(-2) + self.bias
+
+    def _source_terms(self, sources: Tensor, query: Tensor, graph: Graph, edge_attr: Tensor) -> Tensor:
+        """What source and edge give to each logit, `[..., E, 1]`: an additive score, without a distribution."""
+        of_node, of_edge = self.lin1.weight[:, : self.in_channels], self.lin1.weight[:, self.in_channels :]
+        key = F.linear(sources, of_node).unsqueeze(-2)
+        edges = graph.edge_list(key.device)
+        # Not self.attend(), which record_attention() would take for this layer's attention.
+        _, terms = unrecorded(
+            _core,
+            key.new_zeros(key.size(-1)).expand(*query.shape, -1),
+            key,
+            key.new_zeros(()).expand(*key.shape[:-1], 1),
+            SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow),
+            score=AdditiveScore(self.att_l, negative_slope=_SLOPE),
+            edge=edge_attr,
+            edge_projection=of_edge.unsqueeze(0),
+            distribution=Identity(),
+            return_weights=True,
+        )
+        assert isinstance(terms, Tensor)
+        return terms
+
+    def _edge_features(self, graph: Graph, edge_attr: Any) -> tuple[Graph, Tensor]:
+        """The graph and its edge features, `[E, D]`."""
+        if edge_attr is not None and not isinstance(edge_attr, Tensor):
+            raise InputTypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
+        if edge_attr is not None and edge_attr.dim() == 1:
+            edge_attr = edge_attr.unsqueeze(-1)
+        if edge_attr is None or edge_attr.dim() == 2:
+            graph, edge_attr = graph.with_features(edge_attr)
+        if edge_attr is None:
+            raise InputError(f"GATEConv needs edge_attr, [E, {self.edge_dim}].")
+        if edge_attr.dim() != 2 or edge_attr.size(-1) != self.edge_dim:
+            raise InputError(f"edge_attr has shape [E, {self.edge_dim}] here; got {list(edge_attr.shape)}.")
+        if not edge_attr.is_floating_point():
+            raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
+        require_finite(edge_attr=edge_attr)
+        return graph, edge_attr
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

@@ -1,0 +1,118 @@
+"""What layers share whose nodes and edges have types: dictionaries of features and of graphs, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs import Graph, as_graph
+from gattn.nn.attention_conv import BaseConv
+from gattn.settings import require_finite
+
+#: The type of the sources, the relation, and the type of the targets.
+EdgeType: TypeAlias = tuple[str, str, str]
+#: All types of nodes, and all types of edges.
+Metadata: TypeAlias = tuple[list[str], list[EdgeType]]
+
+
+class Relation(NamedTuple):
+    """The edges of one type."""
+
+    source: str
+    """The type of the sources."""
+    target: str
+    """The type of the targets."""
+    graph: Graph
+    """The edges, with their sizes known."""
+
+
+class HeteroBaseConv(BaseConv):
+    """Base class of `HANConv` and `HGTConv`.
+
+    Args:
+        in_channels: The channels of each node type's features, or one number for all; `-1` takes them from the first
+            call.
+        out_channels: The channels of the output, H * C.
+        metadata: The node types, and the edge types.
+        heads: The number of heads, H.
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
+
+    Raises:
+        TypeError: If `metadata` is not a pair.
+        ValueError: If a number is out of range.
+    """
+
+    in_channels: dict[str, int]  # type: ignore[assignment] # of each node type
+
+    def __init__(
+        self, in_channels: int | dict[str, int], out_channels: int, metadata: Metadata, heads: int, **kwargs: Any
+    ):
+        super().__init__("add", **kwargs)
+        if not isinstance(metadata, (tuple, list)) or len(metadata) != 2:
+            raise InputTypeError(
+                f"metadata is a pair (node types, edge types), as HeteroData.metadata() gives it; got {metadata!r}."
+            )
+        if heads < 1 or out_channels < 1 or out_channels % heads:
+            raise InputError(
+                "out_channels are divided among the heads, so both are positive and one divides the other; got "
+                f"out_channels={out_channels} and heads={heads}."
+            )
+        self.in_channels = in_channels if isinstance(in_channels, dict) else dict.fromkeys(metadata[0], in_channels)
+        self.out_channels = out_channels
+        self.heads = heads
+
+    @staticmethod
+    def _features(x_dict: Any, lins: Any) -> dict[str, Tensor]:
+        """The features of the node types that the layer knows, in the order in which it does.
+
+        Args:
+            x_dict: What the user gives.
+            lins: What projects the features of each type, by its name.
+        """
+        if not isinstance(x_dict, Mapping):
+            raise InputTypeError(f"x_dict is a dictionary of features by node type; got {type(x_dict).__name__}.")
+        features = {node_type: x_dict[node_type] for node_type in lins if node_type in x_dict}
+        for node_type, x in features.items():
+            name = f"x_dict[{node_type!r}]"
+            if not isinstance(x, Tensor):
+                raise InputTypeError(f"{name} must be a tensor; got {type(x).__name__}.")
+            if not x.is_floating_point():
+                raise InputError(f"{name} must be of a floating-point type; got {x.dtype}: use x.float().")
+            channels = lins[node_type].in_channels
+            if x.dim() < 2 or (channels > 0 and x.size(-1) != channels):
+                wanted = "F" if channels < 0 else channels
+                raise InputError(f"{name} has shape [N, {wanted}]; got {list(x.shape)}.")
+            require_finite(**{name: x})
+        return features
+
+    def _relations(self, x: dict[str, Tensor], edge_index_dict: Any, known: list[EdgeType]) -> dict[EdgeType, Relation]:
+        """The graph of each edge type that is given, between nodes whose features are given.
+
+        Args:
+            x: The features of each node type.
+            edge_index_dict: What the user gives.
+            known: The edge types that the layer was made for.
+        """
+        if not isinstance(edge_index_dict, Mapping):
+            raise InputTypeError(
+                f"edge_index_dict is a dictionary of graphs by edge type; got {type(edge_index_dict).__name__}."
+            )
+        relations = {}
+        for edge_type, edge_index in edge_index_dict.items():
+            if edge_type not in known:
+                raise InputError(f"this layer was made for edges of the types {known}; got some of type {edge_type}.")
+            graph = as_graph(edge_index, self.flow)
+            source, target = edge_type[0], edge_type[-1]
+            for node_type in (source, target):
+                if node_type not in x:
+                    raise InputError(
+                        f"edges of type {edge_type} join nodes of type {node_type!r}, but x_dict has features of "
+                        f"{list(x)}."
+                    )
+            sources, targets = x[source], x[target]
+            resolved = graph.resolve(sources.size(-2), targets.size(-2), device=sources.device)
+            relations[edge_type] = Relation(source, target, resolved)
+        return relations

@@ -1,0 +1,210 @@
+"""The Heterogeneous Graph Transformer's layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
+from torch_geometric.nn.inits import ones
+from torch_geometric.nn.parameter_dict import ParameterDict
+
+from gattn.errors import InputError
+from gattn.graphs import Graph, GraphLike, SparseGraph
+from gattn.graphs.edge_lists import derived
+from gattn.nn.hetero_conv import EdgeType, HeteroBaseConv, Metadata
+from gattn.scores import DotScore
+from gattn.torch_private import is_traced
+
+
+class HGTConv(HeteroBaseConv):
+    r"""The layer of `Heterogeneous Graph Transformer <https://arxiv.org/abs/2003.01332>`_.
+
+    A node attends to all its neighbours at once, whatever the types of the edges to them. An edge of type
+    :math:`e = (s, r, t)` has matrices and a prior of its type, and its two ends have matrices of theirs:
+
+    .. math::
+        m_i = \sum_e \sum_{j \in \mathcal{N}_e(i)} \alpha^e_{ij} M_e W^V_s x_j, \qquad
+        \alpha_{i\cdot} = \mathrm{softmax}_{e,j} \, \frac{p_e}{\sqrt{C}} (W^Q_t x_i)^{\top} A_e W^K_s x_j
+
+        x'_i = \sigma(\beta_t) \, W^O_t \, \mathrm{gelu}(m_i) + (1 - \sigma(\beta_t)) \, x_i
+
+    The skip connection is left out for node types whose features do not have `out_channels` channels.
+
+    Attention is a single call on one bipartite graph, which `gattn.record_attention` shows: its sources are the sources
+    of each edge type in turn, its targets are the nodes of each type that is some edge type's target, and its edges
+    come in the order of `edge_index_dict`. It is built only once for the same `edge_index` tensors.
+
+    A drop-in for `torch_geometric.nn.HGTConv`: the same arguments, parameter names and numbers. Beyond it: features
+    `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, an empty `edge_index_dict`, and float32 accumulation
+    in half precision. Where it differs: it takes `flow="target_to_source"`, with targets in the first row of each
+    `edge_index` (an edge type still begins with the type of its sources).
+
+    Args:
+        in_channels: Channels of each node type's features, or one number for all types; `-1` takes them from the first
+            call.
+        out_channels: Channels of the output.
+        metadata: The node types, and the edge types, as `HeteroData.metadata()` gives them.
+        heads: Number of heads, a divisor of `out_channels`. (default: `1`)
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
+
+    Shapes:
+        - **input:** features `[N, F_in]` of each node type, edge indices `[2, E]` of each edge type.
+        - **output:** `[N, F_out]` of each node type that is some edge type's target.
+
+    Raises:
+        TypeError: If `metadata` is not a pair.
+        ValueError: If `heads` does not divide `out_channels`.
+
+    Example:
+        >>> import torch, gattn
+        >>> writes, cites = ("author", "writes", "paper"), ("paper", "cites", "paper")
+        >>> conv = gattn.nn.HGTConv(16, 8, metadata=(["author", "paper"], [writes, cites]), heads=2)
+        >>> x = {"author": torch.randn(2, 16), "paper": torch.randn(3, 16)}
+        >>> out = conv(x, {writes: torch.tensor([[0, 1], [0, 2]]), cites: torch.tensor([[0, 1], [1, 2]])})
+        >>> out["paper"].shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        in_channels: int | dict[str, int],
+        out_channels: int,
+        metadata: Metadata,
+        heads: int = 1,
+        **kwargs: Any,
+    ):
+        super().__init__(in_channels, out_channels, metadata, heads, **kwargs)
+        self.node_types, self.edge_types = metadata
+        self.edge_types_map = {edge_type: number for number, edge_type in enumerate(self.edge_types)}
+        self.dst_node_types = {edge_type[-1] for edge_type in self.edge_types}
+
+        channels, num_matrices = out_channels // heads, heads * len(self.edge_types)
+        self.kqv_lin = HeteroDictLinear(self.in_channels, 3 * out_channels)
+        self.out_lin = HeteroDictLinear(out_channels, out_channels, types=self.node_types)
+        self.k_rel = HeteroLinear(channels, channels, num_matrices, bias=False, is_sorted=True)
+        self.v_rel = HeteroLinear(channels, channels, num_matrices, bias=False, is_sorted=True)
+        self.skip = ParameterDict({node_type: Parameter(torch.empty(1)) for node_type in self.node_types})
+        self.p_rel = ParameterDict()
+        for edge_type in self.edge_types:  # one by one, as a dictionary would be sorted
+            self.p_rel["__".join(edge_type)] = Parameter(torch.empty(1, heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters, as PyG does."""
+        super().reset_parameters()
+        for module in (self.kqv_lin, self.out_lin, self.k_rel, self.v_rel):
+            module.reset_parameters()
+        ones(self.skip)
+        ones(self.p_rel)
+
+    def forward(self, x_dict: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, GraphLike]) -> dict[str, Tensor]:
+        """Attends over each node's neighbours of all types.
+
+        Args:
+            x_dict: Features `[..., N, F]` of each node type. Types may be missing; those that the layer does not know
+                are ignored, as in PyG.
+            edge_index_dict: The graph of each edge type, in any form that `gattn.attend` takes. Types may be missing.
+
+        Returns:
+            `[..., N, F_out]` of each node type that is some edge type's target; without neighbours, a node has
+            :math:`m_i = 0`.
+
+        Raises:
+            TypeError: If the arguments are no dictionaries of tensors and graphs.
+            ValueError: If features, graphs and metadata do not fit; the message says which.
+            IndexError: If an index of a graph is out of range (compiled code does not check).
+        """
+        x = self._features(x_dict, self.kqv_lin.lins)
+        relations = self._relations(x, edge_index_dict, self.edge_types)
+        if not x:
+            raise InputError(f"this layer was made for nodes of the types {self.node_types}; x_dict has none of them.")
+        # Of types that are no edge type's target no query is needed, but parameters get gradients of zero, as in PyG.
+        targets = {name: rows.size(-2) if name in self.dst_node_types else 0 for name, rows in x.items()}
+        channels = self.out_channels // self.heads
+        projected = {
+            node_type: kqv.unflatten(-1, (3, self.heads, channels)).unbind(-3)
+            for node_type, kqv in self.kqv_lin(x).items()
+        }
+        query = torch.cat([projected[node_type][1][..., :size, :, :] for node_type, size in targets.items()], -3)
+        first_target, num_targets = {}, 0
+        for node_type, size in targets.items():
+            first_target[node_type] = num_targets
+            num_targets += size
+
+        keys, values = [query[..., :0, :, :]], [query[..., :0, :, :]]  # so that there may be no edges at all
+        parts, num_sources = [], 0
+        num_types = self.heads, len(self.edge_types)
+        of_key, of_value = (rel.weight.unflatten(0, num_types) for rel in (self.k_rel, self.v_rel))
+        for edge_type, (source, target, graph) in relations.items():
+            size = x[source].size(-2) if graph.num_edges else 0  # without edges, no row of keys is needed
+            key, _, value = (rows[..., :size, :, :] for rows in projected[source])
+            number = self.edge_types_map[edge_type]
+            # The prior, and the factor of the logits, scale the matrix, so that nothing is left to do per edge.
+            factor = self.p_rel["__".join(edge_type)].view(self.heads, 1, 1) / math.sqrt(channels)
+            keys.append(_per_head(key, of_key[:, number] * factor))
+            values.append(_per_head(value, of_value[:, number]))
+            parts.append(_Part(graph, num_sources, first_target[target]))
+            num_sources += size
+        joined = _joined(parts, num_sources, num_targets, query.device)
+        sent = self.attend(query, torch.cat(keys, -3), torch.cat(values, -3), joined, score=DotScore(1.0))
+        assert isinstance(sent, Tensor)
+        of_type = sent.flatten(-2).split_with_sizes(list(targets.values()), -2)
+        received = zip(targets, of_type, strict=True)
+        return self._outputs({name: rows for name, rows in received if name in self.dst_node_types}, x)
+
+    def _outputs(self, received: dict[str, Tensor], x: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs `[..., N, F_out]` of what each node received."""
+        outs = self.out_lin({node_type: F.gelu(rows) for node_type, rows in received.items()})
+        for node_type in received:
+            if x[node_type].size(-1) == self.out_channels:
+                gate = self.skip[node_type].sigmoid()
+                outs[node_type] = gate * outs[node_type] + (1 - gate) * x[node_type]
+        return {node_type: outs[node_type] for node_type in received}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(-1, {self.out_channels}, heads={self.heads})"
+
+
+class _Part(NamedTuple):
+    """One of the graphs that are joined."""
+
+    graph: Graph
+    first_source: int
+    """The number that its first source gets."""
+    first_target: int
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """`[..., N, H, C]` times `[H, C, C]`."""
+    return (x.transpose(-3, -2) @ weight).transpose(-3, -2)
+
+
+def _joined(parts: list[_Part], num_sources: int, num_targets: int, device: torch.device) -> SparseGraph:
+    """One graph of all edges; the same tensors give the same graph, so that what kernels derive from it is kept."""
+
+    def join() -> SparseGraph:
+        ends = [torch.zeros(2, 0, dtype=torch.int64, device=device)]
+        for graph, first_source, first_target in parts:
+            source, target = graph.sources_and_targets()
+            ends.append(torch.stack([source + first_source, target + first_target]))
+        return SparseGraph(torch.cat(ends, 1), num_targets, num_sources)
+
+    holder: Tensor | None = None
+    contents: list[Hashable] = [num_sources, num_targets]
+    for graph, *starts in parts:
+        if is_traced() or not isinstance(graph, SparseGraph) or not isinstance(graph.adjacency, Tensor):
+            return join()
+        holder = graph.adjacency if holder is None else holder
+        # An edit changes a tensor's token, and unlike an address, a token is never reused.
+        token = derived(graph.adjacency, "token", object)
+        contents.append((token, graph.num_sources, graph.num_targets, graph.self_loops, graph.flow, *starts))
+    if holder is None:
+        return join()
+    joined: SparseGraph = derived(holder, "joined", join, tuple(contents))
+    return joined

@@ -1,0 +1,472 @@
+"""The RGAT layer, for graphs with several kinds of edges."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.inits import constant, glorot, ones, zeros
+from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import is_torch_sparse_tensor, scatter, to_edge_index
+
+from gattn.attention import unrecorded
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
+from gattn.nn.attention_conv import AttentionConv, AttentionWeights
+from gattn.nn.linear import Linear, is_plain
+from gattn.recording import recorded
+from gattn.scores import GATScore
+from gattn.torch_private import is_functorch_tensor, is_traced
+
+_MECHANISMS = ("within-relation", "across-relation")
+_MODES = ("additive-self-attention", "multiplicative-self-attention")
+_MODS = (None, "additive", "scaled", "f-additive", "f-scaled")
+
+#: What `record_attention` wraps: the layer records weights beside the edges between nodes, not those between pairs.
+
+
+class RGATConv(AttentionConv):
+    r"""The layer of `Relational Graph Attention Networks <https://arxiv.org/abs/1904.05811>`_.
+
+    Each relation r has its own matrix; with :math:`h_i^{(r)} = W^{(r)} x_i` the logits are
+
+    .. math::
+        s_{ij}^{(r)} = \mathrm{LeakyReLU}(Q^{\top} h_i^{(r)} + K^{\top} h_j^{(r)} + E^{\top} W_e e_{ij})
+        \quad \text{or} \quad
+        s_{ij}^{(r)} = Q^{\top} h_i^{(r)} \odot K^{\top} h_j^{(r)} \odot E^{\top} W_e e_{ij},
+
+    additive or multiplicative, and the output is
+
+    .. math::
+        x'_i = \sum_r \sum_{j \in \mathcal{N}_r(i)} \alpha_{ij}^{(r)} h_j^{(r)},
+
+    where the weights of a target compete within each relation, or across all of them. `mod` changes the sum so that it
+    depends on the number of neighbours, as in `Improving Attention Mechanism in Graph Neural Networks via Cardinality
+    Preservation <https://arxiv.org/abs/1907.02204>`_:
+
+    =============== ============================================================================
+    `mod`           what is summed
+    =============== ============================================================================
+    `None`          :math:`\alpha_{ij} h_j`
+    `"additive"`    :math:`(\alpha_{ij} + w) \odot h_j`
+    `"scaled"`      :math:`\psi(d_i) \odot \alpha_{ij} h_j`, with a small network :math:`\psi`
+    `"f-additive"`  :math:`(\alpha_{ij} + 1) \, h_j`
+    `"f-scaled"`    :math:`d_i \, \alpha_{ij} h_j`
+    =============== ============================================================================
+
+    Here :math:`d_i` is the number of all edges of target i, whatever their relation.
+
+    Each pair of a relation and a node that occurs is transformed once, by one batched matrix product over all
+    relations. No edge gets a matrix of its own.
+
+    A drop-in for `torch_geometric.nn.RGATConv`: the same arguments, parameter names and numbers. Beyond it: features
+    `[B, N, F]` over one graph, pairs of sources and targets with either flow, `SparseGraph`, relations as the integer
+    values of a sparse adjacency, and float32 accumulation in half precision. Where it differs: the parameter `l2`,
+    which PyG leaves uninitialised, starts at `1 / out_channels`, and `reset_parameters` also resets `w`; an unknown
+    `mod` is an error and not ignored, and so is `edge_dim` without edge features.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output, for each head and dimension.
+        num_relations: Number of relations.
+        num_bases: If given, the matrices of the relations are combinations of this many bases. (default: `None`)
+        num_blocks: If given, the matrices of the relations are block-diagonal, with this many blocks.
+            (default: `None`)
+        mod: How the number of neighbours enters: `"additive"`, `"scaled"`, `"f-additive"`, `"f-scaled"` or `None`.
+            (default: `None`)
+        attention_mechanism: Whether weights compete `"within-relation"` or `"across-relation"`.
+            (default: `"across-relation"`)
+        attention_mode: `"additive-self-attention"` or `"multiplicative-self-attention"`.
+            (default: `"additive-self-attention"`)
+        heads: Number of heads. (default: `1`)
+        dim: Number of logits, and so of outputs, for each head; more than 1 only with multiplicative attention.
+            (default: `1`)
+        concat: Whether heads are concatenated rather than averaged. (default: `True`)
+        negative_slope: Slope of the LeakyReLU. (default: `0.2`)
+        dropout: Probability that an attention weight is dropped, in training; needs `mod=None`. (default: `0.0`)
+        edge_dim: Channels of the edge features. (default: `None`, none)
+        bias: Whether a bias is learnt. (default: `True`)
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`. Aggregations other
+            than the sum are computed in plain PyTorch, edge by edge.
+
+    Shapes:
+        - **input:** features `[N, F_in]` or `([M, F_in], [N, F_in])`, edge indices `[2, E]`, relations `[E]`, edge
+          features `[E, D]`.
+        - **output:** `[N, H * dim * F_out]`, or `[N, dim * F_out]` with `concat=False`.
+
+    Raises:
+        ValueError: If an option is out of range, or options exclude each other.
+
+    Example:
+        >>> import torch, gattn
+        >>> conv = gattn.nn.RGATConv(16, 8, num_relations=2, heads=4)
+        >>> conv(torch.randn(3, 16), torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 1])).shape
+        torch.Size([3, 32])
+    """
+
+    in_channels: int
+    e: Parameter
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_relations: int,
+        num_bases: int | None = None,
+        num_blocks: int | None = None,
+        mod: str | None = None,
+        attention_mechanism: str = "across-relation",
+        attention_mode: str = "additive-self-attention",
+        heads: int = 1,
+        dim: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        **kwargs: Any,
+    ):
+        super().__init__(
+            in_channels,
+            out_channels,
+            heads=heads,
+            concat=concat,
+            dropout=dropout,
+            value_dropout=0.0,
+            edge_dim=edge_dim,
+            **kwargs,
+        )
+        self.num_relations = num_relations
+        self.num_bases = num_bases
+        self.num_blocks = num_blocks
+        self.mod = mod
+        self.attention_mechanism = attention_mechanism
+        self.attention_mode = attention_mode
+        self.dim = dim
+        self.negative_slope = negative_slope
+        self._check_options()
+
+        channels, logits = heads * out_channels, heads * dim
+        self.q = Parameter(torch.empty(channels, logits))
+        self.k = Parameter(torch.empty(channels, logits))
+        if bias:
+            self.bias = Parameter(torch.empty((logits if concat else dim) * out_channels))
+        else:
+            self.register_parameter("bias", None)
+        if edge_dim is not None:
+            self.lin_edge = Linear(edge_dim, channels, bias=False, weight_initializer="glorot")
+            self.e = Parameter(torch.empty(channels, logits))
+        else:
+            self.lin_edge = None
+            self.register_parameter("e", None)
+        if num_bases is not None:
+            self.att = Parameter(torch.empty(num_relations, num_bases))
+            self.basis = Parameter(torch.empty(num_bases, in_channels, channels))
+        elif num_blocks is not None:
+            block = in_channels // num_blocks, channels // num_blocks
+            self.weight = Parameter(torch.empty(num_relations, num_blocks, *block))
+        else:
+            self.weight = Parameter(torch.empty(num_relations, in_channels, channels))
+        self.w = Parameter(torch.empty(out_channels))
+        self.l1 = Parameter(torch.empty(1, out_channels))
+        self.b1 = Parameter(torch.empty(1, out_channels))
+        self.l2 = Parameter(torch.empty(out_channels, out_channels))
+        self.b2 = Parameter(torch.empty(1, out_channels))
+        self.reset_parameters()
+
+    def _check_options(self) -> None:
+        for name in ("in_channels", "num_relations", "num_bases", "num_blocks", "dim"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise InputError(f"{name} must be at least 1; got {number}.")
+        for name, known in (("attention_mechanism", _MECHANISMS), ("attention_mode", _MODES), ("mod", _MODS)):
+            if getattr(self, name) not in known:
+                choices = ", ".join(repr(choice) for choice in known)
+                raise InputError(f"{name} is one of {choices}; got {getattr(self, name)!r}.")
+        if self.dim > 1 and self.attention_mode == _MODES[0]:
+            raise InputError(f"dim={self.dim} needs attention_mode={_MODES[1]!r}: additive logits have one dimension.")
+        if self.dropout > 0 and self.mod is not None:
+            raise InputError(
+                f"dropout samples neighbours, whose number mod={self.mod!r} is to preserve: use mod=None or dropout=0."
+            )
+        if self.num_bases is not None and self.num_blocks is not None:
+            raise InputError("a relation's matrix is a combination of bases or block-diagonal: give one of the two.")
+        channels = self.heads * self.out_channels
+        if self.num_blocks is not None and (self.in_channels % self.num_blocks or channels % self.num_blocks):
+            raise InputError(
+                f"num_blocks={self.num_blocks} must divide in_channels={self.in_channels} and heads * out_channels="
+                f"{channels}."
+            )
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters, as PyG does; `w` and `l2`, too, which PyG forgets."""
+        super().reset_parameters()
+        for parameter in (self.weight,) if self.num_bases is None else (self.basis, self.att):
+            glorot(parameter)
+        glorot(self.q)
+        glorot(self.k)
+        zeros(self.bias)
+        ones(self.w)
+        ones(self.l1)
+        zeros(self.b1)
+        constant(self.l2, 1 / self.out_channels)
+        zeros(self.b2)
+        if self.lin_edge is not None:
+            self.lin_edge.reset_parameters()
+            glorot(self.e)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
+        edge_type: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        size: tuple[int | None, int | None] | None = None,
+        return_attention_weights: None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
+        edge_type: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        size: tuple[int | None, int | None] | None = None,
+        *,
+        return_attention_weights: Literal[True, False],
+    ) -> tuple[Tensor, AttentionWeights]: ...
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
+        edge_type: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        size: tuple[int | None, int | None] | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Tensor | tuple[Tensor, AttentionWeights]:
+        """Attends over each node's neighbours.
+
+        Args:
+            x: Features `[..., N, F]`, or a pair (sources, targets).
+            edge_index: The graph, in any form that lists its edges.
+            edge_type: The relation of each edge, `[E]`, integers from 0. (default: `None`, the integer values of a
+                sparse adjacency)
+            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`, the vectors that a sparse adjacency
+                holds)
+            size: The number of rows and columns of the graph, compared with the features. (default: `None`)
+            return_attention_weights: If it is `True` or, as in PyG's layer, `False`, the weights are returned, too.
+                (default: `None`)
+
+        Returns:
+            `[..., N, H * dim * F_out]`; with weights, which are `[E, H * dim]`, before `mod` and dropout, a pair of
+            that and what `SparseGraph.with_weights` describes.
+
+        Raises:
+            TypeError: If something is no tensor.
+            ValueError: If features, graph and options do not fit; the message says which.
+            IndexError: If an index of the graph or a relation is out of range (in compiled code, when it runs).
+        """
+        sources, targets = self._inputs(x)
+        if targets is None:
+            raise InputError("RGATConv compares sources with targets: x[1] may not be None.")
+        graph = self._graph(edge_index, sources, targets, False, size)
+        graph, edge, _ = self._edge_term(graph, edge_attr)
+        relation = self._relations(graph, edge_type)
+        # With one head, the form in which record_attention() finds the numbers of nodes.
+        sources, targets = sources.unsqueeze(-2), targets.unsqueeze(-2)
+        out, alpha = self._attend_relations(
+            targets, sources, sources, graph, relation=relation, edge=edge, return_weights=True
+        )
+        if not self.concat:
+            out = out.view(*out.shape[:-2], self.heads, self.dim, self.out_channels).mean(-3)
+        out = out.flatten(-2)
+        if self.bias is not None:
+            out = out + self.bias
+        return (out, graph.with_weights(alpha)) if isinstance(return_attention_weights, bool) else out
+
+    def _relations(self, graph: Graph, edge_type: Any) -> Tensor:
+        """The relation of each edge, checked."""
+        if not isinstance(graph, SparseGraph) or graph.self_loops:
+            raise InputError(
+                f"each edge has a relation, so RGATConv needs a graph that lists its edges, self-loops included; got "
+                f"{graph}: pass its edge_index, and a relation for each of these edges."
+            )
+        if edge_type is None:
+            edge_type = _values(graph.adjacency)
+        if not isinstance(edge_type, Tensor):
+            raise InputTypeError(f"edge_type must be a tensor, the relation of each edge; got {edge_type}.")
+        if edge_type.is_floating_point() or edge_type.is_complex() or edge_type.dtype == torch.bool:
+            raise InputError(f"edge_type holds relations, integers from 0; got {edge_type.dtype}.")
+        if edge_type.shape != (graph.num_edges,):
+            raise InputError(
+                f"edge_type has one relation per edge, [{graph.num_edges}]; got shape {list(edge_type.shape)}."
+            )
+        if edge_type.numel() and _is_readable(edge_type):
+            lowest, highest = (int(bound) for bound in edge_type.aminmax())
+            if lowest < 0 or highest >= self.num_relations:
+                raise IndexError(
+                    f"edge_type holds relation {lowest if lowest < 0 else highest}, but this layer was made for "
+                    f"num_relations={self.num_relations} (0 to {self.num_relations - 1})."
+                )
+        return edge_type.long()
+
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, None]:
+        """The edges' part of the logits, `[E, H * dim]`, without features `[E, H * C]` if the layer is linear."""
+        if is_plain(lin_edge):
+            return F.linear(edge_attr, self.e.t() @ lin_edge.weight), None
+        return lin_edge(edge_attr) @ self.e, None
+
+    def _weights(self) -> Tensor:
+        """The matrices of all relations, `[R, F, H * C]`."""
+        if self.num_bases is not None:
+            return (self.att @ self.basis.flatten(1)).view(self.num_relations, *self.basis.shape[1:])
+        if self.num_blocks is not None:
+            place = torch.eye(self.num_blocks, dtype=self.weight.dtype, device=self.weight.device)
+            blocks = self.weight.unsqueeze(3) * place.view(self.num_blocks, 1, self.num_blocks, 1)
+            return blocks.flatten(3).flatten(1, 2)
+        return self.weight
+
+    @recorded
+    def _attend_relations(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        graph: Graph,
+        *,
+        relation: Tensor,
+        edge: Tensor | None,
+        return_weights: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attends over the edges of all relations.
+
+        Args:
+            query: Features of the targets, `[..., N, 1, F]`.
+            key: Features of the sources, `[..., M, 1, F]`.
+            value: The same.
+            graph: The graph.
+            relation: The relation of each edge, `[E]`.
+            edge: The edges' part of the logits, `[E, H * dim]`.
+            return_weights: `True`, as both are always returned.
+
+        Returns:
+            The output, `[..., N, H * dim, C]`, and the weights, `[..., E, H * dim]`.
+        """
+        num_targets = query.size(-3)
+        edges = graph.edge_list(value.device)
+        source, target = edges.edge_index if edges.flow == FLOWS[0] else edges.edge_index.flip(0)
+        of_source = _Pairs.of(relation, source, value.size(-3), self.num_relations)
+        of_target = _Pairs.of(relation, target, num_targets, self.num_relations)
+        weight = self._weights()
+        projected = of_source.product(value.squeeze(-2), weight)
+        value = self._heads(projected).repeat_interleave(self.dim, -2) if self.dim > 1 else self._heads(projected)
+        keys, queries = projected @ self.k, of_target.product(query.squeeze(-2), weight @ self.q)
+
+        # The targets of a softmax are pairs of a relation and a node, or nodes.
+        within = self.attention_mechanism == _MECHANISMS[0]
+        ends, num_ends = (of_target.place, of_target.node.numel()) if within else (target, num_targets)
+        pairs = SparseGraph(torch.stack([of_source.place, ends]), num_ends, keys.size(-2))
+        nothing = torch.zeros_like(keys)
+        terms: dict[str, Tensor | None]
+        if self.attention_mode == _MODES[1]:
+            logits = queries.index_select(-2, of_target.place) * keys.index_select(-2, of_source.place)
+            terms = {"query": None, "key": nothing, "bias": logits if edge is None else logits * edge}
+        elif within:
+            terms = {"query": queries, "key": keys, "edge": edge}
+        else:
+            term = queries.index_select(-2, of_target.place)
+            terms = {"query": None, "key": keys, "edge": term if edge is None else term + edge}
+        score = GATScore(self.negative_slope)
+        out, alpha = unrecorded(
+            self, **terms, value=value, graph=pairs, score=score, dropout=self.dropout, return_weights=True
+        )
+        factor = self._factor(target, num_targets, out.dtype)
+        more = None  # weights that `mod` adds
+        if self.mod in ("additive", "f-additive"):
+            # A weight that is exactly zero stays zero, as in PyG's layer.
+            more = torch.ones_like(alpha) if self.mod == "additive" else (alpha > 0).to(alpha.dtype)
+        if not isinstance(self.aggr_module, SumAggregation):
+            weights = F.dropout(alpha, self.dropout, self.training).unsqueeze(-1)
+            if more is not None:
+                weights = weights + (self.w * more.unsqueeze(-1) if self.mod == "additive" else more.unsqueeze(-1))
+            messages = weights * value.index_select(-3, of_source.place)
+            if factor is not None:
+                messages = messages * factor.index_select(0, target)
+            return self.aggr_module(messages, target, dim_size=num_targets, dim=-3), alpha
+        if more is not None:
+            total = unrecorded(self, None, nothing, value, pairs, score=score, bias=more, distribution="identity")
+            out = out + (self.w * total if self.mod == "additive" else total)
+        if within:
+            shape, wide = (*out.shape[:-3], num_targets, *out.shape[-2:]), torch.promote_types(out.dtype, torch.float32)
+            out = out.new_zeros(shape, dtype=wide).index_add(-3, of_target.node.flatten(), out.to(wide)).to(out.dtype)
+        return (out if factor is None else out * factor), alpha
+
+    def _factor(self, target: Tensor, num_targets: int, dtype: torch.dtype) -> Tensor | None:
+        """What `mod` multiplies the messages of each target by, `[N, 1, C or 1]`."""
+        if self.mod not in ("scaled", "f-scaled"):
+            return None
+        degree: Tensor = scatter(torch.ones_like(target), target, 0, num_targets, "sum").to(dtype).unsqueeze(-1)
+        if self.mod == "scaled":
+            degree = (degree * self.l1 + self.b1).relu() @ self.l2 + self.b2
+        return degree.unsqueeze(-2)
+
+
+class _Pairs(NamedTuple):
+    """The pairs of a relation and a node that edges have at one end, relation by relation, in tiles of the same size.
+
+    A tile holds pairs of one relation. Its last places may be empty: they hold node 0, and no edge refers to them.
+    """
+
+    node: Tensor
+    """The node of each pair, `[T, S]`."""
+    relation: Tensor
+    """The relation of each tile, `[T]`."""
+    place: Tensor
+    """The place of each edge's pair among all T * S, `[E]`."""
+
+    @classmethod
+    def of(cls, relation: Tensor, node: Tensor, num_nodes: int, num_relations: int) -> _Pairs:
+        """The pairs of edges, given the relation and the node of each, `[E]`."""
+        # Half of the mean: then there are at most three tiles per relation, and half as many empty places as edges.
+        size = max(node.size(0) // (2 * num_relations), 1)
+        key, order = (relation * num_nodes + node).sort()
+        relation, node = key // num_nodes, key % num_nodes
+        is_new = (key.diff(prepend=key.new_full((1,), -1)) != 0).long()
+        count = key.new_zeros(num_relations).index_add(0, relation, is_new)
+        tiles = (count + size - 1) // size
+        end = tiles.cumsum(0)
+        # A program that is made for other edges, too, knows a bound alone.
+        num_tiles = int(end[-1]) if _is_readable(end) else node.size(0) // size + num_relations
+        empty = (end - tiles) * size - (count.cumsum(0) - count)  # places before a relation's first
+        place = is_new.cumsum(0) - 1 + empty.index_select(0, relation)
+        tile = torch.arange(num_tiles, device=key.device)
+        return cls(
+            key.new_zeros(num_tiles * size).scatter(0, place, node).view(num_tiles, size),
+            torch.searchsorted(end, tile, right=True).clamp(max=num_relations - 1),
+            torch.empty_like(place).scatter(0, order, place),
+        )
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The features of each pair's node times its relation's matrix: `[..., N, F]` and `[R, F, C]`."""
+        rows = x.index_select(-2, self.node.flatten()).view(*x.shape[:-2], *self.node.shape, x.size(-1))
+        return torch.matmul(rows, weight.index_select(0, self.relation)).flatten(-3, -2)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers that decisions may depend on."""
+    return not (is_traced() or is_functorch_tensor(tensor) or tensor.device.type == "meta")
+
+
+def _values(adjacency: Any) -> Tensor | None:
+    """The values of a sparse adjacency, in the order of its edges; `None` of an `edge_index`."""
+    if isinstance(adjacency, SparseTensor):
+        values: Tensor | None = adjacency.coo()[2]
+        return values
+    return to_edge_index(adjacency)[1] if is_torch_sparse_tensor(adjacency) else None

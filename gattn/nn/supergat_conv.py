@@ -1,0 +1,264 @@
+"""The graph attention layer that also learns to predict which edges there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.inits import glorot, zeros
+from torch_geometric.utils import (
+    batched_negative_sampling,
+    dropout_edge,
+    is_undirected,
+    negative_sampling,
+    to_undirected,
+)
+
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs import CompleteGraph, Graph, GraphLike, SparseGraph
+from gattn.nn.attention_conv import AttentionConv
+from gattn.nn.edge_weights import edge_weights
+from gattn.nn.linear import Linear
+from gattn.scores import DotScore, GATScore
+
+#: Attends as others do, but is not recorded: no features pass along the edges whose logits the loss compares.
+
+
+class SuperGATConv(AttentionConv):
+    r"""The layer of `How to Find Your Friendly Neighborhood <https://openreview.net/forum?id=Wi5KUNlqWty>`_.
+
+    .. math::
+        x'_i = \sum_{j \in \mathcal{N}(i) \cup \{i\}} \alpha_{ij} h_j, \qquad
+        \alpha_{i\cdot} = \mathrm{softmax}_j \, \mathrm{LeakyReLU}(e_{ij}), \qquad h_i = W x_i
+
+    .. math::
+        e^{MX}_{ij} = (a_r^{\top} h_i + a_l^{\top} h_j) \, \sigma(h_i^{\top} h_j), \qquad
+        e^{SD}_{ij} = h_i^{\top} h_j / \sqrt{F_{out}}
+
+    In training, the dot product (for SD the scaled one) also predicts whether there is an edge, for edges of the graph
+    and for randomly drawn pairs without one: add `get_attention_loss()` to the loss of the task.
+
+    A drop-in for `torch_geometric.nn.SuperGATConv`: the same arguments, parameter names and numbers, and under the same
+    seeds the same pairs (in training with both `dropout` and an `edge_sample_ratio` below 1, other edges). Beyond it:
+    features `[B, N, F]` over one graph, sparse features, training on `torch.sparse` adjacencies, `SparseGraph` and
+    `CompleteGraph`, and float32 accumulation in half precision. A copy of the layer does not have the logits of its
+    last call. PyG's method `get_attention` is missing, since logits are not computed from tensors `[E, H, C]`.
+
+    Args:
+        in_channels: Channels of the input; `-1` takes them from the first call.
+        out_channels: Channels of the output, for each head.
+        heads: Number of heads. (default: `1`)
+        concat: Whether heads are concatenated rather than averaged. (default: `True`)
+        negative_slope: Slope of the LeakyReLU. (default: `0.2`)
+        dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
+        add_self_loops: Whether every node attends to itself. (default: `True`)
+        bias: Whether a bias is learnt. (default: `True`)
+        attention_type: `"MX"` (mixed) or `"SD"` (scaled dot product). (default: `"MX"`)
+        neg_sample_ratio: Number of pairs without an edge that are drawn, for each edge that is. (default: `0.5`)
+        edge_sample_ratio: Probability that an edge is drawn for the loss. (default: `1.0`)
+        is_undirected: Whether every graph is known to be undirected; otherwise, this is found out before pairs are
+            drawn. (default: `False`)
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
+
+    Shapes:
+        - **input:** features `[N, F_in]`, edge indices `[2, E]`, pairs without an edge `[2, P]`.
+        - **output:** `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    Example:
+        >>> import torch, gattn
+        >>> conv = gattn.nn.SuperGATConv(16, 8, heads=4)
+        >>> conv(torch.randn(3, 16), torch.tensor([[0, 1], [1, 2]])).shape
+        torch.Size([3, 32])
+        >>> conv.get_attention_loss().shape
+        torch.Size([])
+    """
+
+    att_l: Tensor
+    att_r: Tensor
+    bias: Tensor | None
+    att_x: Tensor | None
+    """Of the last call in training: a logit for each drawn edge and pair, `[..., E + P, H]`."""
+    att_y: Tensor | None
+    """Which of them are edges, `[..., E + P]`: 1 for an edge, 0 for a pair without one."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        add_self_loops: bool = True,
+        bias: bool = True,
+        attention_type: str = "MX",
+        neg_sample_ratio: float = 0.5,
+        edge_sample_ratio: float = 1.0,
+        is_undirected: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__(
+            in_channels,
+            out_channels,
+            heads=heads,
+            concat=concat,
+            dropout=dropout,
+            value_dropout=0.0,
+            edge_dim=None,
+            **kwargs,
+        )
+        if attention_type not in ("MX", "SD"):
+            raise InputError(f"attention_type is 'MX' or 'SD'; got {attention_type!r}.")
+        if not neg_sample_ratio > 0.0:
+            raise InputError(f"neg_sample_ratio must be positive; got {neg_sample_ratio}.")
+        if not 0.0 < edge_sample_ratio <= 1.0:
+            raise InputError(f"edge_sample_ratio must be above 0 and at most 1; got {edge_sample_ratio}.")
+        self.negative_slope = negative_slope
+        self.add_self_loops = add_self_loops
+        self.attention_type = attention_type
+        self.neg_sample_ratio = neg_sample_ratio
+        self.edge_sample_ratio = edge_sample_ratio
+        self.is_undirected = is_undirected
+        self.lin = Linear(in_channels, heads * out_channels, bias=False, weight_initializer="glorot")
+        for name in ("att_l", "att_r"):
+            vector = Parameter(torch.empty(1, heads, out_channels)) if attention_type == "MX" else None
+            self.register_parameter(name, vector)
+        self.att_x = self.att_y = None
+        total = heads * out_channels if concat else out_channels
+        self.register_parameter("bias", Parameter(torch.empty(total)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters, as PyG does."""
+        super().reset_parameters()
+        self.lin.reset_parameters()
+        glorot(self.att_l)
+        glorot(self.att_r)
+        zeros(self.bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tensors that autograd made can be neither copied nor pickled.
+        return {**self.__dict__, "att_x": None, "att_y": None}
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: GraphLike,
+        neg_edge_index: Tensor | None = None,
+        batch: Tensor | None = None,
+    ) -> Tensor:
+        """Attends over each node's neighbours; in training, also computes what `get_attention_loss` compares.
+
+        Args:
+            x: Features `[..., N, F]` (dense, or `[N, F]` sparse).
+            edge_index: The graph, in any form that `gattn.attend` takes.
+            neg_edge_index: Pairs without an edge, `[2, P]`, to train against. (default: `None`, drawn at random)
+            batch: Which graph each node belongs to, `[N]`, in ascending order, so that both ends of a pair that is
+                drawn belong to the same one. (default: `None`, all nodes belong to one graph)
+
+        Raises:
+            TypeError: If `x` is no tensor.
+            ValueError: If features, graph and options do not fit; the message says which.
+            IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
+        """
+        if not isinstance(x, Tensor):
+            raise InputTypeError(f"x must be a tensor, the features of all nodes; got {type(x).__name__}.")
+        self._inputs(x)
+        graph = self._graph(edge_index, x, x, self.add_self_loops)
+        x = self._heads(self.lin(x))
+        is_mixed = self.attention_type == "MX"
+        if isinstance(graph, SparseGraph) and (is_mixed or self.training):  # all that follows shares one list of edges
+            graph = SparseGraph(graph.edge_index, graph.num_targets, graph.num_sources, flow=graph.flow)
+        products = None
+        if is_mixed:
+            bias, products = self._mixed(x, graph)
+            key, score = x.new_zeros(x.shape[:-1]), GATScore()
+            result: Any = self.attend(None, key, x, graph, score=score, bias=bias, dropout=self.dropout)
+        else:
+            dot_score = DotScore(negative_slope=self.negative_slope)
+            result = self.attend(x, x, x, graph, score=dot_score, dropout=self.dropout)
+        if self.training:
+            self._supervise(x, graph, products, neg_edge_index, batch)
+        out: Tensor = result.flatten(-2) if self.concat else result.mean(-2)
+        return out if self.bias is None else out + self.bias
+
+    def _mixed(self, x: Tensor, graph: Graph) -> tuple[Tensor, Tensor | None]:
+        """The logits of MX as a bias, and the dot products of a list of edges."""
+        left, right = ((x * vector).sum(-1) for vector in (self.att_l, self.att_r))  # [..., N, H]
+        if isinstance(graph, CompleteGraph):
+            products = torch.einsum("...ihc,...jhc->...hij", x, x)
+            sums = right.transpose(-1, -2).unsqueeze(-1) + left.transpose(-1, -2).unsqueeze(-2)
+            logits = F.leaky_relu(sums * products.sigmoid(), self.negative_slope)
+            return graph.from_pairs(logits, self.heads), None
+        source, target = graph.sources_and_targets()
+        products = self._logits(x, graph.edge_index)
+        sums = right.index_select(-2, target) + left.index_select(-2, source)
+        return F.leaky_relu(sums * products.sigmoid(), self.negative_slope), products
+
+    def _supervise(
+        self, x: Tensor, graph: Graph, products: Tensor | None, neg_edge_index: Tensor | None, batch: Tensor | None
+    ) -> None:
+        """Computes the logits of edges, unless they are known, and of pairs without one."""
+        if isinstance(graph, CompleteGraph) and not (graph.is_uniform or graph.blocks is not None):
+            raise InputError(f"in training, SuperGATConv needs one graph for the whole batch; got {graph!r}.")
+        edge_index = graph.edge_index
+        positive = self.positive_sampling(edge_index)
+        if products is None or positive is not edge_index:
+            products = self._logits(x, positive)
+        negative = self.negative_sampling(edge_index, x.size(-3), batch) if neg_edge_index is None else neg_edge_index
+        self.att_x = torch.cat([products, self._logits(x, negative)], dim=-2)
+        self.att_y = self.att_x.new_zeros(self.att_x.shape[:-1])
+        self.att_y[..., : positive.size(1)] = 1.0
+
+    def _logits(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """What predicts whether there are these edges, `[..., E, H]`."""
+        score = DotScore(1.0 if self.attention_type == "MX" else None)
+        return edge_weights(x, x, SparseGraph(edge_index, x.size(-3), x.size(-3)), score, "identity")
+
+    def positive_sampling(self, edge_index: Tensor) -> Tensor:
+        """Draws edges of the graph, each with probability `edge_sample_ratio`; outside of training, takes all.
+
+        Args:
+            edge_index: The edges, `[2, E]`.
+        """
+        drawn: Tensor = dropout_edge(edge_index, p=1.0 - self.edge_sample_ratio, training=self.training)[0]
+        return drawn
+
+    def negative_sampling(self, edge_index: Tensor, num_nodes: int, batch: Tensor | None = None) -> Tensor:
+        """Draws pairs of nodes that no edge joins in either direction, `[2, P]`, with Python's `random`.
+
+        Args:
+            edge_index: The edges, `[2, E]`.
+            num_nodes: Number of nodes.
+            batch: Which graph each node belongs to, `[N]`. (default: `None`, all nodes belong to one graph)
+        """
+        count = int(self.neg_sample_ratio * self.edge_sample_ratio * edge_index.size(1))
+        if not self.is_undirected and not is_undirected(edge_index, num_nodes=num_nodes):
+            edge_index = to_undirected(edge_index, num_nodes=num_nodes)
+        if batch is None:
+            drawn: Tensor = negative_sampling(edge_index, num_nodes, num_neg_samples=count)
+        else:
+            drawn = batched_negative_sampling(edge_index, batch, num_neg_samples=count)
+        return drawn.to(edge_index.dtype)  # of no pairs, PyG makes floats
+
+    def get_attention_loss(self) -> Tensor:
+        """The self-supervised loss of the last call: how well logits tell edges from other pairs; 0 if not in training.
+
+        Raises:
+            ValueError: If there was no call in training.
+        """
+        if not self.training:
+            return torch.tensor([0], device=self.lin.weight.device)
+        if self.att_x is None or self.att_y is None:
+            raise InputError("get_attention_loss() is about the last call in training, and there was none: call first.")
+        return F.binary_cross_entropy_with_logits(self.att_x.mean(dim=-1), self.att_y)
+
+    def __repr__(self) -> str:
+        start = f"{type(self).__name__}({self.in_channels}, {self.out_channels}"
+        return f"{start}, heads={self.heads}, type={self.attention_type})"
