@@ -96,7 +96,7 @@ MUTATIONS = [
         "p == first, whole.ends && «p + n == last → p + kBlock == last»}",
     ),
     Mutation("a row that just fits starts no new block", KERNELS, "last - first > «kBlock - n → kBlock - n + 1»)"),
-    Mutation("a row's sum forgets its earlier blocks", KERNELS, "A sum = «run.begins ? A(0) : to[h] → A(0)»;"),
+    Mutation("a row's sum forgets its earlier blocks", KERNELS, "«if (!run.begins) sum = heads.load_at(to, k); →»"),
     # ------------------------------------------------------------------------------------------------------- the scores
     Mutation("the slope has the wrong sign", KERNELS, "return x > A(0) ? x : «x * slope → x * -slope»;"),
     Mutation(
@@ -170,7 +170,7 @@ MUTATIONS = [
     Mutation("a hub has no sink", KERNELS, "maximum[h] = «sink != nullptr ? sink[h] : -A(INFINITY) → -A(INFINITY)»;"),
     Mutation("a sink takes no weight", KERNELS, "if («begins_with_sink → false») {"),
     Mutation("a cap has no derivative", KERNELS, "if («law.cap != 0 → false») gradient"),
-    Mutation("gates depend on each other", KERNELS, "if («!this->law.is_normalized → false») {"),
+    Mutation("gates depend on each other", KERNELS, "if («!this->law.is_normalized → false») return;"),
     Mutation("a sum forgets its epsilon", KERNELS, "const A total = «sum[h] + law.epsilon → sum[h]»;"),
     Mutation("a masked edge has a weight", KERNELS, "return {«is_edge ? y.value : Vec<A>{} → y.value», is_edge"),
     # ---------------------------------------------------------------------------------------------------- the gradients
@@ -279,9 +279,9 @@ MUTATIONS = [
     Mutation("exp of minus infinity is not zero", KERNELS, "y = «x < lowest ? Vec<float>{} : y → y»;"),
     Mutation("tanh of large arguments has no sign", KERNELS, "(«x < 0.0f ? -large : large → large»)"),
     # -------------------------------------------------------------------------------------------------- the GPU kernels
-    Mutation("the scale is forgotten", TRITON, "return «tl.sum(q * k, axis=2) * scale → tl.sum(q * k, axis=2)»"),
+    Mutation("the scale is forgotten", TRITON, "s = «tl.sum(q * k, axis=2) * scale → tl.sum(q * k, axis=2)»"),
     Mutation("slopes are on the wrong side", TRITON, "tl.where(«z > 0 → z < 0», through, through * slope)"),
-    Mutation("a running sum keeps its old maximum", TRITON, "total = «total * shrink + p → total + p»"),
+    Mutation("a running sum keeps its old maximum", TRITON, "«total *= shrink → pass»"),
     Mutation("all of a batch get the first mask", TRITON, "place = «batch * mask_batch + number → number»"),
     Mutation("a part of a hub keeps its own maximum", TRITON, "tl.sum(«shrink[:, :, None] * part → part», axis=0)"),
     Mutation("a query head gets another key head", TRITON, "key_offset = («h // GROUP → h % GROUP»)[:, None]"),

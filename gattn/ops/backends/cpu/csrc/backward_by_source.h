@@ -19,12 +19,9 @@ class BySource : Scores<F> {
   // What the gradient of an edge needs of its target: maximum, reciprocal sum, delta, and the scalar score's query.
   void fill_node_terms(int64_t i, int64_t b) {
     A* terms = node_terms(i, b);
-    memcpy(terms, this->stats(i, b), size_t(RowSums::kStats * H) * sizeof(A));
     this->fill_target_term(i, b, terms + 3 * H);
-    if (!this->law.is_normalized) {  // no sum through which weights depend on each other
-      memset(terms + 2 * H, 0, size_t(H) * sizeof(A));
-      return;
-    }
+    if (!this->law.is_normalized) return;  // no sum through which weights depend on each other
+    memcpy(terms, this->stats(i, b), size_t(RowSums::kStats * H) * sizeof(A));
     this->multiply_outputs(i, b, terms + 2 * H);
     if (a.grad_weights != nullptr) {
       const A* weights = static_cast<const A*>(a.weights) + b * a.edges * H;
@@ -75,7 +72,7 @@ class BySource : Scores<F> {
     const A* terms[kBlock];
     for (int e = 0; e < n; ++e) {
       terms[e] = node_terms(node[e], b);
-      __builtin_prefetch(node_terms(node[e + kAhead], b));
+      __builtin_prefetch(node_terms(node[e + kAhead], b) + (this->law.is_normalized ? 0 : 3 * H));
     }
     this->number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(position[e]); });
     this->gathered.gather(this->grad_out_row(0, b), H * V, node, n);

@@ -56,10 +56,7 @@ class ScalarScores : public Values {
   void load_keys(int64_t, int64_t, int) {}
   void add_query_gradients(const Run& run, int64_t) { sum_run(run, gradients, acc); }
 
-  void store_edge_gradients(const Run& run, int64_t b) {
-    if (a.grad_edge_value == nullptr) return;
-    for_edges_and_heads(run, [&](int e, int64_t h) INLINE_LAMBDA { store_edge_value_gradient(e, h, b); });
-  }
+  void store_edge_gradients(const Run& run, int64_t b) { store_edge_value_gradients(run, b); }
   void finish_edge_gradients(int64_t, int) {}
   void store_key_gradient(int64_t j, int64_t b) {
     if (a.grad_key == nullptr) return;
@@ -154,9 +151,9 @@ class VectorScores : public Values {
       }
       T* to = static_cast<T*>(a.grad_edge) + ((b * a.edges + edge[e]) * H + h) * C;
       if (is_value) return store_edge_gradient<true, true>(run, e, h, b, to);
-      if (a.grad_edge_value != nullptr) store_edge_value_gradient(e, h, b);
       if (a.grad_edge != nullptr) store_edge_gradient<false, true>(run, e, h, b, to);
     });
+    if (!is_value && a.edge_channels == 0) store_edge_value_gradients(run, b);
   }
   void finish_edge_gradients(int64_t b, int n) {
     if (a.edge_channels == 0 || (a.grad_edge == nullptr && a.grad_edge_projection == nullptr)) return;

@@ -90,11 +90,19 @@ class Values : public Block {
 
   // From logits and products to the gradients of logits, and weights after dropout in place of the logits.
   void differentiate_weights(int64_t b, int n, const A* const* terms) {
-    for (int e = 0; e < n; ++e) {
-      copy_heads(maxima + e * H, terms[e]);
-      copy_heads(reciprocals + e * H, terms[e] + H);
-      copy_heads(deltas + e * H, terms[e] + 2 * H);
+    if (law.is_normalized) {  // otherwise, they are 0, 1 and 0
+      for (int e = 0; e < n; ++e) {
+        copy_heads(maxima + e * H, terms[e]);
+        copy_heads(reciprocals + e * H, terms[e] + H);
+        copy_heads(deltas + e * H, terms[e] + 2 * H);
+      }
+      differentiate_weights_of<true>(b, n);
+    } else {
+      differentiate_weights_of<false>(b, n);
     }
+  }
+  template <bool kNormalized>
+  void differentiate_weights_of(int64_t b, int n) {
     if (a.dropout) draw_dropout(b, n);
     if (a.grad_weights != nullptr) {
       memset(gradients, 0, size_t(n * H) * sizeof(A));
@@ -102,12 +110,13 @@ class Values : public Block {
     }
     law.visit([&](auto rule) INLINE_LAMBDA {
       for (int64_t at = 0; at < n * H; at += W) {
-        const Vec<A> logit = load(logits + at), scale = load(reciprocals + at);
-        const Applied weight = rule(logit, load(maxima + at));
-        Vec<A> product = load(products + at), kept = weight.value * scale;
+        const Vec<A> logit = load(logits + at);
+        Applied weight = rule(logit, kNormalized ? load(maxima + at) : Vec<A>{});
+        if (kNormalized) weight = {weight.value * load(reciprocals + at), weight.derivative * load(reciprocals + at)};
+        Vec<A> product = load(products + at), kept = weight.value;
         if (a.dropout) product *= load(keep + at), kept *= load(keep + at);
         if (a.grad_weights != nullptr) product += load(gradients + at);
-        Vec<A> gradient = weight.derivative * scale * (product - load(deltas + at));
+        Vec<A> gradient = weight.derivative * (kNormalized ? product - load(deltas + at) : product);
         if (law.cap != 0) gradient *= law.cap_derivative(logit);
         store(gradients + at, gradient);
         store(logits + at, kept);
@@ -130,15 +139,19 @@ class Values : public Block {
     });
   }
 
-  // The gradient of an edge's value for one head: each edge is visited once, so it is written, not added.
-  INLINE void store_edge_value_gradient(int e, int64_t h, int64_t b) {
-    T* to = static_cast<T*>(a.grad_edge_value) + ((b * a.edges + edge[e]) * H + h) * V;
-    const T* grad_out = gathered.row[e] + h * V;
-    const A weight = logits[e * H + h];
-    for_strips(V, [&](auto strip) INLINE_LAMBDA {
-      using S = decltype(strip);
-      EACH_VECTOR strip.store_at(to, k, strip.load_at(grad_out, k) * weight);
-    });
+  // The gradients of the values of a run's edges: each edge is visited once, so they are written, not added.
+  void store_edge_value_gradients(const Run& run, int64_t b) {
+    if (a.grad_edge_value == nullptr) return;
+    for (int e = run.first; e < run.last; ++e) {
+      T* to = static_cast<T*>(a.grad_edge_value) + (b * a.edges + edge[e]) * H * V;
+      for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+        using S = decltype(strip);
+        EACH_VECTOR {
+          const Vec<A> grad_out = strip.load_at(gathered.row[e] + h * V, k);
+          strip.store_at(to + h * V, k, grad_out * heads.spread(logits + e * H, k));
+        }
+      });
+    }
   }
 
   const Packing value_packing;

@@ -1,0 +1,217 @@
+"""Speed and memory of drop-in layers beside the originals in PyG: `python -m benchmarks.layers`.
+
+One graph (by default the *mid* one of `benchmarks.kernels`: 42 000 nodes, 580 000 edges and self-loops), one layer of
+each kind with the same weights on both sides, forward and forward + backward to inputs and parameters. Nothing is timed
+before outputs and gradients agree with PyG's layer in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch_geometric.nn.models.attentive_fp import GATEConv
+
+import gattn
+from benchmarks.framework.benchmark import Benchmark
+from benchmarks.framework.measuring import (
+    MODES,
+    Computation,
+    Expected,
+    Measured,
+    Measurement,
+    Times,
+    budgets,
+    measured,
+)
+from benchmarks.framework.options import MOST, folder, seconds, unique, whole
+from benchmarks.framework.processes import Message
+from benchmarks.framework.reports import machines, median, megabytes, quartiles, ratio
+from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.kernel_cases import ALLOCATORS, SHAPES, Shape, draw_edges
+
+EDGE_CHANNELS = 16
+SEED = 0
+
+
+class Layer(NamedTuple):
+    """A layer, and the one that it stands in for."""
+
+    ours: Callable[..., torch.nn.Module]
+    theirs: Callable[..., torch.nn.Module]
+    arguments: Callable[[Shape], tuple[Any, ...]]
+    """Of both constructors."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    takes: tuple[str, ...] = ()
+    """What it is called with beside features and edges: `"first"`, the features again, or `"edge_attr"`."""
+    in_channels: int | None = 128
+    """Of the features; `None` stands for heads times channels, where there is no projection."""
+
+
+def width(shape: Shape) -> int:
+    """Heads times channels."""
+    return shape.heads * shape.channels
+
+
+LAYERS = {
+    "AGNNConv": Layer(gattn.nn.AGNNConv, pyg.AGNNConv, lambda shape: (), in_channels=None),
+    "FAConv": Layer(gattn.nn.FAConv, pyg.FAConv, lambda shape: (width(shape),), takes=("first",), in_channels=None),
+    "ResGatedGraphConv": Layer(gattn.nn.ResGatedGraphConv, pyg.ResGatedGraphConv, lambda shape: (128, width(shape))),
+    "SuperGATConv, MX": Layer(
+        gattn.nn.SuperGATConv, pyg.SuperGATConv, lambda shape: (128, shape.channels, shape.heads)
+    ),
+    "SuperGATConv, SD": Layer(
+        gattn.nn.SuperGATConv,
+        pyg.SuperGATConv,
+        lambda shape: (128, shape.channels, shape.heads),
+        {"attention_type": "SD"},
+    ),
+    "GATEConv": Layer(
+        gattn.nn.GATEConv,
+        GATEConv,
+        lambda shape: (width(shape), width(shape), EDGE_CHANNELS),
+        takes=("edge_attr",),
+        in_channels=None,
+    ),
+    "GeneralConv, additive": Layer(
+        gattn.nn.GeneralConv,
+        pyg.GeneralConv,
+        lambda shape: (128, shape.channels),
+        {"attention": True, "heads": 8, "skip_linear": True},
+    ),
+}
+
+
+class Result(Measured):
+    """The columns of a measurement."""
+
+    forward_backward: Times
+
+
+@dataclass(frozen=True)
+class Case(Measurement):
+    """One measurement."""
+
+    result = Result
+
+    shape: Shape
+    layer: str
+    peer: str
+    threads: int
+    repeats: int
+    seconds: float
+    allocator: str
+
+    def __str__(self) -> str:
+        return f"{self.shape.name} {self.layer} {self.peer}" + ", kept memory" * (self.allocator == "kept")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Its allocator's."""
+        return ALLOCATORS[self.allocator]
+
+    def problem(self) -> tuple[object, ...]:
+        """What cases have in common that must have the same result."""
+        return self.shape, self.layer
+
+    def references(self) -> dict[str, dict[str, Expected]]:
+        """The results of PyG's layer in float64."""
+        exact, rounded = (
+            computed.compared(computed.forward_backward())
+            for computed in (self._build("pyg", dtype) for dtype in (torch.float64, torch.float32))
+        )
+        degree = int(draw_edges(self.shape)[1].bincount().max()) + 1
+        return {"": budgets(exact, rounded, torch.float32, degree, self.shape.edges + self.shape.nodes)}
+
+    def computation(self) -> Computation:
+        """The peer's."""
+        return self._build(self.peer, torch.float32)
+
+    def _build(self, peer: str, dtype: torch.dtype) -> Computation:
+        shape, layer = self.shape, LAYERS[self.layer]
+        generator = torch.Generator().manual_seed(SEED)
+        in_channels = width(shape) if layer.in_channels is None else layer.in_channels
+        x = torch.randn(shape.nodes, in_channels, generator=generator).to(dtype).requires_grad_()
+        edge_index = draw_edges(shape)
+        given = {"first": x, "edge_attr": torch.randn(edge_index.size(1), EDGE_CHANNELS, generator=generator).to(dtype)}
+        torch.manual_seed(SEED)
+        make = {"gattn": layer.ours, "pyg": layer.theirs}[peer]
+        conv = make(*layer.arguments(shape), **layer.options)
+        state = layer.theirs(*layer.arguments(shape), **layer.options).state_dict()
+        conv.load_state_dict(state)
+        conv.to(dtype).eval()
+
+        def call() -> Tensor:
+            args = {"first": (x, x), "edge_attr": (x,)}.get(layer.takes[0], (x,)) if layer.takes else (x,)
+            more = (given["edge_attr"],) if "edge_attr" in layer.takes else ()
+            out: Tensor = conv(*args, edge_index, *more)
+            return out
+
+        with torch.no_grad():
+            grad = torch.randn(call().shape, generator=generator).to(dtype)
+        return Computation(call, {"x": x, **dict(conv.named_parameters())}, grad)
+
+
+class Layers(Benchmark[Case]):
+    """Measures each layer of both libraries."""
+
+    name = "layers"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--shape", default="mid", choices=[name for name, found in SHAPES.items() if len(found) == 1])
+        add("--layers", nargs="+", default=list(LAYERS), choices=LAYERS, help="which (default: all)")
+        add("--allocator", default="both", choices=("both", *ALLOCATORS), help="how glibc deals with freed memory")
+        add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help="threads (default: PyTorch's)")
+        add("--repeats", type=whole(1, 10**9), default=7, help="calls that are timed, at most (default: 7)")
+        add("--seconds", type=seconds, default=20.0, help="or until this much time has passed (default: 20)")
+        add("--timeout", type=seconds, default=1200.0, help="seconds after which a process is ended (default: 1200)")
+        add("--out", type=folder, default=Path("runs/layers"), help="folder of results and table (%(default)s)")
+
+    def cases(self) -> list[Case]:
+        """Both peers, under each allocator."""
+        options = self.options
+        allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
+        (shape,) = SHAPES[options.shape]
+        fixed = (options.threads, options.repeats, options.seconds)
+        return [
+            Case(shape, layer, peer, *fixed, allocator)
+            for layer in unique(options.layers)
+            for allocator in allocators
+            for peer in ("gattn", "pyg")
+        ]
+
+    def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
+        """Measures."""
+        return measured(cases, self.options.timeout)
+
+    def report(self, rows: dict[Case, Row]) -> None:
+        """One line for each layer and allocator."""
+        lines = []
+        for case, row in rows.items():
+            if case.peer != "gattn":
+                continue
+            other = rows.get(replace(case, peer="pyg"), {"outcome": "–"})
+            line = {"shape": case.shape.name, "layer": case.layer, "memory": case.allocator}
+            for mode, title in MODES.items():
+                line[f"{title}, ms"] = quartiles(row, mode)
+                line[f"PyG's {title}, ms"] = quartiles(other, mode)
+                line[f"{title}, × PyG"] = ratio(median(other, mode), median(row, mode))
+            line["peak, MB"] = megabytes(row)
+            line["PyG's peak, MB"] = megabytes(other)
+            lines.append(line)
+        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)")
+        self.publish("Drop-in layers beside PyG's", lines, [*remarks, "Medians with quartiles."], {})
+
+
+if __name__ == "__main__":
+    Layers.main()
