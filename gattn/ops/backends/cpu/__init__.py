@@ -26,7 +26,8 @@ _HUGE_BYTES = 1 << 22
 
 _load_error = native.load_error()  # asked once: compiled code cannot ask
 _families = frozenset() if _load_error else frozenset(filter(native.knows_family, Score.known_families()))
-_laws = frozenset() if _load_error else frozenset(name for name in DISTRIBUTIONS if native.distribution(name) >= 0)
+# Where there are no kernels, that is what is said, and not that they do not know a distribution.
+_laws = frozenset(name for name in DISTRIBUTIONS if _load_error or native.distribution(name) >= 0)
 
 library.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
 

@@ -1,0 +1,255 @@
+"""Networks on edge features and on typed graphs, trained beside the same in PyG: `python -m benchmarks.training`.
+
+- *molbace*: GatedGCN with edge updates on ogbg-molbace (1 513 molecules, one binary label), in batches of 128.
+- *typed*: HGT on a random graph of three node types and six edge types (`torch_geometric.datasets.FakeHeteroDataset`).
+
+Both sides begin with the same weights and see the same batches, so their losses are the same but for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch_geometric import seed_everything
+from torch_geometric.datasets import FakeHeteroDataset
+from torch_geometric.loader import DataLoader
+from torch_geometric.utils import scatter
+
+import gattn
+from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.options import MOST, folder, unique, whole
+from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
+from benchmarks.framework.reports import machines, ratio
+from benchmarks.framework.results import VERSIONS, Row
+
+LAYERS = ("gattn", "pyg")
+CHANNELS = 64
+
+
+class Result(TypedDict):
+    """The columns that a run adds."""
+
+    losses: list[float]
+    """The mean of each epoch."""
+    seconds_per_epoch: float
+
+
+@dataclass(frozen=True)
+class Run(Case):
+    """One training run."""
+
+    result = Result
+
+    task: str
+    layers: str
+    seed: int
+    epochs: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.layers} seed {self.seed}"
+
+
+# The networks --------------------------------------------------------------------------------------------------------
+
+
+class PyGGatedGCNConv(gattn.nn.GatedGCNConv):
+    """The same layer in PyG's way: messages of all edges, then sums."""
+
+    def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Updates nodes and edges."""
+        source, target = edge_index
+        logits = self.D(x)[source] + self.E(x)[target] + self.C(edge_attr)
+        gates = logits.sigmoid()
+        sums = scatter(gates * self.B(x)[source], target, dim=0, dim_size=x.size(0))
+        out = self.A(x) + sums / (scatter(gates, target, dim=0, dim_size=x.size(0)) + 1e-6)
+        return x + self.bn_node(out).relu(), edge_attr + self.bn_edge(logits).relu()
+
+
+class Molecules(torch.nn.Module):
+    """Four layers of GatedGCN between embeddings of atoms and bonds and the mean over each molecule.
+
+    Args:
+        conv: The kind of layer.
+    """
+
+    def __init__(self, conv: type[gattn.nn.GatedGCNConv]):
+        super().__init__()
+        # Atoms have nine numbers each, and bonds three; all are less than 128.
+        self.atoms, self.bonds = (torch.nn.EmbeddingBag(n * 128, CHANNELS, mode="sum") for n in (9, 3))
+        self.convs = torch.nn.ModuleList([conv(CHANNELS, CHANNELS, CHANNELS) for _ in range(4)])
+        self.out = torch.nn.Linear(CHANNELS, 1)
+
+    def forward(self, data: Any) -> Tensor:
+        """The logit of each molecule."""
+        x, edge_attr = (
+            bag(numbers + 128 * torch.arange(numbers.size(1)))
+            for bag, numbers in ((self.atoms, data.x), (self.bonds, data.edge_attr))
+        )
+        for conv in self.convs:
+            x, edge_attr = conv(x, data.edge_index, edge_attr)
+        out: Tensor = self.out(pyg.global_mean_pool(x, data.batch, data.num_graphs)).squeeze(-1)
+        return out
+
+
+class Typed(torch.nn.Module):
+    """Two layers of HGT, and a classifier of the nodes of one type.
+
+    Args:
+        conv: The kind of layer.
+        data: The graph.
+        node_type: The type whose nodes have labels.
+    """
+
+    def __init__(self, conv: Callable[..., torch.nn.Module], data: Any, node_type: str):
+        super().__init__()
+        channels = {name: data[name].num_features for name in data.node_types}
+        self.convs = torch.nn.ModuleList(
+            [conv(channels, CHANNELS, data.metadata(), heads=4), conv(CHANNELS, CHANNELS, data.metadata(), heads=4)]
+        )
+        self.out = torch.nn.Linear(CHANNELS, int(data[node_type].y.max()) + 1)
+        self.node_type = node_type
+
+    def forward(self, data: Any) -> Tensor:
+        """The logits of each class."""
+        x = data.x_dict
+        for conv in self.convs:
+            x = conv(x, data.edge_index_dict)
+        out: Tensor = self.out(x[self.node_type])
+        return out
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    """What is trained."""
+
+    make: Callable[[str], torch.nn.Module]
+    """Makes the network of `"gattn"`'s layers or `"pyg"`'s."""
+    losses: Callable[[torch.nn.Module], Iterator[Tensor]]
+    """The losses of one epoch."""
+
+
+def molbace() -> Task:
+    """Graph properties: a binary label per molecule."""
+    graphs = gattn.datasets.load("ogbg-molbace")
+    loader = DataLoader(graphs[graphs.get_idx_split()["train"]], 128, shuffle=True)
+    convs = {"gattn": gattn.nn.GatedGCNConv, "pyg": PyGGatedGCNConv}
+
+    def losses(model: torch.nn.Module) -> Iterator[Tensor]:
+        for batch in loader:
+            yield F.binary_cross_entropy_with_logits(model(batch), batch.y.flatten().float())
+
+    return Task(lambda layers: Molecules(convs[layers]), losses)
+
+
+def typed() -> Task:
+    """Node classes: an epoch is one step."""
+    data = FakeHeteroDataset(num_node_types=3, num_edge_types=6, avg_num_nodes=5000, avg_degree=10)[0]
+    (node_type,) = (name for name in data.node_types if "y" in data[name])
+    convs = {"gattn": gattn.nn.HGTConv, "pyg": pyg.HGTConv}
+
+    def losses(model: torch.nn.Module) -> Iterator[Tensor]:
+        yield F.cross_entropy(model(data), data[node_type].y)
+
+    return Task(lambda layers: Typed(convs[layers], data, node_type), losses)
+
+
+TASKS = {"molbace": molbace, "typed": typed}
+
+
+def train(run: Run, show: Show) -> Row:
+    """Trains one network."""
+    torch.set_num_threads(run.threads)
+    seed_everything(run.seed)
+    task = TASKS[run.task]()
+    state = task.make("gattn").state_dict()
+    model = task.make(run.layers)
+    model.load_state_dict(state)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    torch.manual_seed(run.seed)  # of the batches
+    losses, durations = [], []
+    for epoch in range(run.epochs):
+        start, total = time.perf_counter(), []
+        for loss in task.losses(model):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total.append(loss.item())
+        durations.append(time.perf_counter() - start)
+        losses.append(statistics.mean(total))
+        show(epoch + 1, run.epochs, f": loss {losses[-1]:.3f}")
+    return {"losses": losses, "seconds_per_epoch": statistics.median(durations)}
+
+
+# The benchmark -------------------------------------------------------------------------------------------------------
+
+
+class Train(Benchmark[Run]):
+    """Trains each network on both libraries' layers."""
+
+    name = "training"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="which (default: all)")
+        add("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="whose layers (default: both)")
+        add("--seed", type=whole(0, 2**32 - 1), default=0, help="of weights and batches (default: 0)")
+        add("--epochs", type=whole(1, 10**6), default=20, help="how many (default: 20)")
+        add("--threads", type=whole(1, MOST), default=1, help="threads (default: 1)")
+        add("--out", type=folder, default=Path("runs/training"), help="folder of results and table (%(default)s)")
+
+    def cases(self) -> list[Run]:
+        """Both libraries' layers, task by task.
+
+        Raises:
+            BenchmarkError: If the molecules are asked for and are not there.
+        """
+        options = self.options
+        if "molbace" in options.tasks:
+            try:
+                gattn.datasets.load("ogbg-molbace")
+            except (gattn.datasets.DatasetUnavailableError, ImportError) as error:
+                raise BenchmarkError(f"{error} (--tasks typed does without)") from error
+        fixed = (options.seed, options.epochs, options.threads)
+        return [Run(task, layers, *fixed) for task in unique(options.tasks) for layers in unique(options.layers)]
+
+    def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
+        """Trains."""
+        return in_processes(cases, train, 1)
+
+    def report(self, rows: dict[Run, Row]) -> None:
+        """A line for each run."""
+        lines = []
+        for run, row in rows.items():
+            other = rows.get(replace(run, layers="pyg"), {})
+            lines.append(
+                {
+                    "task": run.task,
+                    "layers": run.layers,
+                    "first loss": f"{row['losses'][0]:.4f}",
+                    "last loss": f"{row['losses'][-1]:.4f}",
+                    "seconds/epoch": f"{row['seconds_per_epoch']:.3f}",
+                    "× PyG": ratio(other.get("seconds_per_epoch"), row["seconds_per_epoch"]),
+                }
+            )
+        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {epochs} epochs")
+        self.publish("Training", lines, [*remarks, "Losses are means over an epoch, times medians over epochs."], {})
+
+
+if __name__ == "__main__":
+    Train.main()
