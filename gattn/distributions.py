@@ -61,8 +61,8 @@ class Law(NamedTuple):
     """The name of its formula in the kernels."""
     constants: tuple[float, ...] = ()
     """The numbers in the formula, in the order in which the kernels take them."""
-    sink: Tensor | None = None
-    """The logits of the sink, `[H]`; of the softmax alone."""
+    sink: float | Tensor | None = None
+    """The logit of the sink, or one per head, `[H]`; of the softmax alone."""
 
 
 class Distribution:
@@ -106,12 +106,12 @@ class Distribution:
         """
         return self
 
-    def law(self, heads: int) -> Law | None:
-        """What kernels know it by; `None` if they do not.
+    def law(self) -> Law | None:
+        """What kernels know it by; `None` if they do not."""
+        return None
 
-        Args:
-            heads: H.
-        """
+    def of_matrix(self, logits: Tensor) -> Tensor | None:
+        """The weights of all pairs of nodes, `[..., N, M]`, from such logits; `None` if that takes a list of edges."""
         return None
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -125,9 +125,14 @@ class Distribution:
         return f"{type(self).__name__}()"
 
 
-def law_of(distribution: Distribution, heads: int) -> Law | None:
-    """What kernels know a distribution by; `None` if its weights are not those of the class which says so."""
-    return None if says(distribution, "law", "weights") is None else distribution.law(heads)
+def law_of(distribution: Distribution) -> Law | None:
+    """What kernels know a distribution by; `None` also where the `weights` are not those of the class that says it."""
+    return None if says(distribution, "law", "weights") is None else distribution.law()
+
+
+def _check_number(name: str, number: float) -> None:
+    if isinstance(number, Tensor):
+        raise TypeError(f"{name} is a number, which has no gradient.")
 
 
 def is_plain_softmax(distribution: Distribution) -> bool:
@@ -169,19 +174,15 @@ class Softmax(Distribution):
     respects_infinity = True
 
     def __init__(self, sink: float | Tensor | None = None, softcap: float | None = None):
+        _check_number("softcap", softcap or 0.0)
         if softcap is not None and not 0 < softcap < float("inf"):
             raise ValueError(f"Softmax's softcap is positive and finite; got {softcap}.")
         self.sink = sink
         self.softcap = softcap
 
-    def law(self, heads: int) -> Law:
+    def law(self) -> Law:
         """See `Distribution.law`."""
-        sink = self.sink
-        if isinstance(sink, Tensor):
-            sink = sink.expand(heads)
-        elif sink is not None:
-            sink = torch.full((heads,), float(sink))
-        return Law("softmax", (self.softcap or 0.0,), sink)
+        return Law("softmax", (self.softcap or 0.0,), self.sink)
 
     @classmethod
     def from_law(cls, law: Law) -> Softmax:
@@ -204,10 +205,7 @@ class Softmax(Distribution):
         if self.sink is None and self.softcap is None:
             return softmax(logits, index, num_targets, dim)
         dtype, dim = logits.dtype, dim % logits.dim()
-        logits = logits.to(torch.promote_types(dtype, torch.float32))
-        if self.softcap is not None:
-            is_edge = logits != -torch.inf
-            logits = (self.softcap * (logits.masked_fill(~is_edge, 0.0) / self.softcap).tanh()).where(is_edge, logits)
+        logits = self._capped(logits.to(torch.promote_types(dtype, torch.float32)))
         if self.sink is None:
             return softmax(logits, index, num_targets, dim).to(dtype)
         # One more edge for each target, whose logit is the sink's.
@@ -216,6 +214,23 @@ class Softmax(Distribution):
         ends = torch.cat([index, torch.arange(num_targets, device=index.device)])
         weights = softmax(torch.cat([logits, sink.expand(shape)], dim), ends, num_targets, dim)
         return weights.narrow(dim, 0, logits.size(dim)).to(dtype)
+
+    def of_matrix(self, logits: Tensor) -> Tensor:
+        """See `Distribution.of_matrix`."""
+        logits = self._capped(logits)
+        if self.sink is not None:
+            sink = torch.as_tensor(self.sink, dtype=logits.dtype, device=logits.device)
+            sink = sink.reshape(-1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, sink], -1)
+        empty = (logits == -torch.inf).all(-1, keepdim=True)
+        weights = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        return weights if self.sink is None else weights[..., :-1]
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        if self.softcap is None:
+            return logits
+        is_edge = logits != -torch.inf
+        return (self.softcap * (logits.masked_fill(~is_edge, 0.0) / self.softcap).tanh()).where(is_edge, logits)
 
     def __repr__(self) -> str:
         sink = list(self.sink.shape) if isinstance(self.sink, Tensor) else self.sink
@@ -256,6 +271,7 @@ class Gate(Distribution):
     name: ClassVar[str | None] = None
 
     def __init__(self, normalize: bool = False, eps: float = 0.0):
+        _check_number("eps", eps)
         if not 0 <= eps < float("inf"):
             raise ValueError(f"{type(self).__name__}'s eps is a finite number that is not negative; got {eps}.")
         if eps > 0 and not normalize:
@@ -267,7 +283,7 @@ class Gate(Distribution):
         """The function :math:`f`, of finite logits."""
         raise NotImplementedError(f"{type(self).__name__} does not define of().")
 
-    def law(self, heads: int) -> Law | None:
+    def law(self) -> Law | None:
         """See `Distribution.law`."""
         name = says(self, "name", "of")
         return None if name is None else Law(name, (float(self.normalize), self.eps))
@@ -280,15 +296,25 @@ class Gate(Distribution):
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """See `Distribution.weights`."""
         dtype, dim = logits.dtype, dim % logits.dim()
-        is_edge = logits != -torch.inf
-        logits = logits.to(torch.promote_types(dtype, torch.float32)).masked_fill(~is_edge, 0.0)
-        weights = self.of(logits).masked_fill(~is_edge, 0.0)
+        weights = self._of_edges(logits.to(torch.promote_types(dtype, torch.float32)))
         if self.normalize:
-            total = scatter(weights, index, dim, num_targets, reduce="sum") + self.eps
-            # Only exact zeros are replaced, so that a NaN in a row shows in the whole row.
-            scale = total.masked_fill(total == 0, 1.0).reciprocal().masked_fill(total == 0, 0.0)
-            weights = weights * scale.index_select(dim, index)
+            total = scatter(weights, index, dim, num_targets, reduce="sum")
+            weights = weights * self._scale(total).index_select(dim, index)
         return weights.to(dtype)
+
+    def of_matrix(self, logits: Tensor) -> Tensor:
+        """See `Distribution.of_matrix`."""
+        weights = self._of_edges(logits)
+        return weights * self._scale(weights.sum(-1, keepdim=True)) if self.normalize else weights
+
+    def _of_edges(self, logits: Tensor) -> Tensor:
+        is_edge = logits != -torch.inf
+        return self.of(logits.masked_fill(~is_edge, 0.0)).masked_fill(~is_edge, 0.0)
+
+    def _scale(self, total: Tensor) -> Tensor:
+        total = total + self.eps
+        # Only exact zeros are replaced, so that a NaN in a row shows in the whole row.
+        return total.masked_fill(total == 0, 1.0).reciprocal().masked_fill(total == 0, 0.0)
 
     def __repr__(self) -> str:
         given = "normalize=True" * self.normalize + f", eps={self.eps}" * (self.eps > 0)
@@ -402,6 +428,10 @@ class LocalGaussian(Distribution):
         bound = copy.copy(self)
         bound._source = source
         return bound
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The centres."""
+        return (self.centres,)
 
     def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
         """Raises `ValueError` where the centres do not fit the batch and the targets."""

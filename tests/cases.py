@@ -85,7 +85,7 @@ SCORES = {
 }
 
 
-#: From the sink, which the softmax's alone take.
+#: Made from a sink, which only the two softmaxes use.
 DISTRIBUTIONS: dict[str, Callable[[Tensor | None], Any]] = {
     "softmax": lambda sink: Softmax(sink),
     "softcap": lambda sink: Softmax(sink, softcap=1.5),
@@ -209,7 +209,7 @@ class Call:
     def operator_inputs(self, dtype: torch.dtype, requires_grad: bool) -> Inputs:
         """What an operator gets for this call on its plain list of edges, in the types that it takes."""
         family = self.make_score(self.tensors.get("vector")).family(self.tensors["key"].size(-1))
-        law = DISTRIBUTIONS[self.distribution](self.tensors.get("sink")).law(self.heads)
+        law = DISTRIBUTIONS[self.distribution](self.tensors.get("sink")).law()
         compute = compute_dtype(dtype)
         projects = "edge_projection" in self.tensors
         scalars = () if SCORES[self.score].wide else ("query", "key", *(() if projects else ("edge",)))
@@ -334,7 +334,7 @@ class Call:
         if "weights" in exact and not self.notes.get("weights need no gradient"):
             products = products + self.grad(exact["weights"], 2).abs() * (kept if self.weights == "dropped" else 1.0)
         delta = total(alpha * products, target, self.num_targets, -2).index_select(-2, target)
-        # No derivative is larger than its weight, but for two.
+        # No derivative is larger than its weight, except for those of tanh and the identity.
         terms = (torch.ones_like(alpha) if self.distribution in ("tanh", "identity") else alpha) * (products + delta)
 
         count_sources = size["value"].size(-3)

@@ -163,7 +163,11 @@ MUTATIONS = [
     ),
     Mutation("a part of a hub keeps its own maximum", KERNELS, "part[c] * «new_factor → A(1)»;"),
     Mutation("a hub's sum keeps its old maximum", KERNELS, "sum[h] = «sum[h] * old_factor → sum[h]» + state"),
-    Mutation("a fully masked hub is infinite", KERNELS, "? A(1) : «total == 0 ? A(0) : 1 / total → 1 / total»;"),
+    Mutation(
+        "a fully masked hub is infinite",
+        KERNELS,
+        "static INLINE Vec<A> reciprocal(Vec<A> x) { return «x == A(0) ? Vec<A>{} : A(1) / x → A(1) / x»; }",
+    ),
     Mutation("a part of a hub leaves out its last weight", KERNELS, "last = «task.last_edge → task.last_edge - 1»;"),
     # --------------------------------------------------------------------------------------------- other distributions
     Mutation("each part of a hub has the sink", KERNELS, "has_sink = «sink != nullptr && !is_part → sink != nullptr»;"),
@@ -171,7 +175,9 @@ MUTATIONS = [
     Mutation("a sink takes no weight", KERNELS, "if («begins_with_sink → false») {"),
     Mutation("a cap has no derivative", KERNELS, "if («law.cap != 0 → false») gradient"),
     Mutation("gates depend on each other", KERNELS, "if («!this->law.is_normalized → false») return;"),
-    Mutation("a sum forgets its epsilon", KERNELS, "const A total = «sum[h] + law.epsilon → sum[h]»;"),
+    Mutation(
+        "a sum forgets its epsilon", KERNELS, "reciprocal(«heads.load_at(sum, k) + epsilon → heads.load_at(sum, k)»)"
+    ),
     Mutation("a masked edge has a weight", KERNELS, "return {«is_edge ? y.value : Vec<A>{} → y.value», is_edge"),
     # ---------------------------------------------------------------------------------------------------- the gradients
     Mutation(

@@ -258,6 +258,33 @@ class TestSinkAndSoftcap:
         with pytest.raises(ValueError, match=r"sink is a number, or one per head, \[2\]; got a tensor of \[3\]"):
             attend(x, x, x, graph, distribution=Softmax(torch.zeros(3)), backend=backend)
 
+    def test_a_number_as_the_sink_is_as_exact_as_the_features(self):
+        x = torch.randn(4, 2, 3, dtype=torch.double)
+        edge_index = torch.tensor([[0, 1, 2], [3, 3, 0]])
+        outs = [attend(x, x, x, edge_index, distribution=Softmax(sink=0.1), backend=b) for b in ("cpu", "reference")]
+        torch.testing.assert_close(*outs, rtol=1e-14, atol=0)
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: Softmax(softcap=torch.tensor(1.0)), "softcap is a number, which has no gradient"),
+            (lambda: Sigmoid(True, torch.tensor(1.0)), "eps is a number, which has no gradient"),
+        ],
+    )
+    def test_tensors_that_would_not_be_learnt(self, make, message):
+        with pytest.raises(TypeError, match=message):
+            make()
+
+    @pytest.mark.parametrize(
+        "distribution",
+        [Softmax(torch.zeros(2, device="meta")), LocalGaussian(torch.zeros(4, device="meta"), 2)],
+        ids=["sink", "centres"],
+    )
+    def test_tensors_elsewhere(self, distribution):
+        x = torch.randn(4, 2, 3)
+        with pytest.raises(ValueError, match="has a tensor on meta, the features are on cpu"):
+            attend(x, x, x, torch.tensor([[0, 1, 2], [3, 3, 0]]), distribution=distribution)
+
     def test_repr(self):
         assert [repr(x) for x in (Softmax(), Softmax(0.5), Softmax(torch.zeros(3), 2.0))] == [
             "Softmax()",

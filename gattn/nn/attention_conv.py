@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gattn.attention import Attention, Weights
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs import FLOWS, Graph, as_graph
+from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.dropout import check_probability
 from gattn.scores import Score
@@ -78,6 +79,18 @@ class BaseConv(Attention):
             num_targets = given_targets if num_targets is None else num_targets
         resolved = given_graph.resolve(num_sources, num_targets)
         return resolved.with_self_loops() if self_loops else resolved
+
+    def _listed(self, graph: Graph, device: torch.device) -> Graph:
+        """The same graph as a list of edges, for layers that compute edge by edge."""
+        if not isinstance(graph, CompleteGraph):
+            return graph
+        if not (graph.is_uniform or graph.blocks is not None):
+            raise InputError(
+                f"{type(self).__name__} needs a list of edges, so a complete graph has to be the same for the whole "
+                f"batch; got {graph!r}."
+            )
+        edges = graph.edge_list(device)
+        return SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
 
 
 class AttentionConv(BaseConv):

@@ -199,6 +199,9 @@ class FAConv(BaseConv):
         if not self.normalize or found is None:
             found = self._normalized(edge_index, edge_weight, x)
             if self.normalize and self.cached:
+                if isinstance(found.graph, SparseGraph) and found.factor is not None:  # later edits are not to matter
+                    copied = SparseGraph(found.graph.edge_index.clone(), x.size(-2), x.size(-2), flow=found.graph.flow)
+                    found = found._replace(graph=copied)
                 setattr(self, name, found)
             return found
         return found._replace(graph=found.graph.resolve(x.size(-2), x.size(-2)))

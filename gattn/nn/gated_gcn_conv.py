@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gattn.distributions import Sigmoid
 from gattn.errors import InputError
-from gattn.graphs import CompleteGraph, GraphLike, SparseGraph
+from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import FeatureDropout, Linear
@@ -119,9 +119,7 @@ class GatedGCNConv(BaseConv):
             raise InputError("GatedGCNConv compares sources with targets: x[1] may not be None.")
         graph = self._graph(edge_index, sources, targets, self_loops=False)
         graph, edge_attr = checked_features(graph, edge_attr, self.edge_channels, sources.shape[:-2])
-        if isinstance(graph, CompleteGraph):  # its biases would be matrices, but edges have a list of features here
-            edges = graph.resolve(sources.size(-2), targets.size(-2), sources.shape[:-2]).edge_list(sources.device)
-            graph = SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources)
+        graph = self._listed(graph, sources.device)
         source, target = graph.sources_and_targets()
         ends = self.D(sources).index_select(-2, source) + self.E(targets).index_select(-2, target)
         logits = ends + self.C(edge_attr)

@@ -13,7 +13,7 @@ from torch_geometric.nn.dense import HeteroLinear
 from gattn.attention import unrecorded
 from gattn.distributions import Identity
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs import CompleteGraph, Graph, GraphLike, SparseGraph
+from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
@@ -146,8 +146,7 @@ class HEATConv(BaseConv):
             raise InputTypeError(f"x holds the features of all nodes, a tensor [N, F]; got {given}.")
         self._inputs(x)
         graph = self._graph(edge_index, x, x, self_loops=False)
-        if isinstance(graph, CompleteGraph):  # its edges have types and features, one by one
-            graph = SparseGraph(graph.edge_index, x.size(0), x.size(0))
+        graph = self._listed(graph, x.device)
         graph, edge_attr = checked_features(graph, edge_attr, self.edge_attr_emb.in_channels, ())
         _check_types("node_type", node_type, x.size(0), self.hetero_lin.num_types)
         _check_types("edge_type", edge_type, edge_attr.size(0), self.edge_type_emb.num_embeddings)
@@ -158,7 +157,7 @@ class HEATConv(BaseConv):
         sizes = [self.out_channels, self.out_channels, self.edge_type_emb.embedding_dim, edge.size(-1)]
         of_target, of_source, of_type, of_edge = self.att.weight.split(sizes, -1)
         types = F.linear(F.leaky_relu(self.edge_type_emb.weight, self.negative_slope), of_type)
-        logits = F.embedding(edge_type, types) + F.linear(edge, of_edge)
+        logits = F.embedding(edge_type.long(), types) + F.linear(edge, of_edge)
         weight, edge_weight = self.lin.weight.split([self.out_channels, edge.size(-1)], -1)
         value = self._for_heads(F.linear(x, weight, self.lin.bias))
         ends = F.linear(x, of_target), F.linear(x, of_source)

@@ -142,6 +142,7 @@ class HGTConv(HeteroBaseConv):
         num_types = self.heads, len(self.edge_types)
         of_key, of_value = (rel.weight.unflatten(0, num_types) for rel in (self.k_rel, self.v_rel))
         for edge_type, (source, target, graph) in relations.items():
+            graph = self._listed(graph, query.device)
             size = x[source].size(-2) if graph.num_edges else 0  # without edges, no row of keys is needed
             key, _, value = (rows[..., :size, :, :] for rows in projected[source])
             number = self.edge_types_map[edge_type]
@@ -187,11 +188,12 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 def _joined(parts: list[_Part], num_sources: int, num_targets: int, device: torch.device) -> SparseGraph:
     """One graph of all edges; the same tensors give the same graph, so that what kernels derive from it is kept."""
+    # Before join(), which runs under a lock.
+    listed = [(*part.graph.sources_and_targets(), part.first_source, part.first_target) for part in parts]
 
     def join() -> SparseGraph:
         ends = [torch.zeros(2, 0, dtype=torch.int64, device=device)]
-        for graph, first_source, first_target in parts:
-            source, target = graph.sources_and_targets()
+        for source, target, first_source, first_target in listed:
             ends.append(torch.stack([source + first_source, target + first_target]))
         return SparseGraph(torch.cat(ends, 1), num_targets, num_sources)
 

@@ -158,7 +158,8 @@ class HypergraphConv(BaseConv):
         num_nodes = x.size(-2)
         given = as_graph(hyperedge_index)
         num_edges = _num_edges(given, hyperedge_weight, attr, num_edges)
-        index = given.resolve(num_nodes, num_edges).edge_index
+        listed = self._listed(given.resolve(num_nodes, num_edges), x.device)
+        index = listed.edge_index if listed.flow == FLOWS[0] else listed.edge_index.flip(0)
         nodes, edges = index
         gather = SparseGraph(index, num_edges, num_nodes)
         spread = SparseGraph(index, num_nodes, num_edges, flow=FLOWS[1])
@@ -222,7 +223,8 @@ def _num_edges(graph: Graph, weight: Tensor | None, attr: Tensor | None, num_edg
     adjacency = graph.adjacency
     if adjacency.numel() == 0:
         return 0
-    found: int = derived(adjacency, "largest target", lambda: int(adjacency[1].max())) + 1
+    row = int(graph.flow == FLOWS[0])
+    found: int = derived(adjacency, f"largest of row {row}", lambda: int(adjacency[row].max())) + 1
     return found
 
 

@@ -26,8 +26,6 @@ _MECHANISMS = ("within-relation", "across-relation")
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
 _MODS = (None, "additive", "scaled", "f-additive", "f-scaled")
 
-#: What `record_attention` wraps: the layer records weights beside the edges between nodes, not those between pairs.
-
 
 class RGATConv(AttentionConv):
     r"""The layer of `Relational Graph Attention Networks <https://arxiv.org/abs/1904.05811>`_.

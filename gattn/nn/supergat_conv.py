@@ -24,8 +24,6 @@ from gattn.nn.edge_weights import edge_weights
 from gattn.nn.linear import Linear
 from gattn.scores import DotScore, GATScore
 
-#: Attends as others do, but is not recorded: no features pass along the edges whose logits the loss compares.
-
 
 class SuperGATConv(AttentionConv):
     r"""The layer of `How to Find Your Friendly Neighborhood <https://openreview.net/forum?id=Wi5KUNlqWty>`_.

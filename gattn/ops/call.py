@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gattn.distributions import Distribution
+from gattn.distributions import Distribution, Law, law_of
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import EdgeList, Graph
 from gattn.scores import Score
@@ -42,6 +42,8 @@ class Call(NamedTuple):
     """`True` for the weights before dropout, `"dropped"` for those that make the output."""
     dtype: torch.dtype
     """The type of the output: what the inputs promote to."""
+    law: Law | None
+    """What kernels know the distribution by."""
 
     @property
     def batch(self) -> torch.Size:
@@ -194,7 +196,7 @@ def checked_call(
         else:
             edge_projection = edge_projection.unsqueeze(1)
     terms = (edge, bias, mask, edge_value, edge_projection)
-    call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype)
+    call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype, law_of(distribution))
     distribution.check(call.batch, call.num_targets, call.heads)
     return call
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from gattn.distributions import DISTRIBUTIONS, Law, from_law, law_of
+from gattn.distributions import DISTRIBUTIONS, Law, from_law
 from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
@@ -117,6 +117,9 @@ class Inputs(NamedTuple):
         self.check_devices()
         if self.distribution not in DISTRIBUTIONS:
             raise ValueError(f"there is no distribution {self.distribution!r}.")
+        law = DISTRIBUTIONS[self.distribution].law()
+        if law is None or len(self.distribution_constants) != len(law.constants):
+            raise ValueError(f"the distribution {self.distribution!r} has other constants.")
         if self.sink is not None and self.distribution != "softmax":
             raise ValueError("only the softmax has a sink.")
         if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
@@ -163,6 +166,15 @@ class Inputs(NamedTuple):
             tensor: Any = self[place]
             if tensor is not None and tensor.device != device:
                 raise ValueError(f"all tensors must be on the same device; got {device} and {tensor.device}.")
+
+
+def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
+    """The logit of the softmax's sink for each head, `[H]`."""
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor):
+        return torch.full((call.heads,), sink, dtype=call.compute, device=call.value.device)
+    return sink.to(call.compute).expand(call.heads)
 
 
 _UNFIT = "{} has shape {} and type {}, but the graph and the other inputs ask for {} and {}."
@@ -242,7 +254,7 @@ class AttentionOperator:
         query, key, score = call.query, call.key, call.score
         if query is not None:
             query, key, score = score.folded(query, key)
-        family, law = score.family(call.channels), law_of(call.distribution, call.heads)
+        family, law = score.family(call.channels), call.law
         assert family is not None
         assert law is not None
         vector = family.vector
@@ -268,7 +280,7 @@ class AttentionOperator:
             edge_is_value=edge_is_value,
             distribution=law.name,
             distribution_constants=list(law.constants),
-            sink=None if law.sink is None else law.sink.to(call.value.device, call.compute),
+            sink=_sink(law.sink, call),
             dropout=call.dropout,
             seed=seed,
             traced=is_traced(),

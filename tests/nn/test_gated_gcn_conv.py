@@ -245,7 +245,7 @@ def test_wrong_inputs():
         ((x, edges, edge_attr[1:]), r"edge_attr has \d+ rows for \d+ edges"),
         ((x[:, 1:], edges, edge_attr), "x has 4 channels, but this layer was made for in_channels=5"),
         (((x, None), edges, edge_attr), r"x\[1\] may not be None"),
-        ((x, gattn.CompleteGraph(M, source_lengths=torch.tensor([3])), torch.randn(M * M, F)), "lengths for a batch"),
+        ((x, gattn.CompleteGraph(M, source_lengths=torch.tensor([3])), torch.randn(M * M, F)), "needs a list of edges"),
     ):
         with pytest.raises(ValueError, match=message):
             conv(*given)

@@ -225,6 +225,19 @@ class TestDistributions:
         edge_index = random_edge_index(9, 7, 60, hub=0.6)
         compare(make_call(score, edge_index, 9, 7, distribution=distribution, sink=True, dropout=0.3, **options))
 
+    @pytest.mark.parametrize("heads", [3, 8])
+    @pytest.mark.parametrize("degree", [3, LONG_ROW * 2])
+    def test_a_sink_alone_and_none_at_all(self, heads, degree):
+        """Of targets whose edges are all masked, and a sink that takes nothing."""
+        edge_index = torch.randint(4, (2, degree + 9))
+        edge_index[1, :degree] = 3
+        call = make_call("gat", edge_index, 4, 4, heads=heads, channels=2, value_channels=2, terms=(), sink=True)
+        call.tensors["sink"][0] = -torch.inf
+        for mask in (torch.zeros(degree + 9, dtype=torch.bool), None):
+            found = [changed(call, mask=mask).results(backend) for backend in ("cpu", "reference")]
+            for name in found[0]:
+                torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-4)
+
     @pytest.mark.parametrize("sink", [0.0, 3.5, -torch.inf, torch.tensor(0.5), torch.tensor([2.0])])
     def test_one_sink_for_all_heads(self, sink):
         x = torch.randn(5, 3, 4)
@@ -243,6 +256,7 @@ class TestDistributions:
         edge_index = torch.randint(5, (2, degree + 20))
         edge_index[1, :degree] = 4
         options = {"heads": heads, "channels": 3, "value_channels": 2, "terms": ("bias",), "threads": 3}
+        options["mask"] = torch.rand(degree + 20, heads) < 0.8
         sink = sink and distribution.startswith("soft")
         call = make_call("gat", edge_index, 5, 5, distribution=distribution, sink=sink, **options)
         compare(call)

@@ -68,6 +68,7 @@ class TestInputsAreChecked:
         "a batch of keys": {"key": torch.randn(2, M, H, C)},
         "few sinks": {"sink": torch.randn(H - 1)},
         "a sink beside gates": {"distribution": "tanh"},
+        "other constants": {"distribution_constants": [0.0, 1.0]},
         "an unknown distribution": {"distribution": "sparsemax", "sink": None},
         "a narrow vector": {"vector": torch.randn(H, C - 1)},
         "few edges": {"edge": torch.randn(E - 1, H, C)},
@@ -92,7 +93,9 @@ class TestInputsAreChecked:
     @pytest.mark.parametrize("case", wrong)
     def test_refused(self, operator, case):
         operator.run(self.inputs())
-        with pytest.raises(ValueError, match="has shape|do not divide|on the same device|no distribution|has a sink"):
+        with pytest.raises(
+            ValueError, match="has shape|do not divide|on the same device|no distribution|has a sink|other constants"
+        ):
             operator.run(self.inputs(**self.wrong[case]))
 
     projected = {"edge": torch.randn(E, D), "edge_projection": torch.randn(H, C, D), "edge_value": None}

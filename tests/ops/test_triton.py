@@ -114,6 +114,17 @@ class TestAgainstTheReference:
         call = make_call(score, edge_index, 6, 8, channels=3, value_channels=2, terms=("bias",), sink=sink, **options)
         compare(changed(call, distribution=distribution), "triton")
 
+    def test_gates_of_tiny_and_huge_logits(self):
+        """A small tanh keeps its digits, and a sum that overflows does not matter where nothing is divided by it."""
+        edge_index = torch.tensor([[0, 1], [0, 0]])
+        graph = SparseGraph(edge_index, num_sources=2, num_targets=1)
+        for distribution, size in ((gattn.Tanh(normalize=True), 1e-9), (gattn.Identity(), 3e38)):
+            key, value = torch.full((2, 1), size), torch.tensor([[[0.0]], [[1.0]]])
+            score = gattn.GATScore(1.0)
+            options = {"score": score, "distribution": distribution, "return_weights": True, "backend": "triton"}
+            found = attend(None, key, value, graph, **options)
+            torch.testing.assert_close(found, attend(None, key, value, graph, **(options | {"backend": "reference"})))
+
     @pytest.mark.parametrize("wanted", slow(["query", "vector", "edge_value", "key", "value", "edge", "bias"], 3))
     def test_one_gradient_alone(self, wanted):
         options = {"channels": 3, "value_channels": 2, "heads": 2}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from gattn.distributions import Law, law_of
+from gattn.distributions import Law
 from gattn.graphs import EdgeList
 from gattn.ops.backends.base import Backend, Result, finish, new_seed
 from gattn.ops.call import Call
@@ -54,7 +54,7 @@ class KernelBackend(Backend):
             return f"the tensors are on {call.value.device}"
         if call.value.dtype not in DTYPES:
             return f"it knows float64, float32, bfloat16 and float16, not {call.value.dtype}"
-        if not self.knows_law(law_of(call.distribution, call.heads)):
+        if not self.knows_law(call.law):
             return f"it knows the softmax and gattn's own gates, not {call.distribution}"
         return None
 

@@ -151,6 +151,7 @@ class _Arguments:
             inputs.family,
             len(inputs.constants),
             inputs.distribution,
+            len(inputs.distribution_constants),
             inputs.edge_is_value,
             threads,
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in _PLANNED(inputs)],
@@ -176,7 +177,8 @@ class _Arguments:
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
         arguments.constants[: len(inputs.constants)] = inputs.constants
-        arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
+        if any(inputs.distribution_constants):
+            arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
         if inputs.seed is not None:
             arguments.dropout = 1
             dropout = _dropout_arguments(inputs.dropout, inputs.seed)

@@ -361,7 +361,11 @@ def _alpha(
 
 
 def _distribute(distribution: Distribution, logits: Tensor, front: torch.Size) -> Tensor:
-    """Weights of another distribution than the softmax, of the shape of the logits, `[B, H, N, M]`."""
+    """Weights of another distribution than the plain softmax, of the shape of the logits, `[B, H, N, M]`."""
+    if says(distribution, "of_matrix", "weights") is not None:
+        weights = distribution.of_matrix(logits)
+        if weights is not None:
+            return weights
     num_targets, num_sources = logits.shape[2:]
     target = torch.arange(num_targets, device=logits.device).repeat_interleave(num_sources)
     source = torch.arange(num_sources, device=logits.device).repeat(num_targets)

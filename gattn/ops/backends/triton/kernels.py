@@ -130,6 +130,18 @@ FAMILIES = {
 
 
 @triton.jit
+def _tanh_of(x):
+    y = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    if x.dtype == tl.float64:
+        return y
+    else:  # near zero, that loses digits; the polynomial is that of the Cephes library
+        square = x * x
+        near = ((square * -5.70498872745e-3 + 2.06390887954e-2) * square - 5.37397155531e-2) * square
+        near = ((near + 1.33314422036e-1) * square - 3.33332819422e-1) * square * x + x
+        return tl.where(tl.abs(x) < 0.625, near, y)
+
+
+@triton.jit
 def _sigmoid_law(s):
     p = 1.0 / (1.0 + tl.exp(-s))
     return p, tl.where(s == -float("inf"), 0.0, p * (1.0 - p))
@@ -138,7 +150,7 @@ def _sigmoid_law(s):
 @triton.jit
 def _tanh_law(s):
     is_edge = s != -float("inf")
-    p = 1.0 - 2.0 / (tl.exp(2.0 * s) + 1.0)
+    p = _tanh_of(s)
     return tl.where(is_edge, p, 0.0), tl.where(is_edge, 1.0 - p * p, 0.0)
 
 
@@ -159,7 +171,7 @@ def _scale(total, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr):
         total += EPSILON
         return tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
     else:
-        return total * 0.0 + 1.0
+        return tl.full(total.shape, 1.0, total.dtype)
 
 
 @triton.jit
@@ -168,8 +180,7 @@ def _cap(s, SOFTCAP: tl.constexpr):
     if SOFTCAP == 0.0:
         return s
     else:
-        capped = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * (s / SOFTCAP)) + 1.0))
-        return tl.where(s == -float("inf"), s, capped)
+        return tl.where(s == -float("inf"), s, SOFTCAP * _tanh_of(s / SOFTCAP))
 
 
 @triton.jit

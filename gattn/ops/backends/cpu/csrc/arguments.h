@@ -63,7 +63,7 @@ struct Arguments {
   // Forward.
   void* out;       // [B, N, H, V]
   void* out_wide;  // [B, N, H, V] in the type that is computed in; null: not wanted, or the same as out
-  void* stats;     // [B, N, 2, H]: maximum and reciprocal sum of each row
+  void* stats;     // [B, N, 2, H]: maximum and scale of each row
   uint8_t* record; // [B, E, record_bytes] by target: logits and signs, kept for the backward pass
   int64_t record_bytes;
   void* weights;   // [B, E, H], null: not wanted

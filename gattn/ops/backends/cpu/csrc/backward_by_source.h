@@ -16,7 +16,7 @@ class BySource : Scores<F> {
   using Base::workspace_elements;
   BySource(const Arguments& arguments, A* workspace) : Base(arguments, workspace) {}
 
-  // What the gradient of an edge needs of its target: maximum, reciprocal sum, delta, and the scalar score's query.
+  // What the gradient of an edge needs of its target: maximum, scale, delta, and the scalar score's query.
   void fill_node_terms(int64_t i, int64_t b) {
     A* terms = node_terms(i, b);
     this->fill_target_term(i, b, terms + 3 * H);

@@ -37,7 +37,7 @@ class Block : public Heads {
     };
     const int64_t scalars = H * kBlock + W;  // vectors of them may begin at any edge
     logits = take(scalars), gradients = take(scalars), slopes = take(scalars), keep = take(scalars);
-    products = take(scalars), maxima = take(scalars), reciprocals = take(scalars), deltas = take(scalars);
+    products = take(scalars), maxima = take(scalars), row_scales = take(scalars), deltas = take(scalars);
     low_number = reinterpret_cast<uint32_t*>(take(scalars));
     high_number = reinterpret_cast<uint32_t*>(take(scalars));
     scales = take(H + W);
@@ -195,7 +195,7 @@ class Block : public Heads {
   const bool has_record, numbers_needed;
   Projection projection;
   A* rest;
-  A *logits, *gradients, *slopes, *keep, *products, *maxima, *reciprocals, *deltas;
+  A *logits, *gradients, *slopes, *keep, *products, *maxima, *row_scales, *deltas;
   uint32_t *low_number, *high_number;
   A *scales, *acc, *acc_key, *total;
   int64_t edge[kBlock];

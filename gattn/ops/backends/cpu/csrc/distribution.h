@@ -1,11 +1,9 @@
-// How the logits of a row become weights. All that the kernels know about it is here.
+// How the logits of a row become weights, and the derivatives of that.
 //
 // A weight is a function of its logit, the law, times a scale of the row. The softmax's law is exp(logit - maximum), and
 // its scale the reciprocal of the row's sum. The other laws look at the logit alone; their scale is 1 or, if they are
-// normalized, again that of the sum. Every kernel is compiled for all laws, and chooses one per block.
+// normalized, again that of the sum. Every kernel is compiled for all laws, and chooses among them outside of its loops.
 #pragma once
-
-#include <type_traits>
 
 #include "families.h"
 #include "heads.h"
@@ -15,21 +13,25 @@ namespace {
 // Laws, with their derivatives. A new one is a struct here, and an entry in LawName, kLawNames and Law::visit.
 
 struct Exponential {
+  static constexpr bool kHasBase = true;
   static INLINE Applied apply(Vec<A> logit) {
     const Vec<A> y = vector_exp(logit);
     return {y, y};
   }
 };
 struct Logistic {
+  static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) {
     const Vec<A> y = A(1) / (A(1) + vector_exp(-logit));
     return {y, y * (A(1) - y)};
   }
 };
 struct HyperbolicTangent {
+  static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) { return Tanh(nullptr).apply(logit); }
 };
 struct Linear {
+  static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) { return {logit, splat<Vec<A>>(A(1))}; }
 };
 
@@ -80,7 +82,7 @@ class Law {
   template <class F>
   struct Rule {
     INLINE Applied operator()(Vec<A> logit, Vec<A> base) const {
-      if constexpr (std::is_same<F, Exponential>::value) return F::apply(logit - base);
+      if constexpr (F::kHasBase) return F::apply(logit - base);
       const Applied y = F::apply(logit);
       const auto is_edge = logit != -A(INFINITY);
       return {is_edge ? y.value : Vec<A>{}, is_edge ? y.derivative : Vec<A>{}};
@@ -166,7 +168,7 @@ class RowSums : Heads {
   void start_merging() {
     for (int64_t h = 0; h < H; ++h) {
       maximum[h] = sink != nullptr ? sink[h] : -A(INFINITY);
-      sum[h] = sink != nullptr && sink[h] != -A(INFINITY) ? 1 : 0;
+      sum[h] = sink != nullptr ? 1 : 0;
     }
   }
   void merge(const A* state, const A* part, int64_t width, A* acc) {
@@ -190,10 +192,15 @@ class RowSums : Heads {
   static INLINE Vec<A> reciprocal(Vec<A> x) { return x == A(0) ? Vec<A>{} : A(1) / x; }
 
   void store_scales(A* stats) const {
-    for (int64_t h = 0; h < H; ++h) {
-      const A total = sum[h] + law.epsilon;
-      stats[H + h] = !law.is_normalized ? A(1) : total == 0 ? A(0) : 1 / total;
-    }
+    const bool is_normalized = law.is_normalized;
+    const Vec<A> epsilon = splat<Vec<A>>(law.epsilon);
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      EACH_VECTOR {
+        const Vec<A> scale = reciprocal(heads.load_at(sum, k) + epsilon);
+        heads.store_at(stats + H, k, is_normalized ? scale : splat<Vec<A>>(A(1)));
+      }
+    });
   }
 
   void add_run_of_law(const Run& run, A* logits, A* stats) {
@@ -202,9 +209,9 @@ class RowSums : Heads {
         lanes.store_to(logits + at, of(lanes.load_or(logits + at, Vec<A>{}), Vec<A>{}).value);
       });
     });
-    if (law.is_normalized) add_weights(run, logits);
+    if (law.is_normalized) sum_run(run, logits, sum);
     if (!run.ends) return;
-    memset(stats, 0, size_t(H) * sizeof(A));
+    memset(stats, 0, size_t(H) * sizeof(A));  // for whoever reads them without a look at the law
     store_scales(stats);
   }
 
@@ -223,7 +230,7 @@ class RowSums : Heads {
         }
         const Vec<A> base = most == -A(INFINITY) ? Vec<A>{} : most;
         // Of a row that begins, the sum so far is the sink's weight alone.
-        heads.store_at(factor_, k, vector_exp(before - base));
+        if (!run.begins || has_sink) heads.store_at(factor_, k, vector_exp(before - base));
         heads.store_at(maximum, k, most);
         if (run.ends) heads.store_at(stats, k, base);
         for (int e = run.first; e < run.last; ++e)

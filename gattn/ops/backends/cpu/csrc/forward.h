@@ -45,13 +45,13 @@ class Forward : Scores<F> {
   // Weights were written as logits.
   void finish_weights(const Task& task, int64_t b) {
     A* weights = static_cast<A*>(a.weights) + b * a.edges * H;
-    for (int64_t i = task.first_row; i < task.last_row; ++i) {
-      const A* row = stats(i, b);
-      int64_t first = a.by_target.start[i], last = a.by_target.start[i + 1];
-      if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
-      for (int64_t p = first; p < last; ++p) {
-        A* weight = weights + this->edge_of(p) * H;
-        this->law.visit([&](auto rule) INLINE_LAMBDA {
+    this->law.visit([&](auto rule) INLINE_LAMBDA {
+      for (int64_t i = task.first_row; i < task.last_row; ++i) {
+        const A* row = stats(i, b);
+        int64_t first = a.by_target.start[i], last = a.by_target.start[i + 1];
+        if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
+        for (int64_t p = first; p < last; ++p) {
+          A* weight = weights + this->edge_of(p) * H;
           this->for_heads([&](auto heads) INLINE_LAMBDA {
             using S = decltype(heads);
             EACH_VECTOR {
@@ -59,9 +59,9 @@ class Forward : Scores<F> {
               heads.store_at(weight, k, applied.value * heads.load_at(row + H, k));
             }
           });
-        });
+        }
       }
-    }
+    });
   }
 
  private:

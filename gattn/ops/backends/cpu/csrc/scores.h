@@ -16,7 +16,7 @@ class ScalarScores : public Values {
   int64_t key_width() const { return H; }
   int64_t query_width() const { return H; }
 
-  // Logits of edges with the same target in each run, but for bias and mask.
+  // Logits of edges with the same target in each run, but for bias, cap and mask.
   void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     // Rows are on their way while the weights are computed.
     const int32_t* node = a.by_target.node + p;

@@ -73,8 +73,8 @@ class Values : public Block {
 
   // products = <grad_out_i, v_j + e_ij>; the rows of grad_out are gathered.
   void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
-    static constexpr double kScale[] = {1};
-    const Dot dot(kScale);
+    static constexpr double kPlain[] = {1, 1};
+    const Dot dot(kPlain);
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r) {
@@ -93,7 +93,7 @@ class Values : public Block {
     if (law.is_normalized) {  // otherwise, they are 0, 1 and 0
       for (int e = 0; e < n; ++e) {
         copy_heads(maxima + e * H, terms[e]);
-        copy_heads(reciprocals + e * H, terms[e] + H);
+        copy_heads(row_scales + e * H, terms[e] + H);
         copy_heads(deltas + e * H, terms[e] + 2 * H);
       }
       differentiate_weights_of<true>(b, n);
@@ -112,7 +112,7 @@ class Values : public Block {
       for (int64_t at = 0; at < n * H; at += W) {
         const Vec<A> logit = load(logits + at);
         Applied weight = rule(logit, kNormalized ? load(maxima + at) : Vec<A>{});
-        if (kNormalized) weight = {weight.value * load(reciprocals + at), weight.derivative * load(reciprocals + at)};
+        if (kNormalized) weight = {weight.value * load(row_scales + at), weight.derivative * load(row_scales + at)};
         Vec<A> product = load(products + at), kept = weight.value;
         if (a.dropout) product *= load(keep + at), kept *= load(keep + at);
         if (a.grad_weights != nullptr) product += load(gradients + at);
