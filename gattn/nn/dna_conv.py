@@ -202,6 +202,9 @@ class DNAConv(BaseConv):
         def normalized(edge_weight: Tensor | None) -> Any:
             return gcn_norm(adjacency, edge_weight, graph.num_targets, *options)
 
+        if isinstance(adjacency, SparseTensor) and not adjacency.has_value():
+            found = normalized(edge_weight)
+            return found.set_value(found.storage.value().to(dtype), layout="coo")
         if not is_list:
             return normalized(edge_weight)
         if self.add_self_loops:  # the new edge_index is kept, so that what kernels derive from it is kept, too

@@ -205,7 +205,7 @@ class SuperGATConv(AttentionConv):
         """Computes the logits of edges, unless they are known, and of pairs without one."""
         if isinstance(graph, CompleteGraph) and not (graph.is_uniform or graph.blocks is not None):
             raise InputError(f"in training, SuperGATConv needs one graph for the whole batch; got {graph!r}.")
-        edge_index = graph.edge_index
+        edge_index = self._listed(graph, x.device).edge_index
         positive = self.positive_sampling(edge_index)
         if products is None or positive is not edge_index:
             products = self._logits(x, positive)

@@ -193,7 +193,7 @@ def test_around_it(x, x_0, edge_index):
     assert torch.equal(records[""][0].edge_index, edges)
 
 
-@pytest.mark.parametrize("options", [{}, {"cached": True}, {"normalize": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cached": True}, {"normalize": False}, {"aggr": "max"}], ids=str)
 def test_compiled(options, x, x_0, edge_index):
     backend = "aot_eager" if options else "inductor"  # the first takes less time
     conv = FAConv(F, **options)
