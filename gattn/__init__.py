@@ -5,8 +5,22 @@ from types import ModuleType
 
 from gattn import datasets, models, nn
 from gattn.attention import Attention, attend
-from gattn.distributions import Distribution, Gate, Hard, Identity, LocalGaussian, Sigmoid, Softmax, Tanh, softmax
-from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.distributions import (
+    Distribution,
+    Entmax15,
+    Gate,
+    Hard,
+    Identity,
+    LocalGaussian,
+    Sigmoid,
+    Softmax,
+    Sparsemax,
+    Tanh,
+    TopK,
+    WithinTypes,
+    softmax,
+)
+from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
 from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.settings import backend, check_finite
@@ -20,6 +34,7 @@ __all__ = [
     "CosineScore",
     "Distribution",
     "DotScore",
+    "Entmax15",
     "GATScore",
     "Gate",
     "Hard",
@@ -29,7 +44,11 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "SparseGraph",
+    "Sparsemax",
     "Tanh",
+    "TopK",
+    "TypedGraph",
+    "WithinTypes",
     "attend",
     "backend",
     "check_finite",

@@ -23,14 +23,15 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 
 from gattn.distributions import Distribution, resolve_distribution
-from gattn.graphs import FLOWS, CompleteGraph, GraphLike, as_graph
+from gattn.errors import InputError
+from gattn.graphs import FLOWS, CompleteGraph, GraphLike, SparseGraph, as_graph
 from gattn.ops import reference
 from gattn.ops.backends import BACKENDS, REFERENCE, Backend
-from gattn.ops.backends.base import Missing, needs_plain_pytorch
+from gattn.ops.backends.base import Missing, needs_plain_pytorch, on_ends
 from gattn.ops.call import Call, checked_call
 from gattn.ops.dropout import check_probability
 from gattn.recording import recorded
-from gattn.scores import DotScore, Score
+from gattn.scores import AdditiveScore, DotScore, Score
 from gattn.settings import require_finite, resolve_backend
 
 #: Weights as users get them: of a packed graph a list, one for each block.
@@ -155,12 +156,14 @@ class Attention(MessagePassing):
         mask: Tensor | None = None,
         edge_value: Tensor | None = None,
         edge_projection: Tensor | None = None,
+        edge_type: Tensor | None = None,
         distribution: str | Distribution = "softmax",
         dropout: float = 0.0,
         training: bool | None = None,
         return_weights: bool | str = False,
+        return_edges: bool | str = False,
         backend: str = "auto",
-    ) -> Tensor | tuple[Tensor, Weights]:
+    ) -> Any:
         """See `gattn.attend`; `training=None` stands for the module's own mode."""
         wanted = resolve_backend(backend)
         score = _DOT if score is None else score
@@ -170,6 +173,8 @@ class Attention(MessagePassing):
         graph = as_graph(graph, self.flow)
         if return_weights not in (False, True, "dropped"):  # 0 and 1 are among them
             raise ValueError(f"return_weights is False, True or 'dropped', not {return_weights!r}.")
+        if return_edges not in (False, True, "logits", "vectors"):
+            raise ValueError(f"return_edges is False, True, 'logits' or 'vectors', not {return_edges!r}.")
         check_probability("dropout", dropout)
         training = self.training if training is None else training
         call = checked_call(
@@ -183,6 +188,7 @@ class Attention(MessagePassing):
             mask=mask,
             edge_value=edge_value,
             edge_projection=edge_projection,
+            edge_type=edge_type,
             distribution=distribution,
             dropout=dropout if training else 0.0,
             weights=return_weights,
@@ -194,7 +200,26 @@ class Attention(MessagePassing):
                 result = self._choose(call, wanted, backend).attend(call, self)
         else:
             result = self._choose(call, wanted, backend).attend(call, self)
-        return (result.out, result.weights) if return_weights else result.out
+        results = [result.out, result.weights] if return_weights else [result.out]
+        if return_edges:
+            results.append(self._edge_outputs(call, return_edges, wanted, backend))
+        return tuple(results) if len(results) > 1 else result.out
+
+    def _edge_outputs(self, call: Call, kind: bool | str, wanted: Backend | None, argument: str) -> Any:
+        """What `return_edges` asks for."""
+        if kind is True:
+            kind = "vectors" if isinstance(call.score, AdditiveScore) else "logits"
+        if kind == "logits":
+            logits, edges = self._choose(call, wanted, argument).logits(call)
+            return call.graph.dress(logits.to(call.dtype), edges)
+        if not isinstance(call.score, AdditiveScore) or not isinstance(call.graph, SparseGraph):
+            raise InputError(
+                "return_edges='vectors' is for AdditiveScore on a list of edges, which has a vector for each edge; "
+                f"got {call.score!r} on {call.graph!r}."
+            )
+        edges = call.graph.edge_list(call.value.device)
+        call = call.on_edges(edges, edges.num_edges).with_edges()
+        return call.score.hidden(*on_ends(call, edges)).to(call.dtype)
 
     def _choose(self, call: Call, wanted: Backend | None, argument: str) -> Backend:
         """The backend that computes a call: the one place where that is decided.
@@ -295,10 +320,12 @@ def attend(
     mask: Tensor | None = None,
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
+    edge_type: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
     return_weights: Literal[False] = False,
+    return_edges: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
 @overload
@@ -314,10 +341,12 @@ def attend(
     mask: Tensor | None = None,
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
+    edge_type: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
     return_weights: Literal[True, "dropped"],
+    return_edges: Literal[False] = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Weights]: ...
 @overload
@@ -333,12 +362,14 @@ def attend(
     mask: Tensor | None = None,
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
+    edge_type: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
-    return_weights: bool | Literal["dropped"],
+    return_weights: bool | Literal["dropped"] = False,
+    return_edges: bool | Literal["logits", "vectors"] = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Weights]: ...
+) -> Any: ...
 def attend(
     query: Tensor | None,
     key: Tensor,
@@ -351,12 +382,14 @@ def attend(
     mask: Tensor | None = None,
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
+    edge_type: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
     return_weights: bool | Literal["dropped"] = False,
+    return_edges: bool | Literal["logits", "vectors"] = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Weights]:
+) -> Any:
     r"""Attention over any graph: the one function that all of gattn's layers are.
 
     .. math::
@@ -382,6 +415,8 @@ def attend(
         edge_projection: A weight :math:`W_e`, `[H, C, D]` (`[H, D]` for a scalar score): then `edge` holds features
             `[E, D]`, and the score's term is :math:`W_e e_{ij}`; an `edge_value` that is the same tensor is projected,
             too. The CPU kernels project edge by edge, without a tensor of `[E, H, C]`. (default: `None`)
+        edge_type: The type of each edge, `[E]`, integers from 0: then `edge` holds the terms of R types, `[R, H, C]` (for
+            `GATScore` `[R, H]`), and `edge_value` theirs. The CPU kernels look them up edge by edge. (default: `None`)
         distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, or a `Distribution`,
             such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
         dropout: Probability that a weight is dropped, in training. Which ones is drawn from PyTorch's generator, so
@@ -389,6 +424,10 @@ def attend(
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
             (default: `False`)
+        return_edges: Also returns what was computed per edge, with gradients, for layers that update their edges:
+            `"logits"`, the finished logits :math:`s + b` before mask and distribution, in the shape of weights, or
+            `"vectors"`, what an `AdditiveScore`'s activation gets, `[E, H, C]` (only on lists of edges). `True` is
+            `"vectors"` for `AdditiveScore` and `"logits"` for any other score. (default: `False`)
         backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` or
             `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message passing).
             (default: `"auto"`)
@@ -396,7 +435,8 @@ def attend(
     Returns:
         `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
         `return_weights` a pair: the output, and weights `[E, H]` in `edge_index` order, for a complete graph
-        `[H, N, M]` (each with the batch dimensions in front), for a packed one a list of such, one a block.
+        `[H, N, M]` (each with the batch dimensions in front), for a packed one a list of such, one a block. With
+        `return_edges` these come last.
 
     Raises:
         ValueError: If shapes do not fit each other or the graph, or a name is unknown; the message says which.
@@ -416,7 +456,7 @@ def attend(
         >>> full.shape
         torch.Size([5, 2, 4])
     """
-    result: Tensor | tuple[Tensor, Weights] = _core.attend(
+    return _core.attend(
         query,
         key,
         value,
@@ -427,13 +467,14 @@ def attend(
         mask=mask,
         edge_value=edge_value,
         edge_projection=edge_projection,
+        edge_type=edge_type,
         distribution=distribution,
         dropout=dropout,
         training=training,
         return_weights=return_weights,
+        return_edges=return_edges,
         backend=backend,
     )
-    return result
 
 
 # Overriding one of these, or hooking into PyG's machinery, needs that machinery.

@@ -85,11 +85,12 @@ def recorded(attend: _Attend) -> _Attend:
         if not layers:
             return attend(self, *args, **kwargs)
         return_weights = kwargs.pop("return_weights", False)
-        out, weights = attend(self, *args, **kwargs, return_weights=return_weights or True)
+        out, weights, *more = attend(self, *args, **kwargs, return_weights=return_weights or True)
         graph = _sized(self, *args, **kwargs)
         for recorder, name in layers:
             recorder.add(name, weights, graph)
-        return (out, weights) if return_weights else out
+        results = (out, weights, *more) if return_weights else (out, *more)
+        return results if len(results) > 1 else out
 
     return method  # type: ignore[return-value]
 

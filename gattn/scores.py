@@ -198,9 +198,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "tanh": lambda hidden, negative_slope: hidden.tanh(),
     "relu": lambda hidden, negative_slope: hidden.relu(),
     "identity": lambda hidden, negative_slope: hidden,
+    "elu": lambda hidden, negative_slope: F.elu(hidden),
+    "gelu": lambda hidden, negative_slope: F.gelu(hidden),
+    "silu": lambda hidden, negative_slope: F.silu(hidden),
 }
 #: Of which a LeakyReLU of this slope does the same.
 _SLOPES = {"relu": 0.0, "identity": 1.0}
+#: The others, in the order in which kernels number them.
+_SMOOTH = ("tanh", "elu", "gelu", "silu")
 
 
 class AdditiveScore(Score):
@@ -215,7 +220,8 @@ class AdditiveScore(Score):
 
     Args:
         vector: The vector :math:`a` of each head, `[H, C]`.
-        activation: `"leaky_relu"`, `"tanh"`, `"relu"` or `"identity"`. (default: `"leaky_relu"`)
+        activation: `"leaky_relu"`, `"tanh"`, `"relu"`, `"elu"`, `"gelu"`, `"silu"` or `"identity"`.
+            (default: `"leaky_relu"`)
         negative_slope: Slope of the LeakyReLU for negative inputs. (default: `0.2`)
 
     Shapes:
@@ -234,7 +240,7 @@ class AdditiveScore(Score):
     """
 
     broadcasts = True
-    families = ("leaky_relu", "tanh")
+    families = ("leaky_relu", "smooth")
 
     def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float = 0.2):
         if not isinstance(vector, Tensor):
@@ -253,14 +259,16 @@ class AdditiveScore(Score):
 
     def family(self, channels: int) -> Family:
         """See `Score.family`."""
-        if self.activation == "tanh":
-            return Family("tanh", (), self.vector)
+        if self.activation in _SMOOTH:
+            return Family("smooth", (float(_SMOOTH.index(self.activation)),), self.vector)
         return Family("leaky_relu", (_SLOPES.get(self.activation, self.negative_slope),), self.vector)
 
     @classmethod
     def from_family(cls, family: Family) -> AdditiveScore:
         """See `Score.from_family`."""
         assert family.vector is not None
+        if family.name == "smooth":
+            return cls(family.vector, _SMOOTH[int(family.constants[0])])
         return cls(family.vector, family.name, *family.constants)
 
     def to(self, dtype: torch.dtype) -> AdditiveScore:
@@ -269,11 +277,13 @@ class AdditiveScore(Score):
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
-        hidden = key if query is None else query + key
-        if edge is not None:
-            hidden = hidden + edge
-        hidden = _ACTIVATIONS[self.activation](hidden, self.negative_slope)
+        hidden = _ACTIVATIONS[self.activation](self.hidden(query, key, edge), self.negative_slope)
         return (hidden * self.vector).sum(-1)
+
+    def hidden(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
+        """What the activation gets of each edge, of the shape of its arguments; these are those of `logits`."""
+        hidden = key if query is None else query + key
+        return hidden if edge is None else hidden + edge
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The vector :math:`a`."""
@@ -295,16 +305,25 @@ class DotScore(Score):
     r"""The (scaled) dot product of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
-        s_{ij} = \mathrm{LeakyReLU}(c \cdot q_i^{\top} (k_j + e_{ij}))
+        s_{ij} = \mathrm{clamp}(\mathrm{LeakyReLU}(c \cdot q_i^{\top} (k_j + e_{ij})), -b, b)
+        \quad \text{or, with } \odot \text{ for } +, \quad q_i^{\top} (k_j \odot e_{ij})
+
+    Multiplied with the edges and clamped to 5, it is the score of `A Generalization of Transformer Networks to Graphs
+    <https://arxiv.org/abs/2012.09699>`_.
 
     Args:
         scale: The factor :math:`c`; `None` stands for :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product. Or a
             tensor: a single number, or one per head, `[H]`, which may be learnt. (default: `None`)
         negative_slope: Slope of the LeakyReLU for negative products; 1 stands for none. (default: `1.0`)
+        edge: How an edge's term joins the key: `"add"` or `"multiply"`. (default: `"add"`)
+        clamp: The bound :math:`b` of the score. (default: `None`, none)
 
     Shapes:
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Key and value may have fewer heads, a number that
         divides H (grouped queries): consecutive query heads then share one.
+
+    Raises:
+        ValueError: If `edge` is unknown, or `clamp` is not positive.
 
     Example:
         >>> import torch, gattn
@@ -317,29 +336,53 @@ class DotScore(Score):
     broadcasts = True
     families = ("dot",)
 
-    def __init__(self, scale: float | Tensor | None = None, negative_slope: float = 1.0):
+    def __init__(
+        self,
+        scale: float | Tensor | None = None,
+        negative_slope: float = 1.0,
+        *,
+        edge: str = "add",
+        clamp: float | None = None,
+    ):
         _check_slope(negative_slope)
+        if edge not in ("add", "multiply"):
+            raise ValueError(f"an edge's term joins the key by 'add' or 'multiply', not by {edge!r}.")
+        if isinstance(clamp, Tensor):
+            raise TypeError("clamp is a number, which has no gradient.")
+        if clamp is not None and not clamp > 0:
+            raise ValueError(f"clamp is a positive bound of the score; got {clamp}.")
         self.scale = scale
         self.negative_slope = negative_slope
+        self.edge = edge
+        self.clamp = clamp
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is the scaled product and nothing more, where edges have no terms."""
+        return self.negative_slope == 1.0 and self.clamp is None
 
     def family(self, channels: int) -> Family:
         """See `Score.family`."""
         scale = 1.0 if isinstance(self.scale, Tensor) else self.factor(channels)
-        return Family("dot", (scale, self.negative_slope))
+        return Family("dot", (scale, self.negative_slope, float(self.edge == "multiply"), self.clamp or 0.0))
 
     @classmethod
     def from_family(cls, family: Family) -> DotScore:
         """See `Score.from_family`."""
-        return cls(*family.constants)
+        scale, negative_slope, multiplies, bound = family.constants
+        edge = "multiply" if multiplies else "add"
+        return cls(scale, negative_slope, edge=edge, clamp=bound or None)
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
         if query is None:
             raise ValueError("DotScore multiplies query and key; query=None is possible with GATScore only.")
         if edge is not None:
-            key = key + edge
+            key = key + edge if self.edge == "add" else key * edge
         logits: Tensor = (query * key).sum(-1) * self.factor(key.size(-1))
-        return logits if self.negative_slope == 1.0 else F.leaky_relu(logits, self.negative_slope)
+        if self.negative_slope != 1.0:
+            logits = F.leaky_relu(logits, self.negative_slope)
+        return logits if self.clamp is None else logits.clamp(-self.clamp, self.clamp)
 
     def factor(self, channels: int) -> Any:
         """The factor :math:`c` for vectors of this many channels."""
@@ -351,7 +394,8 @@ class DotScore(Score):
         """See `Score.folded`: a tensor as the scale is multiplied into the query."""
         if not isinstance(self.scale, Tensor):
             return query, key, self
-        return (query * self.scale.unsqueeze(-1)).to(query.dtype), key, DotScore(1.0, self.negative_slope)
+        score = DotScore(1.0, self.negative_slope, edge=self.edge, clamp=self.clamp)
+        return (query * self.scale.unsqueeze(-1)).to(query.dtype), key, score
 
     def check(self, heads: int, channels: int) -> None:
         """Raises `ValueError` where a tensor as the scale does not fit `heads`."""
@@ -362,8 +406,9 @@ class DotScore(Score):
             )
 
     def __repr__(self) -> str:
-        slope = "" if self.negative_slope == 1.0 else f", negative_slope={self.negative_slope}"
-        return f"{type(self).__name__}(scale={self.scale}{slope})"
+        more = {"negative_slope": (self.negative_slope, 1.0), "edge": (self.edge, "add"), "clamp": (self.clamp, None)}
+        given = [f", {name}={value!r}" for name, (value, usual) in more.items() if value != usual]
+        return f"{type(self).__name__}(scale={self.scale}{''.join(given)})"
 
 
 class CosineScore(DotScore):

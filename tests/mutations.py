@@ -30,9 +30,15 @@ LAYOUT = f"{KERNELS}/layout.cpp"
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
 )
-DENSE, REFERENCE, CUSTOM_SCORES, EDGE_LISTS = (
+DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH = (
     f"gattn/{name}"
-    for name in ("ops/backends/dense", "ops/reference.py", "ops/custom_scores.py", "graphs/edge_lists.py")
+    for name in (
+        "ops/backends/dense",
+        "ops/reference.py",
+        "ops/custom_parts.py",
+        "graphs/edge_lists.py",
+        "graphs/base.py",
+    )
 )
 
 #: Which tests are to notice, in their order.
@@ -44,7 +50,8 @@ TESTS = {
     TRITON_LAYOUT: ["tests/ops/test_triton.py"],
     DENSE: ["tests/ops/test_dense.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
-    CUSTOM_SCORES: ["tests/ops/test_custom_scores.py"],
+    CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
+    GRAPH: ["tests/ops/test_custom_parts.py"],
     EDGE_LISTS: ["tests/test_graphs.py", "tests/ops/test_layout.py", "tests/nn/test_layers.py"],
 }
 
@@ -360,11 +367,16 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------ users' own scores
     Mutation(
         "a gathered gradient is of its last chunk",
-        CUSTOM_SCORES,
+        CUSTOM_PARTS,
         "        «gathers.sum.index_add_ → gathers.sum = grad.new_zeros(ctx.shape).index_add_»(grad.dim()",
     ),
-    Mutation("a chunk's queries are at its sources", CUSTOM_SCORES, "gather_query(query, «target → source»)"),
-    Mutation("edges in the other flow are not turned", CUSTOM_SCORES, "else «rows.flip(0) → rows»\n"),
+    Mutation("a chunk's queries are at its sources", CUSTOM_PARTS, "gather_query(query, «target → source»)"),
+    Mutation(
+        "edges in the other flow are not turned",
+        GRAPH,
+        "self.edge_index.long()\n        return (first, second) if self.flow == FLOWS[0] else «(second, → (first,»",
+    ),
+    Mutation("masked edges take part", CUSTOM_PARTS, "masked_fill(«~call.mask → call.mask & False», -torch.inf)"),
 ]
 
 # Puts a copy of the package before all others, however gattn is installed.

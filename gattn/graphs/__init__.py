@@ -1,7 +1,8 @@
 """Who attends to whom: the graphs.
 
-`SparseGraph` is a list of edges in any of PyG's forms; `CompleteGraph` is symbolic: every target sees every source (or
-every earlier one, or those within a window). Both are a `Graph`, which is all that the core and the layers know.
+`SparseGraph` is a list of edges in any of PyG's forms, `TypedGraph` one whose edges have types; `CompleteGraph` is
+symbolic: every target sees every source (or every earlier one, or those within a window). All are a `Graph`, which is
+all that the core and the layers know.
 """
 
 from typing import TypeAlias
@@ -11,8 +12,19 @@ from torch_geometric.typing import Adj
 from gattn.graphs.base import FLOWS, EdgeList, Graph
 from gattn.graphs.complete import CompleteGraph
 from gattn.graphs.sparse import Edges, SparseGraph, as_graph
+from gattn.graphs.typed import TypedGraph
 
-__all__ = ["FLOWS", "CompleteGraph", "EdgeList", "Edges", "Graph", "GraphLike", "SparseGraph", "as_graph"]
+__all__ = [
+    "FLOWS",
+    "CompleteGraph",
+    "EdgeList",
+    "Edges",
+    "Graph",
+    "GraphLike",
+    "SparseGraph",
+    "TypedGraph",
+    "as_graph",
+]
 
 #: Whatever `gattn.attend` and the layers take as a graph.
 GraphLike: TypeAlias = Adj | Graph

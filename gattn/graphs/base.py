@@ -41,6 +41,11 @@ class EdgeList(NamedTuple):
         """E, self-loops included; `None` where that is not known without looking at the edges."""
         return None if self.self_loops else self.edge_index.size(1)
 
+    def sources_and_targets(self) -> tuple[Tensor, Tensor]:
+        """The source and the target of each edge, `[E]` each; of edges with all their self-loops."""
+        first, second = self.edge_index.long()
+        return (first, second) if self.flow == FLOWS[0] else (second, first)
+
 
 class Graph(ABC):
     """Base class of `SparseGraph` and `CompleteGraph`.

@@ -147,6 +147,29 @@ def checked(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -
     return edge_index
 
 
+def check_types(edge_type: Tensor, num_types: int, *, anew: bool = False) -> None:
+    """Raises `IndexError` if the type of an edge is out of range, where there are numbers to look at.
+
+    Args:
+        edge_type: `[E]`.
+        num_types: R.
+        anew: Whether to look at each number, even if this was done before. (default: `False`)
+    """
+    if edge_type.numel() == 0 or edge_type.device.type == "meta" or is_functorch_tensor(edge_type) or is_traced():
+        return
+
+    def bounds() -> tuple[int, int]:
+        lowest, highest = edge_type.aminmax()
+        return int(lowest), int(highest)
+
+    lowest, highest = bounds() if anew else derived(edge_type, "bounds", bounds)
+    if lowest < 0 or highest >= num_types:
+        raise IndexError(
+            f"edge_type holds type {lowest if lowest < 0 else highest}, but there are rows for {num_types} types "
+            f"(0 to {num_types - 1})."
+        )
+
+
 def check_range(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> None:
     """Raises `IndexError` if an index is out of range, where there are numbers to look at."""
     edge_index = plain(edge_index)

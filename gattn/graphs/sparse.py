@@ -22,7 +22,7 @@ from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import FLOWS, EdgeList, Graph, check_size
 from gattn.graphs.edge_lists import add_loops, check_range, checked, derived, has_loops, looped, plain
 
-_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Edges(NamedTuple):
@@ -340,7 +340,7 @@ def _check_form(edge_index: Any) -> None:
         raise InputError(
             f"edge_index has shape [2, E], sources above targets; got shape {list(edge_index.shape)}{hint}."
         )
-    if edge_index.dtype not in _INTEGER_DTYPES:
+    if edge_index.dtype not in INTEGER_DTYPES:
         raise InputError(
             f"edge_index holds node indices, so its dtype is an integer one; got {edge_index.dtype}. "
             "Convert it with edge_index.long()."

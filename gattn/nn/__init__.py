@@ -3,6 +3,7 @@
 from gattn.nn.agnn_conv import AGNNConv
 from gattn.nn.dense_gat_conv import DenseGATConv
 from gattn.nn.dna_conv import DNAConv
+from gattn.nn.egat_conv import EGATConv
 from gattn.nn.fa_conv import FAConv
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.gate_conv import GATEConv
@@ -57,6 +58,7 @@ __all__ = [
     "DNAConv",
     "DenseGATConv",
     "DotProductAttention",
+    "EGATConv",
     "FAConv",
     "GATConv",
     "GATEConv",

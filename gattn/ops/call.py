@@ -11,6 +11,8 @@ from torch import Tensor
 from gattn.distributions import Distribution, Law, law_of
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import EdgeList, Graph
+from gattn.graphs.edge_lists import check_types
+from gattn.graphs.sparse import INTEGER_DTYPES
 from gattn.scores import Score
 from gattn.torch_private import guard_or_true
 
@@ -33,6 +35,8 @@ class Call(NamedTuple):
     edge_value: Tensor | None
     edge_projection: Tensor | None
     """`[H, C, D]`, or `[H, 1, D]`; then `edge`, and an `edge_value` that is `edge`, are features `[E, D]`."""
+    edge_type: Tensor | None
+    """`[E]`; then `edge` and `edge_value` have one entry per type instead."""
     graph: Graph
     score: Score
     distribution: Distribution
@@ -82,7 +86,8 @@ class Call(NamedTuple):
         if not self.batch:
             return False
         terms = (None if self.score.scalar else self.edge, self.edge_value)
-        return self.edge_projection is not None or any(term is not None and term.dim() == 3 for term in terms)
+        is_shared = any(term is not None and term.dim() == 3 for term in terms)
+        return is_shared or self.edge_projection is not None
 
     def cast(self, dtype: torch.dtype) -> Call:
         """The same call with vectors in `dtype`; scalars are in the type that is computed in."""
@@ -103,7 +108,13 @@ class Call(NamedTuple):
         )
 
     def with_edges(self) -> Call:
-        """The same call with vectors of edges, `[E, H, C]`, for whoever cannot project their features edge by edge."""
+        """The same call with vectors of edges, `[E, H, C]`, for whoever cannot make them edge by edge."""
+        if self.edge_type is not None:
+            edge, edge_value = (
+                None if table is None else table.index_select(0, self.edge_type) for table in (self.edge, self.edge_value)
+            )
+            edge_value = edge if self.edge_value is self.edge else edge_value
+            return self._replace(edge=edge, edge_value=edge_value, edge_type=None)
         weight = self.edge_projection
         if weight is None or self.edge is None:
             return self
@@ -143,8 +154,15 @@ class Call(NamedTuple):
             ("mask", mask, (heads,)),
             ("edge_value", self.edge_value, of_value),
         ):
+            if self.edge_type is not None and name in ("edge", "edge_value"):
+                continue
             if tensor is not None and not _fits(tensor, last, batch, num_edges, any_heads=name == "mask"):
                 raise InputError(self._unfit(name, tensor, last, num_edges))
+        if self.edge_type is not None and not _may_equal(self.edge_type.size(0), num_edges):
+            raise InputError(
+                f"edge_type has one type per edge, in the order of graph.edge_index: [{num_edges}] for this graph; got "
+                f"{list(self.edge_type.shape)}."
+            )
         return self._replace(bias=bias, mask=mask)
 
     def _unfit(self, name: str, tensor: Tensor, last: tuple[int, ...], num_edges: int | None) -> str:
@@ -170,6 +188,7 @@ def checked_call(
     mask: Tensor | None,
     edge_value: Tensor | None,
     edge_projection: Tensor | None,
+    edge_type: Tensor | None,
     distribution: Distribution,
     dropout: float,
     weights: bool | str,
@@ -186,6 +205,10 @@ def checked_call(
     _check_devices(value, distribution)
     if edge_projection is not None:
         _check_projection(edge_projection, edge, edge_value, key if query is None else query, value, score)
+    if edge_type is not None:
+        if edge_projection is not None:
+            raise InputError("an edge's term is a projection of its features or that of its type: give one of the two.")
+        edge_type = _checked_types(edge_type, edge, edge_value, key if query is None else query, value, score)
     num_targets = None if query is None else query.size(value.dim() - 3)
     graph = graph.resolve(value.size(-3), num_targets, value.shape[:-3], value.device)
     dtype = _promoted(query, key, value, edge, bias, edge_value, edge_projection, *score.tensors())
@@ -195,7 +218,7 @@ def checked_call(
             edge = None if edge is None else edge.unsqueeze(-1)
         else:
             edge_projection = edge_projection.unsqueeze(1)
-    terms = (edge, bias, mask, edge_value, edge_projection)
+    terms = (edge, bias, mask, edge_value, edge_projection, edge_type)
     call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype, law_of(distribution))
     distribution.check(call.batch, call.num_targets, call.heads)
     return call
@@ -291,6 +314,36 @@ def _check_projection(
             f"an edge_value that is edge is projected like it, to {wanted[:-1]} for each edge, but value has "
             f"{list(value.shape[-2:])} for each node."
         )
+
+
+def _checked_types(
+    edge_type: Tensor, edge: Tensor | None, edge_value: Tensor | None, end: Tensor, value: Tensor, score: Score
+) -> Tensor:
+    """Checks types of edges and what has one entry for each; the types in 64 bits."""
+    if not isinstance(edge_type, Tensor):
+        raise InputTypeError(f"edge_type must be a tensor; got {type(edge_type).__name__}.")
+    if edge_type.dtype not in INTEGER_DTYPES or edge_type.dim() != 1:
+        raise InputError(
+            f"edge_type holds the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
+            f"{edge_type.dtype}."
+        )
+    if edge_type.device != value.device:
+        raise InputError(f"edge_type is on {edge_type.device}, the features are on {value.device}: move one of them.")
+    if edge is None and edge_value is None:
+        raise InputError("edge_type says which rows of edge and edge_value are an edge's, and there are none.")
+    heads = end.shape[-1:] if score.scalar else end.shape[-2:-1]
+    of_edge = heads if score.scalar else end.shape[-2:]
+    of_value = of_edge if edge_value is edge else (*heads, value.size(-1))
+    for name, table, last in (("edge", edge, of_edge), ("edge_value", edge_value, of_value)):
+        if table is not None and (table.shape[1:] != last or table.dim() != 1 + len(last)):
+            letters = "[R, H]" if len(last) == 1 else "[R, H, C]"
+            raise InputError(
+                f"with edge_type, {name} has one row for each of R types, {letters}, here [R, "
+                f"{', '.join(map(str, last))}]; got {list(table.shape)}."
+            )
+        if table is not None:
+            check_types(edge_type, table.size(0))
+    return edge_type.long()
 
 
 def _with_heads(mask: Tensor, batch: torch.Size, heads: int, num_edges: int | None) -> Tensor:

@@ -42,6 +42,8 @@ class Inputs(NamedTuple):
     """`[..., E, H, C]`, or, if it is to be projected, `[E, D]`"""
     edge_projection: Tensor | None
     """`[H, C, D]`"""
+    edge_type: Tensor | None
+    """`[E]` in 64 bits; then `edge` has one entry per type"""
     bias: Tensor | None
     """`[..., E, H]`"""
     mask: Tensor | None
@@ -138,14 +140,26 @@ class Inputs(NamedTuple):
         if projection is not None:
             of_edge = projection.shape[2:]
             self._check_projection(projection)
+        num_rows = num_edges if self.edge_type is None or self.edge is None else self.edge.size(0)
         for name, tensor, size, wanted in (
-            ("edge", self.edge, (num_edges, *of_edge), terms if projection is None else dtype),
+            ("edge", self.edge, (num_rows, *of_edge), terms if projection is None else dtype),
             ("bias", self.bias, (num_edges, heads), compute),
             ("mask", mask, (num_edges, 1 if mask is not None and mask.size(-1) == 1 else heads), torch.bool),
             ("edge_value", self.edge_value, (num_edges, heads, value_channels), dtype),
         ):
             if tensor is not None and (tensor.shape not in (size, (*front, *size)) or tensor.dtype != wanted):
                 raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), wanted))
+        if self.edge_type is not None:
+            self._check_types(self.edge_type, num_edges)
+
+    def _check_types(self, types: Tensor, num_edges: int) -> None:
+        """Checks types of edges, and what has one row for each type; not which types there are."""
+        if types.shape != (num_edges,) or types.dtype != torch.int64:
+            raise ValueError(_UNFIT.format("edge_type", list(types.shape), types.dtype, [num_edges], torch.int64))
+        is_value = self.edge_is_value and (self.vector is not None or self.values.size(-1) != self.key.size(-1))
+        has_rows = self.edge is not None and self.edge.dim() == 3
+        if not has_rows or self.edge_projection is not None or self.edge_value is not None or is_value:
+            raise ValueError("edge_type chooses rows [R, H, C] of edge; they are values only without a vector.")
 
     def _check_projection(self, projection: Tensor) -> None:
         """Checks a projection, and that what it is to project are features."""
@@ -268,6 +282,7 @@ class AttentionOperator:
             vector=vector,
             edge=call.edge,
             edge_projection=call.edge_projection,
+            edge_type=call.edge_type,
             bias=call.bias,
             mask=call.mask,
             edge_value=None if edge_is_value else call.edge_value,
@@ -516,6 +531,8 @@ def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
     edge = inputs.edge
     if edge is not None and inputs.edge_projection is not None:
         edge = torch.einsum("ed,hcd->ehc", edge.to(inputs.edge_projection.dtype), inputs.edge_projection).to(edge.dtype)
+    if edge is not None and inputs.edge_type is not None:
+        edge = edge.index_select(0, inputs.edge_type)
     return reference.attention(
         inputs.query,
         inputs.key,

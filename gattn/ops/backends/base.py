@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gattn.graphs import EdgeList
+from gattn.ops import reference
 from gattn.ops.call import Call
 from gattn.ops.dropout import draw_seed, drop
 from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trace
@@ -62,6 +63,24 @@ class Backend(ABC):
             call: One that it does not refuse.
             module: The module that attends, whose hooks the reference runs.
         """
+
+    def logits(self, call: Call) -> tuple[Tensor, EdgeList]:
+        """The logits of a call, bias included and nothing masked, `[..., E, H]`, and the edges that they belong to.
+
+        Args:
+            call: One that it does not refuse.
+        """
+        edges = call.graph.edge_list(call.value.device)
+        call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
+        logits = reference.logits(*on_ends(call, edges), call.score)
+        return logits if call.bias is None else logits + call.bias, edges
+
+
+def on_ends(call: Call, edges: EdgeList) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """The terms of a call's score for each edge, `[..., E, H, C]`: the target's, the source's and the edge's own."""
+    source, target = edges.sources_and_targets()
+    query = None if call.query is None else call.query.index_select(-3, target)
+    return query, reference.repeat_heads(call.key.index_select(-3, source), call.heads), call.edge
 
 
 def needs_plain_pytorch() -> str | None:

@@ -12,7 +12,7 @@ from gattn.distributions import Law
 from gattn.graphs import EdgeList
 from gattn.ops.backends.base import Backend, Result, finish, new_seed
 from gattn.ops.call import Call
-from gattn.ops.custom_scores import with_finished_logits
+from gattn.ops.custom_parts import as_sum, finished_logits, with_finished, with_finished_weights
 from gattn.ops.operator import AttentionOperator
 from gattn.scores import Family, family_of
 from gattn.torch_private import is_traced
@@ -45,8 +45,8 @@ class KernelBackend(Backend):
         return law is not None
 
     def projects_edges(self, call: Call) -> bool:
-        """Whether its kernels project the features of the edges of a call whose family they know."""
-        return False
+        """Whether its kernels make the vectors of edges of a call whose family they know from features or types."""
+        return call.edge_projection is None and call.edge_type is None
 
     def refuses(self, call: Call) -> str | None:
         """See `Backend.refuses`."""
@@ -54,27 +54,49 @@ class KernelBackend(Backend):
             return f"the tensors are on {call.value.device}"
         if call.value.dtype not in DTYPES:
             return f"it knows float64, float32, bfloat16 and float16, not {call.value.dtype}"
-        if not self.knows_law(call.law):
-            return f"it knows the softmax and gattn's own gates, not {call.distribution}"
         return None
 
     def attend(self, call: Call, module: Attention) -> Result:
         """See `Backend.attend`."""
-        is_known = self.knows(family_of(call.score, call.channels))
+        knows_score, knows_law = self._knows_score(call), self.knows_law(call.law)
         # Kernels check indices and add self-loops themselves (but compiled code must know how many weights there are,
-        # and a score that is unknown to kernels is asked edge by edge).
-        raw = is_known and not (call.weights and torch.compiler.is_compiling())
+        # and what is unknown to kernels is asked edge by edge).
+        raw = knows_score and knows_law and not (call.weights and torch.compiler.is_compiling())
         edges = call.graph.edge_list(call.value.device, raw=raw)
         call = call.on_edges(edges, self._num_edges(call, edges))
-        if not (is_known and self.projects_edges(call)):
-            call = call.with_edges()
-        if not is_known:
-            call = with_finished_logits(call, edges)
-        # A batch's gradients of the vectors that it shares are summed before they are rounded.
-        call = call.cast(call.compute if call.shares_vectors_of_edges else call.dtype)
+        if not knows_law:
+            call = with_finished_weights(call, edges, self._logits(call, edges))
+        elif not knows_score:
+            call = with_finished(call, edges, finished_logits(call, edges))
         seed = new_seed(call)
-        out, alpha = self.operator(call, edges, seed)
+        out, alpha = self._run(call, edges, seed)
         return finish(call, edges, out, alpha, None, seed)
+
+    def logits(self, call: Call) -> tuple[Tensor, EdgeList]:
+        """See `Backend.logits`."""
+        edges = call.graph.edge_list(call.value.device)
+        return self._logits(call.on_edges(edges, edges.num_edges), edges), edges
+
+    def _logits(self, call: Call, edges: EdgeList) -> Tensor:
+        """The logits of a call, bias included, `[..., E, H]`, in the type that is computed in."""
+        if not self._knows_score(call):
+            return finished_logits(call, edges)
+        # They are the weights of a sum of nothing.
+        nothing = call.value.new_zeros(*call.value.shape[:-1], 0)
+        asked = as_sum(call._replace(value=nothing, edge_value=None, dropout=0.0, weights=True))
+        _, logits = self._run(asked, edges, None)
+        assert logits is not None
+        return logits
+
+    def _knows_score(self, call: Call) -> bool:
+        return self.knows(family_of(call.score, call.channels))
+
+    def _run(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Output and weights of a call of what kernels know, bias and mask per edge."""
+        if not self.projects_edges(call):
+            call = call.with_edges()
+        # A batch's gradients of the vectors that it shares are summed before they are rounded.
+        return self.operator(call.cast(call.compute if call.shares_vectors_of_edges else call.dtype), edges, seed)
 
     def _num_edges(self, call: Call, edges: EdgeList) -> int | None:
         if edges.num_edges is None and call.has_edge_terms and not is_traced():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gattn.distributions import DISTRIBUTIONS, Law
+from gattn.graphs.edge_lists import check_types
 from gattn.ops.backends.base import Missing, needs_plain_pytorch
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.cpu.layout import Layout, layout_of
@@ -23,6 +24,8 @@ from gattn.scores import Family, Score, family_of
 # Below this many channels read, threads cost more than they give.
 _SERIAL_WORK = 1 << 16
 _HUGE_BYTES = 1 << 22
+# Each task has a sum of gradients for each type; with more types than a fraction of its edges, edges themselves are less.
+_MOST_TYPES = 512
 
 _load_error = native.load_error()  # asked once: compiled code cannot ask
 _families = frozenset() if _load_error else frozenset(filter(native.knows_family, Score.known_families()))
@@ -51,6 +54,8 @@ class Cpu(KernelBackend):
         """See `KernelBackend.projects_edges`."""
         family = family_of(call.score, call.channels)
         is_value = call.edge_value is not None
+        if call.edge_type is not None and (call.edge is None or call.edge.size(0) > _MOST_TYPES):
+            return False
         return not is_value or (call.edge_value is call.edge and family is not None and family.vector is None)
 
     def missing(self) -> Missing | None:
@@ -105,8 +110,13 @@ class _Plan:
             assert inputs.edge is not None
             arguments.edge_channels = inputs.edge.size(-1)
             self._readable("edge", inputs.edge, inputs.edge.contiguous())
+        if inputs.edge_type is not None:
+            assert inputs.edge is not None
+            arguments.edge_channels = inputs.edge.size(0)
+            self._readable("edge", inputs.edge, inputs.edge.contiguous())
+            self._readable("edge_type", inputs.edge_type, inputs.edge_type.contiguous())
         for name, inner in (("edge", 2), ("bias", 1), ("edge_value", 2)):
-            if (tensor := getattr(inputs, name)) is not None and (name != "edge" or projection is None):
+            if (tensor := getattr(inputs, name)) is not None and (name != "edge" or not arguments.edge_channels):
                 rows = self._readable(name, tensor, flat(tensor, inner).contiguous())
                 setattr(arguments, f"{name}_batch", 0 if rows.size(0) == 1 else rows.stride(0))
         if inputs.edge_is_value:
@@ -132,7 +142,7 @@ class _Plan:
 
 
 #: The inputs whose memory kernels read.
-_READ = ("query", "key", "value", "vector", "edge", "bias", "mask", "edge_value", "sink")
+_READ = ("query", "key", "value", "vector", "edge", "edge_type", "bias", "mask", "edge_value", "sink")
 _PLANNED = operator.itemgetter(*(Inputs._fields.index(name) for name in (*_READ, "edge_projection")))
 _MOST_PLANS = 16
 
@@ -163,6 +173,8 @@ class _Arguments:
                 layout.plans.clear()
             layout.plans[key] = plan
         self.plan: _Plan = plan
+        if inputs.edge_type is not None and inputs.edge is not None:
+            check_types(inputs.edge_type, inputs.edge.size(0), anew=inputs.traced)
         self.held: list[Tensor] = []
         self.arguments = arguments = native.Arguments.from_buffer_copy(plan.arguments)
         for name in plan.names:
@@ -231,7 +243,8 @@ def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype
 def _record_bytes(inputs: Inputs) -> int:
     """How many bytes per edge the forward pass leaves for the backward pass."""
     (family, _), dtype = native.family(inputs.family), DTYPES.index(inputs.key.dtype)
-    channels, has_edge = inputs.key.size(-1), inputs.edge is not None and inputs.edge_projection is None
+    channels, made = inputs.key.size(-1), (inputs.edge_projection, inputs.edge_type)
+    has_edge = inputs.edge is not None and made == (None, None)
     num_bytes: int = native.library().gattn_record_bytes(family, dtype, inputs.heads, channels, has_edge)
     return num_bytes
 
@@ -299,9 +312,13 @@ def _backward(
         sums = call.empty(by_source.num_tasks * plan.batch, projection.size(-1), plan.heads * plan.channels)
         grads["edge_projection"] = sums
         arguments.grad_edge_projection = sums.data_ptr()
+    table = None if inputs.edge_type is None else inputs.edge
+    if table is not None and ("edge" in wanted or ("vector" in wanted and plan.record_bytes)):
+        grads["edge"] = call.empty(by_source.num_tasks * plan.batch, *table.shape)
+        arguments.grad_edge_projection = grads["edge"].data_ptr()
     for name in wanted:
         tensor: Tensor = getattr(inputs, name)
-        if name in ("edge_projection", "sink"):
+        if name in ("edge_projection", "sink") or (name == "edge" and table is not None):
             continue
         if name == "vector":  # each task has a sum of its own
             tasks = layout.by_target.num_tasks + by_source.num_tasks
@@ -311,7 +328,7 @@ def _backward(
         else:
             grads[name] = call.empty(*tensor.shape, dtype=tensor.dtype)
         setattr(arguments, f"grad_{name}", grads[name].data_ptr())
-    if inputs.edge_is_value and "edge" in wanted:
+    if inputs.edge_is_value and "edge" in wanted and table is None:
         arguments.grad_edge_value = arguments.grad_edge
     if "query" in wanted or "vector" in wanted:
         arguments.target_pass = 1
@@ -320,6 +337,8 @@ def _backward(
     vector = inputs.vector
     if projection is not None and "edge_projection" in grads:
         grads["edge_projection"] = grads["edge_projection"].sum(0).t().reshape(projection.shape).contiguous()
+    if table is not None and "edge" in grads:
+        grads["edge"] = grads["edge"].sum(0)
     for name in wanted:
         tensor = getattr(inputs, name)
         if name == "sink":
@@ -329,10 +348,14 @@ def _backward(
             grads[name] = grads[name].sum(0).to(tensor.dtype)
             if projection is not None and plan.record_bytes:
                 grads[name] += (grads["edge_projection"] * projection).sum(-1)
-        elif name in _PER_EDGE:
+            if table is not None and plan.record_bytes:
+                grads[name] += (grads["edge"] * table).sum(0)
+        elif name in _PER_EDGE and not (name == "edge" and table is not None):
             grads[name] = grads[name].view(*plan.front, *grads[name].shape[1:]).sum_to_size(tensor.shape)
     if vector is not None and "edge_projection" in grads:
         grads["edge_projection"] = grads["edge_projection"] * vector.unsqueeze(-1)
+    if table is not None and "edge" in grads:
+        grads["edge"] = (grads["edge"] if vector is None else grads["edge"] * vector).to(table.dtype)
     return [grads[name] for name in wanted]
 
 

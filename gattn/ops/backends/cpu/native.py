@@ -64,6 +64,7 @@ class Arguments(ctypes.Structure):
         *_fields("vector edge bias mask edge_value", ctypes.c_void_p),
         *_fields("edge_projection edge_projection_rows", ctypes.c_void_p),
         ("edge_channels", ctypes.c_int64),
+        ("edge_type", ctypes.c_void_p),
         *_fields("edge_batch bias_batch mask_batch mask_edge mask_head edge_value_batch", ctypes.c_int64),
         *_fields("dropout seed threshold", ctypes.c_int64),
         ("keep_scale", ctypes.c_double),

@@ -85,9 +85,8 @@ class Dense(Backend):
 def _is_dot(score: Score) -> TypeGuard[DotScore]:
     """Whether a score is the plain dot product; a subclass with another formula is not."""
     if type(score) is DotScore:  # by far the most frequent, and asked for several times a call
-        return score.negative_slope == 1.0 and "logits" not in vars(score)
-    family = family_of(score, 1)
-    return family is not None and family.name == "dot" and family.constants[1] == 1.0
+        return score.is_product and "logits" not in vars(score)
+    return isinstance(score, DotScore) and score.is_product and family_of(score, 1) is not None
 
 
 def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:

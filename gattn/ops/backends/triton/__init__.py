@@ -131,6 +131,7 @@ class _Launches:
         self.constants = {
             "SCORE": score,
             "CONSTANTS": tuple(inputs.constants),
+            "MULTIPLIES": inputs.edge is not None and bool(dict(zip(names, inputs.constants)).get("multiplies")),
             "LAW": _kernels().LAWS[inputs.distribution],
             "NORMALIZED": self.is_normalized,
             "EPSILON": 0.0 if self.is_softmax else second,

@@ -69,7 +69,7 @@ def _is_kept(seed, number, threshold):
 
 
 # Families of scores, one function each. q and k are a target's and a source's terms, [R, H, C] (an edge's own is part
-# of k), a is the additive score's vector, [1, H, C], and the constants come in the order in which `FAMILIES` names
+# of k, added or, with MULTIPLIES, multiplied), a is the additive score's vector, [1, H, C], and the constants come in the order in which `FAMILIES` names
 # them. Without `grad` a function returns the logits, [R, H]; with their gradients, [R, H, 1], those of q, k and a for
 # each edge. The compiler drops what a kernel does not use.
 
@@ -88,12 +88,28 @@ def _leaky_relu(q, k, a, grad, CONSTANTS: tl.constexpr):
 
 
 @triton.jit
-def _tanh(q, k, a, grad, CONSTANTS: tl.constexpr):
-    y = 1.0 - 2.0 / (tl.exp(2.0 * (q + k)) + 1.0)
+def _smooth(q, k, a, grad, CONSTANTS: tl.constexpr):
+    name: tl.constexpr = CONSTANTS[0]
+    x = q + k
+    if name == 0:
+        y = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+        slope = 1.0 - y * y
+    elif name == 1:  # ELU; an infinite exponential is not chosen
+        e = tl.exp(x)
+        y = tl.where(x > 0, x, e - 1.0)
+        slope = tl.where(x > 0, 1.0, e)
+    elif name == 2:  # GELU
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * below
+        slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:  # SiLU
+        p = 1.0 / (1.0 + tl.exp(-x))
+        y = x * p
+        slope = p * (1.0 + x * (1.0 - p))
     if grad is None:
         return tl.sum(a * y, axis=2)
     else:
-        through = grad * a * (1.0 - y * y)
+        through = grad * a * slope
         return through, through, grad * y
 
 
@@ -101,11 +117,17 @@ def _tanh(q, k, a, grad, CONSTANTS: tl.constexpr):
 def _dot(q, k, a, grad, CONSTANTS: tl.constexpr):
     scale: tl.constexpr = CONSTANTS[0]
     slope: tl.constexpr = CONSTANTS[1]
+    bound: tl.constexpr = CONSTANTS[3]
     s = tl.sum(q * k, axis=2) * scale
+    y = tl.where(s > 0, s, s * slope)
     if grad is None:
-        return tl.where(s > 0, s, s * slope)
+        if bound != 0.0:
+            y = tl.where(y > bound, bound, tl.where(y < -bound, -bound, y))
+        return y
     else:
         grad = tl.where((s > 0)[:, :, None], grad, grad * slope) * scale
+        if bound != 0.0:
+            grad = tl.where(((y > bound) | (y < -bound))[:, :, None], 0.0, grad)
         return grad * k, grad * q, grad
 
 
@@ -119,8 +141,8 @@ def _sum(q, k, a, grad, CONSTANTS: tl.constexpr):
 FAMILIES = {
     "gat": (_leaky_relu, ("negative_slope",)),
     "leaky_relu": (_leaky_relu, ("negative_slope",)),
-    "tanh": (_tanh, ()),
-    "dot": (_dot, ("scale", "negative_slope")),
+    "smooth": (_smooth, ("activation",)),
+    "dot": (_dot, ("scale", "negative_slope", "multiplies", "bound")),
     "sum": (_sum, ()),
 }
 
@@ -282,7 +304,7 @@ def forward(
     query_row, query_batch, key_row, key_batch, value_row, value_batch,
     edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
     threshold: tl.int64, keep_scale: tl.float64,
-    SCORE: tl.constexpr, CONSTANTS: tl.constexpr,
+    SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr,
     LAW: tl.constexpr, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
@@ -317,7 +339,8 @@ def forward(
         k = _load(key + batch * key_batch, j, key_row, key_offset, is_edge, is_offset, COMPUTE)
         v = _load(value + batch * value_batch, j, value_row, value_offset, is_edge, is_value, COMPUTE)
         if edge is not None:
-            k += _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+            x = _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+            k = k * x if MULTIPLIES else k + x
         if edge_value is not None:
             width: tl.constexpr = HEADS * VALUE_CHANNELS
             v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
@@ -440,7 +463,7 @@ def backward_by_source(
     query_row, query_batch, key_row, key_batch, value_row, value_batch,
     edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
     threshold: tl.int64, keep_scale: tl.float64,
-    SCORE: tl.constexpr, CONSTANTS: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
@@ -472,7 +495,8 @@ def backward_by_source(
         k = key_j
         v = value_j
         if edge is not None:
-            k += _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+            x = _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+            k = k * x if MULTIPLIES else k + x
         if edge_value is not None:
             width: tl.constexpr = HEADS * VALUE_CHANNELS
             v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
@@ -508,8 +532,10 @@ def backward_by_source(
         if grad_vector is not None:
             vector_sum += by_vector
         u = dropped[:, :, None] * g
-        key_sum += t
+        key_sum += t * x if MULTIPLIES else t
         value_sum += u
+        if MULTIPLIES:
+            t *= key_j
         if EDGE_IS_VALUE:
             t += u
         if grad_edge is not None:
@@ -539,7 +565,7 @@ def backward_by_target(
     grad_query, partial,
     num_tasks, num_slots, num_targets, num_terms,
     query_row, query_batch, key_row, key_batch, edge_batch,
-    SCORE: tl.constexpr, CONSTANTS: tl.constexpr,
+    SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -562,7 +588,8 @@ def backward_by_target(
             j = tl.load(node + place, mask=is_edge, other=0)
             k = _load(key + batch * key_batch, j, key_row, key_offset, is_edge, is_offset, COMPUTE)
             if edge is not None:
-                k += _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+                x = _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+                k = k * x if MULTIPLIES else k + x
         by_query, _by_key, _by_vector = SCORE(q, k, a, ds[:, :, None], CONSTANTS)
         acc += by_query
     target = tl.where(row >= 0, batch * num_targets + row, -1)

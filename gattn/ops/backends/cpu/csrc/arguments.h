@@ -45,13 +45,14 @@ struct Arguments {
   int64_t value_is_key;
   int64_t query_row, query_batch, key_row, key_batch, value_row, value_batch;
   const void* vector;      // [H, C]
-  const void* edge;        // [E, H, C], of scalar scores [E, H], to be projected [E, D]
+  const void* edge;        // [E, H, C], of scalar scores [E, H], to be projected [E, D]; with types [D, H, C] or [D, H]
   const void* bias;        // [E, H]
   const uint8_t* mask;     // [E, H]
   const void* edge_value;  // [E, H, V]; may be the same as edge
   const void* edge_projection;       // [D, H, C], projects the edge's features
   const void* edge_projection_rows;  // [H, C, D], the same
   int64_t edge_channels;         // D, 0: nothing is projected
+  const int64_t* edge_type;      // [E], which row of `edge` is an edge's; null: it has its own
   int64_t edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch;
 
   // Dropout: weight n is kept, times keep_scale, where its random number, of 32 bits, is at least the threshold.
@@ -78,7 +79,7 @@ struct Arguments {
   void *grad_query, *grad_key, *grad_value;  // each possibly null
   void* grad_vector;       // [tasks by target + tasks by source, B, H, C] partial sums
   void* grad_edge;         // like edge; with the batch in front
-  void* grad_edge_projection;  // [tasks by source, B, D, H, C] partial sums, but for the family's vector
+  void* grad_edge_projection;  // [tasks by source, B, D, H, C] partial sums, but for the family's vector; or of types
   void* grad_bias;         // [B, E, H]
   void* grad_edge_value;   // like edge_value; with the batch in front
 };

@@ -128,6 +128,10 @@ class Block : public Heads {
   }
   const T* const* score_edges(int64_t b, int n) {
     if (a.edge_channels == 0) return edge_rows(a.edge, a.edge_batch, b, C, n, score_edge);
+    if (a.edge_type != nullptr) {
+      for (int e = 0; e < n; ++e) score_edge[e] = projection.row_of_type<T>(e);
+      return score_edge;
+    }
     const T* rows = projection.projected<T>(n);
     for (int e = 0; e < n; ++e) score_edge[e] = rows + e * H * C;
     return score_edge;

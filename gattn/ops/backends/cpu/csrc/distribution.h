@@ -22,13 +22,16 @@ struct Exponential {
 struct Logistic {
   static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) {
-    const Vec<A> y = A(1) / (A(1) + vector_exp(-logit));
+    const Vec<A> y = logistic(logit);
     return {y, y * (A(1) - y)};
   }
 };
 struct HyperbolicTangent {
   static constexpr bool kHasBase = false;
-  static INLINE Applied apply(Vec<A> logit) { return Tanh(nullptr).apply(logit); }
+  static INLINE Applied apply(Vec<A> logit) {
+    const Vec<A> y = vector_tanh(logit);
+    return {y, A(1) - y * y};
+  }
 };
 struct Linear {
   static constexpr bool kHasBase = false;

@@ -10,8 +10,8 @@
 // A scalar family's logit is that of x = query + key + edge:
 //   apply(x)  the logit and its derivative
 //
-// Any other's is the sum over channels of a value, weighted by the vector, or else times scale() and, where it is
-// negative, times `slope`. The edge's term is always added to the key, so that the derivative by one is that by the other:
+// Any other's is the sum over channels of a value, weighted by the vector, or else times scale(), then finish()ed unless
+// is_linear(). Key and edge may change places, so that the derivative by one is that by the other:
 //   value<kOwn>(own, other, edge)  the value of a channel, given the channel of the end `kOwn`, that of the other end,
 //                                  and the edge's, which may be `None`
 //   apply<kOwn>(own, other, edge)  the same with its derivative by `own`
@@ -19,6 +19,8 @@
 // A family is made of Arguments.constants: it has a constructor from them. An activation of an additive one has such a
 // constructor, too, kConstants, kIsPiecewiseLinear (whether it is x times 1 or `slope`, a member), value(x) and apply(x).
 #pragma once
+
+#include <type_traits>
 
 #include "simd.h"
 
@@ -48,16 +50,48 @@ struct LeakyReLU {
   }
 };
 
-struct Tanh {
-  static constexpr const char* kConstants = "";
-  static constexpr bool kIsPiecewiseLinear = false;
+// The smooth ones: chosen when the kernel runs, and not made part of each loop, as calls cost little beside them.
+enum SmoothName : int64_t { kSmoothTanh, kSmoothELU, kSmoothGELU, kSmoothSiLU };
 
-  explicit Tanh(const double*) {}
-  INLINE Vec<A> value(Vec<A> x) const { return vector_tanh(x); }
-  INLINE Applied apply(Vec<A> x) const {
-    const Vec<A> y = value(x);
-    return {y, A(1) - y * y};
+INLINE Vec<A> logistic(Vec<A> x) { return A(1) / (A(1) + vector_exp(-x)); }
+
+[[gnu::noinline]] inline Applied apply_smooth(int64_t name, Vec<A> x) {
+  switch (name) {
+    case kSmoothELU: {
+      const Vec<A> y = vector_exp(x);  // for large x infinite, and not chosen
+      return {x > A(0) ? x : y - A(1), x > A(0) ? splat<Vec<A>>(A(1)) : y};
+    }
+    case kSmoothGELU: {
+      const Vec<A> below = vector_normal(x), density = A(0.39894228040143268) * vector_exp(A(-0.5) * x * x);
+      return {x * below, below + x * density};
+    }
+    case kSmoothSiLU: {
+      const Vec<A> y = logistic(x);
+      return {x * y, y * (A(1) + x * (A(1) - y))};
+    }
+    default: {
+      const Vec<A> y = vector_tanh(x);
+      return {y, A(1) - y * y};
+    }
   }
+}
+[[gnu::noinline]] inline Vec<A> smooth(int64_t name, Vec<A> x) {
+  switch (name) {
+    case kSmoothELU: return x > A(0) ? x : vector_exp(x) - A(1);
+    case kSmoothGELU: return x * vector_normal(x);
+    case kSmoothSiLU: return x * logistic(x);
+    default: return vector_tanh(x);
+  }
+}
+
+struct Smooth {
+  static constexpr const char* kConstants = "activation";
+  static constexpr bool kIsPiecewiseLinear = false;
+  int64_t name;
+
+  explicit Smooth(const double* constants) : name(int64_t(constants[0])) {}
+  INLINE Vec<A> value(Vec<A> x) const { return smooth(name, x); }
+  INLINE Applied apply(Vec<A> x) const { return apply_smooth(name, x); }
 };
 
 // ------------------------------------------------------------------------------------------------------------ families
@@ -100,36 +134,57 @@ struct AdditiveLeakyReLU : Additive<LeakyReLU> {
   using Additive::Additive;
 };
 
-struct AdditiveTanh : Additive<Tanh> {
-  static constexpr const char* kName = "tanh";
+struct AdditiveSmooth : Additive<Smooth> {
+  static constexpr const char* kName = "smooth";
   using Additive::Additive;
 };
 
-// LeakyReLU(scale <query, key + edge>); of slope 1 without one.
+// LeakyReLU(scale <query, key + edge>), of slope 1 without one, between -bound and bound unless that is 0; or the edge is
+// multiplied.
 struct Dot {
   static constexpr const char* kName = "dot";
-  static constexpr const char* kConstants = "scale negative_slope";
+  static constexpr const char* kConstants = "scale negative_slope multiplies bound";
   static constexpr bool kScalar = false, kHasVector = false, kKeepsSigns = false;
   A factor, slope;
+  bool multiplies;
+  A bound;
 
-  explicit Dot(const double* constants) : factor(A(constants[0])), slope(A(constants[1])) {}
+  explicit Dot(const double* constants)
+      : factor(A(constants[0])),
+        slope(A(constants[1])),
+        multiplies(constants[2] != 0),
+        bound(constants[3] == 0 ? A(INFINITY) : A(constants[3])) {}
   A scale() const { return factor; }
+
+  // What is done to the product, and its derivative.
+  bool is_linear() const { return slope == 1 && bound == A(INFINITY); }
+  INLINE Applied finish(Vec<A> product) const {
+    const Vec<A> y = product > A(0) ? product : product * slope;
+    const Vec<A> derivative = product > A(0) ? splat<Vec<A>>(A(1)) : splat<Vec<A>>(slope);
+    const Vec<A> low = splat<Vec<A>>(-bound), high = splat<Vec<A>>(bound);
+    return {y > high ? high : (y < low ? low : y), y > high ? Vec<A>{} : (y < low ? Vec<A>{} : derivative)};
+  }
+
+  static INLINE Vec<A> with_edge(Vec<A> x, None) { return x; }
+  INLINE Vec<A> with_edge(Vec<A> x, Vec<A> edge) const { return multiplies ? x * edge : x + edge; }
 
   template <End kOwn, class Edge>
   INLINE Vec<A> value(Vec<A> own, Vec<A> other, Edge edge) const {
-    if constexpr (kOwn == kTarget) return own * (other + edge);
-    else return (own + edge) * other;
+    if constexpr (kOwn == kTarget) return own * with_edge(other, edge);
+    else return with_edge(own, edge) * other;
   }
   template <End kOwn, class Edge>
   INLINE Applied apply(Vec<A> own, Vec<A> other, Edge edge) const {
-    if constexpr (kOwn == kTarget) return {value<kOwn>(own, other, edge), other + edge};
-    else return {value<kOwn>(own, other, edge), other};
+    const Vec<A> value_ = value<kOwn>(own, other, edge);
+    if constexpr (kOwn == kTarget) return {value_, with_edge(other, edge)};
+    else if constexpr (std::is_same_v<Edge, None>) return {value_, other};
+    else return {value_, multiplies ? other * edge : other};
   }
 };
 
 template <class... F>
 struct List {};
 
-using Families = List<GAT, AdditiveLeakyReLU, AdditiveTanh, Dot>;
+using Families = List<GAT, AdditiveLeakyReLU, AdditiveSmooth, Dot>;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Features of edges, [E, D], which a weight [D, width] turns into rows of channels block by block: nothing of size
-// [E, width] is ever stored.
+// Features of edges, [E, D], which a weight [D, width] turns into rows of channels block by block, or types of edges,
+// each of which has such a row: nothing of size [E, width] is ever stored.
 #pragma once
 
 #include "rows.h"
@@ -39,36 +39,49 @@ void add_products(int64_t rows, int64_t terms, const A* x, int64_t row, int64_t 
   });
 }
 
-// The features of a block's edges. Without any (`channels` is zero), it has no memory and is never asked.
+// The features or types of a block's edges. Without any (`channels` is zero), it has no memory and is never asked.
 class Projection {
  public:
   static int64_t workspace_elements(const Arguments& a) {
     if (a.edge_channels == 0) return 0;
-    return kBlock * (2 * a.edge_channels + 2 * a.heads * a.channels);
+    return kBlock * ((a.edge_type == nullptr ? 2 * a.edge_channels : 0) + 2 * a.heads * a.channels);
   }
   Projection(const Arguments& arguments, A* workspace)
       : a(arguments), channels(a.edge_channels), width(a.heads * a.channels) {
-    features = workspace, gradients = features + kBlock * channels;
-    rows = gradients + kBlock * channels, row_gradients = rows + kBlock * width;
+    const int64_t of_features = a.edge_type == nullptr ? kBlock * channels : 0;
+    features = workspace, gradients = features + of_features;
+    rows = gradients + of_features, row_gradients = rows + kBlock * width;
   }
 
   // The block now consists of these edges.
   void gather(const int64_t* edge, int n) {
+    is_projected = false;
     for (int e = 0; e < n; ++e) {
+      if (a.edge_type != nullptr) {
+        type[e] = a.edge_type[edge[e]];
+        continue;
+      }
       const T* from = static_cast<const T*>(a.edge) + edge[e] * channels;
       for_strips(channels, [&](auto strip) INLINE_LAMBDA {
         using S = decltype(strip);
         EACH_VECTOR strip.store_at(features + e * channels, k, strip.load_at(from, k));
       });
     }
-    is_projected = false;
+  }
+  // The row of an edge's type.
+  template <class X>
+  const X* row_of_type(int e) const {
+    return static_cast<const X*>(a.edge) + type[e] * width;
   }
   // Their rows, of type T or A, computed when they are first asked for.
   template <class X>
   const X* projected(int n) {
     X* to = reinterpret_cast<X*>(rows);
-    if (!is_projected)
+    if (a.edge_type != nullptr) {
+      for (int e = 0; e < n; ++e) memcpy(to + e * width, row_of_type<X>(e), size_t(width) * sizeof(X));
+    } else if (!is_projected) {
       add_products<false>(n, channels, features, channels, 1, static_cast<const A*>(a.edge_projection), width, to);
+    }
     is_projected = true;
     return to;
   }
@@ -85,6 +98,11 @@ class Projection {
   // What the gradients of the block's rows mean for the weight, and, multiplied by `factor`, unless that is null, for
   // the features.
   void add_gradients(const int64_t* edge, int64_t b, int n, A* of_rows, const A* factor) {
+    if (a.edge_type != nullptr) {
+      for (int e = 0; e < n && weight_gradient != nullptr; ++e)
+        add_row(of_rows + e * width, weight_gradient + type[e] * width);
+      return;
+    }
     if (weight_gradient != nullptr)
       add_products<true>(channels, n, features, 1, channels, of_rows, width, weight_gradient);
     if (a.grad_edge == nullptr) return;
@@ -98,12 +116,20 @@ class Projection {
   }
 
  private:
+  void add_row(const A* row, A* to) const {
+    for_strips(width, [&](auto strip) INLINE_LAMBDA {
+      using S = decltype(strip);
+      EACH_VECTOR strip.store_at(to, k, strip.load_at(to, k) + strip.load_at(row, k));
+    });
+  }
+
   const Arguments& a;
   const int64_t channels, width;
   A *features, *gradients;  // [kBlock, channels]
   A *rows, *row_gradients;  // [kBlock, width]
   A* weight_gradient = nullptr;
   bool is_projected = false;
+  int64_t type[kBlock];
 };
 
 }  // namespace

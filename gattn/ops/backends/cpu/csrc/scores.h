@@ -120,7 +120,7 @@ class VectorScores : public Values {
   void fill_target_term(int64_t, int64_t, A*) const {}
   void finish_gradients(int64_t, int n) {
     if constexpr (!F::kHasVector) {
-      if (family.slope == 1) return;
+      if (family.is_linear()) return;
       for (int64_t at = 0; at < n * H; at += W) store(gradients + at, load(gradients + at) * load(slopes + at));
     }
   }
@@ -216,12 +216,11 @@ class VectorScores : public Values {
     }
     if constexpr (!F::kHasVector) {
       for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * family.scale());
-      if (family.slope == 1) return;
+      if (family.is_linear()) return;
       for (int64_t at = 0; at < n * H; at += W) {
-        const Vec<A> logit = load(logits + at);
-        const Vec<A> slope = logit > A(0) ? splat<Vec<A>>(A(1)) : splat<Vec<A>>(family.slope);
-        store(slopes + at, slope);
-        store(logits + at, logit * slope);
+        const Applied applied = family.finish(load(logits + at));
+        store(slopes + at, applied.derivative);
+        store(logits + at, applied.value);
       }
     }
   }
@@ -266,7 +265,7 @@ class VectorScores : public Values {
         if constexpr (kIsValue) of_value = strip.load_at(grad_out, k) * weight;
         Vec<A> derivative;
         if (kIsWhole || !has_record) {
-          // Key and edge only occur in a sum, so they may change places.
+          // Key and edge may change places.
           derivative = family.template apply<kSource>(strip.load_at(score_edge[e] + h * C, k), strip.load_at(query, k),
                                                       strip.load_at(key, k)).derivative;
         } else {

@@ -1,4 +1,4 @@
-"""Scores of users' own on lists of edges: by the kernels, from logits that are computed for some edges at a time."""
+"""Scores and distributions of users' own on lists of edges: the kernels compute the rest."""
 
 import os
 import subprocess
@@ -9,13 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from gattn import CompleteGraph, Distribution, DotScore, GATScore, Score, Softmax, SparseGraph, attend
-from gattn.ops import custom_scores
+from gattn import (
+    CompleteGraph,
+    Distribution,
+    DotScore,
+    GATScore,
+    Hard,
+    LocalGaussian,
+    Score,
+    Softmax,
+    Sparsemax,
+    SparseGraph,
+    TopK,
+    WithinTypes,
+    attend,
+)
+from gattn.ops import custom_parts
 from gattn.ops.backends import triton
 from gattn.ops.chunks import chunk_sizes
 from gattn.scores import Family, family_of
 from gattn.testing import random_edge_index
 from gattn.torch_private import backward_pass
+from tests.cases import pairs
 
 N, M, E, H, C = 9, 7, 60, 2, 3
 
@@ -48,7 +63,7 @@ class Scalar(GATScore):
 
 @pytest.fixture(params=[1, 10_000], ids=["chunks", "at once"])
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(custom_scores, "_FEWEST", request.param)
+    monkeypatch.setattr(custom_parts, "_FEWEST", request.param)
 
 
 def leaves(batch=(), key_heads=H, channels=(C,), dtype=torch.float64):
@@ -134,7 +149,7 @@ def test_backward_twice(chunks):
 
 
 def test_backward_again_after_it_failed(monkeypatch):
-    monkeypatch.setattr(custom_scores, "_FEWEST", 1)
+    monkeypatch.setattr(custom_parts, "_FEWEST", 1)
     tensors, calls = leaves(), []
 
     class Failing(Grouped):
@@ -166,7 +181,7 @@ def test_a_part_of_the_gradients(chunks):
 
 def test_no_edge_has_its_channels_at_once(monkeypatch):
     """The largest tensor that is saved for the backward pass has as many rows as nodes, not as edges."""
-    monkeypatch.setattr(custom_scores, "_FEWEST", 1)
+    monkeypatch.setattr(custom_parts, "_FEWEST", 1)
     tensors = {name: leaves()[name] for name in ("query", "key", "value")}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
@@ -209,9 +224,9 @@ def test_no_memory_of_a_row_per_edge():
 
 def test_it_is_what_auto_chooses(monkeypatch):
     calls = []
-    original = custom_scores.with_finished_logits
+    original = custom_parts.finished_logits
     monkeypatch.setattr(
-        "gattn.ops.backends.kernels.with_finished_logits", lambda *given: calls.append(1) or original(*given)
+        "gattn.ops.backends.kernels.finished_logits", lambda *given: calls.append(1) or original(*given)
     )
     x = torch.randn(4, H, C)
     attend(x, x, x, torch.tensor([[0, 1], [1, 2]]), score=Grouped())
@@ -349,3 +364,69 @@ def test_a_family_that_a_backend_does_not_know(backend, monkeypatch):
         pytest.skip("Triton's interpreter is off")
     tensors = leaves()
     torch.testing.assert_close(results(backend, New(), tensors), results("reference", New(), tensors))
+
+
+class Ranks(Distribution):
+    """It looks at all logits of a target, and at nothing else."""
+
+    def weights(self, logits, index, num_targets, dim):
+        exponentials = Softmax().weights(2 * logits, index, num_targets, dim)
+        return exponentials.square() + exponentials
+
+
+FOREIGN = {
+    "own": Ranks(),
+    "sparsemax": Sparsemax(),
+    "top 2": TopK(2),
+    "hard": Hard(sample=False),
+    "drawn": Hard(estimator="straight_through"),
+    "local": LocalGaussian(torch.linspace(0, M, N, dtype=torch.float64), 3.0),
+    "within": WithinTypes(torch.arange(E) % 3),
+}
+KNOWN = {"dot": DotScore(), "gat": GATScore(), "own": Grouped()}
+
+
+@pytest.mark.parametrize(
+    ("distribution", "score", "terms", "options", "batch"),
+    pairs(
+        FOREIGN,
+        KNOWN,
+        ((), ("edge",), ("bias", "edge_value"), ("edge", "bias", "edge_value")),
+        ("", "dropout", "mask", "backward alone"),
+        ((), (2,)),
+    ),
+)
+def test_kernels_leave_other_distributions_their_weights(distribution, score, terms, options, batch):
+    tensors = leaves(batch, channels=() if score == "gat" else (C,))
+    tensors = {name: tensor for name, tensor in tensors.items() if name in ("query", "key", "value", *terms)}
+    more = {
+        "dropout": {"dropout": 0.4, "training": True},
+        "mask": {"mask": torch.arange(E) % 3 > 0},
+    }.get(options, {})
+    found, expected = (
+        results(backend, KNOWN[score], tensors, distribution=FOREIGN[distribution], **more)
+        for backend in ("cpu", "reference")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_other_distributions_make_no_vector_for_each_edge():
+    edges = torch.randint(1000, (2, 100_000))
+    x = torch.randn(1000, 8, 32, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        attend(x, x, x, edges, distribution=TopK(3)).sum().backward()
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert largest < 100_000 * 8 * 32 * 4 / 2
+
+
+def test_features_that_are_values_too():
+    """With a distribution that kernels do not know, edges' vectors are made for their values."""
+    tensors = leaves()
+    features = torch.randn(E, 4, dtype=torch.float64)
+    weight = torch.randn(H, C, 4, dtype=torch.float64)
+    query, key, value = (tensors[name] for name in ("query", "key", "value"))
+    options = {"edge": features, "edge_value": features, "edge_projection": weight, "distribution": "sparsemax"}
+    found, expected = (
+        attend(query, key, value, GRAPH, **options, backend=backend) for backend in ("cpu", "reference")
+    )
+    torch.testing.assert_close(found, expected)

@@ -1,7 +1,7 @@
-"""Scores that the kernels do not know, on lists of edges: their logits go in as a finished bias.
+"""Scores and distributions that the kernels do not know, on lists of edges: their part is a bias, finished.
 
-The logits are computed for some edges at a time, and computed again in the backward pass, so that no `[E, H, C]` tensor
-of the whole graph is held.
+The logits of a score are computed for some edges at a time, and computed again in the backward pass, so that no
+`[E, H, C]` tensor of the whole graph is held. A distribution's weights take `[E, H]`.
 """
 
 from __future__ import annotations
@@ -12,36 +12,59 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gattn.graphs import FLOWS, EdgeList
+from gattn.distributions import Identity
+from gattn.graphs import EdgeList
 from gattn.ops.call import Call
 from gattn.ops.chunks import chunk_sizes
-from gattn.ops.reference import logits, repeat_heads
+from gattn.ops.reference import logits, repeat_heads, weights_of
 from gattn.scores import GATScore
 from gattn.torch_private import backward_pass
 
 #: An eighth as many edges at a time as nodes, but not fewer: several gathered rows each take less than the nodes' own.
 _FEWEST = 1 << 12
 
+_IDENTITY = Identity()
 
-def with_finished_logits(call: Call, edges: EdgeList) -> Call:
-    """The same call, with the logits in the bias and a score that is zero.
 
-    Args:
-        call: A call on these edges, bias and mask per edge.
-        edges: The edges, self-loops included.
-    """
-    rows = edges.edge_index.long()
-    source, target = rows if edges.flow == FLOWS[0] else rows.flip(0)
-    found = _logits(call, source, target)
-    zeros = call.value.new_zeros(()).expand(*call.batch, edges.num_sources, call.heads, 1)
+def with_finished(call: Call, edges: EdgeList, bias: Tensor) -> Call:
+    """The same call with a bias `[..., E, H]` instead of its score, edges' terms and own bias."""
+    if call.edge_value is call.edge or call.edge_type is not None:
+        call = call.with_edges()
     return call._replace(
         query=None,
-        key=zeros,
+        key=call.value.new_zeros(()).expand(*call.batch, edges.num_sources, call.heads, 1),
         value=repeat_heads(call.value, call.heads),
         edge=None,
-        bias=found if call.bias is None else found + call.bias.to(call.compute),
+        edge_projection=None,
+        edge_type=None,
+        bias=bias,
         score=GATScore(),
     )
+
+
+def with_finished_weights(call: Call, edges: EdgeList, logits: Tensor) -> Call:
+    """The same call with the weights that its distribution makes of finished logits, `[..., E, H]`."""
+    source, target = edges.sources_and_targets()
+    if call.mask is not None:
+        logits = logits.masked_fill(~call.mask, -torch.inf)
+    alpha = weights_of(call.distribution.with_sources(source), logits, target, edges.num_targets)
+    return as_sum(with_finished(call, edges, alpha.to(call.compute)))
+
+
+def as_sum(call: Call) -> Call:
+    """The same call with its logits themselves as weights, unmasked."""
+    return call._replace(mask=None, distribution=_IDENTITY, law=_IDENTITY.law())
+
+
+def finished_logits(call: Call, edges: EdgeList) -> Tensor:
+    """The logits of a call, bias included, `[..., E, H]`, in the type that is computed in.
+
+    Args:
+        call: A call on these edges, bias and mask per edge, and with vectors of edges.
+        edges: The edges, self-loops included.
+    """
+    logits = _logits(call.with_edges(), *edges.sources_and_targets())
+    return logits if call.bias is None else logits + call.bias.to(call.compute)
 
 
 def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""One neighbour for each target: hard attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter
+
+from gattn.distributions.base import Distribution
+from gattn.distributions.softmax import segment_reduce, softmax
+
+
+class Hard(Distribution):
+    r"""One neighbour for each target and head, drawn with the softmax's probabilities: *hard* attention.
+
+    .. math::
+        \alpha_{i\cdot} = \mathrm{one\_hot}(j), \qquad j \sim \mathrm{softmax}_j(\mathrm{logits}_{ij})
+
+    That has no gradient with respect to the logits. Two estimators make up for it. `"reinforce"`
+    (`Show, Attend and Tell <https://arxiv.org/abs/1502.03044>`_) leaves `log_prob` and `entropy` of the choices, out of
+    which `gattn.nn.ReinforceLoss` makes a loss whose gradient is right on average. `"straight_through"`
+    (`Gumbel-softmax <https://arxiv.org/abs/1611.01144>`_) pretends in the backward pass that the weights were
+    :math:`\mathrm{softmax}((\mathrm{logits} + g) / \tau)`, g being the Gumbel noise that drew them: its gradient varies
+    less, but is biased.
+
+    Args:
+        sample: Whether to draw, as in training, or to take the most probable neighbour (the first of equals).
+            (default: `True`)
+        estimator: `"reinforce"` or `"straight_through"`. (default: `"reinforce"`)
+        temperature: The temperature :math:`\tau` of the straight-through estimator. (default: `1.0`)
+        expected: Probability that a drawing target gets the softmax itself instead, which lowers the variance
+            (the same paper has one half). (default: `0.0`)
+        generator: Random numbers come from it. (default: `None`, PyTorch's own)
+
+    Raises:
+        ValueError: If the estimator is unknown, the temperature not positive, or `expected` no probability.
+
+    Example:
+        >>> import torch, gattn
+        >>> x = torch.tensor([[[0.0]], [[1.0]]])  # 2 nodes, 1 head, 1 channel
+        >>> best = gattn.Hard(sample=False)
+        >>> gattn.attend(x + 1, x, x, gattn.CompleteGraph(2), distribution=best).flatten()
+        tensor([1., 1.])
+        >>> best.log_prob.exp().flatten()
+        tensor([0.7311, 0.8808])
+    """
+
+    respects_infinity = True
+
+    log_prob: Tensor
+    """Of the last choices: the logarithms of their probabilities, `[..., N, H]`; 0 where nothing was chosen."""
+    entropy: Tensor
+    """The entropy that the choices were drawn with, in nats, `[..., N, H]`."""
+
+    def __init__(
+        self,
+        sample: bool = True,
+        estimator: str = "reinforce",
+        temperature: float = 1.0,
+        expected: float = 0.0,
+        generator: torch.Generator | None = None,
+    ):
+        if estimator not in ("reinforce", "straight_through"):
+            raise ValueError(f"Hard's estimator is 'reinforce' or 'straight_through', not {estimator!r}.")
+        if not temperature > 0:
+            raise ValueError(f"Hard's temperature is positive; got {temperature}.")
+        if not 0.0 <= expected <= 1.0:
+            raise ValueError(f"Hard's expected is a probability; got {expected}.")
+        self.sample = sample
+        self.estimator = estimator
+        self.temperature = temperature
+        self.expected = expected
+        self.generator = generator
+
+    def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
+        """See `Distribution.weights`; leaves `log_prob` and `entropy`."""
+        dtype, dim = logits.dtype, dim % logits.dim()
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        soft = softmax(logits, index, num_targets, dim)
+        # One pass more than log(soft), which would be -inf where a probability is too small for its type.
+        log_soft = _log_softmax(logits, index, num_targets, dim).masked_fill(logits == -torch.inf, 0.0)
+        noisy = logits.detach()
+        if self.sample:
+            noise = torch.empty_like(noisy).exponential_(generator=self.generator)
+            noisy = noisy - noise.clamp_min(torch.finfo(noise.dtype).tiny).log()
+        chosen = _first_maximum(noisy, index, num_targets, dim)
+        # A NaN shows in its whole row, as it does in the softmax.
+        weights = torch.where(soft.isnan(), torch.nan, chosen.to(logits.dtype))
+        if self.sample and self.estimator == "straight_through":
+            slope = softmax(
+                (logits + (noisy - logits.detach()).nan_to_num()) / self.temperature, index, num_targets, dim
+            )
+            weights = weights + (slope - slope.detach())  # exactly zero, so that a one stays a one
+        if self.sample and self.expected > 0.0:
+            size = (*logits.shape[:dim], num_targets, *logits.shape[dim + 1 :])
+            coin = torch.rand(size, generator=self.generator, device=logits.device) < self.expected
+            is_soft = coin.index_select(dim, index)
+            weights = torch.where(is_soft, soft, weights)
+            chosen = chosen & ~is_soft
+        self.log_prob = scatter(torch.where(chosen, log_soft, 0.0), index, dim, num_targets, reduce="sum")
+        self.entropy = scatter(-soft * log_soft, index, dim, num_targets, reduce="sum")
+        return weights.to(dtype)
+
+    def __repr__(self) -> str:
+        return f"Hard(sample={self.sample}, estimator={self.estimator!r})"
+
+
+def _log_softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
+    maximum = segment_reduce(logits.detach(), index, num_targets, dim, -torch.inf, "amax")
+    shifted = logits - maximum.masked_fill(maximum == -torch.inf, 0.0).index_select(dim, index)
+    total: Tensor = scatter(shifted.exp(), index, dim, num_targets, reduce="sum")
+    return shifted - total.masked_fill(total == 0, 1.0).log().index_select(dim, index)
+
+
+def _first_maximum(x: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
+    """Whether an edge is the first among its target's largest; none is where all are minus infinity."""
+    maximum = segment_reduce(x, index, num_targets, dim, -torch.inf, "amax").index_select(dim, index)
+    place = torch.arange(x.size(dim), device=x.device).view(-1, *[1] * (x.dim() - dim - 1)).expand_as(x)
+    place = place.masked_fill((x != maximum) | (x == -torch.inf), x.size(dim))
+    first = segment_reduce(place, index, num_targets, dim, x.size(dim), "amin").index_select(dim, index)
+    return (place == first) & (place < x.size(dim))

@@ -1,0 +1,66 @@
+"""A distribution for each type of a target's edges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gattn.distributions.base import Distribution
+from gattn.distributions.softmax import Softmax
+
+
+class WithinTypes(Distribution):
+    r"""Weights that compete with those of the same type only: within each relation of a typed graph.
+
+    .. math::
+        \alpha_{ij} = p\big(s_{ik} \text{ for } k \in \mathcal{N}_{r(ij)}(i)\big)_j
+
+    Args:
+        edge_type: The type r of each edge, `[E]`, integers from 0, in the order of the graph's `edge_index`.
+        distribution: What distributes among edges of one type. (default: `None`, `Softmax()`)
+        num_types: The number of types R; where it is given, there are R rows for each target, and compiled code need
+            not look at the types. (default: `None`, only those rows that have edges)
+
+    Raises:
+        TypeError: If `edge_type` is no tensor.
+        ValueError: If `edge_type` does not hold integers, or (in use) does not fit the graph.
+
+    Example:
+        >>> import torch, gattn
+        >>> within = gattn.WithinTypes(torch.tensor([0, 0, 1]))
+        >>> within.weights(torch.zeros(3, 1), torch.tensor([0, 0, 0]), num_targets=1, dim=0).flatten()
+        tensor([0.5000, 0.5000, 1.0000])
+    """
+
+    def __init__(self, edge_type: Tensor, distribution: Distribution | None = None, num_types: int | None = None):
+        if not isinstance(edge_type, Tensor):
+            raise TypeError(f"WithinTypes takes the type of each edge, a tensor; got {type(edge_type).__name__}.")
+        if edge_type.dim() != 1 or edge_type.is_floating_point() or edge_type.is_complex():
+            raise ValueError(f"edge_type is [E], integers; got {list(edge_type.shape)} of {edge_type.dtype}.")
+        self.edge_type = edge_type
+        self.distribution = Softmax() if distribution is None else distribution
+        self.num_types = num_types
+
+    def with_sources(self, source: Tensor) -> WithinTypes:
+        """See `Distribution.with_sources`."""
+        return WithinTypes(self.edge_type, self.distribution.with_sources(source), self.num_types)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The types, and what the inner distribution holds."""
+        return (self.edge_type, *self.distribution.tensors())
+
+    def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
+        """See `Distribution.weights`."""
+        if self.edge_type.shape != index.shape:
+            raise ValueError(
+                f"WithinTypes has the types of {self.edge_type.size(0)} edges, but the graph has {index.size(0)}."
+            )
+        types, index = self.edge_type.long(), index.long()
+        if self.num_types is not None:
+            row = index * self.num_types + types
+            return self.distribution.weights(logits, row, num_targets * self.num_types, dim)
+        pairs, row = torch.stack([index, types]).unique(dim=1, return_inverse=True)
+        return self.distribution.weights(logits, row, pairs.size(1), dim)
+
+    def __repr__(self) -> str:
+        return f"WithinTypes({list(self.edge_type.shape)}, {self.distribution})"

@@ -1,0 +1,178 @@
+"""Several kinds of edges, and of nodes, as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs.base import Graph
+from gattn.graphs.edge_lists import check_types
+from gattn.graphs.sparse import INTEGER_DTYPES, SparseGraph, as_graph
+
+
+class TypedGraph(SparseGraph):
+    r"""A graph whose edges have types, and possibly its nodes: several relations as one list of edges.
+
+    Attention on it is that on any list of edges, so a softmax runs across all types of a target's edges; with
+    `distribution=gattn.WithinTypes(graph.edge_type)` it runs within each. Terms of the R types are tables: `attend(...,
+    edge=table, edge_type=graph.edge_type)` adds `table[r]`, `[H, C]`, to the keys of edges of type r, and
+    `bias=table[graph.edge_type]` a number per head to their logits. No type costs a loop.
+
+    Args:
+        edge_index: `[2, E]`, or another form that `SparseGraph` takes.
+        edge_type: The type of each edge, `[E]`, integers from 0.
+        edge_types: The names of the types, or their number R. (default: `None`, as many as the largest type says)
+        num_nodes: The number of nodes of each type, by its name, in the order of their numbers. (default: `None`, nodes
+            have no types)
+        num_targets: N; taken from the features where it is not given. (default: `None`)
+        num_sources: M; likewise. (default: `None`)
+        flow: See `SparseGraph`. (default: `"source_to_target"`)
+
+    Raises:
+        TypeError: If something is no tensor.
+        ValueError: If the types do not fit the edges, or the numbers of nodes contradict each other.
+        IndexError: If there are fewer types than `edge_type` holds.
+
+    Example:
+        >>> import torch, gattn
+        >>> graph = gattn.TypedGraph(torch.tensor([[0, 1, 0], [2, 2, 1]]), torch.tensor([0, 1, 1]))
+        >>> x, table = torch.randn(3, 2, 4), torch.randn(2, 2, 4)  # 3 nodes, 2 heads, 4 channels; 2 types of edges
+        >>> gattn.attend(x, x, x, graph, edge=table, edge_type=graph.edge_type).shape
+        torch.Size([3, 2, 4])
+    """
+
+    _attributes = (*SparseGraph._attributes, "edge_type", "edge_types", "num_nodes")
+
+    def __init__(
+        self,
+        edge_index: Any,
+        edge_type: Tensor,
+        edge_types: int | Sequence[Any] | None = None,
+        num_nodes: Mapping[str, int] | None = None,
+        *,
+        num_targets: int | None = None,
+        num_sources: int | None = None,
+        flow: str = "source_to_target",
+    ):
+        if num_nodes is not None:
+            total = sum(num_nodes.values())
+            num_targets, num_sources = (total if size is None else size for size in (num_targets, num_sources))
+            if {num_targets, num_sources} != {total}:
+                raise InputError(
+                    f"num_nodes has {total} nodes in all, but there are {num_sources} sources and {num_targets} targets."
+                )
+        super().__init__(edge_index, num_targets, num_sources, flow=flow)
+        if not isinstance(edge_type, Tensor):
+            raise InputTypeError(f"edge_type must be a tensor, the type of each edge; got {type(edge_type).__name__}.")
+        if edge_type.dim() != 1 or edge_type.dtype not in INTEGER_DTYPES:
+            raise InputError(
+                f"edge_type holds the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
+                f"{edge_type.dtype}."
+            )
+        if isinstance(self.adjacency, Tensor) and self.adjacency.layout == torch.strided:
+            if edge_type.size(0) != self.adjacency.size(1):
+                raise InputError(f"there are {self.adjacency.size(1)} edges, but edge_type has {edge_type.size(0)}.")
+        if edge_types is None:
+            edge_types = int(edge_type.max()) + 1 if edge_type.numel() else 0
+        #: The types' names, or their numbers.
+        self.edge_types = tuple(range(edge_types)) if isinstance(edge_types, int) else tuple(edge_types)
+        check_types(edge_type, len(self.edge_types))
+        self.edge_type = edge_type.long()
+        #: The number of nodes of each type; `None` if nodes have no types.
+        self.num_nodes = None if num_nodes is None else dict(num_nodes)
+
+    @classmethod
+    def from_hetero(
+        cls, edges: HeteroData | Mapping[tuple[str, ...], Any], num_nodes: Mapping[str, int] | None = None
+    ) -> TypedGraph:
+        """The graph of all nodes and edges of a heterogeneous one; nodes are numbered type by type.
+
+        Args:
+            edges: A `HeteroData`, or the edges of each type (source type, ..., target type), in any form that
+                `gattn.attend` takes.
+            num_nodes: The number of nodes of each type. (default: `None`, those of the `HeteroData`)
+
+        Raises:
+            TypeError: If `edges` is neither.
+            ValueError: If the number of a type's nodes is not known, or edges do not fit it.
+            IndexError: If an index of an edge is out of range.
+        """
+        if isinstance(edges, HeteroData):
+            if num_nodes is None:
+                num_nodes = {name: edges[name].num_nodes for name in edges.node_types}
+            edges = edges.edge_index_dict
+        if not isinstance(edges, Mapping):
+            raise InputTypeError(f"edges are a HeteroData or a dictionary by edge type; got {type(edges).__name__}.")
+        if num_nodes is None:
+            raise InputError("a dictionary of edges does not say how many nodes there are: give num_nodes.")
+        first = dict(zip(num_nodes, accumulate(num_nodes.values(), initial=0), strict=False))
+        ends, types = [], []
+        for number, (edge_type, given) in enumerate(edges.items()):
+            for name in (edge_type[0], edge_type[-1]):
+                if name not in first:
+                    raise InputError(f"edges of type {edge_type} join nodes of type {name!r}; there are {list(first)}.")
+            graph: Graph = as_graph(given).resolve(num_nodes[edge_type[0]], num_nodes[edge_type[-1]])
+            source, target = graph.sources_and_targets()
+            ends.append(torch.stack([source.long() + first[edge_type[0]], target.long() + first[edge_type[-1]]]))
+            types.append(torch.full_like(ends[-1][0], number))
+        edge_index = torch.cat(ends, 1) if ends else torch.zeros(2, 0, dtype=torch.int64)
+        edge_type = torch.cat(types) if types else torch.zeros(0, dtype=torch.int64)
+        return cls(edge_index, edge_type, list(edges), num_nodes)
+
+    def join(self, features: Mapping[str, Tensor], dim: int = 0) -> Tensor:
+        """The features of all nodes, given those of each type.
+
+        Args:
+            features: By node type, with one row for each node along `dim`.
+            dim: The dimension of nodes. (default: `0`)
+
+        Raises:
+            ValueError: If a type is missing, or has another number of nodes.
+        """
+        sizes = self._sizes()
+        for name, size in sizes.items():
+            if name not in features or features[name].size(dim) != size:
+                given = list(features[name].shape) if name in features else "none"
+                raise InputError(f"there are {size} nodes of type {name!r}, whose features are missing; got {given}.")
+        return torch.cat([features[name] for name in sizes], dim)
+
+    def split(self, features: Tensor, dim: int = 0) -> dict[str, Tensor]:
+        """The features of each type's nodes, given those of all: what `join` joined.
+
+        Args:
+            features: With one row for each node along `dim`.
+            dim: The dimension of nodes. (default: `0`)
+
+        Raises:
+            ValueError: If there is another number of rows.
+        """
+        sizes = self._sizes()
+        if features.size(dim) != sum(sizes.values()):
+            raise InputError(f"the graph has {sum(sizes.values())} nodes, but the features {features.size(dim)}.")
+        return dict(zip(sizes, features.split(list(sizes.values()), dim), strict=True))
+
+    def _sizes(self) -> dict[str, int]:
+        if self.num_nodes is None:
+            raise InputError("the nodes of this graph have no types: give it num_nodes.")
+        return self.num_nodes
+
+    def with_self_loops(self) -> SparseGraph:
+        """Not possible: a self-loop would have no type.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise InputError("self-loops would have no type: add them to the edges, with a type of their own.")
+
+    def to(self, device: torch.device | str) -> TypedGraph:
+        """See `SparseGraph.to`."""
+        return self._changed(adjacency=self.adjacency.to(device), edge_type=self.edge_type.to(device))
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__().removesuffix(')')}, edge_types={len(self.edge_types)})".replace("Sparse", "Typed")

@@ -1,0 +1,159 @@
+"""The graph attention layer whose edges have vectors of their own, which it updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from gattn.attention import unrecorded
+from gattn.errors import InputError
+from gattn.graphs import GraphLike
+from gattn.nn.attention_conv import BaseConv
+from gattn.nn.edge_features import checked_features
+from gattn.nn.linear import Linear
+from gattn.scores import AdditiveScore, GATScore
+
+_SLOPE = 0.01
+
+
+class EGATConv(BaseConv):
+    r"""The layer of `Rossmann-Toolbox <https://pubmed.ncbi.nlm.nih.gov/34571541/>`_: GAT with vectors of edges.
+
+    .. math::
+        f'_{ij} = \mathrm{LeakyReLU}(W_i x_j + W_j x_i + W_e f_{ij} + b), \qquad
+        \alpha_{i\cdot} = \mathrm{softmax}_j(a^{\top} f'_{ij}), \qquad
+        x'_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} W x_j
+
+    with a LeakyReLU of slope 0.01. Each head has a matrix of each kind, and a vector a. The parameters have the names
+    and shapes of those of `dgl.nn.EGATConv`, so checkpoints load, and the numbers are the same. Where it differs: nodes
+    without neighbours get zeros instead of an error, and features may have batch dimensions.
+
+    Args:
+        in_channels: Channels of the nodes' features, or a pair of those of sources and targets.
+        edge_channels: Channels of the edges' features.
+        out_channels: Channels of the nodes' output, for each head.
+        out_edge_channels: Channels of the edges' output, for each head.
+        heads: Number of heads.
+        bias: Whether the edges' output has a bias. (default: `True`)
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
+
+    Shapes:
+        - **input:** features `[N, F]` or `([M, F], [N, F])`, edge indices `[2, E]`, edge features `[E, D]`.
+        - **output:** features `[N, H, C]`, and those of the edges, `[E, H, C_e]`.
+
+    Raises:
+        ValueError: If a number is not positive.
+
+    Example:
+        >>> import torch, gattn
+        >>> conv = gattn.nn.EGATConv(16, 4, 8, 6, heads=2)
+        >>> x, edge_attr = conv(torch.randn(3, 16), torch.tensor([[0, 1], [1, 2]]), torch.randn(2, 4))
+        >>> x.shape, edge_attr.shape
+        (torch.Size([3, 2, 8]), torch.Size([2, 2, 6]))
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        edge_channels: int,
+        out_channels: int,
+        out_edge_channels: int,
+        heads: int,
+        bias: bool = True,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
+        sizes = {"edge_channels": edge_channels, "out_channels": out_channels, "heads": heads}
+        for name, size in {"in_channels": min(sources, targets), "out_edge_channels": out_edge_channels, **sizes}.items():
+            if size < 1:
+                raise InputError(f"{name} must be at least 1; got {size}.")
+        self.in_channels = in_channels
+        self.edge_channels = edge_channels
+        self.out_channels = out_channels
+        self.out_edge_channels = out_edge_channels
+        self.heads = heads
+        self.fc_node_src = Linear(sources, heads * out_channels, bias=False)
+        self.fc_ni = Linear(sources, heads * out_edge_channels, bias=False)
+        self.fc_nj = Linear(targets, heads * out_edge_channels, bias=False)
+        self.fc_fij = Linear(edge_channels, heads * out_edge_channels, bias=False)
+        self.attn = Parameter(torch.empty(1, heads, out_edge_channels))
+        self.register_parameter("bias", Parameter(torch.empty(heads * out_edge_channels)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters, as DGL does."""
+        super().reset_parameters()
+        gain = torch.nn.init.calculate_gain("relu")
+        for weight in (*(lin.weight for lin in (self.fc_node_src, self.fc_ni, self.fc_nj, self.fc_fij)), self.attn):
+            torch.nn.init.xavier_normal_(weight, gain=gain)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: GraphLike,
+        edge_attr: Tensor | None = None,
+        edge_weight: Tensor | None = None,
+        get_attention: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Updates nodes by their neighbours, and edges by their ends.
+
+        Args:
+            x: Features `[..., N, F]`, or a pair (sources, targets).
+            edge_index: The graph, in any form that `gattn.attend` takes.
+            edge_attr: Edge features `[..., E, D]`; `None` takes the vectors that a sparse adjacency holds.
+                (default: `None`)
+            edge_weight: A factor of each edge's attention weight, `[E]`. (default: `None`)
+            get_attention: Whether the attention weights, times these factors, are returned, too. (default: `False`)
+
+        Returns:
+            The output of the nodes (of a pair, the targets), that of the edges, in the order of the graph's
+            `edge_index`, and with `get_attention` weights `[..., E, H, 1]`.
+
+        Raises:
+            TypeError: If an input is no tensor.
+            ValueError: If features and graph do not fit; the message says which.
+            IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
+        """
+        sources, targets = self._inputs(x)
+        if targets is None:
+            raise InputError("EGATConv compares sources with targets: x[1] may not be None.")
+        graph = self._listed(self._graph(edge_index, sources, targets, self_loops=False), sources.device)
+        graph, edge_attr = checked_features(graph, edge_attr, self.edge_channels, sources.shape[:-2])
+        edge = self.fc_fij(edge_attr)
+        edge = self._heads(edge if self.bias is None else edge + self.bias)
+        value = self._heads(self.fc_node_src(sources))
+        out, alpha, hidden = self.attend(
+            self._heads(self.fc_nj(targets)),
+            self._heads(self.fc_ni(sources)),
+            value,
+            graph,
+            score=AdditiveScore(self.attn.squeeze(0), negative_slope=_SLOPE),
+            edge=edge,
+            return_weights=True,
+            return_edges="vectors",
+        )
+        if edge_weight is not None:
+            if edge_weight.shape != (graph.num_edges,):
+                raise InputError(
+                    f"edge_weight has one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
+                )
+            alpha = alpha * edge_weight.unsqueeze(-1)
+            nothing = value.new_zeros(()).expand(value.shape[:-1])
+            out = unrecorded(self, None, nothing, value, graph, score=GATScore(), bias=alpha, distribution="identity")
+        results = out, F.leaky_relu(hidden, _SLOPE)
+        return (*results, alpha.unsqueeze(-1)) if get_attention else results
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[..., H * C]` as `[..., H, C]`."""
+        return x.view(*x.shape[:-1], self.heads, -1)
+
+    def __repr__(self) -> str:
+        sizes = self.in_channels, self.edge_channels, self.out_channels, self.out_edge_channels
+        return f"{type(self).__name__}({', '.join(map(str, sizes))}, heads={self.heads})"
