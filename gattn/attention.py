@@ -212,14 +212,15 @@ class Attention(MessagePassing):
         if kind == "logits":
             logits, edges = self._choose(call, wanted, argument).logits(call)
             return call.graph.dress(logits.to(call.dtype), edges)
-        if not isinstance(call.score, AdditiveScore) or not isinstance(call.graph, SparseGraph):
+        score = call.score
+        if not isinstance(score, AdditiveScore) or not isinstance(call.graph, SparseGraph):
             raise InputError(
                 "return_edges='vectors' is for AdditiveScore on a list of edges, which has a vector for each edge; "
-                f"got {call.score!r} on {call.graph!r}."
+                f"got {score!r} on {call.graph!r}."
             )
         edges = call.graph.edge_list(call.value.device)
         call = call.on_edges(edges, edges.num_edges).with_edges()
-        return call.score.hidden(*on_ends(call, edges)).to(call.dtype)
+        return score.hidden(*on_ends(call, edges)).to(call.dtype)
 
     def _choose(self, call: Call, wanted: Backend | None, argument: str) -> Backend:
         """The backend that computes a call: the one place where that is decided.
@@ -415,8 +416,9 @@ def attend(
         edge_projection: A weight :math:`W_e`, `[H, C, D]` (`[H, D]` for a scalar score): then `edge` holds features
             `[E, D]`, and the score's term is :math:`W_e e_{ij}`; an `edge_value` that is the same tensor is projected,
             too. The CPU kernels project edge by edge, without a tensor of `[E, H, C]`. (default: `None`)
-        edge_type: The type of each edge, `[E]`, integers from 0: then `edge` holds the terms of R types, `[R, H, C]` (for
-            `GATScore` `[R, H]`), and `edge_value` theirs. The CPU kernels look them up edge by edge. (default: `None`)
+        edge_type: The type of each edge, `[E]`, integers from 0: then `edge` holds the terms of R types, `[R, H, C]`
+            (for `GATScore` `[R, H]`), and so does `edge_value`. The CPU kernels look them up edge by edge, without a
+            tensor of `[E, H, C]`. (default: `None`)
         distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, or a `Distribution`,
             such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
         dropout: Probability that a weight is dropped, in training. Which ones is drawn from PyTorch's generator, so

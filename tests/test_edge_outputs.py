@@ -58,7 +58,9 @@ def test_logits(name, batch, backend, flow):
     expected = formula(*ends, given["edge"]) + given["bias"]  # masked edges have logits, too
     torch.testing.assert_close(logits, expected)
     found, wanted = (
-        torch.autograd.grad(x.sin().sum(), [given[name] for name in ("query", "key", "edge", "bias")], retain_graph=True)
+        torch.autograd.grad(
+            x.sin().sum(), [given[name] for name in ("query", "key", "edge", "bias")], retain_graph=True
+        )
         for x in (logits, expected)
     )
     torch.testing.assert_close(found, wanted)
@@ -99,7 +101,7 @@ def test_self_loops_come_in_the_order_of_the_graph():
 
 def test_logits_of_a_complete_graph_have_the_shape_of_its_weights():
     x = torch.randn(N, H, C)
-    out, weights, logits = attend(x, x, x, CompleteGraph(N, causal=True), return_weights=True, return_edges="logits")
+    _, weights, logits = attend(x, x, x, CompleteGraph(N, causal=True), return_weights=True, return_edges="logits")
     expected = torch.einsum("nhc,mhc->hnm", x, x) / C**0.5
     assert logits.shape == weights.shape == (H, N, N)
     torch.testing.assert_close(logits, expected.tril())
@@ -109,7 +111,7 @@ def test_they_are_recorded_and_returned():
     layer = gattn.Attention()
     x = torch.randn(N, H, C)
     with gattn.record_attention(layer) as records:
-        out, logits = layer(x, x, x, EDGES, return_edges=True)
+        _, logits = layer(x, x, x, EDGES, return_edges=True)
     assert logits.shape == (E, H)
     assert records[""][0].weights.shape == (E, H)
 
@@ -118,7 +120,9 @@ def test_they_are_recorded_and_returned():
 def test_compiled_code(kind):
     given, score, graph = tensors(), AdditiveScore(VECTOR), SparseGraph(EDGES, N, M)
     compiled = torch.compile(
-        lambda **given: attend(**given, graph=graph, score=score, return_edges=kind), fullgraph=True, backend="aot_eager"
+        lambda **given: attend(**given, graph=graph, score=score, return_edges=kind),
+        fullgraph=True,
+        backend="aot_eager",
     )
     torch.testing.assert_close(compiled(**given), attend(**given, graph=graph, score=score, return_edges=kind))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gattn.scores import says
@@ -87,5 +86,6 @@ def law_of(distribution: Distribution) -> Law | None:
 
 
 def check_number(name: str, number: float) -> None:
+    """Raises `TypeError` where an option is a tensor, whose gradient would be missed."""
     if isinstance(number, Tensor):
         raise TypeError(f"{name} is a number, which has no gradient.")

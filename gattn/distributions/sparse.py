@@ -43,8 +43,8 @@ class _Rows:
         shape = [1] * x.dim()
         shape[self.dim] = -1
         row = self.index.view(shape).expand_as(x)
-        order = x.argsort(self.dim, descending=True, stable=True)
-        order = order.gather(self.dim, row.gather(self.dim, order).argsort(self.dim, stable=True))
+        order = x.argsort(dim=self.dim, descending=True, stable=True)
+        order = order.gather(self.dim, row.gather(self.dim, order).argsort(dim=self.dim, stable=True))
         ones = torch.ones_like(self.index, dtype=torch.int64)
         size = ones.new_zeros(self.num_targets).index_add(0, self.index, ones)
         first = (size.cumsum(0) - size).index_select(0, self.index.sort()[0])  # of the row at each place
@@ -68,7 +68,7 @@ class _Columns:
     def sort(self, x: Tensor) -> _Sorted:
         """See `_Rows.sort`."""
         rank = torch.arange(x.size(-1), device=x.device).expand_as(x)
-        return _Sorted(x.argsort(-1, descending=True, stable=True), rank, None, -1)
+        return _Sorted(x.argsort(dim=-1, descending=True, stable=True), rank, None, -1)
 
 
 class _Sorted(NamedTuple):
@@ -123,8 +123,9 @@ def _from_maximum(logits: Tensor, rows: _Rows | _Columns) -> Tensor:
 
 
 class Sparsemax(_ExactZeros):
-    r"""The projection of the logits onto the probability simplex, from `Martins and Astudillo
-    <https://arxiv.org/abs/1602.02068>`_: weights that sum to one, most of them exactly zero.
+    r"""`Sparsemax <https://arxiv.org/abs/1602.02068>`_: weights that sum to one, small ones exactly zero.
+
+    They are the logits' projection onto the probability simplex:
 
     .. math::
         \alpha_{ij} = \max(s_{ij} - \tau_i, 0), \qquad \sum_j \alpha_{ij} = 1
@@ -150,8 +151,9 @@ class Sparsemax(_ExactZeros):
 
 
 class Entmax15(_ExactZeros):
-    r"""1.5-entmax, between softmax and sparsemax, from `Peters, Niculae and Martins
-    <https://arxiv.org/abs/1905.05702>`_: weights that sum to one, small ones exactly zero.
+    r"""`1.5-entmax <https://arxiv.org/abs/1905.05702>`_: between softmax and sparsemax.
+
+    Weights sum to one, and small ones are exactly zero, fewer than with sparsemax:
 
     .. math::
         \alpha_{ij} = \max(s_{ij} / 2 - \tau_i, 0)^2, \qquad \sum_j \alpha_{ij} = 1

@@ -155,7 +155,7 @@ def check_types(edge_type: Tensor, num_types: int, *, anew: bool = False) -> Non
         num_types: R.
         anew: Whether to look at each number, even if this was done before. (default: `False`)
     """
-    if edge_type.numel() == 0 or edge_type.device.type == "meta" or is_functorch_tensor(edge_type) or is_traced():
+    if is_traced() or is_functorch_tensor(edge_type) or edge_type.device.type == "meta" or edge_type.numel() == 0:
         return
 
     def bounds() -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,14 @@ class SparseGraph(Graph):
                 [1, 2, 0, 1, 2]])
     """
 
-    _attributes = ("adjacency", "num_targets", "num_sources", "self_loops", "flow", "_loops_as_pyg")
+    _attributes: ClassVar[tuple[str, ...]] = (
+        "adjacency",
+        "num_targets",
+        "num_sources",
+        "self_loops",
+        "flow",
+        "_loops_as_pyg",
+    )
     _sparse_edges: tuple[Any, Tensor] | None = None
     _looped: SparseGraph | None = None
 

@@ -65,7 +65,8 @@ class TypedGraph(SparseGraph):
             num_targets, num_sources = (total if size is None else size for size in (num_targets, num_sources))
             if {num_targets, num_sources} != {total}:
                 raise InputError(
-                    f"num_nodes has {total} nodes in all, but there are {num_sources} sources and {num_targets} targets."
+                    f"num_nodes has {total} nodes in all, but there are {num_sources} sources and {num_targets} "
+                    "targets."
                 )
         super().__init__(edge_index, num_targets, num_sources, flow=flow)
         if not isinstance(edge_type, Tensor):
@@ -75,9 +76,9 @@ class TypedGraph(SparseGraph):
                 f"edge_type holds the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
                 f"{edge_type.dtype}."
             )
-        if isinstance(self.adjacency, Tensor) and self.adjacency.layout == torch.strided:
-            if edge_type.size(0) != self.adjacency.size(1):
-                raise InputError(f"there are {self.adjacency.size(1)} edges, but edge_type has {edge_type.size(0)}.")
+        is_list = isinstance(self.adjacency, Tensor) and self.adjacency.layout == torch.strided
+        if is_list and edge_type.size(0) != self.adjacency.size(1):
+            raise InputError(f"there are {self.adjacency.size(1)} edges, but edge_type has {edge_type.size(0)}.")
         if edge_types is None:
             edge_types = int(edge_type.max()) + 1 if edge_type.numel() else 0
         #: The types' names, or their numbers.
@@ -155,7 +156,7 @@ class TypedGraph(SparseGraph):
         sizes = self._sizes()
         if features.size(dim) != sum(sizes.values()):
             raise InputError(f"the graph has {sum(sizes.values())} nodes, but the features {features.size(dim)}.")
-        return dict(zip(sizes, features.split(list(sizes.values()), dim), strict=True))
+        return dict(zip(sizes, features.split_with_sizes(list(sizes.values()), dim), strict=True))
 
     def _sizes(self) -> dict[str, int]:
         if self.num_nodes is None:

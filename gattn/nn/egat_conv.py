@@ -69,7 +69,11 @@ class EGATConv(BaseConv):
         super().__init__(**kwargs)
         sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
         sizes = {"edge_channels": edge_channels, "out_channels": out_channels, "heads": heads}
-        for name, size in {"in_channels": min(sources, targets), "out_edge_channels": out_edge_channels, **sizes}.items():
+        for name, size in {
+            "in_channels": min(sources, targets),
+            "out_edge_channels": out_edge_channels,
+            **sizes,
+        }.items():
             if size < 1:
                 raise InputError(f"{name} must be at least 1; got {size}.")
         self.in_channels = in_channels

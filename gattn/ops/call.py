@@ -111,7 +111,8 @@ class Call(NamedTuple):
         """The same call with vectors of edges, `[E, H, C]`, for whoever cannot make them edge by edge."""
         if self.edge_type is not None:
             edge, edge_value = (
-                None if table is None else table.index_select(0, self.edge_type) for table in (self.edge, self.edge_value)
+                None if table is None else table.index_select(0, self.edge_type)
+                for table in (self.edge, self.edge_value)
             )
             edge_value = edge if self.edge_value is self.edge else edge_value
             return self._replace(edge=edge, edge_value=edge_value, edge_type=None)

@@ -27,6 +27,7 @@ from tests.ops.fuzz_layers import layer
 from tests.ops.fuzz_sequences import sequence
 from tests.ops.fuzz_shared import Draw, compare_types
 from tests.ops.fuzz_threads import concurrent
+from tests.ops.fuzz_variants import conv, variant
 
 __all__ = [
     "DIFFERENTIABLE",
@@ -56,7 +57,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "call": Kind(call, 40),
-    "layer": Kind(layer, 25),
+    "variant": Kind(variant, 20),
+    "layer": Kind(layer, 20),
+    "conv": Kind(conv, 10),
     "sequence": Kind(sequence, 25),
     "edits": Kind(edits, 8),
     "threads": Kind(concurrent, 2),

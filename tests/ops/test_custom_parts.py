@@ -18,8 +18,8 @@ from gattn import (
     LocalGaussian,
     Score,
     Softmax,
-    Sparsemax,
     SparseGraph,
+    Sparsemax,
     TopK,
     WithinTypes,
     attend,
@@ -378,7 +378,6 @@ FOREIGN = {
     "own": Ranks(),
     "sparsemax": Sparsemax(),
     "top 2": TopK(2),
-    "hard": Hard(sample=False),
     "drawn": Hard(estimator="straight_through"),
     "local": LocalGaussian(torch.linspace(0, M, N, dtype=torch.float64), 3.0),
     "within": WithinTypes(torch.arange(E) % 3),
@@ -410,6 +409,15 @@ def test_kernels_leave_other_distributions_their_weights(distribution, score, te
     torch.testing.assert_close(found, expected)
 
 
+def test_hard_attention():
+    tensors = leaves()
+    found, expected = (
+        attend(**tensors, graph=GRAPH, distribution=Hard(sample=False), backend=backend)
+        for backend in ("cpu", "reference")
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_other_distributions_make_no_vector_for_each_edge():
     edges = torch.randint(1000, (2, 100_000))
     x = torch.randn(1000, 8, 32, requires_grad=True)
@@ -426,7 +434,5 @@ def test_features_that_are_values_too():
     weight = torch.randn(H, C, 4, dtype=torch.float64)
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     options = {"edge": features, "edge_value": features, "edge_projection": weight, "distribution": "sparsemax"}
-    found, expected = (
-        attend(query, key, value, GRAPH, **options, backend=backend) for backend in ("cpu", "reference")
-    )
+    found, expected = (attend(query, key, value, GRAPH, **options, backend=backend) for backend in ("cpu", "reference"))
     torch.testing.assert_close(found, expected)

@@ -10,7 +10,9 @@ from tests.ops import fuzz, fuzz_compiled, fuzz_edits, fuzz_threads
 #: How many cases of each kind are always the same ones, and how many have a fresh seed.
 CASES = {
     "call": (120, 40),
+    "variant": (60, 20),
     "layer": (20, 12),
+    "conv": (36, 12),
     "sequence": (80, 30),
     "edits": (30, 10),
     "threads": (12, 6),

@@ -64,11 +64,11 @@ class KernelBackend(Backend):
         raw = knows_score and knows_law and not (call.weights and torch.compiler.is_compiling())
         edges = call.graph.edge_list(call.value.device, raw=raw)
         call = call.on_edges(edges, self._num_edges(call, edges))
+        seed = new_seed(call)
         if not knows_law:
             call = with_finished_weights(call, edges, self._logits(call, edges))
         elif not knows_score:
             call = with_finished(call, edges, finished_logits(call, edges))
-        seed = new_seed(call)
         out, alpha = self._run(call, edges, seed)
         return finish(call, edges, out, alpha, None, seed)
 

@@ -24,7 +24,7 @@ from gattn.scores import Family, Score, family_of
 # Below this many channels read, threads cost more than they give.
 _SERIAL_WORK = 1 << 16
 _HUGE_BYTES = 1 << 22
-# Each task has a sum of gradients for each type; with more types than a fraction of its edges, edges themselves are less.
+# Each task, of some thousand edges, sums up gradients of all types; of more, vectors of the edges take less memory.
 _MOST_TYPES = 512
 
 _load_error = native.load_error()  # asked once: compiled code cannot ask

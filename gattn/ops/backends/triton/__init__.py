@@ -124,14 +124,14 @@ class _Launches:
             layout.most_edges,
         )
         score, names = _kernels().FAMILIES[inputs.family]
-        assert len(names) == len(inputs.constants)
+        constants = dict(zip(names, inputs.constants, strict=True))
         self.distribution, self.is_softmax = inputs.distribution, inputs.distribution == "softmax"
         self.is_normalized = self.is_softmax or bool(inputs.distribution_constants[0])
         first, second = (*inputs.distribution_constants, 0.0)[:2]
         self.constants = {
             "SCORE": score,
             "CONSTANTS": tuple(inputs.constants),
-            "MULTIPLIES": inputs.edge is not None and bool(dict(zip(names, inputs.constants)).get("multiplies")),
+            "MULTIPLIES": inputs.edge is not None and bool(constants.get("multiplies")),
             "LAW": _kernels().LAWS[inputs.distribution],
             "NORMALIZED": self.is_normalized,
             "EPSILON": 0.0 if self.is_softmax else second,

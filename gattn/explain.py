@@ -1,0 +1,213 @@
+"""Attention weights as explanations, for PyG's explanation framework."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch_geometric.explain import ExplainerAlgorithm, Explanation, HeteroExplanation
+from torch_geometric.explain.config import ExplanationType, ModelTaskLevel
+from torch_geometric.nn.module_dict import ModuleDict
+from torch_geometric.nn.to_hetero_transformer import key2str
+
+from gattn.graphs import FLOWS, CompleteGraph
+from gattn.graphs.edge_lists import plain
+from gattn.nn.han_conv import HANConv
+from gattn.nn.hetero_conv import EdgeType
+from gattn.nn.hgt_conv import HGTConv
+from gattn.recording import record_attention
+
+#: Edges `[2, E]` by edge type; those of a homogeneous graph are of the type `None`.
+_Edges: TypeAlias = dict[EdgeType | None, Tensor]
+_REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "max": torch.amax, "min": torch.amin}
+
+
+class AttentionExplainer(ExplainerAlgorithm):
+    r"""Explains a model by its attention weights, on homogeneous and on heterogeneous graphs.
+
+    An algorithm for `torch_geometric.explain.Explainer`. The mask of an edge is the mean, over the L layers that attend
+    along it, of the mean over their heads (or their largest or smallest value):
+
+    .. math::
+        m_{ij} = \frac{1}{L} \sum_{l=1}^L \frac{1}{H_l} \sum_{h=1}^{H_l} \alpha_{ij}^{(l, h)}
+
+    On heterogeneous graphs, each edge type has a mask. They explain `HGTConv`, `HANConv` (without its weights of edge
+    types), and other layers of gattn in `HeteroConv`, after `to_hetero`, or where their edges tell the edge type.
+
+    Self-loops that a layer adds have no place in the mask; a self-loop of the graph that a layer replaces gets the
+    weight of its replacement. An edge type that no layer attends along gets zeros. Attention on a `CompleteGraph` is
+    ignored, as are layers whose attribute `explain` is `False`. Gates, such as those of `FAConv`, can be negative.
+    Whether attention explains predictions at all is disputed: see https://arxiv.org/abs/1902.10186.
+
+    Args:
+        reduce: `"mean"`, `"max"` (PyG's default) or `"min"`, first over heads, then over layers. (default: `"mean"`)
+        node_type: The type of the nodes that the rows of the model's output belong to, which `index` needs on graphs
+            with several types of nodes. (default: `None`)
+
+    Raises:
+        ValueError: If `reduce` is unknown.
+
+    Example:
+        >>> import torch, gattn
+        >>> from torch_geometric.explain import Explainer
+        >>> writes, cites = ("author", "writes", "paper"), ("paper", "cites", "paper")
+        >>> class Net(gattn.nn.HGTConv):
+        ...     def forward(self, x_dict, edge_index_dict):
+        ...         return super().forward(x_dict, edge_index_dict)["paper"]
+        >>> explainer = Explainer(
+        ...     Net(16, 4, (["author", "paper"], [writes, cites])),
+        ...     gattn.explain.AttentionExplainer(node_type="paper"),
+        ...     explanation_type="model",
+        ...     edge_mask_type="object",
+        ...     model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
+        ... )
+        >>> x = {"author": torch.randn(2, 16), "paper": torch.randn(3, 16)}
+        >>> edges = {writes: torch.tensor([[0, 1], [0, 2]]), cites: torch.tensor([[0], [1]])}
+        >>> explainer(x, edges, index=2)[writes].edge_mask  # whose only neighbour is author 1
+        tensor([0., 1.])
+    """
+
+    def __init__(self, reduce: str = "mean", node_type: str | None = None):
+        super().__init__()
+        if reduce not in _REDUCTIONS:
+            raise ValueError(f"reduce is one of {', '.join(map(repr, _REDUCTIONS))}; got {reduce!r}.")
+        self.reduce = reduce
+        self.node_type = node_type
+
+    def supports(self) -> bool:
+        """Whether the `Explainer` asks for masks of edges that explain the model; if not, this is logged."""
+        config = self.explainer_config
+        if config.explanation_type == ExplanationType.model and config.node_mask_type is None:
+            return True
+        problem = (
+            "AttentionExplainer explains models by their edges: use explanation_type='model', node_mask_type=None."
+        )
+        logging.getLogger(__name__).error(problem)
+        return False
+
+    def forward(
+        self, model: Module, x: Any, edge_index: Any, *, target: Any = None, index: Any = None, **kwargs: Any
+    ) -> Explanation | HeteroExplanation:
+        """Runs the model once and reduces the weights that it attends with.
+
+        Args:
+            model: A model with layers of gattn.
+            x: Features of the nodes, or a dictionary of them by node type.
+            edge_index: The edges, `[2, E]`, or a dictionary of them by edge type.
+            target: Not used. (default: `None`)
+            index: The rows of the output to explain, an int or a tensor. If they are nodes, edges outside of their
+                k-hop subgraph get zeros, where k is the number of layers, as in PyG. (default: `None`, all rows)
+            **kwargs: Further arguments of the model.
+
+        Raises:
+            TypeError: If `edge_index` is neither a tensor `[2, E]` nor a dictionary of such tensors.
+            ValueError: If no layer attends along these edges, or it is not clear along which edges a layer does; if
+                features are a batch over one graph; if `index` needs a `node_type`.
+        """
+        is_hetero = isinstance(edge_index, Mapping)
+        edges = {name: _checked(ends) for name, ends in (edge_index if is_hetero else {None: edge_index}).items()}
+        near = self._near(model, x, edges, index)
+        found: dict[EdgeType | None, list[Tensor]] = {edge_type: [] for edge_type in edges}
+        for name, types, ends, weights in _recorded(model, x, edge_index, kwargs, edges):
+            fits = {t: w for t in types if t in edges and (w := _along(edges[t], ends, weights)) is not None}
+            if not fits or (len(fits) > 1 and ends.numel()):
+                which = f"edges that {list(fits)} have in common" if fits else "edges other than those to explain"
+                raise ValueError(
+                    f"the weights of the layer {name!r} belong to {which}: set its attribute explain to False to leave "
+                    "them out, or name it in a ModuleDict after its edge type."
+                )
+            edge_type, weights = next(iter(fits.items()))
+            found[edge_type].append(_REDUCTIONS[self.reduce](weights, -1))
+        if not any(found.values()):
+            raise ValueError("no layer of gattn attended along these edges, so there are no weights to explain with.")
+        masks = {}
+        for edge_type, ends in edges.items():
+            layers = found[edge_type] or [torch.zeros(ends.size(1), device=ends.device)]
+            mask = _REDUCTIONS[self.reduce](torch.stack(layers, -1), -1)
+            masks[edge_type] = self._post_process_mask(mask, near.get(edge_type), apply_sigmoid=False)
+        if is_hetero:
+            return HeteroExplanation().set_value_dict("edge_mask", masks)
+        return Explanation(edge_mask=masks[None])
+
+    def _near(self, model: Module, x: Any, edges: _Edges, index: Any) -> _Edges:
+        """Which edges are near enough to the explained nodes, `[E]`; nothing if all edges count."""
+        if index is None or self.model_config.task_level != ModelTaskLevel.node:
+            return {}
+        sizes = {name: rows.size(0) for name, rows in (x if isinstance(x, Mapping) else {None: x}).items()}
+        node_type = next(iter(sizes)) if len(sizes) == 1 else self.node_type
+        if node_type not in sizes:
+            raise ValueError(
+                "index counts rows of the model's output: say which nodes they are with "
+                f"AttentionExplainer(node_type=...), one of {list(sizes)}; got {node_type!r}."
+            )
+        first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        order = 1 if self._flow(model) == FLOWS[0] else -1
+        starts = [[first[t[0]], first[t[-1]]][::order] if t else [0, 0] for t in edges]  # in one graph of all nodes
+        joined = [ends + ends.new_tensor(start).view(2, 1) for ends, start in zip(edges.values(), starts, strict=True)]
+        _, near = self._get_hard_masks(model, index + first[node_type], torch.cat(joined, 1), sum(sizes.values()))
+        return dict(zip(edges, near.split([ends.size(1) for ends in joined]), strict=True))
+
+
+def _checked(edge_index: Any) -> Tensor:
+    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+        raise TypeError(f"edges are explained in the form of a tensor edge_index, [2, E]; got {type(edge_index)}.")
+    return plain(edge_index).long()
+
+
+def _recorded(
+    model: Module, x: Any, edge_index: Any, kwargs: dict[str, Any], edges: _Edges
+) -> Iterator[tuple[str, list[EdgeType | None], Tensor, Tensor]]:
+    """Runs a model: for each call, the layer's name, possible edge types, edges `[2, E]` and weights `[E, H]`."""
+    calls: defaultdict[Module, list[list[EdgeType | None]]] = defaultdict(list)
+
+    def note(layer: Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        types = list(options["edge_index_dict"] if "edge_index_dict" in options else args[1])
+        calls[layer] += [types] if isinstance(layer, HGTConv) else [[edge_type] for edge_type in types]
+
+    typed = [layer for layer in model.modules() if isinstance(layer, (HANConv, HGTConv))]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in typed]
+    try:
+        with torch.no_grad(), record_attention(model) as records:
+            model(x, edge_index, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, of_layer in records.items():
+        layer, path = model.get_submodule(name), set(name.split("."))
+        named = [t for t in edges if t and path & {"__".join(t), key2str(t), ModuleDict.to_internal_key(t)}]
+        for record, types in zip(of_layer, calls.get(layer) or [named or list(edges)] * len(of_layer), strict=True):
+            if isinstance(record.graph, CompleteGraph) or getattr(layer, "explain", None) is False:
+                continue
+            if record.weights.dim() != 2:
+                raise ValueError(f"a batch of features over one graph cannot be explained; the layer {name!r} got one.")
+            ends, weights = record.graph.edge_index, record.weights
+            given = [edges.get(edge_type, ends[:, :0]) for edge_type in types]
+            sizes = [part.size(1) for part in given]
+            if not isinstance(layer, HGTConv) or sum(sizes) != ends.size(1):
+                yield name, types, ends, weights
+                continue
+            ends = ends if layer.flow == FLOWS[0] else ends.flip(0)
+            for edge_type, own, part, of_part in zip(
+                types, given, ends.split(sizes, 1), weights.split(sizes), strict=True
+            ):
+                yield name, [edge_type], part - (part - own)[:, :1], of_part  # which counts nodes of all types
+
+
+def _along(edge_index: Tensor, ends: Tensor, weights: Tensor) -> Tensor | None:
+    """The weights of the edges of `edge_index`; `None` if a layer's edges are others, self-loops aside."""
+    if torch.equal(edge_index, ends):
+        return weights
+    is_loop, was_loop = edge_index[0] == edge_index[1], ends[0] == ends[1]
+    if not torch.equal(edge_index[:, ~is_loop], ends[:, ~was_loop]):
+        return None
+    of_loop = weights.new_zeros(int(torch.cat([edge_index, ends], 1).max()) + 1, weights.size(1))
+    of_loop[ends[0, was_loop]] = weights[was_loop]
+    found = of_loop[edge_index[0]]
+    found[~is_loop] = weights[~was_loop]
+    return found
