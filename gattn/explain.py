@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -106,9 +107,8 @@ class AttentionExplainer(ExplainerAlgorithm):
             **kwargs: Further arguments of the model.
 
         Raises:
-            TypeError: If `edge_index` is neither a tensor `[2, E]` nor a dictionary of such tensors.
-            ValueError: If no layer attends along these edges, or it is not clear along which edges a layer does; if
-                features are a batch over one graph; if `index` needs a `node_type`.
+            TypeError: If `edge_index` is neither a tensor nor a dictionary of tensors.
+            ValueError: If there are no weights, or some cannot be assigned to edges, or `index` needs a `node_type`.
         """
         is_hetero = isinstance(edge_index, Mapping)
         edges = {name: _checked(ends) for name, ends in (edge_index if is_hetero else {None: edge_index}).items()}
@@ -143,8 +143,8 @@ class AttentionExplainer(ExplainerAlgorithm):
         node_type = next(iter(sizes)) if len(sizes) == 1 else self.node_type
         if node_type not in sizes:
             raise ValueError(
-                "index counts rows of the model's output: say which nodes they are with "
-                f"AttentionExplainer(node_type=...), one of {list(sizes)}; got {node_type!r}."
+                f"index needs AttentionExplainer(node_type=...), the type of the nodes that the rows of the output belong "
+                f"to: one of {list(sizes)}, not {node_type!r}."
             )
         first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         order = 1 if self._flow(model) == FLOWS[0] else -1
@@ -170,14 +170,11 @@ def _recorded(
         types = list(options["edge_index_dict"] if "edge_index_dict" in options else args[1])
         calls[layer] += [types] if isinstance(layer, HGTConv) else [[edge_type] for edge_type in types]
 
-    typed = [layer for layer in model.modules() if isinstance(layer, (HANConv, HGTConv))]
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in typed]
-    try:
-        with torch.no_grad(), record_attention(model) as records:
-            model(x, edge_index, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), record_attention(model) as records:
+        for layer in model.modules():
+            if isinstance(layer, (HANConv, HGTConv)):
+                hooks.enter_context(layer.register_forward_pre_hook(note, with_kwargs=True))
+        model(x, edge_index, **kwargs)
     for name, of_layer in records.items():
         layer, path = model.get_submodule(name), set(name.split("."))
         named = [t for t in edges if t and path & {"__".join(t), key2str(t), ModuleDict.to_internal_key(t)}]
@@ -190,7 +187,7 @@ def _recorded(
             given = [edges.get(edge_type, ends[:, :0]) for edge_type in types]
             sizes = [part.size(1) for part in given]
             if not isinstance(layer, HGTConv) or sum(sizes) != ends.size(1):
-                yield name, types, ends, weights
+                yield name, [] if isinstance(layer, HGTConv) else types, ends, weights
                 continue
             ends = ends if layer.flow == FLOWS[0] else ends.flip(0)
             for edge_type, own, part, of_part in zip(

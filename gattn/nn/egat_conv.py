@@ -156,7 +156,7 @@ class EGATConv(BaseConv):
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[..., H * C]` as `[..., H, C]`."""
-        return x.view(*x.shape[:-1], self.heads, -1)
+        return x.view(*x.shape[:-1], self.heads, x.size(-1) // self.heads)
 
     def __repr__(self) -> str:
         sizes = self.in_channels, self.edge_channels, self.out_channels, self.out_edge_channels
