@@ -40,6 +40,13 @@ from benchmarks.kernel_cases import ALLOCATORS, SHAPES, Shape, draw_edges
 EDGE_CHANNELS = 16
 SEED = 0
 
+RELATIONS = 100
+NODE_TYPES = [f"node {number}" for number in range(5)]
+METADATA = (
+    NODE_TYPES,
+    [(NODE_TYPES[number % 5], f"edge {number}", NODE_TYPES[(number + number // 5 + 1) % 5]) for number in range(10)],
+)
+
 
 class Layer(NamedTuple):
     """A layer, and the one that it stands in for."""
@@ -50,7 +57,8 @@ class Layer(NamedTuple):
     """Of both constructors."""
     options: Mapping[str, Any] = MappingProxyType({})
     takes: tuple[str, ...] = ()
-    """What it is called with beside features and edges: `"first"`, the features again, or `"edge_attr"`."""
+    """What it is called with beside features and edges: `"first"`, the features again, `"edge_attr"` or `"edge_type"`;
+    or `"types"`, where nodes and edges come by type."""
     in_channels: int | None = 128
     """Of the features; `None` stands for heads times channels, where there is no projection."""
 
@@ -86,7 +94,19 @@ LAYERS = {
         lambda shape: (128, shape.channels),
         {"attention": True, "heads": 8, "skip_linear": True},
     ),
+    "RGATConv, 100 relations": Layer(
+        gattn.nn.RGATConv,
+        pyg.RGATConv,
+        lambda shape: (128, shape.channels, RELATIONS),
+        {"heads": 8},
+        takes=("edge_type",),
+    ),
+    "HGTConv, 5 and 10 types": Layer(
+        gattn.nn.HGTConv, pyg.HGTConv, lambda shape: (128, width(shape), METADATA, shape.heads), takes=("types",)
+    ),
 }
+SMALLER = {("RGATConv, 100 relations", "mid"): "cora"}
+"""PyG's layer makes a matrix for each edge, which memory must hold."""
 
 
 class Result(Measured):
@@ -148,15 +168,40 @@ class Case(Measurement):
         conv.load_state_dict(state)
         conv.to(dtype).eval()
 
+        if "types" in layer.takes:
+            return self._typed(conv, x, generator)
+        edge_type = torch.randint(RELATIONS, (edge_index.size(1),), generator=generator)
+
         def call() -> Tensor:
             args = {"first": (x, x), "edge_attr": (x,)}.get(layer.takes[0], (x,)) if layer.takes else (x,)
             more = (given["edge_attr"],) if "edge_attr" in layer.takes else ()
+            more = (edge_type,) if "edge_type" in layer.takes else more
             out: Tensor = conv(*args, edge_index, *more)
             return out
 
-        with torch.no_grad():
-            grad = torch.randn(call().shape, generator=generator).to(dtype)
-        return Computation(call, {"x": x, **dict(conv.named_parameters())}, grad)
+        return self._computation(call, conv, x, generator)
+
+    def _typed(self, conv: torch.nn.Module, x: Tensor, generator: torch.Generator) -> Computation:
+        """A layer of typed nodes and edges, as many of each type."""
+        shape, (node_types, edge_types) = self.shape, METADATA
+        nodes, edges = shape.nodes // len(node_types), shape.edges // len(edge_types)
+        edge_index_dict = {name: torch.randint(nodes, (2, edges), generator=generator) for name in edge_types}
+
+        def call() -> Tensor:
+            parts = x[: nodes * len(node_types)].split(nodes)
+            found = conv(dict(zip(node_types, parts, strict=True)), edge_index_dict)
+            return torch.cat([found[name] for name in node_types])
+
+        return self._computation(call, conv, x, generator)
+
+    @staticmethod
+    def _computation(
+        call: Callable[[], Tensor], conv: torch.nn.Module, x: Tensor, generator: torch.Generator
+    ) -> Computation:
+        out, leaves = call(), {"x": x, **dict(conv.named_parameters())}
+        used = torch.autograd.grad(out.sum(), list(leaves.values()), allow_unused=True)
+        leaves = {name: leaf for (name, leaf), grad in zip(leaves.items(), used, strict=True) if grad is not None}
+        return Computation(call, leaves, torch.randn(out.shape, generator=generator).to(x.dtype))
 
 
 class Layers(Benchmark[Case]):
@@ -181,10 +226,9 @@ class Layers(Benchmark[Case]):
         """Both peers, under each allocator."""
         options = self.options
         allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
-        (shape,) = SHAPES[options.shape]
         fixed = (options.threads, options.repeats, options.seconds)
         return [
-            Case(shape, layer, peer, *fixed, allocator)
+            Case(SHAPES[SMALLER.get((layer, options.shape), options.shape)][0], layer, peer, *fixed, allocator)
             for layer in unique(options.layers)
             for allocator in allocators
             for peer in ("gattn", "pyg")

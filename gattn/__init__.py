@@ -61,6 +61,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name == "visualize":  # needs matplotlib, which nobody else does
-        return import_module("gattn.visualize")
+    if name in ("explain", "visualize"):  # which need parts of PyG, and matplotlib, that nobody else does
+        return import_module(f"gattn.{name}")
     raise AttributeError(f"module 'gattn' has no attribute {name!r}")

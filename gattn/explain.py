@@ -19,9 +19,8 @@ from torch_geometric.nn.to_hetero_transformer import key2str
 
 from gattn.graphs import FLOWS, CompleteGraph
 from gattn.graphs.edge_lists import plain
-from gattn.nn.han_conv import HANConv
+from gattn.nn import HANConv, HGTConv
 from gattn.nn.hetero_conv import EdgeType
-from gattn.nn.hgt_conv import HGTConv
 from gattn.recording import record_attention
 
 #: Edges `[2, E]` by edge type; those of a homogeneous graph are of the type `None`.
@@ -30,25 +29,24 @@ _REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "max": torch.amax, "min": tor
 
 
 class AttentionExplainer(ExplainerAlgorithm):
-    r"""Explains a model by its attention weights, on homogeneous and on heterogeneous graphs.
+    r"""Explains models by attention weights, as an algorithm of `torch_geometric.explain.Explainer`.
 
-    An algorithm for `torch_geometric.explain.Explainer`. The mask of an edge is the mean, over the L layers that attend
-    along it, of the mean over their heads (or their largest or smallest value):
+    The mask of an edge is its attention weight, averaged over heads and over the L layers that attend along it:
 
     .. math::
         m_{ij} = \frac{1}{L} \sum_{l=1}^L \frac{1}{H_l} \sum_{h=1}^{H_l} \alpha_{ij}^{(l, h)}
 
-    On heterogeneous graphs, each edge type has a mask. They explain `HGTConv`, `HANConv` (without its weights of edge
-    types), and other layers of gattn in `HeteroConv`, after `to_hetero`, or where their edges tell the edge type.
+    On heterogeneous graphs, each edge type has its own mask. The model may use `HGTConv`, `HANConv` (whose weights of
+    edge types are left out) and other layers of gattn that serve one edge type each, as in `HeteroConv` or `to_hetero`.
 
-    Self-loops that a layer adds have no place in the mask; a self-loop of the graph that a layer replaces gets the
+    Self-loops that a layer adds are not part of the mask; a self-loop of the graph that a layer replaces gets the
     weight of its replacement. An edge type that no layer attends along gets zeros. Attention on a `CompleteGraph` is
     ignored, as are layers whose attribute `explain` is `False`. Gates, such as those of `FAConv`, can be negative.
     Whether attention explains predictions at all is disputed: see https://arxiv.org/abs/1902.10186.
 
     Args:
-        reduce: `"mean"`, `"max"` (PyG's default) or `"min"`, first over heads, then over layers. (default: `"mean"`)
-        node_type: The type of the nodes that the rows of the model's output belong to, which `index` needs on graphs
+        reduce: `"mean"`, `"max"` (PyG's default) or `"min"` over heads, then over layers. (default: `"mean"`)
+        node_type: The type of the nodes that the rows of the model's output stand for. Only `index` needs it, on graphs
             with several types of nodes. (default: `None`)
 
     Raises:
@@ -66,11 +64,11 @@ class AttentionExplainer(ExplainerAlgorithm):
         ...     gattn.explain.AttentionExplainer(node_type="paper"),
         ...     explanation_type="model",
         ...     edge_mask_type="object",
-        ...     model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
+        ...     model_config={"mode": "regression", "task_level": "node"},
         ... )
         >>> x = {"author": torch.randn(2, 16), "paper": torch.randn(3, 16)}
         >>> edges = {writes: torch.tensor([[0, 1], [0, 2]]), cites: torch.tensor([[0], [1]])}
-        >>> explainer(x, edges, index=2)[writes].edge_mask  # whose only neighbour is author 1
+        >>> explainer(x, edges, index=2)[writes].edge_mask  # author 1 is the only neighbour of paper 2
         tensor([0., 1.])
     """
 
@@ -86,14 +84,18 @@ class AttentionExplainer(ExplainerAlgorithm):
         config = self.explainer_config
         if config.explanation_type == ExplanationType.model and config.node_mask_type is None:
             return True
-        problem = (
-            "AttentionExplainer explains models by their edges: use explanation_type='model', node_mask_type=None."
-        )
-        logging.getLogger(__name__).error(problem)
+        logging.getLogger(__name__).error("AttentionExplainer needs explanation_type='model' and node_mask_type=None.")
         return False
 
     def forward(
-        self, model: Module, x: Any, edge_index: Any, *, target: Any = None, index: Any = None, **kwargs: Any
+        self,
+        model: Module,
+        x: Tensor | dict[str, Tensor],
+        edge_index: Tensor | dict[EdgeType, Tensor],
+        *,
+        target: Tensor | None = None,
+        index: int | Tensor | None = None,
+        **kwargs: Any,
     ) -> Explanation | HeteroExplanation:
         """Runs the model once and reduces the weights that it attends with.
 
@@ -102,26 +104,26 @@ class AttentionExplainer(ExplainerAlgorithm):
             x: Features of the nodes, or a dictionary of them by node type.
             edge_index: The edges, `[2, E]`, or a dictionary of them by edge type.
             target: Not used. (default: `None`)
-            index: The rows of the output to explain, an int or a tensor. If they are nodes, edges outside of their
-                k-hop subgraph get zeros, where k is the number of layers, as in PyG. (default: `None`, all rows)
+            index: The rows of the output to explain. If they are nodes, edges outside of their k-hop subgraph get
+                zeros, where k is the number of layers, as in PyG. (default: `None`, all rows)
             **kwargs: Further arguments of the model.
 
         Raises:
             TypeError: If `edge_index` is neither a tensor nor a dictionary of tensors.
             ValueError: If there are no weights, or some cannot be assigned to edges, or `index` needs a `node_type`.
         """
-        is_hetero = isinstance(edge_index, Mapping)
-        edges = {name: _checked(ends) for name, ends in (edge_index if is_hetero else {None: edge_index}).items()}
+        given: Mapping[Any, Any] = edge_index if isinstance(edge_index, Mapping) else {None: edge_index}
+        if not all(isinstance(ends, Tensor) and ends.layout == torch.strided for ends in given.values()):
+            raise TypeError("edges are explained in the form of tensors [2, E], not of sparse matrices or graphs.")
+        edges: _Edges = {edge_type: plain(ends).long() for edge_type, ends in given.items()}
         near = self._near(model, x, edges, index)
         found: dict[EdgeType | None, list[Tensor]] = {edge_type: [] for edge_type in edges}
         for name, types, ends, weights in _recorded(model, x, edge_index, kwargs, edges):
             fits = {t: w for t in types if t in edges and (w := _along(edges[t], ends, weights)) is not None}
             if not fits or (len(fits) > 1 and ends.numel()):
-                which = f"edges that {list(fits)} have in common" if fits else "edges other than those to explain"
-                raise ValueError(
-                    f"the weights of the layer {name!r} belong to {which}: set its attribute explain to False to leave "
-                    "them out, or name it in a ModuleDict after its edge type."
-                )
+                which = f"edges that {list(fits)} share" if fits else "edges other than those to explain"
+                remedy = "name it after its type in a ModuleDict" if fits else "leave it out by explain = False"
+                raise ValueError(f"the layer {name!r} attends along {which}: {remedy}.")
             edge_type, weights = next(iter(fits.items()))
             found[edge_type].append(_REDUCTIONS[self.reduce](weights, -1))
         if not any(found.values()):
@@ -131,49 +133,40 @@ class AttentionExplainer(ExplainerAlgorithm):
             layers = found[edge_type] or [torch.zeros(ends.size(1), device=ends.device)]
             mask = _REDUCTIONS[self.reduce](torch.stack(layers, -1), -1)
             masks[edge_type] = self._post_process_mask(mask, near.get(edge_type), apply_sigmoid=False)
-        if is_hetero:
-            return HeteroExplanation().set_value_dict("edge_mask", masks)
-        return Explanation(edge_mask=masks[None])
+        if None in masks:
+            return Explanation(edge_mask=masks[None])
+        return HeteroExplanation().set_value_dict("edge_mask", masks)
 
     def _near(self, model: Module, x: Any, edges: _Edges, index: Any) -> _Edges:
         """Which edges are near enough to the explained nodes, `[E]`; nothing if all edges count."""
-        if index is None or self.model_config.task_level != ModelTaskLevel.node:
+        if index is None or not edges or self.model_config.task_level != ModelTaskLevel.node:
             return {}
         sizes = {name: rows.size(0) for name, rows in (x if isinstance(x, Mapping) else {None: x}).items()}
         node_type = next(iter(sizes)) if len(sizes) == 1 else self.node_type
         if node_type not in sizes:
-            raise ValueError(
-                f"index needs AttentionExplainer(node_type=...), the type of the nodes that the rows of the output belong "
-                f"to: one of {list(sizes)}, not {node_type!r}."
-            )
+            raise ValueError(f"index needs the node_type of the output's rows, of {list(sizes)}; got {node_type!r}.")
         first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         order = 1 if self._flow(model) == FLOWS[0] else -1
         starts = [[first[t[0]], first[t[-1]]][::order] if t else [0, 0] for t in edges]  # in one graph of all nodes
         joined = [ends + ends.new_tensor(start).view(2, 1) for ends, start in zip(edges.values(), starts, strict=True)]
-        _, near = self._get_hard_masks(model, index + first[node_type], torch.cat(joined, 1), sum(sizes.values()))
+        rows = torch.arange(sizes[node_type], device=joined[0].device)[index].view(-1) + first[node_type]
+        _, near = self._get_hard_masks(model, rows, torch.cat(joined, 1), sum(sizes.values()))
         return dict(zip(edges, near.split([ends.size(1) for ends in joined]), strict=True))
-
-
-def _checked(edge_index: Any) -> Tensor:
-    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
-        raise TypeError(f"edges are explained in the form of a tensor edge_index, [2, E]; got {type(edge_index)}.")
-    return plain(edge_index).long()
 
 
 def _recorded(
     model: Module, x: Any, edge_index: Any, kwargs: dict[str, Any], edges: _Edges
-) -> Iterator[tuple[str, list[EdgeType | None], Tensor, Tensor]]:
+) -> Iterator[tuple[str, list[Any], Tensor, Tensor]]:
     """Runs a model: for each call, the layer's name, possible edge types, edges `[2, E]` and weights `[E, H]`."""
-    calls: defaultdict[Module, list[list[EdgeType | None]]] = defaultdict(list)
+    calls: defaultdict[Module, list[list[Any]]] = defaultdict(list)
 
     def note(layer: Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         types = list(options["edge_index_dict"] if "edge_index_dict" in options else args[1])
         calls[layer] += [types] if isinstance(layer, HGTConv) else [[edge_type] for edge_type in types]
 
     with ExitStack() as hooks, torch.no_grad(), record_attention(model) as records:
-        for layer in model.modules():
-            if isinstance(layer, (HANConv, HGTConv)):
-                hooks.enter_context(layer.register_forward_pre_hook(note, with_kwargs=True))
+        for typed in (module for module in model.modules() if isinstance(module, (HANConv, HGTConv))):
+            hooks.enter_context(typed.register_forward_pre_hook(note, with_kwargs=True))
         model(x, edge_index, **kwargs)
     for name, of_layer in records.items():
         layer, path = model.get_submodule(name), set(name.split("."))
@@ -184,16 +177,14 @@ def _recorded(
             if record.weights.dim() != 2:
                 raise ValueError(f"a batch of features over one graph cannot be explained; the layer {name!r} got one.")
             ends, weights = record.graph.edge_index, record.weights
-            given = [edges.get(edge_type, ends[:, :0]) for edge_type in types]
-            sizes = [part.size(1) for part in given]
-            if not isinstance(layer, HGTConv) or sum(sizes) != ends.size(1):
-                yield name, [] if isinstance(layer, HGTConv) else types, ends, weights
+            if not isinstance(layer, HGTConv):
+                yield name, types, ends, weights
                 continue
-            ends = ends if layer.flow == FLOWS[0] else ends.flip(0)
-            for edge_type, own, part, of_part in zip(
-                types, given, ends.split(sizes, 1), weights.split(sizes), strict=True
-            ):
-                yield name, [edge_type], part - (part - own)[:, :1], of_part  # which counts nodes of all types
+            ends, last = ends if layer.flow == FLOWS[0] else ends.flip(0), 0
+            for edge_type in types:  # whose edges are joined in this order, with shifted numbers of nodes
+                own = edges.get(edge_type, ends[:, :0])
+                part = slice(last, last := last + own.size(1))
+                yield name, [edge_type], ends[:, part] - ends[:, part][:, :1] + own[:, :1], weights[part]
 
 
 def _along(edge_index: Tensor, ends: Tensor, weights: Tensor) -> Tensor | None:
@@ -205,6 +196,4 @@ def _along(edge_index: Tensor, ends: Tensor, weights: Tensor) -> Tensor | None:
         return None
     of_loop = weights.new_zeros(int(torch.cat([edge_index, ends], 1).max()) + 1, weights.size(1))
     of_loop[ends[0, was_loop]] = weights[was_loop]
-    found = of_loop[edge_index[0]]
-    found[~is_loop] = weights[~was_loop]
-    return found
+    return of_loop[edge_index[0]].index_put((~is_loop,), weights[~was_loop])

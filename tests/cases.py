@@ -221,6 +221,7 @@ class Call:
             tensors[name] = (tensor.unsqueeze(-1) if name in scalars else tensor).detach().requires_grad_(requires_grad)
         return Inputs(
             **(dict.fromkeys(DIFFERENTIABLE) | tensors),
+            edge_type=None,
             mask=self.mask,
             edge_index=self.edges,
             num_targets=self.num_targets,

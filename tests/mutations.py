@@ -43,7 +43,7 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH = (
 
 #: Which tests are to notice, in their order.
 TESTS = {
-    KERNELS: ["tests/ops/test_cpu.py"],
+    KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py"],
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_CALLS: ["tests/ops/test_triton.py"],
@@ -109,9 +109,18 @@ MUTATIONS = [
     Mutation(
         "the slope of a sum is its square",
         KERNELS,
-        "store(logits + at, «applied.value → applied.value * applied.derivative»);",
+        "store(logits + at, «applied.value → applied.value * applied.derivative»);\n    }\n  }\n\n  const F family;",
     ),
-    Mutation("tanh has another derivative", KERNELS, "return {y, A(1) - «y * y → y»};"),
+    Mutation("tanh has another derivative", KERNELS, "y = vector_tanh(x);\n      return {y, A(1) - «y * y → y»};"),
+    Mutation("GELU's derivative lacks a term", KERNELS, "below + «x * density → Vec<A>{}»}"),
+    Mutation("clamped logits keep their slope", KERNELS, "y > high ? «Vec<A>{} → derivative» :"),
+    Mutation("a multiplied edge is not in the key's gradient", KERNELS, "multiplies ? «other * edge → other» : other}"),
+    Mutation("all edges have the first one's type", KERNELS, "type[e] = a.edge_type[edge[«e → 0»]];"),
+    Mutation(
+        "a type's gradient is that of its last edge",
+        KERNELS,
+        "«strip.load_at(to, k) → Vec<A>{}» + strip.load_at(row, k));",
+    ),
     Mutation("a slope is zero in the derivative", KERNELS, "splat<Vec<A>>(A(1)) : «splat<Vec<A>>(slope) → Vec<A>{}»};"),
     Mutation(
         "the derivative leaves out the edge",
@@ -119,7 +128,7 @@ MUTATIONS = [
         "applied = «family.template apply<kOwn>(fixed[k], segment.other(strip, e, k), edge)"
         " → family.template apply<kOwn>(fixed[k], segment.other(strip, e, k), None{})»;",
     ),
-    Mutation("logits by source leave out the edge", KERNELS, "else return («own + edge → own») * other;"),
+    Mutation("logits by source leave out the edge", KERNELS, "else return «with_edge(own, edge) → own» * other;"),
     Mutation("the scale is forgotten in the query's gradient", KERNELS, "«weigh(acc, H * C); →»"),
     Mutation("the scale is forgotten in the edge's gradient", KERNELS, "(«gradient * family.scale() → gradient»);"),
     Mutation(

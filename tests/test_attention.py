@@ -492,9 +492,9 @@ class TestBadInput:
                 "unknown backend 'cuda': this version of gattn has 'auto', 'dense', 'cpu'",
             ),
             (
-                {"distribution": "sparsemax"},
+                {"distribution": "argmax"},
                 ValueError,
-                "unknown distribution 'sparsemax': use 'softmax', 'sigmoid'",
+                "unknown distribution 'argmax': use 'softmax', 'sigmoid'",
             ),
             ({"dropout": 1.5}, ValueError, "dropout is a probability"),
             ({"return_weights": "all"}, ValueError, "return_weights is False, True or 'dropped'"),

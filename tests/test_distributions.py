@@ -164,7 +164,7 @@ class TestGates:
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
-    def test_own_gates_are_left_to_the_reference(self):
+    def test_own_gates(self):
         class ReLU(Gate):
             def of(self, logits):
                 return logits.relu()
@@ -177,8 +177,10 @@ class TestGates:
         for mine, formula in ((ReLU(), torch.relu), (Half(), lambda z: z.sigmoid() / 2)):
             _, weights = attend(x, x, x, edge_index, distribution=mine, return_weights=True)
             torch.testing.assert_close(weights, formula((x[edge_index[1]] * x[edge_index[0]]).sum(-1) / math.sqrt(3)))
-            with pytest.raises(ValueError, match=f"gattn's own gates, not {type(mine).__name__}"):
-                attend(x, x, x, edge_index, distribution=mine, backend="cpu")
+            found, expected = (
+                attend(x, x, x, edge_index, distribution=mine, backend=backend) for backend in ("cpu", "reference")
+            )
+            torch.testing.assert_close(found, expected)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -670,16 +672,12 @@ class TestHard:
 class TestBackends:
     x = torch.randn(4, 2, 3)
 
-    def test_kernels_do_not_know_them(self, distribution):
+    def test_every_backend_serves_them(self, distribution):
         for graph in (CompleteGraph(4), torch.tensor([[0, 1], [1, 2]])):
-            with pytest.raises(
-                ValueError,
-                match="backend='cpu' cannot serve this call: it knows the softmax and gattn's own gates, not ",
-            ):
-                attend(self.x, self.x, self.x, graph, distribution=distribution, backend="cpu")
-            out = attend(self.x, self.x, self.x, graph, distribution=distribution)
             expected = attend(self.x, self.x, self.x, graph, distribution=distribution, backend="reference")
-            torch.testing.assert_close(out, expected)
+            for backend in ("cpu", "auto"):
+                out = attend(self.x, self.x, self.x, graph, distribution=distribution, backend=backend)
+                torch.testing.assert_close(out, expected)
 
     def test_packed_graphs_are_left_to_the_reference(self, distribution):
         graph = CompleteGraph.packed([1, 3])

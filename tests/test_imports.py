@@ -8,6 +8,7 @@ import gattn
 ORDER = (
     "visualize",
     "models",
+    "explain",
     "nn",
     "attention",
     "recording",

@@ -10,12 +10,12 @@ import gattn
 
 PUBLIC = {
     gattn: (
-        "AdditiveScore Attention CompleteGraph CosineScore Distribution DotScore GATScore Gate Hard Identity "
-        "LocalGaussian Score Sigmoid Softmax SparseGraph Tanh attend backend check_finite datasets models nn "
-        "record_attention softmax"
+        "AdditiveScore Attention CompleteGraph CosineScore Distribution DotScore Entmax15 GATScore Gate Hard Identity "
+        "LocalGaussian Score Sigmoid Softmax SparseGraph Sparsemax Tanh TopK TypedGraph WithinTypes attend backend "
+        "check_finite datasets models nn record_attention softmax"
     ),
     gattn.nn: (
-        "AGNNConv ALiBi AdditiveAttention AttentionPooling DNAConv DenseGATConv DotProductAttention FAConv "
+        "AGNNConv ALiBi AdditiveAttention AttentionPooling DNAConv DenseGATConv DotProductAttention EGATConv FAConv "
         "GATConv GATEConv GATv2Conv GPSConv GatedGCNConv GeneralAttention GeneralConv GraphPositionalEncoding "
         "HANConv HEATConv HGTConv HardAttention HypergraphConv KeyValueCache LSTMNCell "
         "LearnedPositionalEncoding LocalAttention MemoryAttention MultiheadAttention PointTransformerConv "

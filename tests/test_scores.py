@@ -181,11 +181,22 @@ class TestActivations:
     def test_formulas(self):
         given = tensors()
         query, key, vector = given["query"], given["key"][:N], given["vector"]
-        for activation, function in (("relu", F.relu), ("identity", lambda x: x)):
+        functions = {"relu": F.relu, "identity": lambda x: x, "elu": F.elu, "gelu": F.gelu, "silu": F.silu}
+        for activation, function in functions.items():
             found = AdditiveScore(vector, activation).logits(query, key, None)
             torch.testing.assert_close(found, (function(query + key) * vector).sum(-1))
-        with pytest.raises(ValueError, match="one of 'leaky_relu', 'tanh', 'relu', 'identity', not 'elu'"):
-            AdditiveScore(vector, "elu")
+        with pytest.raises(ValueError, match="one of 'leaky_relu', 'tanh', 'relu', .*, not 'mish'"):
+            AdditiveScore(vector, "mish")
+
+    def test_options_of_dot_products(self):
+        with pytest.raises(ValueError, match="by 'add' or 'multiply', not by 'subtract'"):
+            DotScore(edge="subtract")
+        with pytest.raises(ValueError, match="clamp is a positive bound"):
+            DotScore(clamp=0)
+        with pytest.raises(TypeError, match="clamp is a number"):
+            DotScore(clamp=torch.ones(()))
+        assert repr(DotScore(0.5, edge="multiply", clamp=5)) == "DotScore(scale=0.5, edge='multiply', clamp=5)"
+        assert repr(DotScore()) == "DotScore(scale=None)"
 
 
 def test_a_learnt_scale_of_a_dot_product_has_no_tensor_left_in_the_kernels():

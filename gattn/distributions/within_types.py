@@ -59,7 +59,7 @@ class WithinTypes(Distribution):
         if self.num_types is not None:
             row = index * self.num_types + types
             return self.distribution.weights(logits, row, num_targets * self.num_types, dim)
-        pairs, row = torch.stack([index, types]).unique(dim=1, return_inverse=True)
+        pairs, row = torch.unique(torch.stack([index, types]), dim=1, return_inverse=True)
         return self.distribution.weights(logits, row, pairs.size(1), dim)
 
     def __repr__(self) -> str:

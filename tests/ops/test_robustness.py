@@ -41,6 +41,7 @@ class TestInputsAreChecked:
             vector=torch.randn(H, C),
             edge=torch.randn(E, H, C),
             edge_projection=None,
+            edge_type=None,
             bias=torch.randn(E, H),
             mask=torch.ones(E, H, dtype=torch.bool),
             edge_value=torch.randn(E, H, V),
@@ -136,13 +137,43 @@ class TestInputsAreChecked:
         with pytest.raises((ValueError, AssertionError)):
             cpu.Cpu.operator.run(inputs._replace(**changes[case]))
 
+    typed = {"edge": torch.randn(D, H, C), "edge_type": torch.randint(D, (E,)), "edge_value": None}
+
+    @pytest.mark.parametrize(
+        ("changes", "error"),
+        [
+            ({"edge_type": torch.randint(D, (E - 1,))}, ValueError),
+            ({"edge_type": torch.randint(D, (E,), dtype=torch.int32)}, ValueError),
+            ({"edge_type": torch.randint(D, (E,), device="meta")}, ValueError),
+            ({"edge_type": torch.full((E,), D)}, IndexError),
+            ({"edge_type": torch.full((E,), -1)}, IndexError),
+            ({"edge": torch.randn(D, H, C + 1)}, ValueError),
+            ({"edge": torch.randn(D, H)}, ValueError),
+            ({"edge": None}, ValueError),
+            ({"edge_value": torch.randn(E, H, V)}, ValueError),
+            ({"edge_projection": torch.randn(H, C, D)}, ValueError),
+            ({"edge_is_value": True}, ValueError),
+        ],
+        ids=lambda value: (
+            ", ".join(f"{n} {list(getattr(x, 'shape', [x]))}" for n, x in value.items())
+            if isinstance(value, dict)
+            else value.__name__
+        ),
+    )
+    def test_refused_types(self, changes, error):
+        cpu.Cpu.operator.run(self.inputs(**self.typed))
+        with pytest.raises(error, match="has shape|edge_type chooses|edge_type holds|on the same device|projects"):
+            cpu.Cpu.operator.run(self.inputs(**(self.typed | changes)))
+        with pytest.raises(ValueError, match="Triton kernels do not"):
+            triton.Triton.operator.run(self.inputs(**self.typed))
+
     def test_triton_projects_nothing(self):
         with pytest.raises(ValueError, match="Triton kernels do not project"):
             triton.Triton.operator.run(self.inputs(**self.projected))
 
     def test_kept_tensors_of_another_call(self):
         without = dict.fromkeys(("vector", "edge", "bias", "mask", "edge_value"))
-        inputs = self.inputs(family="dot", constants=[1.0, 1.0], **without)
+        inputs = self.inputs(family="dot", constants=[1.0, 1.0, 0.0, 0.0], **without)
         out, weights, *kept = torch.ops.gattn.attention(*inputs, True, False)
         good = [torch.randn_like(out), None, out, weights, *kept]
         wanted = [name in ("query", "key", "value") for name in DIFFERENTIABLE]

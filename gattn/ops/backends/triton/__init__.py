@@ -70,8 +70,10 @@ class _Launches:
     """What forward and backward share: sizes, the inputs as the kernels take them, and launches."""
 
     def __init__(self, inputs: Inputs):
-        if inputs.edge_projection is not None:
-            raise ValueError("the Triton kernels do not project edge features: they take edges [E, H, C].")
+        if inputs.edge_projection is not None or inputs.edge_type is not None:
+            raise ValueError(
+                "the Triton kernels do not project edge features, nor look up types: they take edges [E, H, C]."
+            )
         edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
         self.layout = layout = layout_of(*edges, traced=inputs.traced)
         terms = [
