@@ -7,17 +7,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gattn.attention import Attention, Weights
+from gattn.attention import Attention, Weights, unrecorded
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.dropout import check_probability
-from gattn.scores import Score
+from gattn.scores import GATScore, Score
 from gattn.settings import require_finite
 
 #: Beside the output, as PyG's layers return it: `(edge_index, weights)`, where the graph may also be a sparse adjacency
 #: or a `CompleteGraph`; for a `SparseTensor` the one that holds the weights.
 AttentionWeights: TypeAlias = Any
+
+
+def check_positive(**sizes: int) -> None:
+    """Raises `ValueError` where a layer's size is not positive."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{name} must be at least 1; got {size}.")
 
 
 class BaseConv(Attention):
@@ -92,6 +99,33 @@ class BaseConv(Attention):
         edges = graph.edge_list(device)
         return SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
 
+    def _weighted_sum(
+        self, value: Tensor, graph: Graph, weights: Tensor, *, dropout: float = 0.0, is_recorded: bool = True
+    ) -> Tensor:
+        """The sum of each target's values, times given weights.
+
+        Args:
+            value: `[..., M, H, C]`.
+            graph: A list of edges.
+            weights: `[..., E, H]`.
+            dropout: Probability that a weight is dropped, in training. (default: `0.0`)
+            is_recorded: Whether `record_attention` takes these weights for attention. (default: `True`)
+        """
+        attend: Any = type(self).attend if is_recorded else unrecorded
+        nothing = value.new_zeros(()).expand(value.shape[:-1])
+        out: Tensor = attend(
+            self,
+            None,
+            nothing,
+            value,
+            graph,
+            score=GATScore(),
+            bias=weights,
+            distribution="identity",
+            dropout=dropout,
+        )
+        return out
+
 
 class AttentionConv(BaseConv):
     """Base class of `GATConv`, `GATv2Conv` and `TransformerConv`."""
@@ -119,9 +153,7 @@ class AttentionConv(BaseConv):
         self.dropout = dropout
         self.value_dropout = value_dropout
         self.edge_dim = edge_dim
-        for name in ("heads", "out_channels"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        check_positive(heads=heads, out_channels=out_channels)
         for name in ("dropout", "value_dropout"):
             check_probability(name, getattr(self, name))
 

@@ -139,17 +139,7 @@ class DNAConv(BaseConv):
             alpha = alpha * edge_weight.view(-1, 1, 1)
 
         if isinstance(self.aggr_module, (SumAggregation, MeanAggregation)):
-            out = self.attend(
-                None,
-                key.new_zeros(key.shape[:2]),
-                value,
-                graph,
-                score=GATScore(),
-                bias=alpha.flatten(1),
-                distribution="identity",
-                dropout=lins.dropout,
-            )
-            assert isinstance(out, Tensor)
+            out = self._weighted_sum(value, graph, alpha.flatten(1), dropout=lins.dropout)
             return out.view(x.shape).sum(1)
         return self._aggregated(dropout(alpha, lins.dropout, self.training), value, graph)
 
@@ -200,7 +190,8 @@ class DNAConv(BaseConv):
         options = False, self.add_self_loops, graph.flow, torch.promote_types(dtype, torch.float32)
 
         def normalized(edge_weight: Tensor | None) -> Any:
-            return gcn_norm(adjacency, edge_weight, graph.num_targets, *options)
+            wide = None if edge_weight is None else edge_weight.to(torch.promote_types(edge_weight.dtype, torch.float32))
+            return gcn_norm(adjacency, wide, graph.num_targets, *options)
 
         if isinstance(adjacency, SparseTensor) and not adjacency.has_value():
             found = normalized(edge_weight)
@@ -213,7 +204,7 @@ class DNAConv(BaseConv):
             weight = weight if edge_weight is None else normalized(edge_weight)[1]
         else:
             index, weight = normalized(edge_weight)
-        return index, weight.to(dtype) if edge_weight is None else weight
+        return index, weight.to(dtype if edge_weight is None else edge_weight.dtype)
 
     def __repr__(self) -> str:
         heads, groups = self.multi_head.heads, self.multi_head.groups

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from gattn.attention import unrecorded
 from gattn.errors import InputError
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv
+from gattn.nn.attention_conv import BaseConv, check_positive
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
-from gattn.scores import AdditiveScore, GATScore
+from gattn.scores import AdditiveScore
 
 _SLOPE = 0.01
 
@@ -68,14 +67,8 @@ class EGATConv(BaseConv):
     ):
         super().__init__(**kwargs)
         sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
-        sizes = {"edge_channels": edge_channels, "out_channels": out_channels, "heads": heads}
-        for name, size in {
-            "in_channels": min(sources, targets),
-            "out_edge_channels": out_edge_channels,
-            **sizes,
-        }.items():
-            if size < 1:
-                raise InputError(f"{name} must be at least 1; got {size}.")
+        check_positive(in_channels=min(sources, targets), edge_channels=edge_channels, out_channels=out_channels)
+        check_positive(out_edge_channels=out_edge_channels, heads=heads)
         self.in_channels = in_channels
         self.edge_channels = edge_channels
         self.out_channels = out_channels
@@ -149,8 +142,7 @@ class EGATConv(BaseConv):
                     f"edge_weight has one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
                 )
             alpha = alpha * edge_weight.unsqueeze(-1)
-            nothing = value.new_zeros(()).expand(value.shape[:-1])
-            out = unrecorded(self, None, nothing, value, graph, score=GATScore(), bias=alpha, distribution="identity")
+            out = self._weighted_sum(value, graph, alpha, is_recorded=False)
         results = out, F.leaky_relu(hidden, _SLOPE)
         return (*results, alpha.unsqueeze(-1)) if get_attention else results
 

@@ -169,9 +169,8 @@ class FAConv(BaseConv):
         else:
             source, target = graph.sources_and_targets()
             alpha = (key.index_select(-2, source) + query.index_select(-2, target)).tanh()
-            bias = alpha * _checked_weight(edge_weight, source).unsqueeze(-1)
-            options = {"bias": bias, "distribution": "identity", "dropout": self.dropout}
-            result = self.attend(None, torch.zeros_like(key), value, graph, score=GATScore(), **options)
+            weights = alpha * _checked_weight(edge_weight, source).unsqueeze(-1)
+            result = self._weighted_sum(value, graph, weights, dropout=self.dropout)
         out: Tensor = result.squeeze(-2)
         if self.eps != 0.0:
             out = out + self.eps * x_0

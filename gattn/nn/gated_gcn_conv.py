@@ -12,7 +12,7 @@ from torch import Tensor
 from gattn.distributions import Sigmoid
 from gattn.errors import InputError
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv
+from gattn.nn.attention_conv import BaseConv, check_positive
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import FeatureDropout, Linear
 from gattn.scores import GATScore
@@ -51,7 +51,7 @@ class GatedGCNConv(BaseConv):
         - **output:** features `[N, F_out]`, edge features `[E, F_out]`.
 
     Raises:
-        ValueError: If `dropout` is no probability.
+        ValueError: If `dropout` is no probability, or `out_channels` is not positive.
 
     Example:
         >>> import torch, gattn
@@ -76,6 +76,7 @@ class GatedGCNConv(BaseConv):
         self.in_channels = in_channels
         self.edge_channels = edge_channels
         self.out_channels = out_channels
+        check_positive(out_channels=out_channels)
         self.dropout = FeatureDropout(dropout)
         self.batch_norm = batch_norm
         self.residual = residual

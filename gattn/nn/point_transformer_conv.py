@@ -10,7 +10,7 @@ from torch_geometric.nn.inits import reset
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, GraphLike, SparseGraph
-from gattn.nn.attention_conv import BaseConv
+from gattn.nn.attention_conv import BaseConv, check_positive
 from gattn.nn.linear import Linear
 from gattn.scores import GATScore
 from gattn.settings import require_finite
@@ -47,6 +47,9 @@ class PointTransformerConv(BaseConv):
           indices `[2, E]`.
         - **output:** `[N, F_out]`.
 
+    Raises:
+        ValueError: If `out_channels` is not positive.
+
     Example:
         >>> import torch, gattn
         >>> conv = gattn.nn.PointTransformerConv(16, 8)
@@ -67,6 +70,7 @@ class PointTransformerConv(BaseConv):
         super().__init__(**kwargs)
         self.in_channels = in_channels
         self.out_channels = out_channels
+        check_positive(out_channels=out_channels)
         self.add_self_loops = add_self_loops
 
         source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels

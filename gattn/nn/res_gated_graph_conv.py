@@ -15,7 +15,7 @@ from torch_geometric.nn.inits import zeros
 from gattn.distributions import Gate, Identity, Sigmoid, Tanh
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv
+from gattn.nn.attention_conv import BaseConv, check_positive
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
 from gattn.scores import GATScore
@@ -53,6 +53,7 @@ class ResGatedGraphConv(BaseConv):
 
     Raises:
         TypeError: If `act` is not callable.
+        ValueError: If `out_channels` is not positive.
 
     Example:
         >>> import torch, gattn
@@ -76,6 +77,7 @@ class ResGatedGraphConv(BaseConv):
             raise InputTypeError(f"act is a callable such as torch.nn.Sigmoid(); got {act!r}.")
         self.in_channels = in_channels
         self.out_channels = out_channels
+        check_positive(out_channels=out_channels)
         self.act = act
         self.edge_dim = edge_dim
         self.root_weight = root_weight

@@ -399,7 +399,7 @@ class RGATConv(AttentionConv):
                 messages = messages * factor.index_select(0, target)
             return self.aggr_module(messages, target, dim_size=num_targets, dim=-3), alpha
         if more is not None:
-            total = unrecorded(self, None, nothing, value, pairs, score=score, bias=more, distribution="identity")
+            total = self._weighted_sum(value, pairs, more, is_recorded=False)
             out = out + (self.w * total if self.mod == "additive" else total)
         if within:
             shape, wide = (*out.shape[:-3], num_targets, *out.shape[-2:]), torch.promote_types(out.dtype, torch.float32)

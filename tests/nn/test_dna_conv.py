@@ -231,3 +231,16 @@ def test_wrong_inputs(x, edge_index):
         DNAConv(F, heads=0)
     with pytest.raises(ValueError, match="dropout"):
         DNAConv(F, dropout=1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_degrees_are_counted_in_single_precision(dtype):
+    """Half precision cannot count the weights of 4 000 edges, each of which is one."""
+    nodes = 4000
+    edges = torch.stack([torch.arange(nodes), torch.zeros(nodes, dtype=torch.long)])
+    x = torch.ones(nodes, 2, F)
+    conv = DNAConv(F)
+    weight = torch.ones(nodes)
+    found = copy.deepcopy(conv).to(dtype)(x.to(dtype), edges, weight.to(dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), conv(x, edges, weight), rtol=0.03, atol=0.03)

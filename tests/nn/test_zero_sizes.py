@@ -215,3 +215,18 @@ def test_cache(batch_first, batch):
     if batch is not None:
         cache.reorder(torch.empty(0, dtype=torch.long))
         assert len(cache) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gattn.nn.ResGatedGraphConv(3, 0),
+        lambda: gattn.nn.PointTransformerConv(3, 0),
+        lambda: gattn.nn.GatedGCNConv(3, 2, -1),
+        lambda: gattn.nn.GATConv(3, 0),
+        lambda: gattn.nn.EGATConv(3, 2, 0, 4, 2),
+    ],
+)
+def test_layers_without_channels_are_refused(make):
+    with pytest.raises(ValueError, match="out_channels must be at least 1; got"):
+        make()
