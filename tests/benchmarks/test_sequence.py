@@ -8,13 +8,14 @@ import torch
 from rich.console import Console
 
 import gattn
-from benchmarks import sequence
+from benchmarks import sequence, sequence_models, sequence_speed
 from benchmarks.framework import measuring
 from benchmarks.framework.results import ResultsFile, machine
-from benchmarks.sequence import LanguageModel, Sequences
+from benchmarks.sequence import Sequences
+from benchmarks.sequence_models import LanguageModel
 
 TEXT = "\n".join(f"{number} times {number} is {number * number}" for number in range(60))
-SETTING = sequence.Setting(
+SETTING = sequence_models.Setting(
     num_layers=1,
     heads=2,
     channels=8,
@@ -25,8 +26,8 @@ SETTING = sequence.Setting(
     warm_up=5,
     random_batches=2,
 )
-RUN = sequence.Run("text", "gattn", 0, 24, 1, SETTING)
-CASE = sequence.Speed("speed", "full", 6, "gattn", 2, 8, 2, 0, 1, 3, 0.01)
+RUN = sequence_models.Run("text", "gattn", 0, 24, 1, SETTING)
+CASE = sequence_speed.Speed("speed", "full", 6, "gattn", 2, 8, 2, 0, 1, 3, 0.01)
 KINDS = [
     *((graph, peer) for graph in ("full", "causal", "window") for peer in ("gattn", "torch", "sdpa")),
     *(("ragged", peer) for peer in ("gattn", "gattn-padded", "torch", "sdpa")),
@@ -35,7 +36,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def leave_this_process_as_it_was(monkeypatch):
-    monkeypatch.setattr(sequence.Speed, "prepare_process", lambda case: None)
+    monkeypatch.setattr(sequence_speed.Speed, "prepare_process", lambda case: None)
     monkeypatch.setattr(measuring, "peak_above", lambda function, device: (function(), 10**6))  # collects no garbage
 
 
@@ -43,21 +44,21 @@ def leave_this_process_as_it_was(monkeypatch):
 def tiny(monkeypatch, one_process):
     """The benchmark on a small text, a small model and short sequences, without other processes."""
     monkeypatch.setattr(gattn.datasets, "load_text", lambda name: TEXT)
-    monkeypatch.setattr(sequence, "SETTING", SETTING)
-    for name, value in {
-        "CHANNELS": 8,
-        "HEADS": 2,
-        "BATCH": 2,
-        "LENGTHS": (4, 6, 9),
-        "NODES": (8, 16, 32),
-        "WINDOW": (2, 0),
-        "RAGGED": (16, 16),
-        "EDGES_PER_NODE": 3,
-        "DECODED": 5,
-        "CHUNK": 4,
-        "SAMPLE": 20,
-    }.items():
-        monkeypatch.setattr(sequence, name, value)
+    for module, name, value in [
+        (sequence, "SETTING", SETTING),
+        (sequence, "CHANNELS", 8),
+        (sequence, "HEADS", 2),
+        (sequence, "BATCH", 2),
+        (sequence, "LENGTHS", (4, 6, 9)),
+        (sequence, "NODES", (8, 16, 32)),
+        (sequence, "RAGGED", (16, 16)),
+        (sequence, "DECODED", 5),
+        (sequence_models, "CHUNK", 4),
+        (sequence_models, "SAMPLE", 20),
+        (sequence_speed, "WINDOW", (2, 0)),
+        (sequence_speed, "EDGES_PER_NODE", 3),
+    ]:
+        monkeypatch.setattr(module, name, value)
 
 
 TRAINING = ("--iterations", "12")
@@ -85,13 +86,13 @@ def row_of(case, seconds=0.1, **changes):
 
 def train_all(runs, folder, corpus):
     """The results of runs that are trained in turns."""
-    messages = sequence.train(runs, corpus, folder)
+    messages = sequence_models.train(runs, corpus, folder)
     return [(case, content) for case, kind, content in messages if kind == "ok"]
 
 
 @pytest.fixture
 def corpus():
-    return sequence.Corpus(TEXT)
+    return sequence_models.Corpus(TEXT)
 
 
 class TestText:
@@ -99,32 +100,34 @@ class TestText:
         tokens = torch.cat([corpus.train, corpus.validation]).tolist()
         assert "".join(corpus.symbols[token] for token in tokens) == TEXT
         assert corpus.train.numel() == int(0.9 * len(TEXT))
-        assert corpus.name != sequence.Corpus(TEXT + "!").name
+        assert corpus.name != sequence_models.Corpus(TEXT + "!").name
 
     def test_batches_are_pieces_of_the_text(self, corpus):
-        pieces = sequence.draw_batch(corpus.train, SETTING, 0, 0)
+        pieces = sequence_models.draw_batch(corpus.train, SETTING, 0, 0)
         assert pieces.shape == (3, 9)
         for piece in pieces:
             assert "".join(corpus.symbols[token] for token in piece) in TEXT
 
     def test_batches_depend_on_seed_and_iteration(self, corpus):
         keys = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 1)]
-        first, again = ([sequence.draw_batch(corpus.train, SETTING, *key).tolist() for key in keys] for _ in range(2))
+        first, again = (
+            [sequence_models.draw_batch(corpus.train, SETTING, *key).tolist() for key in keys] for _ in range(2)
+        )
         assert first == again
         assert all(a != b for place, a in enumerate(first) for b in first[:place])
 
     @pytest.mark.parametrize("length", [25, 26, 32])
     def test_the_whole_loss_is_the_mean_over_all_tokens_but_the_first(self, corpus, length):
-        model, tokens = sequence.build_model(RUN, len(corpus.symbols)), corpus.validation[:length]
+        model, tokens = sequence_models.build_model(RUN, len(corpus.symbols)), corpus.validation[:length]
         total = 0.0
         for place in range(1, length):
             first = (place - 1) // 8 * 8
             logits = model(tokens[first:place].unsqueeze(0))[0, -1]
             total -= logits.log_softmax(-1)[tokens[place]].item()
-        assert sequence.whole_loss(model, tokens, 8) == pytest.approx(total / (length - 1), rel=1e-5)
+        assert sequence_models.whole_loss(model, tokens, 8) == pytest.approx(total / (length - 1), rel=1e-5)
 
     def test_learning_rate(self):
-        rates = [sequence.learning_rate(sequence.Setting(), iteration, 2000) for iteration in range(2001)]
+        rates = [sequence_models.learning_rate(sequence_models.Setting(), iteration, 2000) for iteration in range(2001)]
         assert rates[0] == pytest.approx(4e-3 / 101)
         assert rates[100] == max(rates) == 4e-3
         assert rates[1050] == pytest.approx((4e-3 + 1e-4) / 2)
@@ -135,7 +138,7 @@ class TestText:
 class TestTraining:
     def test_the_published_setting(self):
         """0.80 M parameters: nanoGPT counts them without positions."""
-        model = sequence.build_model(replace(RUN, setting=sequence.Setting()), 65)
+        model = sequence_models.build_model(replace(RUN, setting=sequence_models.Setting()), 65)
         assert sum(x.numel() for x in model.parameters()) - 64 * 128 == 795_904
         assert isinstance(model.layers[0], gattn.nn.TransformerEncoderLayer)
 
@@ -147,7 +150,7 @@ class TestTraining:
         assert ours == pytest.approx(theirs, rel=1e-4)
         assert ours[0] == pytest.approx(math.log(len(corpus.symbols)), rel=0.02)
         assert ours[-1] < ours[0] - 0.05
-        models = [sequence.build_model(replace(RUN, layers=layers), 5) for layers in sequence.LAYERS]
+        models = [sequence_models.build_model(replace(RUN, layers=layers), 5) for layers in sequence.LAYERS]
         assert type(models[1].layers[0]) is torch.nn.TransformerEncoderLayer
         for name, weight in models[0].state_dict().items():
             assert torch.equal(weight, models[1].state_dict()[name])
@@ -177,7 +180,7 @@ class TestTraining:
         assert len(row["iteration"]["times"]) == 24
 
     def test_turns(self, corpus, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "CHUNK", 10)
+        monkeypatch.setattr(sequence_models, "CHUNK", 10)
         done = []
 
         def advance(training, count):
@@ -186,7 +189,7 @@ class TestTraining:
 
         trainings = [LanguageModel(replace(RUN, layers=layers), corpus, tmp_path) for layers in sequence.LAYERS]
         trainings[1].iteration = 10
-        for training in sequence.turns(trainings):
+        for training in sequence_models.turns(trainings):
             advance(training, 10)
         order = [layers for layers, _ in done]
         assert order == ["gattn", "torch", "gattn", "gattn", "torch"]
@@ -211,12 +214,12 @@ class TestInputs:
         assert CASE.lengths() == [6, 6]
 
     def test_neighbours(self, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (1, 0))
+        monkeypatch.setattr(sequence_speed, "WINDOW", (1, 0))
         targets = torch.tensor([1, 2])
-        assert sequence.neighbours("causal", targets, 3).tolist() == [[1, 1, 0], [1, 1, 1]]
-        assert sequence.neighbours("window", targets, 3).tolist() == [[1, 1, 0], [0, 1, 1]]
+        assert sequence_speed.neighbours("causal", targets, 3).tolist() == [[1, 1, 0], [1, 1, 1]]
+        assert sequence_speed.neighbours("window", targets, 3).tolist() == [[1, 1, 0], [0, 1, 1]]
         edge_index = torch.tensor([[0, 0, 2, 1], [1, 1, 2, 0]])
-        assert sequence.neighbours("sparse", targets, 3, edge_index).tolist() == [[2, 0, 0], [0, 0, 1]]
+        assert sequence_speed.neighbours("sparse", targets, 3, edge_index).tolist() == [[2, 0, 0], [0, 0, 1]]
 
     @pytest.mark.parametrize(
         ("graph", "edges"), [("full", 2 * 200**2), ("causal", 200 * 201), ("window", 2 * (72 * 128 + 128 * 129 // 2))]
@@ -226,18 +229,18 @@ class TestInputs:
         assert replace(CASE, graph="sparse", length=200, batch=1).num_edges() == 3200
 
     def test_every_node_of_the_sparse_graph_has_as_many_edges(self):
-        edge_index = sequence.draw(replace(CASE, part="graphs", graph="sparse", length=9), "layer").edge_index
+        edge_index = sequence_speed.draw(replace(CASE, part="graphs", graph="sparse", length=9), "layer").edge_index
         assert edge_index[1].bincount().tolist() == [16] * 9
 
 
 class TestReference:
     @pytest.mark.parametrize("graph", ["full", "causal", "window"])
     def test_against_pytorch(self, graph, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
-        monkeypatch.setattr(sequence, "CHUNK_LOGITS", 30)  # two targets at a time
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, "CHUNK_LOGITS", 30)  # two targets at a time
         case = replace(CASE, graph=graph)
-        inputs = sequence.draw(case, "layer")
-        results = sequence.reference(case, inputs, torch.float64)
+        inputs = sequence_speed.draw(case, "layer")
+        results = sequence_speed.reference(case, inputs, torch.float64)
         layer = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
         layer.load_state_dict(inputs.parameters)
         x = inputs.tokens["x"].double().view(2, 6, 8).requires_grad_()
@@ -256,7 +259,7 @@ class TestReference:
         case = replace(CASE, part="graphs", graph="sparse", length=3, batch=1, heads=1)
         tokens = {name: torch.randn(3, 8) for name in ("query", "key", "value")}
         edge_index = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 1, 2]])
-        out = sequence.plain(case, tokens, {}, edge_index)
+        out = sequence_speed.plain(case, tokens, {}, edge_index)
         logits = tokens["key"][[0, 0, 1]] @ tokens["query"][0] / math.sqrt(8)
         torch.testing.assert_close(out[0], logits.softmax(0) @ tokens["value"][[0, 0, 1]])
         torch.testing.assert_close(out[1], tokens["value"][0])
@@ -264,7 +267,7 @@ class TestReference:
     @pytest.mark.parametrize(("graph", "peer"), KINDS)
     @pytest.mark.parametrize("length", [9, 80])
     def test_peers_are_right(self, graph, peer, length, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
         row = measured(replace(CASE, graph=graph, peer=peer, length=length, batch=3), tmp_path)
         assert row["outcome"] == "ok", row["reason"]
         names = ("query", "key", "value") if peer == "sdpa" else ("x", "in_proj_weight", "out_proj.bias")
@@ -285,13 +288,13 @@ class TestReference:
 
     @pytest.mark.parametrize("graph", sequence.GRAPH_COLOURS)
     def test_graphs_are_right(self, graph, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
         row = measured(replace(CASE, part="graphs", graph=graph, batch=1, length=80), tmp_path)
         assert row["outcome"] == "ok", row["reason"]
         assert "gradient of x" in row["errors"]
 
     def test_of_long_sequences_the_output_alone_is_compared(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "CHECKED_LENGTH", 5)
+        monkeypatch.setattr(sequence_speed, "CHECKED_LENGTH", 5)
         row = measured(CASE, tmp_path)
         assert set(row["errors"]) == {"output", "output without autograd"}
         assert row["outcome"] == "ok"
@@ -301,7 +304,7 @@ class TestWrongResults:
     @pytest.mark.parametrize("peer", ["gattn", "sdpa"])
     def test_one_percent_is_caught_in_each_result(self, peer):
         case = replace(CASE, peer=peer, graph="ragged", batch=3)
-        expected, computation = case.references()[case.kind], sequence.build(case)
+        expected, computation = case.references()[case.kind], sequence_speed.build(case)
         results = computation.compared(computation.forward_backward())
         for name in (None, *expected):
             changed = {other: x * 1.01 if other == name else x for other, x in results.items()}
@@ -323,8 +326,8 @@ class TestWrongResults:
     @pytest.mark.parametrize("graph", ["causal", "window", "ragged"])
     @pytest.mark.parametrize(("peer", "function"), [("gattn-padded", "gattn_options"), ("torch", "torch_options")])
     def test_a_peer_that_sees_too_much_is_wrong(self, graph, peer, function, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
-        monkeypatch.setattr(sequence, function, lambda *args: {})
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, function, lambda *args: {})
         assert measured(replace(CASE, graph=graph, peer=peer, batch=3), tmp_path)["outcome"] == "WRONG"
 
 
@@ -334,8 +337,8 @@ class TestResuming:
         Sequences.main(every)
         names = ("runs.jsonl", "lm.md", "lm-gattn.txt", "speed.md", "graphs.md")
         before = [(tmp_path / name).read_text() for name in names]
-        monkeypatch.setattr(sequence.Speed, "measure", lambda *args: pytest.fail("measured again"))
-        monkeypatch.setattr(sequence, "LanguageModel", lambda *args: pytest.fail("trained again"))
+        monkeypatch.setattr(sequence_speed.Speed, "measure", lambda *args: pytest.fail("measured again"))
+        monkeypatch.setattr(sequence_models, "LanguageModel", lambda *args: pytest.fail("trained again"))
         capsys.readouterr()
         Sequences.main(every)
         printed = capsys.readouterr().out
