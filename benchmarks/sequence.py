@@ -1,10 +1,11 @@
 """Transformers on gattn's layers, side by side with PyTorch's: `python -m benchmarks.sequence`.
 
 Three parts. *lm*: a language model on the characters of tiny Shakespeare, in nanoGPT's setting for a CPU, trained with
-gattn's layers and with PyTorch's, from the same weights on the same batches, in turns. *speed*: `MultiheadAttention` of
-both and the bare `scaled_dot_product_attention`, on sequences that see everything, the past, a window, on a ragged
-batch, and token by token: gattn's layer with a `KeyValueCache`, PyTorch in a loop written for that. *graphs*: one layer
-on complete, causal, windowed and sparse graphs, which shows how cost grows with size.
+gattn's layers and with PyTorch's, from the same weights on the same batches, in turns; and, if asked for, recurrent
+models of about as many parameters: an LSTM, and an LSTMN, which attends to its earlier states. *speed*:
+`MultiheadAttention` of both and the bare `scaled_dot_product_attention`, on sequences that see everything, the past, a
+window, on a ragged batch, and token by token: gattn's layer with a `KeyValueCache`, PyTorch in a loop written for that.
+*graphs*: one layer on complete, causal, windowed and sparse graphs, which shows how cost grows with size.
 
 The results of *speed* and *graphs* are compared with a float64 reference.
 """
@@ -30,11 +31,21 @@ from benchmarks.framework.options import MOST, fill, folder, seconds, whole
 from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.reports import Line, machines, median, megabytes, quartiles, ratio
 from benchmarks.framework.results import VERSIONS, Row
-from benchmarks.sequence_models import CHUNK, SETTING, Corpus, Run, train
+from benchmarks.sequence_models import (
+    CHUNK,
+    LAYERS,
+    MODELS,
+    RECURRENT,
+    RECURRENT_LAYERS,
+    SETTING,
+    Corpus,
+    Run,
+    setting_of,
+    train,
+)
 from benchmarks.sequence_speed import Speed
 
 PARTS = ("lm", "speed", "graphs")
-LAYERS = ("gattn", "torch")
 
 TEXT = "tinyshakespeare"
 PUBLISHED_LOSS = 1.88
@@ -53,6 +64,14 @@ RAGGED = (64, 512)
 NODES = (256, 512, 1024, 2048, 4096, 8192)
 
 COLOURS = {"gattn": reports.BLUE, "torch": reports.RED, "sdpa": reports.GREEN, "gattn-padded": reports.SKY}
+MODEL_NAMES = {
+    "gattn": "Transformer, gattn",
+    "torch": "Transformer, torch",
+    "lstm": "LSTM, torch",
+    "lstmn": "LSTMN, gattn",
+}
+"""What tables with recurrent models call each row."""
+MODEL_COLOURS = {"gattn": reports.BLUE, "torch": reports.RED, "lstm": reports.ORANGE, "lstmn": reports.GREEN}
 GRAPH_COLOURS = {"full": reports.RED, "causal": reports.ORANGE, "window": reports.BLUE, "sparse": reports.GREEN}
 
 
@@ -159,35 +178,64 @@ def graph_lines(report: Report) -> list[Line]:
     return lines
 
 
+def is_mixed(rows: Sequence[Row]) -> bool:
+    """Whether there are other models than Transformers."""
+    return any(row["layers"] in RECURRENT for row in rows)
+
+
 def lm_lines(rows: Sequence[Row]) -> list[Line]:
     """The table of the part *lm*."""
-    other = next((row for row in rows if row["layers"] == "torch"), None)
+    base, whose = "torch", "torch's"
+    if is_mixed(rows):
+        base = next((row["layers"] for row in rows if row["layers"] in LAYERS), LAYERS[0])
+        whose = f"Transformer's ({base})"
+    other = next((row for row in rows if row["layers"] == base), None)
     lines = []
     for row in rows:
         times = row["iteration"]
         low, middle, high = (f"{1000 * times[name]:.2f}" for name in ("q1", "median", "q3"))
+        kind = {"layers": row["layers"]}
+        if is_mixed(rows):
+            size = f"{row['setting']['num_layers']} × {row['setting']['channels']}"
+            kind = {"model": MODEL_NAMES[row["layers"]], "layers × channels": size}
         lines.append(
             {
-                "layers": row["layers"],
+                **kind,
                 "parameters": str(row["parameters"]),
                 "iterations": str(row["iterations"]),
                 "validation loss": f"{row['val_loss']:.4f}",
                 "over random batches": f"{row['val_loss_random']:.4f}",
                 "an iteration, ms": f"{middle} ({low}–{high})",
                 "all iterations, s": f"{row['total_seconds']:.1f}",
-                "an iteration, × torch's": ratio(times["median"], median(other, "iteration"), ".3f"),
-                "all, × torch's": ratio(row["total_seconds"], (other or {}).get("total_seconds"), ".3f"),
+                f"an iteration, × {whose}": ratio(times["median"], median(other, "iteration"), ".3f"),
+                f"all, × {whose}": ratio(row["total_seconds"], (other or {}).get("total_seconds"), ".3f"),
             }
         )
     return lines
 
 
-LM_NOTES = (
+LOSS_NOTE = (
     "Validation loss: mean over the whole last tenth of the text, in blocks that do not overlap. Over random batches: "
     f"nanoGPT's way, which reports {PUBLISHED_LOSS} after 2000 iterations (https://github.com/karpathy/nanoGPT). "
-    "Its setting, but for the largest learning rate: there 0.001, here 0.004.",
-    "An iteration: batch, forward, backward, clipping and optimizer; without validation. Both kinds of layers start "
-    f"from the same weights, take the same batches, and train in turns of {CHUNK} iterations in one process.",
+    "Its setting, but for the largest learning rate: there 0.001, here 0.004."
+)
+ITERATION_NOTE = "An iteration: batch, forward, backward, clipping and optimizer; without validation."
+LM_NOTES = (
+    LOSS_NOTE,
+    f"{ITERATION_NOTE} Both kinds of layers start from the same weights, take the same batches, and train in turns of "
+    f"{CHUNK} iterations in one process.",
+)
+MIXED_NOTES = (
+    LOSS_NOTE,
+    f"{ITERATION_NOTE} All models take the same batches, and train in turns of {CHUNK} iterations in one process; "
+    "Transformers start from the same weights.",
+    f"The LSTM (torch.nn.LSTM) and the LSTMN (gattn.models.LSTMN, https://arxiv.org/abs/1601.06733) have "
+    f"{RECURRENT_LAYERS} layers and tied embeddings. Their width is the multiple of four that brings the number of "
+    "parameters closest to the Transformer's. Optimizer and learning rates are the Transformer's; nothing was tuned "
+    "for the recurrent models.",
+    "In training and validation, each block of the text starts from an empty state. Samples are longer than a block: "
+    "the LSTM carries its state along and the LSTMN attends to all of the text so far, whereas the Transformer attends "
+    "to as many characters as a block has.",
 )
 SPEED_NOTES = (
     "Medians with quartiles over all rounds. Forward: without autograd. Forward + backward: to the inputs and all "
@@ -207,13 +255,14 @@ def draw_curves(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axis = figure.subplots()
     for row in rows:
-        style = "-" if row["layers"] == "gattn" else "--"
+        name = MODEL_NAMES[row["layers"]] if is_mixed(rows) else row["layers"]
+        style, colour = "-" if row["layers"] in ("gattn", "lstmn") else "--", MODEL_COLOURS[row["layers"]]
         steps = [point["iteration"] for point in row["curve"]]
         losses = [point["val_loss"] for point in row["curve"]]
-        axis.plot(steps, losses, style, color=COLOURS[row["layers"]], label=f"{row['layers']}, validation")
+        axis.plot(steps, losses, style, color=colour, label=f"{name}, validation")
         trained = [point for point in row["curve"] if "train_loss" in point]
         steps, losses = [point["iteration"] for point in trained], [point["train_loss"] for point in trained]
-        axis.plot(steps, losses, ":", color=COLOURS[row["layers"]], linewidth=1, label=f"{row['layers']}, training")
+        axis.plot(steps, losses, ":", color=colour, linewidth=1, label=f"{name}, training")
     axis.axhline(PUBLISHED_LOSS, color="black", linewidth=0.8)
     axis.annotate(
         f"nanoGPT's {PUBLISHED_LOSS}",
@@ -308,7 +357,8 @@ class Sequences(Benchmark[Run | Speed]):
         """Adds the options."""
         add = parser.add_argument
         add("--parts", nargs="+", choices=PARTS, help="what is run (default: all)")
-        add("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="whose layers (default: both)")
+        add("--layers", nargs="+", choices=LAYERS, help="whose layers (default: both)")
+        add("--models", nargs="+", choices=MODELS, help="language models that are trained (default: transformer)")
         add("--iterations", type=whole(1, 10**9), help="of training (default: 2000)")
         add("--seed", type=whole(0, 2**32 - 1), help="of training (default: 0)")
         text = "threads (default: PyTorch's, here %(default)s)"
@@ -326,12 +376,14 @@ class Sequences(Benchmark[Run | Speed]):
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         """Fills in the defaults of `--quick`, and refuses options of parts that are left out."""
-        options.is_asked = options.parts is not None
-        options.layers = [name for name in LAYERS if name in options.layers]
+        options.is_asked = options.parts is not None or options.models is not None
+        if options.layers and set(options.parts or PARTS) == {"lm"} and "transformer" not in (options.models or MODELS):
+            parser.error("--layers is for Transformers, which --models leaves out")
+        options.layers = [name for name in LAYERS if name in (options.layers or LAYERS)]
         if "graphs" in (options.parts or ()) and "gattn" not in options.layers:
             parser.error("--parts graphs is for gattn's layers")
         options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
-        of_training: dict[str, object] = {"iterations": 2000, "seed": 0}
+        of_training: dict[str, object] = {"models": MODELS[:1], "iterations": 2000, "seed": 0}
         of_speed: dict[str, object] = {"rounds": 2, "repeats": 20, "seconds": 5.0, "timeout": 1200.0}
         for defaults, parts in ((of_training, ("lm",)), (of_speed, ("speed", "graphs"))):
             given = [name for name in defaults if getattr(options, name) is not None]
@@ -340,6 +392,7 @@ class Sequences(Benchmark[Run | Speed]):
         if options.quick:
             fill(options, {"iterations": 100, "rounds": 1, "repeats": 10, "seconds": 0.3})
         fill(options, of_training | of_speed)
+        options.models = [name for name in MODELS if name in options.models]
 
     def cases(self) -> list[Run | Speed]:
         """All training runs, then all measurements."""
@@ -361,8 +414,10 @@ class Sequences(Benchmark[Run | Speed]):
                 raise BenchmarkError(str(error)) from error
             self.skip("lm", str(error))
             return []
-        fixed = (options.seed, options.iterations, options.threads, SETTING)
-        return [Run(self.corpus.name, layers, *fixed) for layers in options.layers]
+        names = [name for model in options.models for name in (options.layers if model == "transformer" else [model])]
+        fixed = (options.seed, options.iterations, options.threads)
+        num_tokens = len(self.corpus.symbols)
+        return [Run(self.corpus.name, name, *fixed, setting_of(name, SETTING, num_tokens)) for name in names]
 
     def measurements(self) -> list[Speed]:
         """All measurements; those that share a reference follow each other, and peers take turns."""
@@ -403,7 +458,8 @@ class Sequences(Benchmark[Run | Speed]):
             texts = {f"lm-{row['layers']}.txt": row["sample"].strip("\n") + "\n" for row in everything}
             files = {"lm.png": draw_curves(everything), **texts}
             title = "Language model on tiny Shakespeare"
-            self.table("lm", title, everything, lm_lines(everything), LM_NOTES, files)
+            notes = MIXED_NOTES if is_mixed(everything) else LM_NOTES
+            self.table("lm", title, everything, lm_lines(everything), notes, files)
             return
         report = Report({case: row for case, row in rows.items() if isinstance(case, Speed)})
         if some := report.of("speed").values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -20,10 +20,17 @@ from benchmarks.framework.benchmark import Case
 from benchmarks.framework.measuring import Times
 from benchmarks.framework.processes import Message
 from benchmarks.framework.results import Row
-from benchmarks.framework.training import Training
+from benchmarks.framework.training import Training, nearest_width, num_parameters
+from gattn.models.decoding import sample
 
+LAYERS = ("gattn", "torch")
+"""Whose layers a Transformer has."""
+RECURRENT = ("lstm", "lstmn")
+"""Models without layers of a Transformer."""
+MODELS = ("transformer", *RECURRENT)
+RECURRENT_LAYERS = 2
 CHUNK = 50
-"""One kind of layers trains for this many iterations before it is the other's turn; a busy machine hits both alike."""
+"""A model trains for this many iterations before it is another's turn; a busy machine hits all of them alike."""
 SAMPLE = 300
 """This many characters are sampled at the end."""
 TEMPERATURE = 0.8
@@ -35,6 +42,7 @@ class Setting:
 
     num_layers: int = 4
     heads: int = 4
+    """Zero for recurrent models."""
     channels: int = 128
     context: int = 64
     batch: int = 12
@@ -83,6 +91,7 @@ class Run(Case):
     part: str = field(default="lm", init=False)
     text: str
     layers: str
+    """Whose layers a Transformer has, `"gattn"` or `"torch"`; or a recurrent model, `"lstm"` or `"lstmn"`."""
     seed: int
     iterations: int
     threads: int
@@ -141,16 +150,73 @@ def learning_rate(setting: Setting, iteration: int, iterations: int) -> float:
     return setting.last_learning_rate + height * (setting.learning_rate - setting.last_learning_rate)
 
 
-def build_model(run: Run, num_tokens: int) -> gattn.models.TransformerLM:
-    """The model; its weights depend on the seed alone, not on the kind of layers."""
-    setting = run.setting
-    sizes = (num_tokens, setting.channels, setting.num_layers, setting.heads, setting.context)
+class LSTM(torch.nn.Module):
+    """A language model of PyTorch's LSTM. But for attention, it is `gattn.models.LSTMN`, initial weights included.
+
+    Args:
+        num_tokens: The size of the vocabulary.
+        channels: The number of channels of embeddings, hidden states and memories.
+        num_layers: The number of layers.
+    """
+
+    def __init__(self, num_tokens: int, channels: int, num_layers: int):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(num_tokens, channels)
+        self.lstm = torch.nn.LSTM(channels, channels, num_layers, batch_first=True)
+        self.output = torch.nn.Linear(channels, num_tokens)
+        self.output.weight = self.embedding.weight
+        torch.nn.init.normal_(self.embedding.weight, std=0.1)
+        torch.nn.init.zeros_(self.output.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of each next token, `[B, T, V]`."""
+        return self.output(self.lstm(self.embedding(tokens))[0])
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, num_new_tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Continues texts `[B, T]` token by token; returns `[B, T + num_new_tokens]`."""
+        new, state = tokens, None
+        for _ in range(num_new_tokens):
+            hidden, state = self.lstm(self.embedding(new), state)
+            new = sample(self.output(hidden[:, -1]), temperature, generator=generator).unsqueeze(1)
+            tokens = torch.cat([tokens, new], 1)
+        return tokens
+
+
+def make_model(layers: str, setting: Setting, num_tokens: int) -> torch.nn.Module:
+    """The model of a row, with random weights."""
+    if layers == "lstm":
+        return LSTM(num_tokens, setting.channels, setting.num_layers)
+    if layers == "lstmn":
+        return gattn.models.LSTMN(num_tokens, setting.channels, setting.num_layers)
+    layer = {"gattn": gattn.nn.TransformerEncoderLayer, "torch": torch.nn.TransformerEncoderLayer}[layers]
+    sizes = (setting.channels, setting.num_layers, setting.heads, setting.context)
+    return gattn.models.TransformerLM(num_tokens, *sizes, layer=layer)
+
+
+def setting_of(layers: str, setting: Setting, num_tokens: int) -> Setting:
+    """The setting of a row: a recurrent model has about as many parameters as the setting's Transformer."""
+    if layers not in RECURRENT:
+        return setting
+
+    def sized(width: int) -> Setting:
+        return replace(setting, num_layers=RECURRENT_LAYERS, heads=0, channels=width)
+
+    with torch.device("meta"):
+        parameters = num_parameters(make_model("gattn", setting, num_tokens))
+    return sized(nearest_width(parameters, lambda width: make_model(layers, sized(width), num_tokens)))
+
+
+def build_model(run: Run, num_tokens: int) -> torch.nn.Module:
+    """The model; a Transformer's weights depend on the seed alone, not on the kind of layers."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(run.seed)
-        model = gattn.models.TransformerLM(*sizes)
-        if run.layers == "gattn":
+        model = make_model("gattn" if run.layers in LAYERS else run.layers, run.setting, num_tokens)
+        if run.layers != "torch":
             return model
-        other = gattn.models.TransformerLM(*sizes, layer=torch.nn.TransformerEncoderLayer)
+        other = make_model("torch", run.setting, num_tokens)
     other.load_state_dict(model.state_dict())
     return other
 
@@ -208,13 +274,8 @@ class LanguageModel(Training[Run]):
         symbols = self.corpus.symbols
         start = torch.tensor([[symbols.index("\n") if "\n" in symbols else 0]])
         self.model.eval()
-        tokens = self.model.generate(
-            start,
-            length,
-            temperature=TEMPERATURE,
-            use_cache=self.case.layers == "gattn",  # PyTorch's layers take no cache
-            generator=torch.Generator().manual_seed(self.case.seed),
-        )
+        generator = torch.Generator().manual_seed(self.case.seed)
+        tokens = self.model.generate(start, length, temperature=TEMPERATURE, generator=generator)
         self.model.train()
         return "".join(symbols[token] for token in tokens[0, 1:].tolist())
 
@@ -222,7 +283,7 @@ class LanguageModel(Training[Run]):
         """The columns of the finished run."""
         last = self.curve[-1]
         return {
-            "parameters": sum(x.numel() for x in self.model.parameters()),
+            "parameters": num_parameters(self.model),
             "curve": self.curve,
             "val_loss": last["val_loss"],
             "val_loss_random": last["val_loss_random"],
@@ -233,23 +294,37 @@ class LanguageModel(Training[Run]):
 
 
 def train(runs: Sequence[Run], corpus: Corpus, folder: Path) -> Generator[Message[Run], None, None]:
-    """Trains models in turns, all in this process."""
+    """Trains models in turns, all in this process. One whose loss becomes infinite or does not fall has failed."""
     trainings = [LanguageModel(run, corpus, folder) for run in runs]
     for training in turns(trainings):
         torch.set_num_threads(training.case.threads)
-        training.advance(CHUNK - training.iteration % CHUNK)
+        try:
+            training.advance(CHUNK - training.iteration % CHUNK)
+        except FloatingPointError as error:
+            trainings.remove(training)
+            yield training.case, "failed", str(error)
+            continue
         text = f": val {training.curve[-1]['val_loss']:.3f}" if training.curve else ""
         yield training.case, "progress", (training.iteration, training.iterations, text)
-        if training.is_finished:
+        if not training.is_finished:
+            continue
+        first, last = (training.curve[place]["val_loss"] for place in (0, -1))
+        if last < first:
             yield training.case, "ok", {**training.result(), "in_turns_with": [run.layers for run in runs]}
+        else:
+            reason = f"the validation loss did not fall: {first:.4f} before training, {last:.4f} after it"
+            yield training.case, "failed", reason
 
 
 def turns(trainings: Sequence[LanguageModel]) -> Iterator[LanguageModel]:
-    """Whose turn it is: that of those that are behind, in an order that changes each time."""
+    """Whose turn it is: that of those that are behind, in an order that changes each time.
+
+    What is removed from the trainings meanwhile has no more turns.
+    """
     waiting, turn = list(trainings), 0
     while waiting:
         behind = min(training.iteration // CHUNK for training in waiting)
         group = [training for training in waiting if training.iteration // CHUNK == behind]
         yield from group if turn % 2 == 0 else reversed(group)
-        waiting = [training for training in waiting if not training.is_finished]
+        waiting = [training for training in trainings if training in waiting and not training.is_finished]
         turn += 1

@@ -11,6 +11,7 @@ import gattn
 from benchmarks import sequence, sequence_models, sequence_speed
 from benchmarks.framework import measuring
 from benchmarks.framework.results import ResultsFile, machine
+from benchmarks.framework.training import num_parameters
 from benchmarks.sequence import Sequences
 from benchmarks.sequence_models import LanguageModel
 
@@ -150,7 +151,7 @@ class TestTraining:
         assert ours == pytest.approx(theirs, rel=1e-4)
         assert ours[0] == pytest.approx(math.log(len(corpus.symbols)), rel=0.02)
         assert ours[-1] < ours[0] - 0.05
-        models = [sequence_models.build_model(replace(RUN, layers=layers), 5) for layers in sequence.LAYERS]
+        models = [sequence_models.build_model(replace(RUN, layers=layers), 5) for layers in sequence_models.LAYERS]
         assert type(models[1].layers[0]) is torch.nn.TransformerEncoderLayer
         for name, weight in models[0].state_dict().items():
             assert torch.equal(weight, models[1].state_dict()[name])
@@ -161,7 +162,7 @@ class TestTraining:
         assert [{x.dim() for x in group["params"]} for group in groups] == [{2}, {1}]
         assert groups[0]["betas"] == (0.9, 0.99)
 
-    @pytest.mark.parametrize("layers", sequence.LAYERS)
+    @pytest.mark.parametrize("layers", [*sequence_models.LAYERS, *sequence_models.RECURRENT])
     def test_an_interrupted_run_ends_with_the_same_numbers(self, layers, corpus, tmp_path):
         run = replace(RUN, layers=layers)
         (tmp_path / "whole").mkdir()
@@ -187,22 +188,107 @@ class TestTraining:
             done.append((training.case.layers, count))
             training.iteration = min(training.iteration + count, 24)
 
-        trainings = [LanguageModel(replace(RUN, layers=layers), corpus, tmp_path) for layers in sequence.LAYERS]
+        trainings = [LanguageModel(replace(RUN, layers=layers), corpus, tmp_path) for layers in sequence_models.LAYERS]
         trainings[1].iteration = 10
         for training in sequence_models.turns(trainings):
             advance(training, 10)
         order = [layers for layers, _ in done]
         assert order == ["gattn", "torch", "gattn", "gattn", "torch"]
 
-    def test_the_sample(self, corpus, tmp_path):
-        training = LanguageModel(RUN, corpus, tmp_path)
+    @pytest.mark.parametrize("layers", [*sequence_models.LAYERS, *sequence_models.RECURRENT])
+    def test_the_sample(self, layers, corpus, tmp_path):
+        training = LanguageModel(replace(RUN, layers=layers), corpus, tmp_path)
         text = training.sample(30)
         assert len(text) == 30
         assert set(text) <= set(TEXT)
-        start = torch.tensor([[corpus.symbols.index("\n")]])
-        generator = torch.Generator().manual_seed(0)
-        tokens = training.model.generate(start, 30, temperature=0.8, use_cache=False, generator=generator)
+        # Without a cache or a state: recurrent models see all of the text, Transformers what they were made for.
+        generator, tokens = torch.Generator().manual_seed(0), torch.tensor([[corpus.symbols.index("\n")]])
+        for _ in range(30):
+            seen = tokens if layers in sequence_models.RECURRENT else tokens[:, -8:]
+            probabilities = (training.model(seen)[:, -1] / 0.8).softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], 1)
         assert "".join(corpus.symbols[token] for token in tokens[0, 1:]) == text
+
+
+class TestRecurrentModels:
+    def test_as_many_parameters_as_the_transformer(self):
+        setting = sequence_models.Setting()
+        assert sequence_models.setting_of("torch", setting, 65) == setting
+        with torch.device("meta"):
+            wanted = num_parameters(sequence_models.make_model("gattn", setting, 65))
+            for layers in sequence_models.RECURRENT:
+                found = sequence_models.setting_of(layers, setting, 65)
+                assert replace(found, num_layers=4, heads=4, channels=128) == setting
+                distances = [
+                    abs(num_parameters(sequence_models.make_model(layers, replace(found, channels=width), 65)) - wanted)
+                    for width in range(found.channels - 4, found.channels + 5, 4)
+                ]
+                assert distances[1] == min(distances) < 0.02 * wanted
+
+    @pytest.mark.parametrize("layers", sequence_models.RECURRENT)
+    def test_weights_depend_on_the_seed(self, layers):
+        first, again, other = (
+            sequence_models.build_model(replace(RUN, layers=layers, seed=seed), 7).state_dict() for seed in (0, 0, 1)
+        )
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+        assert first["output.weight"].data_ptr() == first["embedding.weight"].data_ptr()
+
+    def test_the_lstm_is_an_lstmn_that_sees_the_last_state_alone(self):
+        lstm, lstmn = sequence_models.LSTM(7, 8, 2), gattn.models.LSTMN(7, 8, 2, window=1)
+        lstmn.embedding.load_state_dict(lstm.embedding.state_dict())
+        lstmn.output.load_state_dict(lstm.output.state_dict())
+        with torch.no_grad():
+            for number, cell in enumerate(lstmn.layers):
+                weights = {name: getattr(lstm.lstm, f"{name}_l{number}") for name in ("weight_ih", "weight_hh")}
+                weights["bias"] = getattr(lstm.lstm, f"bias_ih_l{number}") + getattr(lstm.lstm, f"bias_hh_l{number}")
+                i, f, candidate, o = ({name: x.chunk(4)[gate] for name, x in weights.items()} for gate in range(4))
+                ours = {name: torch.cat([gate[name] for gate in (i, f, o, candidate)]) for name in weights}
+                cell.input_gates.weight.copy_(ours["weight_ih"])
+                cell.input_gates.bias.copy_(ours["bias"])
+                cell.summary_gates.weight.copy_(ours["weight_hh"])
+        tokens = torch.randint(7, (3, 6))
+        torch.testing.assert_close(lstm(tokens), lstmn(tokens))
+
+    def test_they_learn(self, corpus, tmp_path):
+        runs = [replace(RUN, layers=layers) for layers in sequence_models.RECURRENT]
+        rows = train_all(runs, tmp_path, corpus)
+        assert {case.layers for case, _ in rows} == {"lstm", "lstmn"}
+        for _, row in rows:
+            losses = [point["val_loss"] for point in row["curve"]]
+            assert losses[0] == pytest.approx(math.log(len(corpus.symbols)), rel=0.05)
+            assert losses[-1] < losses[0] - 0.05
+            assert row["in_turns_with"] == ["lstm", "lstmn"]
+
+
+class TestFailedTraining:
+    def losses(self, monkeypatch, *losses):
+        """Makes up the validation losses of the LSTM; the others are what they are."""
+        evaluate = LanguageModel.evaluate
+
+        def changed(training):
+            made_up = {"val_loss": losses[len(training.curve)]} if training.case.layers == "lstm" else {}
+            return evaluate(training) | made_up
+
+        monkeypatch.setattr(LanguageModel, "evaluate", changed)
+
+    @pytest.mark.parametrize(
+        ("losses", "reason"),
+        [
+            ((4.0, math.nan), "the validation loss became nan in iteration 10 of language model, lstm"),
+            ((4.0, 3.0, 4.0), "the validation loss did not fall: 4.0000 before training, 4.0000 after it"),
+        ],
+    )
+    def test_the_others_are_trained_and_reported(self, losses, reason, tiny, tmp_path, monkeypatch, capsys):
+        command = arguments(tmp_path, "--parts", "lm", "--models", *sequence_models.MODELS, *TRAINING)
+        with monkeypatch.context() as patch:
+            self.losses(patch, *losses)
+            with pytest.raises(SystemExit) as error:
+                Sequences.main(command)
+        assert error.value.code == f"error: language model, lstm: {reason}"
+        assert {row["layers"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()} == {"gattn", "torch", "lstmn"}
+        assert "| LSTMN, gattn |" in (tmp_path / "lm.md").read_text()
+        assert not (tmp_path / "lm-lstm.txt").exists()
 
 
 class TestInputs:
@@ -446,6 +532,24 @@ class TestReport:
         assert theirs["all, × torch's"] == "1.000×"
         assert sequence.lm_lines(rows[:1])[0]["all, × torch's"] == "–"
 
+    def test_lm_with_recurrent_models(self):
+        common = {"val_loss": 2.0, "val_loss_random": 2.1, "parameters": 7}
+        rows = [
+            {
+                **asdict(replace(RUN, layers=layers, setting=replace(SETTING, channels=8 + number))),
+                **common,
+                "total_seconds": 1.0 + number,
+                "iteration": {"median": 0.1 * (1 + number), "q1": 0.1, "q3": 0.2},
+            }
+            for number, layers in enumerate(("gattn", "torch", "lstm", "lstmn"))
+        ]
+        lines = {line["model"]: line for line in sequence.lm_lines(rows)}
+        assert list(lines) == ["Transformer, gattn", "Transformer, torch", "LSTM, torch", "LSTMN, gattn"]
+        assert [line["layers × channels"] for line in lines.values()] == ["1 × 8", "1 × 9", "1 × 10", "1 × 11"]
+        assert lines["LSTMN, gattn"]["an iteration, × Transformer's (gattn)"] == "4.000×"
+        assert sequence.lm_lines(rows[1:])[-1]["all, × Transformer's (torch)"] == "2.000×"
+        assert sequence.lm_lines(rows[2:])[-1]["all, × Transformer's (gattn)"] == "–"
+
     def test_written(self, tmp_path, capsys):
         benchmark("--out", tmp_path, console=Console(markup=False)).report(self.report())
         for text in (capsys.readouterr().out, (tmp_path / "speed.md").read_text()):
@@ -464,13 +568,30 @@ class TestCommandLine:
         assert rows[0]["in_turns_with"] == ["gattn", "torch"]
         for name in sequence.PARTS:
             assert 5_000 < (tmp_path / f"{name}.png").stat().st_size < 150_000
-        for layers in sequence.LAYERS:
+        for layers in sequence_models.LAYERS:
             assert 10 < len((tmp_path / f"lm-{layers}.txt").read_text()) <= 21
         assert "nanoGPT's way, which reports 1.88" in (tmp_path / "lm.md").read_text()
         assert re.search(r"^\| gattn \| \d+ \| 12 \| \d\.\d{4} \|", (tmp_path / "lm.md").read_text(), re.MULTILINE)
         assert "| ragged | 16 | gattn-padded |" in (tmp_path / "speed.md").read_text()
         assert "| sparse | 32 | 96 |" in (tmp_path / "graphs.md").read_text()
         assert "One layer on four graphs" in capsys.readouterr().out
+
+    def test_recurrent_models(self, tiny, tmp_path):
+        Sequences.main(arguments(tmp_path, "--parts", "lm", "--models", "lstmn", "lstm", *TRAINING))
+        first = ResultsFile(tmp_path / "runs.jsonl").rows()
+        assert [row["layers"] for row in first] == ["lstm", "lstmn"]
+        every = ("--models", *sequence_models.MODELS)
+        Sequences.main(arguments(tmp_path, "--parts", "lm", "--layers", "gattn", *every, *TRAINING))
+        rows = ResultsFile(tmp_path / "runs.jsonl").rows()
+        assert rows[:2] == first
+        assert [row["layers"] for row in rows[2:]] == ["gattn"]
+        table = (tmp_path / "lm.md").read_text()
+        for name in ("Transformer, gattn", "LSTM, torch", "LSTMN, gattn"):
+            assert re.search(rf"^\| {name} \| \d × \d+ \| \d+ \| 12 \| \d\.\d{{4}} \|", table, re.MULTILINE)
+        assert "Transformers start from the same weights" in table
+        assert 5_000 < (tmp_path / "lm.png").stat().st_size < 150_000
+        for name in sequence_models.RECURRENT:
+            assert 10 < len((tmp_path / f"lm-{name}.txt").read_text()) <= 21
 
     def test_the_plan(self):
         cases = benchmark().measurements()
@@ -517,6 +638,8 @@ class TestCommandLine:
         monkeypatch.setattr(gattn.datasets, "load_text", missing)
         with pytest.raises(SystemExit, match="error: the text is not there"):
             Sequences.main(arguments(tmp_path, "--parts", "lm"))
+        with pytest.raises(SystemExit, match="error: the text is not there"):
+            Sequences.main(arguments(tmp_path, "--models", "lstmn"))
         Sequences.main(arguments(tmp_path, "--layers", "gattn", *SPEED))
         assert "Skipped: the text is not there" in capsys.readouterr().out
         assert {row["part"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()} == {"speed", "graphs"}
@@ -526,6 +649,9 @@ class TestCommandLine:
         [
             ["--parts", "all"],
             ["--layers", "keras"],
+            ["--models", "gru"],
+            ["--parts", "speed", "--models", "lstm"],
+            ["--parts", "lm", "--layers", "gattn", "--models", "lstm"],
             ["--iterations", "0"],
             ["--threads", "-1"],
             ["--rounds", "0"],
