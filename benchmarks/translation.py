@@ -11,7 +11,6 @@ that it means the same when other things run on the machine. (On a GPU, it is th
 from __future__ import annotations
 
 import argparse
-import bisect
 import functools
 import hashlib
 import io
@@ -45,7 +44,7 @@ from benchmarks.framework.options import MOST, device, folder, whole
 from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Machine, Row, replace_file
-from benchmarks.framework.training import Training
+from benchmarks.framework.training import Training, nearest_width, num_parameters
 from gattn.visualize import attention_matrix
 
 PAIRS = "tatoeba"
@@ -447,21 +446,9 @@ def make_model(row: str, width: int, setting: Setting, num_tokens: int) -> Model
     return gattn.models.Seq2Seq(num_tokens, num_tokens, width, width, **options)
 
 
-def num_parameters(model: torch.nn.Module) -> int:
-    """How many numbers are learnt."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def find_width(row: str, setting: Setting, num_tokens: int) -> int:
     """The multiple of four whose model's number of parameters is nearest to the setting's."""
-
-    def excess(width: int) -> int:
-        with torch.device("meta"):
-            return num_parameters(make_model(row, width, setting, num_tokens)) - setting.parameters
-
-    widths = range(4, 2**20, 4)
-    place = max(bisect.bisect_left(widths, 0, key=excess), 1)
-    return min(widths[place - 1 : place + 1], key=lambda width: abs(excess(width)))
+    return nearest_width(setting.parameters, lambda width: make_model(row, width, setting, num_tokens))
 
 
 def build_model(run: Run, num_tokens: int) -> Model:

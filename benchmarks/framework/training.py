@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import io
 import math
 import time
@@ -18,6 +19,23 @@ from benchmarks.framework.processes import BenchmarkError
 from benchmarks.framework.results import Row, replace_file
 
 C = TypeVar("C", bound=Case)
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """How many numbers are learnt."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def nearest_width(parameters: int, build: Callable[[int], torch.nn.Module]) -> int:
+    """The multiple of four for which `build(width)`, a model, has the number of parameters nearest to this one."""
+
+    def excess(width: int) -> int:
+        with torch.device("meta"):
+            return num_parameters(build(width)) - parameters
+
+    widths = range(4, 2**20, 4)
+    place = max(bisect.bisect_left(widths, 0, key=excess), 1)
+    return min(widths[place - 1 : place + 1], key=lambda width: abs(excess(width)))
 
 
 class Training(ABC, Generic[C]):

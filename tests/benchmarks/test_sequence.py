@@ -8,13 +8,15 @@ import torch
 from rich.console import Console
 
 import gattn
-from benchmarks import sequence
+from benchmarks import sequence, sequence_models, sequence_speed
 from benchmarks.framework import measuring
 from benchmarks.framework.results import ResultsFile, machine
-from benchmarks.sequence import LanguageModel, Sequences
+from benchmarks.framework.training import num_parameters
+from benchmarks.sequence import Sequences
+from benchmarks.sequence_models import LanguageModel
 
 TEXT = "\n".join(f"{number} times {number} is {number * number}" for number in range(60))
-SETTING = sequence.Setting(
+SETTING = sequence_models.Setting(
     num_layers=1,
     heads=2,
     channels=8,
@@ -25,8 +27,8 @@ SETTING = sequence.Setting(
     warm_up=5,
     random_batches=2,
 )
-RUN = sequence.Run("text", "gattn", 0, 24, 1, SETTING)
-CASE = sequence.Speed("speed", "full", 6, "gattn", 2, 8, 2, 0, 1, 3, 0.01)
+RUN = sequence_models.Run("text", "gattn", 0, 24, 1, SETTING)
+CASE = sequence_speed.Speed("speed", "full", 6, "gattn", 2, 8, 2, 0, 1, 3, 0.01)
 KINDS = [
     *((graph, peer) for graph in ("full", "causal", "window") for peer in ("gattn", "torch", "sdpa")),
     *(("ragged", peer) for peer in ("gattn", "gattn-padded", "torch", "sdpa")),
@@ -35,7 +37,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def leave_this_process_as_it_was(monkeypatch):
-    monkeypatch.setattr(sequence.Speed, "prepare_process", lambda case: None)
+    monkeypatch.setattr(sequence_speed.Speed, "prepare_process", lambda case: None)
     monkeypatch.setattr(measuring, "peak_above", lambda function, device: (function(), 10**6))  # collects no garbage
 
 
@@ -43,21 +45,21 @@ def leave_this_process_as_it_was(monkeypatch):
 def tiny(monkeypatch, one_process):
     """The benchmark on a small text, a small model and short sequences, without other processes."""
     monkeypatch.setattr(gattn.datasets, "load_text", lambda name: TEXT)
-    monkeypatch.setattr(sequence, "SETTING", SETTING)
-    for name, value in {
-        "CHANNELS": 8,
-        "HEADS": 2,
-        "BATCH": 2,
-        "LENGTHS": (4, 6, 9),
-        "NODES": (8, 16, 32),
-        "WINDOW": (2, 0),
-        "RAGGED": (16, 16),
-        "EDGES_PER_NODE": 3,
-        "DECODED": 5,
-        "CHUNK": 4,
-        "SAMPLE": 20,
-    }.items():
-        monkeypatch.setattr(sequence, name, value)
+    for module, name, value in [
+        (sequence, "SETTING", SETTING),
+        (sequence, "CHANNELS", 8),
+        (sequence, "HEADS", 2),
+        (sequence, "BATCH", 2),
+        (sequence, "LENGTHS", (4, 6, 9)),
+        (sequence, "NODES", (8, 16, 32)),
+        (sequence, "RAGGED", (16, 16)),
+        (sequence, "DECODED", 5),
+        (sequence_models, "CHUNK", 4),
+        (sequence_models, "SAMPLE", 20),
+        (sequence_speed, "WINDOW", (2, 0)),
+        (sequence_speed, "EDGES_PER_NODE", 3),
+    ]:
+        monkeypatch.setattr(module, name, value)
 
 
 TRAINING = ("--iterations", "12")
@@ -85,13 +87,13 @@ def row_of(case, seconds=0.1, **changes):
 
 def train_all(runs, folder, corpus):
     """The results of runs that are trained in turns."""
-    messages = sequence.train(runs, corpus, folder)
+    messages = sequence_models.train(runs, corpus, folder)
     return [(case, content) for case, kind, content in messages if kind == "ok"]
 
 
 @pytest.fixture
 def corpus():
-    return sequence.Corpus(TEXT)
+    return sequence_models.Corpus(TEXT)
 
 
 class TestText:
@@ -99,32 +101,34 @@ class TestText:
         tokens = torch.cat([corpus.train, corpus.validation]).tolist()
         assert "".join(corpus.symbols[token] for token in tokens) == TEXT
         assert corpus.train.numel() == int(0.9 * len(TEXT))
-        assert corpus.name != sequence.Corpus(TEXT + "!").name
+        assert corpus.name != sequence_models.Corpus(TEXT + "!").name
 
     def test_batches_are_pieces_of_the_text(self, corpus):
-        pieces = sequence.draw_batch(corpus.train, SETTING, 0, 0)
+        pieces = sequence_models.draw_batch(corpus.train, SETTING, 0, 0)
         assert pieces.shape == (3, 9)
         for piece in pieces:
             assert "".join(corpus.symbols[token] for token in piece) in TEXT
 
     def test_batches_depend_on_seed_and_iteration(self, corpus):
         keys = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 1)]
-        first, again = ([sequence.draw_batch(corpus.train, SETTING, *key).tolist() for key in keys] for _ in range(2))
+        first, again = (
+            [sequence_models.draw_batch(corpus.train, SETTING, *key).tolist() for key in keys] for _ in range(2)
+        )
         assert first == again
         assert all(a != b for place, a in enumerate(first) for b in first[:place])
 
     @pytest.mark.parametrize("length", [25, 26, 32])
     def test_the_whole_loss_is_the_mean_over_all_tokens_but_the_first(self, corpus, length):
-        model, tokens = sequence.build_model(RUN, len(corpus.symbols)), corpus.validation[:length]
+        model, tokens = sequence_models.build_model(RUN, len(corpus.symbols)), corpus.validation[:length]
         total = 0.0
         for place in range(1, length):
             first = (place - 1) // 8 * 8
             logits = model(tokens[first:place].unsqueeze(0))[0, -1]
             total -= logits.log_softmax(-1)[tokens[place]].item()
-        assert sequence.whole_loss(model, tokens, 8) == pytest.approx(total / (length - 1), rel=1e-5)
+        assert sequence_models.whole_loss(model, tokens, 8) == pytest.approx(total / (length - 1), rel=1e-5)
 
     def test_learning_rate(self):
-        rates = [sequence.learning_rate(sequence.Setting(), iteration, 2000) for iteration in range(2001)]
+        rates = [sequence_models.learning_rate(sequence_models.Setting(), iteration, 2000) for iteration in range(2001)]
         assert rates[0] == pytest.approx(4e-3 / 101)
         assert rates[100] == max(rates) == 4e-3
         assert rates[1050] == pytest.approx((4e-3 + 1e-4) / 2)
@@ -135,7 +139,7 @@ class TestText:
 class TestTraining:
     def test_the_published_setting(self):
         """0.80 M parameters: nanoGPT counts them without positions."""
-        model = sequence.build_model(replace(RUN, setting=sequence.Setting()), 65)
+        model = sequence_models.build_model(replace(RUN, setting=sequence_models.Setting()), 65)
         assert sum(x.numel() for x in model.parameters()) - 64 * 128 == 795_904
         assert isinstance(model.layers[0], gattn.nn.TransformerEncoderLayer)
 
@@ -147,7 +151,7 @@ class TestTraining:
         assert ours == pytest.approx(theirs, rel=1e-4)
         assert ours[0] == pytest.approx(math.log(len(corpus.symbols)), rel=0.02)
         assert ours[-1] < ours[0] - 0.05
-        models = [sequence.build_model(replace(RUN, layers=layers), 5) for layers in sequence.LAYERS]
+        models = [sequence_models.build_model(replace(RUN, layers=layers), 5) for layers in sequence_models.LAYERS]
         assert type(models[1].layers[0]) is torch.nn.TransformerEncoderLayer
         for name, weight in models[0].state_dict().items():
             assert torch.equal(weight, models[1].state_dict()[name])
@@ -158,7 +162,7 @@ class TestTraining:
         assert [{x.dim() for x in group["params"]} for group in groups] == [{2}, {1}]
         assert groups[0]["betas"] == (0.9, 0.99)
 
-    @pytest.mark.parametrize("layers", sequence.LAYERS)
+    @pytest.mark.parametrize("layers", [*sequence_models.LAYERS, *sequence_models.RECURRENT])
     def test_an_interrupted_run_ends_with_the_same_numbers(self, layers, corpus, tmp_path):
         run = replace(RUN, layers=layers)
         (tmp_path / "whole").mkdir()
@@ -177,29 +181,114 @@ class TestTraining:
         assert len(row["iteration"]["times"]) == 24
 
     def test_turns(self, corpus, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "CHUNK", 10)
+        monkeypatch.setattr(sequence_models, "CHUNK", 10)
         done = []
 
         def advance(training, count):
             done.append((training.case.layers, count))
             training.iteration = min(training.iteration + count, 24)
 
-        trainings = [LanguageModel(replace(RUN, layers=layers), corpus, tmp_path) for layers in sequence.LAYERS]
+        trainings = [LanguageModel(replace(RUN, layers=layers), corpus, tmp_path) for layers in sequence_models.LAYERS]
         trainings[1].iteration = 10
-        for training in sequence.turns(trainings):
+        for training in sequence_models.turns(trainings):
             advance(training, 10)
         order = [layers for layers, _ in done]
         assert order == ["gattn", "torch", "gattn", "gattn", "torch"]
 
-    def test_the_sample(self, corpus, tmp_path):
-        training = LanguageModel(RUN, corpus, tmp_path)
+    @pytest.mark.parametrize("layers", [*sequence_models.LAYERS, *sequence_models.RECURRENT])
+    def test_the_sample(self, layers, corpus, tmp_path):
+        training = LanguageModel(replace(RUN, layers=layers), corpus, tmp_path)
         text = training.sample(30)
         assert len(text) == 30
         assert set(text) <= set(TEXT)
-        start = torch.tensor([[corpus.symbols.index("\n")]])
-        generator = torch.Generator().manual_seed(0)
-        tokens = training.model.generate(start, 30, temperature=0.8, use_cache=False, generator=generator)
+        # Without a cache or a state: recurrent models see all of the text, Transformers what they were made for.
+        generator, tokens = torch.Generator().manual_seed(0), torch.tensor([[corpus.symbols.index("\n")]])
+        for _ in range(30):
+            seen = tokens if layers in sequence_models.RECURRENT else tokens[:, -8:]
+            probabilities = (training.model(seen)[:, -1] / 0.8).softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], 1)
         assert "".join(corpus.symbols[token] for token in tokens[0, 1:]) == text
+
+
+class TestRecurrentModels:
+    def test_as_many_parameters_as_the_transformer(self):
+        setting = sequence_models.Setting()
+        assert sequence_models.setting_of("torch", setting, 65) == setting
+        with torch.device("meta"):
+            wanted = num_parameters(sequence_models.make_model("gattn", setting, 65))
+            for layers in sequence_models.RECURRENT:
+                found = sequence_models.setting_of(layers, setting, 65)
+                assert replace(found, num_layers=4, heads=4, channels=128) == setting
+                distances = [
+                    abs(num_parameters(sequence_models.make_model(layers, replace(found, channels=width), 65)) - wanted)
+                    for width in range(found.channels - 4, found.channels + 5, 4)
+                ]
+                assert distances[1] == min(distances) < 0.02 * wanted
+
+    @pytest.mark.parametrize("layers", sequence_models.RECURRENT)
+    def test_weights_depend_on_the_seed(self, layers):
+        first, again, other = (
+            sequence_models.build_model(replace(RUN, layers=layers, seed=seed), 7).state_dict() for seed in (0, 0, 1)
+        )
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+        assert first["output.weight"].data_ptr() == first["embedding.weight"].data_ptr()
+
+    def test_the_lstm_is_an_lstmn_that_sees_the_last_state_alone(self):
+        lstm, lstmn = sequence_models.LSTM(7, 8, 2), gattn.models.LSTMN(7, 8, 2, window=1)
+        lstmn.embedding.load_state_dict(lstm.embedding.state_dict())
+        lstmn.output.load_state_dict(lstm.output.state_dict())
+        with torch.no_grad():
+            for number, cell in enumerate(lstmn.layers):
+                weights = {name: getattr(lstm.lstm, f"{name}_l{number}") for name in ("weight_ih", "weight_hh")}
+                weights["bias"] = getattr(lstm.lstm, f"bias_ih_l{number}") + getattr(lstm.lstm, f"bias_hh_l{number}")
+                i, f, candidate, o = ({name: x.chunk(4)[gate] for name, x in weights.items()} for gate in range(4))
+                ours = {name: torch.cat([gate[name] for gate in (i, f, o, candidate)]) for name in weights}
+                cell.input_gates.weight.copy_(ours["weight_ih"])
+                cell.input_gates.bias.copy_(ours["bias"])
+                cell.summary_gates.weight.copy_(ours["weight_hh"])
+        tokens = torch.randint(7, (3, 6))
+        torch.testing.assert_close(lstm(tokens), lstmn(tokens))
+
+    def test_they_learn(self, corpus, tmp_path):
+        runs = [replace(RUN, layers=layers) for layers in sequence_models.RECURRENT]
+        rows = train_all(runs, tmp_path, corpus)
+        assert {case.layers for case, _ in rows} == {"lstm", "lstmn"}
+        for _, row in rows:
+            losses = [point["val_loss"] for point in row["curve"]]
+            assert losses[0] == pytest.approx(math.log(len(corpus.symbols)), rel=0.05)
+            assert losses[-1] < losses[0] - 0.05
+            assert row["in_turns_with"] == ["lstm", "lstmn"]
+
+
+class TestFailedTraining:
+    def losses(self, monkeypatch, *losses):
+        """Makes up the validation losses of the LSTM; the others are what they are."""
+        evaluate = LanguageModel.evaluate
+
+        def changed(training):
+            made_up = {"val_loss": losses[len(training.curve)]} if training.case.layers == "lstm" else {}
+            return evaluate(training) | made_up
+
+        monkeypatch.setattr(LanguageModel, "evaluate", changed)
+
+    @pytest.mark.parametrize(
+        ("losses", "reason"),
+        [
+            ((4.0, math.nan), "the validation loss became nan in iteration 10 of language model, lstm"),
+            ((4.0, 3.0, 4.0), "the validation loss did not fall: 4.0000 before training, 4.0000 after it"),
+        ],
+    )
+    def test_the_others_are_trained_and_reported(self, losses, reason, tiny, tmp_path, monkeypatch, capsys):
+        command = arguments(tmp_path, "--parts", "lm", "--models", *sequence_models.MODELS, *TRAINING)
+        with monkeypatch.context() as patch:
+            self.losses(patch, *losses)
+            with pytest.raises(SystemExit) as error:
+                Sequences.main(command)
+        assert error.value.code == f"error: language model, lstm: {reason}"
+        assert {row["layers"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()} == {"gattn", "torch", "lstmn"}
+        assert "| LSTMN, gattn |" in (tmp_path / "lm.md").read_text()
+        assert not (tmp_path / "lm-lstm.txt").exists()
 
 
 class TestInputs:
@@ -211,12 +300,12 @@ class TestInputs:
         assert CASE.lengths() == [6, 6]
 
     def test_neighbours(self, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (1, 0))
+        monkeypatch.setattr(sequence_speed, "WINDOW", (1, 0))
         targets = torch.tensor([1, 2])
-        assert sequence.neighbours("causal", targets, 3).tolist() == [[1, 1, 0], [1, 1, 1]]
-        assert sequence.neighbours("window", targets, 3).tolist() == [[1, 1, 0], [0, 1, 1]]
+        assert sequence_speed.neighbours("causal", targets, 3).tolist() == [[1, 1, 0], [1, 1, 1]]
+        assert sequence_speed.neighbours("window", targets, 3).tolist() == [[1, 1, 0], [0, 1, 1]]
         edge_index = torch.tensor([[0, 0, 2, 1], [1, 1, 2, 0]])
-        assert sequence.neighbours("sparse", targets, 3, edge_index).tolist() == [[2, 0, 0], [0, 0, 1]]
+        assert sequence_speed.neighbours("sparse", targets, 3, edge_index).tolist() == [[2, 0, 0], [0, 0, 1]]
 
     @pytest.mark.parametrize(
         ("graph", "edges"), [("full", 2 * 200**2), ("causal", 200 * 201), ("window", 2 * (72 * 128 + 128 * 129 // 2))]
@@ -226,18 +315,18 @@ class TestInputs:
         assert replace(CASE, graph="sparse", length=200, batch=1).num_edges() == 3200
 
     def test_every_node_of_the_sparse_graph_has_as_many_edges(self):
-        edge_index = sequence.draw(replace(CASE, part="graphs", graph="sparse", length=9), "layer").edge_index
+        edge_index = sequence_speed.draw(replace(CASE, part="graphs", graph="sparse", length=9), "layer").edge_index
         assert edge_index[1].bincount().tolist() == [16] * 9
 
 
 class TestReference:
     @pytest.mark.parametrize("graph", ["full", "causal", "window"])
     def test_against_pytorch(self, graph, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
-        monkeypatch.setattr(sequence, "CHUNK_LOGITS", 30)  # two targets at a time
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, "CHUNK_LOGITS", 30)  # two targets at a time
         case = replace(CASE, graph=graph)
-        inputs = sequence.draw(case, "layer")
-        results = sequence.reference(case, inputs, torch.float64)
+        inputs = sequence_speed.draw(case, "layer")
+        results = sequence_speed.reference(case, inputs, torch.float64)
         layer = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
         layer.load_state_dict(inputs.parameters)
         x = inputs.tokens["x"].double().view(2, 6, 8).requires_grad_()
@@ -256,7 +345,7 @@ class TestReference:
         case = replace(CASE, part="graphs", graph="sparse", length=3, batch=1, heads=1)
         tokens = {name: torch.randn(3, 8) for name in ("query", "key", "value")}
         edge_index = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 1, 2]])
-        out = sequence.plain(case, tokens, {}, edge_index)
+        out = sequence_speed.plain(case, tokens, {}, edge_index)
         logits = tokens["key"][[0, 0, 1]] @ tokens["query"][0] / math.sqrt(8)
         torch.testing.assert_close(out[0], logits.softmax(0) @ tokens["value"][[0, 0, 1]])
         torch.testing.assert_close(out[1], tokens["value"][0])
@@ -264,7 +353,7 @@ class TestReference:
     @pytest.mark.parametrize(("graph", "peer"), KINDS)
     @pytest.mark.parametrize("length", [9, 80])
     def test_peers_are_right(self, graph, peer, length, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
         row = measured(replace(CASE, graph=graph, peer=peer, length=length, batch=3), tmp_path)
         assert row["outcome"] == "ok", row["reason"]
         names = ("query", "key", "value") if peer == "sdpa" else ("x", "in_proj_weight", "out_proj.bias")
@@ -285,13 +374,13 @@ class TestReference:
 
     @pytest.mark.parametrize("graph", sequence.GRAPH_COLOURS)
     def test_graphs_are_right(self, graph, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
         row = measured(replace(CASE, part="graphs", graph=graph, batch=1, length=80), tmp_path)
         assert row["outcome"] == "ok", row["reason"]
         assert "gradient of x" in row["errors"]
 
     def test_of_long_sequences_the_output_alone_is_compared(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "CHECKED_LENGTH", 5)
+        monkeypatch.setattr(sequence_speed, "CHECKED_LENGTH", 5)
         row = measured(CASE, tmp_path)
         assert set(row["errors"]) == {"output", "output without autograd"}
         assert row["outcome"] == "ok"
@@ -301,7 +390,7 @@ class TestWrongResults:
     @pytest.mark.parametrize("peer", ["gattn", "sdpa"])
     def test_one_percent_is_caught_in_each_result(self, peer):
         case = replace(CASE, peer=peer, graph="ragged", batch=3)
-        expected, computation = case.references()[case.kind], sequence.build(case)
+        expected, computation = case.references()[case.kind], sequence_speed.build(case)
         results = computation.compared(computation.forward_backward())
         for name in (None, *expected):
             changed = {other: x * 1.01 if other == name else x for other, x in results.items()}
@@ -323,8 +412,8 @@ class TestWrongResults:
     @pytest.mark.parametrize("graph", ["causal", "window", "ragged"])
     @pytest.mark.parametrize(("peer", "function"), [("gattn-padded", "gattn_options"), ("torch", "torch_options")])
     def test_a_peer_that_sees_too_much_is_wrong(self, graph, peer, function, tmp_path, monkeypatch):
-        monkeypatch.setattr(sequence, "WINDOW", (2, 0))
-        monkeypatch.setattr(sequence, function, lambda *args: {})
+        monkeypatch.setattr(sequence_speed, "WINDOW", (2, 0))
+        monkeypatch.setattr(sequence_speed, function, lambda *args: {})
         assert measured(replace(CASE, graph=graph, peer=peer, batch=3), tmp_path)["outcome"] == "WRONG"
 
 
@@ -334,8 +423,8 @@ class TestResuming:
         Sequences.main(every)
         names = ("runs.jsonl", "lm.md", "lm-gattn.txt", "speed.md", "graphs.md")
         before = [(tmp_path / name).read_text() for name in names]
-        monkeypatch.setattr(sequence.Speed, "measure", lambda *args: pytest.fail("measured again"))
-        monkeypatch.setattr(sequence, "LanguageModel", lambda *args: pytest.fail("trained again"))
+        monkeypatch.setattr(sequence_speed.Speed, "measure", lambda *args: pytest.fail("measured again"))
+        monkeypatch.setattr(sequence_models, "LanguageModel", lambda *args: pytest.fail("trained again"))
         capsys.readouterr()
         Sequences.main(every)
         printed = capsys.readouterr().out
@@ -443,6 +532,24 @@ class TestReport:
         assert theirs["all, × torch's"] == "1.000×"
         assert sequence.lm_lines(rows[:1])[0]["all, × torch's"] == "–"
 
+    def test_lm_with_recurrent_models(self):
+        common = {"val_loss": 2.0, "val_loss_random": 2.1, "parameters": 7}
+        rows = [
+            {
+                **asdict(replace(RUN, layers=layers, setting=replace(SETTING, channels=8 + number))),
+                **common,
+                "total_seconds": 1.0 + number,
+                "iteration": {"median": 0.1 * (1 + number), "q1": 0.1, "q3": 0.2},
+            }
+            for number, layers in enumerate(("gattn", "torch", "lstm", "lstmn"))
+        ]
+        lines = {line["model"]: line for line in sequence.lm_lines(rows)}
+        assert list(lines) == ["Transformer, gattn", "Transformer, torch", "LSTM, torch", "LSTMN, gattn"]
+        assert [line["layers × channels"] for line in lines.values()] == ["1 × 8", "1 × 9", "1 × 10", "1 × 11"]
+        assert lines["LSTMN, gattn"]["an iteration, × Transformer's (gattn)"] == "4.000×"
+        assert sequence.lm_lines(rows[1:])[-1]["all, × Transformer's (torch)"] == "2.000×"
+        assert sequence.lm_lines(rows[2:])[-1]["all, × Transformer's (gattn)"] == "–"
+
     def test_written(self, tmp_path, capsys):
         benchmark("--out", tmp_path, console=Console(markup=False)).report(self.report())
         for text in (capsys.readouterr().out, (tmp_path / "speed.md").read_text()):
@@ -461,13 +568,30 @@ class TestCommandLine:
         assert rows[0]["in_turns_with"] == ["gattn", "torch"]
         for name in sequence.PARTS:
             assert 5_000 < (tmp_path / f"{name}.png").stat().st_size < 150_000
-        for layers in sequence.LAYERS:
+        for layers in sequence_models.LAYERS:
             assert 10 < len((tmp_path / f"lm-{layers}.txt").read_text()) <= 21
         assert "nanoGPT's way, which reports 1.88" in (tmp_path / "lm.md").read_text()
         assert re.search(r"^\| gattn \| \d+ \| 12 \| \d\.\d{4} \|", (tmp_path / "lm.md").read_text(), re.MULTILINE)
         assert "| ragged | 16 | gattn-padded |" in (tmp_path / "speed.md").read_text()
         assert "| sparse | 32 | 96 |" in (tmp_path / "graphs.md").read_text()
         assert "One layer on four graphs" in capsys.readouterr().out
+
+    def test_recurrent_models(self, tiny, tmp_path):
+        Sequences.main(arguments(tmp_path, "--parts", "lm", "--models", "lstmn", "lstm", *TRAINING))
+        first = ResultsFile(tmp_path / "runs.jsonl").rows()
+        assert [row["layers"] for row in first] == ["lstm", "lstmn"]
+        every = ("--models", *sequence_models.MODELS)
+        Sequences.main(arguments(tmp_path, "--parts", "lm", "--layers", "gattn", *every, *TRAINING))
+        rows = ResultsFile(tmp_path / "runs.jsonl").rows()
+        assert rows[:2] == first
+        assert [row["layers"] for row in rows[2:]] == ["gattn"]
+        table = (tmp_path / "lm.md").read_text()
+        for name in ("Transformer, gattn", "LSTM, torch", "LSTMN, gattn"):
+            assert re.search(rf"^\| {name} \| \d × \d+ \| \d+ \| 12 \| \d\.\d{{4}} \|", table, re.MULTILINE)
+        assert "Transformers start from the same weights" in table
+        assert 5_000 < (tmp_path / "lm.png").stat().st_size < 150_000
+        for name in sequence_models.RECURRENT:
+            assert 10 < len((tmp_path / f"lm-{name}.txt").read_text()) <= 21
 
     def test_the_plan(self):
         cases = benchmark().measurements()
@@ -514,6 +638,8 @@ class TestCommandLine:
         monkeypatch.setattr(gattn.datasets, "load_text", missing)
         with pytest.raises(SystemExit, match="error: the text is not there"):
             Sequences.main(arguments(tmp_path, "--parts", "lm"))
+        with pytest.raises(SystemExit, match="error: the text is not there"):
+            Sequences.main(arguments(tmp_path, "--models", "lstmn"))
         Sequences.main(arguments(tmp_path, "--layers", "gattn", *SPEED))
         assert "Skipped: the text is not there" in capsys.readouterr().out
         assert {row["part"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()} == {"speed", "graphs"}
@@ -523,6 +649,9 @@ class TestCommandLine:
         [
             ["--parts", "all"],
             ["--layers", "keras"],
+            ["--models", "gru"],
+            ["--parts", "speed", "--models", "lstm"],
+            ["--parts", "lm", "--layers", "gattn", "--models", "lstm"],
             ["--iterations", "0"],
             ["--threads", "-1"],
             ["--rounds", "0"],
