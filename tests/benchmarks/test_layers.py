@@ -1,11 +1,11 @@
-"""The benchmark of drop-in layers, and that of their training."""
+"""The benchmarks of drop-in layers, of their training, and of all scores and distributions."""
 
 import json
 
 import pytest
 
 import gattn
-from benchmarks import layers
+from benchmarks import families, layers
 from benchmarks.framework.measuring import check
 from benchmarks.kernel_cases import SHAPES
 from benchmarks.training import Train
@@ -41,6 +41,15 @@ def test_a_wrong_layer_is_found(layer, is_right, monkeypatch):
     computation = case.computation()
     errors = check(computation.compared(computation.forward_backward()), case.references()[""])
     assert all(entry["error"] <= entry["budget"] for entry in errors.values()) == is_right
+
+
+def test_every_family_is_measured_and_agrees_with_the_reference(tmp_path):
+    quick = [option for option in QUICK if option not in ("--allocator", "default")]
+    families.Families.main([*quick, "--out", str(tmp_path)])
+    rows = read_rows(tmp_path / "runs.jsonl")
+    assert {row["family"] for row in rows} == {"gather", *families.FAMILIES}
+    assert {row["outcome"] for row in rows} == {"ok"}
+    assert "× nearest" in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.parametrize("task", ["typed"])
