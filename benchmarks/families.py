@@ -150,9 +150,10 @@ class Case(Measurement):
             leaves["edge"] = randn(TYPES, heads, *wide)
             options["edge_type"] = torch.randint(TYPES, (edges.size(1),), generator=generator)
         leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+        attend: Any = gattn.attend
         graph, score = gattn.SparseGraph(edges, nodes, nodes), family.score(vector)
         options |= {"graph": graph, "score": score, "distribution": family.distribution, "backend": backend}
-        return Computation(lambda: gattn.attend(**leaves, **options), leaves, grad)
+        return Computation(lambda: attend(**leaves, **options), leaves, grad)
 
     @staticmethod
     def _gather(edges: Tensor, value: Tensor, grad: Tensor) -> Computation:
@@ -197,7 +198,11 @@ class Families(Benchmark[Case]):
         lines = []
         for case, row in rows.items():
             unit, family = rows.get(replace(case, family="gather"), {}), FAMILIES.get(case.family)
-            line = {"shape": case.shape.name, "family": case.family, "nearest": "–" if family is None else family.nearest}
+            line = {
+                "shape": case.shape.name,
+                "family": case.family,
+                "nearest": "–" if family is None else family.nearest,
+            }
             nearest = {} if family is None else rows.get(replace(case, family=family.nearest), {})
             for mode, title in MODES.items():
                 line[f"{title}, ms"] = quartiles(row, mode)

@@ -207,11 +207,10 @@ class Attention(MessagePassing):
 
     def _edge_outputs(self, call: Call, kind: bool | str, wanted: Backend | None, argument: str) -> Any:
         """What `return_edges` asks for."""
-        if kind is True:
+        if kind == True:  # noqa: E712 - or 1
             kind = "vectors" if isinstance(call.score, AdditiveScore) else "logits"
         if kind == "logits":
-            logits, edges = self._choose(call, wanted, argument).logits(call)
-            return call.graph.dress(logits.to(call.dtype), edges)
+            return self._choose(call, wanted, argument).logits(call)
         score = call.score
         if not isinstance(score, AdditiveScore) or not isinstance(call.graph, SparseGraph):
             raise InputError(
@@ -219,8 +218,9 @@ class Attention(MessagePassing):
                 f"got {score!r} on {call.graph!r}."
             )
         edges = call.graph.edge_list(call.value.device)
-        call = call.on_edges(edges, edges.num_edges).with_edges()
-        return score.hidden(*on_ends(call, edges)).to(call.dtype)
+        compute, dtype = call.compute, call.dtype
+        call = call.on_edges(edges, edges.num_edges).cast(compute).with_edges()
+        return score.hidden(*on_ends(call, edges)).to(dtype)
 
     def _choose(self, call: Call, wanted: Backend | None, argument: str) -> Backend:
         """The backend that computes a call: the one place where that is decided.
@@ -419,15 +419,16 @@ def attend(
         edge_type: The type of each edge, `[E]`, integers from 0: then `edge` holds the terms of R types, `[R, H, C]`
             (for `GATScore` `[R, H]`), and so does `edge_value`. The CPU kernels look them up edge by edge, without a
             tensor of `[E, H, C]`. (default: `None`)
-        distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, or a `Distribution`,
-            such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
+        distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, `"sparsemax"`,
+            `"entmax15"`, or a `Distribution`, such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
         dropout: Probability that a weight is dropped, in training. Which ones is drawn from PyTorch's generator, so
             forked processes that inherit one state drop the same weights until they are seeded. (default: `0.0`)
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
             (default: `False`)
         return_edges: Also returns what was computed per edge, with gradients, for layers that update their edges:
-            `"logits"`, the finished logits :math:`s + b` before mask and distribution, in the shape of weights, or
+            `"logits"`, the finished logits :math:`s + b` before mask and distribution, in the shape of weights (zero
+            where a complete graph has no edge), or
             `"vectors"`, what an `AdditiveScore`'s activation gets, `[E, H, C]` (only on lists of edges). `True` is
             `"vectors"` for `AdditiveScore` and `"logits"` for any other score. (default: `False`)
         backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` or
@@ -437,12 +438,12 @@ def attend(
     Returns:
         `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
         `return_weights` a pair: the output, and weights `[E, H]` in `edge_index` order, for a complete graph
-        `[H, N, M]` (each with the batch dimensions in front), for a packed one a list of such, one a block. With
+        `[H, N, M]` (each with the batch dimensions in front), for a packed one a list with one for each block. With
         `return_edges` these come last.
 
     Raises:
         ValueError: If shapes do not fit each other or the graph, or a name is unknown; the message says which.
-        IndexError: If an index of the graph is out of range.
+        IndexError: If an index of the graph or a type is out of range.
         TypeError: If `graph` is no graph, or a tensor is no tensor.
         RuntimeError: If `backend="cpu"` is asked for, and the kernels were not built, or `"triton"`, and that is not
             installed.

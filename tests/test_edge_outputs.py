@@ -107,6 +107,45 @@ def test_logits_of_a_complete_graph_have_the_shape_of_its_weights():
     torch.testing.assert_close(logits, expected.tril())
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference", "auto"])
+def test_logits_of_minus_infinity_stay(backend):
+    given = tensors(channels=())
+    with torch.no_grad():
+        given["bias"][::3] = -torch.inf
+    _, logits = attend(**given, graph=SparseGraph(EDGES, N, M), score=GATScore(), return_edges=1, backend=backend)
+    assert ((logits == -torch.inf) == (given["bias"] == -torch.inf)).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 1)}, {"lengths": torch.tensor([5, 9])}])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_complete_graphs_by_all_backends(options, bias):
+    batch = (2,) if "lengths" in options else ()
+    if "lengths" in options:
+        options = {"source_lengths": options["lengths"], "target_lengths": options["lengths"]}
+    x = torch.randn(*batch, N, H, C, dtype=torch.float64)
+    bias = torch.randn(*batch, H, N, N, dtype=torch.float64) if bias else None
+    found = [
+        attend(x, x, x, CompleteGraph(N, **options), bias=bias, return_edges=True, backend=backend)[1]
+        for backend in ("reference", "cpu", "dense", "auto")
+    ]
+    assert found[0].shape == (*batch, H, N, N)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_logits_of_packed_graphs_are_a_list():
+    x, graph = torch.randn(5, H, C), CompleteGraph.packed([2, 3])
+    _, logits = attend(x, x, x, graph, return_edges=True)
+    assert [part.shape for part in logits] == [(H, 2, 2), (H, 3, 3)]
+
+
+def test_vectors_are_rounded_once():
+    x = torch.full((2, 1, 4), 6e4).half()
+    score = AdditiveScore(torch.ones(1, 4).half())
+    _, found = attend(x, x, x, torch.tensor([[0], [1]]), edge=-x[:1], score=score, return_edges=True)
+    assert (found == 6e4).all()
+
+
 def test_they_are_recorded_and_returned():
     layer = gattn.Attention()
     x = torch.randn(N, H, C)

@@ -182,17 +182,28 @@ class TestWithinTypes:
             alone = (inner or Softmax()).weights(logits[mine], INDEX[mine], N, 0)
             torch.testing.assert_close(found[mine], alone)
 
-    def test_it_knows_the_sources(self):
-        edges = random_edge_index(N, N, E)
-        x, near = torch.randn(N, H, 4), LocalGaussian(torch.arange(N).float(), 2.0)
-        found = attend(x, x, x, edges, distribution=WithinTypes(torch.zeros(E, dtype=torch.int64), near))
-        torch.testing.assert_close(found, attend(x, x, x, edges, distribution=near))
+    def test_the_inner_distribution_is_checked(self):
+        x, edges = torch.randn(N, H, 4), random_edge_index(N, N, E)
+        with pytest.raises(ValueError, match="sink is a number, or one per head"):
+            attend(x, x, x, edges, distribution=WithinTypes(self.types, Softmax(sink=torch.zeros(5))))
+
+    @pytest.mark.parametrize("inner", [LocalGaussian(torch.arange(N).float(), 2.0), "softmax"])
+    def test_other_distributions_are_refused(self, inner):
+        with pytest.raises(TypeError, match="whose weights do not depend on which target it is"):
+            WithinTypes(self.types, inner)
+
+    def test_types_are_checked(self):
+        for types in (self.types, self.types - 2):
+            with pytest.raises(IndexError, match="holds type"):
+                WithinTypes(types, num_types=2)
+        with pytest.raises(ValueError, match="num_types is a positive number"):
+            WithinTypes(self.types, num_types=0)
 
     def test_other_types_are_refused(self):
         x, edges = torch.randn(N, H, 4), random_edge_index(N, N, E)
-        with pytest.raises(TypeError, match="a tensor; got list"):
+        with pytest.raises(TypeError, match="edge_type must be a tensor.*got list"):
             WithinTypes([0, 1])
-        with pytest.raises(ValueError, match=r"is \[E\], integers"):
+        with pytest.raises(ValueError, match="integers from 0"):
             WithinTypes(torch.zeros(3))
         with pytest.raises(ValueError, match="types of 3 edges, but the graph has 60"):
             attend(x, x, x, edges, distribution=WithinTypes(torch.zeros(3, dtype=torch.int64)))

@@ -70,6 +70,28 @@ def test_heterogeneous_graphs(make):
     torch.testing.assert_close(out["author"][1], features["paper"][3])
 
 
+def test_relations_may_be_sparse_adjacencies():
+    data = hetero()
+    writes = ("author", "writes", "paper")
+    edges = data[writes].edge_index
+    del data[writes].edge_index
+    data[writes].adj_t = torch.sparse_coo_tensor(edges.flip(0), torch.ones(4), (5, 3)).to_sparse_csr()
+    graph = TypedGraph.from_hetero(data)
+    assert graph.edge_types == tuple(RELATIONS)
+    pairs = {tuple(pair) for pair in TypedGraph.from_hetero(RELATIONS, SIZES).edge_index.t().tolist()}
+    assert {tuple(pair) for pair in graph.edge_index.t().tolist()} == pairs
+    data[writes].clear()
+    with pytest.raises(ValueError, match="neither edge_index nor adj_t"):
+        TypedGraph.from_hetero(data)
+
+
+def test_a_heterogeneous_graph_without_edges():
+    data = HeteroData()
+    data["a"].num_nodes = 2
+    graph = TypedGraph.from_hetero(data)
+    assert (graph.num_edges, graph.num_targets) == (0, 2)
+
+
 def test_a_batch_of_features():
     graph = TypedGraph.from_hetero(RELATIONS, SIZES)
     features = {name: torch.randn(2, size, C) for name, size in SIZES.items()}
@@ -99,6 +121,8 @@ def test_copies_keep_the_types():
         ((EDGES, TYPES.float()), ValueError, "integers from 0"),
         ((EDGES, TYPES[1:]), ValueError, "there are 50 edges, but edge_type has 49"),
         ((EDGES, TYPES, 3), IndexError, "holds type 3"),
+        ((EDGES, TYPES, True), TypeError, "names of types, or their number"),
+        ((torch.eye(N).to_sparse_csr(), TYPES), ValueError, "there are 9 edges, but edge_type has 50"),
         ((EDGES, TYPES - 1), IndexError, "holds type -1"),
         ((EDGES, TYPES, R, {"a": 3, "b": 5}), IndexError, "index 8"),
     ],

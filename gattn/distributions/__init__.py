@@ -3,7 +3,7 @@ r"""How the logits of one target's neighbours become weights: the distributions 
 from __future__ import annotations
 
 from gattn.distributions.base import Distribution, Law, law_of
-from gattn.distributions.gates import Gate, Identity, Sigmoid, Tanh
+from gattn.distributions.gates import Gate, Identity, Logits, Sigmoid, Tanh
 from gattn.distributions.hard import Hard
 from gattn.distributions.local_gaussian import LocalGaussian
 from gattn.distributions.softmax import Softmax, is_plain_softmax, softmax
@@ -12,6 +12,7 @@ from gattn.distributions.within_types import WithinTypes
 
 __all__ = [
     "DISTRIBUTIONS",
+    "LAWS",
     "Distribution",
     "Entmax15",
     "Gate",
@@ -19,6 +20,7 @@ __all__ = [
     "Identity",
     "Law",
     "LocalGaussian",
+    "Logits",
     "Sigmoid",
     "Softmax",
     "Sparsemax",
@@ -42,10 +44,13 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "entmax15": Entmax15(),
 }
 
+#: What kernels may know distributions by.
+LAWS: dict[str, Distribution] = {**DISTRIBUTIONS, "logits": Logits()}
+
 
 def from_law(law: Law) -> Distribution:
     """The distribution that kernels know by `law`."""
-    kind = type(DISTRIBUTIONS[law.name])
+    kind = type(LAWS[law.name])
     assert issubclass(kind, Softmax | Gate)
     return kind.from_law(law)
 

@@ -39,6 +39,9 @@ class Distribution:
     #: Whether logits of minus infinity always get weight zero, so that pairs without an edge may be among them.
     respects_infinity: ClassVar[bool] = False
 
+    #: Whether weights depend on which target it is, and not only on the logits of its edges.
+    knows_targets: ClassVar[bool] = False
+
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """Turns `logits` into weights.
 

@@ -135,6 +135,19 @@ class Tanh(Gate):
         return logits.tanh()
 
 
+class Logits(Gate):
+    """Each logit as it is, minus infinity included: what kernels are asked for logits by."""
+
+    name = "logits"
+
+    def of(self, logits: Tensor) -> Tensor:
+        """See `Gate.of`."""
+        return logits
+
+    def _of_edges(self, logits: Tensor) -> Tensor:
+        return logits
+
+
 class Identity(Gate):
     """Each logit as it is: linear attention, or a sum with given coefficients.
 

@@ -44,6 +44,7 @@ class LocalGaussian(Distribution):
     """
 
     respects_infinity = True
+    knows_targets = True
 
     def __init__(self, centres: Tensor, width: float):
         if not isinstance(centres, Tensor):

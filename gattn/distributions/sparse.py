@@ -91,7 +91,7 @@ class _Sorted(NamedTuple):
         return torch.empty_like(x).scatter(self.dim, self.order, x)
 
     def cumsum(self, x: Tensor) -> Tensor:
-        """The running sums of sorted numbers, which begin anew in each row."""
+        """The running sums of sorted numbers, which restart in each row."""
         sums = x.cumsum(self.dim)
         return sums if self.first is None else sums - (sums - x).index_select(self.dim, self.first)
 
@@ -122,6 +122,14 @@ def _from_maximum(logits: Tensor, rows: _Rows | _Columns) -> Tensor:
     return logits - maximum.masked_fill(maximum == -torch.inf, 0.0)
 
 
+def _sorted(z: Tensor, rows: _Rows | _Columns) -> tuple[_Sorted, Tensor]:
+    """The order of logits from their maximum, and these in float64."""
+    # None below -1 has a weight, and so running sums stay exact.
+    bounded = z.nan_to_num(0.0).clamp_min(-2.0)
+    by_size = rows.sort(bounded)
+    return by_size, by_size.of(bounded).double()
+
+
 class Sparsemax(_ExactZeros):
     r"""`Sparsemax <https://arxiv.org/abs/1602.02068>`_: weights that sum to one, small ones exactly zero.
 
@@ -140,9 +148,7 @@ class Sparsemax(_ExactZeros):
     def _of(self, logits: Tensor, rows: _Rows | _Columns) -> Tensor:
         z = _from_maximum(logits, rows)
         with torch.no_grad():
-            # None below -1 has a weight, and so the running sums stay exact.
-            by_size = rows.sort(z.nan_to_num(0.0).clamp_min(-2.0))
-            top = by_size.of(z.nan_to_num(0.0).clamp_min(-2.0)).double()
+            by_size, top = _sorted(z, rows)
             has_weight = 1 + (by_size.rank + 1) * top > by_size.cumsum(top)
             has_weight = by_size.back(has_weight) & (z != -torch.inf)
             count = rows.sum(has_weight.to(z.dtype)).clamp_min(1.0)
@@ -168,8 +174,7 @@ class Entmax15(_ExactZeros):
     def _of(self, logits: Tensor, rows: _Rows | _Columns) -> Tensor:
         z = _from_maximum(logits, rows) / 2
         with torch.no_grad():
-            by_size = rows.sort(z.nan_to_num(0.0).clamp_min(-2.0))
-            top = by_size.of(z.nan_to_num(0.0).clamp_min(-2.0)).double()
+            by_size, top = _sorted(z, rows)
             threshold = _entmax_threshold(by_size.cumsum(top), by_size.cumsum(top.square()), by_size.rank + 1)
             has_weight = by_size.back(top >= threshold) & (z != -torch.inf)
             count = rows.sum(has_weight.to(z.dtype)).clamp_min(1.0)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import Softmax
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs.edge_lists import check_types, checked_types
 
 
 class WithinTypes(Distribution):
@@ -22,8 +24,9 @@ class WithinTypes(Distribution):
             not look at the types. (default: `None`, only those rows that have edges)
 
     Raises:
-        TypeError: If `edge_type` is no tensor.
+        TypeError: If `edge_type` is no tensor, or `distribution` looks at which target it is, as `LocalGaussian` does.
         ValueError: If `edge_type` does not hold integers, or (in use) does not fit the graph.
+        IndexError: If a type is out of range.
 
     Example:
         >>> import torch, gattn
@@ -33,13 +36,18 @@ class WithinTypes(Distribution):
     """
 
     def __init__(self, edge_type: Tensor, distribution: Distribution | None = None, num_types: int | None = None):
-        if not isinstance(edge_type, Tensor):
-            raise TypeError(f"WithinTypes takes the type of each edge, a tensor; got {type(edge_type).__name__}.")
-        if edge_type.dim() != 1 or edge_type.is_floating_point() or edge_type.is_complex():
-            raise ValueError(f"edge_type is [E], integers; got {list(edge_type.shape)} of {edge_type.dtype}.")
-        self.edge_type = edge_type
+        if num_types is not None and (isinstance(num_types, bool) or num_types < 1):
+            raise InputError(f"num_types is a positive number; got {num_types}.")
         self.distribution = Softmax() if distribution is None else distribution
+        if not isinstance(self.distribution, Distribution) or self.distribution.knows_targets:
+            raise InputTypeError(
+                "WithinTypes takes a Distribution object whose weights do not depend on which target it is; got "
+                f"{distribution!r}."
+            )
+        self.edge_type = checked_types(edge_type)
         self.num_types = num_types
+        if num_types is not None:
+            check_types(self.edge_type, num_types)
 
     def with_sources(self, source: Tensor) -> WithinTypes:
         """See `Distribution.with_sources`."""
@@ -49,18 +57,23 @@ class WithinTypes(Distribution):
         """The types, and what the inner distribution holds."""
         return (self.edge_type, *self.distribution.tensors())
 
+    def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
+        """See `Distribution.check`."""
+        self.distribution.check(batch, num_targets, heads)
+
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """See `Distribution.weights`."""
         if self.edge_type.shape != index.shape:
-            raise ValueError(
+            raise InputError(
                 f"WithinTypes has the types of {self.edge_type.size(0)} edges, but the graph has {index.size(0)}."
             )
-        types, index = self.edge_type.long(), index.long()
+        types, index = self.edge_type, index.long()
         if self.num_types is not None:
             row = index * self.num_types + types
             return self.distribution.weights(logits, row, num_targets * self.num_types, dim)
-        pairs, row = torch.unique(torch.stack([index, types]), dim=1, return_inverse=True)
-        return self.distribution.weights(logits, row, pairs.size(1), dim)
+        most = int(types.max()) + 1 if types.numel() else 1
+        pairs, row = torch.unique(index * most + types, return_inverse=True)
+        return self.distribution.weights(logits, row, pairs.numel(), dim)
 
     def __repr__(self) -> str:
         return f"WithinTypes({list(self.edge_type.shape)}, {self.distribution})"

@@ -13,8 +13,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric import EdgeIndex
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
+from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import FLOWS
 from gattn.torch_private import is_functorch_tensor, is_traced, is_transformed
+
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # A tensor that is used with many node counts keeps what was derived for the last few of them only.
 _MOST_KEPT = 8
@@ -147,27 +150,38 @@ def checked(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -
     return edge_index
 
 
-def check_types(edge_type: Tensor, num_types: int, *, anew: bool = False) -> None:
+def check_types(edge_type: Tensor, num_types: int) -> None:
     """Raises `IndexError` if the type of an edge is out of range, where there are numbers to look at.
 
-    Args:
-        edge_type: `[E]`.
-        num_types: R.
-        anew: Whether to look at each number, even if this was done before. (default: `False`)
+    That is not kept: kernels read types where they are, and an edit that nobody counted must not lead them astray.
     """
     if is_traced() or is_functorch_tensor(edge_type) or edge_type.device.type == "meta" or edge_type.numel() == 0:
         return
-
-    def bounds() -> tuple[int, int]:
-        lowest, highest = edge_type.aminmax()
-        return int(lowest), int(highest)
-
-    lowest, highest = bounds() if anew else derived(edge_type, "bounds", bounds)
+    lowest, highest = (int(bound) for bound in edge_type.aminmax())
     if lowest < 0 or highest >= num_types:
         raise IndexError(
             f"edge_type holds type {lowest if lowest < 0 else highest}, but there are rows for {num_types} types "
             f"(0 to {num_types - 1})."
         )
+
+
+def checked_types(edge_type: Any) -> Tensor:
+    """The types of edges, `[E]`, in 64 bits and fit for training; not which types there are.
+
+    Raises:
+        TypeError: If they are no tensor.
+        ValueError: If they are not `[E]` integers.
+    """
+    if not isinstance(edge_type, Tensor):
+        raise InputTypeError(f"edge_type must be a tensor, the type of each edge; got {type(edge_type).__name__}.")
+    if edge_type.dim() != 1 or edge_type.dtype not in INTEGER_DTYPES:
+        raise InputError(
+            f"edge_type holds the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
+            f"{edge_type.dtype}."
+        )
+    # Autograd refuses to save what was made in inference mode.
+    is_unsavable = not is_traced() and edge_type.is_inference() and not torch.is_inference_mode_enabled()
+    return (edge_type.clone() if is_unsavable else edge_type).long()
 
 
 def check_range(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> None:

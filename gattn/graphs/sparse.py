@@ -20,9 +20,16 @@ from torch_geometric.utils import (
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import FLOWS, EdgeList, Graph, check_size
-from gattn.graphs.edge_lists import add_loops, check_range, checked, derived, has_loops, looped, plain
-
-INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+from gattn.graphs.edge_lists import (
+    INTEGER_DTYPES,
+    add_loops,
+    check_range,
+    checked,
+    derived,
+    has_loops,
+    looped,
+    plain,
+)
 
 
 class Edges(NamedTuple):

@@ -12,8 +12,8 @@ from torch_geometric.data import HeteroData
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import Graph
-from gattn.graphs.edge_lists import check_types
-from gattn.graphs.sparse import INTEGER_DTYPES, SparseGraph, as_graph
+from gattn.graphs.edge_lists import check_types, checked_types
+from gattn.graphs.sparse import SparseGraph, as_graph
 
 
 class TypedGraph(SparseGraph):
@@ -22,7 +22,7 @@ class TypedGraph(SparseGraph):
     Attention on it is that on any list of edges, so a softmax runs across all types of a target's edges; with
     `distribution=gattn.WithinTypes(graph.edge_type)` it runs within each. Terms of the R types are tables: `attend(...,
     edge=table, edge_type=graph.edge_type)` adds `table[r]`, `[H, C]`, to the keys of edges of type r, and
-    `bias=table[graph.edge_type]` a number per head to their logits. No type costs a loop.
+    `bias=table[graph.edge_type]` a number per head to their logits. There is no loop over types.
 
     Args:
         edge_index: `[2, E]`, or another form that `SparseGraph` takes.
@@ -69,22 +69,19 @@ class TypedGraph(SparseGraph):
                     "targets."
                 )
         super().__init__(edge_index, num_targets, num_sources, flow=flow)
-        if not isinstance(edge_type, Tensor):
-            raise InputTypeError(f"edge_type must be a tensor, the type of each edge; got {type(edge_type).__name__}.")
-        if edge_type.dim() != 1 or edge_type.dtype not in INTEGER_DTYPES:
-            raise InputError(
-                f"edge_type holds the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
-                f"{edge_type.dtype}."
-            )
+        edge_type = checked_types(edge_type)
         is_list = isinstance(self.adjacency, Tensor) and self.adjacency.layout == torch.strided
-        if is_list and edge_type.size(0) != self.adjacency.size(1):
-            raise InputError(f"there are {self.adjacency.size(1)} edges, but edge_type has {edge_type.size(0)}.")
+        num_edges = self.adjacency.size(1) if is_list else self.num_edges
+        if edge_type.size(0) != num_edges:
+            raise InputError(f"there are {num_edges} edges, but edge_type has {edge_type.size(0)}.")
+        if isinstance(edge_types, bool):
+            raise InputTypeError(f"edge_types are names of types, or their number; got {edge_types}.")
         if edge_types is None:
             edge_types = int(edge_type.max()) + 1 if edge_type.numel() else 0
         #: The types' names, or their numbers.
         self.edge_types = tuple(range(edge_types)) if isinstance(edge_types, int) else tuple(edge_types)
         check_types(edge_type, len(self.edge_types))
-        self.edge_type = edge_type.long()
+        self.edge_type = edge_type
         #: The number of nodes of each type; `None` if nodes have no types.
         self.num_nodes = None if num_nodes is None else dict(num_nodes)
 
@@ -107,7 +104,7 @@ class TypedGraph(SparseGraph):
         if isinstance(edges, HeteroData):
             if num_nodes is None:
                 num_nodes = {name: edges[name].num_nodes for name in edges.node_types}
-            edges = edges.edge_index_dict
+            edges = {name: _edges_of(edges, name) for name in edges.edge_types}
         if not isinstance(edges, Mapping):
             raise InputTypeError(f"edges are a HeteroData or a dictionary by edge type; got {type(edges).__name__}.")
         if num_nodes is None:
@@ -177,3 +174,12 @@ class TypedGraph(SparseGraph):
 
     def __repr__(self) -> str:
         return f"{super().__repr__().removesuffix(')')}, edge_types={len(self.edge_types)})".replace("Sparse", "Typed")
+
+
+def _edges_of(data: HeteroData, edge_type: tuple[str, ...]) -> Any:
+    """The edges of a type, in either of the forms that PyG keeps them in."""
+    store = data[edge_type]
+    for name in ("edge_index", "adj_t"):
+        if name in store:
+            return store[name]
+    raise InputError(f"edges of type {edge_type} have neither edge_index nor adj_t.")

@@ -190,7 +190,9 @@ class DNAConv(BaseConv):
         options = False, self.add_self_loops, graph.flow, torch.promote_types(dtype, torch.float32)
 
         def normalized(edge_weight: Tensor | None) -> Any:
-            wide = None if edge_weight is None else edge_weight.to(torch.promote_types(edge_weight.dtype, torch.float32))
+            wide = (
+                None if edge_weight is None else edge_weight.to(torch.promote_types(edge_weight.dtype, torch.float32))
+            )
             return gcn_norm(adjacency, wide, graph.num_targets, *options)
 
         if isinstance(adjacency, SparseTensor) and not adjacency.has_value():

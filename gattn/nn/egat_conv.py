@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from gattn.errors import InputError
+from gattn.errors import InputError, InputTypeError
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv, check_positive
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
 from gattn.scores import AdditiveScore
+from gattn.settings import require_finite
 
 _SLOPE = 0.01
 
@@ -106,7 +107,8 @@ class EGATConv(BaseConv):
             edge_index: The graph, in any form that `gattn.attend` takes.
             edge_attr: Edge features `[..., E, D]`; `None` takes the vectors that a sparse adjacency holds.
                 (default: `None`)
-            edge_weight: A factor of each edge's attention weight, `[E]`. (default: `None`)
+            edge_weight: A factor of each edge's attention weight, `[E]`, which `record_attention` leaves out.
+                (default: `None`)
             get_attention: Whether the attention weights, times these factors, are returned, too. (default: `False`)
 
         Returns:
@@ -137,11 +139,14 @@ class EGATConv(BaseConv):
             return_edges="vectors",
         )
         if edge_weight is not None:
+            if not isinstance(edge_weight, Tensor):
+                raise InputTypeError(f"edge_weight must be a tensor; got {type(edge_weight).__name__}.")
+            require_finite(edge_weight=edge_weight)
             if edge_weight.shape != (graph.num_edges,):
                 raise InputError(
                     f"edge_weight has one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
                 )
-            alpha = alpha * edge_weight.unsqueeze(-1)
+            alpha = alpha * edge_weight.unsqueeze(-1).to(alpha.dtype)
             out = self._weighted_sum(value, graph, alpha, is_recorded=False)
         results = out, F.leaky_relu(hidden, _SLOPE)
         return (*results, alpha.unsqueeze(-1)) if get_attention else results

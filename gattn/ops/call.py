@@ -11,8 +11,7 @@ from torch import Tensor
 from gattn.distributions import Distribution, Law, law_of
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import EdgeList, Graph
-from gattn.graphs.edge_lists import check_types
-from gattn.graphs.sparse import INTEGER_DTYPES
+from gattn.graphs.edge_lists import check_types, checked_types
 from gattn.scores import Score
 from gattn.torch_private import guard_or_true
 
@@ -208,7 +207,10 @@ def checked_call(
         _check_projection(edge_projection, edge, edge_value, key if query is None else query, value, score)
     if edge_type is not None:
         if edge_projection is not None:
-            raise InputError("an edge's term is a projection of its features or that of its type: give one of the two.")
+            raise InputError(
+                "an edge's term is a projection of its features or the term of its type: pass edge_projection or "
+                "edge_type, not both."
+            )
         edge_type = _checked_types(edge_type, edge, edge_value, key if query is None else query, value, score)
     num_targets = None if query is None else query.size(value.dim() - 3)
     graph = graph.resolve(value.size(-3), num_targets, value.shape[:-3], value.device)
@@ -321,20 +323,14 @@ def _checked_types(
     edge_type: Tensor, edge: Tensor | None, edge_value: Tensor | None, end: Tensor, value: Tensor, score: Score
 ) -> Tensor:
     """Checks types of edges and what has one entry for each; the types in 64 bits."""
-    if not isinstance(edge_type, Tensor):
-        raise InputTypeError(f"edge_type must be a tensor; got {type(edge_type).__name__}.")
-    if edge_type.dtype not in INTEGER_DTYPES or edge_type.dim() != 1:
-        raise InputError(
-            f"edge_type holds the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
-            f"{edge_type.dtype}."
-        )
+    edge_type = checked_types(edge_type)
     if edge_type.device != value.device:
         raise InputError(f"edge_type is on {edge_type.device}, the features are on {value.device}: move one of them.")
     if edge is None and edge_value is None:
         raise InputError("edge_type says which rows of edge and edge_value are an edge's, and there are none.")
     heads = end.shape[-1:] if score.scalar else end.shape[-2:-1]
     of_edge = heads if score.scalar else end.shape[-2:]
-    of_value = of_edge if edge_value is edge else (*heads, value.size(-1))
+    of_value = (*heads, value.size(-1))
     for name, table, last in (("edge", edge, of_edge), ("edge_value", edge_value, of_value)):
         if table is not None and (table.shape[1:] != last or table.dim() != 1 + len(last)):
             letters = "[R, H]" if len(last) == 1 else "[R, H, C]"
@@ -344,7 +340,7 @@ def _checked_types(
             )
         if table is not None:
             check_types(edge_type, table.size(0))
-    return edge_type.long()
+    return edge_type
 
 
 def _with_heads(mask: Tensor, batch: torch.Size, heads: int, num_edges: int | None) -> Tensor:

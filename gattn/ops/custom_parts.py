@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gattn.distributions import Identity
+from gattn.distributions import Identity, Logits
 from gattn.graphs import EdgeList
 from gattn.ops.call import Call
 from gattn.ops.chunks import chunk_sizes
@@ -23,13 +23,14 @@ from gattn.torch_private import backward_pass
 #: An eighth as many edges at a time as nodes, but not fewer: several gathered rows each take less than the nodes' own.
 _FEWEST = 1 << 12
 
-_IDENTITY = Identity()
+_IDENTITY, _LOGITS = Identity(), Logits()
 
 
 def with_finished(call: Call, edges: EdgeList, bias: Tensor) -> Call:
-    """The same call with a bias `[..., E, H]` instead of its score, edges' terms and own bias."""
-    if call.edge_value is call.edge or call.edge_type is not None:
-        call = call.with_edges()
+    """The same call with a bias `[..., E, H]` instead of its score, edges' terms and own bias.
+
+    Values of edges are vectors already.
+    """
     return call._replace(
         query=None,
         key=call.value.new_zeros(()).expand(*call.batch, edges.num_sources, call.heads, 1),
@@ -48,12 +49,15 @@ def with_finished_weights(call: Call, edges: EdgeList, logits: Tensor) -> Call:
     if call.mask is not None:
         logits = logits.masked_fill(~call.mask, -torch.inf)
     alpha = weights_of(call.distribution.with_sources(source), logits, target, edges.num_targets)
-    return as_sum(with_finished(call, edges, alpha.to(call.compute)))
+    finished = with_finished(call, edges, alpha.to(call.compute))
+    return finished._replace(mask=None, distribution=_IDENTITY, law=_IDENTITY.law())
 
 
-def as_sum(call: Call) -> Call:
-    """The same call with its logits themselves as weights, unmasked."""
-    return call._replace(mask=None, distribution=_IDENTITY, law=_IDENTITY.law())
+def as_logits(call: Call) -> Call:
+    """A call of the same edges whose weights are the logits, unmasked, and which sums up nothing."""
+    nothing = call.value.new_zeros(*call.value.shape[:-1], 0)
+    asked = call._replace(value=nothing, mask=None, edge_value=None, dropout=0.0, weights=True)
+    return asked._replace(distribution=_LOGITS, law=_LOGITS.law())
 
 
 def finished_logits(call: Call, edges: EdgeList) -> Tensor:

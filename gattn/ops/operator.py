@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from gattn.distributions import DISTRIBUTIONS, Law, from_law
+from gattn.distributions import LAWS, Law, from_law
 from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
@@ -117,9 +117,9 @@ class Inputs(NamedTuple):
         dtype, compute = values.dtype, compute_dtype(values.dtype)
         terms = compute if Score.class_of_family(self.family).scalar else dtype
         self.check_devices()
-        if self.distribution not in DISTRIBUTIONS:
+        if self.distribution not in LAWS:
             raise ValueError(f"there is no distribution {self.distribution!r}.")
-        law = DISTRIBUTIONS[self.distribution].law()
+        law = LAWS[self.distribution].law()
         if law is None or len(self.distribution_constants) != len(law.constants):
             raise ValueError(f"the distribution {self.distribution!r} has other constants.")
         if self.sink is not None and self.distribution != "softmax":

@@ -105,6 +105,11 @@ def test_wrong_inputs_are_refused():
         conv(x, edges)
     with pytest.raises(ValueError, match="4 channels"):
         conv(x, edges, torch.randn(edges.size(1), 4).double())
+    with pytest.raises(TypeError, match="edge_weight must be a tensor"):
+        conv(x, edges, edge_attr, [1.0] * edges.size(1))
+    halves = conv.float()(x.float(), edges, edge_attr.float(), torch.ones(edges.size(1)).double())
+    assert {out.dtype for out in halves} == {torch.float32}
+    conv.double()
     with pytest.raises(ValueError, match="one factor per edge"):
         conv(x, edges, edge_attr, torch.ones(3).double())
     with pytest.raises(ValueError, match="out_channels must be at least 1"):

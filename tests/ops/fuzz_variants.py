@@ -20,8 +20,8 @@ from tests.ops.fuzz_shared import FLOWS, Draw, compare_types, in_csr_order, rand
 SCORES: dict[str, Callable[[Tensor], Score]] = {
     **{name: lambda vector, name=name: AdditiveScore(vector, name) for name in ("elu", "gelu", "silu", "tanh", "relu")},
     "multiplied": lambda vector: DotScore(edge="multiply"),
-    "clamped": lambda vector: DotScore(0.7, clamp=1.0009),
-    "all at once": lambda vector: DotScore(vector[:, 0], 0.3, edge="multiply", clamp=0.7001),
+    "clamped": lambda vector: DotScore(0.5, clamp=1.0009),
+    "all at once": lambda vector: DotScore(0.5, 0.3, edge="multiply", clamp=0.7001),  # exact beside the bend
     "cosine": lambda vector: CosineScore(vector[:, 0]),
     "gat": lambda vector: GATScore(0.1),
 }
@@ -56,6 +56,9 @@ def variant(draw: Draw, alter: Alter) -> None:
         tensors["edge"] = draw.grid(*rows[form]) / 4
     if form == "features":
         tensors["edge_projection"] = draw.grid(heads, *wide, 3) / 4
+    if draw.maybe(0.4):
+        dead = draw.booleans(num_edges, heads, share=draw.choice((0.0, 0.3)))
+        tensors["bias"] = draw.grid(num_edges, heads).masked_fill(dead, -torch.inf)
     types, flow = draw.integers(num_types, num_edges), draw.choice(FLOWS)
     is_value = form != "none" and score != "gat" and draw.maybe(0.4)
     mask = draw.booleans(num_edges, share=0.8) if draw.maybe(0.3) else None
@@ -86,7 +89,9 @@ def variant(draw: Draw, alter: Alter) -> None:
             return_edges="logits" if returns_logits else False,
             backend="reference" if reference else draw_backend,
         )
-        outputs = {"out": out, "weights": weights} | ({"logits": logits[0]} if logits else {})
+        outputs = {"out": out, "weights": weights}
+        if logits:  # those of minus infinity show in the weights
+            outputs["logits"] = logits[0].masked_fill(logits[0] == -torch.inf, 0.0)
         return with_gradients(outputs, leaves, draw.case)
 
     draw_backend = draw.choice(("auto", "cpu"))

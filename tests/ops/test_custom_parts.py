@@ -409,6 +409,19 @@ def test_kernels_leave_other_distributions_their_weights(distribution, score, te
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("distribution", FOREIGN)
+@pytest.mark.parametrize("where", ["bias", "key"])
+def test_logits_of_minus_infinity_are_no_edges(distribution, where):
+    tensors = leaves(channels=())
+    with torch.no_grad():
+        tensors["bias"][::4] = -torch.inf if where == "bias" else 0.0
+        tensors["key"][:2] = -torch.inf if where == "key" else 0.0
+    found, expected = (
+        results(backend, GATScore(), tensors, distribution=FOREIGN[distribution]) for backend in ("cpu", "reference")
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 def test_hard_attention():
     tensors = leaves()
     found, expected = (

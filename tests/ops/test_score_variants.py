@@ -169,6 +169,11 @@ def test_activations_are_exact_at_all_sizes(backend, activation, dtype):
     exact = x.detach().double().requires_grad_()
     expected = getattr(nnf, activation)(exact)
     (expected_slope,) = torch.autograd.grad(expected.sum(), exact)
+    if activation == "elu":  # near zero, too, relative to itself
+        tiny = -torch.logspace(-7, -1, 50, dtype=dtype).view(-1, 1, 1)
+        edges, zeros = torch.arange(50).repeat(2, 1), torch.zeros_like(tiny)
+        near = attend(tiny, zeros, zeros + 1, edges, score=score, distribution="identity", backend=backend)
+        torch.testing.assert_close(near, tiny.expm1())
     rounding = 4e-7 if dtype == torch.float32 else 1e-14
     assert ((out - expected).abs() <= rounding * expected.abs().clamp_min(1.0)).all()
     assert ((slope - expected_slope).abs() <= 4 * rounding).all()
@@ -213,8 +218,28 @@ class TestTypes:
             attend(x, x, x, edges, edge=torch.randn(R, 2, 5), edge_type=TYPES)
         with pytest.raises(ValueError, match="there are none"):
             attend(x, x, x, edges, edge_type=TYPES)
-        with pytest.raises(ValueError, match="give one of the two"):
+        with pytest.raises(ValueError, match="edge_projection or edge_type, not both"):
             attend(x, x, x, edges, edge=torch.randn(R, 3), edge_projection=torch.randn(2, 4, 3), edge_type=TYPES)
+
+    def test_an_edit_that_nobody_counted_is_noticed(self):
+        types = TYPES.clone()
+        self.call(types)
+        types.numpy()[0] = 300_000
+        with pytest.raises(IndexError, match="holds type 300000"):
+            self.call(types)
+
+    def test_types_of_inference_mode_serve_training(self):
+        with torch.inference_mode():
+            types = torch.zeros(1, dtype=torch.long)
+        x, table = torch.randn(2, 1, 4, requires_grad=True), torch.randn(1, 1, 4)
+        attend(x, x, x, torch.tensor([[0], [1]]), edge=table, edge_type=types).sum().backward()
+        assert gattn.TypedGraph(torch.tensor([[0], [1]]), types).edge_type.is_inference() is False
+
+    def test_values_of_another_width_are_refused(self):
+        query, value, table = torch.randn(N, 2, 1), torch.randn(N, 2, 4), torch.randn(R, 2, 1)
+        edges = torch.randint(N, (2, E))
+        with pytest.raises(ValueError, match="edge_value has one row for each of R types"):
+            attend(query, query, value, edges, edge=table, edge_value=table, edge_type=TYPES, backend="reference")
 
     def test_many_types_are_expanded(self, monkeypatch):
         monkeypatch.setattr(cpu, "_MOST_TYPES", R - 1)

@@ -64,8 +64,8 @@ class Backend(ABC):
             module: The module that attends, whose hooks the reference runs.
         """
 
-    def logits(self, call: Call) -> tuple[Tensor, EdgeList]:
-        """The logits of a call, bias included and nothing masked, `[..., E, H]`, and the edges that they belong to.
+    def logits(self, call: Call) -> Any:
+        """The logits of a call, bias included and nothing masked, in the form that users of the graph get weights.
 
         Args:
             call: One that it does not refuse.
@@ -73,7 +73,15 @@ class Backend(ABC):
         edges = call.graph.edge_list(call.value.device)
         call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
         logits = reference.logits(*on_ends(call, edges), call.score)
-        return logits if call.bias is None else logits + call.bias, edges
+        return dress_logits(call, edges, logits if call.bias is None else logits + call.bias)
+
+
+def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
+    """Logits `[..., E, H]` in the form that users of the graph get weights: zero where a batch is padded."""
+    real = call.graph.real_edges(edges)
+    if real is not None:
+        logits = logits.masked_fill(~real, 0.0)
+    return call.graph.dress(logits.to(call.dtype), edges)
 
 
 def on_ends(call: Call, edges: EdgeList) -> tuple[Tensor | None, Tensor, Tensor | None]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gattn.distributions import Law
 from gattn.graphs import EdgeList
-from gattn.ops.backends.base import Backend, Result, finish, new_seed
+from gattn.ops.backends.base import Backend, Result, dress_logits, finish, new_seed
 from gattn.ops.call import Call
-from gattn.ops.custom_parts import as_sum, finished_logits, with_finished, with_finished_weights
+from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
 from gattn.ops.operator import AttentionOperator
 from gattn.scores import Family, family_of
 from gattn.torch_private import is_traced
@@ -65,6 +65,8 @@ class KernelBackend(Backend):
         edges = call.graph.edge_list(call.value.device, raw=raw)
         call = call.on_edges(edges, self._num_edges(call, edges))
         seed = new_seed(call)
+        if not knows_score or (not knows_law and call.edge_value is not None):
+            call = call.with_edges()
         if not knows_law:
             call = with_finished_weights(call, edges, self._logits(call, edges))
         elif not knows_score:
@@ -72,19 +74,16 @@ class KernelBackend(Backend):
         out, alpha = self._run(call, edges, seed)
         return finish(call, edges, out, alpha, None, seed)
 
-    def logits(self, call: Call) -> tuple[Tensor, EdgeList]:
+    def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
         edges = call.graph.edge_list(call.value.device)
-        return self._logits(call.on_edges(edges, edges.num_edges), edges), edges
+        return dress_logits(call, edges, self._logits(call.on_edges(edges, edges.num_edges), edges))
 
     def _logits(self, call: Call, edges: EdgeList) -> Tensor:
         """The logits of a call, bias included, `[..., E, H]`, in the type that is computed in."""
         if not self._knows_score(call):
             return finished_logits(call, edges)
-        # They are the weights of a sum of nothing.
-        nothing = call.value.new_zeros(*call.value.shape[:-1], 0)
-        asked = as_sum(call._replace(value=nothing, edge_value=None, dropout=0.0, weights=True))
-        _, logits = self._run(asked, edges, None)
+        _, logits = self._run(as_logits(call), edges, None)
         assert logits is not None
         return logits
 

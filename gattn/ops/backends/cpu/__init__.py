@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gattn.distributions import DISTRIBUTIONS, Law
+from gattn.distributions import LAWS, Law
 from gattn.graphs.edge_lists import check_types
 from gattn.ops.backends.base import Missing, needs_plain_pytorch
 from gattn.ops.backends.cpu import native
@@ -24,13 +24,14 @@ from gattn.scores import Family, Score, family_of
 # Below this many channels read, threads cost more than they give.
 _SERIAL_WORK = 1 << 16
 _HUGE_BYTES = 1 << 22
-# Each task, of some thousand edges, sums up gradients of all types; of more, vectors of the edges take less memory.
+# Each task, of some thousand edges, sums up gradients of all types. With more types, a vector for each edge takes less
+# memory.
 _MOST_TYPES = 512
 
 _load_error = native.load_error()  # asked once: compiled code cannot ask
 _families = frozenset() if _load_error else frozenset(filter(native.knows_family, Score.known_families()))
 # Where there are no kernels, that is what is said, and not that they do not know a distribution.
-_laws = frozenset(name for name in DISTRIBUTIONS if _load_error or native.distribution(name) >= 0)
+_laws = frozenset(name for name in LAWS if _load_error or native.distribution(name) >= 0)
 
 library.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
 
@@ -54,8 +55,10 @@ class Cpu(KernelBackend):
         """See `KernelBackend.projects_edges`."""
         family = family_of(call.score, call.channels)
         is_value = call.edge_value is not None
-        if call.edge_type is not None and (call.edge is None or call.edge.size(0) > _MOST_TYPES):
-            return False
+        if call.edge_type is not None:
+            num_types = 0 if call.edge is None else call.edge.size(0)
+            if call.edge is None or num_types > _MOST_TYPES or num_types > call.edge_type.size(0):
+                return False
         return not is_value or (call.edge_value is call.edge and family is not None and family.vector is None)
 
     def missing(self) -> Missing | None:
@@ -174,7 +177,7 @@ class _Arguments:
             layout.plans[key] = plan
         self.plan: _Plan = plan
         if inputs.edge_type is not None and inputs.edge is not None:
-            check_types(inputs.edge_type, inputs.edge.size(0), anew=inputs.traced)
+            check_types(inputs.edge_type, inputs.edge.size(0))
         self.held: list[Tensor] = []
         self.arguments = arguments = native.Arguments.from_buffer_copy(plan.arguments)
         for name in plan.names:

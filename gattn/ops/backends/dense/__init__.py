@@ -29,6 +29,7 @@ from gattn.ops.backends.dense.dot_products import dot_product_attention, is_pack
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes
+from gattn.ops.custom_parts import as_logits
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.scores import DotScore, Score, family_of, says
 
@@ -63,8 +64,23 @@ class Dense(Backend):
             return f"it knows gattn's own distributions, not {distribution}"
         return None
 
+    def logits(self, call: Call) -> Any:
+        """See `Backend.logits`."""
+        graph = call.graph
+        assert isinstance(graph, CompleteGraph)
+        if graph.blocks is not None:
+            return super().logits(call)
+        logits = self._result(as_logits(call)).weights
+        n, m, device = call.num_targets, call.key.size(-3), call.key.device
+        visible = _both(_length_mask(graph, device), graph.visible(n, m, m - n, device)[None, None])
+        assert visible is not None
+        return logits.masked_fill(~visible.view(*(call.batch if visible.size(0) > 1 else ()), *visible.shape[1:]), 0.0)
+
     def attend(self, call: Call, module: Attention) -> Result:
         """See `Backend.attend`."""
+        return self._result(call)
+
+    def _result(self, call: Call) -> Result:
         graph = call.graph
         assert isinstance(graph, CompleteGraph)
         for name, term in (("bias", call.bias), ("mask", call.mask)):

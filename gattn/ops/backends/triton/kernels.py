@@ -94,10 +94,11 @@ def _smooth(q, k, a, grad, CONSTANTS: tl.constexpr):
     if name == 0:
         y = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
         slope = 1.0 - y * y
-    elif name == 1:  # ELU; an infinite exponential is not chosen
-        e = tl.exp(x)
-        y = tl.where(x > 0, x, e - 1.0)
-        slope = tl.where(x > 0, 1.0, e)
+    elif name == 1:  # ELU, by tanh, which loses no digits near zero
+        e = _tanh_of(0.5 * tl.minimum(x, 0.0))
+        e = 2.0 * e / (1.0 - e)
+        y = tl.where(x > 0, x, e)
+        slope = e + 1.0
     elif name == 2:  # GELU
         below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y = x * below
@@ -182,8 +183,19 @@ def _identity_law(s):
     return tl.where(is_edge, s, 0.0), tl.where(is_edge, 1.0, 0.0).to(s.dtype)
 
 
+@triton.jit
+def _logits_law(s):
+    return s, tl.full(s.shape, 1.0, s.dtype)
+
+
 #: By name; the softmax has none.
-LAWS = {"softmax": None, "sigmoid": _sigmoid_law, "tanh": _tanh_law, "identity": _identity_law}
+LAWS = {
+    "softmax": None,
+    "sigmoid": _sigmoid_law,
+    "tanh": _tanh_law,
+    "identity": _identity_law,
+    "logits": _logits_law,
+}
 
 
 @triton.jit

@@ -37,9 +37,11 @@ struct Linear {
   static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) { return {logit, splat<Vec<A>>(A(1))}; }
 };
+// Logits as they are, minus infinity included.
+struct Raw : Linear {};
 
-enum LawName : int64_t { kSoftmax, kSigmoid, kTanh, kIdentity };
-constexpr const char* kLawNames[] = {"softmax", "sigmoid", "tanh", "identity"};
+enum LawName : int64_t { kSoftmax, kSigmoid, kTanh, kIdentity, kLogits };
+constexpr const char* kLawNames[] = {"softmax", "sigmoid", "tanh", "identity", "logits"};
 
 // What there is to know of a weight without its row. The maximum of the row, `base`, is 0 for other laws than the
 // softmax's. Minus infinity stands for no edge: its weight is 0.
@@ -63,6 +65,7 @@ class Law {
       case kSigmoid: return f(Rule<Logistic>());
       case kTanh: return f(Rule<HyperbolicTangent>());
       case kIdentity: return f(Rule<Linear>());
+      case kLogits: return f(Rule<Raw>());
       default: return f(Rule<Exponential>());
     }
   }
@@ -86,6 +89,7 @@ class Law {
   struct Rule {
     INLINE Applied operator()(Vec<A> logit, Vec<A> base) const {
       if constexpr (F::kHasBase) return F::apply(logit - base);
+      if constexpr (std::is_same_v<F, Raw>) return F::apply(logit);
       const Applied y = F::apply(logit);
       const auto is_edge = logit != -A(INFINITY);
       return {is_edge ? y.value : Vec<A>{}, is_edge ? y.derivative : Vec<A>{}};

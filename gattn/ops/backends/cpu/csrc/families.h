@@ -50,16 +50,21 @@ struct LeakyReLU {
   }
 };
 
-// The smooth ones: chosen when the kernel runs, and not made part of each loop, as calls cost little beside them.
+// The smooth ones: chosen when the kernel runs. They are called, as a call costs little compared with the function itself.
 enum SmoothName : int64_t { kSmoothTanh, kSmoothELU, kSmoothGELU, kSmoothSiLU };
 
+// Of what is not positive; without a loss of digits near zero.
+INLINE Vec<A> exp_minus_one(Vec<A> x) {
+  const Vec<A> y = vector_tanh(A(0.5) * x);
+  return A(2) * y / (A(1) - y);
+}
 INLINE Vec<A> logistic(Vec<A> x) { return A(1) / (A(1) + vector_exp(-x)); }
 
 [[gnu::noinline]] inline Applied apply_smooth(int64_t name, Vec<A> x) {
   switch (name) {
     case kSmoothELU: {
-      const Vec<A> y = vector_exp(x);  // for large x infinite, and not chosen
-      return {x > A(0) ? x : y - A(1), x > A(0) ? splat<Vec<A>>(A(1)) : y};
+      const Vec<A> y = exp_minus_one(x);
+      return {x > A(0) ? x : y, x > A(0) ? splat<Vec<A>>(A(1)) : y + A(1)};
     }
     case kSmoothGELU: {
       const Vec<A> below = vector_normal(x), density = A(0.39894228040143268) * vector_exp(A(-0.5) * x * x);
@@ -77,7 +82,7 @@ INLINE Vec<A> logistic(Vec<A> x) { return A(1) / (A(1) + vector_exp(-x)); }
 }
 [[gnu::noinline]] inline Vec<A> smooth(int64_t name, Vec<A> x) {
   switch (name) {
-    case kSmoothELU: return x > A(0) ? x : vector_exp(x) - A(1);
+    case kSmoothELU: return x > A(0) ? x : exp_minus_one(x);
     case kSmoothGELU: return x * vector_normal(x);
     case kSmoothSiLU: return x * logistic(x);
     default: return vector_tanh(x);

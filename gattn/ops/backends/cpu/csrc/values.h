@@ -73,7 +73,7 @@ class Values : public Block {
 
   // products = <grad_out_i, v_j + e_ij>; the rows of grad_out are gathered.
   void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
-    static constexpr double kPlain[] = {1, 1};
+    static constexpr double kPlain[] = {1, 1, 0, 0};
     const Dot dot(kPlain);
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
