@@ -72,9 +72,13 @@ class BySource : Scores<F> {
     const A* terms[kBlock];
     for (int e = 0; e < n; ++e) {
       terms[e] = node_terms(node[e], b);
-      __builtin_prefetch(node_terms(node[e + kAhead], b) + (this->law.is_normalized ? 0 : 3 * H));
+      const A* ahead = node_terms(node[e + kAhead], b);
+      for (int64_t h = this->law.is_normalized ? 0 : 3 * H; h < 4 * H; h += 64 / int64_t(sizeof(A)))
+        __builtin_prefetch(ahead + h);
     }
     this->number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(position[e]); });
+    this->template prefetch_scalars<0>(a.bias, a.bias_batch, b, n);
+    this->template prefetch_scalars<1>(a.grad_bias, a.edges * H, b, n);
     this->gathered.gather(this->grad_out_row(0, b), H * V, node, n);
 
     if (this->has_record) {

@@ -149,6 +149,16 @@ class Block : public Heads {
     if (a.edge_channels > 0) projection.gather(edge, n);
   }
 
+  // Scalars of the block's edges, which lie anywhere, all set out at once.
+  template <int kForWriting>
+  void prefetch_scalars(const void* of_edges, int64_t batch_stride, int64_t b, int n) const {
+    if (of_edges == nullptr) return;
+    const int64_t bytes = H * int64_t(sizeof(A));
+    const char* rows = static_cast<const char*>(of_edges) + b * batch_stride * int64_t(sizeof(A));
+    for (int e = 0; e < n; ++e)
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + edge[e] * bytes + at, kForWriting);
+  }
+
   // to_e += from[edge e], H numbers.
   void add_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
     const A* base = static_cast<const A*>(from) + b * batch_stride;

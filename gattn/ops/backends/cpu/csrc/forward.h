@@ -71,6 +71,7 @@ class Forward : Scores<F> {
 
   void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     this->number_edges(n, [&](int e) INLINE_LAMBDA { return this->edge_of(p + e); });
+    this->template prefetch_scalars<0>(a.bias, a.bias_batch, b, n);
     this->target_logits(b, p, n, runs, num_runs);
     this->finish_logits(b, n);
     if (this->has_record)
