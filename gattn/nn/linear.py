@@ -55,7 +55,8 @@ def _is_bare(lin: Any) -> bool:
 def at_once(x: Tensor, *lins: Linear) -> tuple[Tensor, ...]:
     """What several layers make of the same features: by one matrix product, where they are weights and biases alone."""
     first = lins[0]
-    if x.layout != torch.strided or any(not _is_bare(lin) or (lin.bias is None) != (first.bias is None) for lin in lins):
+    are_alike = all(_is_bare(lin) and (lin.bias is None) == (first.bias is None) for lin in lins)
+    if x.layout != torch.strided or not are_alike:
         return tuple(lin(x) for lin in lins)
     bias = None if first.bias is None else torch.cat([lin.bias for lin in lins])
     out = F.linear(x, torch.cat([lin.weight for lin in lins]), bias)
