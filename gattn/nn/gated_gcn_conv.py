@@ -14,7 +14,7 @@ from gattn.errors import InputError
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv, check_positive
 from gattn.nn.edge_features import checked_features
-from gattn.nn.linear import FeatureDropout, Linear, at_once
+from gattn.nn.linear import FeatureDropout, Linear
 from gattn.scores import GATScore
 
 _GATE = Sigmoid(normalize=True, eps=1e-6)
@@ -122,13 +122,9 @@ class GatedGCNConv(BaseConv):
         graph, edge_attr = checked_features(graph, edge_attr, self.edge_channels, sources.shape[:-2])
         graph = self._listed(graph, sources.device)
         source, target = graph.sources_and_targets()
-        if targets is sources:
-            own, value, of_source, of_target = at_once(sources, self.A, self.B, self.D, self.E)
-        else:
-            value, of_source = at_once(sources, self.B, self.D)
-            own, of_target = at_once(targets, self.A, self.E)
-        logits = self.C(edge_attr) + of_source.index_select(-2, source)
-        logits = logits.add_(of_target.index_select(-2, target))
+        ends = self.D(sources).index_select(-2, source) + self.E(targets).index_select(-2, target)
+        logits = ends + self.C(edge_attr)
+        value = self.B(sources)
         out = self.attend(
             None,
             value.new_zeros(()).expand_as(value),
@@ -141,7 +137,7 @@ class GatedGCNConv(BaseConv):
         assert isinstance(out, Tensor)
         is_residual = self.residual and targets.size(-1) == edge_attr.size(-1) == self.out_channels
         return (
-            self._updated(own + out.squeeze(-1), self.bn_node, targets if is_residual else None),
+            self._updated(self.A(targets) + out.squeeze(-1), self.bn_node, targets if is_residual else None),
             self._updated(logits, self.bn_edge, edge_attr if is_residual else None),
         )
 

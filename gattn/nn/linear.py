@@ -42,25 +42,9 @@ class Linear(PyGLinear):
 
 def is_plain(lin: Any) -> bool:
     """Whether a layer is its weight and nothing else: no bias or hook, not wrapped, patched or pruned, initialised."""
-    return _is_bare(lin) and lin.bias is None
-
-
-def _is_bare(lin: Any) -> bool:
-    """Whether a layer is its weight and its bias, and nothing else."""
-    if type(lin) is not Linear or "forward" in vars(lin):
+    if type(lin) is not Linear or lin.bias is not None or "forward" in vars(lin):
         return False
     return not (lin._forward_pre_hooks or lin._forward_hooks or lin._backward_hooks)
-
-
-def at_once(x: Tensor, *lins: Linear) -> tuple[Tensor, ...]:
-    """What several layers make of the same features: by one matrix product, where they are weights and biases alone."""
-    first = lins[0]
-    are_alike = all(_is_bare(lin) and (lin.bias is None) == (first.bias is None) for lin in lins)
-    if x.layout != torch.strided or not are_alike:
-        return tuple(lin(x) for lin in lins)
-    bias = None if first.bias is None else torch.cat([lin.bias for lin in lins])
-    out = F.linear(x, torch.cat([lin.weight for lin in lins]), bias)
-    return out.split_with_sizes([lin.out_channels for lin in lins], -1)
 
 
 def is_autocast(x: Tensor) -> bool:
