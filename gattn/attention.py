@@ -207,7 +207,7 @@ class Attention(MessagePassing):
 
     def _edge_outputs(self, call: Call, kind: bool | str, wanted: Backend | None, argument: str) -> Any:
         """What `return_edges` asks for."""
-        if kind == True:  # noqa: E712 - or 1
+        if kind not in ("logits", "vectors"):
             kind = "vectors" if isinstance(call.score, AdditiveScore) else "logits"
         if kind == "logits":
             return self._choose(call, wanted, argument).logits(call)

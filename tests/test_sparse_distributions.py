@@ -196,6 +196,8 @@ class TestWithinTypes:
         for types in (self.types, self.types - 2):
             with pytest.raises(IndexError, match="holds type"):
                 WithinTypes(types, num_types=2)
+        with pytest.raises(IndexError, match="holds type -1"):
+            WithinTypes(self.types - 1).weights(drawn(), INDEX, N, 0)
         with pytest.raises(ValueError, match="num_types is a positive number"):
             WithinTypes(self.types, num_types=0)
 

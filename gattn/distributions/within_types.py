@@ -71,7 +71,8 @@ class WithinTypes(Distribution):
         if self.num_types is not None:
             row = index * self.num_types + types
             return self.distribution.weights(logits, row, num_targets * self.num_types, dim)
-        most = int(types.max()) + 1 if types.numel() else 1
+        most = max(int(types.max()) + 1, 1) if types.numel() else 1
+        check_types(types, most)  # none is negative
         pairs, row = torch.unique(index * most + types, return_inverse=True)
         return self.distribution.weights(logits, row, pairs.numel(), dim)
 
