@@ -78,6 +78,8 @@ class Attention(MessagePassing):
         "num_targets": int,
     }
     propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor, "edge_value": Optional[Tensor]}
+    #: Whether messages are `[..., E, C]`, as in PyG's layers of one head or of a head for each channel.
+    flat_messages: ClassVar[bool] = False
 
     def __init__(self, aggr: Any = "add", *, flow: str = FLOWS[0], **kwargs: Any):
         unknown = kwargs.keys() - {"aggr_kwargs", "decomposed_layers"}
@@ -300,8 +302,20 @@ class Attention(MessagePassing):
 
     @fused
     def message(self, x_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:
-        """Weighted values of the sources, `[..., E, H, C]`."""
-        return reference.messages(x_j, alpha, edge_value)
+        """Weighted values of the sources, `[..., E, H, C]`; with `flat_messages`, `[..., E, H * C]`."""
+        messages = reference.messages(x_j, alpha, edge_value)
+        # Explainers mask what lies along node_dim.
+        return messages.flatten(-2) if self.flat_messages and not self.explain else messages
+
+    @fused
+    def aggregate(
+        self, inputs: Tensor, alpha: Tensor, index: Tensor, ptr: Optional[Tensor] = None, dim_size: Optional[int] = None
+    ) -> Tensor:
+        """Sums of messages for each target, `[..., N, H, C]`; a subclass's may be flat or not."""
+        if inputs.dim() == alpha.dim():
+            inputs = inputs.unsqueeze(-2 if alpha.size(-1) == 1 else -1)
+        aggregated: Tensor = super().aggregate(inputs, index, ptr, dim_size)
+        return aggregated
 
 
 #: `Attention.attend`, unseen by `record_attention`: for what a layer computes beside the weights of its messages.

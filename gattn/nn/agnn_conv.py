@@ -45,6 +45,8 @@ class AGNNConv(BaseConv):
 
     beta: Tensor
 
+    flat_messages = True
+
     def __init__(self, requires_grad: bool = True, add_self_loops: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
         self.requires_grad = requires_grad

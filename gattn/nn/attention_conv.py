@@ -112,7 +112,7 @@ class BaseConv(Attention):
             is_recorded: Whether `record_attention` takes these weights for attention. (default: `True`)
         """
         attend: Any = type(self).attend if is_recorded else unrecorded
-        nothing = value.new_zeros(()).expand(value.shape[:-1])
+        nothing = value.new_zeros(value.size(-2)).expand(value.shape[:-1])
         out: Tensor = attend(
             self,
             None,

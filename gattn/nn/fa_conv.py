@@ -75,6 +75,8 @@ class FAConv(BaseConv):
     _cached_edge_index: _Normalized | None
     _cached_adj_t: _Normalized | None
 
+    flat_messages = True
+
     def __init__(
         self,
         channels: int,

@@ -60,6 +60,8 @@ class GATEConv(BaseConv):
 
     in_channels: int
 
+    flat_messages = True
+
     def __init__(self, in_channels: int, out_channels: int, edge_dim: int, dropout: float = 0.0, **kwargs: Any):
         super().__init__(**kwargs)
         if in_channels != out_channels or in_channels < 1:

@@ -61,6 +61,8 @@ class GatedGCNConv(BaseConv):
         (torch.Size([3, 32]), torch.Size([2, 32]))
     """
 
+    flat_messages = True
+
     def __init__(
         self,
         in_channels: int,
@@ -127,7 +129,7 @@ class GatedGCNConv(BaseConv):
         value = self.B(sources)
         out = self.attend(
             None,
-            value.new_zeros(()).expand_as(value),
+            value.new_zeros(value.size(-1)).expand_as(value),
             value.unsqueeze(-1),
             graph,
             score=GATScore(),

@@ -58,6 +58,8 @@ class PointTransformerConv(BaseConv):
         torch.Size([3, 8])
     """
 
+    flat_messages = True
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],

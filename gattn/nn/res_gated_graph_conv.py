@@ -62,6 +62,8 @@ class ResGatedGraphConv(BaseConv):
         torch.Size([3, 32])
     """
 
+    flat_messages = True
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],

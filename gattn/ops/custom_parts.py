@@ -33,7 +33,7 @@ def with_finished(call: Call, edges: EdgeList, bias: Tensor) -> Call:
     """
     return call._replace(
         query=None,
-        key=call.value.new_zeros(()).expand(*call.batch, edges.num_sources, call.heads, 1),
+        key=call.value.new_zeros(call.heads, 1).expand(*call.batch, edges.num_sources, call.heads, 1),
         value=repeat_heads(call.value, call.heads),
         edge=None,
         edge_projection=None,

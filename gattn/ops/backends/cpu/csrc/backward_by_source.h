@@ -14,7 +14,10 @@ class BySource : Scores<F> {
 
  public:
   using Base::workspace_elements;
-  BySource(const Arguments& arguments, A* workspace) : Base(arguments, workspace) {}
+  BySource(const Arguments& arguments, A* workspace)
+      : Base(arguments, workspace),
+        is_by_channel(F::kScalar && V == 1 && G == H && H >= W && !a.dropout && a.mask == nullptr &&
+                      a.grad_weights == nullptr && a.edge_value == nullptr && a.edge_channels == 0 && Base::law.cap == 0) {}
 
   // What the gradient of an edge needs of its target: maximum, scale, delta, and the scalar score's query.
   void fill_node_terms(int64_t i, int64_t b) {
@@ -70,16 +73,19 @@ class BySource : Scores<F> {
     const int32_t* node = a.by_source.node + p;
     const int32_t* position = a.target_position + p;
     const A* terms[kBlock];
+    const int64_t first_term = !this->law.is_normalized ? 3 * H : this->law.name == kSoftmax ? 0 : H;
+    const int64_t last_term = F::kScalar && a.query != nullptr ? 4 * H : 3 * H;
     for (int e = 0; e < n; ++e) {
       terms[e] = node_terms(node[e], b);
       const A* ahead = node_terms(node[e + kAhead], b);
-      for (int64_t h = this->law.is_normalized ? 0 : 3 * H; h < 4 * H; h += 64 / int64_t(sizeof(A)))
-        __builtin_prefetch(ahead + h);
+      for (int64_t h = first_term; h < last_term; h += 64 / int64_t(sizeof(A))) __builtin_prefetch(ahead + h);
     }
     this->number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(position[e]); });
     this->template prefetch_scalars<0>(a.bias, a.bias_batch, b, n);
     this->template prefetch_scalars<1>(a.grad_bias, a.edges * H, b, n);
     this->gathered.gather(this->grad_out_row(0, b), H * V, node, n);
+    if constexpr (F::kScalar)
+      if (is_by_channel) return run_channels(b, p, runs, num_runs, terms);
 
     if (this->has_record) {
       for (int e = 0; e < n; ++e) {
@@ -111,10 +117,66 @@ class BySource : Scores<F> {
     this->finish_edge_gradients(b, n);
   }
 
+  // What run_block does where every channel is a head and nothing else is asked for: the numbers of an edge stay in
+  // registers, from its logits to their gradients.
+  void run_channels(int64_t b, int64_t p, const Run* runs, int num_runs, const A* const* terms) {
+    // Stand for what there is not. Neither is used by anything else here.
+    A *const none = this->products, *const ones = this->maxima;
+    for (int64_t h = 0; h < H; ++h) none[h] = 0, ones[h] = 1;
+    const bool is_normalized = this->law.is_normalized;
+    const A* edges = static_cast<const A*>(a.edge) + b * a.edge_batch;
+    const A* biases = static_cast<const A*>(a.bias) + b * a.bias_batch;
+    A* const grad_edges = static_cast<A*>(a.grad_edge) + b * a.edges * H;
+    A* const grad_biases = static_cast<A*>(a.grad_bias) + b * a.edges * H;
+    A* const edge_terms = static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H;
+    this->law.visit([&](auto rule) INLINE_LAMBDA {
+      for (int r = 0; r < num_runs; ++r) {
+        const Run& run = runs[r];
+        const A* key = this->key(run.row, b);
+        const T* value = this->value_row(run.row, b);
+        for_vectors(H, [&](auto strip) INLINE_LAMBDA {
+          using S = decltype(strip);
+          Vec<A> own_key[S::kVectors], own_value[S::kVectors], sum_key[S::kVectors], sum_value[S::kVectors];
+          EACH_VECTOR {
+            own_key[k] = strip.load_at(key, k), own_value[k] = strip.load_at(value, k);
+            sum_key[k] = run.begins ? Vec<A>{} : strip.load_at(acc_key, k);
+            sum_value[k] = run.begins ? Vec<A>{} : strip.load_at(acc, k);
+          }
+          for (int e = run.first; e < run.last; ++e) {
+            const A* query = a.query == nullptr ? none : terms[e] + 3 * H;
+            const A* edge = a.edge == nullptr ? none : edges + this->edge[e] * H;
+            const A* bias = a.bias == nullptr ? none : biases + this->edge[e] * H;
+            const A* scale = is_normalized ? terms[e] + H : ones;
+            const A* delta = is_normalized ? terms[e] + 2 * H : none;
+            const T* grad_out = this->gathered.row[e];
+            strip.prefetch(this->gathered.ahead[e]);
+            EACH_VECTOR {
+              const Applied score = this->family.apply(own_key[k] + strip.load_at(query, k) + strip.load_at(edge, k));
+              const Vec<A> base = is_normalized ? strip.load_at(terms[e], k) : Vec<A>{};
+              const Applied weight = rule(score.value + strip.load_at(bias, k), base);
+              const Vec<A> grad = strip.load_at(grad_out, k), by = strip.load_at(scale, k);
+              sum_value[k] += weight.value * by * grad;
+              const Vec<A> gradient = weight.derivative * by * (own_value[k] * grad - strip.load_at(delta, k));
+              if (a.grad_bias != nullptr) strip.store_at(grad_biases + this->edge[e] * H, k, gradient);
+              const Vec<A> of_ends = gradient * score.derivative;
+              sum_key[k] += of_ends;
+              if (a.grad_edge != nullptr) strip.store_at(grad_edges + this->edge[e] * H, k, of_ends);
+              if (a.target_pass) strip.store_at(edge_terms + e * H, k, of_ends);
+            }
+          }
+          EACH_VECTOR strip.store_at(acc_key, k, sum_key[k]), strip.store_at(acc, k, sum_value[k]);
+        });
+        if (run.ends) finish(run.row, b);
+      }
+    });
+  }
+
   void finish(int64_t j, int64_t b) {
     this->store_key_gradient(j, b);
     if (a.grad_value != nullptr) store_row(static_cast<T*>(a.grad_value) + (b * a.sources + j) * G * V, acc, G * V);
   }
+
+  const bool is_by_channel;
 };
 
 }  // namespace

@@ -48,6 +48,14 @@ INLINE void for_strips(int64_t channels, F&& f) {
   if (c < channels) f(Strip<1, true>{c, int(channels - c)});
 }
 
+// The same, vector by vector: less code, for loops that have enough to do for one.
+template <class F>
+INLINE void for_vectors(int64_t channels, F&& f) {
+  int64_t c = 0;
+  for (; c + W <= channels; c += W) f(Strip<1, false>{c, W});
+  if (c < channels) f(Strip<1, true>{c, int(channels - c)});
+}
+
 // A number that is known when the code is compiled.
 template <int kValue_>
 struct Count {

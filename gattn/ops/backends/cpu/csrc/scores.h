@@ -72,7 +72,6 @@ class ScalarScores : public Values {
   void add_target_to_vector_gradient(int64_t, int64_t) {}
   void store_vector_gradient(int64_t, int64_t) {}
 
- private:
   // Query, key and edge come in the type that is computed in.
   const A* query(int64_t i, int64_t b) const {
     return static_cast<const A*>(a.query) + b * a.query_batch + i * a.query_row;
@@ -81,6 +80,9 @@ class ScalarScores : public Values {
     return static_cast<const A*>(a.key) + b * a.key_batch + j * a.key_row;
   }
 
+  const F family;
+
+ private:
   // From the sum of both ends to logits, and their derivatives in slopes.
   void apply(int64_t b, int n) {
     if (a.edge_channels > 0) {
@@ -95,8 +97,6 @@ class ScalarScores : public Values {
       store(logits + at, applied.value);
     }
   }
-
-  const F family;
 };
 
 template <class F>
