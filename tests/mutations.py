@@ -95,7 +95,11 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     # ----------------------------------------------------------------------------------------------- channels and edges
-    Mutation("a last channel alone is skipped", KERNELS, "if («c < channels → c + 1 < channels») f(Strip<1, true>"),
+    Mutation(
+        "a last channel alone is skipped",
+        KERNELS,
+        "c += W;\n  if («c < channels → c + 1 < channels») f(Strip<1, true>",
+    ),
     Mutation("a strip of two vectors counts as one", KERNELS, "2 * W}), «c += 2 * W → c += W»;"),
     Mutation(
         "a long row ends only where its last block is full",
@@ -109,7 +113,17 @@ MUTATIONS = [
     Mutation(
         "the slope of a sum is its square",
         KERNELS,
-        "store(logits + at, «applied.value → applied.value * applied.derivative»);\n    }\n  }\n\n  const F family;",
+        "store(logits + at, «applied.value → applied.value * applied.derivative»);\n    }\n  }\n};",
+    ),
+    Mutation(
+        "channels of the edge's other end lack the slope",
+        KERNELS,
+        "of_ends = «gradient * score.derivative → gradient»;",
+    ),
+    Mutation(
+        "channels that are heads lose their delta",
+        KERNELS,
+        "own_value[k] * grad - «strip.load_at(delta, k) → Vec<A>{}»",
     ),
     Mutation("tanh has another derivative", KERNELS, "y = vector_tanh(x);\n      return {y, A(1) - «y * y → y»};"),
     Mutation("GELU's derivative lacks a term", KERNELS, "below + «x * density → Vec<A>{}»}"),

@@ -180,8 +180,10 @@ class TestFeatures:
             SparseGraph(adjacency, self_loops=True).with_features(torch.ones(5, 1))
 
     @pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse")
-    def test_self_loops_in_a_sparse_tensor_with_features(self):
-        adjacency = SparseTensor(row=EDGES[1], col=EDGES[0], value=torch.ones(5, 2), sparse_sizes=(4, 4))
+    @pytest.mark.parametrize("size", [(5,), (5, 2)])
+    def test_self_loops_in_a_sparse_tensor_with_values(self, size):
+        adjacency = SparseTensor(row=EDGES[1], col=EDGES[0], value=torch.ones(size), sparse_sizes=(4, 4))
+        assert SparseGraph(adjacency, self_loops=True).edges().edge_index.size(1) > 0
         with pytest.raises(NotImplementedError, match="SparseTensor with edge features"):
             SparseGraph(adjacency, self_loops=True).with_features(None)
 

@@ -226,10 +226,10 @@ class SparseGraph(Graph):
         remedy = "pass an edge_index and edge_attr, or add the loops first and set add_self_loops=False."
         if features is None:
             features = _sparse_features(self.adjacency)
+            if self.self_loops and isinstance(self.adjacency, SparseTensor) and self.adjacency.has_value():
+                raise NotImplementedError(f"self-loops are not added to a SparseTensor with edge features: {remedy}")
             if features is None or not self.self_loops:
                 return self, features
-            if isinstance(self.adjacency, SparseTensor):
-                raise NotImplementedError(f"self-loops are not added to a SparseTensor with edge features: {remedy}")
             return self, _sparse_features(_loop_sparse(self.adjacency, fill_value))
         num_edges = self.adjacency.nnz() if isinstance(self.adjacency, SparseTensor) else None
         if isinstance(self.adjacency, Tensor):
@@ -378,7 +378,8 @@ def _agree(what: str, known: int | None, given: int | None, where: str) -> int |
 
 def _loop_sparse(adjacency: Any, fill_value: float | Tensor | str = 1.0) -> Any:
     if isinstance(adjacency, SparseTensor):
-        return torch_sparse.set_diag(adjacency)
+        has_vectors = _sparse_features(adjacency) is not None  # for which set_diag() has no value
+        return torch_sparse.set_diag(adjacency.set_value(None) if has_vectors else adjacency)
     if adjacency.layout == torch.sparse_csc:
         index, values = to_edge_index(adjacency)
         adjacency = to_torch_csr_tensor(index, values, tuple(adjacency.shape[:2]))

@@ -228,8 +228,8 @@ class FAConv(BaseConv):
             return _Normalized(graph, None, factor)
         if adjacency is None:
             raise InputError(f"FAConv's messages on {graph!r} are summed; got aggr={self.aggr!r}.")
-        edges = graph.edge_list(x.device)  # self-loops that are made twice are not known to be as many, if compiled
-        graph = SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
+        edges = graph.edges()  # self-loops that are made twice are not known to be as many, if compiled
+        graph = SparseGraph(edges.adjacency, edges.num_targets, edges.num_sources, flow=graph.flow)
         source, target = graph.sources_and_targets()  # others need not commute with a factor
         return _Normalized(graph, (factor[source] * factor[target]).flatten())
 

@@ -36,6 +36,8 @@ def possible(row):
     is_list = get("form") in ("edge_index", "EdgeIndex")
     if get("flow") == "target_to_source" and not is_list:
         return False
+    if get("form") == "SparseTensor":  # of which PyG's normalizes every one
+        return get("normalize") is not False and not get("weight")
     # PyG's needs weights then, and does not look at those beside a sparse adjacency otherwise.
     return get("weight") is None or is_list == (get("weight") or get("normalize")) or (is_list and get("normalize"))
 

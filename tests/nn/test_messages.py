@@ -21,7 +21,10 @@ LAYERS = {
     "gatv2": (lambda nn: nn.GATv2Conv(8, 6, heads=2, add_self_loops=False), ()),
     "transformer": (lambda nn: nn.TransformerConv(8, 6, heads=2), ()),
     "general": (lambda nn: nn.GeneralConv(8, 6, attention=True, heads=2), ()),
-    "point_transformer": (lambda nn: nn.PointTransformerConv(8, 8, torch.nn.Linear(8, 8), add_self_loops=False), ("x",)),
+    "point_transformer": (
+        lambda nn: nn.PointTransformerConv(8, 8, torch.nn.Linear(8, 8), add_self_loops=False),
+        ("x",),
+    ),
     "res_gated": (lambda nn: nn.ResGatedGraphConv(8, 8), ()),
     "supergat": (lambda nn: nn.SuperGATConv(8, 6, heads=2, add_self_loops=False), ()),
 }

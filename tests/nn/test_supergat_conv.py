@@ -105,6 +105,14 @@ def test_training_as_pyg(options, x, edge_index):
     assert_as_pyg(ours, theirs, x, FORMS[form](edge_index, (N, N)), dtype=dtype, **given)
 
 
+@pytest.mark.skipif("SparseTensor" not in FORMS, reason="needs torch-sparse")
+def test_vectors_of_a_sparse_tensor_are_not_looked_at(x, edge_index):
+    adjacency = FORMS["SparseTensor"](edge_index, (N, N))
+    with_vectors = adjacency.set_value(torch.rand(edge_index.size(1), 2), layout="coo")
+    conv = SuperGATConv(F, C)
+    torch.testing.assert_close(conv(x, with_vectors), conv(x, adjacency))
+
+
 def test_same_seeds_draw_the_same_pairs(edge_index):
     batch = torch.tensor([0] * 5 + [1] * 4)
     ours, theirs = (
