@@ -12,7 +12,7 @@ from tests.nn.against_pyg import results
 
 EDGES = torch.tensor([[0, 1, 2, 3, 1, 2], [0, 0, 1, 1, 3, 0]])
 
-#: Each layer from its library, and the arguments of its call besides features `[N, 8]`: hooks may not tell libraries apart.
+#: Each layer from its library, and the arguments of its call besides features `[N, 8]`.
 LAYERS = {
     "agnn": (lambda nn: nn.AGNNConv(add_self_loops=False), ()),
     "fa": (lambda nn: nn.FAConv(8, add_self_loops=False), ("x",)),

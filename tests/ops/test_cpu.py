@@ -265,6 +265,35 @@ class TestDistributions:
         with threads(2):
             equal(first, call.results("cpu"))
 
+    @pytest.mark.parametrize(
+        ("distribution", "dtype", "heads", "terms", "degree", "batch", "options"),
+        pairs(
+            DISTRIBUTIONS,
+            DTYPES,
+            (16, 17, 40),
+            ((), ("bias",), ("edge",), ("bias", "edge")),
+            (3, 2 * LONG_ROW + 3),
+            ((), (2,)),
+            ({}, {"wanted": ("key", "value", "bias")}, {"query": False}, {"dropout": 0.4}, {"sink": True}),
+        ),
+    )
+    def test_a_head_for_each_channel(self, distribution, dtype, heads, terms, degree, batch, options):
+        """Whose backward pass is one of its own, unless something else is asked for."""
+        sizes = {"heads": heads, "channels": 1, "value_channels": 1, "batch": batch, "dtype": dtype, "terms": terms}
+        edge_index = torch.randint(5, (2, degree + 20))
+        edge_index[0, :degree] = 4
+        with_query = options.get("query", True)
+        options = {name: value for name, value in options.items() if name != "query"}
+        options["sink"] = options.get("sink", False) and distribution.startswith("soft")
+        if "wanted" in options:
+            options["wanted"] = tuple(name for name in options["wanted"] if name in ("key", "value", *terms))
+        call = make_call(
+            "gat", edge_index, 5, 5, distribution=distribution, weights=False, threads=2, **sizes, **options
+        )
+        if not with_query:
+            del call.tensors["query"]
+        compare(call)
+
     @pytest.mark.parametrize("distribution", [gattn.Tanh(normalize=True), gattn.Identity(normalize=True, eps=0.5)])
     def test_signed_weights_divided_by_their_sum(self, distribution):
         x, key = torch.randn(6, 2, 3), torch.rand(6, 2) + 0.1
