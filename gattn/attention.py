@@ -309,11 +309,17 @@ class Attention(MessagePassing):
 
     @fused
     def aggregate(
-        self, inputs: Tensor, alpha: Tensor, index: Tensor, ptr: Optional[Tensor] = None, dim_size: Optional[int] = None
+        self,
+        inputs: Tensor,
+        index: Tensor,
+        ptr: Optional[Tensor] = None,
+        dim_size: Optional[int] = None,
+        alpha: Tensor = None,  # type: ignore[assignment] # message() needs one, and PyG knows one type for each name
     ) -> Tensor:
-        """Sums of messages for each target, `[..., N, H, C]`; a subclass's may be flat or not."""
-        if inputs.dim() == alpha.dim():
-            inputs = inputs.unsqueeze(-2 if alpha.size(-1) == 1 else -1)
+        """Sums of messages for each target, `[..., N, H, C]`; flat messages, which a subclass may make or not, too."""
+        flat_dims = 2 if alpha is None else alpha.dim()
+        if inputs.dim() == flat_dims:
+            inputs = inputs.unsqueeze(-2 if alpha is None or alpha.size(-1) == 1 else -1)
         aggregated: Tensor = super().aggregate(inputs, index, ptr, dim_size)
         return aggregated
 

@@ -226,7 +226,7 @@ class FAConv(BaseConv):
         factor = _inverse_roots(graph, x)
         if isinstance(self.aggr_module, SumAggregation):
             return _Normalized(graph, None, factor)
-        if adjacency is None:
+        if not isinstance(graph, SparseGraph):
             raise InputError(f"FAConv's messages on {graph!r} are summed; got aggr={self.aggr!r}.")
         edges = graph.edges()  # self-loops that are made twice are not known to be as many, if compiled
         graph = SparseGraph(edges.adjacency, edges.num_targets, edges.num_sources, flow=graph.flow)
