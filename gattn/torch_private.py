@@ -21,7 +21,9 @@ __all__ = [
     "flash_attention_on_cpu_backward",
     "guard_or_true",
     "is_compiled",
+    "is_batched",
     "is_functorch_tensor",
+    "is_lazy",
     "is_traced",
     "is_transformed",
     "needs_dispatcher",
@@ -59,6 +61,16 @@ def is_transformed() -> bool:
 def is_functorch_tensor(tensor: Tensor) -> bool:
     """Whether a tensor stands for a batch or a gradient level of `torch.func`: its numbers cannot be read."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch of them, as gradients do under `is_grads_batched=True`."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether a tensor's memory does not hold its numbers, but their negatives, or nothing for zeros."""
+    return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def uses_forward_mode() -> bool:

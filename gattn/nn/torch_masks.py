@@ -112,7 +112,7 @@ def padding_as_lengths(graph: Graph, padding: Tensor | None, batch: torch.Size) 
     ):
         return graph, padding
     lengths = padding.size(1) - padding.sum(1)
-    if bool((padding != (torch.arange(padding.size(1)) >= lengths.unsqueeze(1))).any()):
+    if bool((padding != (torch.arange(padding.size(1), device=padding.device) >= lengths.unsqueeze(1))).any()):
         return graph, padding
     return graph.with_source_lengths(lengths), None
 

@@ -18,7 +18,15 @@ from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
 from gattn.ops.call import Call, compute_dtype
 from gattn.scores import Family, Score
-from gattn.torch_private import apply_of, autograd_below, is_functorch_tensor, is_traced, needs_dispatcher
+from gattn.torch_private import (
+    apply_of,
+    autograd_below,
+    is_batched,
+    is_functorch_tensor,
+    is_lazy,
+    is_traced,
+    needs_dispatcher,
+)
 
 library = torch.library.Library("gattn", "DEF")
 
@@ -337,7 +345,9 @@ class AttentionOperator:
             grad_out = torch.zeros_like(out)
         grad_weights = grad_weights if ctx.with_weights else None
         results = grad_out, grad_weights, out, weights, kept
-        if ctx.is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
+        if any(grad is not None and is_batched(grad) for grad in results[:2]):
+            grads = _differentiate_batched(inputs, results[:2], ctx.wanted)
+        elif ctx.is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
             names = [name for name, wants in zip(DIFFERENTIABLE, ctx.wanted, strict=True) if wants]
             grads = self._compute_backward(inputs, *results, names)
         else:
@@ -412,12 +422,12 @@ def has_gradient(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def are_plain(inputs: Sequence[Any]) -> bool:
-    """Whether no tensor among the inputs is of a subclass, which may want to see every operator, or a wrapper.
+    """Whether no tensor among the inputs is of a subclass, which may want to see every operator, a wrapper, or lazy.
 
-    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them.
+    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them, and computes what is lazy.
     """
     return _PLAIN.issuperset(map(type, inputs)) and not any(
-        isinstance(value, Tensor) and is_functorch_tensor(value) for value in inputs
+        isinstance(value, Tensor) and (is_functorch_tensor(value) or is_lazy(value)) for value in inputs
     )
 
 
@@ -519,6 +529,19 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     of_inputs = _in_place([next(second) for _ in leaves], [name in leaves for name in DIFFERENTIABLE])
     of_grads = [None if grad is None else next(second) for grad in outer]
     return *of_grads, *[None] * (_NUM_GRADS_AND_RESULTS - len(of_grads)), *of_inputs, None
+
+
+def _differentiate_batched(
+    inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """The gradients of the inputs that are wanted, for batches of gradients, of which kernels know nothing."""
+    names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
+    with torch.enable_grad():
+        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
+        results = _by_reference(inputs._replace(**leaves))
+        pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    of_results = [result for result, _ in pairs], list(leaves.values()), [grad for _, grad in pairs]
+    return torch.autograd.grad(*of_results, materialize_grads=True)
 
 
 def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -468,3 +468,75 @@ def test_tensors_that_have_escaped_from_a_transform(grad):
     if grad:
         first, second = (torch.autograd.grad(out.sum(), query)[0] for out in (found, expected))
         torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("graph", [torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), gattn.CompleteGraph.packed([2, 3])])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_another_default_device(graph, backend):
+    """What is made on the way lies where the inputs do."""
+    x = torch.randn(5, 2, 4, requires_grad=True)
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        graph = graph.clone() if isinstance(graph, torch.Tensor) else graph  # of which nothing is kept
+        with torch.device(device):
+            out = attend(x, x, x, graph, dropout=0.4, training=True, backend=backend)
+            found.append((out, *torch.autograd.grad(out.square().sum(), x)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class TestLazyTensors:
+    """Whose memory does not hold their numbers."""
+
+    LAZY = {  # by what makes them, with what they are
+        "negated": (torch._neg_view, torch.neg),
+        "zero": (lambda x: torch._efficientzerotensor(x.shape), torch.zeros_like),
+    }
+
+    @pytest.mark.parametrize("name", ["query", "key", "value", "edge", "bias", "vector", "grad"])
+    @pytest.mark.parametrize("kind", LAZY)
+    def test_attend(self, kind, name):
+        edge_index = random_edge_index(6, num_edges=20)
+        tensors = {what: torch.randn(6, 2, 3) for what in ("query", "key", "value", "grad")}
+        tensors |= {"edge": torch.randn(20, 2, 3), "bias": torch.randn(20, 2), "vector": torch.randn(2, 3)}
+        found = []
+        for change in self.LAZY[kind]:
+            changed = tensors | {name: change(tensors[name])}
+            value, vector, grad = (changed.pop(what) for what in ("value", "vector", "grad"))
+            value = value + 0 if name == "grad" else value
+            leaf = torch.ones((), requires_grad=True)
+            query, key = changed.pop("query"), changed.pop("key")
+            out = attend(query, key, value, edge_index, score=AdditiveScore(vector), **changed)
+            by_leaf = attend(query * leaf, key, value, edge_index, score=AdditiveScore(vector), **changed)
+            found.append((out, *torch.autograd.grad(by_leaf, leaf, grad)))
+        torch.testing.assert_close(*found)
+
+    def test_dropout_of_features(self):
+        x = torch.randn(40, 30)
+        found = []
+        for lazy in (torch._neg_view(x), -x):
+            torch.manual_seed(0)
+            found.append(gattn.nn.linear.dropout(lazy, 0.5, True))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layer", [gattn.nn.GATConv, gattn.nn.GATv2Conv, gattn.nn.TransformerConv])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_batches_of_gradients(layer, dropout):
+    """As `torch.autograd.functional.jacobian(vectorize=True)` asks for."""
+    conv, x = layer(3, 4, heads=2, dropout=dropout).double(), torch.randn(6, 3).double().requires_grad_()
+    out = conv(x, random_edge_index(6, num_edges=20))
+    wanted = [x, *conv.parameters()]
+    grads = torch.randn(5, *out.shape).double()
+    found = torch.autograd.grad(out, wanted, grads, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(out, wanted, grad, retain_graph=True) for grad in grads]
+    torch.testing.assert_close(list(found), [torch.stack(parts) for parts in zip(*one_by_one, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batches_of_gradients_of_dropped_features():
+    x = torch.randn(6, 3, requires_grad=True)
+    out = gattn.nn.linear.dropout(x, 0.5, True)
+    grads = torch.randn(5, 6, 3)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
+    torch.testing.assert_close(found, grads * (out / x).detach())

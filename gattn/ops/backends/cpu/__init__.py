@@ -18,8 +18,10 @@ from gattn.ops.backends.cpu import native
 from gattn.ops.backends.cpu.layout import Layout, layout_of
 from gattn.ops.backends.kernels import DTYPES, KernelBackend, dense_rows, flat
 from gattn.ops.call import Call, compute_dtype
+from gattn.ops.dropout import drop as plain_drop
 from gattn.ops.operator import AttentionOperator, Differentiated, Inputs, library
 from gattn.scores import Family, Score, family_of
+from gattn.torch_private import is_batched
 
 # Below this many channels read, threads cost more than they give.
 _SERIAL_WORK = 1 << 16
@@ -206,7 +208,7 @@ class _Arguments:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Fresh memory, without the price of touching it for the first time page by page."""
-        tensor = torch.empty(shape, dtype=self.plan.compute if dtype is None else dtype)
+        tensor = torch.empty(shape, dtype=self.plan.compute if dtype is None else dtype, device="cpu")
         if tensor.nbytes >= _HUGE_BYTES:
             native.library().gattn_use_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor
@@ -325,7 +327,7 @@ def _backward(
             continue
         if name == "vector":  # each task has a sum of its own
             tasks = layout.by_target.num_tasks + by_source.num_tasks
-            grads[name] = torch.zeros(tasks * plan.batch, plan.heads, plan.channels, dtype=plan.compute)
+            grads[name] = tensor.new_zeros(tasks * plan.batch, plan.heads, plan.channels, dtype=plan.compute)
         elif name in _PER_EDGE:  # what a batch shares gets a gradient for each element first
             grads[name] = call.empty(plan.batch, *tensor.shape[-_edge_dims(inputs, name) :], dtype=tensor.dtype)
         else:
@@ -389,7 +391,8 @@ def _save_drop(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -
 
 
 def _differentiate_drop(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return drop(grad, ctx.p, *ctx.saved_tensors), None, None
+    dropped = (plain_drop if is_batched(grad) else drop)(grad, ctx.p, *ctx.saved_tensors)
+    return dropped, None, None
 
 
 library.impl("drop", _drop, "CPU")

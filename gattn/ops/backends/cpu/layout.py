@@ -28,9 +28,9 @@ class RowTable:
         lib.gattn_tasks(start.data_ptr(), rows, None, None, None, sizes)
         tasks, split, slots = sizes
         self.start, self.node = start, node
-        self._tasks = torch.empty(tasks, 5, dtype=torch.int32)
-        self._split = torch.empty(split + 1, dtype=torch.int32)
-        self._split_row = torch.empty(split, dtype=torch.int32)
+        self._tasks = torch.empty(tasks, 5, dtype=torch.int32, device="cpu")
+        self._split = torch.empty(split + 1, dtype=torch.int32, device="cpu")
+        self._split_row = torch.empty(split, dtype=torch.int32, device="cpu")
         lib.gattn_tasks(
             start.data_ptr(),
             rows,
@@ -72,9 +72,9 @@ class Layout:
         index = edge_index.long()
         source, target = index.unbind() if flow == FLOWS[0] else index.flip(0).unbind()
         room = index.size(1) + (min(num_sources, num_targets) if self_loops else 0) + native.PADDING
-        start = torch.empty(num_targets + 1, dtype=torch.int32)
-        node = torch.empty(room, dtype=torch.int32)
-        edge = torch.empty(room, dtype=torch.int32)
+        start = torch.empty(num_targets + 1, dtype=torch.int32, device="cpu")
+        node = torch.empty(room, dtype=torch.int32, device="cpu")
+        edge = torch.empty(room, dtype=torch.int32, device="cpu")
         is_sorted = ctypes.c_int64()
         num_edges = native.library().gattn_rows_by_target(
             source.data_ptr(),
@@ -117,8 +117,10 @@ class SourceRows(RowTable):
     """The edges of each source, and where each edge is in the one order and in the other."""
 
     def __init__(self, layout: Layout):
-        start = torch.empty(layout.num_sources + 1, dtype=torch.int32)
-        node, target_position, source_position = torch.empty(3, layout.num_edges + native.PADDING, dtype=torch.int32)
+        start = torch.empty(layout.num_sources + 1, dtype=torch.int32, device="cpu")
+        node, target_position, source_position = torch.empty(
+            3, layout.num_edges + native.PADDING, dtype=torch.int32, device="cpu"
+        )
         native.raise_for(
             native.library().gattn_rows_by_source(
                 layout.by_target.start.data_ptr(),

@@ -134,7 +134,7 @@ def grouped(
 
 
 def _rows(pieces: list[tuple[int, int]], total: int) -> _Rows:
-    with torch.inference_mode(False):  # they are kept, and must serve training too
+    with torch.inference_mode(False), torch.device("cpu"):  # they are kept, and must serve training too
         order = torch.cat([torch.arange(start, start + size) for start, size in pieces] or [torch.arange(0)])
         ends = [0, *accumulate(size for _, size in pieces)]
         if ends[-1] == total and all(
