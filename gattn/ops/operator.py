@@ -533,7 +533,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
 
 def _differentiate_batched(
     inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     """The gradients of the inputs that are wanted, for batches of gradients, of which kernels know nothing."""
     names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
     with torch.enable_grad():
@@ -541,7 +541,7 @@ def _differentiate_batched(
         results = _by_reference(inputs._replace(**leaves))
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
     of_results = [result for result, _ in pairs], list(leaves.values()), [grad for _, grad in pairs]
-    return torch.autograd.grad(*of_results, materialize_grads=True)
+    return list(torch.autograd.grad(*of_results, materialize_grads=True))
 
 
 def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
