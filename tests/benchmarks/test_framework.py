@@ -191,6 +191,32 @@ class TestBenchmark:
         assert squares() == "error: 3 right: ZeroDivisionError: division by zero"
         assert rows_in(tmp_path) == [(3, "right", "failed"), (5, "right", "ok")]
 
+    @pytest.mark.parametrize(
+        ("columns", "problem"),
+        [
+            ({"peak_bytes": None}, "peak_bytes is None where a whole number is expected"),
+            ({"peak_bytes": 1.5}, "peak_bytes is 1.5 where a whole number is expected"),
+            (
+                {"forward": {"median": math.nan}},
+                "forward is {'median': nan} where an object with median, q1",
+            ),
+            ({"size": 4}, "size is 3 in the case and 4 in its row"),
+            ({"peers": {1, 2}}, "Object of type set is not JSON serializable"),
+            ({"peak_bytes": torch.tensor(1)}, "Object of type Tensor is not JSON serializable"),
+            ({"peak_bytes": ...}, "there is no peak_bytes"),
+        ],
+    )
+    def test_a_row_that_could_not_be_read_again_is_a_failure(self, columns, problem, squares, tmp_path, monkeypatch):
+        measure = Square.measure
+
+        def changed(case, reference):
+            row = {**measure(case, reference), **(columns if case.size == 3 else {})}
+            return {name: value for name, value in row.items() if value is not ...}
+
+        monkeypatch.setattr(Square, "measure", changed)
+        assert squares().startswith(f"error: 3 right: its row could not be read again: {problem}")
+        assert rows_in(tmp_path) == [(5, "right", "ok")]
+
     def test_without_a_reference_nothing_is_measured(self, squares, monkeypatch):
         monkeypatch.setattr(Square, "references", lambda case: 1 / 0)
         assert "error: 5 right: no reference: failed ZeroDivisionError" in squares()
