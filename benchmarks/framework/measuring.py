@@ -43,6 +43,9 @@ BATCH = 0.02
 KEPT_TIMES = 100
 """This many times are kept beside their quartiles."""
 
+LARGEST_LOSS = 0.05
+"""A reference loses no more than this of its scale, or 16 units in the last place if these are more, as in bfloat16."""
+
 #: Results with one row per node or token; the others are gradients of parameters.
 ROW_RESULTS = (
     "output without autograd",
@@ -286,6 +289,9 @@ def budgets(
         parameter_terms: The number of terms that an element of a parameter's gradient sums.
         compared: The rows that are compared of results in `ROW_RESULTS`. (default: all)
         is_sampled: Whether the reference has no others. (default: `False`)
+
+    Raises:
+        ValueError: If the two references differ by more than rounding explains: nothing would be wrong.
     """
     of_parameters = [value.abs().max().item() for name, value in exact.items() if name not in ROW_RESULTS]
     expected: dict[str, Expected] = {}
@@ -294,6 +300,11 @@ def budgets(
         rows = compared if has_rows else None
         scale = value.abs().max().item() if has_rows else max(of_parameters)
         loss = (rounded[name] - value).abs().max().item()
+        if loss > max(LARGEST_LOSS, 16 * torch.finfo(dtype).eps) * scale:
+            raise ValueError(
+                f"the reference's {name} in {dtype} is {loss / (scale or 1):.0%} of the largest element from that in "
+                "float64, more than rounding: both must be of the same inputs, drawn once in that type and converted"
+            )
         units = 8 * torch.finfo(dtype).eps
         units += math.sqrt(terms if has_rows else parameter_terms) * torch.finfo(torch.float32).eps
         chosen = value if rows is None or is_sampled else value[rows]

@@ -641,6 +641,16 @@ class TestCheck:
         assert expected["output"]["budget"] == pytest.approx((8 + 2) * unit * 4)
         assert expected["gradient of weight"]["budget"] == pytest.approx((8 + 3) * unit * 4)
 
+    @pytest.mark.parametrize(
+        ("dtype", "limit"), [(torch.float32, 0.05), (torch.float16, 0.05), (torch.bfloat16, 0.125)]
+    )
+    def test_references_of_other_inputs_are_refused(self, dtype, limit):
+        """With a budget as large as the result, nothing would be wrong."""
+        exact = {"output": self.results["output"].double()}
+        budgets(exact, {"output": exact["output"] * (1 + 0.99 * limit)}, dtype, 4, 9)
+        with pytest.raises(ValueError, match="the reference's output in .* both must be of the same inputs"):
+            budgets(exact, {"output": exact["output"] * (1 + 1.01 * limit)}, dtype, 4, 9)
+
     def test_each_result_is_compared(self):
         expected = self.expected()
         assert measuring.check(self.results, expected)["output"]["error"] == 0
