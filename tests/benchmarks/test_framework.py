@@ -431,10 +431,21 @@ def built(kind, row):
     return kind(**{name: built(hints[name], x) if is_dataclass(hints[name]) else x for name, x in values.items()})
 
 
+def benchmark_of(folder, names=BENCHMARKS):
+    """The name of the benchmark whose results a folder `<name>` or `<name>_<variant>` has."""
+    return max((name for name in names if f"{folder.name}_".startswith(f"{name}_")), key=len)
+
+
 class TestCommittedResults:
+    @pytest.mark.parametrize(
+        ("folder", "name"), [("a", "a"), ("a_x", "a"), ("a_b", "a_b"), ("a_b_x", "a_b"), ("a_bx", "a")]
+    )
+    def test_the_name_of_a_folder(self, folder, name):
+        assert benchmark_of(Path(folder), ["a", "a_b"]) == name
+
     @pytest.mark.parametrize("path", sorted(COMMITTED.glob("*/runs.jsonl")), ids=lambda path: path.parent.name)
     def test_they_give_the_committed_tables(self, path, tmp_path, monkeypatch, capsys):
-        name = path.parent.name.split("_")[0]
+        name = benchmark_of(path.parent)
         benchmark, kinds = BENCHMARKS[name], defined_in(sys.modules[f"benchmarks.{name}"], Case)
         (tmp_path / "runs.jsonl").write_bytes(path.read_bytes())
         rows = [row for row in ResultsFile(path).rows() if path.parent.name != "citation_100" or "curve" in row]
