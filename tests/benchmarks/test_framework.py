@@ -501,7 +501,7 @@ class Fit(Training[Line]):
     def __init__(self, case, path):
         torch.manual_seed(case.seed)
         model = torch.nn.Linear(2, 1)
-        super().__init__(case, path / "fit.pt", model, torch.optim.Adam(model.parameters()), 12, 5, 1.0)
+        super().__init__(case, path, model, torch.optim.Adam(model.parameters()), 12, 5, 1.0)
 
     def learning_rate(self):
         return 0.1 / (1 + self.iteration)
@@ -514,10 +514,21 @@ class Fit(Training[Line]):
         return {"iteration": self.iteration, "val_loss": self.loss().item(), "count": len(self.losses)}
 
     def result(self):
-        return {}
+        return {"curve": self.curve}
 
 
 class TestTraining:
+    def test_cases_train_side_by_side(self, tmp_path):
+        """Each in the same folder, with what it shows."""
+        shown = []
+        runs = [Fit(Line(seed), tmp_path).run(lambda *progress: shown.append(progress)) for seed in (0, 1)]
+        assert runs[0] != runs[1]
+        assert [progress[0] for progress in shown] == [*range(13), *range(13)]
+        assert shown[0][1:] == (12, "")
+        assert shown[12][2].startswith(": validation loss ")
+        assert len(list(tmp_path.glob("*.pt"))) == 2
+        assert Fit(Line(0), tmp_path).is_finished
+
     def test_an_interrupted_run_ends_with_the_same_numbers(self, tmp_path):
         (tmp_path / "whole").mkdir()
         whole, first = Fit(Line(0), tmp_path / "whole"), Fit(Line(0), tmp_path)
@@ -540,12 +551,12 @@ class TestTraining:
     @pytest.mark.parametrize("damage", [b"", b"junk", slice(0, 500), slice(0, -100), {}, "model"])
     def test_a_damaged_checkpoint_is_named(self, damage, tmp_path):
         Fit(Line(0), tmp_path).advance(5)
-        path = tmp_path / "fit.pt"
+        (path,) = tmp_path.iterdir()
         if isinstance(damage, bytes | slice):
             path.write_bytes(damage if isinstance(damage, bytes) else path.read_bytes()[damage])
         else:
             torch.save(damage if damage == {} else {**torch.load(path), damage: None}, path)
-        with pytest.raises(BenchmarkError, match=r"^the checkpoint \S+fit.pt is damaged \(\w+\); delete it, and the"):
+        with pytest.raises(BenchmarkError, match=r"^the checkpoint \S+\.pt is damaged \(\w+\); delete it, and the"):
             Fit(Line(0), tmp_path)
 
     def test_nan_ends_it(self, tmp_path):
