@@ -188,7 +188,7 @@ class Benchmark(Generic[C]):
         if not cases:
             return []
         noun, recorded = cases[0].noun, cases[0].recorded(self.results)
-        done = {key for key, row in recorded.items() if row.get("outcome", "ok") in FINAL}
+        done = {key for key, row in recorded.items() if self.is_final(row)}
         pending = [case for case in cases if case.key() not in done]
         if count := len(cases) - len(pending):
             self.say(f"{count} of {len(cases)} {noun} are in {self.results.path} already.")
@@ -215,6 +215,12 @@ class Benchmark(Generic[C]):
                     bars.remove_task(tasks.pop(case))
                 bars.advance(total)
         return failures
+
+    def is_final(self, row: Row) -> bool:
+        """Whether a row is a result; what timed out is none where there is more time now."""
+        outcome = row.get("outcome", "ok")
+        has_more_time = row.get("timeout", 0) < getattr(self.options, "timeout", 0)
+        return outcome in FINAL and not (outcome == "timed out" and has_more_time)
 
     def add(self, case: C, columns: Row) -> str | None:
         """Appends a row, unless it could not be read again, or not as this case's; returns why."""

@@ -84,6 +84,8 @@ class Failed(TypedDict):
 
     outcome: Literal["WRONG", "failed", "out of memory", "timed out"]
     reason: str
+    timeout: NotRequired[float]
+    """The seconds after which it timed out: it is tried again if there are more."""
 
 
 # What is measured ----------------------------------------------------------------------------------------------------
@@ -230,7 +232,9 @@ def measured(cases: Sequence[M], timeout: float) -> Generator[Message[M], None, 
 def _apart(case: M, work: Callable[[M, Show], Row], timeout: float) -> Row:
     """What the work returns in a process of its own, or what happened instead."""
     ((_, outcome, content),) = processes.in_processes([case], work, timeout=timeout, environment=case.environment)
-    return content if outcome == "ok" else {"outcome": outcome, "reason": content[:120]}
+    if outcome == "ok":
+        return content
+    return {"outcome": outcome, "reason": content, **({"timeout": timeout} if outcome == "timed out" else {})}
 
 
 def _write_references(case: Measurement, show: Show, path: Path) -> Row:
@@ -319,7 +323,10 @@ def check(results: dict[str, Tensor], expected: dict[str, Expected]) -> dict[str
         ValueError: If a result is missing, or there is one that nobody expects.
     """
     if set(results) != set(expected):
-        raise ValueError(f"the results are {sorted(results)}, expected were {sorted(expected)}")
+        missing, unexpected = (
+            ", ".join(sorted(names)) or "none" for names in (expected.keys() - results, results.keys() - expected)
+        )
+        raise ValueError(f"missing: {missing}; unexpected: {unexpected}")
     errors: dict[str, Error] = {}
     for name, truth in expected.items():
         actual = results[name].detach()
