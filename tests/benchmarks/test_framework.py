@@ -26,7 +26,6 @@ from benchmarks import translation
 from benchmarks.framework import measuring, options, processes, results
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.measuring import Computation, Measured, Measurement, budgets, measured
-from benchmarks.framework.options import folder
 from benchmarks.framework.processes import BenchmarkError, in_processes
 from benchmarks.framework.reports import quartiles
 from benchmarks.framework.results import ResultsFile, lock, machine
@@ -88,8 +87,7 @@ class Squares(Benchmark[Square]):
     @classmethod
     def add_options(cls, parser):
         parser.add_argument("--peers", nargs="+", default=["right"], choices=Square.factors)
-        parser.add_argument("--timeout", type=float, default=60)
-        parser.add_argument("--out", type=folder, required=True)
+        options.add_measuring(parser, cls.name)
 
     def cases(self):
         return [Square(size, peer) for size in (3, 5) for peer in self.options.peers]
@@ -227,7 +225,7 @@ class TestBenchmark:
         monkeypatch.setattr(Square, "measure", lambda case, reference: tried.append(case.size) or 1 / 0)
         with monkeypatch.context() as patch:
             patch.setattr(processes, "in_processes", timed_out)
-            assert squares() is None
+            assert squares("--timeout", 60) is None
         assert rows_in(tmp_path) == [(3, "right", "timed out"), (5, "right", "timed out")]
         for timeout in (30, 60):
             assert squares("--timeout", timeout) is None
@@ -427,6 +425,13 @@ class TestOptionTypes:
         assert options.device("cpu") == "cpu"
         with pytest.raises(options.argparse.ArgumentTypeError, match="cannot be used: "):
             options.device(text)
+
+    def test_of_measurements(self):
+        parser = options.argparse.ArgumentParser()
+        options.add_measuring(parser, "squares", repeats=3)
+        expected = {"threads": torch.get_num_threads(), "repeats": 3, "seconds": 10.0, "timeout": 1200.0}
+        assert vars(parser.parse_args([])) == {**expected, "out": Path("runs/squares")}
+        assert "(default: 1200)" in parser.format_help()
 
     def test_the_home_folder(self):
         assert options.folder("~/x") == Path.home() / "x"
