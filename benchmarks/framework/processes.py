@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -68,6 +69,10 @@ def in_processes(
     is_forked = sys.platform != "win32" and not environment
     context = multiprocessing.get_context("forkserver") if is_forked else multiprocessing.get_context("spawn")
     context.set_forkserver_preload(list(PRELOADED))
+    if is_forked and threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the server's imports end with a traceback at Ctrl-C
+        forkserver.ensure_running()
+        signal.signal(signal.SIGINT, before)
     queue = list(reversed(cases))
     running: dict[Connection, tuple[C, BaseProcess, float]] = {}
     try:

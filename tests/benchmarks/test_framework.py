@@ -648,6 +648,16 @@ class TestProcesses:
             (pow, 2, 3): ("ok", 8),
         }
 
+    def test_ctrl_c_does_not_reach_the_server(self, monkeypatch):
+        """Whose imports would end with a traceback."""
+        before, handlers = signal.getsignal(signal.SIGINT), []
+        monkeypatch.setattr(
+            processes.forkserver, "ensure_running", lambda: handlers.append(signal.getsignal(signal.SIGINT))
+        )
+        assert ends() == {}
+        assert handlers == [signal.SIG_IGN]
+        assert signal.getsignal(signal.SIGINT) is before
+
     def test_closing_ends_them(self):
         started = time.monotonic()
         messages = in_processes([(time.sleep, 1000)] * 2, answer, jobs=2)
