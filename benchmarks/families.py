@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 import gattn
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import MODES, Computation, Expected, Measured, Measurement, Times, budgets, measured
-from benchmarks.framework.options import MOST, folder, seconds, unique, whole
+from benchmarks.framework.options import add_measuring, unique
 from benchmarks.framework.processes import Message
 from benchmarks.framework.reports import machines, median, megabytes, quartiles, ratio
 from benchmarks.framework.results import VERSIONS, Row
@@ -176,11 +175,7 @@ class Families(Benchmark[Case]):
         add("--shape", default="mid", choices=shapes, help="the graph and the widths (default: mid)")
         add("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="which (default: all)")
         add("--allocator", default="kept", choices=ALLOCATORS, help="how glibc deals with freed memory (default: kept)")
-        add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help="threads (default: PyTorch's)")
-        add("--repeats", type=whole(1, 10**9), default=7, help="calls that are timed, at most (default: 7)")
-        add("--seconds", type=seconds, default=10.0, help="or until this much time has passed (default: 10)")
-        add("--timeout", type=seconds, default=1200.0, help="seconds after which a process is ended (default: 1200)")
-        add("--out", type=folder, default=Path("runs/families"), help="folder of results and table (%(default)s)")
+        add_measuring(parser, cls.name)
 
     def cases(self) -> list[Case]:
         """The unit, then each family."""

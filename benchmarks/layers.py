@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from benchmarks.framework.measuring import (
     budgets,
     measured,
 )
-from benchmarks.framework.options import MOST, folder, seconds, unique, whole
+from benchmarks.framework.options import add_measuring, unique
 from benchmarks.framework.processes import Message
 from benchmarks.framework.reports import machines, median, megabytes, quartiles, ratio
 from benchmarks.framework.results import VERSIONS, Row
@@ -216,11 +215,7 @@ class Layers(Benchmark[Case]):
         add("--shape", default="mid", choices=[name for name, found in SHAPES.items() if len(found) == 1])
         add("--layers", nargs="+", default=list(LAYERS), choices=LAYERS, help="which (default: all)")
         add("--allocator", default="both", choices=("both", *ALLOCATORS), help="how glibc deals with freed memory")
-        add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help="threads (default: PyTorch's)")
-        add("--repeats", type=whole(1, 10**9), default=7, help="calls that are timed, at most (default: 7)")
-        add("--seconds", type=seconds, default=20.0, help="or until this much time has passed (default: 20)")
-        add("--timeout", type=seconds, default=1200.0, help="seconds after which a process is ended (default: 1200)")
-        add("--out", type=folder, default=Path("runs/layers"), help="folder of results and table (%(default)s)")
+        add_measuring(parser, cls.name, duration=20.0)
 
     def cases(self) -> list[Case]:
         """Both peers, under each allocator."""

@@ -240,8 +240,7 @@ class LanguageModel(Training[Run]):
         ]
         betas = self.setting.beta1, self.setting.beta2
         optimizer = torch.optim.AdamW(groups, self.setting.learning_rate, betas, fused=True)
-        path = folder / f"lm-{run.layers}-seed{run.seed}-{run.iterations}.pt"
-        super().__init__(run, path, model, optimizer, run.iterations, self.setting.evaluate_every, self.setting.clip)
+        super().__init__(run, folder, model, optimizer, run.iterations, self.setting.evaluate_every, self.setting.clip)
 
     def learning_rate(self) -> float:
         """The learning rate of this iteration."""

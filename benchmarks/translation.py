@@ -73,8 +73,6 @@ LONGEST_EXAMPLE = 50
 PAD, START, END, UNKNOWN = range(4)
 POOL = 100
 """The pairs of this many batches are sorted by length together, so that there is little padding."""
-CHUNK = 10
-"""A process reports its progress after this many iterations."""
 
 #: Colours, and markers for those who cannot tell the colours apart.
 STYLES: dict[str, dict[str, Any]] = {
@@ -550,9 +548,8 @@ class Translator(Training[Run]):
         self.validation = list(zip(corpus.encode(sources), corpus.encode(references), strict=True))
         model = build_model(run, corpus.size)
         optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=True)
-        path = folder / f"{run.row}-seed{run.seed}-{hashlib.sha256(run.key().encode()).hexdigest()[:8]}.pt"
         clock = functools.partial(now, run.device)
-        super().__init__(run, path, model, optimizer, setting.iterations, setting.evaluate_every, setting.clip, clock)
+        super().__init__(run, folder, model, optimizer, setting.iterations, setting.evaluate_every, setting.clip, clock)
 
     def learning_rate(self) -> float:
         """The learning rate of this iteration."""
@@ -624,13 +621,7 @@ def train(run: Run, show: Show, folder: Path) -> Row:
     """Trains and tests; the folder has the vocabulary and the checkpoints."""
     torch.set_num_threads(1)
     corpus = Corpus(gattn.datasets.load_pairs(PAIRS), run.setting.vocabulary, folder)
-    training = Translator(run, corpus, folder)
-    while True:
-        text = f": BLEU {training.curve[-1]['bleu']:.1f}" if training.curve else ""
-        show(training.iteration, training.iterations, f"{text}, testing" if training.is_finished else text)
-        if training.is_finished:
-            return training.result()
-        training.advance(CHUNK - training.iteration % CHUNK)
+    return Translator(run, corpus, folder).run(show)
 
 
 # The report ----------------------------------------------------------------------------------------------------------

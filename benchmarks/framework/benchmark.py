@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import io
 import itertools
+import json
+import reprlib
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from benchmarks.framework import reports
 from benchmarks.framework.processes import BenchmarkError, Message
-from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine
+from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine, unreadable
 
 FINAL = ("ok", "out of memory", "timed out")
 """Outcomes that are results. What was wrong or failed is an error, and is tried again."""
@@ -186,7 +188,7 @@ class Benchmark(Generic[C]):
         if not cases:
             return []
         noun, recorded = cases[0].noun, cases[0].recorded(self.results)
-        done = {key for key, row in recorded.items() if row.get("outcome", "ok") in FINAL}
+        done = {key for key, row in recorded.items() if self.is_final(row)}
         pending = [case for case in cases if case.key() not in done]
         if count := len(cases) - len(pending):
             self.say(f"{count} of {len(cases)} {noun} are in {self.results.path} already.")
@@ -203,8 +205,9 @@ class Benchmark(Generic[C]):
                     bars.update(tasks[case], completed=completed, total=size, description=f"{case}{text}")
                     continue
                 outcome, reason = kind, content
-                if kind == "ok":
-                    self.results.append({**asdict(case), **content, **self.extra_columns(), **case.machine()})
+                if kind == "ok" and (problem := self.add(case, content)):
+                    kind, outcome, reason = "failed", "failed", f"its row could not be read again: {problem}"
+                elif kind == "ok":
                     outcome, reason = content.get("outcome", "ok"), content.get("reason")
                 if kind != "ok" or outcome not in FINAL:
                     failures.append(f"{case}: {reason}" if outcome == "failed" else f"{case}: {outcome}: {reason}")
@@ -212,6 +215,27 @@ class Benchmark(Generic[C]):
                     bars.remove_task(tasks.pop(case))
                 bars.advance(total)
         return failures
+
+    def is_final(self, row: Row) -> bool:
+        """Whether a row is a result; what timed out is none where there is more time now."""
+        outcome = row.get("outcome", "ok")
+        has_more_time = row.get("timeout", 0) < getattr(self.options, "timeout", 0)
+        return outcome in FINAL and not (outcome == "timed out" and has_more_time)
+
+    def add(self, case: C, columns: Row) -> str | None:
+        """Appends a row, unless it could not be read again, or not as this case's; returns why."""
+        own = asdict(case)
+        try:
+            row = json.loads(json.dumps({**own, **columns, **self.extra_columns(), **case.machine()}))
+        except (TypeError, ValueError) as error:
+            return str(error)
+        for name, value in own.items():
+            if repr(row[name]) != repr(value):  # as `key_of` compares
+                return f"{name} is {reprlib.repr(value)} in the case and {reprlib.repr(row[name])} in its row"
+        problem = unreadable(row, type(case), case.result_of, Machine)
+        if problem is None:
+            self.results.append(row)
+        return problem
 
     def rows(self, cases: Sequence[C]) -> dict[C, Row]:
         """The rows to report: those of the cases, in their order, as far as there are any."""

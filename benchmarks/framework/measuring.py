@@ -43,6 +43,9 @@ BATCH = 0.02
 KEPT_TIMES = 100
 """This many times are kept beside their quartiles."""
 
+LARGEST_LOSS = 0.05
+"""A reference loses no more than this of its scale, or 16 units in the last place if these are more, as in bfloat16."""
+
 #: Results with one row per node or token; the others are gradients of parameters.
 ROW_RESULTS = (
     "output without autograd",
@@ -81,6 +84,8 @@ class Failed(TypedDict):
 
     outcome: Literal["WRONG", "failed", "out of memory", "timed out"]
     reason: str
+    timeout: NotRequired[float]
+    """The seconds after which it timed out: it is tried again if there are more."""
 
 
 # What is measured ----------------------------------------------------------------------------------------------------
@@ -227,7 +232,9 @@ def measured(cases: Sequence[M], timeout: float) -> Generator[Message[M], None, 
 def _apart(case: M, work: Callable[[M, Show], Row], timeout: float) -> Row:
     """What the work returns in a process of its own, or what happened instead."""
     ((_, outcome, content),) = processes.in_processes([case], work, timeout=timeout, environment=case.environment)
-    return content if outcome == "ok" else {"outcome": outcome, "reason": content[:120]}
+    if outcome == "ok":
+        return content
+    return {"outcome": outcome, "reason": content, **({"timeout": timeout} if outcome == "timed out" else {})}
 
 
 def _write_references(case: Measurement, show: Show, path: Path) -> Row:
@@ -286,6 +293,9 @@ def budgets(
         parameter_terms: The number of terms that an element of a parameter's gradient sums.
         compared: The rows that are compared of results in `ROW_RESULTS`. (default: all)
         is_sampled: Whether the reference has no others. (default: `False`)
+
+    Raises:
+        ValueError: If the two references differ by more than rounding explains: nothing would be wrong.
     """
     of_parameters = [value.abs().max().item() for name, value in exact.items() if name not in ROW_RESULTS]
     expected: dict[str, Expected] = {}
@@ -294,6 +304,11 @@ def budgets(
         rows = compared if has_rows else None
         scale = value.abs().max().item() if has_rows else max(of_parameters)
         loss = (rounded[name] - value).abs().max().item()
+        if loss > max(LARGEST_LOSS, 16 * torch.finfo(dtype).eps) * scale:
+            raise ValueError(
+                f"the reference's {name} in {dtype} is {loss / (scale or 1):.0%} of the largest element from that in "
+                "float64, more than rounding: both must be of the same inputs, drawn once in that type and converted"
+            )
         units = 8 * torch.finfo(dtype).eps
         units += math.sqrt(terms if has_rows else parameter_terms) * torch.finfo(torch.float32).eps
         chosen = value if rows is None or is_sampled else value[rows]
@@ -308,7 +323,10 @@ def check(results: dict[str, Tensor], expected: dict[str, Expected]) -> dict[str
         ValueError: If a result is missing, or there is one that nobody expects.
     """
     if set(results) != set(expected):
-        raise ValueError(f"the results are {sorted(results)}, expected were {sorted(expected)}")
+        missing, unexpected = (
+            ", ".join(sorted(names)) or "none" for names in (expected.keys() - results, results.keys() - expected)
+        )
+        raise ValueError(f"missing: {missing}; unexpected: {unexpected}")
     errors: dict[str, Error] = {}
     for name, truth in expected.items():
         actual = results[name].detach()

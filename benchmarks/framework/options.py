@@ -58,6 +58,25 @@ def device(text: str) -> str:
     return text
 
 
+def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, duration: float = 10.0) -> None:
+    """Adds what a benchmark of measurements takes: `--threads --repeats --seconds --timeout --out`.
+
+    Args:
+        parser: The parser.
+        name: The benchmark's.
+        repeats: The default of `--repeats`. (default: 7)
+        duration: The default of `--seconds`. (default: 10)
+    """
+    add = parser.add_argument
+    add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help="threads (default: PyTorch's)")
+    add("--repeats", type=whole(1, 10**9), default=repeats, help="calls that are timed, at most (default: %(default)s)")
+    text = "or until this much time has passed (default: %(default)g)"
+    add("--seconds", type=seconds, default=duration, help=text)
+    text = "seconds after which a process is ended (default: %(default)g)"
+    add("--timeout", type=seconds, default=1200.0, help=text)
+    add("--out", type=folder, default=Path("runs") / name, help="folder of results (default: %(default)s)")
+
+
 T = TypeVar("T")
 
 

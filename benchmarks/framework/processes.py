@@ -10,7 +10,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +26,9 @@ PRELOADED = ("gattn", "benchmarks.framework.benchmark", "torch_geometric.nn")
 
 #: Progress is reported at most once in this many seconds, so that reporting it takes no time from the work.
 INTERVAL = 0.1
+
+LONGEST = 300
+"""This many characters of an error are kept."""
 
 C = TypeVar("C")
 
@@ -64,6 +69,10 @@ def in_processes(
     is_forked = sys.platform != "win32" and not environment
     context = multiprocessing.get_context("forkserver") if is_forked else multiprocessing.get_context("spawn")
     context.set_forkserver_preload(list(PRELOADED))
+    if is_forked and threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the server's imports end with a traceback at Ctrl-C
+        forkserver.ensure_running()
+        signal.signal(signal.SIGINT, before)
     queue = list(reversed(cases))
     running: dict[Connection, tuple[C, BaseProcess, float]] = {}
     try:
@@ -148,7 +157,10 @@ def _call(sender: Connection, work: Callable[[C, Show], Any], case: C, environme
     except BenchmarkError as error:
         answer = "failed", str(error)
     except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        text = (str(error).strip().splitlines() or [""])[0][:LONGEST]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"({Path(frame.filename).name}:{frame.lineno})"
+        reason = " ".join(filter(None, (f"{type(error).__name__}:", text, place)))
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         answer = ("out of memory" if is_memory else "failed"), reason
     sender.send(answer)

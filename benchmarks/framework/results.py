@@ -74,7 +74,7 @@ class ResultsFile:
                 problems[number] = "this is not a complete JSON object"
                 continue
             chosen = [kind if isinstance(kind, type) else kind(row) for kind in kinds]
-            if all(name in row for kind in chosen for name, (_, is_required) in _fields(kind).items() if is_required):
+            if not any(_missing(row, kind) for kind in chosen):
                 wrong = list(filter(None, (problem_of(row, kind) for kind in chosen)))
                 if wrong:
                     problems[number] = wrong[0].removeprefix(".")
@@ -113,6 +113,21 @@ class ResultsFile:
             os.fsync(file.fileno())
 
 
+def unreadable(row: Row, *kinds: Kind) -> str | None:
+    """Why `ResultsFile.rows` would pass over this row; `None` if it would not."""
+    for kind in (kind if isinstance(kind, type) else kind(row) for kind in kinds):
+        if missing := _missing(row, kind):
+            return f"there is no {' and no '.join(missing)}"
+        if problem := problem_of(row, kind):
+            return problem.removeprefix(".")
+    return None
+
+
+def _missing(row: Row, kind: Any) -> list[str]:
+    """What the row lacks to be of a kind."""
+    return [name for name, (_, is_required) in _fields(kind).items() if is_required and name not in row]
+
+
 def problem_of(value: Any, kind: Any) -> str | None:
     """What is wrong with a value that was read as JSON and should be of a type; `None` if nothing is.
 
@@ -149,8 +164,11 @@ def _name(kind: Any) -> str:
     if is_typeddict(kind) or dataclasses.is_dataclass(kind):
         names = ", ".join(name for name, (_, is_needed) in _fields(kind).items() if is_needed)
         return f"an object with {names}" if names else "an object"
+    if get_origin(kind) is list:
+        return "a list that is not empty"
     simple = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-    return simple.get(kind, "a list that is not empty")
+    simple |= {list: "a list", dict: "an object"}
+    return simple.get(kind) or f"{kind.__name__ if isinstance(kind, type) else kind}, which no row can have,"
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import io
 import math
 import time
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.framework.benchmark import Case
-from benchmarks.framework.processes import BenchmarkError
+from benchmarks.framework.processes import BenchmarkError, Show
 from benchmarks.framework.results import Row, replace_file
 
 C = TypeVar("C", bound=Case)
@@ -43,8 +44,8 @@ class Training(ABC, Generic[C]):
 
     Args:
         case: What is trained.
-        path: The checkpoint, from which training goes on if it is there. It is not used for another case, by another
-            version or on another machine.
+        folder: The folder of checkpoints. Training goes on from the case's own, if it is there; another case has
+            another file, and so has the same one with another version or on another machine.
         model: The model.
         optimizer: Its optimizer.
         iterations: The number of iterations.
@@ -56,7 +57,7 @@ class Training(ABC, Generic[C]):
     def __init__(
         self,
         case: C,
-        path: Path,
+        folder: Path,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         iterations: int,
@@ -65,7 +66,7 @@ class Training(ABC, Generic[C]):
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.case = case
-        self.path = path
+        self.path = folder / f"{hashlib.sha256(case.key().encode()).hexdigest()[:16]}.pt"
         self.model: Any = model  # whose methods are the subclass's business
         self.optimizer = optimizer
         self.iterations = iterations
@@ -77,7 +78,7 @@ class Training(ABC, Generic[C]):
         self.seconds: list[float] = []
         self.evaluation_seconds = 0.0
         self.losses: list[float] = []
-        if path.exists():
+        if self.path.exists():
             self._resume()
 
     @abstractmethod
@@ -100,6 +101,15 @@ class Training(ABC, Generic[C]):
     def is_finished(self) -> bool:
         """Whether all iterations are done."""
         return self.iteration == self.iterations
+
+    def run(self, show: Show) -> Row:
+        """Trains to the end, which `show` reports, and returns the columns."""
+        while True:
+            text = f": validation loss {self.curve[-1]['val_loss']:.4g}" if self.curve else ""
+            show(self.iteration, self.iterations, text)
+            if self.is_finished:
+                return self.result()
+            self.advance(1)
 
     def advance(self, count: int) -> None:
         """Trains for this many iterations, or as many as are left; evaluates and saves where that is due."""
@@ -143,7 +153,6 @@ class Training(ABC, Generic[C]):
 
     def _save(self) -> None:
         state = {
-            "key": self.case.key(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "iteration": self.iteration,
@@ -159,8 +168,6 @@ class Training(ABC, Generic[C]):
         device = next(iter(self.model.parameters())).device
         try:
             state = torch.load(self.path, map_location=device, weights_only=True)
-            if state["key"] != self.case.key():
-                return
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.iteration, self.curve = state["iteration"], state["curve"]

@@ -26,7 +26,6 @@ from benchmarks import translation
 from benchmarks.framework import measuring, options, processes, results
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.measuring import Computation, Measured, Measurement, budgets, measured
-from benchmarks.framework.options import folder
 from benchmarks.framework.processes import BenchmarkError, in_processes
 from benchmarks.framework.reports import quartiles
 from benchmarks.framework.results import ResultsFile, lock, machine
@@ -88,13 +87,13 @@ class Squares(Benchmark[Square]):
     @classmethod
     def add_options(cls, parser):
         parser.add_argument("--peers", nargs="+", default=["right"], choices=Square.factors)
-        parser.add_argument("--out", type=folder, required=True)
+        options.add_measuring(parser, cls.name)
 
     def cases(self):
         return [Square(size, peer) for size in (3, 5) for peer in self.options.peers]
 
     def run(self, cases):
-        return measured(cases, timeout=60)
+        return measured(cases, self.options.timeout)
 
     def report(self, rows):
         lines = [
@@ -190,6 +189,49 @@ class TestBenchmark:
         monkeypatch.setattr(Square, "computation", lambda case: compute(case) if case.size == 5 else 1 / 0)
         assert squares() == "error: 3 right: ZeroDivisionError: division by zero"
         assert rows_in(tmp_path) == [(3, "right", "failed"), (5, "right", "ok")]
+
+    @pytest.mark.parametrize(
+        ("columns", "problem"),
+        [
+            ({"peak_bytes": None}, "peak_bytes is None where a whole number is expected"),
+            ({"peak_bytes": 1.5}, "peak_bytes is 1.5 where a whole number is expected"),
+            (
+                {"forward": {"median": math.nan}},
+                "forward is {'median': nan} where an object with median, q1",
+            ),
+            ({"size": 4}, "size is 3 in the case and 4 in its row"),
+            ({"peers": {1, 2}}, "Object of type set is not JSON serializable"),
+            ({"peak_bytes": torch.tensor(1)}, "Object of type Tensor is not JSON serializable"),
+            ({"peak_bytes": ...}, "there is no peak_bytes"),
+        ],
+    )
+    def test_a_row_that_could_not_be_read_again_is_a_failure(self, columns, problem, squares, tmp_path, monkeypatch):
+        measure = Square.measure
+
+        def changed(case, reference):
+            row = {**measure(case, reference), **(columns if case.size == 3 else {})}
+            return {name: value for name, value in row.items() if value is not ...}
+
+        monkeypatch.setattr(Square, "measure", changed)
+        assert squares().startswith(f"error: 3 right: its row could not be read again: {problem}")
+        assert rows_in(tmp_path) == [(5, "right", "ok")]
+
+    def test_what_timed_out_is_tried_again_with_more_time(self, squares, tmp_path, monkeypatch):
+        def timed_out(cases, work, timeout, **others):
+            is_reference = work.func is measuring._write_references
+            yield (cases[0], "ok", {"outcome": "ok"}) if is_reference else (cases[0], "timed out", f"after {timeout} s")
+
+        tried = []
+        monkeypatch.setattr(Square, "measure", lambda case, reference: tried.append(case.size) or 1 / 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "in_processes", timed_out)
+            assert squares("--timeout", 60) is None
+        assert rows_in(tmp_path) == [(3, "right", "timed out"), (5, "right", "timed out")]
+        for timeout in (30, 60):
+            assert squares("--timeout", timeout) is None
+        assert not tried
+        squares("--timeout", 61)
+        assert tried == [3, 5]
 
     def test_without_a_reference_nothing_is_measured(self, squares, monkeypatch):
         monkeypatch.setattr(Square, "references", lambda case: 1 / 0)
@@ -384,6 +426,13 @@ class TestOptionTypes:
         with pytest.raises(options.argparse.ArgumentTypeError, match="cannot be used: "):
             options.device(text)
 
+    def test_of_measurements(self):
+        parser = options.argparse.ArgumentParser()
+        options.add_measuring(parser, "squares", repeats=3)
+        expected = {"threads": torch.get_num_threads(), "repeats": 3, "seconds": 10.0, "timeout": 1200.0}
+        assert vars(parser.parse_args([])) == {**expected, "out": Path("runs/squares")}
+        assert "(default: 1200)" in parser.format_help()
+
     def test_the_home_folder(self):
         assert options.folder("~/x") == Path.home() / "x"
 
@@ -405,29 +454,44 @@ def built(kind, row):
     return kind(**{name: built(hints[name], x) if is_dataclass(hints[name]) else x for name, x in values.items()})
 
 
+def benchmark_of(folder, names=BENCHMARKS):
+    """The name of the benchmark whose results a folder `<name>` or `<name>_<variant>` has."""
+    return max((name for name in names if f"{folder.name}_".startswith(f"{name}_")), key=len)
+
+
 class TestCommittedResults:
+    @pytest.mark.parametrize(
+        ("folder", "name"), [("a", "a"), ("a_x", "a"), ("a_b", "a_b"), ("a_b_x", "a_b"), ("a_bx", "a")]
+    )
+    def test_the_name_of_a_folder(self, folder, name):
+        assert benchmark_of(Path(folder), ["a", "a_b"]) == name
+
     @pytest.mark.parametrize("path", sorted(COMMITTED.glob("*/runs.jsonl")), ids=lambda path: path.parent.name)
     def test_they_give_the_committed_tables(self, path, tmp_path, monkeypatch, capsys):
-        name = path.parent.name.split("_")[0]
+        name = benchmark_of(path.parent)
         benchmark, kinds = BENCHMARKS[name], defined_in(sys.modules[f"benchmarks.{name}"], Case)
         (tmp_path / "runs.jsonl").write_bytes(path.read_bytes())
         rows = [row for row in ResultsFile(path).rows() if path.parent.name != "citation_100" or "curve" in row]
-        cases = sorted((case_of(row, kinds) for row in rows), key=lambda case: kinds.index(type(case)))
-        assert sum(len(kind.recorded(ResultsFile(path))) for kind in kinds) == len(cases) > 0
+        cases = sorted({case_of(row, kinds): None for row in rows}, key=lambda case: kinds.index(type(case)))
+        recorded = {key for kind in kinds for key in kind.recorded(ResultsFile(path))}
+        unread = [row for row in rows if type(case_of(row, kinds)).key_of(row) not in recorded]
+        assert not unread, f"remove these rows, which are of other columns, from {path}: {unread}"
+        assert cases, f"{path} has no rows: commit those of a run"
         said = {column: rows[0][column] for column in (*machine(), "torch-scatter") if column in rows[0]}
         monkeypatch.setattr("benchmarks.framework.benchmark.machine", lambda device: said)
         arguments = ["--report"] if name == "translation" else []
         if not arguments:
             monkeypatch.setattr(benchmark, "cases", lambda self: cases)
         benchmark.main([*arguments, "--out", str(tmp_path)])
-        assert capsys.readouterr().err == ""
+        warnings = capsys.readouterr().err
+        assert not warnings, f"remove the lines that are no rows from {path}: {warnings}"
         for table in path.parent.glob("*.md"):
             # Those that were made with peers that are not installed here say so below; rows may be in another order.
             ours, theirs = (
                 {line for line in file.read_text().splitlines() if line.startswith("|")}
                 for file in (tmp_path / table.name, table)
             )
-            assert ours == theirs or path.parent.name == "citation_100"
+            assert ours == theirs or path.parent.name == "citation_100", f"run it with --out {path.parent} once more"
 
     @pytest.mark.parametrize("name", BENCHMARKS)
     def test_every_field_that_is_read_is_checked(self, name, tmp_path, capsys):
@@ -445,7 +509,7 @@ class TestCommittedResults:
                     assert kind.recorded(file) == {}
                     assert f"line 1: {field} is " in capsys.readouterr().err
                     checked += 1
-        assert checked > 20
+        assert checked > 0
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -464,7 +528,7 @@ class Fit(Training[Line]):
     def __init__(self, case, path):
         torch.manual_seed(case.seed)
         model = torch.nn.Linear(2, 1)
-        super().__init__(case, path / "fit.pt", model, torch.optim.Adam(model.parameters()), 12, 5, 1.0)
+        super().__init__(case, path, model, torch.optim.Adam(model.parameters()), 12, 5, 1.0)
 
     def learning_rate(self):
         return 0.1 / (1 + self.iteration)
@@ -477,10 +541,21 @@ class Fit(Training[Line]):
         return {"iteration": self.iteration, "val_loss": self.loss().item(), "count": len(self.losses)}
 
     def result(self):
-        return {}
+        return {"curve": self.curve}
 
 
 class TestTraining:
+    def test_cases_train_side_by_side(self, tmp_path):
+        """Each in the same folder, with what it shows."""
+        shown = []
+        runs = [Fit(Line(seed), tmp_path).run(lambda *progress: shown.append(progress)) for seed in (0, 1)]
+        assert runs[0] != runs[1]
+        assert [progress[0] for progress in shown] == [*range(13), *range(13)]
+        assert shown[0][1:] == (12, "")
+        assert shown[12][2].startswith(": validation loss ")
+        assert len(list(tmp_path.glob("*.pt"))) == 2
+        assert Fit(Line(0), tmp_path).is_finished
+
     def test_an_interrupted_run_ends_with_the_same_numbers(self, tmp_path):
         (tmp_path / "whole").mkdir()
         whole, first = Fit(Line(0), tmp_path / "whole"), Fit(Line(0), tmp_path)
@@ -503,12 +578,12 @@ class TestTraining:
     @pytest.mark.parametrize("damage", [b"", b"junk", slice(0, 500), slice(0, -100), {}, "model"])
     def test_a_damaged_checkpoint_is_named(self, damage, tmp_path):
         Fit(Line(0), tmp_path).advance(5)
-        path = tmp_path / "fit.pt"
+        (path,) = tmp_path.iterdir()
         if isinstance(damage, bytes | slice):
             path.write_bytes(damage if isinstance(damage, bytes) else path.read_bytes()[damage])
         else:
             torch.save(damage if damage == {} else {**torch.load(path), damage: None}, path)
-        with pytest.raises(BenchmarkError, match=r"^the checkpoint \S+fit.pt is damaged \(\w+\); delete it, and the"):
+        with pytest.raises(BenchmarkError, match=r"^the checkpoint \S+\.pt is damaged \(\w+\); delete it, and the"):
             Fit(Line(0), tmp_path)
 
     def test_nan_ends_it(self, tmp_path):
@@ -534,6 +609,11 @@ def fail(error):
     raise error
 
 
+def place_in(function, line):
+    """How errors name a line of a function here."""
+    return f"(test_framework.py:{function.__code__.co_firstlineno + line})"
+
+
 def ends(*cases, **options):
     """How cases ended."""
     messages = list(in_processes(cases, answer, **options))
@@ -548,9 +628,13 @@ class TestProcesses:
         expected = {
             (pow, 2, 3): ("ok", 8),
             (signal.raise_signal, signal.SIGKILL): ("out of memory", "killed"),
-            (fail, full_gpu): ("out of memory", "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."),
+            (fail, full_gpu): (
+                "out of memory",
+                f"OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB. {place_in(fail, 1)}",
+            ),
             (sys.exit, 3): ("failed", "the process ended with exit code 3"),
-            (int, "x"): ("failed", "ValueError: invalid literal for int() with base 10: 'x'"),
+            (int, "x"): ("failed", f"ValueError: invalid literal for int() with base 10: 'x' {place_in(answer, 5)}"),
+            (fail, AssertionError()): ("failed", f"AssertionError: {place_in(fail, 1)}"),
             (fail, BenchmarkError("delete it")): ("failed", "delete it"),
         }
         assert ends(*expected, jobs=2) == expected
@@ -563,6 +647,16 @@ class TestProcesses:
             (time.sleep, 1000): ("timed out", "after 3 s"),
             (pow, 2, 3): ("ok", 8),
         }
+
+    def test_ctrl_c_does_not_reach_the_server(self, monkeypatch):
+        """Whose imports would end with a traceback."""
+        before, handlers = signal.getsignal(signal.SIGINT), []
+        monkeypatch.setattr(
+            processes.forkserver, "ensure_running", lambda: handlers.append(signal.getsignal(signal.SIGINT))
+        )
+        assert ends() == {}
+        assert handlers == [signal.SIG_IGN]
+        assert signal.getsignal(signal.SIGINT) is before
 
     def test_closing_ends_them(self):
         started = time.monotonic()
@@ -615,6 +709,16 @@ class TestCheck:
         assert expected["output"]["budget"] == pytest.approx((8 + 2) * unit * 4)
         assert expected["gradient of weight"]["budget"] == pytest.approx((8 + 3) * unit * 4)
 
+    @pytest.mark.parametrize(
+        ("dtype", "limit"), [(torch.float32, 0.05), (torch.float16, 0.05), (torch.bfloat16, 0.125)]
+    )
+    def test_references_of_other_inputs_are_refused(self, dtype, limit):
+        """With a budget as large as the result, nothing would be wrong."""
+        exact = {"output": self.results["output"].double()}
+        budgets(exact, {"output": exact["output"] * (1 + 0.99 * limit)}, dtype, 4, 9)
+        with pytest.raises(ValueError, match="the reference's output in .* both must be of the same inputs"):
+            budgets(exact, {"output": exact["output"] * (1 + 1.01 * limit)}, dtype, 4, 9)
+
     def test_each_result_is_compared(self):
         expected = self.expected()
         assert measuring.check(self.results, expected)["output"]["error"] == 0
@@ -630,8 +734,8 @@ class TestCheck:
         assert expected["gradient of weight"]["rows"] is None
 
     def test_a_missing_result_is_an_error(self):
-        with pytest.raises(ValueError, match="expected were"):
-            measuring.check({"output": self.results["output"]}, self.expected())
+        with pytest.raises(ValueError, match="^missing: gradient of weight; unexpected: gradient of x$"):
+            measuring.check({"output": self.results["output"], "gradient of x": torch.ones(1)}, self.expected())
 
 
 class TestTimes:

@@ -57,6 +57,11 @@ class TestTypes:
     def test_wrong(self, change, problem):
         assert problem_of({**RIGHT, **change}, Outer) == problem
 
+    @pytest.mark.parametrize("kind", [tuple[int, int], dict[str, float], set[int], Path])
+    def test_a_type_that_is_not_known_is_named(self, kind):
+        name = kind.__name__ if kind is Path else kind
+        assert problem_of([1, 2], kind) == f" is [1, 2] where {name}, which no row can have, is expected"
+
 
 class TestRows:
     def test_what_is_no_row_is_named_once(self, tmp_path, capsys):
