@@ -230,6 +230,7 @@ class TestMissing:
     @pytest.fixture
     def lose(self, monkeypatch):
         """Makes the library impossible to load, as if found out at import."""
+        monkeypatch.delenv("GATTN_KERNELS", raising=False)
 
         def lose(**changes):
             for name, value in changes.items():
