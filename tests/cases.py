@@ -101,6 +101,10 @@ def make_score(name: str, vector: Tensor | None = None, scale: Any = None, slope
     return SCORES[name].make(vector, scale, slope)
 
 
+#: Those whose formula kernels know.
+KERNEL_SCORES = [name for name in SCORES if make_score(name, torch.zeros(1, 1)).family(1) is not None]
+
+
 @contextmanager
 def threads(number: int) -> Iterator[None]:
     """Sets PyTorch's number of threads for a block of code."""
