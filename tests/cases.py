@@ -37,11 +37,17 @@ class ScoreCase(NamedTuple):
     """The score, from its vector, scale and slope."""
     logit: Callable[..., Tensor]
     """Its formula for one edge and one head: query and key (with the edge's term), vector, scale and slope."""
+    sizes: Callable[..., tuple[Any, Any, Any]]
+    """At most how large the terms of a logit are, summed, and its derivatives by query and by key.
+
+    It takes what `logit` does, but for all edges and heads at once, `[..., E, H, C]`, and without signs.
+    """
     wide: bool = True
     """Whether query and key have channels."""
     has_query: bool = True
     has_vector: bool = False
     is_product: bool = False
+    """Whether it takes fewer heads of keys than of queries, and `scale`."""
 
     def shapes(
         self, targets: int, sources: int, heads: int, channels: int, key_heads: int | None = None
@@ -54,14 +60,34 @@ class ScoreCase(NamedTuple):
         return shapes | ({"vector": (heads, channels)} if self.has_vector else {})
 
 
+def most(amount: Tensor | float) -> float:
+    return float(amount.max()) if isinstance(amount, Tensor) and amount.numel() else 0.0
+
+
 def gat_logit(query: Tensor, key: Tensor, vector: None, scale: None, slope: float) -> Tensor:
     return F.leaky_relu(query + key, slope)
 
 
-GAT = ScoreCase(lambda vector, scale, slope: GATScore(slope), gat_logit, wide=False)
+def additive_sizes(query: Tensor | float, key: Tensor, vector: Tensor, scale: Any, slope: float) -> tuple[Any, ...]:
+    derivative = max(slope, 1.0) * most(vector)
+    return ((query + key) * vector).sum(-1), derivative, derivative
+
+
+def product_sizes(query: Tensor, key: Tensor, vector: None, scale: Any, slope: float) -> tuple[Any, ...]:
+    factor = DotScore(scale).factor(key.size(-1))
+    return (query * key).sum(-1) * factor, key * factor, query * factor
+
+
+GAT = ScoreCase(
+    lambda vector, scale, slope: GATScore(slope),
+    gat_logit,
+    lambda query, key, vector, scale, slope: (query + key, max(slope, 1.0), max(slope, 1.0)),
+    wide=False,
+)
 DOT = ScoreCase(
     lambda vector, scale, slope: DotScore(scale),
     lambda query, key, vector, scale, slope: query @ key * (len(key) ** -0.5 if scale is None else scale),
+    product_sizes,
     is_product=True,
 )
 SCORES = {
@@ -70,11 +96,13 @@ SCORES = {
     "leaky_relu": ScoreCase(
         lambda vector, scale, slope: AdditiveScore(vector, "leaky_relu", slope),
         lambda query, key, vector, scale, slope: vector @ F.leaky_relu(query + key, slope),
+        additive_sizes,
         has_vector=True,
     ),
     "tanh": ScoreCase(
         lambda vector, scale, slope: AdditiveScore(vector, "tanh"),
         lambda query, key, vector, scale, slope: vector @ (query + key).tanh(),
+        additive_sizes,
         has_vector=True,
     ),
     "dot": DOT,
@@ -99,6 +127,10 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor | None], Any]] = {
 def make_score(name: str, vector: Tensor | None = None, scale: Any = None, slope: float = 0.2) -> Any:
     """The score of a name in `SCORES`."""
     return SCORES[name].make(vector, scale, slope)
+
+
+#: Those whose formula kernels know.
+KERNEL_SCORES = [name for name in SCORES if make_score(name, torch.zeros(1, 1)).family(1) is not None]
 
 
 @contextmanager
@@ -299,9 +331,6 @@ class Call:
             shape[dim] = count
             return amount.new_zeros(shape).index_add(amount.dim() + dim, ends, amount)
 
-        def most(amount: Tensor | float) -> float:
-            return float(amount.max()) if isinstance(amount, Tensor) and amount.numel() else 0.0
-
         projection, features = size.get("edge_projection"), size.get("edge")
         if projection is not None:
             size["edge"] = torch.einsum("ed,h...d->eh...", features, projection)
@@ -310,13 +339,8 @@ class Call:
         if is_value:
             size["edge_value"] = edge
         key, query = at("key", source) + edge, at("query", target) if "query" in size else 0.0
-        if SCORES[self.score].is_product:
-            factor = self.make_score(None).factor(size["key"].size(-1))
-            logits = (key * query).sum(-1) * factor
-        elif nodes == -2:
-            factor, logits = max(self.slope, 1.0), key + query
-        else:
-            factor, logits = max(self.slope, 1.0) * most(size["vector"]), ((key + query) * size["vector"]).sum(-1)
+        vector = size.get("vector")
+        logits, by_query, by_key = SCORES[self.score].sizes(query, key, vector, self.scale, self.slope)
         if "bias" in size:
             logits = logits + size["bias"].masked_fill(size["bias"].isinf(), 0.0)
         precision = 1 + most(logits)
@@ -339,11 +363,8 @@ class Call:
         terms = (torch.ones_like(alpha) if self.distribution in ("tanh", "identity") else alpha) * (products + delta)
 
         count_sources = size["value"].size(-3)
-        if SCORES[self.score].is_product:
-            wide = terms.unsqueeze(-1) * factor
-            query_terms, key_terms, edge_terms = wide * key, wide * query, wide * query
-        else:
-            query_terms = key_terms = edge_terms = terms * factor if nodes == -2 else terms.unsqueeze(-1) * factor
+        wide = terms if nodes == -2 else terms.unsqueeze(-1)
+        query_terms, key_terms = wide * by_query, wide * by_key
         by_source = total(key_terms, source, count_sources, nodes)
         value_terms = total((alpha * kept).unsqueeze(-1) * grad, source, count_sources, -3)
         group = heads // size["value"].size(-2) if size["value"].size(-2) else 1
@@ -358,19 +379,20 @@ class Call:
             "grad of query": most(total(query_terms, target, self.num_targets, nodes)),
             "grad of key": group * most(by_source),
             "grad of value": group * most(value_terms),
-            "grad of edge": shared("edge") * most(edge_terms),
+            "grad of edge": shared("edge") * most(key_terms),
             "grad of bias": shared("bias") * most(terms),
             "grad of edge_value": shared("edge_value") * most((alpha * kept).unsqueeze(-1) * grad),
         }
         if "sink" in size:
             found["grad of sink"] = most((alpha * products).sum((*range(alpha.dim() - 1),)))
-        if "vector" in size:
+        if vector is not None:
             found["grad of vector"] = most((terms.unsqueeze(-1) * (key + query)).sum((*range(terms.dim() - 1),)))
         if self.tensors["key"] is self.tensors["value"]:
             found["grad of key"] += found["grad of value"]
         if is_value:
             found["grad of edge"] += found["grad of edge_value"]
         if projection is not None:
+            edge_terms = key_terms
             if is_value:
                 edge_terms = edge_terms + (alpha * kept).unsqueeze(-1) * grad
             front = tuple(range(edge_terms.dim() - projection.dim()))  # a batch shares both

@@ -26,6 +26,7 @@ from tests.cases import (
     DISTRIBUTIONS,
     DTYPES,
     HALF,
+    KERNEL_SCORES,
     LONG_ROW,
     SCORES,
     TERMS,
@@ -192,7 +193,7 @@ class TestAgainstTheReference:
             call.tensors["bias"] = call.tensors["bias"] * 32 + shift
             compare(call)
 
-    @pytest.mark.parametrize(("score", "dtype", "batch"), pairs(SCORES, HALF, ((), (5,))))
+    @pytest.mark.parametrize(("score", "dtype", "batch"), pairs(KERNEL_SCORES, HALF, ((), (5,))))
     def test_half_precision_is_rounded_once(self, score, dtype, batch):
         """Results, and the gradients of terms that a batch shares, too."""
         call = make_call(
@@ -547,7 +548,7 @@ class TestMemory:
             compare(make_call(score, edges.clone(), 9, 9, heads=2, channels=3, value_channels=3, terms=(), batch=(2,)))
 
     @pytest.mark.parametrize("features", [0, 2])
-    @pytest.mark.parametrize(("score", "weights"), in_turn(SCORES, [False, True]))
+    @pytest.mark.parametrize(("score", "weights"), in_turn(KERNEL_SCORES, [False, True]))
     def test_no_tensor_of_all_edges_heads_and_channels(self, score, weights, features):
         nodes, edges, heads, channels = 50, 20_000, 4, 64
         call = make_call(
@@ -796,7 +797,7 @@ class TestDerivatives:
             found.append(value.detach())
         torch.testing.assert_close(*found)
 
-    @pytest.mark.parametrize("family", SCORES)
+    @pytest.mark.parametrize("family", KERNEL_SCORES)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     @pytest.mark.parametrize(("keep", "projected"), [(False, 0), (True, 0), (True, 5)])
     def test_opcheck(self, family, dtype, keep, projected):

@@ -16,8 +16,8 @@ from gattn import GATScore, attend
 from gattn.ops.backends import cpu
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
-from tests.cases import make_score
-from tests.ops.fuzz import DTYPES, SCORES, case, threads
+from tests.cases import KERNEL_SCORES, make_score
+from tests.ops.fuzz import DTYPES, case, threads
 
 ROOT = Path(__file__).parents[2]
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
@@ -213,7 +213,7 @@ def available():
 class TestFamilies:
     def test_every_one_has_a_number_and_named_constants(self):
         numbers = set()
-        for score in SCORES:
+        for score in KERNEL_SCORES:
             family = make_score(score, torch.zeros(1, 1)).family(1)
             number, constants = native.family(family.name)
             assert len(constants) == len(family.constants)
@@ -230,6 +230,7 @@ class TestMissing:
     @pytest.fixture
     def lose(self, monkeypatch):
         """Makes the library impossible to load, as if found out at import."""
+        monkeypatch.delenv("GATTN_KERNELS", raising=False)
 
         def lose(**changes):
             for name, value in changes.items():

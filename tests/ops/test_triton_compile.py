@@ -87,7 +87,7 @@ call = make_call(
 call.results("triton")
 assert 3 <= len(tried) <= 40, len(tried)
 """
-from tests.cases import SCORES  # noqa: E402
+from tests.cases import KERNEL_SCORES  # noqa: E402
 
 KERNELS = {"forward", "combine", "add_partial", "backward_by_source", "backward_by_target"}
 
@@ -104,7 +104,7 @@ KERNELS = {"forward", "combine", "add_partial", "backward_by_source", "backward_
         pytest.param(90, "tanh", "float64", "terms", marks=pytest.mark.slow),
         pytest.param(80, "tanh", "float16", "plain", marks=pytest.mark.slow),
         pytest.param(90, "dot", "float64", "plain", marks=pytest.mark.slow),
-        *(pytest.param(80, score, "float32", "terms", marks=pytest.mark.slow) for score in SCORES),
+        *(pytest.param(80, score, "float32", "terms", marks=pytest.mark.slow) for score in KERNEL_SCORES),
     ],
 )
 def test_all_kernels(architecture, score, dtype, terms, tmp_path):

@@ -71,7 +71,8 @@ def _is_kept(seed, number, threshold):
 # Families of scores, one function each. q and k are a target's and a source's terms, [R, H, C] (an edge's own is part
 # of k: added or, with MULTIPLIES, multiplied), a is the additive score's vector, [1, H, C], the constants come in the
 # order in which `FAMILIES` names them. Without `grad` a function returns the logits, [R, H]; with their gradients,
-# [R, H, 1], those of q, k and a for each edge. The compiler drops what a kernel does not use.
+# [R, H, 1], those of q, k and a for each edge: for a, anything if the formula has no vector. An edge's gradient follows
+# from that of k. The compiler drops what a kernel does not use.
 
 
 @triton.jit
