@@ -238,7 +238,7 @@ class LSTMNCell(Module):
     def _checked(
         self, x: Tensor, state: LSTMNState | None, mask: Tensor | None, batch: torch.Size, shape: str
     ) -> tuple[Tensor, LSTMNState, Tensor | None]:
-        """Checks the arguments, and returns the tokens with zeros as padding, the state, and masks for both or neither."""
+        """Checks the arguments, and returns the tokens with padding zero, the state, and masks for both or neither."""
         if x.dim() < shape.count(",") or x.dim() > shape.count(",") + 2 or x.size(-1) != self.input_size:
             raise InputError(f"x must be {shape} with I = {self.input_size}; got {list(x.shape)}.")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
