@@ -17,6 +17,7 @@ from gattn.attention import attend
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import CompleteGraph
 from gattn.scores import AdditiveScore
+from gattn.scripting import NotScriptable
 
 
 class LSTMNState(NamedTuple):
@@ -42,7 +43,7 @@ class LSTMNState(NamedTuple):
         return self.values.chunk(2, -1)[1]
 
 
-class LSTMNCell(Module):
+class LSTMNCell(NotScriptable, Module):
     r"""An LSTM cell that keeps the states of all tokens on tapes, and attends to them where an LSTM has the last state.
 
     From `Long Short-Term Memory-Networks for Machine Reading <https://arxiv.org/abs/1601.06733>`_:
