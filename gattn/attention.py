@@ -32,6 +32,7 @@ from gattn.ops.call import Call, checked_call
 from gattn.ops.dropout import check_probability
 from gattn.recording import recorded
 from gattn.scores import AdditiveScore, DotScore, Score
+from gattn.scripting import NotScriptable
 from gattn.settings import require_finite, resolve_backend
 
 #: Weights as users get them: of a packed graph a list, one for each block.
@@ -46,7 +47,7 @@ def fused(hook: _Hook) -> _Hook:
     return hook
 
 
-class Attention(MessagePassing):
+class Attention(NotScriptable, MessagePassing):
     r"""Attention as PyG message passing: `edge_update` makes the weights, `message` applies them.
 
     The base class of gattn's graph layers, and usable by itself: called with the arguments of :func:`gattn.attend`, it
@@ -105,12 +106,6 @@ class Attention(MessagePassing):
         for step in ("propagate", "edge_updater"):
             if f"_jinja_{step}" not in vars(cls):
                 sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{step}", None)
-
-    def __prepare_scriptable__(self) -> None:
-        raise NotImplementedError(
-            f"TorchScript cannot compile {type(self).__name__}, and PyTorch has deprecated it: use torch.compile, or "
-            "torch.export for a program without Python (torch.jit.trace works, too)."
-        )
 
     def _restore_originals(self) -> None:
         # PyG takes a subclass's "original" from its already generated parent, which cannot explain.

@@ -24,6 +24,7 @@ from gattn.nn.rnn_attention import (
     ReinforceLoss,
 )
 from gattn.ops.dropout import check_probability
+from gattn.scripting import NotScriptable
 
 ATTENTIONS = ("dot", "scaled_dot", "general", "additive", "local-m", "local-p", "hard", "hard-st")
 FORMS = ("bahdanau", "luong")
@@ -73,7 +74,7 @@ class Source(NamedTuple):
         return Source(memory, self.summary.repeat_interleave(times, 0))
 
 
-class Seq2Seq(Module):
+class Seq2Seq(NotScriptable, Module):
     r"""A recurrent encoder reads a sequence, and a recurrent decoder generates another one with attention to the first.
 
     There are two forms. That of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_ attends with the last state and

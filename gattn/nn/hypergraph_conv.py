@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -212,7 +213,7 @@ def _num_edges(graph: Graph, weight: Tensor | None, attr: Tensor | None, num_edg
         "rows of hyperedge_attr": None if attr is None else attr.size(-2),
     }
     known = {name: count for name, count in counts.items() if count is not None}
-    if len(set(known.values())) > 1:
+    if any(count != other for count, other in pairwise(known.values())):  # a set could not hold sizes that are symbols
         given = ", ".join(f"{count} {name}" for name, count in known.items())
         raise InputError(f"the number of hyperedges is one number; got {given}.")
     if known:

@@ -72,12 +72,15 @@ class _ConstantSparseProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.x = inputs[0]
+        x = inputs[0]
+        ctx.x = x if x.is_inference() else None  # nobody can edit it, but autograd does not save it either
+        ctx.save_for_backward(None if x.is_inference() else x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        x = ctx.saved_tensors[0] if ctx.x is None else ctx.x
         with torch.autocast(grad.device.type, enabled=False):
-            return None, (_transpose(ctx.x) @ grad).t()
+            return None, (_transpose(x) @ grad).t()
 
 
 def _transpose(x: Tensor) -> Tensor:

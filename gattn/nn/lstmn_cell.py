@@ -17,6 +17,7 @@ from gattn.attention import attend
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import CompleteGraph
 from gattn.scores import AdditiveScore
+from gattn.scripting import NotScriptable
 
 
 class LSTMNState(NamedTuple):
@@ -42,7 +43,7 @@ class LSTMNState(NamedTuple):
         return self.values.chunk(2, -1)[1]
 
 
-class LSTMNCell(Module):
+class LSTMNCell(NotScriptable, Module):
     r"""An LSTM cell that keeps the states of all tokens on tapes, and attends to them where an LSTM has the last state.
 
     From `Long Short-Term Memory-Networks for Machine Reading <https://arxiv.org/abs/1601.06733>`_:
@@ -169,7 +170,7 @@ class LSTMNCell(Module):
             ValueError: If shapes do not fit each other.
             TypeError: If `state` is not an `LSTMNState`.
         """
-        state, mask = self._checked(x, state, mask, x.shape[:-1], "[B, I]")
+        x, state, mask = self._checked(x, state, mask, x.shape[:-1], "[B, I]")
         hidden, state, weights = self._step(self.query_proj(x), self.input_gates(x), state, mask, return_weights)
         return (hidden, state) if weights is None else (hidden, state, weights)
 
@@ -190,7 +191,7 @@ class LSTMNCell(Module):
             ValueError: If shapes do not fit each other.
             TypeError: If `state` is not an `LSTMNState`.
         """
-        state, mask = self._checked(x, state, mask, x.shape[:-2], "[B, T, I]")
+        x, state, mask = self._checked(x, state, mask, x.shape[:-2], "[B, T, I]")
         masks = [None] * x.size(-2) if mask is None else mask.unbind(-1)
         outputs = [x.new_zeros(*x.shape[:-2], 0, self.hidden_size)]
         for query, gates, real in zip(
@@ -221,7 +222,7 @@ class LSTMNCell(Module):
         mask = None
         if real is not None and state.mask is not None:
             there = real.unsqueeze(-1)
-            hidden, memory = (x.masked_fill(~there, 0.0) for x in (hidden, memory))  # zero times NaN is NaN
+            hidden, memory = (x.masked_fill(~there, 0.0) for x in (hidden, memory))
             summary = torch.where(there, summary, state.summary)
             mask = torch.cat([state.mask, there], -1)
         value = torch.cat([hidden, memory], -1)
@@ -237,14 +238,16 @@ class LSTMNCell(Module):
 
     def _checked(
         self, x: Tensor, state: LSTMNState | None, mask: Tensor | None, batch: torch.Size, shape: str
-    ) -> tuple[LSTMNState, Tensor | None]:
-        """Checks the arguments, and returns the state before the tokens, and masks for both or neither."""
+    ) -> tuple[Tensor, LSTMNState, Tensor | None]:
+        """Checks the arguments, and returns the tokens with padding zero, the state, and masks for both or neither."""
         if x.dim() < shape.count(",") or x.dim() > shape.count(",") + 2 or x.size(-1) != self.input_size:
             raise InputError(f"x must be {shape} with I = {self.input_size}; got {list(x.shape)}.")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
             raise InputError(
                 f"mask must be booleans, {list(x.shape[:-1])}; got {mask.dtype} of shape {list(mask.shape)}."
             )
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)  # zero times NaN is NaN, in gradients of the projections too
         if state is None:
             keys, values = (x.new_zeros(*batch, 0, size) for size in (self.attention_size, 2 * self.hidden_size))
             state = LSTMNState(keys, values, x.new_zeros(*batch, self.hidden_size))
@@ -259,7 +262,7 @@ class LSTMNCell(Module):
             mask = state.mask.new_ones(x.shape[:-1])
         elif mask is not None and state.mask is None:
             state = state._replace(mask=mask.new_ones(before))
-        return state, mask
+        return x, state, mask
 
     def extra_repr(self) -> str:
         """Returns the options that `repr` shows."""

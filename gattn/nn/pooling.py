@@ -16,9 +16,10 @@ from gattn.attention import attend
 from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
+from gattn.scripting import NotScriptable
 
 
-class AttentionPooling(Aggregation):
+class AttentionPooling(NotScriptable, Aggregation):
     r"""Averages the elements of a set, with attention weights from a learned query.
 
     This is the attention to words and to sentences in `Hierarchical Attention Networks for Document Classification

@@ -14,6 +14,8 @@ from torch.nn import Embedding, Linear, Module
 from torch_geometric.data import Data
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 
+from gattn.scripting import NotScriptable
+
 
 class SinusoidalPositionalEncoding(Module):
     r"""Adds sines and cosines of the positions, as in `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
@@ -179,7 +181,7 @@ class RelativePosition(Module):
         raise NotImplementedError(f"{type(self).__name__} does not define forward().")
 
 
-class ALiBi(RelativePosition):
+class ALiBi(NotScriptable, RelativePosition):
     r"""A penalty that grows with distance: `Train Short, Test Long <https://arxiv.org/abs/2108.12409>`_.
 
     .. math::

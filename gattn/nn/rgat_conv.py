@@ -433,7 +433,8 @@ class _Pairs(NamedTuple):
     def of(cls, relation: Tensor, node: Tensor, num_nodes: int, num_relations: int) -> _Pairs:
         """The pairs of edges, given the relation and the node of each, `[E]`."""
         # Half of the mean: then there are at most three tiles per relation, and half as many empty places as edges.
-        size = max(node.size(0) // (2 * num_relations), 1)
+        # Two more, as sizes of 0 and 1 are constants to torch.export, whose program serves few edges, too.
+        size = node.size(0) // (2 * num_relations) + 2
         key, order = (relation * num_nodes + node).sort()
         relation, node = key // num_nodes, key % num_nodes
         is_new = (key.diff(prepend=key.new_full((1,), -1)) != 0).long()
@@ -441,7 +442,7 @@ class _Pairs(NamedTuple):
         tiles = (count + size - 1) // size
         end = tiles.cumsum(0)
         # A program that is made for other edges, too, knows a bound alone.
-        num_tiles = int(end[-1]) if _is_readable(end) else node.size(0) // size + num_relations
+        num_tiles = int(end[-1]) if _is_readable(end) else node.size(0) // size + max(num_relations, 2)
         empty = (end - tiles) * size - (count.cumsum(0) - count)  # places before a relation's first
         place = is_new.cumsum(0) - 1 + empty.index_select(0, relation)
         tile = torch.arange(num_tiles, device=key.device)

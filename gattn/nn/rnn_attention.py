@@ -20,6 +20,7 @@ from gattn.distributions import Distribution, Hard, LocalGaussian
 from gattn.graphs import CompleteGraph
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, DotScore, Score
+from gattn.scripting import NotScriptable
 
 
 class Memory(NamedTuple):
@@ -33,7 +34,7 @@ class Memory(NamedTuple):
     """Which positions are not padding, `[B, M]`; `None` means all."""
 
 
-class MemoryAttention(Module):
+class MemoryAttention(NotScriptable, Module):
     r"""The base class of attention from queries to a memory, with a softmax over all positions that are not padding.
 
     .. math::
@@ -534,7 +535,7 @@ class HardAttention(_Wrapper):
         return f"estimator={self.estimator!r}, temperature={self.temperature}, expected={self.expected}"
 
 
-class ReinforceLoss(Module):
+class ReinforceLoss(NotScriptable, Module):
     r"""A loss whose expected gradient is that of the negative expected reward with respect to hard choices.
 
     `REINFORCE <https://doi.org/10.1007/BF00992696>`_ with a moving baseline and an entropy term, as in

@@ -191,6 +191,28 @@ def test_number_of_hyperedges(x, attr, index):
         assert conv(x, index, num_edges=M).shape == (N, OUT)
 
 
+class OneEach(torch.nn.Module):
+    """As many hyperedges as nodes."""
+
+    def __init__(self, weighted):
+        super().__init__()
+        self.conv = HypergraphConv(IN, OUT)
+        self.weighted = weighted
+
+    def forward(self, x, index):
+        return self.conv(x, index, x[:, 0] if self.weighted else None, num_edges=x.size(0))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_exported(weighted, x, index):
+    module = OneEach(weighted)
+    auto = torch.export.Dim.AUTO
+    program = torch.export.export(module, (x, index), dynamic_shapes=({0: auto}, {1: auto}))
+    for nodes, members in ((N + 3, 40), (3, 2)):
+        given = torch.randn(nodes, IN), random_edge_index(nodes, nodes, members, seed=1)
+        torch.testing.assert_close(program.module()(*given), module(*given))
+
+
 def test_wrong_inputs(x, attr, index):
     conv, attending = HypergraphConv(IN, OUT), HypergraphConv(IN, OUT, use_attention=True)
     with pytest.raises(ValueError, match="so it needs hyperedge_attr"):

@@ -108,6 +108,14 @@ class TestEverywhere:
         stored = dense.detach() != 0
         torch.testing.assert_close(sparse.grad.to_dense()[stored], dense.grad[stored])
 
+    @pytest.mark.parametrize("edit", [lambda x: x.mul_(5), lambda x: x.values().mul_(5)])
+    def test_sparse_features_edited_before_the_backward_pass(self, layer, x, edge_index, edit):
+        sparse = torch.relu(x).to_sparse_csr()
+        out = layer(F, 4)(sparse, edge_index).sum()
+        edit(sparse)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+
     def test_sparse_graph_instead_of_edge_index(self, layer, x, edge_index):
         conv = layer(F, 4, heads=2)
         torch.testing.assert_close(conv(x, SparseGraph(edge_index)), conv(x, edge_index))

@@ -108,6 +108,19 @@ class TestFormula:
                 torch.testing.assert_close(following[element], cell.unroll(after[element], its_own)[0])
 
 
+@pytest.mark.parametrize("run", [LSTMNCell.unroll, steps])
+def test_padding_has_no_gradient(run):
+    cell, x = make()
+    mask = torch.arange(T) < torch.tensor([5, 0, 3]).unsqueeze(1)
+    grads = []
+    for padding in (0.0, torch.nan):
+        padded = x.masked_fill(~mask.unsqueeze(-1), padding).requires_grad_()
+        out = run(cell, padded, mask=mask)[0].square().sum()
+        grads.append(torch.autograd.grad(out, [padded, *cell.parameters()]))
+    torch.testing.assert_close(*grads)
+    assert (grads[0][0][~mask] == 0).all()
+
+
 def test_padding_after_tokens_without_a_mask():
     cell, x = make()
     mask = torch.arange(T) < torch.tensor([5, 2, 3]).unsqueeze(1)

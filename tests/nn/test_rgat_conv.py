@@ -217,6 +217,21 @@ def test_compiled(options, x, edge_index, edge_type):
     torch.testing.assert_close(compiled(x, edge_index, edge_type), conv(x, edge_index, edge_type))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("num_relations", [1, R])
+@pytest.mark.parametrize("how", ["export", "trace"])
+def test_programs_serve_few_edges(how, num_relations, x, edge_index, edge_type):
+    conv = RGATConv(F, C, num_relations, heads=2).requires_grad_(False)
+    inputs, auto = (x, edge_index, edge_type % num_relations), torch.export.Dim.AUTO
+    if how == "export":
+        program = torch.export.export(conv, inputs, dynamic_shapes=({0: auto}, {1: auto}, {0: auto})).module()
+    else:
+        program = torch.jit.trace(conv, inputs)
+    for count in (3 * R, 2, 1, 0):
+        given = x[:-1], edge_index[:, :count] % (N - 1), inputs[2][:count]
+        torch.testing.assert_close(program(*given), conv(*given))
+
+
 def test_around_it(x, edge_index, edge_type):
     conv = make(attention_mechanism="within-relation", mod="additive")
     out = conv(x, edge_index, edge_type)

@@ -84,8 +84,25 @@ def test_an_explicit_backend_says_no():
         traced(conv, torch.randn(5, 4), random_edge_index(5, num_edges=9))
 
 
+OTHERS = [
+    lambda: nn.LSTMNCell(4, 3),
+    lambda: nn.AttentionPooling(4),
+    lambda: nn.AdditiveAttention(4, 4),
+    lambda: nn.HardAttention(nn.DotProductAttention()),
+    lambda: nn.ReinforceLoss(),
+    lambda: nn.ALiBi(2),
+    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 1),
+    lambda: gattn.models.GAT(4, 8, 2, heads=2),
+    lambda: gattn.models.HAN(10, 3),
+    lambda: gattn.models.LSTMN(10, 4),
+    lambda: gattn.models.Seq2Seq(10, 10),
+    lambda: gattn.models.Seq2Seq(10, 10, attention=None),
+    lambda: gattn.models.TransformerLM(10, 4),
+]
+
+
 @pytest.mark.parametrize(
-    "layer", [*LAYERS.values(), Sequence, lambda: torch_geometric.nn.Sequential("x", [(Sequence(), "x -> x")])]
+    "layer", [*LAYERS.values(), *OTHERS, Sequence, lambda: torch_geometric.nn.Sequential("x", [(Sequence(), "x -> x")])]
 )
 def test_scripting_is_refused(layer, monkeypatch):
     # Each of PyG's Sequentials changes the class.

@@ -230,3 +230,15 @@ def test_cache(batch_first, batch):
 def test_layers_without_channels_are_refused(make):
     with pytest.raises(ValueError, match="out_channels must be at least 1; got"):
         make()
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 2, 4), (3, 2, 0)])  # nodes, heads, channels
+@pytest.mark.parametrize("batch", [(), (2,), (0,)])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.5}, {"return_weights": True}])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attend(sizes, batch, options, is_causal):
+    x = randn(*batch, *sizes)
+    graph = CompleteGraph(sizes[0], causal=is_causal)
+    for bias in (None, randn(sizes[0], sizes[0])):
+        out, *_ = check(lambda bias=bias: gattn.attend(x, x, x, graph, bias=bias, **options), torch.nn.Module(), x)
+        assert out.shape == x.shape

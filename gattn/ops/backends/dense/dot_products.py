@@ -120,6 +120,8 @@ def _is_flash_on_cpu(
         return False
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
+    if query.numel() * value.numel() == 0:  # the kernel divides by the sizes
+        return False
     choice = scaled_dot_product_choice(query, key, value, terms, dropout, causal, scale=scale, **grouped)
     return choice == SDPBackend.FLASH_ATTENTION.value
 
