@@ -118,7 +118,7 @@ class HGTConv(HeteroBaseConv):
         Raises:
             TypeError: If the arguments are no dictionaries of tensors and graphs.
             ValueError: If features, graphs and metadata do not fit; the message says which.
-            IndexError: If an index of a graph is out of range (compiled code does not check).
+            IndexError: If an index of a graph is out of range (in compiled code RuntimeError, when it runs).
         """
         x = self._features(x_dict, self.kqv_lin.lins)
         relations = self._relations(x, edge_index_dict, self.edge_types)

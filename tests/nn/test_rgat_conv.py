@@ -217,6 +217,17 @@ def test_compiled(options, x, edge_index, edge_type):
     torch.testing.assert_close(compiled(x, edge_index, edge_type), conv(x, edge_index, edge_type))
 
 
+@pytest.mark.parametrize(("end", "bad"), [(0, -1), (0, N), (1, N), (2, -1), (2, R)])
+def test_compiled_code_takes_no_index_for_another(end, bad, x, edge_index, edge_type):
+    conv = make()
+    torch._dynamo.reset()
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    compiled(x, edge_index, edge_type).sum().backward()
+    [*edge_index, edge_type][end][3] = bad
+    with pytest.raises(RuntimeError, match="edge_type holds a relation" if end == 2 else "edge_index holds a"):
+        compiled(x, edge_index, edge_type)
+
+
 def test_around_it(x, edge_index, edge_type):
     conv = make(attention_mechanism="within-relation", mod="additive")
     out = conv(x, edge_index, edge_type)
