@@ -308,6 +308,10 @@ class RGATConv(AttentionConv):
             raise InputError(
                 f"edge_type has one relation per edge, [{graph.num_edges}]; got shape {list(edge_type.shape)}."
             )
+        if edge_type.device != self.k.device:
+            raise InputError(
+                f"edge_type is on {edge_type.device}, the features are on {self.k.device}: move one of them."
+            )
         if edge_type.numel() and _is_readable(edge_type):
             lowest, highest = (int(bound) for bound in edge_type.aminmax())
             if lowest < 0 or highest >= self.num_relations:

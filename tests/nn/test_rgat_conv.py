@@ -287,3 +287,7 @@ def test_wrong_inputs(x, edge_index, edge_type):
         make(edge_dim=D)(x, edge_index, edge_type)
     with pytest.raises(IndexError, match="source index"):
         conv(x, edge_index + N, edge_type)
+    with pytest.raises(ValueError, match="edge_type is on meta, the features are on cpu"):
+        conv(x, edge_index, edge_type.to("meta"))
+    with pytest.raises(ValueError, match="the graph is on cpu, the features are on meta"):
+        conv.to("meta")(x.to("meta"), edge_index, edge_type)
