@@ -82,6 +82,22 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
     return kept.get(edge_index, key, state, derive)
 
 
+def derived_tensors(
+    edge_index: Tensor, key: Hashable, derive: Callable[[], tuple[Tensor, ...]], contents: Hashable = None
+) -> tuple[Tensor, ...]:
+    """`derived`, for tensors that are handed out beside attention weights: edited, they are made again."""
+
+    def with_states() -> tuple[tuple[Tensor, ...], list[Hashable]]:
+        tensors = derive()
+        return tensors, [_state(tensor) if _is_ours_to_keep(tensor) else None for tensor in tensors]
+
+    tensors, states = derived(edge_index, key, with_states, contents)
+    is_edited = any(
+        state is not None and _state(tensor) != state for tensor, state in zip(tensors, states, strict=True)
+    )
+    return derive() if is_edited else tensors
+
+
 def _is_ours_to_keep(tensor: Tensor) -> bool:
     """Whether a tensor is one that lasts, and whose edits are counted."""
     return not (is_traced() or is_transformed() or tensor.is_inference())
@@ -108,15 +124,11 @@ def plain(edge_index: Tensor) -> Tensor:
 def looped(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Tensor:
     """`edge_index`, checked, with self-loops."""
 
-    def derive() -> tuple[Tensor, Hashable]:
+    def derive() -> tuple[Tensor]:
         _check_range_or_later(edge_index, num_sources, num_targets, flow)
-        result = add_loops(edge_index, min(num_sources, num_targets))[0]
-        return result, _state(result) if _is_ours_to_keep(result) else None
+        return (add_loops(edge_index, min(num_sources, num_targets))[0],)
 
-    # What is handed out beside attention weights may be edited, too: then it is made again.
-    key = ("looped", num_sources, num_targets, flow)
-    result, state = derived(edge_index, key, derive)
-    return result if state is None or _state(result) == state else derive()[0]
+    return derived_tensors(edge_index, ("looped", num_sources, num_targets, flow), derive)[0]
 
 
 def add_loops(
