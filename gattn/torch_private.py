@@ -55,7 +55,8 @@ def is_traced() -> bool:
 
 def is_transformed() -> bool:
     """Whether this runs inside one of `torch.func`'s transforms, whose tensors must not outlive it."""
-    return torch._C._functorch.maybe_current_level() is not None
+    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()  # which the compiler can follow
+    return depth > 0
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:

@@ -170,6 +170,22 @@ def test_other_forms_of_a_graph(form):
     )
 
 
+@pytest.mark.parametrize("layer", ["DNAConv", "HGTConv", "GATConv", "FAConv"])
+def test_edits_of_a_record_do_not_change_later_calls(layer):
+    edges, x = random_edge_index(6, num_edges=20), torch.randn(6, 4)
+    kind = ("a", "to", "a")
+    conv, inputs = {
+        "DNAConv": lambda: (gattn.nn.DNAConv(4), (x.unsqueeze(1), edges)),
+        "HGTConv": lambda: (gattn.nn.HGTConv(4, 4, (["a"], [kind])), ({"a": x}, {kind: edges})),
+        "GATConv": lambda: (gattn.nn.GATConv(4, 4), (x, edges)),
+        "FAConv": lambda: (gattn.nn.FAConv(4), (x, x, edges)),
+    }[layer]()
+    with gattn.record_attention(conv) as records:
+        expected = conv(*inputs)
+    records[""][0].graph.edge_index.zero_()
+    torch.testing.assert_close(conv(*inputs), expected)
+
+
 def test_dropout_comes_after():
     x, edge_index = graph_inputs()
     layer = gattn.nn.GATConv(8, 4, dropout=0.5)

@@ -132,6 +132,30 @@ def test_what_does_not_fit_is_refused(arguments, error, message):
         TypedGraph(*arguments).edges()
 
 
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_compiled_code_takes_no_node_for_one_of_another_type(bad):
+    torch._dynamo.reset()
+    name = ("author", "writes", "paper")
+    join = lambda edges: TypedGraph.from_hetero({**RELATIONS, name: edges}, SIZES).edge_index + 0  # noqa: E731
+    compiled, edges = torch.compile(join, fullgraph=True, backend="aot_eager"), RELATIONS[name].clone()
+    torch.testing.assert_close(compiled(edges), join(edges))
+    edges[0, 1] = bad
+    with pytest.raises(RuntimeError, match="edge_index holds a source"):
+        compiled(edges)
+
+
+@pytest.mark.parametrize("bad", [-1, R])
+def test_compiled_code_takes_no_type_for_another_node(bad):
+    torch._dynamo.reset()
+    x, types = torch.randn(N, H, C), TYPES.clone()
+    within = lambda types: attend(x, x, x, EDGES, distribution=WithinTypes(types, num_types=R))  # noqa: E731
+    compiled = torch.compile(within, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(types), within(types))
+    types[1] = bad
+    with pytest.raises(RuntimeError, match="edge_type holds a type"):
+        compiled(types)
+
+
 def test_hetero_graphs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="give num_nodes"):
         TypedGraph.from_hetero(RELATIONS)

@@ -26,7 +26,7 @@ class WithinTypes(Distribution):
     Raises:
         TypeError: If `edge_type` is no tensor, or `distribution` looks at which target it is, as `LocalGaussian` does.
         ValueError: If `edge_type` does not hold integers, or (in use) does not fit the graph.
-        IndexError: If a type is out of range.
+        IndexError: If a type is out of range (in compiled code RuntimeError, when it runs).
 
     Example:
         >>> import torch, gattn

@@ -15,7 +15,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import FLOWS
-from gattn.torch_private import is_functorch_tensor, is_traced, is_transformed
+from gattn.torch_private import assert_later, is_functorch_tensor, is_traced, is_transformed
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -82,6 +82,22 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
     return kept.get(edge_index, key, state, derive)
 
 
+def derived_tensors(
+    edge_index: Tensor, key: Hashable, derive: Callable[[], tuple[Tensor, ...]], contents: Hashable = None
+) -> tuple[Tensor, ...]:
+    """`derived`, for tensors that are handed out beside attention weights: edited, they are made again."""
+
+    def with_states() -> tuple[tuple[Tensor, ...], list[Hashable]]:
+        tensors = derive()
+        return tensors, [_state(tensor) if _is_ours_to_keep(tensor) else None for tensor in tensors]
+
+    tensors, states = derived(edge_index, key, with_states, contents)
+    is_edited = any(
+        state is not None and _state(tensor) != state for tensor, state in zip(tensors, states, strict=True)
+    )
+    return derive() if is_edited else tensors
+
+
 def _is_ours_to_keep(tensor: Tensor) -> bool:
     """Whether a tensor is one that lasts, and whose edits are counted."""
     return not (is_traced() or is_transformed() or tensor.is_inference())
@@ -108,16 +124,11 @@ def plain(edge_index: Tensor) -> Tensor:
 def looped(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Tensor:
     """`edge_index`, checked, with self-loops."""
 
-    def derive() -> tuple[Tensor, Hashable]:
-        if not torch.compiler.is_compiling():
-            check_range(edge_index, num_sources, num_targets, flow)
-        result = add_loops(edge_index, min(num_sources, num_targets))[0]
-        return result, _state(result) if _is_ours_to_keep(result) else None
+    def derive() -> tuple[Tensor]:
+        _check_range_or_later(edge_index, num_sources, num_targets, flow)
+        return (add_loops(edge_index, min(num_sources, num_targets))[0],)
 
-    # What is handed out beside attention weights may be edited, too: then it is made again.
-    key = ("looped", num_sources, num_targets, flow)
-    result, state = derived(edge_index, key, derive)
-    return result if state is None or _state(result) == state else derive()[0]
+    return derived_tensors(edge_index, ("looped", num_sources, num_targets, flow), derive)[0]
 
 
 def add_loops(
@@ -143,19 +154,40 @@ def has_loops(edge_index: Tensor) -> bool:
 
 
 def checked(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Tensor:
-    """`edge_index`, after a check of its indices (which compiled code leaves to the kernels)."""
-    if not torch.compiler.is_compiling():
-        key = ("checked", num_sources, num_targets, flow)
-        derived(edge_index, key, lambda: check_range(edge_index, num_sources, num_targets, flow))
+    """`edge_index`, after a check of its indices (in compiled code, when it runs)."""
+    key = ("checked", num_sources, num_targets, flow)
+    derived(edge_index, key, lambda: _check_range_or_later(edge_index, num_sources, num_targets, flow))
     return edge_index
+
+
+def _check_range_or_later(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> None:
+    """`check_range`, in compiled code when it runs: what is computed from an index there may well be one in range."""
+    if not torch.compiler.is_compiling():
+        check_range(edge_index, num_sources, num_targets, flow)
+        return
+    first, second = plain(edge_index)
+    source, target = (first, second) if flow == FLOWS[0] else (second, first)
+    check_later(source, num_sources, "edge_index holds a source index")
+    check_later(target, num_targets, "edge_index holds a target index")
+
+
+def check_later(index: Tensor, limit: int, what: str) -> None:
+    """Makes a traced program check an index when it runs (`RuntimeError`); elsewhere, it is for others to check."""
+    if is_traced() and not is_transformed():  # vmap does not know how to check
+        index = index.long()  # a small type may not hold the limit
+        assert_later(((index >= 0) & (index < limit)).all(), f"{what} out of range.")  # to print it would fix the limit
 
 
 def check_types(edge_type: Tensor, num_types: int) -> None:
     """Raises `IndexError` if the type of an edge is out of range, where there are numbers to look at.
 
-    That is not kept: kernels read types where they are, and an edit that nobody counted must not lead them astray.
+    Traced programs look when they run. Nothing is kept: kernels read types where they are, and an edit that nobody
+    counted must not lead them astray.
     """
-    if is_traced() or is_functorch_tensor(edge_type) or edge_type.device.type == "meta" or edge_type.numel() == 0:
+    if is_traced():
+        check_later(edge_type, num_types, "edge_type holds a type")
+        return
+    if is_functorch_tensor(edge_type) or edge_type.device.type == "meta" or edge_type.numel() == 0:
         return
     lowest, highest = (int(bound) for bound in edge_type.aminmax())
     if lowest < 0 or highest >= num_types:

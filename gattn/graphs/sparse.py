@@ -66,7 +66,8 @@ class SparseGraph(Graph):
         TypeError: If `edge_index` is none of the forms above.
         ValueError: If its shape or dtype is wrong, the sizes contradict it, or a sparse adjacency comes with
             `flow="target_to_source"`.
-        IndexError: On first use, if an index is negative or too large (in compiled code, when the kernels run).
+        IndexError: On first use, if an index is negative or too large (in compiled code when it runs, and outside of
+            the kernels as RuntimeError).
 
     Example:
         >>> import torch, gattn

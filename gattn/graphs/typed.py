@@ -99,7 +99,7 @@ class TypedGraph(SparseGraph):
         Raises:
             TypeError: If `edges` is neither.
             ValueError: If the number of a type's nodes is not known, or edges do not fit it.
-            IndexError: If an index of an edge is out of range.
+            IndexError: If an index of an edge is out of range (in compiled code RuntimeError, when it runs).
         """
         if isinstance(edges, HeteroData):
             if num_nodes is None:

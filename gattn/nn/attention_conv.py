@@ -74,7 +74,7 @@ class BaseConv(Attention):
         self_loops: bool,
         size: tuple[int | None, int | None] | None = None,
     ) -> Graph:
-        """The graph, with its sizes known and its self-loops asked for."""
+        """The graph, on the device of features and parameters, with its sizes known and its self-loops asked for."""
         given_graph = as_graph(graph, self.flow)
         num_sources = sources.size(-2)
         num_targets = None if targets is None else targets.size(-2)
@@ -84,7 +84,12 @@ class BaseConv(Attention):
                 if given is not None and rows is not None and given != rows:
                     raise InputError(f"size says {given} {what}, but their features have {rows} rows.")
             num_targets = given_targets if num_targets is None else num_targets
-        resolved = given_graph.resolve(num_sources, num_targets)
+        for what, tensor in (("x[1]", targets), *self._parameters.items()):
+            if tensor is not None and tensor.device != sources.device:
+                raise InputError(
+                    f"{what} is on {tensor.device}, the features are on {sources.device}: move one of them."
+                )
+        resolved = given_graph.resolve(num_sources, num_targets, device=sources.device)
         return resolved.with_self_loops() if self_loops else resolved
 
     def _listed(self, graph: Graph, device: torch.device) -> Graph:

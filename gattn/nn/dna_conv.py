@@ -15,7 +15,7 @@ from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import Graph, GraphLike, SparseGraph
-from gattn.graphs.edge_lists import derived
+from gattn.graphs.edge_lists import derived_tensors
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_weights import edge_weights
 from gattn.nn.linear import dropout
@@ -202,7 +202,7 @@ class DNAConv(BaseConv):
             return normalized(edge_weight)
         if self.add_self_loops:  # the new edge_index is kept, so that what kernels derive from it is kept, too
             key = "gcn_norm", graph.num_targets, *options
-            index, weight = derived(adjacency, key, lambda: normalized(None))
+            index, weight = derived_tensors(adjacency, key, lambda: normalized(None))
             weight = weight if edge_weight is None else normalized(edge_weight)[1]
         else:
             index, weight = normalized(edge_weight)

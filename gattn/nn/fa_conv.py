@@ -205,7 +205,7 @@ class FAConv(BaseConv):
                     found = found._replace(graph=copied)
                 setattr(self, name, found)
             return found
-        return found._replace(graph=found.graph.resolve(x.size(-2), x.size(-2)))
+        return found._replace(graph=found.graph.resolve(x.size(-2), x.size(-2), device=x.device))
 
     def _normalized(self, edge_index: GraphLike, edge_weight: Tensor | None, x: Tensor) -> _Normalized:
         graph = self._graph(edge_index, x, x, self_loops=False)

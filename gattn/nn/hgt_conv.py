@@ -16,7 +16,7 @@ from torch_geometric.nn.parameter_dict import ParameterDict
 
 from gattn.errors import InputError
 from gattn.graphs import Graph, GraphLike, SparseGraph
-from gattn.graphs.edge_lists import derived
+from gattn.graphs.edge_lists import derived, derived_tensors
 from gattn.nn.hetero_conv import EdgeType, HeteroBaseConv, Metadata
 from gattn.scores import DotScore
 from gattn.torch_private import is_traced
@@ -118,7 +118,7 @@ class HGTConv(HeteroBaseConv):
         Raises:
             TypeError: If the arguments are no dictionaries of tensors and graphs.
             ValueError: If features, graphs and metadata do not fit; the message says which.
-            IndexError: If an index of a graph is out of range (compiled code does not check).
+            IndexError: If an index of a graph is out of range (in compiled code RuntimeError, when it runs).
         """
         x = self._features(x_dict, self.kqv_lin.lins)
         relations = self._relations(x, edge_index_dict, self.edge_types)
@@ -187,26 +187,24 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _joined(parts: list[_Part], num_sources: int, num_targets: int, device: torch.device) -> SparseGraph:
-    """One graph of all edges; the same tensors give the same graph, so that what kernels derive from it is kept."""
+    """One graph of all edges; the same tensors give the same edges, so that what kernels derive from them is kept."""
     # Before join(), which runs under a lock.
     listed = [(*part.graph.sources_and_targets(), part.first_source, part.first_target) for part in parts]
 
-    def join() -> SparseGraph:
+    def join() -> tuple[Tensor]:
         ends = [torch.zeros(2, 0, dtype=torch.int64, device=device)]
         for source, target, first_source, first_target in listed:
             ends.append(torch.stack([source + first_source, target + first_target]))
-        return SparseGraph(torch.cat(ends, 1), num_targets, num_sources)
+        return (torch.cat(ends, 1),)
 
     holder: Tensor | None = None
     contents: list[Hashable] = [num_sources, num_targets]
     for graph, *starts in parts:
         if is_traced() or not isinstance(graph, SparseGraph) or not isinstance(graph.adjacency, Tensor):
-            return join()
+            return SparseGraph(join()[0], num_targets, num_sources)
         holder = graph.adjacency if holder is None else holder
         # An edit changes a tensor's token, and unlike an address, a token is never reused.
         token = derived(graph.adjacency, "token", object)
         contents.append((token, graph.num_sources, graph.num_targets, graph.self_loops, graph.flow, *starts))
-    if holder is None:
-        return join()
-    joined: SparseGraph = derived(holder, "joined", join, tuple(contents))
-    return joined
+    (joined,) = join() if holder is None else derived_tensors(holder, "joined", join, tuple(contents))
+    return SparseGraph(joined, num_targets, num_sources)

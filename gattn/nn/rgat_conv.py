@@ -16,6 +16,7 @@ from torch_geometric.utils import is_torch_sparse_tensor, scatter, to_edge_index
 from gattn.attention import unrecorded
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
+from gattn.graphs.edge_lists import check_later
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear, is_plain
 from gattn.recording import recorded
@@ -269,7 +270,8 @@ class RGATConv(AttentionConv):
         Raises:
             TypeError: If something is no tensor.
             ValueError: If features, graph and options do not fit; the message says which.
-            IndexError: If an index of the graph or a relation is out of range (in compiled code, when it runs).
+            IndexError: If an index of the graph or a relation is out of range (in compiled code RuntimeError, when it
+                runs).
         """
         sources, targets = self._inputs(x)
         if targets is None:
@@ -306,6 +308,10 @@ class RGATConv(AttentionConv):
             raise InputError(
                 f"edge_type has one relation per edge, [{graph.num_edges}]; got shape {list(edge_type.shape)}."
             )
+        if edge_type.device != self.k.device:
+            raise InputError(
+                f"edge_type is on {edge_type.device}, the features are on {self.k.device}: move one of them."
+            )
         if edge_type.numel() and _is_readable(edge_type):
             lowest, highest = (int(bound) for bound in edge_type.aminmax())
             if lowest < 0 or highest >= self.num_relations:
@@ -313,6 +319,7 @@ class RGATConv(AttentionConv):
                     f"edge_type holds relation {lowest if lowest < 0 else highest}, but this layer was made for "
                     f"num_relations={self.num_relations} (0 to {self.num_relations - 1})."
                 )
+        check_later(edge_type, self.num_relations, "edge_type holds a relation")
         return edge_type.long()
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, None]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from gattn.distributions import Distribution, Law, law_of
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import EdgeList, Graph
-from gattn.graphs.edge_lists import check_types, checked_types
+from gattn.graphs.edge_lists import check_later, check_types, checked_types
 from gattn.scores import Score
-from gattn.torch_private import guard_or_true
+from gattn.torch_private import guard_or_true, is_traced
 
 
 class Call(NamedTuple):
@@ -109,6 +109,9 @@ class Call(NamedTuple):
     def with_edges(self) -> Call:
         """The same call with vectors of edges, `[E, H, C]`, for whoever cannot make them edge by edge."""
         if self.edge_type is not None:
+            for table in (self.edge, self.edge_value):
+                if table is not None:
+                    check_later(self.edge_type, table.size(0), "edge_type holds a type")
             edge, edge_value = (
                 None if table is None else table.index_select(0, self.edge_type)
                 for table in (self.edge, self.edge_value)
@@ -338,7 +341,7 @@ def _checked_types(
                 f"with edge_type, {name} has one row for each of R types, {letters}, here [R, "
                 f"{', '.join(map(str, last))}]; got {list(table.shape)}."
             )
-        if table is not None:
+        if table is not None and not is_traced():  # kernels check types, too, and with_edges() does
             check_types(edge_type, table.size(0))
     return edge_type
 

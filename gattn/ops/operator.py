@@ -531,9 +531,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     return *of_grads, *[None] * (_NUM_GRADS_AND_RESULTS - len(of_grads)), *of_inputs, None
 
 
-def _differentiate_batched(
-    inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]
-) -> list[Tensor]:
+def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
     """The gradients of the inputs that are wanted, for batches of gradients, of which kernels know nothing."""
     names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
     with torch.enable_grad():

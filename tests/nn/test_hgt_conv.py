@@ -210,6 +210,18 @@ def test_around_it():
     assert totals.sum() > 0
 
 
+@pytest.mark.parametrize(("end", "bad"), [(0, -1), (0, 7), (1, -1)])
+def test_compiled_code_takes_no_node_for_one_of_another_type(end, bad):
+    conv = HGTConv(CHANNELS, OUT, METADATA, heads=2)
+    x, graphs = dict(zip(SIZES, features(), strict=True)), edges()
+    torch._dynamo.reset()
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    compiled(x, graphs)
+    graphs[EDGE_TYPES[0]][end, 1] = bad
+    with pytest.raises(RuntimeError, match="edge_index holds a"):
+        compiled(x, graphs)
+
+
 def test_wrong_inputs():
     conv = HGTConv(CHANNELS, OUT, METADATA, heads=2)
     x, graphs = dict(zip(SIZES, features(), strict=True)), edges()

@@ -562,6 +562,26 @@ class TestBadInput:
         with pytest.raises(IndexError, match="but there are 2 source nodes|but there are 2 target nodes"):
             layer(F, 4)(self.x[:2], self.edge_index)
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda x, edges: gattn.nn.RGATConv(F, 4, 2)(x, edges, torch.zeros(2, dtype=torch.int64)),
+            lambda x, edges: gattn.nn.FAConv(F)(x, x, edges),
+            lambda x, edges: gattn.nn.FAConv(F, normalize=False)(x, x, edges, torch.ones(2)),
+            lambda x, edges: gattn.nn.DNAConv(F)(x.unsqueeze(1), edges),
+            lambda x, edges: gattn.nn.AGNNConv()(x, edges),
+        ],
+        ids=["RGATConv", "FAConv", "FAConv with weights", "DNAConv", "AGNNConv"],
+    )
+    def test_other_devices(self, call):
+        """Numbers of a tensor without any must not be taken for those of the other."""
+        with torch.device("meta"):
+            nowhere = torch.empty(4, F), torch.zeros(2, 2, dtype=torch.int64)
+        with pytest.raises(ValueError, match="the graph is on meta, the features are on cpu"):
+            call(self.x, nowhere[1])
+        with pytest.raises((ValueError, RuntimeError), match=r"is on cpu, the features are on meta|on device cpu"):
+            call(nowhere[0], self.edge_index)
+
     @pytest.mark.parametrize("layer", LAYERS)
     def test_wrong_edge_index(self, layer):
         with pytest.raises(ValueError, match="its dtype is an integer one"):

@@ -232,6 +232,17 @@ def test_programs_serve_few_edges(how, num_relations, x, edge_index, edge_type):
         torch.testing.assert_close(program(*given), conv(*given))
 
 
+@pytest.mark.parametrize(("end", "bad"), [(0, -1), (0, N), (1, N), (2, -1), (2, R)])
+def test_compiled_code_takes_no_index_for_another(end, bad, x, edge_index, edge_type):
+    conv = make()
+    torch._dynamo.reset()
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    compiled(x, edge_index, edge_type).sum().backward()
+    [*edge_index, edge_type][end][3] = bad
+    with pytest.raises(RuntimeError, match="edge_type holds a relation" if end == 2 else "edge_index holds a"):
+        compiled(x, edge_index, edge_type)
+
+
 def test_around_it(x, edge_index, edge_type):
     conv = make(attention_mechanism="within-relation", mod="additive")
     out = conv(x, edge_index, edge_type)
@@ -291,3 +302,7 @@ def test_wrong_inputs(x, edge_index, edge_type):
         make(edge_dim=D)(x, edge_index, edge_type)
     with pytest.raises(IndexError, match="source index"):
         conv(x, edge_index + N, edge_type)
+    with pytest.raises(ValueError, match="edge_type is on meta, the features are on cpu"):
+        conv(x, edge_index, edge_type.to("meta"))
+    with pytest.raises(ValueError, match="the graph is on cpu, the features are on meta"):
+        conv.to("meta")(x.to("meta"), edge_index, edge_type)

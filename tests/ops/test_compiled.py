@@ -243,6 +243,31 @@ def test_indices_out_of_range(bad):
         compiled(x, edge_index)
 
 
+@pytest.mark.parametrize("row", [0, 2])
+def test_negative_numbers_do_not_count_from_the_end(row):
+    """As they would for the compiler's own gathers."""
+    table, (x, edge_index) = torch.randn(3, HEADS, CHANNELS), inputs(0)
+
+    def function(edge_index, types):
+        return attend(x, x, x, edge_index, edge_value=table, edge_type=types, backend="reference")
+
+    types = torch.randint(3, (EDGES,))
+    compiled = torch.compile(function, fullgraph=True)
+    torch.testing.assert_close(compiled(edge_index, types), function(edge_index, types))
+    [*edge_index, types][row][3] = -1
+    with pytest.raises(RuntimeError, match="edge_index holds a source" if row == 0 else "edge_type holds a type"):
+        compiled(edge_index, types)
+
+
+def test_transforms_inside():
+    x, edge_index = inputs(0)
+    square = torch.func.grad(lambda x: attention(x, edge_index).square().sum())
+    torch.testing.assert_close(torch.compile(square, fullgraph=True, backend="aot_eager")(x), square(x))
+    graphs = torch.stack([edge_index, edge_index.flip(0)])
+    batch = torch.vmap(lambda edges: attend(x, x, x, edges, backend="reference"))
+    torch.testing.assert_close(torch.compile(batch, fullgraph=True, backend="aot_eager")(graphs), batch(graphs))
+
+
 class TestDropout:
     def test_is_drawn_anew_in_every_call(self):
         compiled = torch.compile(
