@@ -104,8 +104,20 @@ class BaseConv(Attention):
         edges = graph.edge_list(device)
         return SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
 
+    def _shows_messages(self, layer: type[Attention]) -> bool:
+        """Whether somebody looks at messages, which are those that `layer` makes, of all channels at once."""
+        is_seen = self.explain or self._message_forward_pre_hooks or self._message_forward_hooks
+        return bool(is_seen) and type(self).message is layer.message and self.decomposed_layers == 1
+
     def _weighted_sum(
-        self, value: Tensor, graph: Graph, weights: Tensor, *, dropout: float = 0.0, is_recorded: bool = True
+        self,
+        value: Tensor,
+        graph: Graph,
+        weights: Tensor,
+        *,
+        dropout: float = 0.0,
+        is_recorded: bool = True,
+        edge_value: Tensor | None = None,
     ) -> Tensor:
         """The sum of each target's values, times given weights.
 
@@ -115,6 +127,7 @@ class BaseConv(Attention):
             weights: `[..., E, H]`.
             dropout: Probability that a weight is dropped, in training. (default: `0.0`)
             is_recorded: Whether `record_attention` takes these weights for attention. (default: `True`)
+            edge_value: What is added to the values, edge by edge, `[..., E, H, C]`. (default: `None`)
         """
         attend: Any = type(self).attend if is_recorded else unrecorded
         nothing = value.new_zeros(value.size(-2)).expand(value.shape[:-1])
@@ -126,6 +139,7 @@ class BaseConv(Attention):
             graph,
             score=GATScore(),
             bias=weights,
+            edge_value=edge_value,
             distribution="identity",
             dropout=dropout,
         )

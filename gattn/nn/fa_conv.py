@@ -171,8 +171,12 @@ class FAConv(BaseConv):
         else:
             source, target = graph.sources_and_targets()
             alpha = (key.index_select(-2, source) + query.index_select(-2, target)).tanh()
-            weights = alpha * _checked_weight(edge_weight, source).unsqueeze(-1)
-            result = self._weighted_sum(value, graph, weights, dropout=self.dropout)
+            factors = _checked_weight(edge_weight, source).unsqueeze(-1)
+            if self._shows_messages(FAConv):  # with the weights that PyG shows
+                more = value.index_select(-3, source) * (factors - 1).unsqueeze(-1)
+                result = self._weighted_sum(value, graph, alpha, dropout=self.dropout, edge_value=more)
+            else:
+                result = self._weighted_sum(value, graph, alpha * factors, dropout=self.dropout)
         out: Tensor = result.squeeze(-2)
         if self.eps != 0.0:
             out = out + self.eps * x_0

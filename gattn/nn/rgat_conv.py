@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Optional, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch_geometric.nn.inits import constant, glorot, ones, zeros
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, scatter, to_edge_index
 
-from gattn.attention import unrecorded
+from gattn.attention import fused, unrecorded
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import check_later
@@ -388,6 +388,11 @@ class RGATConv(AttentionConv):
         else:
             term = queries.index_select(-2, of_target.place)
             terms = {"query": None, "key": keys, "edge": term if edge is None else term + edge}
+        # Whoever looks at messages sees each edge's once, with the weights before `mod`, as in PyG's layer.
+        is_one = self.mod in ("additive", "f-additive") and self._shows_messages(RGATConv)
+        if is_one:
+            added = self.w if self.mod == "additive" else value.new_ones(1)
+            terms["edge_value"] = added.expand(*source.shape, *value.shape[-2:])
         score = GATScore(self.negative_slope)
         out, alpha = unrecorded(
             self, **terms, value=value, graph=pairs, score=score, dropout=self.dropout, return_weights=True
@@ -405,13 +410,21 @@ class RGATConv(AttentionConv):
             if factor is not None:
                 messages = messages * factor.index_select(0, target)
             return self.aggr_module(messages, target, dim_size=num_targets, dim=-3), alpha
-        if more is not None:
+        if more is not None and not is_one:
             total = self._weighted_sum(value, pairs, more, is_recorded=False)
             out = out + (self.w * total if self.mod == "additive" else total)
         if within:
             shape, wide = (*out.shape[:-3], num_targets, *out.shape[-2:]), torch.promote_types(out.dtype, torch.float32)
             out = out.new_zeros(shape, dtype=wide).index_add(-3, of_target.node.flatten(), out.to(wide)).to(out.dtype)
         return (out if factor is None else out * factor), alpha
+
+    @fused
+    def message(self, x_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:  # noqa: UP045 - as PyG parses
+        """Weighted values of the sources, with what `mod` adds to the weights where that is `edge_value`."""
+        if edge_value is None:
+            return super().message(x_j, alpha, edge_value)
+        more = edge_value if self.mod == "additive" else edge_value * (alpha > 0).unsqueeze(-1)
+        return (alpha.unsqueeze(-1) + more) * x_j
 
     def _factor(self, target: Tensor, num_targets: int, dtype: torch.dtype) -> Tensor | None:
         """What `mod` multiplies the messages of each target by, `[N, 1, C or 1]`."""

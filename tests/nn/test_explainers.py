@@ -215,3 +215,49 @@ def test_the_message_is_as_pygs(name):
     assert signatures[0] == signatures[1]
     assert Inspector(layer).implements("message")
     assert list(Inspector(layer).get_params_from_method_call("propagate")) == ["x", "alpha"]
+
+
+LISTED = {
+    "RGATConv": lambda library, mod, mechanism: library.RGATConv(
+        F, 4, 3, heads=2, mod=mod, attention_mechanism=mechanism
+    ),
+    "FAConv": lambda library: library.FAConv(F, normalize=False),
+}
+
+
+class Typed(torch.nn.Module):
+    def __init__(self, library, name, *options):
+        super().__init__()
+        torch.manual_seed(12)
+        self.conv, self.lin = LISTED[name](library, *options), torch.nn.LazyLinear(CLASSES)
+        for parameter in self.conv.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, x, edge_index):
+        generator = torch.Generator().manual_seed(1)
+        types = torch.randint(3, (edge_index.size(1),), generator=generator)
+        given = (x, edge_index, types) if hasattr(self.conv, "num_relations") else (x, x, edge_index, types / 2)
+        return self.lin(self.conv(*given))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("FAConv",),
+        *(
+            ("RGATConv", mod, mechanism)
+            for mod in (None, "additive", "f-additive", "scaled", "f-scaled")
+            for mechanism in ("within-relation", "across-relation")
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("algorithm", [AttentionExplainer, lambda: GNNExplainer(epochs=5)], ids=["attention", "gnn"])
+def test_agrees_with_pygs_layers_whose_edges_differ(model, graph, algorithm):
+    models = [Typed(library, *model) for library in (nn, pyg)]
+    models[0](*graph), models[1](*graph)  # which makes the lazy layers
+    models[1].load_state_dict(models[0].state_dict())
+    found, expected = (explain(model, algorithm(), graph, edge_mask_type="object") for model in models)
+    assert found
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(models[0](*graph), models[1](*graph))
