@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,7 +56,6 @@ def read_dataset(
     page: str,
     fetch: Callable[[list[Path]], None],
     read: Callable[[], _Content],
-    sha256: Mapping[str, str],
 ) -> _Content:
     """Reads a data set that consists of the raw `files`, after downloading those that are missing.
 
@@ -70,18 +69,14 @@ def read_dataset(
         page: The web page from which a person can get the files.
         fetch: Downloads the given files, which are the missing ones.
         read: Reads the data set once all files are present.
-        sha256: The SHA-256 digests of files whose contents are verified first, by their names.
 
     Raises:
-        DatasetUnavailableError: If the files cannot be downloaded or read, or have other digests.
+        DatasetUnavailableError: If the files cannot be downloaded or read.
     """
     missing = [file for file in files if not file.exists()]
     try:
         if missing:
             fetch(missing)
-        for file in files:
-            if file.name in sha256:
-                _verify(name, file, sha256[file.name], page)
         try:
             return read()
         except Exception as error:
@@ -110,18 +105,6 @@ def read_dataset(
             f"the files of {name} under {files[0].parent.parent} cannot be read ({reason}): "
             f"delete that folder, get the files again from {page}, and load again."
         ) from error
-
-
-def _verify(name: str, file: Path, expected: str, page: str) -> None:
-    """Compares a file with its published digest: a truncated one may look like another data set."""
-    with file.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != expected:
-        raise DatasetUnavailableError(
-            f"{file} is not the published file of {name}: it has the SHA-256 digest {found}, but {expected} was "
-            f"expected. Delete {file.parent.parent}, get the files again from {page}, and load again; or, if this file "
-            "is your own, pass trust_files=True to gattn.datasets.load."
-        )
 
 
 def _remove_traces(folder: Path, missing: list[Path]) -> None:

@@ -93,8 +93,8 @@ def load(
         split: One of the splits above. (default: `"public"`)
         seed: Which of ten fixed splits to take (modulo ten), or the seed of a random split. (default: `0`)
         root: The folder of the data. (default: `None`, the folder that `data_root` returns)
-        trust_files: Whether files may run code while they are read, and differ from the published ones. Use it only for
-            files of your own that are refused without it. (default: `False`)
+        trust_files: Whether files may run code while they are read. Use it only for files of your own that are refused
+            without it. (default: `False`)
 
     Returns:
         PyG's `Data` with the boolean masks `train_mask`, `val_mask` and `test_mask` of shape `[N]`. For `ogbg-...`,

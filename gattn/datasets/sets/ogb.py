@@ -59,7 +59,7 @@ class OGB(GraphFamily):
             return dataset
 
         try:
-            dataset = read_dataset(name, root, files, page, fetch, read, {})
+            dataset = read_dataset(name, root, files, page, fetch, read)
         finally:
             _remove_empty(folder)
         if not is_node:
