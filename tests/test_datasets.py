@@ -835,6 +835,15 @@ class TestDownloads:
             for path in paths:
                 assert hashlib.sha256(path.read_bytes()).hexdigest() == family.sha256[path.name]
 
+    @pytest.mark.parametrize("lines", [0, 1, 5, 9])
+    def test_a_truncated_list_of_test_nodes_is_an_error(self, tmp_path, lines):
+        raw = tmp_path / "Cora" / "raw"
+        write_planetoid(raw, "cora")
+        file = raw / "ind.cora.test.index"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:lines]))
+        with pytest.raises(DatasetUnavailableError, match="get the files again"):
+            datasets.load("cora", root=tmp_path)
+
     def test_files_of_ones_own_need_no_digest(self, tmp_path):
         write_planetoid(tmp_path / "Cora" / "raw", "cora")
         assert datasets.load("cora", root=tmp_path).num_nodes == 600

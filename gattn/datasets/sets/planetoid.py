@@ -50,6 +50,8 @@ def _read_planetoid(folder: Path, name: str, trust_files: bool) -> Data:
     _, tx, allx, y, ty, ally = map(read, ("x", "tx", "allx", "y", "ty", "ally"))
     graph = read_pickle(folder / f"ind.{name}.graph", trust_files)
     test = read_txt_array(str(folder / f"ind.{name}.test.index"), dtype=torch.long)
+    if test.numel() != tx.size(0):  # a truncated file would give another data set
+        raise ValueError(f"ind.{name}.test.index lists {test.numel()} nodes, but ind.{name}.tx has {tx.size(0)}")
     in_order = test.sort()[0]
 
     if name == "citeseer":  # its files leave out isolated test nodes, whose features and labels become zeros
