@@ -134,15 +134,16 @@ def grouped(
 
 
 def _rows(pieces: list[tuple[int, int]], total: int) -> _Rows:
-    with torch.inference_mode(False), torch.device("cpu"):  # they are kept, and must serve training too
-        order = torch.cat([torch.arange(start, start + size) for start, size in pieces] or [torch.arange(0)])
+    with torch.inference_mode(False):  # they are kept, and must serve training too
+        ranges = [torch.arange(start, start + size, device="cpu") for start, size in pieces or [(0, 0)]]
+        order = torch.cat(ranges)
         ends = [0, *accumulate(size for _, size in pieces)]
         if ends[-1] == total and all(
             size == 0 or start == end for (start, size), end in zip(pieces, ends, strict=False)
         ):
             return _Rows(None, None, [])
-        inverse = torch.full((total,), order.numel())
-        inverse[order] = torch.arange(order.numel())
+        inverse = order.new_full((total,), order.numel())
+        inverse[order] = torch.arange(order.numel(), device="cpu")
         return _Rows(order, inverse, [])
 
 
