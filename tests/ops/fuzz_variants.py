@@ -56,9 +56,10 @@ def variant(draw: Draw, alter: Alter) -> None:
         tensors["edge"] = draw.grid(*rows[form]) / 4
     if form == "features":
         tensors["edge_projection"] = draw.grid(heads, *wide, 3) / 4
-    if draw.maybe(0.4):
+    # Off the grid: ties of edges, or differences of 1, are where sparse distributions jump or have no derivative.
+    if draw.maybe(0.4) or distribution in ("sparsemax", "entmax15", "top"):
         dead = draw.booleans(num_edges, heads, share=draw.choice((0.0, 0.3)))
-        tensors["bias"] = draw.grid(num_edges, heads).masked_fill(dead, -torch.inf)
+        tensors["bias"] = draw.normal(num_edges, heads).masked_fill(dead, -torch.inf)
     types, flow = draw.integers(num_types, num_edges), draw.choice(FLOWS)
     is_value = form != "none" and score != "gat" and draw.maybe(0.4)
     mask = draw.booleans(num_edges, share=0.8) if draw.maybe(0.3) else None
