@@ -56,6 +56,8 @@ def variant(draw: Draw, alter: Alter) -> None:
         tensors["edge"] = draw.grid(*rows[form]) / 4
     if form == "features":
         tensors["edge_projection"] = draw.grid(heads, *wide, 3) / 4
+    if score == "cosine":  # whose slope at zero is without bounds
+        tensors |= {name: tensors[name] + 1 / 256 for name in ("query", "key")}
     # Off the grid: ties of edges, or differences of 1, are where sparse distributions jump or have no derivative.
     if draw.maybe(0.4) or distribution in ("sparsemax", "entmax15", "top"):
         dead = draw.booleans(num_edges, heads, share=draw.choice((0.0, 0.3)))
