@@ -95,6 +95,32 @@ def test_agrees_with_pygs_layers(layer, graph, algorithm, options, flow):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])
+def test_graph_mask_where_targets_have_no_vectors(graph, mechanism):
+    """RGATConv's sources are pairs of a relation and a node."""
+
+    class RelationalNet(Net):
+        def forward(self, x, edge_index, edge_type):
+            for conv in self.convs:
+                x = conv(x, edge_index, edge_type).relu()
+            return x
+
+    model = RelationalNet(nn, "RGATConv", num_relations=3, attention_mechanism=mechanism)
+    explainer = Explainer(
+        model,
+        GraphMaskExplainer(2, epochs=3, log=False),
+        explanation_type="model",
+        model_config=CONFIG,
+        edge_mask_type="object",
+        node_mask_type="attributes",
+    )
+    x, edge_index = graph
+    explanation = explainer(x, edge_index, edge_type=torch.randint(3, edge_index.shape[1:]), index=2)
+    assert explanation.edge_mask.shape == edge_index.shape[1:]
+    assert explanation.edge_mask.isfinite().all()
+    assert model(x, edge_index, torch.zeros_like(edge_index[0])).isfinite().all()
+
+
 @pytest.mark.parametrize("method", CaptumExplainer.SUPPORTED_METHODS)
 def test_captum_agrees_with_pygs_layers(layer, graph, method):
     options = {"edge_mask_type": "object", "node_mask_type": "attributes"}

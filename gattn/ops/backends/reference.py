@@ -58,8 +58,10 @@ class Reference(Backend):
         return finish(call, edges, out, alpha, dropped, seed)
 
 
-def _target_vectors(call: Call, value: Tensor) -> Tensor | None:
-    """What explainers know targets by: vectors like those of the sources, where there are some."""
+def _target_vectors(call: Call, value: Tensor) -> Tensor:
+    """What explainers know targets by: vectors like those of the sources; zeros where there are none."""
     if call.query is not None and not call.score.scalar and call.query.shape[-2:] == value.shape[-2:]:
         return call.query
-    return value if value.size(-3) == call.num_targets else None
+    if value.size(-3) == call.num_targets:
+        return value
+    return value.new_zeros(*value.shape[:-3], call.num_targets, *value.shape[-2:])
