@@ -116,6 +116,20 @@ class TestAgainstTheReference:
         call = make_call(score, random_edge_index(9, 7, 200), 9, 7, value_channels=8, terms=("edge",), projected=5)
         compare(changed(call, tensors=call.tensors | {"edge_value": call.tensors["edge"]}))
 
+    def test_gradients_that_cancel_are_rounded_once(self):
+        """Of features that all edges of a target share, the softmax knows nothing; the edges' own gradients do not add
+        up to zero once they are rounded."""
+        edge_index = torch.stack([torch.arange(60), torch.zeros(60, dtype=torch.long)])
+        call = make_call("dot", edge_index, 60, 1, dtype=torch.bfloat16, terms=("edge", "edge_value"), projected=2)
+        call.tensors["edge"] = call.tensors["edge"][:1].repeat(60, 1)
+        compare(call)
+        tensors = {**call.tensors, "edge": torch.ones(70, *call.tensors["key"].shape[1:], dtype=torch.bfloat16)}
+        del tensors["edge_projection"], tensors["edge_value"]
+        leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}  # more types than edges
+        out = attend(graph=call.graph, edge_type=torch.arange(60) % 2, **leaves)
+        (grad,) = torch.autograd.grad(out.float().square().sum(), leaves["edge"])
+        assert grad.sum(0).abs().max() < 1e-4
+
     @pytest.mark.parametrize("score", SCORES)
     @pytest.mark.parametrize("wanted", ["vector", "edge", "edge_projection"])
     def test_one_gradient_of_projected_edges_alone(self, score, wanted):

@@ -29,6 +29,9 @@ class KernelBackend(Backend):
 
     operator: ClassVar[AttentionOperator]
 
+    #: Whether vectors of edges that PyTorch makes from features or types are in the type that is computed in.
+    widens_edges: ClassVar[bool] = False
+
     #: `layout_of(edge_index, num_sources, num_targets, self_loops, flow)` has the number of edges, `num_edges`.
     layout_of: ClassVar[Callable[..., Any]]
 
@@ -92,10 +95,11 @@ class KernelBackend(Backend):
 
     def _run(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Output and weights of a call of what kernels know, bias and mask per edge."""
-        if not self.projects_edges(call):
-            call = call.with_edges()
-        # A batch's gradients of the vectors that it shares are summed before they are rounded.
-        return self.operator(call.cast(call.compute if call.shares_vectors_of_edges else call.dtype), edges, seed)
+        projects = self.projects_edges(call)
+        # Gradients that PyTorch sums over a batch, or over all edges, are summed before they are rounded.
+        is_summed = call.shares_vectors_of_edges or (self.widens_edges and not projects)
+        call = call.cast(call.compute if is_summed else call.dtype)
+        return self.operator(call if projects else call.with_edges(), edges, seed)
 
     def _num_edges(self, call: Call, edges: EdgeList) -> int | None:
         if edges.num_edges is None and call.has_edge_terms and not is_traced():

@@ -43,6 +43,7 @@ class Cpu(KernelBackend):
 
     name = "cpu"
     devices = ("cpu",)
+    widens_edges = True
     layout_of = staticmethod(layout_of)
 
     def knows(self, family: Family | None) -> bool:
