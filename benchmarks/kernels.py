@@ -11,17 +11,19 @@ On the CPU, everything is measured twice: under glibc's allocator as it comes (`
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import itertools
 import platform
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch_geometric.utils import remove_self_loops
 
 import gattn
+from benchmarks import kernel_compiled
 from benchmarks.framework import measuring
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import measured
@@ -44,10 +46,11 @@ from benchmarks.kernel_cases import (
     Shape,
     import_dgl,
 )
+from benchmarks.kernel_compiled import ARCHITECTURES, Compilation, compilations, compiled
 from benchmarks.kernel_reports import Report, draw_roofline, draw_speedup, notes
 
 
-class Kernels(Benchmark[Case]):
+class Kernels(Benchmark[Case | Compilation]):
     """Measures each peer on each shape."""
 
     name = "kernels"
@@ -76,13 +79,24 @@ class Kernels(Benchmark[Case]):
         add("--timeout", type=seconds, default=1200.0, help=text)
         text = "folder of results, table and picture (%(default)s)"
         add("--out", type=folder, default=Path("runs/kernels"), help=text)
+        text = (
+            "compile the GPU kernels and report what came out, which needs no GPU; all other options of time are void"
+        )
+        add("--compile-only", action="store_true", help=text)
+        text = "with --compile-only: compute capabilities (default: all)"
+        add("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=ARCHITECTURES, help=text)
         text = "under a minute: where nothing else is said, Cora's shape, a small graph, few repeats, no compiled PyG"
         add("--quick", action="store_true", help=text)
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         """Fills in the defaults of `--quick`, and finds the shapes."""
-        if options.device == "cuda" and not torch.cuda.is_available():
+        if options.compile_only:
+            if options.device != "cuda":
+                parser.error("--compile-only is for --device cuda: the CPU kernels are compiled already")
+            if importlib.util.find_spec("triton") is None:
+                parser.error("--compile-only needs Triton, which is not installed")
+        elif options.device == "cuda" and not torch.cuda.is_available():
             parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, and finds none\n")
         if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
             if options.allocator in ("both", "kept"):
@@ -128,9 +142,13 @@ class Kernels(Benchmark[Case]):
             found.append(shape)
         return found
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> Sequence[Case | Compilation]:
         """All measurements; those that share a reference follow each other, and of these, those with one allocator."""
-        options, peers, cases = self.options, self.find_peers(), []
+        options = self.options
+        if options.compile_only:
+            return compilations(options)
+        peers = self.find_peers()
+        cases: list[Case] = []
         fixed = (options.threads, options.repeats, options.seconds, options.device)
         allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
         for shape in self.find_shapes():
@@ -151,12 +169,17 @@ class Kernels(Benchmark[Case]):
             raise BenchmarkError(f"nothing can be measured: {reasons or 'these peers take no part in these shapes'}")
         return cases
 
-    def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
-        """Measures."""
-        return measured(cases, self.options.timeout)
+    def run(self, cases: Sequence[Any]) -> Generator[Message[Any], None, None]:
+        """Measures, or compiles."""
+        return compiled(cases) if self.options.compile_only else measured(cases, self.options.timeout)
 
-    def report(self, rows: dict[Case, Row]) -> None:
+    def report(self, rows: dict[Any, Row]) -> None:
         """The tables, of which a terminal shows a part, and the picture."""
+        if self.options.compile_only:
+            return kernel_compiled.report(self, rows)
+        return self._report(rows)
+
+    def _report(self, rows: dict[Case, Row]) -> None:
         report = Report(rows)
         device = "GPU" if any(case.device != "cpu" for case in rows) else "CPU"
         lines, remarks = report.lines(), notes(list(rows.values()), self.skipped)

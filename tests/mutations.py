@@ -329,12 +329,12 @@ MUTATIONS = [
     Mutation(
         "all of a batch drop the same, backward",
         TRITON,
-        "n = («batch * num_edges + e → e».to(tl.int64)[:, None]) * HEADS + h[None]\n            is_kept",
+        "n = («batch * num_edges + e → e».to(tl.int64)[:, None]) * HEADS + h[None]\n                is_kept",
     ),
     Mutation(
         "one tensor as both edge terms, one gradient",
         TRITON,
-        "if «EDGE_IS_VALUE → EDGE_IS_VALUE and not EDGE_IS_VALUE»:",
+        "if «EDGE_IS_VALUE → EDGE_IS_VALUE and not EDGE_IS_VALUE»:\n                t += u",
     ),
     Mutation(
         "the vector's gradient forgets the slope",

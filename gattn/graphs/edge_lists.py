@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,55 @@ INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 _MOST_KEPT = 8
 
 
+_Value = TypeVar("_Value")
+
+
+class OnStream(Generic[_Value]):
+    """A value that one stream makes and others may read: they wait for it, and its memory for them.
+
+    Args:
+        value: The value, just made: a tensor, a tuple of values, or an object whose `tensors()` says what it holds.
+        tensor: A tensor of the device on which it was made.
+    """
+
+    def __init__(self, value: _Value, tensor: Tensor):
+        self._value = value
+        self._stream: Any = None
+        if _is_on_gpu(tensor) and not is_capturing(tensor):
+            self._stream = torch.cuda.current_stream(tensor.device)
+            self._made = self._stream.record_event()
+
+    def get(self) -> _Value:
+        """The value, for the current stream."""
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(self._stream.device)
+            # A graph is captured after the device was waited for, and may not wait for what came before it.
+            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+                stream.wait_event(self._made)
+                for tensor in _tensors(self._value):
+                    tensor.record_stream(stream)
+        return self._value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif hasattr(value, "tensors"):
+        yield from value.tensors()
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether work on a tensor's device is recorded to a CUDA graph, so that nothing may wait for it."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class _Kept:
     """What was derived from one tensor: `{key: (its state, its memory, value)}`, the most recently used last.
 
@@ -32,18 +81,23 @@ class _Kept:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.entries: dict[Hashable, tuple[Hashable, Any, Any]] = {}
+        self.entries: dict[Hashable, tuple[Hashable, Any, OnStream[Any]]] = {}
 
     def get(self, tensor: Tensor, key: Hashable, state: Hashable, derive: Callable[[], Any]) -> Any:
         with self.lock:  # so that threads that share a graph derive from it once
             entry = self.entries.pop(key, None)
             if entry is None or entry[0] != state:
                 with torch.inference_mode(False):  # what is kept must serve training too
-                    entry = state, _memory(tensor), derive()
+                    entry = state, _memory(tensor), OnStream(derive(), tensor)
             self.entries[key] = entry
             if len(self.entries) > _MOST_KEPT:
                 del self.entries[next(iter(self.entries))]
-        return entry[2]
+        return entry[2].get()
+
+    def find(self, tensor: Tensor, key: Hashable, state: Hashable) -> Any:
+        with self.lock:
+            entry = self.entries.get(key)
+        return None if entry is None or entry[0] != state else entry[2].get()
 
 
 def _forget() -> None:
@@ -80,6 +134,12 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
         if kept is None:
             kept = _cache[edge_index] = _Kept()
     return kept.get(edge_index, key, state, derive)
+
+
+def already_derived(edge_index: Tensor, key: Hashable) -> Any:
+    """What `derived` keeps; `None` if there is nothing of the tensor as it is."""
+    kept = _cache.get(edge_index) if _is_ours_to_keep(edge_index) else None  # type: ignore[no-untyped-call]
+    return None if kept is None else kept.find(edge_index, key, _state(edge_index))
 
 
 def derived_tensors(

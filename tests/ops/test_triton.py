@@ -1,5 +1,6 @@
 """The GPU kernels against the reference in float64: in Triton's interpreter, or on a GPU with `--device cuda`."""
 
+import contextlib
 import itertools
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 import gattn
 import gattn.ops.backends.triton as kernels
 from gattn import AdditiveScore, CompleteGraph, DotScore, SparseGraph, attend
+from gattn.graphs import FLOWS, edge_lists
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.ops import dropout
 from gattn.ops.backends.cpu import native
@@ -312,7 +314,7 @@ class TestLayout:
         if self_loops:
             index = add_self_loops(remove_self_loops(index)[0], num_nodes=min(sources, targets))[0]
         assert layout.num_edges == index.size(1)
-        assert torch.equal(layout.target.long(), index[1])
+        assert torch.equal(layout.target(), index[1])
         for rows, end, count in ((layout.by_target, 1, targets), (layout.by_source, 0, sources)):
             seen, slots, lengths = [], {}, []
             for row, first, last, slot in rows.tasks.t().tolist():
@@ -336,7 +338,9 @@ class TestLayout:
             assert all(first == last for row, first, last in rows.split.t().tolist() if row < 0)
             used = list(itertools.chain.from_iterable(slots.values()))
             assert sorted(used) == list(range(len(used)))
-            assert len(used) <= rows.num_slots
+            assert len(used) == rows.num_slots
+            assert len(lengths) == rows.tasks.size(1)
+            assert len(slots) == rows.split.size(1)
 
     def test_it_is_made_once(self):
         index = random_edge_index(5, 5, 9)
@@ -350,14 +354,187 @@ class TestLayout:
     def test_it_holds_no_view_of_the_graph(self, dtype):
         index = random_edge_index(5, 5, 9).to(dtype)
         layout = Layout(index, 5, 5, False, "source_to_target")
-        held = [layout.by_target, layout.by_source, layout]
-        tensors = [value for holder in held for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+        tensors = [*layout.tensors(), *layout.by_source.tensors()]
         assert len(tensors) > 6
         assert all(t.untyped_storage().data_ptr() != index.untyped_storage().data_ptr() for t in tensors)
 
     def test_too_many_nodes(self):
         with pytest.raises(ValueError, match="too many nodes"):
             Layout(torch.empty(2, 0, dtype=torch.long), 2**31, 1, False, "source_to_target")
+
+    @pytest.mark.parametrize("self_loops", [False, True])
+    def test_sixteen_bytes_an_edge(self, self_loops):
+        """And 20 a row; a long row adds 16 for each of its tasks."""
+        nodes, edges = 100, 4000
+        index = torch.stack([torch.arange(edges) % nodes, torch.arange(edges) // 40])
+        layout = Layout(index, nodes, nodes, self_loops, "source_to_target")
+        used = [sum(t.nbytes for t in rows.tensors()) for rows in (layout.by_target, layout.by_source)]
+        tasks = layout.by_target.tasks.size(1) + layout.by_source.tasks.size(1)
+        split = layout.by_target.split.size(1) + layout.by_source.split.size(1)
+        assert sum(used) <= 16 * layout.num_edges + 8 * (nodes + 1) + 16 * tasks + 12 * split
+        held = [value for value in vars(layout).values() if isinstance(value, torch.Tensor)]
+        assert held == []
+
+    def test_no_sums_are_kept_for_long_rows_that_are_not_there(self, monkeypatch):
+        monkeypatch.setattr(layout_module, "LONG_ROW", 128)
+        index = random_edge_index(50, 50, 2000)
+        for layout in (Layout(index, 50, 50, False, FLOWS[0]), Layout(index, 50, 50, True, FLOWS[1])):
+            rows = layout.by_source
+            assert layout.by_target.num_slots == 0
+            assert rows.num_slots == rows.split.size(1) == 0
+            assert rows.tasks.size(1) == 50
+
+
+class Stream:
+    """A stand-in for a GPU's stream, which writes down who waits for what."""
+
+    device = "cuda:0"
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def record_event(self):
+        self.log.append(("made on", self.name))
+        return self.name
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for", event))
+
+
+class TestStreams:
+    @pytest.fixture
+    def log(self):
+        return []
+
+    @pytest.fixture
+    def switch(self, log, monkeypatch):
+        """Switches to another stream."""
+        current = [None]
+        monkeypatch.setattr(edge_lists, "_is_on_gpu", lambda tensor: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        record = lambda tensor, stream: log.append((stream.name, "uses", tensor.data_ptr()))  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, "record_stream", record)
+
+        def switch(stream):
+            current[0] = stream
+
+        return switch
+
+    def test_a_layout_is_waited_for(self, log, switch):
+        first, second = Stream("first", log), Stream("second", log)
+        index = random_edge_index(5, 5, 9)
+
+        def layout():
+            return layout_of(index, 5, 5, False, "source_to_target")
+
+        switch(first)
+        made = layout()
+        assert log == [("made on", "first")]
+        layout()
+        assert len(log) == 1
+        switch(second)
+        assert layout() is made
+        used = {("second", "uses", tensor.data_ptr()) for tensor in made.by_target.tensors()}
+        assert log[1] == ("second", "waits for", "first")
+        assert set(log[2:]) == used
+        log.clear()
+        rows = made.by_source
+        assert log == [("made on", "second")]
+        switch(first)
+        assert made.by_source is rows
+        assert log[1] == ("first", "waits for", "second")
+        assert set(log[2:]) == {("first", "uses", tensor.data_ptr()) for tensor in rows.tensors()}
+
+    def test_self_loops_are_waited_for(self, log, switch):
+        first, second = Stream("first", log), Stream("second", log)
+        index = random_edge_index(5, 5, 9)
+        for stream in (first, second):
+            switch(stream)
+            looped = edge_lists.looped(index, 5, 5, "source_to_target")
+        assert log == [("made on", "first"), ("second", "waits for", "first"), ("second", "uses", looped.data_ptr())]
+
+    def test_kernels_run_on_the_device_of_their_tensors(self, monkeypatch):
+        inside, runs = [], []
+
+        @contextlib.contextmanager
+        def device_of(tensor):
+            inside.append(tensor.shape)
+            yield
+            inside.pop()
+
+        run = kernels.run
+        monkeypatch.setattr(torch.cuda, "device_of", device_of)
+        monkeypatch.setattr(kernels, "run", lambda *arguments: (runs.append(list(inside)), run(*arguments)))
+        make_call("dot", random_edge_index(5, 5, 20, hub=0.6), 5, 5, channels=2, value_channels=2).results("triton")
+        assert len(runs) >= 5
+        assert all(len(tensors) == 1 for tensors in runs)
+
+
+class TestCapture:
+    """CUDA graphs, by a stand-in: nothing may wait for the device, so no number may be read."""
+
+    @pytest.fixture
+    def capture(self, monkeypatch):
+        def refuse(tensor, *args):
+            raise AssertionError("a number was read")
+
+        @contextlib.contextmanager
+        def capture():
+            with monkeypatch.context() as patch:
+                patch.setattr(layout_module, "is_capturing", lambda tensor: True)
+                for name in ("item", "tolist", "__int__", "__bool__", "__float__", "nonzero"):
+                    patch.setattr(torch.Tensor, name, refuse)
+                yield
+
+        return capture
+
+    @staticmethod
+    def call(self_loops, **options):
+        edges = random_edge_index(6, 6, 30, hub=0.5)
+        graph = SparseGraph(edges, num_sources=6, num_targets=6, self_loops=self_loops)
+        options = {"heads": 2, "channels": 3, "value_channels": 2, "terms": (), **options}
+        call = make_call("leaky_relu", edges, 6, 6, graph=graph, **options)
+        leaves = {name: tensor.requires_grad_() for name, tensor in call.tensors.items()}
+
+        def run(weights=False):
+            score = AdditiveScore(leaves["vector"])
+            tensors = {name: tensor for name, tensor in leaves.items() if name != "vector"}
+            out = attend(
+                graph=graph,
+                score=score,
+                dropout=0.4,
+                training=True,
+                return_weights=weights,
+                backend="triton",
+                **tensors,
+            )
+            out, alpha = out if weights else (out, torch.zeros(()))
+            loss = (out * out).sum() + (alpha * alpha).sum()
+            return [out, alpha, *torch.autograd.grad(loss, list(leaves.values()))]
+
+        return run
+
+    @pytest.mark.parametrize("self_loops", [False, True])
+    @pytest.mark.parametrize("batch", [(), (2,)])
+    def test_forward_and_backward(self, self_loops, batch, capture, monkeypatch):
+        """Of a batch, edges are told apart by their number, which the device alone knows."""
+        monkeypatch.setattr("gattn.ops.backends.base.draw_seed", lambda device: torch.tensor(12345))
+        run = self.call(self_loops, batch=batch)
+        expected = run()
+        with capture():
+            found = run()
+        torch.testing.assert_close(found, expected)
+
+    def test_weights_of_a_graph_with_self_loops(self, capture, monkeypatch):
+        monkeypatch.setattr("gattn.ops.backends.base.draw_seed", lambda device: torch.tensor(12345))
+        run = self.call(True)
+        with capture(), pytest.raises(RuntimeError, match="call the same with the same edge_index once before"):
+            run(weights=True)
+        expected = run(weights=True)
+        with capture():
+            found = run(weights=True)
+        torch.testing.assert_close(found, expected)
 
 
 class TestMemory:
@@ -415,6 +592,27 @@ class TestMemory:
         call.results("triton")
         assert len(sizes) > 9
         assert max(sizes) < edges * 2 * channels / 2
+
+    @pytest.mark.parametrize("degree", [4, 40])
+    def test_buffers_do_not_grow_with_edges(self, degree, monkeypatch):
+        """But for the gradients of logits, if there are no long rows: so of GATv2's vector, too."""
+        sizes = []
+        monkeypatch.setattr(layout_module, "LONG_ROW", 128)
+        monkeypatch.setattr(kernels, "_MOST_PROGRAMS", 3)
+        nodes, heads, channels = 40, 2, 8
+        edge_index = torch.stack([torch.arange(nodes * degree) % nodes, torch.arange(nodes * degree) // degree])
+        options = {"heads": heads, "channels": channels, "value_channels": channels, "terms": (), "weights": False}
+        call = make_call("leaky_relu", edge_index, nodes, nodes, **options)
+        empty = kernels._Launches.empty
+        monkeypatch.setattr(
+            kernels._Launches, "empty", lambda *args, **kw: sizes.append(args[1:]) or empty(*args, **kw)
+        )
+        compare(call, "triton")
+        edges = edge_index.size(1)
+        assert [size for size in sizes if math.prod(size) > nodes * heads * channels] == [(1, edges, heads)] * (
+            degree > 8
+        )
+        assert (3, heads, channels) in sizes
 
     def test_no_atomics(self):
         source = Path(layout_module.__file__).with_name("kernels.py").read_text()

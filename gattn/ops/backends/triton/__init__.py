@@ -21,10 +21,35 @@ from gattn.ops.operator import AttentionOperator, Inputs
 from gattn.scores import Family
 
 _WIDTH = 256
-"""This many heads × channels belong to one program; more where a single head has more."""
+"""This many heads × channels belong to one program; more where a single head has more.
+
+A program is one warp, which has no barriers to wait at.
+"""
+
+_LOADED = 512
+"""This many bytes a warp loads at a time, 16 for each thread: from several tasks where rows are shorter.
+
+More would take registers from other warps. The degrees of a graph make no difference, as tasks are sorted by length.
+"""
+
+_LOOSE_WIDTH = 64
+"""This many numbers where rows do not begin at multiples of 16 bytes: threads load single ones, and the compiler would
+move more of them between layouts through shared memory."""
+
+_WARP_WIDTH = 512
+"""Heads of more channels than this take several warps."""
+
+_MOST_PROGRAMS = 4096
+"""Sums over all edges are made of this many parts at most: more than a GPU has room for at once."""
 
 _PARTS = 16
 """This many partial sums are added at a time."""
+
+_COMBINING_WARPS = 4
+"""Of a program that adds up partial sums."""
+
+_WIDEST_LOAD = 16
+"""Rows that are multiples of this many numbers can be loaded as wide as it gets, 16 bytes, in any type."""
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on the CPU: slow, and good for tests."""
@@ -89,8 +114,11 @@ class _Launches:
         self.group = self.heads // max(key.size(-2), 1)
         self.channels, self.value_channels = key.size(-1), values.size(-1)
         self.dtype, self.compute, self.device = values.dtype, compute_dtype(values.dtype), values.device
-        #: E, as far as it is needed to tell a batch's elements apart.
-        self.num_edges = layout.num_edges if self.batch > 1 and inputs.seed is not None else 0
+        #: E, as far as it is needed to tell a batch's elements apart and not left to the device.
+        self.num_edges = 0
+        counts = self.batch > 1 and inputs.seed is not None
+        if counts and layout.edge_count is None:
+            self.num_edges = layout.num_edges
         self.key_is_value, self.edge_is_value = inputs.value is None, inputs.edge_is_value
         self.num_sources, self.num_targets = inputs.num_sources, inputs.num_targets
 
@@ -99,18 +127,27 @@ class _Launches:
             "vector": None if inputs.vector is None else inputs.vector.contiguous(),
             "sink": None if inputs.sink is None else inputs.sink.contiguous(),
             "seed": inputs.seed,
+            "edge_count": layout.edge_count if counts else None,
             "threshold": int(dropout * 2**32),
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
         }
         for name, tensor in (("query", query), ("key", key), ("value", values)):
             tensor = None if tensor is None else dense_rows(tensor, 2)
             self.inputs[name] = tensor
-            self.inputs[f"{name}_batch"], self.inputs[f"{name}_row"] = (0, 0) if tensor is None else tensor.stride()[:2]
-        edge_value = inputs.edge if inputs.edge_is_value else inputs.edge_value
-        for name, tensor, inner in (("edge", inputs.edge, 2), ("bias", inputs.bias, 1), ("edge_value", edge_value, 2)):
+            batch, row = (0, 0) if tensor is None else tensor.stride()[:2]
+            if tensor is not None and tensor.size(1) == 1:
+                row = tensor.size(2) * tensor.size(3)  # as of other graphs: a single row may have any stride
+            if self.batch == 1:
+                batch = 0
+            unit = math.gcd(_WIDEST_LOAD, batch, row)
+            self.inputs[f"{name}_batch"], self.inputs[f"{name}_row"] = batch // unit, row // unit
+            self.inputs[f"{name.upper()}_UNIT"] = unit
+        for name, inner in (("edge", 2), ("bias", 1), ("edge_value", 2)):
+            tensor = getattr(inputs, name)
             tensor = None if tensor is None else flat(tensor, inner).contiguous()
             self.inputs[name] = tensor
-            self.inputs[f"{name}_batch"] = 0 if tensor is None or tensor.size(0) == 1 else tensor.stride(0)
+            #: By how many edges a batch's elements lie apart.
+            self.inputs[f"{name}_batch"] = 0 if tensor is None or tensor.size(0) == 1 else tensor.size(1)
         mask = None if inputs.mask is None else flat(inputs.mask, 1).view(torch.uint8)
         self.inputs["mask"] = mask
         for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
@@ -120,7 +157,7 @@ class _Launches:
         self.num_terms = next(
             (
                 term.size(-inner)
-                for term, inner in ((inputs.edge, 3), (inputs.bias, 2), (edge_value, 3))
+                for term, inner in ((inputs.edge, 3), (inputs.bias, 2), (inputs.edge_value, 3))
                 if term is not None
             ),
             layout.most_edges,
@@ -140,9 +177,11 @@ class _Launches:
             "SOFTCAP": first if self.is_softmax else 0.0,
             "HEADS": self.heads,
             "GROUP": self.group,
+            "KEY_IS_VALUE": self.key_is_value,
+            "EDGE_IS_VALUE": self.edge_is_value,
             "CHANNELS": self.channels,
             "VALUE_CHANNELS": self.value_channels,
-            **_blocks(self.heads, self.channels, self.value_channels),
+            **_blocks(self.heads, self.channels, self.value_channels, self.dtype),
             "COMPUTE": _triton_type(self.compute),
         }
 
@@ -157,19 +196,26 @@ class _Launches:
         """Weights of logits, but for the scale of each target."""
         if self.is_softmax:
             return logits.sub_(maximum).exp_()
-        return from_law(Law(self.distribution, (0.0, 0.0))).weights(logits, self.layout.target, self.num_targets, 1)
+        return from_law(Law(self.distribution, (0.0, 0.0))).weights(logits, self.layout.target(), self.num_targets, 1)
 
     def unflat(self, tensor: Tensor) -> Tensor:
         """With the batch dimensions that were given."""
         return tensor.view(*self.front, *tensor.shape[1:])
 
-    def launch(self, name: str, rows: Rows, **arguments: Any) -> None:
-        """Runs a kernel over the tasks of `rows`; inputs that it takes are there already."""
-        kernels = _kernels()
-        kernel = getattr(kernels, name)
+    def num_blocks(self, rows: Rows, block: int) -> int:
+        """How many blocks of tasks all rows have."""
+        return -(-rows.tasks.size(1) // block) * self.batch
+
+    def launch(self, name: str, rows: Rows, *, programs: int | None = None, **arguments: Any) -> None:
+        """Runs a kernel over the tasks of `rows`; inputs that it takes are there already.
+
+        Args:
+            name: Its name.
+            rows: What it goes through.
+            programs: How many programs share the blocks of tasks. (default: `None`, one for each)
+            **arguments: What it takes beside or instead of them.
+        """
         num_tasks = rows.tasks.size(1)
-        if num_tasks * self.batch * self.heads == 0:
-            return
         arguments = {
             **self.inputs,
             **self.constants,
@@ -184,15 +230,17 @@ class _Launches:
             "num_slots": rows.num_slots,
             **arguments,
         }
+        blocks = arguments["num_blocks"] = self.num_blocks(rows, arguments["BLOCK_R"])
         heads = -(-self.heads // arguments["BLOCK_H"])
+        kernel = getattr(_kernels(), name)
+        given = {name: arguments[name] for name in kernel.arg_names}
+        run(kernel, (blocks if programs is None else programs, heads), arguments["num_warps"], given)
 
-        def grid(meta: dict[str, Any]) -> tuple[int, int]:
-            return -(-num_tasks // meta["BLOCK_R"]) * self.batch, heads
+    def backward_by_source(self, tensors: dict[str, Tensor], given: dict[str, Any]) -> dict[str, Tensor]:
+        """Gradients of those of the inputs `tensors` that sources and edges have, of the vector, and `"logits"`.
 
-        kernel[grid](**{name: arguments[name] for name in kernel.arg_names if name in arguments})
-
-    def backward_by_source(self, tensors: dict[str, Tensor], given: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        """Gradients of those of the inputs `tensors` that sources and edges have, of the vector, and of the logits."""
+        These are gradients of logits, or, of a scalar score, each edge's part of the query's where that will do.
+        """
         rows, grads = self.layout.by_source, {}
         channels = {"key": self.channels, "value": self.value_channels}
         for name in (name for name in channels if name in tensors):
@@ -206,19 +254,18 @@ class _Launches:
                 grads[name] = self.empty(self.batch, self.num_terms, self.heads, width, dtype=dtype)
         if "query" in tensors or "bias" in tensors:
             grads["logits"] = self.empty(self.batch, self.num_terms, self.heads)
+        programs = self.num_blocks(rows, self.constants["BLOCK_R"])
         if "vector" in tensors:
-            width = self.constants["BLOCK_H"] * max(self.constants["BLOCK_C"], self.constants["BLOCK_V"])
-            fewest = min(config.kwargs["BLOCK_R"] for config in _kernels().fitting(width))
-            programs = -(-rows.tasks.size(1) // fewest) * self.batch
-            grads["vector"] = self.empty(programs, self.heads, self.channels).zero_()
+            programs = min(programs, _MOST_PROGRAMS)
+            grads["vector"] = self.empty(programs, self.heads, self.channels)
         self.launch(
             "backward_by_source",
             rows,
             **given,
             **{f"grad_{name}": grads.get(name) for name in ("key", "value", "vector", "logits", "edge", "edge_value")},
             **{f"partial_{name}": partial.get(name) for name in channels},
-            KEY_IS_VALUE=self.key_is_value,
-            EDGE_IS_VALUE=self.edge_is_value,
+            STORES_BY_QUERY=self.stores_by_query(tensors),
+            programs=programs,
         )
         for name, sums in partial.items():
             self.add_partial(rows, sums, grads[name])
@@ -226,15 +273,22 @@ class _Launches:
             grads["vector"] = grads["vector"].sum(0)
         return grads
 
-    def backward_by_target(self, grad_logits: Tensor, query: Tensor) -> Tensor:
-        """The gradient of the query."""
-        return self._sum_over_rows(grad_logits, self.num_terms, _stored(query.dtype), {}, self.channels)
+    def stores_by_query(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether gradients of the query are sums of numbers that the pass by source has."""
+        return self.channels == 1 and "query" in tensors and "bias" not in tensors
 
-    def sum_by_target(self, terms: Tensor) -> Tensor:
-        """Sums of `[B, E, H]` over each target's edges."""
+    def backward_by_target(self, grad_logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        """The gradient of the query, from what `backward_by_source` calls `"logits"`."""
+        dtype = _stored(tensors["query"].dtype)
+        if self.stores_by_query(tensors):
+            return self.sum_by_target(grad_logits, dtype)
+        return self._sum_over_rows(grad_logits, self.num_terms, dtype, {}, self.channels)
+
+    def sum_by_target(self, terms: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums of `[B, E, H]` over each target's edges, `[B, N, H, 1]`."""
         without_score = {"SCORE": _kernels().FAMILIES["sum"][0], "CONSTANTS": (), "CHANNELS": 1}
         without_score.update(query=None, key=None, vector=None, edge=None)
-        return self._sum_over_rows(terms, terms.size(1), self.compute, without_score, 1).squeeze(-1)
+        return self._sum_over_rows(terms, terms.size(1), dtype, without_score, 1)
 
     def _sum_over_rows(
         self, terms: Tensor, num_terms: int, dtype: torch.dtype, changes: dict[str, Any], channels: int
@@ -242,7 +296,7 @@ class _Launches:
         rows = self.layout.by_target
         result = self.empty(self.batch, self.num_targets, self.heads, channels, dtype=dtype)
         partial = self.partial(rows, channels)
-        changes = {**changes, **_blocks(self.heads, channels, 0), "num_terms": num_terms}
+        changes = {**changes, **_blocks(self.heads, channels, 0, self.dtype), "num_terms": num_terms}
         self.launch("backward_by_target", rows, grad_logits=terms, grad_query=result, partial=partial, **changes)
         self.add_partial(rows, partial, result)
         return result
@@ -258,46 +312,52 @@ class _Launches:
 
     def combine(self, rows: Rows, **results: Tensor | None) -> None:
         """Makes the results of targets of several tasks out of what the tasks left."""
-        num_split = rows.split.size(1)
-        if num_split * self.batch * self.heads == 0:
-            return
-        constants = self.constants
-        _kernels().combine[(num_split * self.batch, -(-self.heads // constants["BLOCK_H"]))](
-            rows.split,
-            self.inputs["sink"],
+        constants, num_split = self.constants, rows.split.size(1)
+        grid = num_split * self.batch, -(-self.heads // constants["BLOCK_H"])
+        arguments = {
+            "split": rows.split,
+            "sink": self.inputs["sink"],
             **results,
-            NORMALIZED=self.is_normalized,
-            EPSILON=constants["EPSILON"],
-            num_split=num_split,
-            num_slots=rows.num_slots,
-            num_targets=self.num_targets,
-            HEADS=self.heads,
-            CHANNELS=self.value_channels,
-            BLOCK_P=_PARTS,
-            BLOCK_H=constants["BLOCK_H"],
-            BLOCK_C=constants["BLOCK_V"],
-            COMPUTE=constants["COMPUTE"],
-        )
+            "num_split": num_split,
+            "num_slots": rows.num_slots,
+            "num_targets": self.num_targets,
+            **{name: constants[name] for name in ("NORMALIZED", "EPSILON", "HEADS", "BLOCK_H", "COMPUTE")},
+            "CHANNELS": self.value_channels,
+            "BLOCK_P": _PARTS,
+            "BLOCK_C": constants["BLOCK_V"],
+        }
+        run(_kernels().combine, grid, _COMBINING_WARPS, arguments)
 
     def add_partial(self, rows: Rows, partial: Tensor, out: Tensor) -> None:
         """Adds up what tasks of the same row left."""
-        num_split = rows.split.size(1)
-        width = self.heads * out.size(-1)
-        if num_split * self.batch * width == 0:
-            return
+        num_split, width = rows.split.size(1), self.heads * out.size(-1)
         block = min(_power_of_two(width), 128)
-        _kernels().add_partial[(num_split * self.batch, -(-width // block))](
-            rows.split,
-            partial,
-            out,
-            num_split,
-            rows.num_slots,
-            out.size(1),
-            width,
-            BLOCK_P=_PARTS,
-            BLOCK_C=block,
-            COMPUTE=self.constants["COMPUTE"],
-        )
+        arguments = {
+            "split": rows.split,
+            "partial": partial,
+            "out": out,
+            "num_split": num_split,
+            "num_slots": rows.num_slots,
+            "num_rows": out.size(1),
+            "WIDTH": width,
+            "BLOCK_P": _PARTS,
+            "BLOCK_C": block,
+            "COMPUTE": self.constants["COMPUTE"],
+        }
+        run(_kernels().add_partial, (num_split * self.batch, -(-width // block)), _COMBINING_WARPS, arguments)
+
+
+def run(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any]) -> None:
+    """Runs a kernel: all launches come by here.
+
+    Args:
+        kernel: It.
+        grid: How many programs there are, of which none may be.
+        warps: How many warps each has.
+        arguments: What it takes, by name.
+    """
+    if min(grid) > 0:
+        kernel[grid](**arguments, num_warps=warps)
 
 
 def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -322,12 +382,18 @@ def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
             logits = call.empty(call.batch, call.num_edges, heads)
         partial = call.partial(rows, channels)
         partial_stats = call.empty(call.batch, rows.num_slots, 2, heads)
-        results = {"out": out, "wide": unrounded, "stats": stats, "partial": partial, "partial_stats": partial_stats}
+        results: dict[str, Any] = {
+            "out": out,
+            "wide": unrounded,
+            "stats": stats,
+            "partial": partial,
+            "partial_stats": partial_stats,
+        }
         call.launch("forward", rows, logits=logits, **results)
         call.combine(rows, **results)
         weights = call.empty(call.batch, 0, heads)
         if logits is not None:
-            maximum, scale = stats.index_select(1, call.layout.target).unbind(2)
+            maximum, scale = stats.index_select(1, call.layout.target()).unbind(2)
             weights = call.weights(logits, maximum).mul_(scale)
         if keep and unrounded is None and call.dtype != call.compute:
             unrounded = out
@@ -361,11 +427,11 @@ def _backward(
             call.num_edges = call.layout.num_edges
             grad_weights = flat(grad_weights, 1).contiguous()
             if call.is_normalized:
-                delta += call.sum_by_target(flat(weights, 1) * grad_weights)
+                delta += call.sum_by_target(flat(weights, 1) * grad_weights, call.compute).squeeze(-1)
         given = {"stats": stats, "delta": delta, "grad_out": grad_out, "grad_weights": grad_weights}
         grads = call.backward_by_source(tensors, given)
         if "query" in tensors:
-            grads["query"] = call.backward_by_target(grads["logits"], tensors["query"])
+            grads["query"] = call.backward_by_target(grads["logits"], tensors)
         if "bias" in tensors:
             grads["bias"] = grads["logits"]
         if inputs.sink is not None and "sink" in tensors:
@@ -399,10 +465,20 @@ def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _blocks(heads: int, channels: int, value_channels: int) -> dict[str, int]:
+def _blocks(heads: int, channels: int, value_channels: int, dtype: torch.dtype) -> dict[str, int]:
+    """How many tasks, heads and channels a program takes, and with how many warps: a rule instead of trials.
+
+    Trials would compile kernels eight times, and what is best for one graph would be kept for all.
+    """
     block_c, block_v = _power_of_two(channels), _power_of_two(value_channels)
-    block_h = min(_power_of_two(heads), max(1, _WIDTH // max(block_c, block_v)))
-    return {"BLOCK_H": block_h, "BLOCK_C": block_c, "BLOCK_V": block_v}
+    widest = max(block_c, block_v)
+    block_h = min(_power_of_two(heads), max(1, _WIDTH // widest))
+    is_loose = widest == 1 or heads * max(channels, value_channels) * dtype.itemsize % 16 != 0
+    block_r = max(1, (_LOOSE_WIDTH if is_loose else _LOADED // dtype.itemsize) // (block_h * widest))
+    if _INTERPRETED:
+        block_r = 16  # which takes it as long as one
+    warps = max(1, widest // _WARP_WIDTH)
+    return {"BLOCK_R": block_r, "BLOCK_H": block_h, "BLOCK_C": block_c, "BLOCK_V": block_v, "num_warps": warps}
 
 
 Triton.operator = AttentionOperator("triton_attention", ("CUDA", "CPU"), _forward, _backward, _kept)

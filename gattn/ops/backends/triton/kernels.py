@@ -13,44 +13,23 @@ Letters: R tasks of a program, H heads, C channels (of the value, too), P partia
 import triton
 import triton.language as tl
 
-_CONFIGS = [
-    triton.Config({"BLOCK_R": rows}, num_warps=warps) for warps in (1, 4, 8) for rows in (1, 2, 4, 8, 16, 32, 64, 128)
+#: Numbers that differ from graph to graph. Triton would compile a kernel again for multiples of 16, and for 1.
+_OF_THE_GRAPH = [
+    *(
+        "num_blocks",
+        "num_tasks",
+        "num_slots",
+        "num_rows",
+        "num_sources",
+        "num_targets",
+        "num_edges",
+        "num_terms",
+        "num_split",
+    ),
+    *("query_row", "query_batch", "key_row", "key_batch", "value_row", "value_batch", "threshold"),
+    *("edge_batch", "bias_batch", "edge_value_batch", "mask_batch", "mask_edge", "mask_head"),
 ]
-#: How many elements of a tile a thread may have; more would spill registers, fewer leave it without loads in flight.
-_PER_THREAD = (4, 16)
-
-
-def fitting(width: int) -> list[triton.Config]:
-    """The configurations that are tried for tiles of `width` heads × channels.
-
-    Args:
-        width: Number of elements that a tile has for each task.
-    """
-    if triton.knobs.runtime.interpret:
-        return [triton.Config({"BLOCK_R": 16})]
-    fewest, most = _PER_THREAD
-    found = [x for x in _CONFIGS if fewest <= x.kwargs["BLOCK_R"] * width / (32 * x.num_warps) <= most]
-    return found or [triton.Config({"BLOCK_R": 1}, num_warps=8)]
-
-
-def _clear(arguments, reset_only=False):
-    """Before a trial: what one with more programs wrote is not to be left over."""
-    if arguments.get("grad_vector") is not None:
-        arguments["grad_vector"].zero_()
-
-
-def _autotune(kernel):
-    return triton.autotune(
-        fitting(1) if triton.knobs.runtime.interpret else _CONFIGS,
-        key=["SCORE", "HEADS", "CHANNELS", "VALUE_CHANNELS"],
-        prune_configs_by={
-            "early_config_prune": lambda configs, arguments, **kwargs: fitting(
-                kwargs["BLOCK_H"] * max(kwargs["BLOCK_C"], kwargs["BLOCK_V"])
-            )
-        },
-        pre_hook=_clear,
-        cache_results=True,
-    )(kernel)
+_kernel = triton.jit(do_not_specialize=_OF_THE_GRAPH)
 
 
 @triton.jit
@@ -226,6 +205,14 @@ def _load(base, row, stride, offset, is_row, is_offset, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def _load_nodes(
+    base, batch, row, batch_stride, row_stride, offset, is_row, is_offset, UNIT: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """`_load` with strides in units of UNIT elements: the compiler takes its addresses to be multiples of that."""
+    return _load(base + batch * (batch_stride * UNIT), row, row_stride * UNIT, offset, is_row, is_offset, COMPUTE)
+
+
+@triton.jit
 def _load_scalars(base, row, stride, h, is_row, HEADS: tl.constexpr, COMPUTE: tl.constexpr):
     """One number a head, `[R, H]`; zeros where there is none."""
     place = row.to(tl.int64)[:, None] * stride + h[None]
@@ -252,11 +239,11 @@ def _store_sums(base, partial, row, slot, offset, is_offset, tile, WIDTH: tl.con
 
 
 @triton.jit
-def _tasks(tasks, num_tasks, BLOCK_R: tl.constexpr):
-    """This program's batch element, and its tasks' rows (-1 where there is none), edges and slots."""
+def _tasks(tasks, num_tasks, block, BLOCK_R: tl.constexpr):
+    """A block's batch element, and its tasks' rows (-1 where there is none), edges and slots."""
     blocks = tl.cdiv(num_tasks, BLOCK_R)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    place = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    batch = (block // blocks).to(tl.int64)
+    place = block % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     is_task = place < num_tasks
     tasks += place
     row = tl.load(tasks, mask=is_task, other=-1)
@@ -298,7 +285,7 @@ def _finish(
     """Logits with their bias and cap, minus infinity where there is no edge, or a masked one."""
     is_edge = is_edge[:, None] & (h < HEADS)[None]
     if bias is not None:
-        place = batch * bias_batch + number.to(tl.int64)[:, None] * HEADS + h[None]
+        place = (batch * bias_batch + number)[:, None] * HEADS + h[None]
         s += tl.load(bias + place, mask=is_edge, other=0.0).to(COMPUTE)
     s = _cap(s, SOFTCAP)
     if mask is not None:
@@ -307,32 +294,35 @@ def _finish(
     return tl.where(is_edge, s, -float("inf"))
 
 
-@_autotune
-@triton.jit
+@_kernel
 def forward(
     query, key, value, vector, edge, bias, mask, edge_value, sink, seed,
-    tasks, node, number,
+    tasks, node, number, edge_count,
     out, wide, stats, logits, partial, partial_stats,
     num_tasks, num_slots, num_targets, num_edges,
-    query_row, query_batch, key_row, key_batch, value_row, value_batch,
-    edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
+    query_row: tl.int64, query_batch: tl.int64, key_row: tl.int64, key_batch: tl.int64,
+    value_row: tl.int64, value_batch: tl.int64,
+    edge_batch, bias_batch, edge_value_batch, mask_batch: tl.int64, mask_edge, mask_head,
     threshold: tl.int64, keep_scale: tl.float64,
     SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr,
     LAW: tl.constexpr, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr,
+    QUERY_UNIT: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Outputs of all targets, with the maximum and the scale of each; logits if they are wanted."""
-    batch, row, first, last, slot = _tasks(tasks, num_tasks, BLOCK_R)
+    batch, row, first, last, slot = _tasks(tasks, num_tasks, tl.program_id(0), BLOCK_R)
     h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
     _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
     a = _weight_vector(vector, offset, is_offset, COMPUTE)
     q = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
     if query is not None:
-        q = _load(query + batch * query_batch, row, query_row, offset, row >= 0, is_offset, COMPUTE)
+        q = _load_nodes(query, batch, row, query_batch, query_row, offset, row >= 0, is_offset, QUERY_UNIT, COMPUTE)
     if seed is not None:
         drawn = tl.load(seed)
+        if edge_count is not None:
+            num_edges = tl.load(edge_count)
         keep_scale = (tl.zeros([1, 1], COMPUTE) + keep_scale).to(COMPUTE)
     maximum = tl.zeros([BLOCK_R, BLOCK_H], COMPUTE)
     if LAW is None:
@@ -349,14 +339,22 @@ def forward(
         is_edge = place < last
         j = tl.load(node + place, mask=is_edge, other=0)
         e = tl.load(number + place, mask=is_edge, other=0)
-        k = _load(key + batch * key_batch, j, key_row, key_offset, is_edge, is_offset, COMPUTE)
-        v = _load(value + batch * value_batch, j, value_row, value_offset, is_edge, is_value, COMPUTE)
+        k = _load_nodes(key, batch, j, key_batch, key_row, key_offset, is_edge, is_offset, KEY_UNIT, COMPUTE)
+        v = k
+        if not KEY_IS_VALUE:
+            v = _load_nodes(
+                value, batch, j, value_batch, value_row, value_offset, is_edge, is_value, VALUE_UNIT, COMPUTE
+            )
         if edge is not None:
-            x = _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+            x = _load(edge, batch * edge_batch + e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
             k = k * x if MULTIPLIES else k + x
+            if EDGE_IS_VALUE:
+                v += x
         if edge_value is not None:
             width: tl.constexpr = HEADS * VALUE_CHANNELS
-            v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
+            v += _load(
+                edge_value, batch * edge_value_batch + e, width, out_offset, is_edge, is_value, COMPUTE
+            )  # fmt: skip
         s = SCORE(q, k, a, None, CONSTANTS)
         s = _finish(
             s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, HEADS, COMPUTE
@@ -395,7 +393,7 @@ def forward(
         _store(wide, at, HEADS * VALUE_CHANNELS, out_offset, is_whole, is_value, acc)
 
 
-@triton.jit
+@_kernel
 def combine(
     split, sink, partial, partial_stats, out, wide, stats,
     num_split, num_slots, num_targets,
@@ -444,10 +442,10 @@ def combine(
         tl.store(wide + at * HEADS * CHANNELS + offset, acc, mask=is_row & is_offset)
 
 
-@triton.jit
+@_kernel
 def add_partial(
-    split, partial, out, num_split, num_slots, num_rows, width,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
+    split, partial, out, num_split, num_slots, num_rows,
+    WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Sums of rows of several tasks, out of their parts."""
     batch = (tl.program_id(0) // num_split).to(tl.int64)
@@ -459,138 +457,152 @@ def add_partial(
     parts = tl.arange(0, BLOCK_P)
     acc = tl.zeros([BLOCK_P, BLOCK_C], COMPUTE)
     for start in range(first, last, BLOCK_P):
-        at = (batch * num_slots + start + parts)[:, None] * width + c[None]
-        acc += tl.load(partial + at, mask=(start + parts < last)[:, None] & (c < width)[None], other=0.0)
-    at = (batch * num_rows + row) * width + c
-    tl.store(out + at, tl.sum(acc, axis=0), mask=(row >= 0) & (c < width))
+        at = (batch * num_slots + start + parts)[:, None] * WIDTH + c[None]
+        acc += tl.load(partial + at, mask=(start + parts < last)[:, None] & (c < WIDTH)[None], other=0.0)
+    at = (batch * num_rows + row) * WIDTH + c
+    tl.store(out + at, tl.sum(acc, axis=0), mask=(row >= 0) & (c < WIDTH))
 
 
-@_autotune
-@triton.jit
+@_kernel
 def backward_by_source(
     query, key, value, vector, edge, bias, mask, edge_value, sink, seed,
     grad_out, grad_weights, stats, delta,
-    tasks, node, number,
+    tasks, node, number, edge_count,
     grad_key, grad_value, partial_key, partial_value, grad_vector, grad_logits, grad_edge, grad_edge_value,
-    num_tasks, num_slots, num_sources, num_targets, num_edges, num_terms,
-    query_row, query_batch, key_row, key_batch, value_row, value_batch,
-    edge_batch, bias_batch, mask_batch, mask_edge, mask_head, edge_value_batch,
+    num_blocks, num_tasks, num_slots, num_sources, num_targets, num_edges, num_terms,
+    query_row: tl.int64, query_batch: tl.int64, key_row: tl.int64, key_batch: tl.int64,
+    value_row: tl.int64, value_batch: tl.int64,
+    edge_batch, bias_batch, edge_value_batch, mask_batch: tl.int64, mask_edge, mask_head,
     threshold: tl.int64, keep_scale: tl.float64,
     SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr, STORES_BY_QUERY: tl.constexpr,
+    QUERY_UNIT: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
-    KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of what sources and edges have, of the logits, and this program's part of the vector's."""
-    batch, row, first, last, slot = _tasks(tasks, num_tasks, BLOCK_R)
     h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
     _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
     a = _weight_vector(vector, offset, is_offset, COMPUTE)
-    key_j = _load(key + batch * key_batch, row, key_row, key_offset, row >= 0, is_offset, COMPUTE)
-    value_j = _load(value + batch * value_batch, row, value_row, value_offset, row >= 0, is_value, COMPUTE)
     if seed is not None:
         drawn = tl.load(seed)
+        if edge_count is not None:
+            num_edges = tl.load(edge_count)
         keep_scale = (tl.zeros([1, 1], COMPUTE) + keep_scale).to(COMPUTE)
-    key_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
-    value_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_V], COMPUTE)
     vector_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
-    for step in range(0, tl.max(last - first)):
-        place = first + step
-        is_edge = place < last
-        i = tl.load(node + place, mask=is_edge, other=0)
-        e = tl.load(number + place, mask=is_edge, other=0)
-        target = batch * num_targets + i
-        g = _load(grad_out, target, HEADS * VALUE_CHANNELS, out_offset, is_edge, is_value, COMPUTE)
-        q = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
-        if query is not None:
-            q = _load(query + batch * query_batch, i, query_row, offset, is_edge, is_offset, COMPUTE)
-        k = key_j
-        v = value_j
-        if edge is not None:
-            x = _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
-            k = k * x if MULTIPLIES else k + x
-        if edge_value is not None:
-            width: tl.constexpr = HEADS * VALUE_CHANNELS
-            v += _load(edge_value + batch * edge_value_batch, e, width, out_offset, is_edge, is_value, COMPUTE)
-        s = SCORE(q, k, a, None, CONSTANTS)
-        s = _finish(
-            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, HEADS, COMPUTE
-        )  # fmt: skip
-        maximum = _load_scalars(stats, target * 2, HEADS, h, is_edge, HEADS, COMPUTE)
-        scale = _load_scalars(stats, target * 2 + 1, HEADS, h, is_edge, HEADS, COMPUTE)
-        if LAW is None:
-            alpha = tl.exp(s - maximum) * scale
-            derivative = alpha
-        else:
-            alpha, derivative = LAW(s)
-            alpha *= scale
-            derivative *= scale
-        dropped = alpha
-        grad_alpha = tl.sum(g * v, axis=2)
-        if seed is not None:
-            n = (batch * num_edges + e.to(tl.int64)[:, None]) * HEADS + h[None]
-            is_kept = _is_kept(drawn, n, threshold)
-            dropped = tl.where(is_kept, alpha * keep_scale, 0.0)
-            grad_alpha = tl.where(is_kept, grad_alpha * keep_scale, 0.0)
-        term = batch * num_terms + e
-        if grad_weights is not None:
-            grad_alpha += _load_scalars(grad_weights, batch * num_edges + e, HEADS, h, is_edge, HEADS, COMPUTE)
-        ds = derivative * (grad_alpha - _load_scalars(delta, target, HEADS, h, is_edge, HEADS, COMPUTE))
-        if SOFTCAP != 0.0:
-            ds *= tl.where(s == -float("inf"), 0.0, 1.0 - (s / SOFTCAP) * (s / SOFTCAP))
-        if grad_logits is not None:
-            _store_scalars(grad_logits, term, HEADS, h, is_edge, HEADS, ds)
-        _by_query, t, by_vector = SCORE(q, k, a, ds[:, :, None], CONSTANTS)
-        if grad_vector is not None:
-            vector_sum += by_vector
-        u = dropped[:, :, None] * g
-        key_sum += t * x if MULTIPLIES else t
-        value_sum += u
-        if MULTIPLIES:
-            t *= key_j
-        if EDGE_IS_VALUE:
-            t += u
-        if grad_edge is not None:
-            _store(grad_edge, term, HEADS * CHANNELS, offset, is_edge, is_offset, t)
-        if grad_edge_value is not None:
-            _store(grad_edge_value, term, HEADS * VALUE_CHANNELS, out_offset, is_edge, is_value, u)
-    if KEY_IS_VALUE:
-        key_sum += value_sum
-    source = tl.where(row >= 0, batch * num_sources + row, -1)
-    at = tl.where(slot >= 0, batch * num_slots + slot, -1)
-    if grad_key is not None:
-        _store_sums(grad_key, partial_key, source, at, offset, is_offset, key_sum, HEADS * CHANNELS)
-    if grad_value is not None:
-        _store_sums(
-            grad_value, partial_value, source, at, out_offset, is_value, value_sum, HEADS * VALUE_CHANNELS
-        )  # fmt: skip
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        batch, row, first, last, slot = _tasks(tasks, num_tasks, block, BLOCK_R)
+        key_j = _load_nodes(key, batch, row, key_batch, key_row, key_offset, row >= 0, is_offset, KEY_UNIT, COMPUTE)
+        value_j = key_j
+        if not KEY_IS_VALUE:
+            value_j = _load_nodes(
+                value, batch, row, value_batch, value_row, value_offset, row >= 0, is_value, VALUE_UNIT, COMPUTE
+            )
+        key_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
+        value_sum = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_V], COMPUTE)
+        for step in range(0, tl.max(last - first)):
+            place = first + step
+            is_edge = place < last
+            i = tl.load(node + place, mask=is_edge, other=0)
+            e = tl.load(number + place, mask=is_edge, other=0)
+            target = batch * num_targets + i
+            g = _load(grad_out, target, HEADS * VALUE_CHANNELS, out_offset, is_edge, is_value, COMPUTE)
+            q = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
+            if query is not None:
+                q = _load_nodes(
+                    query, batch, i, query_batch, query_row, offset, is_edge, is_offset, QUERY_UNIT, COMPUTE
+                )
+            k = key_j
+            v = value_j
+            if edge is not None:
+                x = _load(edge, batch * edge_batch + e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+                k = k * x if MULTIPLIES else k + x
+                if EDGE_IS_VALUE:
+                    v += x
+            if edge_value is not None:
+                width: tl.constexpr = HEADS * VALUE_CHANNELS
+                v += _load(
+                    edge_value, batch * edge_value_batch + e, width, out_offset, is_edge, is_value, COMPUTE
+                )  # fmt: skip
+            s = SCORE(q, k, a, None, CONSTANTS)
+            s = _finish(
+                s, bias, mask, batch, e, h, is_edge,
+                bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, HEADS, COMPUTE,
+            )  # fmt: skip
+            maximum = _load_scalars(stats, target * 2, HEADS, h, is_edge, HEADS, COMPUTE)
+            scale = _load_scalars(stats, target * 2 + 1, HEADS, h, is_edge, HEADS, COMPUTE)
+            if LAW is None:
+                alpha = tl.exp(s - maximum) * scale
+                derivative = alpha
+            else:
+                alpha, derivative = LAW(s)
+                alpha *= scale
+                derivative *= scale
+            dropped = alpha
+            grad_alpha = tl.sum(g * v, axis=2)
+            if seed is not None:
+                n = (batch * num_edges + e.to(tl.int64)[:, None]) * HEADS + h[None]
+                is_kept = _is_kept(drawn, n, threshold)
+                dropped = tl.where(is_kept, alpha * keep_scale, 0.0)
+                grad_alpha = tl.where(is_kept, grad_alpha * keep_scale, 0.0)
+            term = batch * num_terms + e
+            if grad_weights is not None:
+                grad_alpha += _load_scalars(grad_weights, batch * num_edges + e, HEADS, h, is_edge, HEADS, COMPUTE)
+            ds = derivative * (grad_alpha - _load_scalars(delta, target, HEADS, h, is_edge, HEADS, COMPUTE))
+            if SOFTCAP != 0.0:
+                ds *= tl.where(s == -float("inf"), 0.0, 1.0 - (s / SOFTCAP) * (s / SOFTCAP))
+            by_query, t, by_vector = SCORE(q, k, a, ds[:, :, None], CONSTANTS)
+            if grad_logits is not None:
+                per_edge = tl.sum(by_query, axis=2) if STORES_BY_QUERY else ds
+                _store_scalars(grad_logits, term, HEADS, h, is_edge, HEADS, per_edge)
+            if grad_vector is not None:
+                vector_sum += by_vector
+            u = dropped[:, :, None] * g
+            key_sum += t * x if MULTIPLIES else t
+            value_sum += u
+            if MULTIPLIES:
+                t *= key_j
+            if EDGE_IS_VALUE:
+                t += u
+            if grad_edge is not None:
+                _store(grad_edge, term, HEADS * CHANNELS, offset, is_edge, is_offset, t)
+            if grad_edge_value is not None:
+                _store(grad_edge_value, term, HEADS * VALUE_CHANNELS, out_offset, is_edge, is_value, u)
+        if KEY_IS_VALUE:
+            key_sum += value_sum
+        source = tl.where(row >= 0, batch * num_sources + row, -1)
+        at = tl.where(slot >= 0, batch * num_slots + slot, -1)
+        if grad_key is not None:
+            _store_sums(grad_key, partial_key, source, at, offset, is_offset, key_sum, HEADS * CHANNELS)
+        if grad_value is not None:
+            _store_sums(
+                grad_value, partial_value, source, at, out_offset, is_value, value_sum, HEADS * VALUE_CHANNELS
+            )  # fmt: skip
     if grad_vector is not None:
         place = tl.program_id(0).to(tl.int64) * HEADS * CHANNELS + offset
         tl.store(grad_vector + place, tl.sum(vector_sum, axis=0), mask=is_offset)
 
 
-@_autotune
-@triton.jit
+@_kernel
 def backward_by_target(
     query, key, vector, edge, grad_logits,
     tasks, node, number,
     grad_query, partial,
     num_tasks, num_slots, num_targets, num_terms,
-    query_row, query_batch, key_row, key_batch, edge_batch,
+    query_row: tl.int64, query_batch: tl.int64, key_row: tl.int64, key_batch: tl.int64, edge_batch,
     SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr,
+    QUERY_UNIT: tl.constexpr, KEY_UNIT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries; without query and key, sums of `grad_logits`."""
-    batch, row, first, last, slot = _tasks(tasks, num_tasks, BLOCK_R)
+    batch, row, first, last, slot = _tasks(tasks, num_tasks, tl.program_id(0), BLOCK_R)
     h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
     acc = tl.zeros([BLOCK_R, BLOCK_H, BLOCK_C], COMPUTE)
     a = _weight_vector(vector, offset, is_offset, COMPUTE)
     q = acc
     if query is not None:
-        q = _load(query + batch * query_batch, row, query_row, offset, row >= 0, is_offset, COMPUTE)
+        q = _load_nodes(query, batch, row, query_batch, query_row, offset, row >= 0, is_offset, QUERY_UNIT, COMPUTE)
     for step in range(0, tl.max(last - first)):
         place = first + step
         is_edge = place < last
@@ -599,9 +611,9 @@ def backward_by_target(
         k = q
         if key is not None:
             j = tl.load(node + place, mask=is_edge, other=0)
-            k = _load(key + batch * key_batch, j, key_row, key_offset, is_edge, is_offset, COMPUTE)
+            k = _load_nodes(key, batch, j, key_batch, key_row, key_offset, is_edge, is_offset, KEY_UNIT, COMPUTE)
             if edge is not None:
-                x = _load(edge + batch * edge_batch, e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
+                x = _load(edge, batch * edge_batch + e, HEADS * CHANNELS, offset, is_edge, is_offset, COMPUTE)
                 k = k * x if MULTIPLIES else k + x
         by_query, _by_key, _by_vector = SCORE(q, k, a, ds[:, :, None], CONSTANTS)
         acc += by_query

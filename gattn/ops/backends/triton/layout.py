@@ -1,18 +1,19 @@
 """A graph as the GPU kernels read it: the edges of each target side by side, and those of each source.
 
-Built by PyTorch on the graph's own device, once for each version of the tensor, and kept as long as that lives. Nothing
-waits for the device but the check of the indices.
+Built by PyTorch on the graph's own device, once for each version of the tensor, and kept as long as that lives. What
+waits for the device is the check of the indices, and the sizes of what is built.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gattn.graphs import FLOWS
-from gattn.graphs.edge_lists import check_range, derived
+from gattn.graphs.edge_lists import OnStream, already_derived, check_range, derived, is_capturing
 from gattn.torch_private import assert_later
 
 LONG_ROW = 128
@@ -22,25 +23,38 @@ LONG_ROW = 128
 class Rows:
     """The edges of each row, cut into tasks of at most `LONG_ROW`, the longest first.
 
-    Numbers of tasks that only the device knows are replaced by upper bounds; what is left over has the row -1.
+    While a CUDA graph is captured, numbers that only the device knows are replaced by upper bounds; of what is left
+    over, tasks and rows of several tasks are -1, and edges come last.
 
     Args:
         row: The row of each edge, int32; edges of row `num_rows` are left out.
         node: What is at each edge's other end, int32.
         number: The number of each edge, int32.
         num_rows: Number of rows.
+        is_captured: Whether nothing may wait for the device.
     """
 
-    def __init__(self, row: Tensor, node: Tensor, number: Tensor, num_rows: int):
+    def __init__(self, row: Tensor, node: Tensor, number: Tensor, num_rows: int, is_captured: bool):
         row, order = row.sort(stable=True)
-        self.node, self.number = node[order], number[order]
-        start = torch.searchsorted(row, torch.arange(num_rows + 1, device=row.device, dtype=torch.int32))
-        length, num_edges = LONG_ROW, row.numel()
+        length, most_edges = LONG_ROW, row.numel()
+        bounds = torch.arange(num_rows + 1, device=row.device, dtype=torch.int32)
+        #: `[rows + 1]`: the first edge of each row, and the number of edges.
+        self.start = start = torch.searchsorted(row, bounds, out_int32=True)
         parts = ((start.diff() + length - 1) // length).clamp(min=1)  # an empty row has a task, too: zeros are written
         is_long = parts > 1
         last_task, last_slot = parts.cumsum(0), (parts * is_long).cumsum(0)
+        if is_captured:
+            num_edges, num_tasks = most_edges, num_rows + most_edges // length if num_rows else 0
+            num_slots, num_split = 2 * most_edges // length, most_edges // (length + 1)
+        else:
+            sizes = start[-1], parts.sum(), (parts * is_long).sum(), is_long.sum()
+            num_edges, num_tasks, num_slots, num_split = torch.stack(sizes).tolist()
+        order = order[:num_edges]
+        self.node, self.number = node[order], number[order]
+        #: How many partial sums tasks of rows of several tasks leave.
+        self.num_slots = num_slots
 
-        task = torch.arange(num_rows + num_edges // length if num_rows else 0, device=row.device)
+        task = torch.arange(num_tasks, device=row.device)
         row = torch.searchsorted(last_task, task, right=True)
         is_task = row < num_rows
         row = row.clamp(max=num_rows - 1)
@@ -52,17 +66,25 @@ class Rows:
         longest_first = torch.where(is_task, last - first, -1).argsort(descending=True, stable=True)
         #: `[4, tasks]`: row, first and last edge, and where the partial sum goes (-1: the row has a single task).
         self.tasks = tasks[:, longest_first].contiguous()
-        self.num_slots = 2 * num_edges // length
 
-        row = is_long.byte().argsort(descending=True, stable=True)[: num_edges // (length + 1)]
+        row = is_long.byte().argsort(descending=True, stable=True)[:num_split]
         first = torch.where(is_long[row], last_slot[row] - parts[row], last_slot[row])
         split = torch.stack([torch.where(is_long[row], row, -1), first, last_slot[row]])
         #: `[3, rows of several tasks]`: row, first and last slot.
         self.split = split.int()
 
+    def row_of_edges(self) -> Tensor:
+        """The row of each edge, in the order of `node`; the number of rows for what is left over."""
+        place = torch.arange(self.node.numel(), device=self.node.device, dtype=torch.int32)
+        return torch.searchsorted(self.start, place, right=True, out_int32=True) - 1
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory of it."""
+        return (value for value in vars(self).values() if isinstance(value, Tensor))
+
 
 class Layout:
-    """Rows by target, and by source for the backward pass.
+    """Rows by target, and by source for the backward pass: 16 bytes an edge.
 
     Args:
         edge_index: `[2, E]`.
@@ -70,61 +92,100 @@ class Layout:
         num_targets: N.
         self_loops: Whether existing loops go out and one for each of the first min(N, M) nodes comes in.
         flow: Which row of `edge_index` holds the targets.
+        known_edges: While a CUDA graph is captured that adds self-loops, E if it is known from before.
 
     Raises:
         IndexError: If an index is out of range (a CUDA graph that is being captured reports it when it runs).
         ValueError: If there are too many nodes or edges.
     """
 
-    def __init__(self, edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str):
+    def __init__(
+        self,
+        edge_index: Tensor,
+        num_sources: int,
+        num_targets: int,
+        self_loops: bool,
+        flow: str,
+        known_edges: int | None = None,
+    ):
         source, target = edge_index if flow == FLOWS[0] else edge_index.flip(0)
         loops = min(num_sources, num_targets) if self_loops else 0
         #: An upper bound of the number of edges.
         self.most_edges = edge_index.size(1) + loops
         if max(num_sources, num_targets, self.most_edges) >= 2**31:
             raise ValueError("the graph has too many nodes or edges for 32-bit numbers.")
-        if _is_capturing(edge_index):
+        self._is_captured = is_capturing(edge_index)
+        if self._is_captured:
             for end, limit in ((source, num_sources), (target, num_targets)):
                 assert_later(((end >= 0) & (end < limit)).all(), "edge_index holds an index out of range.")
         else:
             check_range(edge_index, num_sources, num_targets, flow)
-        self.num_sources, self.num_targets = num_sources, num_targets
+        self._num_sources, self._num_targets = num_sources, num_targets
         # Copies: what is cached for a tensor must hold no view of it.
         source, target = source.to(torch.int32, copy=True), target.to(torch.int32, copy=True)
-        self._number = torch.arange(self.most_edges, device=edge_index.device, dtype=torch.int32)
-        self._is_edge: Tensor | None = None
+        number = torch.arange(self.most_edges, device=edge_index.device, dtype=torch.int32)
         if self_loops:
-            node = self._number[:loops]
-            self._is_edge = torch.cat([source != target, torch.ones_like(node, dtype=torch.bool)])
-            self._number = self._is_edge.cumsum(0, dtype=torch.int32) - 1
+            node = number[:loops]
+            is_edge = torch.cat([source != target, torch.ones_like(node, dtype=torch.bool)])
+            number = is_edge.cumsum(0, dtype=torch.int32) - 1
             source, target = torch.cat([source, node]), torch.cat([target, node])
-        self._source, self._target = source, target
-        self.by_target = self._rows(target, source, num_targets)
+            target = target.where(is_edge, num_targets)
+        self.by_target = Rows(target, source, number, num_targets, self._is_captured)
+        #: E on the device, where only that knows it.
+        self.edge_count = self.by_target.start[-1:] if self._is_captured and self_loops else None
+        self._num_edges = self.by_target.node.numel() if self.edge_count is None else known_edges
+        self._by_source: OnStream[Rows] | None = None
+        self._lock = threading.Lock()
 
-    def _rows(self, row: Tensor, node: Tensor, num_rows: int) -> Rows:
-        return Rows(row if self._is_edge is None else row.where(self._is_edge, num_rows), node, self._number, num_rows)
-
-    @cached_property
+    @property
     def by_source(self) -> Rows:
-        """Rows by source."""
-        return self._rows(self._source, self._target, self.num_sources)
+        """Rows by source, made once; of each, edges come by target."""
+        with self._lock:
+            if self._by_source is None:
+                target = self.by_target.row_of_edges()
+                source = self.by_target.node
+                if self.edge_count is not None:
+                    source = source.where(target < self._num_targets, self._num_sources)
+                rows = Rows(source, target, self.by_target.number, self._num_sources, self._is_captured)
+                self._by_source = OnStream(rows, rows.node)
+            return self._by_source.get()
 
-    @cached_property
+    @property
     def num_edges(self) -> int:
-        """E; where self-loops went out, this waits for the device."""
-        return self.most_edges if self._is_edge is None else int(self._is_edge.sum())
+        """E.
+
+        Raises:
+            RuntimeError: If a CUDA graph is captured that adds self-loops, and nothing is known from before.
+        """
+        if self._num_edges is None:
+            raise RuntimeError(
+                "a CUDA graph is captured, which cannot wait for the number of edges that are left once self-loops are "
+                "replaced: call the same with the same edge_index once before, or add the self-loops before."
+            )
+        if self.edge_count is not None:
+            self._expect(self._num_edges)
+        return self._num_edges
 
     def expect(self, num_edges: int) -> int:
         """E, which inputs take to be `num_edges`: a CUDA graph that is being captured checks that when it runs."""
-        if self._is_edge is None or not _is_capturing(self._is_edge):
+        if self.edge_count is None:
             return self.num_edges
-        assert_later(self._is_edge.sum() == num_edges, "a per-edge input does not fit the graph's edges.")
+        self._expect(num_edges)
         return num_edges
 
-    @cached_property
+    def _expect(self, num_edges: int) -> None:
+        assert self.edge_count is not None
+        assert_later((self.edge_count == num_edges).all(), "the graph's edges are not as many as before.")
+
     def target(self) -> Tensor:
-        """The target of each edge."""
-        return self._target if self._is_edge is None else self._target[self._is_edge]
+        """The target of each edge, `[E]`."""
+        rows, num_edges = self.by_target, self.num_edges
+        target = torch.empty(num_edges, dtype=torch.int64, device=rows.node.device)
+        return target.scatter_(0, rows.number[:num_edges].long(), rows.row_of_edges()[:num_edges].long())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory of it, but for `by_source`, which is made when it is asked for."""
+        return self.by_target.tensors()
 
 
 def layout_of(
@@ -136,14 +197,13 @@ def layout_of(
     (`traced`), it is the edges themselves that are compared, by their hash, which waits for the device. A CUDA graph
     that is being captured makes its own, so that it can be replayed with other edges in the same memory.
     """
-
-    def derive() -> Layout:
-        return Layout(edge_index, num_sources, num_targets, self_loops, flow)
-
-    if _is_capturing(edge_index):
-        return derive()
+    graph = num_sources, num_targets, self_loops, flow
+    key = ("rows", *graph)
+    if is_capturing(edge_index):
+        before = already_derived(edge_index, key)
+        return Layout(edge_index, *graph, known_edges=None if before is None else before.num_edges)
     contents = (edge_index.size(1), _hash(edge_index)) if traced else None
-    return derived(edge_index, ("rows", num_sources, num_targets, self_loops, flow), derive, contents)
+    return derived(edge_index, key, lambda: Layout(edge_index, *graph), contents)
 
 
 def _hash(edge_index: Tensor) -> int:
@@ -157,8 +217,3 @@ def _mix(x: Tensor) -> Tensor:
     for factor in (0x7F51AFD7ED558CCD, 0x44CEB9FE1A85EC53):
         x = (x ^ (x >> 33)) * factor
     return x ^ (x >> 33)
-
-
-def _is_capturing(edge_index: Tensor) -> bool:
-    """Whether work on this tensor's device is recorded to a CUDA graph, so that nothing may wait for it."""
-    return edge_index.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,429 @@
+"""What becomes of the GPU kernels when compiled: `python -m benchmarks.kernels --device cuda --compile-only`, no GPU.
+
+Kernels are compiled for GPUs of several generations and disassembled: registers, spills and shared memory, and of the
+loop over edges its instructions, barriers, load widths and bytes, beside the least bytes that would do. A model of time
+follows from these figures: the larger of bytes over bandwidth and instructions over issue rate. **It is a model:** no
+kernel has run here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+import gattn
+from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.processes import Message, Show, in_processes
+from benchmarks.framework.reports import machines
+from benchmarks.framework.results import VERSIONS, Row
+from gattn.ops.backends import triton as launcher
+
+WIDTHS = ((8, 8), (8, 32), (4, 64), (16, 32), (16, 64), (1, 40), (3, 24), (6, 121), (1, 7))
+"""Heads and channels: those of `benchmarks.kernels`, of wide Transformers, and of rows that are hard to load."""
+
+ARCHITECTURES = (80, 90, 100)
+"""Compute capabilities: of A100, H100 and H200, B200."""
+
+DTYPES = ("float32", "bfloat16")
+PASSES = ("forward", "backward_by_source", "backward_by_target")
+REGISTERS, WARPS, BLOCKS = 65536, 64, 32
+"""What a multiprocessor has room for."""
+
+SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+"""Bytes of shared memory of a multiprocessor, of which each block needs `RESERVED` more than it asks for."""
+RESERVED = 1024
+
+
+class GPU(NamedTuple):
+    """What the model of time knows of a GPU, from NVIDIA's data sheets."""
+
+    architecture: int
+    multiprocessors: int
+    clock: float
+    """GHz, boosted."""
+    bandwidth: float
+    """Bytes a second."""
+
+
+GPUS = {
+    "A100": GPU(80, 108, 1.41, 2.039e12),
+    "H100": GPU(90, 132, 1.98, 3.35e12),
+    "H200": GPU(90, 132, 1.98, 4.8e12),
+}
+ISSUED = 4
+"""Instructions of warps that a multiprocessor issues in a cycle."""
+
+
+class Mesh(NamedTuple):
+    """A graph on which others published times, in ms, forward + backward in float16: PyG, compiled PyG, and theirs."""
+
+    sources: int
+    targets: int
+    edges: int
+    times: dict[str, tuple[float, float, float]]
+
+
+#: ECMWF's anemoi-core, pull request 631. Its text names the grids (N320, and an icosahedron refined six times with the
+#: edges of all levels), not the sizes: edges follow from the grids (three neighbours each to the grid; to the mesh, by
+#: area at 0.6 of the longest edge), and 16 heads × 32 channels are a guess that fits its times.
+MESHES = {
+    "grid to mesh": Mesh(542_080, 40_962, 845_000, {"A100": (53.09, 15.86, 6.81), "H200": (23.97, 6.02, 2.77)}),
+    "mesh": Mesh(40_962, 40_962, 327_660, {"A100": (20.32, 4.45, 1.82), "H200": (9.64, 1.69, 0.83)}),
+    "mesh to grid": Mesh(40_962, 542_080, 1_626_240, {"A100": (100.44, 20.53, 11.19), "H200": (46.99, 8.16, 4.87)}),
+}
+MESH_LAYER = "transformer", 16, 32, True, "float16"
+
+
+class Compiled(TypedDict):
+    """The columns of a compilation: what there is to say about a kernel and its loop over edges."""
+
+    outcome: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    blocks: int
+    """How many blocks a multiprocessor has room for."""
+    barriers: int
+    loads: str
+    """How many instructions of the loop load how many bits a thread."""
+    instructions: float
+    """Of warps, per edge."""
+    bytes: float
+    """Loaded and stored, per edge."""
+    least_bytes: float
+    triton: str
+
+
+@dataclass(frozen=True)
+class Compilation(Case):
+    """A kernel of a layer's attention, for one architecture."""
+
+    result: ClassVar[type] = Compiled
+    noun: ClassVar[str] = "compilations"
+
+    layer: str
+    heads: int
+    channels: int
+    edge_features: bool
+    dtype: str
+    architecture: int
+    kernel: str
+
+    def __str__(self) -> str:
+        edges = " edge features" * self.edge_features
+        return f"{self.layer} {self.heads}×{self.channels}{edges} {self.dtype} sm_{self.architecture} {self.kernel}"
+
+
+def compilations(options: Any) -> list[Compilation]:
+    """What `--compile-only` compiles."""
+    features = {"both": (False, True), "with": (True,), "without": (False,)}[options.edge_features or "both"]
+    widths = [width for width in WIDTHS if not options.quick or width in WIDTHS[:2]]
+    variants: list[tuple[str, int, int, bool, str]] = [
+        (layer, *width, has_features, dtype)
+        for layer, width, has_features, dtype in itertools.product(options.layers, widths, features, options.dtypes)
+    ]
+    if "transformer" in options.layers and True in features and not options.quick:
+        variants.append(MESH_LAYER)
+    return [
+        Compilation(*variant, architecture, kernel)
+        for variant, architecture, kernel in itertools.product(variants, options.architectures, PASSES)
+    ]
+
+
+def compiled(cases: Sequence[Compilation]) -> Generator[Message[Compilation], None, None]:
+    """Compiles in processes of their own, without Triton's interpreter."""
+    environment = {"TRITON_INTERPRET": "0"} if os.environ.get("TRITON_INTERPRET") == "1" else {}
+    return in_processes(cases, _compile, jobs=os.cpu_count() or 1, environment=environment)
+
+
+def _compile(case: Compilation, show: Show) -> Compiled:
+    torch.set_num_threads(1)
+    (launch,) = (launch for launch in launches(case) if launch.kernel.__name__ == case.kernel)
+    return analyse(case, launch)
+
+
+# Launches and machine code -------------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """A kernel, and what it was to run with."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    warps: int
+    arguments: dict[str, Any]
+
+
+@contextmanager
+def collected() -> Generator[list[Launch], None, None]:
+    """Collects launches instead of making them; tensors on the CPU count as if they were on a GPU."""
+    found: list[Launch] = []
+    before = launcher.run, launcher.Triton.serves
+
+    def collect(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any]) -> None:
+        if min(grid) > 0:
+            found.append(Launch(kernel, grid, warps, arguments))
+
+    launcher.run, launcher.Triton.serves = collect, lambda self, device: True  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        launcher.run, launcher.Triton.serves = before  # type: ignore[method-assign]
+
+
+def launches(case: Compilation) -> list[Launch]:
+    """What forward and backward of the layer's attention launch, on a small graph: its size is not compiled in."""
+    dtype, nodes, edges = getattr(torch, case.dtype), 40, 200
+    edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
+
+    def leaf(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=dtype, requires_grad=True)
+
+    wide = (case.heads,) if case.layer == "gat" else (case.heads, case.channels)
+    value = leaf(nodes, case.heads, case.channels)
+    arguments: dict[str, Any] = {"query": leaf(nodes, *wide), "value": value, "graph": edge_index}
+    arguments["key"] = leaf(nodes, *wide) if case.layer != "gatv2" else value
+    if case.edge_features:
+        arguments["edge"] = leaf(edges, *wide)
+        if case.layer == "transformer":
+            arguments["edge_value"] = arguments["edge"]
+    vector = leaf(case.heads, case.channels)
+    arguments["score"] = {
+        "gat": lambda: gattn.GATScore(),
+        "gatv2": lambda: gattn.AdditiveScore(vector),
+        "transformer": lambda: gattn.DotScore(),
+    }[case.layer]()
+    with collected() as found:
+        attend: Any = gattn.attend
+        attend(**arguments, backend="triton").sum().backward()
+    return found
+
+
+def build(launch: Launch, architecture: int) -> Any:
+    """Compiles a kernel as a launch would, its arguments' alignment included."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel, target = launch.kernel, GPUTarget("cuda", architecture, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(**launch.arguments)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, {"num_warps": launch.warps}, bound, specialization, {}
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def analyse(case: Compilation, launch: Launch) -> Compiled:
+    """Compiles a kernel and reads what came out."""
+    import triton
+
+    binary = build(launch, case.architecture)
+    usage, code = _disassembled(binary.asm["cubin"])
+    registers, stack, shared, local = (
+        int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK", "SHARED", "LOCAL")
+    )
+    loop = edge_loop(code)
+    loads: dict[str, int] = {}
+    for line in loop:
+        if found := re.search(r"\bLDG\.E(?:\.\w+)*", line):
+            width = re.search(r"\.(U8|U16|S8|S16|64|128)\b", found[0])
+            bits = "32" if width is None else re.sub(r"\D", "", width[1])
+            loads[bits] = loads.get(bits, 0) + 1
+    arguments = launch.arguments
+    shares = launch.grid[1] / arguments["BLOCK_R"]  # programs that see an edge, each with others
+    return {
+        "outcome": "ok",
+        "registers": registers,
+        "spilled_bytes": stack + local,
+        "shared_bytes": shared,
+        "blocks": _blocks_with_room(case.architecture, registers, shared, launch.warps),
+        "barriers": sum("BAR." in line for line in loop),
+        "loads": ", ".join(f"{loads[bits]} × {bits}" for bits in sorted(loads, key=int)),
+        "instructions": len(loop) * launch.warps * shares,
+        "bytes": moved_bytes(binary.asm["ttir"], arguments, launch.grid[1]),
+        "least_bytes": least_bytes(case),
+        "triton": triton.__version__,
+    }
+
+
+def _disassembled(cubin: bytes) -> tuple[str, str]:
+    """What a kernel uses, and its machine code, by the tools that come with Triton."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        outputs = [
+            subprocess.run([tools / tool, option, path], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        ]
+    return outputs[0], outputs[1]
+
+
+def edge_loop(code: str) -> list[str]:
+    """The instructions of the innermost loop that loads from memory; of several, the longest."""
+    lines, labels, loops = list[str](), dict[str, int](), list[tuple[int, int]]()
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
+            lines.append(line)
+            # Without a condition, it is the way back from code for threads that went apart, not a loop's end.
+            target = re.search(r"@!?U?P\d+ BRA\S*\s.*`\((\.L_x_\d+)\)", line)
+            if target is not None and labels.get(target[1], len(lines)) < len(lines) - 1:
+                loops.append((labels[target[1]], len(lines)))
+    loading = [(a, b) for a, b in loops if any("LDG" in line for line in lines[a:b])]
+    innermost = [x for x in loading if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loading)]
+    first, last = max(innermost, key=lambda x: x[1] - x[0])
+    return lines[first:last]
+
+
+def moved_bytes(ir: str, arguments: dict[str, Any], head_programs: int) -> float:
+    """Bytes that the innermost loop loads and stores for an edge, as Triton's own code has it, without padding."""
+    depth, ends, moved = 0, list[int](), dict[int, float]()
+    for line in ir.splitlines():
+        if re.search(r"\bscf\.(for|while)\b", line):
+            ends.append(depth)
+        found = re.search(r"tt\.(?:load|store)\b.*tensor<([\dx]+)x!tt\.ptr<\D+(\d+)", line)
+        if ends and found:
+            sizes = [int(size) for size in found[1].split("x")]
+            numbers = _used(sizes, arguments, head_programs)
+            moved[len(ends)] = moved.get(len(ends), 0.0) + numbers * int(found[2]) / 8
+        depth += line.count("{") - line.count("}")
+        if ends and depth <= ends[-1]:
+            ends.pop()
+    return moved[max(moved)]
+
+
+def _used(sizes: Sequence[int], arguments: dict[str, Any], head_programs: int) -> float:
+    """How many numbers of a tile of all programs belong to an edge, a head and a channel that there is."""
+    numbers = head_programs / arguments["BLOCK_R"]
+    for size in sizes:
+        numbers *= size
+    if len(sizes) > 1:
+        numbers *= arguments["HEADS"] / (arguments["BLOCK_H"] * head_programs)
+    if len(sizes) > 2:
+        name = "CHANNELS" if sizes[2] == arguments["BLOCK_C"] else "VALUE_CHANNELS"
+        numbers *= arguments[name] / sizes[2]
+    return numbers
+
+
+def least_bytes(case: Compilation) -> float:
+    """Bytes per edge that any such pass moves, if nothing stays in a cache: rows of its other end, and what it has."""
+    row = case.heads * case.channels * getattr(torch, case.dtype).itemsize
+    scalars = case.heads * 4
+    term = scalars if case.layer == "gat" else row
+    edge = term if case.edge_features else 0
+    if case.kernel == "forward":  # which edge it is counts only where something is its own
+        return 4 + (4 + edge if edge else 0) + term + (0 if case.layer == "gatv2" else row)
+    if case.kernel == "backward_by_source":
+        # The query, the gradient of the output, a statistic of each; the logit's gradient, and the edge's.
+        return 8 + term + row + 2 * scalars + scalars + 2 * edge
+    return 4 + scalars + (0 if case.layer == "gat" else 4 + term + edge)
+
+
+def _blocks_with_room(architecture: int, registers: int, shared: int, warps: int) -> int:
+    per_warp = -(-registers * 32 // 256) * 256  # registers are given out in units of 256
+    return min(BLOCKS, min(WARPS, REGISTERS // per_warp) // warps, SHARED[architecture] // (shared + RESERVED))
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def report(benchmark: Benchmark[Any], rows: dict[Compilation, Row]) -> None:
+    """One line for each kernel, and the model beside published times."""
+    lines = [
+        {
+            "layer": case.layer + ", edge features" * case.edge_features,
+            "heads × channels": f"{case.heads} × {case.channels}",
+            "dtype": case.dtype,
+            "sm": str(case.architecture),
+            "kernel": case.kernel.replace("_", " "),
+            "registers": str(row["registers"]),
+            "spilled, B": str(row["spilled_bytes"]),
+            "shared, B": str(row["shared_bytes"]),
+            "blocks": str(row["blocks"]),
+            "barriers": str(row["barriers"]),
+            "loads × bits": row["loads"],
+            "instructions": f"{row['instructions']:.0f}",
+            "bytes": f"{row['bytes']:.0f}",
+            "× least": f"{row['bytes'] / row['least_bytes']:.2f}",
+        }
+        for case, row in rows.items()
+    ]
+    remarks = machines(rows.values(), (*VERSIONS, "python", "triton"), "")
+    remarks.append(
+        "blocks: those that a multiprocessor has room for. Of the loop over edges: barriers, loads; and per edge, "
+        "instructions of warps, and bytes loaded and stored (× the least if nothing stays in a cache). Nothing was run."
+    )
+    benchmark.publish("GPU kernels as they are compiled", lines, remarks, {}, name="compiled.md")
+    modelled = list(_modelled(rows))
+    if modelled:
+        benchmark.publish(
+            "A model of time beside published times",
+            modelled,
+            [
+                "Milliseconds, forward + backward, float16, edge features. model: the larger of bytes over bandwidth "
+                "and instructions over issue rate, summed over the kernels, without launches, waiting and caches; "
+                "nothing was run. The others are published with anemoi-core's pull request 631; sizes are estimated "
+                "from the grids that it names, and 16 × 32 is a guess."
+            ],
+            {},
+            name="model.md",
+        )
+
+
+def modelled_seconds(loops: dict[str, Row], gpu: GPU, mesh: Mesh, row_bytes: int) -> float:
+    """The model of time of forward + backward, from the row of each kernel."""
+    issued = gpu.multiprocessors * ISSUED * gpu.clock * 1e9
+    ends = {  # rows of nodes that each pass reads and writes once
+        "forward": 3 * mesh.targets,
+        "backward_by_source": 4 * mesh.sources + 2 * mesh.targets,
+        "backward_by_target": 2 * mesh.targets,
+    }
+    return sum(
+        max(
+            (mesh.edges * loop["bytes"] + ends[name] * row_bytes) / gpu.bandwidth,
+            mesh.edges * loop["instructions"] / issued,
+        )
+        for name, loop in loops.items()
+    )
+
+
+def _modelled(rows: dict[Compilation, Row]) -> Generator[dict[str, str], None, None]:
+    _, heads, channels, _, dtype = MESH_LAYER
+    for mesh_name, mesh in MESHES.items():
+        for gpu_name, gpu in GPUS.items():
+            loops = {
+                case.kernel: row
+                for case, row in rows.items()
+                if case == Compilation(*MESH_LAYER, gpu.architecture, case.kernel)
+            }
+            if len(loops) < len(PASSES):
+                continue
+            seconds = modelled_seconds(loops, gpu, mesh, heads * channels * getattr(torch, dtype).itemsize)
+            eager, fused, theirs = (f"{time:.2f}" for time in mesh.times[gpu_name]) if gpu_name in mesh.times else "–––"
+            yield {
+                "graph": f"{mesh_name}, {mesh.edges:,} edges",
+                "GPU": gpu_name,
+                "model": f"{1e3 * seconds:.2f}",
+                "anemoi": theirs,
+                "PyG, compiled": fused,
+                "PyG": eager,
+            }
