@@ -1,6 +1,7 @@
 """Random computations, each compared with the reference, or with the same one done in another way.
 
     python -m tests.ops.fuzz --cases 100000 --seed 1
+    TRITON_INTERPRET=1 python -m tests.ops.fuzz --kinds triton --cases 2000
 
 A case is decided by its kind and its seed alone. A new kind of case is a function in a file of its own, and an entry of
 `KINDS`.
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.cases import DIFFERENTIABLE, DTYPES, LONG_ROW, SCORES, Alter, Call, compare, grid, on_device, threads
-from tests.ops.fuzz_calls import call, random_call
+from tests.ops.fuzz_calls import call, random_call, triton
 from tests.ops.fuzz_compiled import compiled
 from tests.ops.fuzz_edits import edits
 from tests.ops.fuzz_layers import layer
@@ -66,10 +67,13 @@ KINDS = {
     "compiled": Kind(compiled, 0.5),  # the first cases compile for seconds, later ones share what they compiled
 }
 
+#: Kinds that only run when they are asked for: what they need is not everywhere.
+OTHER_KINDS = {"triton": Kind(triton, 1)}
+
 
 def kind_of(seed: int, kinds: Sequence[str] = tuple(KINDS)) -> str:
     """Which of these kinds the case of a seed is."""
-    return random.Random(f"kind {seed}").choices(kinds, [KINDS[kind].weight for kind in kinds])[0]
+    return random.Random(f"kind {seed}").choices(kinds, [(KINDS | OTHER_KINDS)[kind].weight for kind in kinds])[0]
 
 
 def case(seed: int, kind: str = "call", alter: Alter = None) -> None:
@@ -81,7 +85,7 @@ def case(seed: int, kind: str = "call", alter: Alter = None) -> None:
     draw = Draw(seed)
     try:
         with threads(1):  # on tiny graphs more would only wait for each other
-            KINDS[kind].run(draw, alter)
+            (KINDS | OTHER_KINDS)[kind].run(draw, alter)
     except Exception as error:
         notes = "\n".join(f"{name}: {note}" for name, note in draw.notes.items())
         again = f"python -m tests.ops.fuzz --cases 1 --kinds {kind} --seed {seed}"
@@ -97,8 +101,9 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="which (default: %(default)s)")
     arguments = parser.parse_args()
     kinds = arguments.kinds.split(",")
-    if unknown := set(kinds) - set(KINDS):
-        parser.error(f"there is no kind {', '.join(sorted(unknown))}: there are {', '.join(KINDS)}")
+    known = KINDS | OTHER_KINDS
+    if unknown := set(kinds) - set(known):
+        parser.error(f"there is no kind {', '.join(sorted(unknown))}: there are {', '.join(known)}")
     first = secrets.randbelow(10**9) if arguments.seed is None else arguments.seed
     print(f"The first case has seed {first}.", flush=True)
 
@@ -121,7 +126,7 @@ def main() -> int:
         ran[kind] += 1
         spent[kind] += time.process_time() - before
     print(file=sys.stderr)
-    each = ", ".join(f"{ran[kind]} {kind} of {1000 * spent[kind] / ran[kind]:.1f} ms" for kind in KINDS if ran[kind])
+    each = ", ".join(f"{ran[kind]} {kind} of {1000 * spent[kind] / ran[kind]:.1f} ms" for kind in known if ran[kind])
     print(f"{ran.total()} cases are as they should be ({each} of processor time).")
     return 0
 

@@ -131,19 +131,32 @@ def draw_call(seed: int) -> tuple[Call, str | None]:
     ), bad
 
 
-def call(draw: Draw, alter: Alter) -> None:
+def call(draw: Draw, alter: Alter, backend: str = "cpu") -> None:
     """One call; an index that is out of range must be the same error by both."""
     drawn, bad = random_call(draw.case)
     draw.note(call=drawn)
     if bad is None:
-        compare(drawn, alter=alter)
+        compare(drawn, backend, alter=alter)
         return
     errors = []
-    for backend in ("cpu", "reference"):
+    for tested in (backend, "reference"):
         try:
-            drawn.results(backend)
+            drawn.results(tested)
             errors.append("no error")
         except IndexError as error:
             errors.append(str(error))
     assert "holds" in errors[0], f"an index is {bad}, and the kernels say: {errors[0]}"
     assert errors[0] == errors[1]
+
+
+def triton(draw: Draw, alter: Alter) -> None:
+    """One call of the GPU kernels, whose rows are split from a few edges on; in the interpreter, of a small graph."""
+    from gattn.ops.backends.triton import _INTERPRETED, layout
+
+    if _INTERPRETED and random_call(draw.case)[0].edges.size(1) > 400:
+        return
+    before, layout.LONG_ROW = layout.LONG_ROW, draw.choice((2, 4, 128))
+    try:
+        call(draw, alter, "triton")
+    finally:
+        layout.LONG_ROW = before

@@ -33,7 +33,7 @@ from tests.cases import (
     on_device,
     pairs,
 )
-from tests.ops.fuzz_calls import random_call
+from tests.ops import fuzz
 
 pytest.importorskip("triton", "3.7", reason="older interpreters do not know NumPy 2.4")
 
@@ -222,14 +222,7 @@ class TestAgainstTheReference:
     @pytest.mark.parametrize("first", range(0, 200, 20))
     def test_random_calls(self, first):
         for seed in range(first, first + 20):
-            call, bad = random_call(seed)
-            if call.edges.size(1) > 400:
-                continue
-            if bad is None:
-                compare(call, "triton")
-            else:
-                with pytest.raises(IndexError, match="edge_index holds"):
-                    call.results("triton")
+            fuzz.case(seed, "triton")
 
 
 class TestGraphs:

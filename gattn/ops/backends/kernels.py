@@ -98,8 +98,11 @@ class KernelBackend(Backend):
         projects = self.projects_edges(call)
         # Gradients that PyTorch sums over a batch, or over all edges, are summed before they are rounded.
         is_summed = call.shares_vectors_of_edges or (self.widens_edges and not projects)
-        call = call.cast(call.compute if is_summed else call.dtype)
-        return self.operator(call if projects else call.with_edges(), edges, seed)
+        if is_summed:
+            call = call.cast(call.compute)
+        if not projects:
+            call = call.with_edges()
+        return self.operator(call if is_summed else call.cast(call.dtype), edges, seed)
 
     def _num_edges(self, call: Call, edges: EdgeList) -> int | None:
         if edges.num_edges is None and call.has_edge_terms and not is_traced():
