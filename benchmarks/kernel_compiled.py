@@ -328,14 +328,16 @@ def least_bytes(case: Compilation) -> float:
     """Bytes per edge that any such pass moves, if nothing stays in a cache: rows of its other end, and what it has."""
     row = case.heads * case.channels * getattr(torch, case.dtype).itemsize
     scalars = case.heads * 4
+    is_scalar = case.layer == "gat" or case.channels == 1
     term = scalars if case.layer == "gat" else row
     edge = term if case.edge_features else 0
     if case.kernel == "forward":  # which edge it is counts only where something is its own
         return 4 + (4 + edge if edge else 0) + term + (0 if case.layer == "gatv2" else row)
     if case.kernel == "backward_by_source":
-        # The query, the gradient of the output, a statistic of each; the logit's gradient, and the edge's.
-        return 8 + term + row + 2 * scalars + scalars + 2 * edge
-    return 4 + scalars + (0 if case.layer == "gat" else 4 + term + edge)
+        # The query, the gradient of the output, three statistics of both (one log-sum-exp instead of maximum and sum
+        # would lose digits of large logits); the logit's gradient, and the edge's.
+        return 8 + term + row + 3 * scalars + scalars + 2 * edge
+    return 4 + scalars + (0 if is_scalar else 4 + term + edge)
 
 
 def _blocks_with_room(architecture: int, registers: int, shared: int, warps: int) -> int:

@@ -52,7 +52,12 @@ TESTS = {
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
     GRAPH: ["tests/ops/test_custom_parts.py"],
-    EDGE_LISTS: ["tests/test_graphs.py", "tests/ops/test_layout.py", "tests/nn/test_layers.py"],
+    EDGE_LISTS: [
+        "tests/ops/test_triton.py",
+        "tests/test_graphs.py",
+        "tests/ops/test_layout.py",
+        "tests/nn/test_layers.py",
+    ],
 }
 
 
@@ -350,6 +355,20 @@ MUTATIONS = [
         TRITON_LAYOUT,
         "last = «torch.minimum(first + length, start[row + 1]) → start[row + 1]»",
     ),
+    Mutation(
+        "an edge's number is another batch's",
+        TRITON,
+        "num_edges = «tl.load(edge_count) → 0»\n"
+        "        keep_scale = (tl.zeros([1, 1], COMPUTE) + keep_scale).to(COMPUTE)\n    maximum",
+    ),
+    Mutation("a query's gradient is the logits'", TRITON, "«tl.sum(by_query, axis=2) → ds» if STORES_BY_QUERY"),
+    Mutation("rows of a batch are read as one's", TRITON, "batch * «(batch_stride * UNIT) → batch_stride»"),
+    Mutation(
+        "parts of the vector's gradient are lost", TRITON, "range(«tl.program_id(0) → 0», num_blocks, tl.num_programs"
+    ),
+    Mutation("a bias gets the query's gradient", TRITON_CALLS, '"query" in tensors and «"bias" not in tensors → True»'),
+    Mutation("rows of one task are long", TRITON_LAYOUT, "is_long = parts > «1 → 0»"),
+    Mutation("another stream does not wait", EDGE_LISTS, "«stream.wait_event(self._made) → pass»"),
     # -------------------------------------------------------------------------------------------------- complete graphs
     Mutation("targets without sources come last", DENSE, "F.pad(out, (0, 0, 0, 0, «-offset, 0 → 0, -offset»))"),
     Mutation("a window that is one too narrow is none", DENSE, "left >= num_targets - «1 → 2» + offset"),

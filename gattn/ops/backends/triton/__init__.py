@@ -32,7 +32,7 @@ _LOADED = 512
 More would take registers from other warps. The degrees of a graph make no difference, as tasks are sorted by length.
 """
 
-_LOOSE_WIDTH = 64
+_LOOSE_WIDTH = 32
 """This many numbers where rows do not begin at multiples of 16 bytes: threads load single ones, and the compiler would
 move more of them between layouts through shared memory."""
 
@@ -473,8 +473,12 @@ def _blocks(heads: int, channels: int, value_channels: int, dtype: torch.dtype) 
     block_c, block_v = _power_of_two(channels), _power_of_two(value_channels)
     widest = max(block_c, block_v)
     block_h = min(_power_of_two(heads), max(1, _WIDTH // widest))
-    is_loose = widest == 1 or heads * max(channels, value_channels) * dtype.itemsize % 16 != 0
-    block_r = max(1, (_LOOSE_WIDTH if is_loose else _LOADED // dtype.itemsize) // (block_h * widest))
+    if widest == 1 or heads * max(channels, value_channels) * dtype.itemsize % 16 != 0:
+        width = _LOOSE_WIDTH
+    else:
+        is_padded = widest > max(channels, value_channels)  # which takes registers as well
+        width = _LOADED // (max(dtype.itemsize, 4) if is_padded else dtype.itemsize)
+    block_r = max(1, width // (block_h * widest))
     if _INTERPRETED:
         block_r = 16  # which takes it as long as one
     warps = max(1, widest // _WARP_WIDTH)
