@@ -225,6 +225,48 @@ class TestAgainstTheReference:
             fuzz.case(seed, "triton")
 
 
+class TestBlocks:
+    """How many tasks a program takes: a rule, so that no graph is tried out and none decides for others."""
+
+    @pytest.fixture
+    def real(self, monkeypatch):
+        """The interpreter computes what a GPU would, with a GPU's blocks."""
+        monkeypatch.setattr(kernels, "_INTERPRETED", False)
+        monkeypatch.setattr(kernels.Triton, "serves", lambda self, device: True)
+
+    @pytest.mark.parametrize(
+        ("heads", "channels", "dtype", "tasks", "warps"),
+        [
+            (8, 8, torch.float32, 2, 1),
+            (8, 8, torch.bfloat16, 4, 1),
+            (8, 8, torch.float64, 1, 1),
+            (4, 64, torch.float32, 1, 1),
+            (1, 8, torch.float32, 16, 1),
+            (1, 7, torch.float32, 4, 1),  # rows of 28 bytes
+            (1, 40, torch.bfloat16, 2, 1),  # 24 of 64 channels are padding
+            (1, 512, torch.float32, 1, 1),
+            (1, 1024, torch.float32, 1, 2),
+            (1, 0, torch.float32, 32, 1),
+        ],
+    )
+    def test_the_rule(self, real, heads, channels, dtype, tasks, warps):
+        found = kernels._blocks(heads, channels, channels, dtype)
+        assert (found["BLOCK_R"], found["num_warps"]) == (tasks, warps)
+
+    @pytest.mark.parametrize(
+        ("score", "heads", "channels"), [("leaky_relu", 8, 8), ("gat", 1, 7), ("dot", 3, 40), ("leaky_relu", 9, 70)]
+    )
+    def test_with_a_gpus_blocks(self, real, score, heads, channels):
+        sizes = {"heads": heads, "channels": channels, "value_channels": channels}
+        compare(make_call(score, random_edge_index(9, 7, 30, hub=0.5), 9, 7, **sizes), "triton")
+
+    def test_fewer_programs_than_blocks(self, real, monkeypatch):
+        """The vector's gradient is made of parts that each go through several blocks."""
+        monkeypatch.setattr(kernels, "_MOST_PROGRAMS", 3)
+        options = {"heads": 2, "channels": 64, "value_channels": 64, "batch": (2,)}
+        compare(make_call("leaky_relu", random_edge_index(9, 7, 30, hub=0.5), 9, 7, **options), "triton")
+
+
 class TestGraphs:
     @pytest.mark.parametrize(
         ("score", "sources", "targets"), [("gat", 0, 0), ("gat", 3, 3), ("leaky_relu", 3, 0), ("dot", 0, 3)]
@@ -715,6 +757,19 @@ class TestChoice:
                 out.square().sum().backward()
                 found.append((out.detach(), [parameter.grad for parameter in conv.parameters()]))
             torch.testing.assert_close(*found)
+
+    def test_automatic_mixed_precision(self):
+        """Under autocast it gives what the other backends give, and float32 gradients to float32 parameters."""
+        conv, x = GATv2Conv(3, 4, heads=2), torch.randn(4, 3)
+        found = []
+        for backend in ("triton", "reference"):
+            conv.zero_grad()
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16), gattn.backend(backend):
+                out = conv(x, self.edge_index)
+            out.float().square().sum().backward()
+            assert all(parameter.grad.dtype == torch.float32 for parameter in conv.parameters())
+            found.append((out.detach(), [parameter.grad for parameter in conv.parameters()]))
+        torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
 
     def test_it_is_asked_for_on_the_cpu(self, monkeypatch):
         def refuse(*args, **kwargs):
