@@ -94,7 +94,7 @@ class _Kept:
                 del self.entries[next(iter(self.entries))]
         return entry[2].get()
 
-    def find(self, tensor: Tensor, key: Hashable, state: Hashable) -> Any:
+    def find(self, key: Hashable, state: Hashable) -> Any:
         with self.lock:
             entry = self.entries.get(key)
         return None if entry is None or entry[0] != state else entry[2].get()
@@ -138,8 +138,11 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
 
 def already_derived(edge_index: Tensor, key: Hashable) -> Any:
     """What `derived` keeps; `None` if there is nothing of the tensor as it is."""
-    kept = _cache.get(edge_index) if _is_ours_to_keep(edge_index) else None  # type: ignore[no-untyped-call]
-    return None if kept is None else kept.find(edge_index, key, _state(edge_index))
+    if not _is_ours_to_keep(edge_index):
+        return None
+    with _lock:
+        kept = _cache.get(edge_index)  # type: ignore[no-untyped-call]
+    return None if kept is None else kept.find(key, _state(edge_index))
 
 
 def derived_tensors(
