@@ -394,9 +394,9 @@ def report(benchmark: Benchmark[Any], rows: dict[Compilation, Row]) -> None:
 def modelled_seconds(loops: dict[str, Row], gpu: GPU, mesh: Mesh, row_bytes: int) -> float:
     """The model of time of forward + backward, from the row of each kernel."""
     issued = gpu.multiprocessors * ISSUED * gpu.clock * 1e9
-    ends = {  # rows of nodes that each pass reads and writes once
-        "forward": 3 * mesh.targets,
-        "backward_by_source": 4 * mesh.sources + 2 * mesh.targets,
+    ends = {  # rows of nodes that are read and written once; those in float32 count twice
+        "forward": 4 * mesh.targets,  # the query, the output, and that before it was rounded
+        "backward_by_source": 4 * mesh.sources + 7 * mesh.targets,  # PyTorch's product of output and gradient first
         "backward_by_target": 2 * mesh.targets,
     }
     return sum(

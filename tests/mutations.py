@@ -346,9 +346,7 @@ MUTATIONS = [
         TRITON,
         "through * slope)\n        return through, through, grad * «y → z»",
     ),
-    Mutation(
-        "delta is taken of the rounded output", TRITON_CALLS, "(grad_out.to(call.compute) * flat(«unrounded → out», 2))"
-    ),
+    Mutation("delta is taken of the rounded output", TRITON_CALLS, "(grad_out * flat(«unrounded → out», 2))"),
     Mutation("gradients of grouped heads are not summed", TRITON_CALLS, "(-1, self.group)).«sum(3) → select(3, 0)»"),
     Mutation(
         "a hub's parts overlap",

@@ -81,6 +81,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.captured: list[Any] = []  # CUDA graphs read it whenever they run
         self.entries: dict[Hashable, tuple[Hashable, Any, OnStream[Any]]] = {}
 
     def get(self, tensor: Tensor, key: Hashable, state: Hashable, derive: Callable[[], Any]) -> Any:
@@ -92,6 +93,8 @@ class _Kept:
             self.entries[key] = entry
             if len(self.entries) > _MOST_KEPT:
                 del self.entries[next(iter(self.entries))]
+            if is_capturing(tensor):
+                self.captured.append(entry)
         return entry[2].get()
 
     def find(self, key: Hashable, state: Hashable) -> Any:

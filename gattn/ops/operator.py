@@ -199,6 +199,9 @@ def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
     return sink.to(call.compute).expand(call.heads)
 
 
+#: Compiled programs look at the edges to find their layout, which CUDA graphs cannot, and keep that from call to call.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+
 _UNFIT = "{} has shape {} and type {}, but the graph and the other inputs ask for {} and {}."
 
 #: Inputs that have gradients.
@@ -252,10 +255,11 @@ class AttentionOperator:
             names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
             return backward(Inputs(*inputs), grad_out, grad_weights, out, weights, kept, names)
 
-        library.define(f"{name}({_SCHEMA}, bool keep, bool with_weights) -> Tensor[]")
+        library.define(f"{name}({_SCHEMA}, bool keep, bool with_weights) -> Tensor[]", tags=_TAGS)
         library.define(
             f"{name}_backward(Tensor grad_out, Tensor? grad_weights, Tensor out, Tensor weights, Tensor[] kept, "
-            f"{_SCHEMA}, bool[] wanted) -> Tensor[]"
+            f"{_SCHEMA}, bool[] wanted) -> Tensor[]",
+            tags=_TAGS,
         )
         for device in devices:
             library.impl(name, run_forward, device)

@@ -83,8 +83,8 @@ def test_the_model_is_the_larger_of_both():
     assert kernel_compiled.modelled_seconds(loops, gpu, mesh, 64) == pytest.approx(3 * 1e5 / 1e9)
     loops = {name: {"bytes": 0.0, "instructions": 4000.0} for name in PASSES}
     assert kernel_compiled.modelled_seconds(loops, gpu, mesh, 64) == pytest.approx(3 * 4e6 / 4e10)
-    nodes = Mesh(1000, 0, 0, {})
-    assert kernel_compiled.modelled_seconds(loops, gpu, nodes, 64) == pytest.approx(4 * 64e3 / 1e9)
+    for nodes, rows in ((Mesh(1000, 0, 0, {}), 4), (Mesh(0, 1000, 0, {}), 4 + 7 + 2)):
+        assert kernel_compiled.modelled_seconds(loops, gpu, nodes, 64) == pytest.approx(rows * 64e3 / 1e9)
 
 
 def test_options(capsys):

@@ -110,7 +110,8 @@ def variants(launches):
     for kernel, _, warps, arguments in launches:
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
         _, specialization, _ = bind(**arguments)
-        seen.setdefault(kernel.__name__, set()).add((str(specialization), warps))
+        name = kernel.__name__ + f" of {arguments['WIDTH']}" * ("WIDTH" in arguments)  # of keys and of values
+        seen.setdefault(name, set()).add((str(specialization), warps))
     return {name: len(keys) for name, keys in seen.items()}
 
 

@@ -116,6 +116,19 @@ class TestAgainstTheReference:
         call = make_call(score, random_edge_index(9, 7, 200), 9, 7, value_channels=8, terms=("edge",), projected=5)
         compare(changed(call, tensors=call.tensors | {"edge_value": call.tensors["edge"]}))
 
+    @pytest.mark.parametrize("score", ["dot", "leaky_relu"])
+    @pytest.mark.parametrize("terms", [("edge_value",), ("edge", "edge_value")])
+    def test_vectors_of_edges_that_are_there_keep_their_type(self, score, terms, monkeypatch):
+        types, operator = [], cpu.Cpu.operator
+
+        def record(call, *rest):
+            types.append(call.value.dtype)
+            return operator(call, *rest)
+
+        monkeypatch.setattr(cpu.Cpu, "operator", staticmethod(record))
+        make_call(score, random_edge_index(6, 8, 40), 6, 8, dtype=torch.bfloat16, terms=terms).results("cpu")
+        assert set(types) == {torch.bfloat16}
+
     def test_gradients_that_cancel_are_rounded_once(self):
         """Of features that all edges of a target share, the softmax knows nothing; the edges' own gradients do not add
         up to zero once they are rounded."""

@@ -96,8 +96,9 @@ class KernelBackend(Backend):
     def _run(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Output and weights of a call of what kernels know, bias and mask per edge."""
         projects = self.projects_edges(call)
+        is_made = not projects and (call.edge_projection is not None or call.edge_type is not None)
         # Gradients that PyTorch sums over a batch, or over all edges, are summed before they are rounded.
-        is_summed = call.shares_vectors_of_edges or (self.widens_edges and not projects)
+        is_summed = call.shares_vectors_of_edges or (self.widens_edges and is_made)
         if is_summed:
             call = call.cast(call.compute)
         if not projects:

@@ -54,6 +54,9 @@ _WIDEST_LOAD = 16
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on the CPU: slow, and good for tests."""
 
+_loaded: set[Any] = set()
+"""Variants of kernels for rows of several tasks that ran without any."""
+
 _is_installed = find_spec("triton") is not None  # asked once: compiled code cannot ask
 
 
@@ -114,10 +117,10 @@ class _Launches:
         self.group = self.heads // max(key.size(-2), 1)
         self.channels, self.value_channels = key.size(-1), values.size(-1)
         self.dtype, self.compute, self.device = values.dtype, compute_dtype(values.dtype), values.device
-        #: E, as far as it is needed to tell a batch's elements apart and not left to the device.
+        #: E, as far as it is needed to tell a batch's elements apart and not read on the device.
         self.num_edges = 0
-        counts = self.batch > 1 and inputs.seed is not None
-        if counts and layout.edge_count is None:
+        is_counted = self.batch > 1 and inputs.seed is not None
+        if is_counted and layout.edge_count is None:
             self.num_edges = layout.num_edges
         self.key_is_value, self.edge_is_value = inputs.value is None, inputs.edge_is_value
         self.num_sources, self.num_targets = inputs.num_sources, inputs.num_targets
@@ -127,7 +130,7 @@ class _Launches:
             "vector": None if inputs.vector is None else inputs.vector.contiguous(),
             "sink": None if inputs.sink is None else inputs.sink.contiguous(),
             "seed": inputs.seed,
-            "edge_count": layout.edge_count if counts else None,
+            "edge_count": layout.edge_count if is_counted else None,
             "threshold": int(dropout * 2**32),
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
         }
@@ -312,39 +315,56 @@ class _Launches:
 
     def combine(self, rows: Rows, **results: Tensor | None) -> None:
         """Makes the results of targets of several tasks out of what the tasks left."""
-        constants, num_split = self.constants, rows.split.size(1)
-        grid = num_split * self.batch, -(-self.heads // constants["BLOCK_H"])
+        constants = self.constants
         arguments = {
-            "split": rows.split,
             "sink": self.inputs["sink"],
             **results,
-            "num_split": num_split,
-            "num_slots": rows.num_slots,
             "num_targets": self.num_targets,
             **{name: constants[name] for name in ("NORMALIZED", "EPSILON", "HEADS", "BLOCK_H", "COMPUTE")},
             "CHANNELS": self.value_channels,
             "BLOCK_P": _PARTS,
             "BLOCK_C": constants["BLOCK_V"],
         }
-        run(_kernels().combine, grid, _COMBINING_WARPS, arguments)
+        self._run_over_split(_kernels().combine, rows, -(-self.heads // constants["BLOCK_H"]), arguments)
 
     def add_partial(self, rows: Rows, partial: Tensor, out: Tensor) -> None:
         """Adds up what tasks of the same row left."""
-        num_split, width = rows.split.size(1), self.heads * out.size(-1)
+        width = self.heads * out.size(-1)
         block = min(_power_of_two(width), 128)
         arguments = {
-            "split": rows.split,
             "partial": partial,
             "out": out,
-            "num_split": num_split,
-            "num_slots": rows.num_slots,
             "num_rows": out.size(1),
             "WIDTH": width,
             "BLOCK_P": _PARTS,
             "BLOCK_C": block,
             "COMPUTE": self.constants["COMPUTE"],
         }
-        run(_kernels().add_partial, (num_split * self.batch, -(-width // block)), _COMBINING_WARPS, arguments)
+        self._run_over_split(_kernels().add_partial, rows, -(-width // block), arguments)
+
+    def _run_over_split(self, kernel: Any, rows: Rows, programs: int, arguments: dict[str, Any]) -> None:
+        """Runs a kernel over rows of several tasks, with so many programs for each.
+
+        Without such rows it runs once all the same, over one that is none: a CUDA graph that is captured later must
+        expect them, and cannot load a kernel.
+        """
+        split = rows.split
+        if split.size(1) == 0:
+            variant = (
+                kernel.__name__,
+                *(
+                    x.dtype if isinstance(x, Tensor) else x
+                    for name, x in arguments.items()
+                    if not isinstance(x, int) or name.isupper()  # as Triton tells them apart
+                ),
+            )
+            if variant in _loaded:
+                return
+            _loaded.add(variant)
+            split = torch.full((3, 1), -1, dtype=torch.int32, device=self.device)
+        num_split = split.size(1)
+        arguments |= {"split": split, "num_split": num_split, "num_slots": rows.num_slots}
+        run(kernel, (num_split * self.batch, programs), _COMBINING_WARPS, arguments)
 
 
 def run(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any]) -> None:
@@ -420,7 +440,7 @@ def _backward(
         tensors = {name: getattr(inputs, name) for name in wanted}
         grad_out = flat(grad_out, 2).contiguous()
         if call.is_normalized:
-            delta = (grad_out.to(call.compute) * flat(unrounded, 2)).sum(-1)
+            delta = (grad_out * flat(unrounded, 2)).sum(-1, dtype=call.compute)
         else:
             delta = call.empty(*grad_out.shape[:-1]).zero_()
         if grad_weights is not None:

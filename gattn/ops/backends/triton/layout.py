@@ -131,9 +131,10 @@ class Layout:
             source, target = torch.cat([source, node]), torch.cat([target, node])
             target = target.where(is_edge, num_targets)
         self.by_target = Rows(target, source, number, num_targets, self._is_captured)
-        #: E on the device, where only that knows it.
-        self.edge_count = self.by_target.start[-1:] if self._is_captured and self_loops else None
-        self._num_edges = self.by_target.node.numel() if self.edge_count is None else known_edges
+        #: E on the device, if edges may be fewer than there were; a copy, whose address is aligned.
+        self.edge_count = self.by_target.start[-1:].clone() if self_loops else None
+        self._is_counted = self.edge_count is not None and self._is_captured
+        self._num_edges = known_edges if self._is_counted else self.by_target.node.numel()
         self._by_source: OnStream[Rows] | None = None
         self._lock = threading.Lock()
 
@@ -144,7 +145,7 @@ class Layout:
             if self._by_source is None:
                 target = self.by_target.row_of_edges()
                 source = self.by_target.node
-                if self.edge_count is not None:
+                if self._is_counted:
                     source = source.where(target < self._num_targets, self._num_sources)
                 rows = Rows(source, target, self.by_target.number, self._num_sources, self._is_captured)
                 self._by_source = OnStream(rows, rows.node)
@@ -162,20 +163,15 @@ class Layout:
                 "a CUDA graph is captured, which cannot wait for the number of edges that are left once self-loops are "
                 "replaced: call the same with the same edge_index once before, or add the self-loops before."
             )
-        if self.edge_count is not None:
-            self._expect(self._num_edges)
-        return self._num_edges
+        return self.expect(self._num_edges)
 
     def expect(self, num_edges: int) -> int:
         """E, which inputs take to be `num_edges`: a CUDA graph that is being captured checks that when it runs."""
-        if self.edge_count is None:
-            return self.num_edges
-        self._expect(num_edges)
-        return num_edges
-
-    def _expect(self, num_edges: int) -> None:
+        if not self._is_counted:
+            return self.by_target.node.numel()
         assert self.edge_count is not None
         assert_later((self.edge_count == num_edges).all(), "the graph's edges are not as many as before.")
+        return num_edges
 
     def target(self) -> Tensor:
         """The target of each edge, `[E]`."""
@@ -185,7 +181,9 @@ class Layout:
 
     def tensors(self) -> Iterator[Tensor]:
         """All memory of it, but for `by_source`, which is made when it is asked for."""
-        return self.by_target.tensors()
+        yield from self.by_target.tensors()
+        if self.edge_count is not None:
+            yield self.edge_count
 
 
 def layout_of(
