@@ -17,6 +17,7 @@ from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
 from gattn.ops.call import Call, compute_dtype
+from gattn.ops.sharded import by_heads, is_distributed
 from gattn.scores import Family, Score
 from gattn.torch_private import (
     apply_of,
@@ -317,6 +318,8 @@ class AttentionOperator:
 
     def run(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
         """What the backend's `forward` returns, with gradients."""
+        if type(inputs.values) is not Tensor and is_distributed(inputs.values):
+            return by_heads(self.run, inputs, with_weights)
         tensors: list[Any] = [inputs[place] for place in _PLACES]
         keep = has_gradient(tensors)
         if not keep and not needs_dispatcher() and are_plain(inputs):

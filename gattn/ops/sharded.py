@@ -1,0 +1,95 @@
+"""Attention on PyTorch's distributed tensors: heads do not know of each other, so each rank computes its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gattn.errors import InputError
+
+if TYPE_CHECKING:
+    from gattn.ops.operator import Inputs
+
+#: Where each input has its heads, counted from the last dimension.
+_HEADS = {
+    "query": 2,
+    "key": 2,
+    "value": 2,
+    "vector": 2,
+    "edge": 2,
+    "edge_projection": 3,
+    "bias": 1,
+    "mask": 1,
+    "edge_value": 2,
+    "sink": 1,
+}
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, which nobody has without its module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def by_heads(run: Callable[[Inputs, bool], list[Tensor]], inputs: Inputs, with_weights: bool) -> list[Tensor]:
+    """What `run` returns for this rank's heads, as distributed tensors: output and weights.
+
+    Other inputs follow the value; what is no distributed tensor is taken to be the same on all ranks. With dropout,
+    ranks drop independently of each other if their seeds differ, and not what one process would.
+
+    Raises:
+        ValueError: If the value is split otherwise than by heads, or into more ranks than heads of the key.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    values: Any = inputs.values
+    mesh, heads_at = values.device_mesh, values.dim() - 2
+    is_split = [placement == Shard(heads_at) for placement in values.placements]
+    if not all(split or placement == Replicate() for split, placement in zip(is_split, values.placements, strict=True)):
+        raise InputError(
+            f"attention on distributed tensors is computed by heads: value is placed as {values.placements}, and may "
+            f"be replicated or Shard({heads_at}) of [..., M, H, C]."
+        )
+    ranks = math.prod(mesh.size(dim) for dim, split in enumerate(is_split) if split)
+    if values.size(heads_at) < ranks:
+        raise InputError(f"there are more ranks than heads: {values.size(heads_at)} heads of value for {ranks} ranks.")
+
+    def place(tensor: Any, from_last: int, is_shared: bool = False) -> Any:
+        at_heads = Shard(tensor.dim() - from_last)
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if not is_shared:
+            return tensor.redistribute(mesh, [at_heads if split else Replicate() for split in is_split]).to_local()
+        # Each rank's gradient of what all heads share is that of its own heads.
+        of_grad = [Partial() if split else Replicate() for split in is_split]
+        return tensor.redistribute(mesh, [Replicate()] * mesh.ndim).to_local(grad_placements=of_grad)
+
+    local: dict[str, Any] = {}
+    for name, from_last in _HEADS.items():
+        tensor: Any = getattr(inputs, name)
+        if tensor is not None:
+            is_features = name == "edge" and inputs.edge_projection is not None
+            local[name] = place(tensor, from_last, is_features or (name == "mask" and tensor.size(-1) == 1))
+    for name in ("edge_index", "edge_type", "seed"):
+        tensor = getattr(inputs, name)
+        if is_distributed(tensor):
+            local[name] = place(tensor, 1, is_shared=True)
+    out, weights, *_ = run(inputs._replace(**local), with_weights)
+
+    def gather(tensor: Tensor, heads: int, from_last: int) -> Any:
+        shape = [*tensor.shape]
+        shape[-from_last] = heads
+        stride = [1]
+        for size in reversed(shape[1:]):
+            stride.insert(0, stride[0] * size)
+        placements = [Shard(tensor.dim() - from_last) if split else Replicate() for split in is_split]
+        return DTensor.from_local(
+            tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+
+    return [gather(out, inputs.heads, 2), gather(weights, inputs.heads, 1)]
