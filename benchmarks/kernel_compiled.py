@@ -284,10 +284,11 @@ def edge_loop(code: str) -> list[str]:
             labels[label[1]] = len(lines)
         elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
             lines.append(line)
-            # Without a condition, it is the way back from code for threads that went apart, not a loop's end.
-            target = re.search(r"@!?U?P\d+ BRA\S*\s.*`\((\.L_x_\d+)\)", line)
+            target = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
             if target is not None and labels.get(target[1], len(lines)) < len(lines) - 1:
                 loops.append((labels[target[1]], len(lines)))
+    # What leads back over an exit is the way home from code for threads that went apart.
+    loops = [(a, b) for a, b in loops if not any("EXIT" in line for line in lines[a:b])]
     loading = [(a, b) for a, b in loops if any("LDG" in line for line in lines[a:b])]
     innermost = [x for x in loading if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loading)]
     first, last = max(innermost, key=lambda x: x[1] - x[0])

@@ -47,7 +47,9 @@ IR = textwrap.dedent("""
 
 def test_the_loop_over_edges_is_found():
     """Not the one around it, nor the way back from code for threads that went apart."""
-    assert [line.split("/")[2].split()[0] for line in edge_loop(CODE)] == ["@P1", "BRA.DIV", "FADD", "@P0"]
+    for branch in ("@P0 BRA `(.L_x_0)", "BRA.U UP0, `(.L_x_0)", "BRA `(.L_x_0)"):
+        loop = edge_loop(CODE.replace("@P0 BRA `(.L_x_0)", branch))
+        assert [line.split("*/")[1].split()[0] for line in loop] == ["@P1", "BRA.DIV", "FADD", branch.split()[0]]
 
 
 def test_bytes_are_those_of_the_innermost_loop_without_padding():

@@ -81,6 +81,12 @@ class TestAgainstTheReference:
         options = {"heads": 2, "channels": 3, "value_channels": 2, "dropout": 0.4, "weights": "dropped"}
         compare(make_call(score, random_edge_index(9, 7, 30, hub=0.6), 9, 7, **options), "triton")
 
+    @pytest.mark.parametrize("terms", [(), ("edge",)])
+    def test_gats_score_without_a_bias(self, terms):
+        """The query's gradient is a sum of what the pass by source has stored."""
+        options = {"heads": 2, "channels": 3, "value_channels": 2, "terms": terms, "batch": (2,)}
+        compare(make_call("gat", random_edge_index(9, 7, 30, hub=0.6), 9, 7, **options), "triton")
+
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("score", "dtype", "heads", "channels", "value_channels", "terms", "p"),
