@@ -35,7 +35,6 @@ WIDTHS = ((8, 8), (8, 32), (4, 64), (16, 32), (16, 64), (1, 40), (3, 24), (6, 12
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities: of A100, H100 and H200, B200."""
 
-DTYPES = ("float32", "bfloat16")
 PASSES = ("forward", "backward_by_source", "backward_by_target")
 REGISTERS, WARPS, BLOCKS = 65536, 64, 32
 """What a multiprocessor has room for."""
@@ -141,10 +140,10 @@ def compilations(options: Any) -> list[Compilation]:
     ]
 
 
-def compiled(cases: Sequence[Compilation]) -> Generator[Message[Compilation], None, None]:
-    """Compiles in processes of their own, without Triton's interpreter."""
+def compiled(cases: Sequence[Compilation], jobs: int, timeout: float) -> Generator[Message[Compilation], None, None]:
+    """Compiles in processes of their own, without Triton's interpreter; see `in_processes`."""
     environment = {"TRITON_INTERPRET": "0"} if os.environ.get("TRITON_INTERPRET") == "1" else {}
-    return in_processes(cases, _compile, jobs=os.cpu_count() or 1, environment=environment)
+    return in_processes(cases, _compile, jobs=jobs, timeout=timeout, environment=environment)
 
 
 def _compile(case: Compilation, show: Show) -> Compiled:

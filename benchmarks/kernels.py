@@ -66,8 +66,8 @@ class Kernels(Benchmark[Case | Compilation]):
         add("--peers", nargs="+", choices=PEERS, help="who is measured (default: all)")
         text = "of whole layers, which hub graphs do without (default: both)"
         add("--edge-features", choices=EDGE_FEATURES, help=text)
-        text = "number types; others than float32 are for gattn alone (default: float32)"
-        add("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help=text)
+        text = "number types; others than float32 are for gattn alone (default: float32; with --compile-only all)"
+        add("--dtypes", nargs="+", choices=DTYPES, help=text)
         text = "how glibc deals with freed memory (default: both; with --quick or on a GPU, as it comes)"
         add("--allocator", choices=("both", *ALLOCATORS), help=text)
         text = "threads (default: PyTorch's, here %(default)s)"
@@ -79,9 +79,7 @@ class Kernels(Benchmark[Case | Compilation]):
         add("--timeout", type=seconds, default=1200.0, help=text)
         text = "folder of results, table and picture (%(default)s)"
         add("--out", type=folder, default=Path("runs/kernels"), help=text)
-        text = (
-            "compile the GPU kernels and report what came out, which needs no GPU; all other options of time are void"
-        )
+        text = "compile the GPU kernels, --threads at a time, and report what came out, which needs no GPU"
         add("--compile-only", action="store_true", help=text)
         text = "with --compile-only: compute capabilities (default: all)"
         add("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=ARCHITECTURES, help=text)
@@ -96,8 +94,12 @@ class Kernels(Benchmark[Case | Compilation]):
                 parser.error("--compile-only is for --device cuda: the CPU kernels are compiled already")
             if importlib.util.find_spec("triton") is None:
                 parser.error("--compile-only needs Triton, which is not installed")
+            for name in ("shape", "peers", "allocator", "repeats", "seconds"):
+                if getattr(options, name) is not None:
+                    parser.error(f"--{name} is for measurements, and --compile-only makes none")
         elif options.device == "cuda" and not torch.cuda.is_available():
             parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, and finds none\n")
+        fill(options, {"dtypes": DTYPES if options.compile_only else ("float32",)})
         if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
             if options.allocator in ("both", "kept"):
                 parser.error(f"--allocator {options.allocator} is for the CPU, where the C library is glibc")
@@ -171,7 +173,9 @@ class Kernels(Benchmark[Case | Compilation]):
 
     def run(self, cases: Sequence[Any]) -> Generator[Message[Any], None, None]:
         """Measures, or compiles."""
-        return compiled(cases) if self.options.compile_only else measured(cases, self.options.timeout)
+        if self.options.compile_only:
+            return compiled(cases, self.options.threads, self.options.timeout)
+        return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Any, Row]) -> None:
         """The tables, of which a terminal shows a part, and the picture."""

@@ -94,16 +94,28 @@ def test_options(capsys):
     cases = Kernels(parsed, None, None).cases()
     assert {(case.layer, case.architecture) for case in cases} == {("gat", 90)}
     assert {case.kernel for case in cases} == set(PASSES)
-    with pytest.raises(SystemExit):
-        Kernels.parse(["--compile-only"])
-    assert "--compile-only is for --device cuda" in capsys.readouterr().err
+    assert {case.dtype for case in cases} == {"float32", "bfloat16"}
+    for wrong, words in (([], "is for --device cuda"), (["--device", "cuda", "--peers", "pyg"], "--peers is for")):
+        with pytest.raises(SystemExit):
+            Kernels.parse(["--compile-only", *wrong])
+        assert words in capsys.readouterr().err
 
 
 def test_compiled_and_reported(tmp_path, monkeypatch, capsys):
     """In processes that have no interpreter, whatever this one has."""
     monkeypatch.setattr(kernel_compiled, "WIDTHS", ((2, 8),))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    options = ["--device", "cuda", "--compile-only", "--layers", "transformer", "--edge-features", "with"]
+    options = [
+        "--device",
+        "cuda",
+        "--compile-only",
+        "--layers",
+        "transformer",
+        "--edge-features",
+        "with",
+        "--dtypes",
+        "float32",
+    ]
     Kernels.main([*options, "--architectures", "90", "--out", str(tmp_path)])
     lines = (tmp_path / "compiled.md").read_text().splitlines()
     assert sum("| transformer, edge features | 2 × 8 | float32 | 90 |" in line for line in lines) == 3

@@ -14,22 +14,12 @@ import triton
 import triton.language as tl
 
 #: Numbers that differ from graph to graph. Triton would compile a kernel again for multiples of 16, and for 1.
-_OF_THE_GRAPH = [
-    *(
-        "num_blocks",
-        "num_tasks",
-        "num_slots",
-        "num_rows",
-        "num_sources",
-        "num_targets",
-        "num_edges",
-        "num_terms",
-        "num_split",
-    ),
-    *("query_row", "query_batch", "key_row", "key_batch", "value_row", "value_batch", "threshold"),
-    *("edge_batch", "bias_batch", "edge_value_batch", "mask_batch", "mask_edge", "mask_head"),
-]
-_kernel = triton.jit(do_not_specialize=_OF_THE_GRAPH)
+_OF_THE_GRAPH = (
+    "num_blocks num_tasks num_slots num_rows num_sources num_targets num_edges num_terms num_split threshold "
+    "query_row query_batch key_row key_batch value_row value_batch "
+    "edge_batch bias_batch edge_value_batch mask_batch mask_edge mask_head"
+)
+_kernel = triton.jit(do_not_specialize=_OF_THE_GRAPH.split())
 
 
 @triton.jit
