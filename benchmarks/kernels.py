@@ -179,9 +179,10 @@ class Kernels(Benchmark[Case | Compilation]):
 
     def report(self, rows: dict[Any, Row]) -> None:
         """The tables, of which a terminal shows a part, and the picture."""
-        if self.options.compile_only:
-            return kernel_compiled.report(self, rows)
-        return self._report(rows)
+        if isinstance(next(iter(rows)), Compilation):
+            kernel_compiled.report(self, rows)
+        else:
+            self._report(rows)
 
     def _report(self, rows: dict[Case, Row]) -> None:
         report = Report(rows)

@@ -101,6 +101,7 @@ def test_options(capsys):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_compiled_and_reported(tmp_path, monkeypatch, capsys):
     """In processes that have no interpreter, whatever this one has."""
     monkeypatch.setattr(kernel_compiled, "WIDTHS", ((2, 8),))

@@ -30,7 +30,7 @@ def cache(tmp_path, monkeypatch):
     ("architecture", "score", "dtype", "has_terms"),
     [
         (90, "dot", "bfloat16", True),
-        (80, "leaky_relu", "float32", True),
+        pytest.param(80, "leaky_relu", "float32", True, marks=slow),
         pytest.param(90, "gat", "float32", True, marks=slow),
         pytest.param(80, "gat without query", "bfloat16", False, marks=slow),
         pytest.param(80, "dot", "float16", False, marks=slow),
@@ -157,9 +157,9 @@ def of_gat_terms(sources, targets, edges):
     "call",
     [
         of_layer(GATv2Conv(8, 6, heads=3, edge_dim=3, add_self_loops=False), True),
-        of_layer(TransformerConv(8, 8, heads=2), False),
+        pytest.param(of_layer(TransformerConv(8, 8, heads=2), False), marks=slow),
         of_sequences,
-        of_gat_terms,
+        pytest.param(of_gat_terms, marks=slow),
     ],
     ids=["GATv2Conv", "TransformerConv", "sequences", "GAT's terms"],
 )

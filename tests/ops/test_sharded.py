@@ -67,5 +67,6 @@ def work(rank, path):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_by_heads(tmp_path):
     mp.spawn(work, args=(tmp_path / "store",), nprocs=RANKS)
