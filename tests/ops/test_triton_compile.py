@@ -9,13 +9,15 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "chosen", ["not slow", pytest.param("slow and not loop", marks=pytest.mark.slow)], ids=["fast", "slow"]
+    "chosen",
+    [["-m", "not slow"], pytest.param(["-m", "slow", "-k", "not loop"], marks=pytest.mark.slow)],
+    ids=["fast", "slow"],
 )
 def test_compiled_kernels(chosen):
     pytest.importorskip("triton", "3.7", reason="older compilers have other interfaces")
     inner = Path(__file__).with_name("compiled_triton.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", chosen, "-p", "no:cacheprovider", inner],
+        [sys.executable, "-m", "pytest", "-q", *chosen, "-p", "no:cacheprovider", inner],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "0"},
