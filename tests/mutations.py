@@ -85,7 +85,7 @@ class Mutation(NamedTuple):
         right, _, wrong = (part.strip(" ") for part in change.partition("→"))
         context = before + right + after
         path = ROOT / self.file
-        sources = {x: x.read_text() for x in (sorted(path.iterdir()) if path.is_dir() else [path])}
+        sources = {x: x.read_text() for x in (sorted(path.glob("*.*")) if path.is_dir() else [path])}
         counts = {path: source.count(context) for path, source in sources.items() if context in source}
         if list(counts.values()) != [1]:
             raise SystemExit(f"{self.name}: {self.file} has {context!r} {sum(counts.values())} times, not once.")
