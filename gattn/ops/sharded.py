@@ -42,6 +42,11 @@ def by_heads(run: Callable[[Inputs, bool], list[Tensor]], inputs: Inputs, with_w
     Other inputs follow the value; what is no distributed tensor is taken to be the same on all ranks. With dropout,
     ranks drop independently of each other if their seeds differ, and not what one process would.
 
+    Args:
+        run: Computes output `[..., N, H, V]` and weights `[..., E, H]` of plain tensors.
+        inputs: Inputs of which at least the value is distributed: replicated, or split along its heads.
+        with_weights: Whether weights are wanted.
+
     Raises:
         ValueError: If the value is split otherwise than by heads, or into more ranks than heads of the key.
     """

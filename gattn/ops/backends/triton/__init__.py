@@ -488,7 +488,7 @@ def _power_of_two(number: int) -> int:
 def _blocks(heads: int, channels: int, value_channels: int, dtype: torch.dtype) -> dict[str, int]:
     """How many tasks, heads and channels a program takes, and with how many warps: a rule instead of trials.
 
-    Trials would compile kernels eight times, and what is best for one graph would be kept for all.
+    Trials would compile each kernel up to eight times, and what is best for one graph would be kept for all.
     """
     block_c, block_v = _power_of_two(channels), _power_of_two(value_channels)
     widest = max(block_c, block_v)
