@@ -205,7 +205,7 @@ class Case(Measurement):
     def computation(self) -> Computation:
         """The peer's; a compiled one is compiled by its first call, which must see the real graph."""
         if self.peer != "pyg-compile":
-            # A GPU's kernels are tuned on what they see first.
+            # A GPU's kernels are compiled for what the real graph needs.
             plain = Shape("", 16, 64, self.shape.heads, self.shape.channels)
             build(replace(self, shape=plain) if self.device == "cpu" else self).forward_backward()
         computation = build(self)
