@@ -26,7 +26,7 @@ from gattn.distributions import Distribution, resolve_distribution
 from gattn.errors import InputError
 from gattn.graphs import FLOWS, CompleteGraph, GraphLike, SparseGraph, as_graph
 from gattn.ops import reference
-from gattn.ops.backends import BACKENDS, REFERENCE, Backend
+from gattn.ops.backends import BACKENDS, REFERENCE, Backend, Result
 from gattn.ops.backends.base import Missing, needs_plain_pytorch, on_ends
 from gattn.ops.call import Call, checked_call
 from gattn.ops.dropout import check_probability
@@ -154,6 +154,7 @@ class Attention(NotScriptable, MessagePassing):
         edge_value: Tensor | None = None,
         edge_projection: Tensor | None = None,
         edge_type: Tensor | None = None,
+        out_bias: Tensor | None = None,
         distribution: str | Distribution = "softmax",
         dropout: float = 0.0,
         training: bool | None = None,
@@ -186,6 +187,7 @@ class Attention(NotScriptable, MessagePassing):
             edge_value=edge_value,
             edge_projection=edge_projection,
             edge_type=edge_type,
+            out_bias=out_bias,
             distribution=distribution,
             dropout=dropout if training else 0.0,
             weights=return_weights,
@@ -194,13 +196,21 @@ class Attention(NotScriptable, MessagePassing):
         require_finite(edge_projection=edge_projection)
         if self.explain and isinstance(graph, CompleteGraph):  # explainers mask the edges of a list of their own
             with self._unexplained():
-                result = self._choose(call, wanted, backend).attend(call, self)
+                result = self._compute(call, wanted, backend)
         else:
-            result = self._choose(call, wanted, backend).attend(call, self)
+            result = self._compute(call, wanted, backend)
         results = [result.out, result.weights] if return_weights else [result.out]
         if return_edges:
             results.append(self._edge_outputs(call, return_edges, wanted, backend))
         return tuple(results) if len(results) > 1 else result.out
+
+    def _compute(self, call: Call, wanted: Backend | None, argument: str) -> Result:
+        """The result of a call, its `out_bias` included; see `_choose`."""
+        chosen, out_bias = self._choose(call, wanted, argument), call.out_bias
+        if out_bias is None or (chosen.adds_out_bias and out_bias.dtype == call.dtype):
+            return chosen.attend(call, self)
+        result = chosen.attend(call._replace(out_bias=None), self)
+        return result._replace(out=result.out + out_bias)
 
     def _edge_outputs(self, call: Call, kind: bool | str, wanted: Backend | None, argument: str) -> Any:
         """What `return_edges` asks for."""
@@ -337,6 +347,7 @@ def attend(
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
     edge_type: Tensor | None = None,
+    out_bias: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
@@ -358,6 +369,7 @@ def attend(
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
     edge_type: Tensor | None = None,
+    out_bias: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
@@ -379,6 +391,7 @@ def attend(
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
     edge_type: Tensor | None = None,
+    out_bias: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
@@ -399,6 +412,7 @@ def attend(
     edge_value: Tensor | None = None,
     edge_projection: Tensor | None = None,
     edge_type: Tensor | None = None,
+    out_bias: Tensor | None = None,
     distribution: str | Distribution = "softmax",
     dropout: float = 0.0,
     training: bool = False,
@@ -434,6 +448,8 @@ def attend(
         edge_type: The type of each edge, `[E]`, integers from 0: then `edge` holds the terms of R types, `[R, H, C]`
             (for `GATScore` `[R, H]`), and so does `edge_value`. The CPU kernels look them up edge by edge, without a
             tensor of `[E, H, C]`. (default: `None`)
+        out_bias: Added to the output, `[H, Cv]`. What it saves against adding it afterwards is a second tensor as large
+            as the output, which the CPU kernels then never make. (default: `None`)
         distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, `"sparsemax"`,
             `"entmax15"`, or a `Distribution`, such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
         dropout: Probability that a weight is dropped, in training. Which ones is drawn from PyTorch's generator, so
@@ -486,6 +502,7 @@ def attend(
         edge_value=edge_value,
         edge_projection=edge_projection,
         edge_type=edge_type,
+        out_bias=out_bias,
         distribution=distribution,
         dropout=dropout,
         training=training,

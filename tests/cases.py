@@ -247,7 +247,7 @@ class Call:
         scalars = () if SCORES[self.score].wide else ("query", "key", *(() if projects else ("edge",)))
         tensors = {}
         for name, tensor in self.tensors.items():
-            is_wide = name in ("vector", "bias", "edge_projection", "sink", *scalars)
+            is_wide = name in ("vector", "bias", "edge_projection", "sink", "out_bias", *scalars)
             tensor = tensor.to(compute if is_wide else dtype)
             tensor = tensor.unsqueeze(1) if name == "edge_projection" and tensor.dim() == 2 else tensor
             tensors[name] = (tensor.unsqueeze(-1) if name in scalars else tensor).detach().requires_grad_(requires_grad)
@@ -354,8 +354,9 @@ class Call:
             kept = kept / (1 - self.dropout) if self.dropout < 1 else kept * 0
         alpha = alpha.abs()
         value = at("value", source) + size.get("edge_value", 0.0)
-        grad = self.grad(exact["out"], 1).abs().index_select(-3, target)
-        products = kept * (grad * value).sum(-1)
+        all_grads = self.grad(exact["out"], 1).abs()
+        grad = all_grads.index_select(-3, target)
+        products = kept * (grad * (value + size.get("out_bias", 0.0))).sum(-1)
         if "weights" in exact and not self.notes.get("weights need no gradient"):
             products = products + self.grad(exact["weights"], 2).abs() * (kept if self.weights == "dropped" else 1.0)
         delta = total(alpha * products, target, self.num_targets, -2).index_select(-2, target)
@@ -383,6 +384,9 @@ class Call:
             "grad of bias": shared("bias") * most(terms),
             "grad of edge_value": shared("edge_value") * most((alpha * kept).unsqueeze(-1) * grad),
         }
+        if "out_bias" in size:
+            found["out"] += most(size["out_bias"])
+            found["grad of out_bias"] = most(all_grads.sum((*range(all_grads.dim() - 2),)))
         if "sink" in size:
             found["grad of sink"] = most((alpha * products).sum((*range(alpha.dim() - 1),)))
         if vector is not None:
@@ -466,6 +470,7 @@ def make_call(
     batched: bool = False,
     projected: int = 0,
     sink: bool = False,
+    out_bias: bool = False,
     key_heads: int | None = None,
     graph: Any = None,
     seed: int = 0,
@@ -487,6 +492,8 @@ def make_call(
     tensors |= {name: make((*front, *edges, *wide[name])) for name in TERMS if name in terms}
     if sink:
         tensors["sink"] = make((heads,))
+    if out_bias:
+        tensors["out_bias"] = make((heads, value_channels))
     if projected and "edge" in tensors:
         tensors["edge"] = make((edge_index.size(1), projected))
         tensors["edge_projection"] = projection((heads, *wide["edge"], projected), generator, dtype)

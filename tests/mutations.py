@@ -156,6 +156,22 @@ MUTATIONS = [
         "apply<kSource>(«strip.load_at(score_edge[e] + h * C, k) → Vec<A>{}», strip",
     ),
     Mutation("signs of all strips are read from the first", KERNELS, "signs_offset + «strip.first / 8 → 0» + k"),
+    # ------------------------------------------------------------------------------------------- the bias of the output
+    Mutation(
+        "rows in one part lack the output's bias",
+        KERNELS,
+        "heads.spread(scales, k);\n          strip.store_at(out + h * V, k, «bias == nullptr → true» ?",
+    ),
+    Mutation(
+        "rows in several parts lack the output's bias",
+        KERNELS,
+        "k) * by;\n          strip.store_at(out + h * V, k, «bias == nullptr → true» ?",
+    ),
+    Mutation(
+        "the output's bias stays in delta",
+        KERNELS,
+        "output(i, b) + h * V, k) «- strip.load_at(bias + h * V, k) →»;",
+    ),
     # ------------------------------------------------------------------------------------------- bias, mask and dropout
     Mutation("no bias beside an edge term", KERNELS, "if («a.bias != nullptr → a.bias != nullptr && !a.edge») add"),
     Mutation(
@@ -216,9 +232,7 @@ MUTATIONS = [
     Mutation("a masked edge has a weight", KERNELS, "return {«is_edge ? y.value : Vec<A>{} → y.value», is_edge"),
     # ---------------------------------------------------------------------------------------------------- the gradients
     Mutation(
-        "delta is taken of the rounded output",
-        KERNELS,
-        "if («a.out_wide == nullptr → true») products",
+        "delta is taken of the rounded output", KERNELS, "if («a.out_wide != nullptr → false») products[k] *= strip"
     ),
     Mutation(
         "delta leaves out the weights' gradient",

@@ -322,6 +322,43 @@ class TestTypes:
         assert attend(x16, x16, x16, CompleteGraph(5)).dtype == torch.bfloat16
 
 
+class TestOutBias:
+    @pytest.mark.parametrize("backend", ["auto", "reference"])
+    @pytest.mark.parametrize("graph", [CompleteGraph(5), random_edge_index(5, num_edges=9)])
+    def test_it_is_added_by_every_backend(self, graph, backend):
+        x, out_bias = torch.randn(5, H, C), torch.randn(H, C)
+        given = {"return_weights": True, "return_edges": True, "backend": backend}
+        out, weights, logits = attend(x, x, x, graph, out_bias=out_bias, **given)
+        plain = attend(x, x, x, graph, **given)
+        torch.testing.assert_close((out, weights, logits), (plain[0] + out_bias, *plain[1:]))
+
+    @pytest.mark.parametrize("distribution", ["softmax", "sparsemax"])
+    def test_it_is_added_once_to_what_kernels_do_not_know(self, distribution):
+        class Custom(gattn.Score):
+            def logits(self, query, key, edge):
+                return -(query - key).abs().sum(-1)
+
+        x, out_bias, edge_index = torch.randn(5, H, C), torch.randn(H, C), random_edge_index(5, num_edges=9)
+        given = {"score": Custom(), "distribution": distribution}
+        out = attend(x, x, x, edge_index, out_bias=out_bias, **given)
+        torch.testing.assert_close(out, attend(x, x, x, edge_index, **given) + out_bias)
+
+    def test_types_promote_as_in_a_sum(self):
+        x, out_bias, edge_index = torch.randn(5, H, C).bfloat16(), torch.randn(H, C), random_edge_index(5)
+        out = attend(x, x, x, edge_index, out_bias=out_bias)
+        assert torch.equal(out, attend(x, x, x, edge_index) + out_bias)
+        assert attend(x, x, x, edge_index, out_bias=out_bias.bfloat16()).dtype == torch.bfloat16
+
+    def test_no_second_output_is_kept(self):
+        """What it is for: the sum is the only tensor of its size that the backward pass needs."""
+        x = torch.randn(50, H, C, requires_grad=True)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+            out = attend(x, x, x, random_edge_index(50), out_bias=torch.randn(H, C, requires_grad=True))
+        addresses = {tensor.data_ptr() for tensor in kept if tensor.numel() == out.numel()}
+        assert addresses == {x.data_ptr(), out.data_ptr()}
+
+
 class TestDropout:
     def test_the_dropped_weights_made_the_output(self):
         edge_index = random_edge_index(M, N, E)
@@ -462,6 +499,8 @@ class TestBadInput:
             ({"value": x[0, 0]}, ValueError, "at most two batch dimensions"),
             ({"edge": torch.zeros(2, H)}, ValueError, r"edge has one entry per edge.*\[2, 3, 4\].*got \[2, 3\]"),
             ({"edge": torch.zeros(2, H, 1)}, ValueError, "edge has one entry per edge"),
+            ({"out_bias": torch.zeros(H * C)}, ValueError, r"out_bias has one entry.* \[3, 4\]; got \[12\]"),
+            ({"out_bias": 0.0}, TypeError, "out_bias must be a tensor; got float"),
             ({"edge_projection": torch.zeros(H, C, 5)}, ValueError, r"features \[E, D\], which edge has to hold"),
             (
                 {"edge_projection": torch.zeros(H, C, 5), "edge": torch.zeros(2, H, C)},

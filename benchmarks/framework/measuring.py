@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -368,6 +369,30 @@ def peak_above(function: Callable[[], T], device: str = "cpu") -> tuple[T, int]:
     before = _memory("VmRSS")
     result = function()
     return result, max(_memory("VmHWM") - before, 0) * 1024
+
+
+def peak_of_process() -> int:
+    """The largest resident memory of the process since `peak_above` last began, where Linux tells, else of all time."""
+    with contextlib.suppress(OSError):
+        return _memory("VmHWM") * 1024
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def total_memory() -> int:
+    """The machine's memory in bytes; where the system does not tell, more than any has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 2**50
+
+
+def limit_memory(size: int) -> None:
+    """Makes allocations fail where the process's data would take more bytes, before the machine's memory is short.
+
+    Without Unix's limits, it does nothing, and the system ends the process.
+    """
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (size, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _memory(name: str) -> int:

@@ -231,8 +231,9 @@ class AttentionConv(BaseConv):
         edge_value: Tensor | None,
         edge_projection: Tensor | None,
         weights: bool | str,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Weights | None]:
-        """Attends and joins the heads: `[..., N, H * C]`, or their mean `[..., N, C]`."""
+        """Attends, joins the heads and adds the layer's bias: `[..., N, H * C]`, or their mean `[..., N, C]`."""
         value = dropout(value, self.value_dropout, self.training)
         result = self.attend(
             query,
@@ -243,11 +244,15 @@ class AttentionConv(BaseConv):
             edge=edge,
             edge_value=edge_value,
             edge_projection=edge_projection,
+            out_bias=self._heads(bias) if self.concat and bias is not None else None,
             dropout=self.dropout,
             return_weights=weights,
         )
         out, alpha = (result, None) if isinstance(result, Tensor) else result
-        return (out.flatten(-2) if self.concat else out.mean(-2)), alpha
+        if self.concat:
+            return out.flatten(-2), alpha
+        out = out.mean(-2)
+        return (out if bias is None else out + bias), alpha
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

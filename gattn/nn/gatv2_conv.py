@@ -189,11 +189,9 @@ class GATv2Conv(AttentionConv):
         graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
         score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
         weights = "dropped" if return_attention_weights else False
-        out, alpha = self._attend_and_merge(query, key, key, graph, score, edge, None, projection, weights)
+        out, alpha = self._attend_and_merge(query, key, key, graph, score, edge, None, projection, weights, self.bias)
         if self.res is not None:
             out = out + self.res(targets)
-        if self.bias is not None:
-            out = out + self.bias
         return out if alpha is None else (out, graph.with_weights(alpha))
 
     @fused

@@ -36,6 +36,8 @@ class Call(NamedTuple):
     """`[H, C, D]`, or `[H, 1, D]`; then `edge`, and an `edge_value` that is `edge`, are features `[E, D]`."""
     edge_type: Tensor | None
     """`[E]`; then `edge` and `edge_value` have one entry per type instead."""
+    out_bias: Tensor | None
+    """`[H, V]`, added to the output, by backends that say so"""
     graph: Graph
     score: Score
     distribution: Distribution
@@ -192,6 +194,7 @@ def checked_call(
     edge_value: Tensor | None,
     edge_projection: Tensor | None,
     edge_type: Tensor | None,
+    out_bias: Tensor | None,
     distribution: Distribution,
     dropout: float,
     weights: bool | str,
@@ -206,6 +209,7 @@ def checked_call(
     _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, edge_projection=edge_projection)
     _check_devices(value, score)
     _check_devices(value, distribution)
+    _check_kinds(value, out_bias=out_bias)
     if edge_projection is not None:
         _check_projection(edge_projection, edge, edge_value, key if query is None else query, value, score)
     if edge_type is not None:
@@ -224,9 +228,14 @@ def checked_call(
             edge = None if edge is None else edge.unsqueeze(-1)
         else:
             edge_projection = edge_projection.unsqueeze(1)
-    terms = (edge, bias, mask, edge_value, edge_projection, edge_type)
+    terms = (edge, bias, mask, edge_value, edge_projection, edge_type, out_bias)
     call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype, law_of(distribution))
     distribution.check(call.batch, call.num_targets, call.heads)
+    if out_bias is not None and out_bias.shape != (call.heads, value.size(-1)):
+        wanted = [call.heads, value.size(-1)]
+        raise InputError(
+            f"out_bias has one entry per head and channel of the output, {wanted}; got {list(out_bias.shape)}."
+        )
     return call
 
 

@@ -56,7 +56,7 @@ def with_finished_weights(call: Call, edges: EdgeList, logits: Tensor) -> Call:
 def as_logits(call: Call) -> Call:
     """A call of the same edges whose weights are the logits, unmasked, and which sums up nothing."""
     nothing = call.value.new_zeros(*call.value.shape[:-1], 0)
-    asked = call._replace(value=nothing, mask=None, edge_value=None, dropout=0.0, weights=True)
+    asked = call._replace(value=nothing, mask=None, edge_value=None, out_bias=None, dropout=0.0, weights=True)
     return asked._replace(distribution=_LOGITS, law=_LOGITS.law())
 
 

@@ -78,6 +78,8 @@ class Inputs(NamedTuple):
     """The numbers in that formula"""
     sink: Tensor | None
     """`[H]`, the logits of the softmax's sink"""
+    out_bias: Tensor | None
+    """`[H, V]`, added to the output; only for backends that say so"""
     dropout: float
     seed: Tensor | None
     """Of the dropout; `None` if nothing is dropped"""
@@ -141,6 +143,7 @@ class Inputs(NamedTuple):
             ("value", self.value, (*front, self.num_sources, key_heads, value_channels), dtype),
             ("vector", self.vector, (heads, channels), compute),
             ("sink", self.sink, (heads,), compute),
+            ("out_bias", self.out_bias, (heads, value_channels), compute),
         ):
             if tensor is not None and (tensor.shape != size or tensor.dtype != wanted):
                 raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), wanted))
@@ -206,7 +209,18 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 _UNFIT = "{} has shape {} and type {}, but the graph and the other inputs ask for {} and {}."
 
 #: Inputs that have gradients.
-DIFFERENTIABLE = ("query", "key", "value", "vector", "edge", "edge_projection", "bias", "edge_value", "sink")
+DIFFERENTIABLE = (
+    "query",
+    "key",
+    "value",
+    "vector",
+    "edge",
+    "edge_projection",
+    "bias",
+    "edge_value",
+    "sink",
+    "out_bias",
+)
 
 _PLACES = tuple(Inputs._fields.index(name) for name in DIFFERENTIABLE)
 _HINTS = get_type_hints(Inputs)
@@ -309,6 +323,7 @@ class AttentionOperator:
             distribution=law.name,
             distribution_constants=list(law.constants),
             sink=_sink(law.sink, call),
+            out_bias=None if call.out_bias is None else call.out_bias.to(call.compute),
             dropout=call.dropout,
             seed=seed,
             traced=is_traced(),
@@ -561,7 +576,7 @@ def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
         edge = torch.einsum("ed,hcd->ehc", edge.to(inputs.edge_projection.dtype), inputs.edge_projection).to(edge.dtype)
     if edge is not None and inputs.edge_type is not None:
         edge = edge.index_select(0, inputs.edge_type)
-    return reference.attention(
+    out, weights = reference.attention(
         inputs.query,
         inputs.key,
         inputs.values,
@@ -576,3 +591,4 @@ def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
         dropout=inputs.dropout,
         seed=inputs.seed,
     )
+    return (out if inputs.out_bias is None else out + inputs.out_bias), weights

@@ -27,6 +27,7 @@ _HEADS = {
     "mask": 1,
     "edge_value": 2,
     "sink": 1,
+    "out_bias": 2,
 }
 
 

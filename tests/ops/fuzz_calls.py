@@ -107,6 +107,8 @@ def draw_call(seed: int) -> tuple[Call, str | None]:
     distribution = draw.choice(tuple(DISTRIBUTIONS)) if draw.random() < 0.4 else "softmax"
     if distribution.startswith("soft") and draw.random() < 0.2:
         tensors["sink"] = make(heads)
+    if draw.random() < 0.2:
+        tensors["out_bias"] = make(heads, value_channels)
     present = tuple(name for name in DIFFERENTIABLE if name in tensors)
     wanted = present if draw.random() < 0.6 else tuple(name for name in present if draw.random() < 0.5)
     weights: bool | str = draw.choice((False, False, True, "dropped"))

@@ -253,6 +253,17 @@ class TestDistributions:
         edge_index = random_edge_index(9, 7, 60, hub=0.6)
         compare(make_call(score, edge_index, 9, 7, distribution=distribution, sink=True, dropout=0.3, **options))
 
+    @pytest.mark.parametrize(
+        ("distribution", "score", "dtype", "heads", "value_channels", "degree", "batch"),
+        pairs(DISTRIBUTIONS, SCORES, DTYPES, (1, 3, 8), (1, 5, 16), (1, 40, 2 * LONG_ROW), ((), (2,))),
+    )
+    def test_a_bias_of_the_output(self, distribution, score, dtype, heads, value_channels, degree, batch):
+        """Of targets without edges, too, and of rows in several parts."""
+        edge_index = torch.randint(4, (2, degree + 9))
+        edge_index[1, :degree] = 3
+        options = {"heads": heads, "dtype": dtype, "value_channels": value_channels, "batch": batch, "terms": ()}
+        compare(make_call(score, edge_index, 4, 5, distribution=distribution, out_bias=True, dropout=0.3, **options))
+
     @pytest.mark.parametrize("heads", [3, 8])
     @pytest.mark.parametrize("degree", [3, LONG_ROW * 2])
     def test_a_sink_alone_and_none_at_all(self, heads, degree):

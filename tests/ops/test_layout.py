@@ -168,7 +168,7 @@ def test_too_many_nodes():
     with pytest.raises(ValueError, match="too many nodes or edges"):
         native.raise_for(
             native.library().gattn_rows_by_target(
-                0, 0, 1, 1, 0, 2**31, 4, 0, 1, *(torch.empty(100, dtype=torch.long).data_ptr() for _ in range(4))
+                0, 0, 64, 1, 1, 0, 2**31, 4, 0, 1, *(torch.empty(100, dtype=torch.long).data_ptr() for _ in range(4))
             )
         )
     assert Layout(empty, 2**31 - 1 - native.PADDING, 4, False, FLOWS[0]).num_edges == 0

@@ -47,6 +47,9 @@ class Backend(ABC):
     #: The types of devices on which `backend="auto"` chooses it; `None` for all.
     devices: ClassVar[tuple[str, ...] | None]
 
+    #: Whether it adds a call's `out_bias` itself.
+    adds_out_bias: ClassVar[bool] = False
+
     def missing(self) -> Missing | None:
         """What it needs that this machine does not have; `None` if it has all."""
         return None

@@ -44,6 +44,7 @@ class Cpu(KernelBackend):
     name = "cpu"
     devices = ("cpu",)
     widens_edges = True
+    adds_out_bias = True
     layout_of = staticmethod(layout_of)
 
     def knows(self, family: Family | None) -> bool:
@@ -127,7 +128,7 @@ class _Plan:
                 setattr(arguments, f"{name}_batch", 0 if rows.size(0) == 1 else rows.stride(0))
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
-        for name in ("vector", "sink"):
+        for name in ("vector", "sink", "out_bias"):
             if (tensor := getattr(inputs, name)) is not None:
                 self._readable(name, tensor, tensor.contiguous())
         if inputs.mask is not None:
@@ -148,7 +149,7 @@ class _Plan:
 
 
 #: The inputs whose memory kernels read.
-_READ = ("query", "key", "value", "vector", "edge", "edge_type", "bias", "mask", "edge_value", "sink")
+_READ = ("query", "key", "value", "vector", "edge", "edge_type", "bias", "mask", "edge_value", "sink", "out_bias")
 _PLANNED = operator.itemgetter(*(Inputs._fields.index(name) for name in (*_READ, "edge_projection")))
 _MOST_PLANS = 16
 
@@ -324,7 +325,7 @@ def _backward(
         arguments.grad_edge_projection = grads["edge"].data_ptr()
     for name in wanted:
         tensor: Tensor = getattr(inputs, name)
-        if name in ("edge_projection", "sink") or (name == "edge" and table is not None):
+        if name in ("edge_projection", "sink", "out_bias") or (name == "edge" and table is not None):
             continue
         if name == "vector":  # each task has a sum of its own
             tasks = layout.by_target.num_tasks + by_source.num_tasks
@@ -350,6 +351,8 @@ def _backward(
         if name == "sink":
             maximum, scale, delta, _ = node_terms.unbind(2)
             grads[name] = -((tensor - maximum).exp() * scale * delta).sum((0, 1))
+        elif name == "out_bias":
+            grads[name] = grad_out.flatten(0, -3).sum(0, dtype=plan.compute)
         elif name == "vector":
             grads[name] = grads[name].sum(0).to(tensor.dtype)
             if projection is not None and plan.record_bytes:

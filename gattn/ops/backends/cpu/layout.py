@@ -69,8 +69,8 @@ class Layout:
     """
 
     def __init__(self, edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str):
-        index = edge_index.long()
-        source, target = index.unbind() if flow == FLOWS[0] else index.flip(0).unbind()
+        index = edge_index if edge_index.dtype == torch.int32 else edge_index.long()
+        source, target = index.unbind() if flow == FLOWS[0] else reversed(index.unbind())
         room = index.size(1) + (min(num_sources, num_targets) if self_loops else 0) + native.PADDING
         start = torch.empty(num_targets + 1, dtype=torch.int32, device="cpu")
         node = torch.empty(room, dtype=torch.int32, device="cpu")
@@ -79,6 +79,7 @@ class Layout:
         num_edges = native.library().gattn_rows_by_target(
             source.data_ptr(),
             target.data_ptr(),
+            index.element_size() * 8,
             source.stride(0),
             target.stride(0),
             index.size(1),

@@ -61,7 +61,7 @@ class Arguments(ctypes.Structure):
         *_fields("edge_of_target_position target_position source_position", ctypes.c_void_p),
         *_fields("query key value", ctypes.c_void_p),
         *_fields("value_is_key query_row query_batch key_row key_batch value_row value_batch", ctypes.c_int64),
-        *_fields("vector edge bias mask edge_value", ctypes.c_void_p),
+        *_fields("vector out_bias edge bias mask edge_value", ctypes.c_void_p),
         *_fields("edge_projection edge_projection_rows", ctypes.c_void_p),
         ("edge_channels", ctypes.c_int64),
         ("edge_type", ctypes.c_void_p),
@@ -100,7 +100,7 @@ def library() -> ctypes.CDLL:
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     functions = {
         "gattn_arguments_bytes": [],
-        "gattn_rows_by_target": [pointer] * 2 + [integer] * 7 + [pointer] * 4,
+        "gattn_rows_by_target": [pointer] * 2 + [integer] * 8 + [pointer] * 4,
         "gattn_rows_by_source": [pointer] * 2 + [integer] * 3 + [pointer] * 4,
         "gattn_hash_edges": [pointer] * 2 + [integer] * 3,
         "gattn_tasks": [pointer, integer] + [pointer] * 4,

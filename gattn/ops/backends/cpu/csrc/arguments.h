@@ -45,6 +45,7 @@ struct Arguments {
   int64_t value_is_key;
   int64_t query_row, query_batch, key_row, key_batch, value_row, value_batch;
   const void* vector;      // [H, C]
+  const void* out_bias;    // [H, V] in the type that is computed in, added to the output; or null
   const void* edge;        // [E, H, C], of scalar scores [E, H], to be projected [E, D]; with types [D, H, C] or [D, H]
   const void* bias;        // [E, H]
   const uint8_t* mask;     // [E, H]

@@ -51,30 +51,16 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-}  // namespace
-
-extern "C" {
-
-// A hash of an edge list, whose order counts. Both rows have E elements, `stride` apart.
-int64_t gattn_hash_edges(const int64_t* first, const int64_t* second, int64_t stride, int64_t num_edges, int64_t threads) {
-  uint64_t hash = 0;
-#pragma omp parallel for num_threads(int(threads)) if (num_edges > kEdgesPerPiece && threads > 1) reduction(+ : hash)
-  for (int64_t e = 0; e < num_edges; ++e) {
-    const uint64_t ends = uint64_t(first[e * stride]) * 0x9e3779b97f4a7c15ull + uint64_t(second[e * stride]);
-    hash += mix(mix(ends) + uint64_t(e));
-  }
-  return int64_t(hash);
-}
-
 // Sorts an edge list by target. `source` and `target` have E elements, `stride` apart. With self-loops, edges that are
 // loops are left out, and one for each of the first min(N, M) nodes comes after all others. Writes start [N + 1],
 // node [up to E + min(N, M) + kPadding] and edge (the numbers of edges) as long as node.
 //
 // Returns the number of edges; -1 if an index is out of range, -2 if there are too many edges, -3 if memory ran out.
 // sorted becomes 1 if edge would be 0, 1, 2, ...
-int64_t gattn_rows_by_target(const int64_t* source, const int64_t* target, int64_t source_stride, int64_t target_stride,
-                             int64_t num_edges, int64_t sources, int64_t targets, int64_t self_loops, int64_t threads,
-                             int32_t* start, int32_t* node, int32_t* edge, int64_t* sorted) {
+template <class Index>
+int64_t rows_by_target(const Index* source, const Index* target, int64_t source_stride, int64_t target_stride,
+                       int64_t num_edges, int64_t sources, int64_t targets, int64_t self_loops, int64_t threads,
+                       int32_t* start, int32_t* node, int32_t* edge, int64_t* sorted) {
   const int64_t loops = !self_loops ? 0 : sources < targets ? sources : targets;
   const int64_t limit = INT32_MAX - kPadding;
   if (num_edges + loops > limit || sources > limit || targets > limit) return -2;
@@ -145,6 +131,34 @@ int64_t gattn_rows_by_target(const int64_t* source, const int64_t* target, int64
   memset(node + total, 0, kPadding * sizeof(int32_t));
   *sorted = is_sorted;
   return total;
+}
+
+}  // namespace
+
+extern "C" {
+
+// A hash of an edge list, whose order counts. Both rows have E elements, `stride` apart.
+int64_t gattn_hash_edges(const int64_t* first, const int64_t* second, int64_t stride, int64_t num_edges, int64_t threads) {
+  uint64_t hash = 0;
+#pragma omp parallel for num_threads(int(threads)) if (num_edges > kEdgesPerPiece && threads > 1) reduction(+ : hash)
+  for (int64_t e = 0; e < num_edges; ++e) {
+    const uint64_t ends = uint64_t(first[e * stride]) * 0x9e3779b97f4a7c15ull + uint64_t(second[e * stride]);
+    hash += mix(mix(ends) + uint64_t(e));
+  }
+  return int64_t(hash);
+}
+
+// rows_by_target of an edge list in 32 or 64 bits.
+int64_t gattn_rows_by_target(const void* source, const void* target, int64_t bits, int64_t source_stride,
+                             int64_t target_stride, int64_t num_edges, int64_t sources, int64_t targets,
+                             int64_t self_loops, int64_t threads, int32_t* start, int32_t* node, int32_t* edge,
+                             int64_t* sorted) {
+  auto rows = [&](auto* from, auto* to) {
+    return rows_by_target(from, to, source_stride, target_stride, num_edges, sources, targets, self_loops, threads, start,
+                          node, edge, sorted);
+  };
+  if (bits == 32) return rows(static_cast<const int32_t*>(source), static_cast<const int32_t*>(target));
+  return rows(static_cast<const int64_t*>(source), static_cast<const int64_t*>(target));
 }
 
 // Rows by source from rows by target: start [M + 1], node [E + kPadding] (targets), target_position [E + kPadding] of

@@ -15,6 +15,7 @@ class Values : public Block {
     copy_heads(scales, scale);
     T* out = output(run.row, b);
     A* wide = wide_output(run.row, b);
+    const A* bias = static_cast<const A*>(a.out_bias);
     const bool shared = a.value_is_key;
     for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
       using S = decltype(strip);
@@ -29,7 +30,7 @@ class Values : public Block {
       } else {
         EACH_VECTOR {
           const Vec<A> result = total_value[k] * heads.spread(scales, k);
-          strip.store_at(out + h * V, k, result);
+          strip.store_at(out + h * V, k, bias == nullptr ? result : result + strip.load_at(bias + h * V, k));
           if (wide != nullptr) strip.store_at(wide + h * V, k, result);
         }
       }
@@ -40,13 +41,14 @@ class Values : public Block {
   void store_output(int64_t i, int64_t b, const A* scale) {
     T* out = output(i, b);
     A* wide = wide_output(i, b);
+    const A* bias = static_cast<const A*>(a.out_bias);
     for (int64_t h = 0; h < H; ++h) {
       const Vec<A> by = splat<Vec<A>>(scale[h]);
       for_strips(V, [&](auto strip) INLINE_LAMBDA {
         using S = decltype(strip);
         EACH_VECTOR {
           const Vec<A> result = strip.load_at(acc + h * V, k) * by;
-          strip.store_at(out + h * V, k, result);
+          strip.store_at(out + h * V, k, bias == nullptr ? result : result + strip.load_at(bias + h * V, k));
           if (wide != nullptr) strip.store_at(wide + h * V, k, result);
         }
       });
@@ -55,17 +57,19 @@ class Values : public Block {
 
   // ----------------------------------------------------------------------------------------------------------- backward
 
-  // to[h] = <grad_out_i, out_i>.
+  // to[h] = <grad_out_i, out_i>, without the bias, which only the wide output lacks.
   void multiply_outputs(int64_t i, int64_t b, A* to) {
     const T* grad = grad_out_row(i, b);
+    const A* bias = static_cast<const A*>(a.out_bias);
     memset(to, 0, size_t(H) * sizeof(A));
     for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
       using S = decltype(strip);
       Vec<A> products[S::kVectors];
       EACH_VECTOR {
         products[k] = strip.load_at(grad + h * V, k);
-        if (a.out_wide == nullptr) products[k] *= strip.load_at(output(i, b) + h * V, k);
-        else products[k] *= strip.load_at(wide_output(i, b) + h * V, k);
+        if (a.out_wide != nullptr) products[k] *= strip.load_at(wide_output(i, b) + h * V, k);
+        else if (bias == nullptr) products[k] *= strip.load_at(output(i, b) + h * V, k);
+        else products[k] *= strip.load_at(output(i, b) + h * V, k) - strip.load_at(bias + h * V, k);
       }
       heads.add_sums(strip, products, H, to);
     });

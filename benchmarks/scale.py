@@ -1,0 +1,342 @@
+"""Time and memory of graph attention on graphs of 10⁴ to 10⁸ edges: `python -m benchmarks.scale`.
+
+One GAT layer (100 → 4 × 32), and the training step of two (→ 4 × 32): forward, and backward to all parameters, from the
+logits of 64 labelled nodes. The graphs are random, with 20 edges a node and numbers of neighbours by a power law;
+*products* has as many nodes and edges as ogbn-products. Nothing is timed before the logits and all gradients agree with
+float64, computed on what these nodes can see of the graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch_geometric.utils import k_hop_subgraph
+
+import gattn
+from benchmarks.framework import reports
+from benchmarks.framework.benchmark import Benchmark
+from benchmarks.framework.measuring import (
+    Computation,
+    Expected,
+    Measured,
+    Measurement,
+    Times,
+    budgets,
+    limit_memory,
+    measured,
+    peak_of_process,
+    total_memory,
+)
+from benchmarks.framework.options import add_measuring, unique, whole
+from benchmarks.framework.processes import BenchmarkError, Message
+from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.kernel_cases import ALLOCATORS, Shape, draw_power_law, import_dgl
+
+HEADS, CHANNELS, IN_CHANNELS = 4, 32, 100
+LABELLED = 64
+EDGES_PER_NODE = 20
+SEED = 0
+GIB = 2**30
+
+
+def shape(name: str, nodes: int, edges: int) -> Shape:
+    """A graph of the benchmark."""
+    return Shape(name, nodes, edges, HEADS, CHANNELS, power_law=True, in_channels=IN_CHANNELS)
+
+
+SHAPES = {
+    **{f"1e{power}": shape(f"1e{power}", 10**power // EDGES_PER_NODE, 10**power) for power in range(4, 9)},
+    "products": shape("products", 2_449_029, 123_718_280),
+}
+PEERS = ("gattn", "pyg", "dgl")
+PARTS = {"layer": 1, "step": 2}
+"""What is measured, and how many layers that has."""
+STYLES = {"gattn": reports.BLUE, "pyg": reports.ORANGE, "dgl": reports.GREEN}
+
+
+class Result(Measured):
+    """The columns of a measurement."""
+
+    forward_backward: Times
+    process_bytes: int
+    """The largest resident memory of the process from the first call on: code and inputs included."""
+
+
+class Network(torch.nn.Module):
+    """Some GAT layers with ELU between them.
+
+    Args:
+        make: Makes a layer of so many channels.
+        num_layers: How many.
+    """
+
+    def __init__(self, make: Callable[[int], torch.nn.Module], num_layers: int):
+        super().__init__()
+        self.convs = torch.nn.ModuleList(
+            [make(IN_CHANNELS if number == 0 else HEADS * CHANNELS) for number in range(num_layers)]
+        )
+
+    def forward(self, x: Tensor, graph: Any) -> Tensor:
+        """The features after the last layer, `[N, 128]`."""
+        for number, conv in enumerate(self.convs):
+            x = conv(x if number == 0 else F.elu(x), graph)
+        return x
+
+
+class DGLConv(torch.nn.Module):
+    """DGL's layer as PyG calls it.
+
+    Args:
+        in_channels: Channels of the input.
+    """
+
+    def __init__(self, in_channels: int):
+        super().__init__()
+        self.conv = import_dgl().nn.GATConv(in_channels, CHANNELS, HEADS)
+
+    def forward(self, x: Tensor, graph: Any) -> Tensor:
+        """The layer's output, `[N, 128]`."""
+        out: Tensor = self.conv(graph, x).flatten(1)
+        return out
+
+
+LAYERS: dict[str, Callable[[int], torch.nn.Module]] = {
+    "gattn": lambda channels: gattn.nn.GATConv(channels, CHANNELS, HEADS),
+    "pyg": lambda channels: pyg.GATConv(channels, CHANNELS, HEADS),
+    "dgl": DGLConv,
+}
+OF_DGL = {"lin.weight": "conv.fc.weight", "att_src": "conv.attn_l", "att_dst": "conv.attn_r", "bias": "conv.bias"}
+"""The names of a layer's parameters, and DGL's."""
+
+
+def parameters_of(network: Network) -> dict[str, Tensor]:
+    """The parameters of all layers, by the same names for every peer."""
+    return {
+        f"{number}.{name}": conv.get_parameter(of_dgl if isinstance(conv, DGLConv) else name)
+        for number, conv in enumerate(network.convs)
+        for name, of_dgl in OF_DGL.items()
+    }
+
+
+@dataclass(frozen=True)
+class Case(Measurement):
+    """One measurement."""
+
+    result = Result
+
+    shape: Shape
+    part: str
+    peer: str
+    threads: int
+    repeats: int
+    seconds: float
+    allocator: str
+    memory: int
+    """The most that a process may allocate, in GiB."""
+
+    def __str__(self) -> str:
+        return f"{self.shape.name} {self.part} {self.peer}" + ", kept memory" * (self.allocator == "kept")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Its allocator's."""
+        return ALLOCATORS[self.allocator]
+
+    def problem(self) -> tuple[object, ...]:
+        """What cases have in common that must have the same result."""
+        return self.shape, self.part
+
+    def references(self) -> dict[str, dict[str, Expected]]:
+        """The results of gattn's reference on the labelled nodes' neighbourhood."""
+        edge_index, labelled = self._draw()
+        nodes, edges, places, _ = k_hop_subgraph(
+            labelled, PARTS[self.part], edge_index, relabel_nodes=True, num_nodes=self.shape.nodes
+        )
+        del edge_index
+        x = self._features()[nodes]
+        with gattn.backend("reference"):
+            exact, rounded = (
+                computed.compared(computed.forward_backward())
+                for computed in (
+                    self._build("gattn", x.to(dtype), edges, places) for dtype in (torch.float64, torch.float32)
+                )
+            )
+        return {"": budgets(exact, rounded, torch.float32, int(edges[1].bincount().max()) + 1, edges.size(1))}
+
+    def computation(self) -> Computation:
+        """The peer's."""
+        small = replace(self, shape=shape("", LABELLED, 4 * LABELLED))
+        small._build(self.peer, small._features(), *small._draw()).forward_backward()
+        return self._build(self.peer, self._features(), *self._draw())
+
+    def measure(self, reference: Path | None) -> Row:
+        """Also takes what the whole process needed, within the limit."""
+        limit_memory(self.memory * GIB)
+        row = super().measure(reference)
+        return {**row, "process_bytes": peak_of_process()} if row["outcome"] == "ok" else row
+
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        """The edges, and the labelled nodes."""
+        generator = torch.Generator().manual_seed(SEED)
+        edge_index = draw_power_law(self.shape, generator)
+        return edge_index, torch.randperm(self.shape.nodes, generator=generator)[:LABELLED]
+
+    def _features(self) -> Tensor:
+        return torch.randn(self.shape.nodes, IN_CHANNELS, generator=torch.Generator().manual_seed(SEED))
+
+    def _build(self, peer: str, x: Tensor, edge_index: Tensor, labelled: Tensor) -> Computation:
+        torch.manual_seed(SEED)
+        network, drawn = (Network(LAYERS[name], PARTS[self.part]) for name in (peer, "gattn"))
+        leaves = parameters_of(network)
+        for name, parameter in parameters_of(drawn).items():
+            torch.nn.init.normal_(parameter, std=1 if name.endswith("bias") else parameter.size(-1) ** -0.5)
+            leaves[name].data.copy_(parameter.data)
+        graph: Any = edge_index
+        if peer == "dgl":
+            dgl = import_dgl()
+            dgl.utils.set_num_threads(self.threads)
+            graph = dgl.add_self_loop(dgl.graph(tuple(edge_index), num_nodes=x.size(0)))
+        network.to(x.dtype)
+        grad = torch.randn(LABELLED, HEADS * CHANNELS, generator=torch.Generator().manual_seed(SEED)).to(x.dtype)
+        return Computation(lambda: network(x, graph)[labelled], leaves, grad)
+
+
+class Scale(Benchmark[Case]):
+    """Measures each peer on larger and larger graphs."""
+
+    name = "scale"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        text = "graphs: by their number of edges, or products (default: %(default)s)"
+        add("--shapes", nargs="+", default=["1e4", "1e5", "1e6", "1e7"], choices=SHAPES, help=text)
+        add("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="a layer, a step or both (default: both)")
+        add("--peers", nargs="+", choices=PEERS, help="whose layers (default: all that are installed)")
+        add("--allocator", default="both", choices=("both", *ALLOCATORS), help="how glibc deals with freed memory")
+        text = "GiB that a process may allocate (default: nine tenths of the machine's, here %(default)s)"
+        add("--memory", type=whole(1, 2**20), default=max(int(0.9 * total_memory() / GIB), 1), help=text)
+        add_measuring(parser, cls.name, repeats=5)
+
+    def peers(self) -> list[str]:
+        """The peers that are there.
+
+        Raises:
+            BenchmarkError: If one that is asked for is not.
+        """
+        peers = unique(self.options.peers or PEERS)
+        if "dgl" in peers:
+            try:
+                import_dgl()
+            except Exception as error:  # its own libraries fail in ways of their own
+                if self.options.peers:
+                    raise BenchmarkError(f"DGL cannot be imported: {error}") from error
+                self.skip("dgl", f"DGL cannot be imported: {error}")
+                peers.remove("dgl")
+        return peers
+
+    def cases(self) -> list[Case]:
+        """Graph by graph, the smallest first."""
+        options = self.options
+        allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
+        fixed, peers = (options.threads, options.repeats, options.seconds), self.peers()
+        return [
+            Case(SHAPES[name], part, peer, *fixed, allocator, options.memory)
+            for name in sorted(unique(options.shapes), key=list(SHAPES).index)
+            for part in unique(options.parts)
+            for peer in peers
+            for allocator in allocators
+        ]
+
+    def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
+        """Measures."""
+        return measured(cases, self.options.timeout)
+
+    def report(self, rows: dict[Case, Row]) -> None:
+        """One line for each measurement, and the curves."""
+        lines = []
+        for case, row in rows.items():
+            other = rows.get(replace(case, peer="pyg"))
+            growth = exponent(case, rows)
+            lines.append(
+                {
+                    "graph": case.shape.name,
+                    "nodes": f"{case.shape.nodes:,}",
+                    "edges": f"{case.shape.edges:,}",
+                    "part": case.part,
+                    "layers": case.peer,
+                    "memory": case.allocator,
+                    "forward, ms": reports.quartiles(row, "forward"),
+                    "forward + backward, ms": reports.quartiles(row, "forward_backward"),
+                    "× PyG": reports.ratio(
+                        reports.median(other, "forward_backward"), reports.median(row, "forward_backward")
+                    ),
+                    "exponent": "–" if growth is None else f"{growth:.2f}",
+                    "peak, MB": reports.megabytes(row),
+                    "bytes/edge": f"{row['peak_bytes'] / case.shape.edges:.0f}" if "peak_bytes" in row else "–",
+                    "process, MB": reports.megabytes(row, "process_bytes"),
+                }
+            )
+        remarks = reports.machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {memory} GiB at most")
+        remarks += [
+            "Medians with quartiles. Exponent: of the time's growth with the edges, from the graph a tenth as large.",
+            "Peak: above the inputs, in the first forward + backward, the graph's preparation included. Process: the "
+            "largest resident memory from then on, with code and inputs.",
+            *(f"Not run: {reason}" for reason in self.skipped.values()),
+        ]
+        self.publish("Attention on large graphs", lines, remarks, {"scale.png": draw(rows)})
+
+
+def exponent(case: Case, rows: Mapping[Case, Row]) -> float | None:
+    """The power of the number of edges with which the time grew from the graph a tenth as large."""
+    smaller = [shape for shape in SHAPES.values() if shape.edges * 10 == case.shape.edges]
+    if not smaller:
+        return None
+    before, after = (
+        reports.median(rows.get(replace(case, shape=shape)), "forward_backward") for shape in (smaller[0], case.shape)
+    )
+    return math.log10(after / before) if before and after else None
+
+
+def draw(rows: Mapping[Case, Row]) -> Figure:
+    """Time and memory against the number of edges; a cross is where memory, or time, would have had to go on."""
+    figure = Figure(figsize=(9, 3.8), dpi=110, layout="constrained")
+    panels = (
+        ("forward + backward, s", lambda row: reports.median(row, "forward_backward")),
+        ("peak above the inputs, GB", lambda row: row["peak_bytes"] / 1e9 if "peak_bytes" in row else None),
+    )
+    allocator = min(case.allocator for case in rows)
+    for axis, (label, value) in zip(figure.subplots(1, 2), panels, strict=True):
+        curves: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
+        for case, row in rows.items():
+            if case.allocator == allocator:
+                curves.setdefault((case.peer, case.part), []).append((case.shape.edges, value(row)))
+        for (peer, part), points in curves.items():
+            found = sorted((edges, height) for edges, height in points if height is not None)
+            if not found:
+                continue
+            style = {"color": STYLES[peer], "linestyle": "-" if part == "step" else "--"}
+            axis.plot(*zip(*found, strict=True), marker="o", markersize=3, label=f"{peer}, {part}", **style)
+            beyond = min((edges for edges, height in points if height is None), default=None)
+            if beyond is not None:
+                axis.plot(beyond, found[-1][1] * beyond / found[-1][0], "x", color=STYLES[peer])
+        axis.set(xlabel="edges", ylabel=label, xscale="log", yscale="log")
+        axis.grid(alpha=0.25)
+    if figure.axes[0].lines:
+        figure.axes[0].legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    Scale.main()

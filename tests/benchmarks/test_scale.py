@@ -1,0 +1,71 @@
+"""The benchmark of large graphs."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import scale
+from benchmarks.framework.measuring import check
+
+QUICK = ["--shapes", "1e4", "--allocator", "default", "--threads", "1", "--repeats", "2", "--seconds", "0.1"]
+
+
+def read_rows(path):
+    return [json.loads(line) for line in (path / "runs.jsonl").read_text().splitlines()]
+
+
+def case(part, peer="gattn", name="1e4"):
+    return scale.Case(scale.SHAPES[name], part, peer, 1, 2, 0.1, "default", 8)
+
+
+def test_peers_agree_with_float64(tmp_path):
+    scale.Scale.main([*QUICK, "--peers", "gattn", "pyg", "--out", str(tmp_path)])
+    rows = read_rows(tmp_path)
+    assert [(row["part"], row["peer"]) for row in rows] == [(part, p) for part in scale.PARTS for p in ("gattn", "pyg")]
+    assert {row["outcome"] for row in rows} == {"ok"}
+    assert all(row["process_bytes"] > row["peak_bytes"] > 0 for row in rows)
+    assert (tmp_path / "scale.png").exists()
+
+
+@pytest.mark.parametrize(("name", "factor", "is_right"), [("", 1.0, True), ("0.att_src", 1.01, False)])
+def test_a_wrong_step_is_found(name, factor, is_right):
+    """A layer's parameter that is off changes the logits of the nodes that are compared."""
+    step = case("step")
+    computation = step.computation()
+    if name:
+        computation.leaves[name].data.mul_(factor)
+    errors = check(computation.compared(computation.forward_backward()), step.references()[""])
+    assert all(entry["error"] <= entry["budget"] for entry in errors.values()) == is_right
+
+
+def test_the_neighbourhood_decides_all_that_is_compared():
+    """In float64, the part of the graph that labelled nodes see gives what the whole graph gives."""
+    step = case("step")
+    edge_index, labelled = step._draw()
+    whole = step._build("pyg", step._features().double(), edge_index, labelled)
+    results, expected = whole.compared(whole.forward_backward()), step.references()[""]
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        torch.testing.assert_close(result.detach(), expected[name]["exact"], rtol=1e-9, atol=1e-9)
+
+
+def test_what_does_not_fit_is_a_result(tmp_path):
+    """The allocation fails where the limit says so, and not the benchmark."""
+    options = [*QUICK, "--peers", "pyg", "--parts", "step", "--memory", "1", "--out", str(tmp_path)]
+    options[1] = "1e6"
+    scale.Scale.main(options)
+    (row,) = read_rows(tmp_path)
+    assert row["outcome"] == "out of memory"
+    assert "out of memory" in (tmp_path / "table.md").read_text()
+
+
+def test_exponents_compare_with_a_tenth():
+    rows = {
+        case("step", name=name): {"forward_backward": {"median": seconds}}
+        for name, seconds in (("1e4", 0.1), ("1e5", 1.0), ("1e6", 20.0))
+    }
+    assert scale.exponent(case("step", name="1e5"), rows) == pytest.approx(1.0)
+    assert scale.exponent(case("step", name="1e6"), rows) == pytest.approx(1.30103)
+    assert scale.exponent(case("step", name="1e4"), rows) is None
+    assert scale.exponent(case("step", name="products"), rows) is None
