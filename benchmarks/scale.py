@@ -2,8 +2,9 @@
 
 One GAT layer (100 → 4 × 32), and the training step of two (→ 4 × 32): forward, and backward to all parameters, from the
 logits of 64 labelled nodes. The graphs are random, with 20 edges a node and numbers of neighbours by a power law;
-*products* has as many nodes and edges as ogbn-products. Nothing is timed before the logits and all gradients agree with
-float64, computed on what these nodes can see of the graph.
+*products* has as many nodes and edges as ogbn-products. *communities* and *shuffled* are one graph of communities, with
+nodes numbered in order and at random: what the order is worth. Nothing is timed before the logits and all gradients
+agree with float64, computed on what the labelled nodes can see of the graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
 import torch.nn.functional as F
@@ -45,29 +46,49 @@ from benchmarks.kernel_cases import ALLOCATORS, Shape, draw_power_law, import_dg
 HEADS, CHANNELS, IN_CHANNELS = 4, 32, 100
 LABELLED = 64
 EDGES_PER_NODE = 20
+COMMUNITY = 500
+"""The number of nodes of a community."""
 SEED = 0
 GIB = 2**30
 
 
-def shape(name: str, nodes: int, edges: int) -> Shape:
-    """A graph of the benchmark."""
-    return Shape(name, nodes, edges, HEADS, CHANNELS, power_law=True, in_channels=IN_CHANNELS)
+@dataclass(frozen=True)
+class Graph:
+    """A random graph."""
+
+    name: str
+    nodes: int
+    edges: int
+    kind: str = "power law"
+    """`"power law"`; `"communities"`, whose nodes are numbered one community after the other; or `"shuffled"`, the same
+    with numbers at random."""
 
 
-SHAPES = {
-    **{f"1e{power}": shape(f"1e{power}", 10**power // EDGES_PER_NODE, 10**power) for power in range(4, 9)},
-    "products": shape("products", 2_449_029, 123_718_280),
+def sized(name: str, power: int, kind: str = "power law") -> Graph:
+    """A graph of ten to this power edges."""
+    return Graph(name, 10**power // EDGES_PER_NODE, 10**power, kind)
+
+
+GRAPHS = {
+    graph.name: graph
+    for graph in (
+        *(sized(f"1e{power}", power) for power in range(4, 9)),
+        Graph("products", 2_449_029, 123_718_280),
+        sized("communities", 7, "communities"),
+        sized("shuffled", 7, "shuffled"),
+    )
 }
 PEERS = ("gattn", "pyg", "dgl")
-PARTS = {"layer": 1, "step": 2}
-"""What is measured, and how many layers that has."""
-STYLES = {"gattn": reports.BLUE, "pyg": reports.ORANGE, "dgl": reports.GREEN}
+PARTS = {"gather": 0, "layer": 1, "step": 2}
+"""What is measured, and how many layers that has; the sum of one row of 128 channels per edge is the unit of time."""
+STYLES = {"gattn": reports.BLUE, "pyg": reports.ORANGE, "dgl": reports.GREEN, "embedding_bag": reports.BLACK}
 
 
 class Result(Measured):
     """The columns of a measurement."""
 
-    forward_backward: Times
+    forward_backward: NotRequired[Times]
+    """Of all but the unit."""
     process_bytes: int
     """The largest resident memory of the process from the first call on: code and inputs included."""
 
@@ -134,7 +155,7 @@ class Case(Measurement):
 
     result = Result
 
-    shape: Shape
+    graph: Graph
     part: str
     peer: str
     threads: int
@@ -145,22 +166,27 @@ class Case(Measurement):
     """The most that a process may allocate, in GiB."""
 
     def __str__(self) -> str:
-        return f"{self.shape.name} {self.part} {self.peer}" + ", kept memory" * (self.allocator == "kept")
+        return f"{self.graph.name} {self.part} {self.peer}" + ", kept memory" * (self.allocator == "kept")
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Its allocator's."""
         return ALLOCATORS[self.allocator]
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether this is not the unit."""
+        return self.part != "gather"
+
     def problem(self) -> tuple[object, ...]:
         """What cases have in common that must have the same result."""
-        return self.shape, self.part
+        return self.graph, self.part
 
     def references(self) -> dict[str, dict[str, Expected]]:
         """The results of gattn's reference on the labelled nodes' neighbourhood."""
         edge_index, labelled = self._draw()
         nodes, edges, places, _ = k_hop_subgraph(
-            labelled, PARTS[self.part], edge_index, relabel_nodes=True, num_nodes=self.shape.nodes
+            labelled, PARTS[self.part], edge_index, relabel_nodes=True, num_nodes=self.graph.nodes
         )
         del edge_index
         x = self._features()[nodes]
@@ -175,9 +201,9 @@ class Case(Measurement):
 
     def computation(self) -> Computation:
         """The peer's."""
-        small = replace(self, shape=shape("", LABELLED, 4 * LABELLED))
-        small._build(self.peer, small._features(), *small._draw()).forward_backward()
-        return self._build(self.peer, self._features(), *self._draw())
+        small = replace(self, graph=Graph("", LABELLED, 4 * LABELLED))
+        small._drawn().forward_backward()
+        return self._drawn()
 
     def measure(self, reference: Path | None) -> Row:
         """Also takes what the whole process needed, within the limit."""
@@ -185,14 +211,27 @@ class Case(Measurement):
         row = super().measure(reference)
         return {**row, "process_bytes": peak_of_process()} if row["outcome"] == "ok" else row
 
+    def _drawn(self) -> Computation:
+        edge_index, labelled = self._draw()
+        if self.part == "gather":
+            return self._gather(edge_index)
+        return self._build(self.peer, self._features(), edge_index, labelled)
+
     def _draw(self) -> tuple[Tensor, Tensor]:
         """The edges, and the labelled nodes."""
-        generator = torch.Generator().manual_seed(SEED)
-        edge_index = draw_power_law(self.shape, generator)
-        return edge_index, torch.randperm(self.shape.nodes, generator=generator)[:LABELLED]
+        generator, graph = torch.Generator().manual_seed(SEED), self.graph
+        if graph.kind == "power law":
+            edge_index = draw_power_law(Shape(graph.name, graph.nodes, graph.edges, HEADS, CHANNELS), generator)
+        else:
+            target = torch.randint(graph.nodes, (graph.edges,), generator=generator)
+            source = target // COMMUNITY * COMMUNITY + torch.randint(COMMUNITY, (graph.edges,), generator=generator)
+            edge_index = torch.stack([source, target])
+            if graph.kind == "shuffled":
+                edge_index = torch.randperm(graph.nodes, generator=generator)[edge_index]
+        return edge_index, torch.randperm(graph.nodes, generator=generator)[:LABELLED]
 
     def _features(self) -> Tensor:
-        return torch.randn(self.shape.nodes, IN_CHANNELS, generator=torch.Generator().manual_seed(SEED))
+        return torch.randn(self.graph.nodes, IN_CHANNELS, generator=torch.Generator().manual_seed(SEED))
 
     def _build(self, peer: str, x: Tensor, edge_index: Tensor, labelled: Tensor) -> Computation:
         torch.manual_seed(SEED)
@@ -210,6 +249,14 @@ class Case(Measurement):
         grad = torch.randn(LABELLED, HEADS * CHANNELS, generator=torch.Generator().manual_seed(SEED)).to(x.dtype)
         return Computation(lambda: network(x, graph)[labelled], leaves, grad)
 
+    def _gather(self, edge_index: Tensor) -> Computation:
+        source, target = edge_index
+        source = source[target.argsort(stable=True)]
+        degree = target.bincount(minlength=self.graph.nodes)
+        value = torch.randn(self.graph.nodes, HEADS * CHANNELS)
+        offsets = degree.cumsum(0) - degree
+        return Computation(lambda: F.embedding_bag(source, value, offsets, mode="sum"), {}, value)
+
 
 class Scale(Benchmark[Case]):
     """Measures each peer on larger and larger graphs."""
@@ -220,9 +267,10 @@ class Scale(Benchmark[Case]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        text = "graphs: by their number of edges, or products (default: %(default)s)"
-        add("--shapes", nargs="+", default=["1e4", "1e5", "1e6", "1e7"], choices=SHAPES, help=text)
-        add("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="a layer, a step or both (default: both)")
+        text = "by their number of edges or by name (default: %(default)s; others take much memory and time)"
+        default = ["1e4", "1e5", "1e6", "1e7", "communities", "shuffled"]
+        add("--graphs", nargs="+", default=default, choices=GRAPHS, help=text)
+        add("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what is measured (default: all)")
         add("--peers", nargs="+", choices=PEERS, help="whose layers (default: all that are installed)")
         add("--allocator", default="both", choices=("both", *ALLOCATORS), help="how glibc deals with freed memory")
         text = "GiB that a process may allocate (default: nine tenths of the machine's, here %(default)s)"
@@ -252,10 +300,10 @@ class Scale(Benchmark[Case]):
         allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
         fixed, peers = (options.threads, options.repeats, options.seconds), self.peers()
         return [
-            Case(SHAPES[name], part, peer, *fixed, allocator, options.memory)
-            for name in sorted(unique(options.shapes), key=list(SHAPES).index)
+            Case(GRAPHS[name], part, peer, *fixed, allocator, options.memory)
+            for name in sorted(unique(options.graphs), key=list(GRAPHS).index)
             for part in unique(options.parts)
-            for peer in peers
+            for peer in (peers if part != "gather" else ["embedding_bag"])
             for allocator in allocators
         ]
 
@@ -268,29 +316,32 @@ class Scale(Benchmark[Case]):
         lines = []
         for case, row in rows.items():
             other = rows.get(replace(case, peer="pyg"))
+            unit = rows.get(replace(case, part="gather", peer="embedding_bag"))
             growth = exponent(case, rows)
+            mode = "forward" if case.part == "gather" else "forward_backward"
+            seconds = reports.median(row, mode)
             lines.append(
                 {
-                    "graph": case.shape.name,
-                    "nodes": f"{case.shape.nodes:,}",
-                    "edges": f"{case.shape.edges:,}",
+                    "graph": case.graph.name,
+                    "nodes": f"{case.graph.nodes:,}",
+                    "edges": f"{case.graph.edges:,}",
                     "part": case.part,
                     "layers": case.peer,
                     "memory": case.allocator,
                     "forward, ms": reports.quartiles(row, "forward"),
                     "forward + backward, ms": reports.quartiles(row, "forward_backward"),
-                    "× PyG": reports.ratio(
-                        reports.median(other, "forward_backward"), reports.median(row, "forward_backward")
-                    ),
+                    "× PyG": reports.ratio(reports.median(other, mode), seconds),
+                    "gathers": reports.ratio(seconds, reports.median(unit, "forward")).rstrip("×"),
                     "exponent": "–" if growth is None else f"{growth:.2f}",
                     "peak, MB": reports.megabytes(row),
-                    "bytes/edge": f"{row['peak_bytes'] / case.shape.edges:.0f}" if "peak_bytes" in row else "–",
+                    "bytes/edge": f"{row['peak_bytes'] / case.graph.edges:.0f}" if "peak_bytes" in row else "–",
                     "process, MB": reports.megabytes(row, "process_bytes"),
                 }
             )
         remarks = reports.machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {memory} GiB at most")
         remarks += [
-            "Medians with quartiles. Exponent: of the time's growth with the edges, from the graph a tenth as large.",
+            "Medians with quartiles. Gathers: the time in units of one embedding_bag, the sum of a row per edge.",
+            "Exponent: of the time's growth with the edges, from the graph a tenth as large.",
             "Peak: above the inputs, in the first forward + backward, the graph's preparation included. Process: the "
             "largest resident memory from then on, with code and inputs.",
             *(f"Not run: {reason}" for reason in self.skipped.values()),
@@ -300,12 +351,13 @@ class Scale(Benchmark[Case]):
 
 def exponent(case: Case, rows: Mapping[Case, Row]) -> float | None:
     """The power of the number of edges with which the time grew from the graph a tenth as large."""
-    smaller = [shape for shape in SHAPES.values() if shape.edges * 10 == case.shape.edges]
+    smaller = [
+        graph for graph in GRAPHS.values() if graph.edges * 10 == case.graph.edges and graph.kind == case.graph.kind
+    ]
     if not smaller:
         return None
-    before, after = (
-        reports.median(rows.get(replace(case, shape=shape)), "forward_backward") for shape in (smaller[0], case.shape)
-    )
+    mode = "forward" if case.part == "gather" else "forward_backward"
+    before, after = (reports.median(rows.get(replace(case, graph=graph)), mode) for graph in (smaller[0], case.graph))
     return math.log10(after / before) if before and after else None
 
 
@@ -320,8 +372,8 @@ def draw(rows: Mapping[Case, Row]) -> Figure:
     for axis, (label, value) in zip(figure.subplots(1, 2), panels, strict=True):
         curves: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
         for case, row in rows.items():
-            if case.allocator == allocator:
-                curves.setdefault((case.peer, case.part), []).append((case.shape.edges, value(row)))
+            if case.allocator == allocator and case.part != "gather" and case.graph.kind == "power law":
+                curves.setdefault((case.peer, case.part), []).append((case.graph.edges, value(row)))
         for (peer, part), points in curves.items():
             found = sorted((edges, height) for edges, height in points if height is not None)
             if not found:

@@ -8,7 +8,7 @@ import torch
 from benchmarks import scale
 from benchmarks.framework.measuring import check
 
-QUICK = ["--shapes", "1e4", "--allocator", "default", "--threads", "1", "--repeats", "2", "--seconds", "0.1"]
+QUICK = ["--graphs", "1e4", "--allocator", "default", "--threads", "1", "--repeats", "2", "--seconds", "0.1"]
 
 
 def read_rows(path):
@@ -16,13 +16,16 @@ def read_rows(path):
 
 
 def case(part, peer="gattn", name="1e4"):
-    return scale.Case(scale.SHAPES[name], part, peer, 1, 2, 0.1, "default", 8)
+    return scale.Case(scale.GRAPHS[name], part, peer, 1, 2, 0.1, "default", 8)
 
 
 def test_peers_agree_with_float64(tmp_path):
     scale.Scale.main([*QUICK, "--peers", "gattn", "pyg", "--out", str(tmp_path)])
     rows = read_rows(tmp_path)
-    assert [(row["part"], row["peer"]) for row in rows] == [(part, p) for part in scale.PARTS for p in ("gattn", "pyg")]
+    assert [(row["part"], row["peer"]) for row in rows] == [
+        ("gather", "embedding_bag"),
+        *((part, peer) for part in ("layer", "step") for peer in ("gattn", "pyg")),
+    ]
     assert {row["outcome"] for row in rows} == {"ok"}
     assert all(row["process_bytes"] > row["peak_bytes"] > 0 for row in rows)
     assert (tmp_path / "scale.png").exists()
@@ -50,6 +53,7 @@ def test_the_neighbourhood_decides_all_that_is_compared():
         torch.testing.assert_close(result.detach(), expected[name]["exact"], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_result(tmp_path):
     """The allocation fails where the limit says so, and not the benchmark."""
     options = [*QUICK, "--peers", "pyg", "--parts", "step", "--memory", "1", "--out", str(tmp_path)]
@@ -58,6 +62,17 @@ def test_what_does_not_fit_is_a_result(tmp_path):
     (row,) = read_rows(tmp_path)
     assert row["outcome"] == "out of memory"
     assert "out of memory" in (tmp_path / "table.md").read_text()
+
+
+def test_shuffled_communities_are_the_same_graph():
+    ordered, shuffled = (
+        scale.Case(scale.Graph("", 3000, 9000, kind), "layer", "gattn", 1, 2, 0.1, "default", 8)._draw()[0]
+        for kind in ("communities", "shuffled")
+    )
+    assert torch.equal(*(ordered // scale.COMMUNITY))
+    assert not torch.equal(*(shuffled // scale.COMMUNITY))
+    degrees = [[row.bincount(minlength=3000).sort().values for row in edges] for edges in (ordered, shuffled)]
+    torch.testing.assert_close(*degrees)
 
 
 def test_exponents_compare_with_a_tenth():
