@@ -81,6 +81,8 @@ GRAPHS = {
 PEERS = ("gattn", "pyg", "dgl")
 PARTS = {"gather": 0, "layer": 1, "step": 2}
 """What is measured, and how many layers that has; the sum of one row of 128 channels per edge is the unit of time."""
+MEMORY = {**ALLOCATORS, "huge": {**ALLOCATORS["kept"], "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
+"""The environment that tells glibc how to deal with memory: as it comes, freed memory kept, or kept in huge pages."""
 STYLES = {"gattn": reports.BLUE, "pyg": reports.ORANGE, "dgl": reports.GREEN, "embedding_bag": reports.BLACK}
 
 
@@ -166,12 +168,12 @@ class Case(Measurement):
     """The most that a process may allocate, in GiB."""
 
     def __str__(self) -> str:
-        return f"{self.graph.name} {self.part} {self.peer}" + ", kept memory" * (self.allocator == "kept")
+        return f"{self.graph.name} {self.part} {self.peer}" + f", {self.allocator} memory"
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Its allocator's."""
-        return ALLOCATORS[self.allocator]
+        return MEMORY[self.allocator]
 
     @property
     def has_reference(self) -> bool:
@@ -272,7 +274,8 @@ class Scale(Benchmark[Case]):
         add("--graphs", nargs="+", default=default, choices=GRAPHS, help=text)
         add("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what is measured (default: all)")
         add("--peers", nargs="+", choices=PEERS, help="whose layers (default: all that are installed)")
-        add("--allocator", default="both", choices=("both", *ALLOCATORS), help="how glibc deals with freed memory")
+        text = "how glibc deals with memory (default: default kept)"
+        add("--allocators", nargs="+", default=list(ALLOCATORS), choices=MEMORY, help=text)
         text = "GiB that a process may allocate (default: nine tenths of the machine's, here %(default)s)"
         add("--memory", type=whole(1, 2**20), default=max(int(0.9 * total_memory() / GIB), 1), help=text)
         add_measuring(parser, cls.name, repeats=5)
@@ -297,14 +300,13 @@ class Scale(Benchmark[Case]):
     def cases(self) -> list[Case]:
         """Graph by graph, the smallest first."""
         options = self.options
-        allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
         fixed, peers = (options.threads, options.repeats, options.seconds), self.peers()
         return [
             Case(GRAPHS[name], part, peer, *fixed, allocator, options.memory)
             for name in sorted(unique(options.graphs), key=list(GRAPHS).index)
             for part in unique(options.parts)
             for peer in (peers if part != "gather" else ["embedding_bag"])
-            for allocator in allocators
+            for allocator in unique(options.allocators)
         ]
 
     def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
@@ -368,7 +370,7 @@ def draw(rows: Mapping[Case, Row]) -> Figure:
         ("forward + backward, s", lambda row: reports.median(row, "forward_backward")),
         ("peak above the inputs, GB", lambda row: row["peak_bytes"] / 1e9 if "peak_bytes" in row else None),
     )
-    allocator = min(case.allocator for case in rows)
+    allocator = min((case.allocator for case in rows), key=list(MEMORY).index)
     for axis, (label, value) in zip(figure.subplots(1, 2), panels, strict=True):
         curves: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
         for case, row in rows.items():

@@ -8,7 +8,7 @@ import torch
 from benchmarks import scale
 from benchmarks.framework.measuring import check
 
-QUICK = ["--graphs", "1e4", "--allocator", "default", "--threads", "1", "--repeats", "2", "--seconds", "0.1"]
+QUICK = ["--graphs", "1e4", "--allocators", "default", "--threads", "1", "--repeats", "2", "--seconds", "0.1"]
 
 
 def read_rows(path):
