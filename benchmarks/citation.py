@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ import gattn
 from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.options import MOST, device, folder, unique, whole
-from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
+from benchmarks.framework.node_data import check_task, densities, hush, storage
+from benchmarks.framework.processes import Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import Row
 
@@ -37,9 +37,6 @@ LAYERS = ("gattn", "pyg")
 
 #: Test accuracy in percent, mean and standard deviation of 100 runs: Table 2 of https://arxiv.org/abs/1710.10903.
 PUBLISHED = {("cora", "gat"): (83.0, 0.7), ("citeseer", "gat"): (72.5, 0.7), ("pubmed", "gat"): (79.0, 0.3)}
-
-SPARSE_DENSITY = 0.1
-"""Features are kept sparse where at most this share of them is not zero."""
 
 CURVE_EVERY = 5
 """Learning curves keep every epoch of this number."""
@@ -215,21 +212,6 @@ def train(run: Run, show: Show) -> Row:
     }
 
 
-def hush() -> None:
-    """Silences PyTorch's warnings about its own sparse matrices, which come once in each process."""
-    warnings.filterwarnings("ignore", "Sparse .* is in beta|Sparse invariant checks")
-
-
-def check_task(dataset: str, data: Any) -> None:
-    """Raises `ValueError` if the data are not a graph whose nodes have features and one class each."""
-    if not isinstance(data, Data):
-        raise ValueError(f"{dataset} has many graphs, and this benchmark classifies the nodes of one.")
-    if data.x is None:
-        raise ValueError(f"{dataset} has no node features, which this benchmark needs.")
-    if data.y.dim() != 1 or data.y.is_floating_point():
-        raise ValueError(f"{dataset} does not have one class per node, which this benchmark needs.")
-
-
 # The report ----------------------------------------------------------------------------------------------------------
 
 
@@ -253,17 +235,10 @@ def summarise(rows: Iterable[Row]) -> list[Line]:
                 "test, %": reports.mean_and_deviation(accuracies, alone=" ± 0.0"),
                 "published, %": f"{published[0]:.1f} ± {published[1]:.1f}" if published else "–",
                 "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f}",
-                "seconds/epoch (quartiles)": _quartiles(seconds),
+                "seconds/epoch (quartiles)": reports.median_and_quartiles(seconds),
             }
         )
     return lines
-
-
-def _quartiles(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.4f} ({low:.4f}–{high:.4f})"
 
 
 def notes(rows: Sequence[Row], skipped: Iterable[str]) -> list[str]:
@@ -353,17 +328,7 @@ class Citation(Benchmark[Run]):
         Raises:
             BenchmarkError: If one of them was asked for by name.
         """
-        densities = {}
-        for dataset in self.options.dataset or DEFAULT_DATASETS:
-            try:
-                data = gattn.datasets.load(dataset)
-                check_task(dataset, data)
-                densities[dataset] = data.x.count_nonzero().item() / max(data.x.numel(), 1)
-            except (gattn.datasets.DatasetUnavailableError, ValueError, ImportError) as error:
-                if self.options.dataset:
-                    raise BenchmarkError(str(error)) from error
-                self.skip(dataset, str(error))
-        return densities
+        return densities(self.options.dataset or DEFAULT_DATASETS, None if self.options.dataset else self.skip)
 
     def cases(self) -> list[Run]:
         """All runs, seed by seed, so that an interrupted benchmark has some of each."""
@@ -373,9 +338,7 @@ class Citation(Benchmark[Run]):
             for dataset, density in densities.items():
                 for model in options.model:
                     for layers in options.layers:
-                        features = options.features
-                        if features == "auto":
-                            features = "sparse" if layers == "gattn" and density <= SPARSE_DENSITY else "dense"
+                        features = options.features if options.features != "auto" else storage(layers, density)
                         protocol = protocol_for(dataset, layers, options.max_epochs)
                         run = Run(dataset, model, layers, seed, options.device, options.threads, features, protocol)
                         runs.append(run)

@@ -19,7 +19,6 @@ import math
 import os
 import re
 import statistics
-import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +43,13 @@ from benchmarks.framework.options import MOST, device, folder, whole
 from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Machine, Row, replace_file
-from benchmarks.framework.training import Training, nearest_width, num_parameters
+from benchmarks.framework.training import (
+    Training,
+    computing_time,
+    nearest_width,
+    num_parameters,
+    seed_iteration,
+)
 from gattn.visualize import attention_matrix
 
 PAIRS = "tatoeba"
@@ -518,14 +523,6 @@ def learning_rate(largest: float, setting: Setting, iteration: int) -> float:
     return largest * (setting.iterations - iteration) / (setting.iterations - warm_up)
 
 
-def now(device: str) -> float:
-    """The seconds that this process has computed; on a GPU, the clock's."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.process_time()
-
-
 class Translator(Training[Run]):
     """The model under training.
 
@@ -548,7 +545,7 @@ class Translator(Training[Run]):
         self.validation = list(zip(corpus.encode(sources), corpus.encode(references), strict=True))
         model = build_model(run, corpus.size)
         optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=True)
-        clock = functools.partial(now, run.device)
+        clock = functools.partial(computing_time, run.device)
         super().__init__(run, folder, model, optimizer, setting.iterations, setting.evaluate_every, setting.clip, clock)
 
     def learning_rate(self) -> float:
@@ -557,8 +554,7 @@ class Translator(Training[Run]):
 
     def loss(self) -> Tensor:
         """The loss on this iteration's pairs."""
-        # What is random in a step depends on seed and iteration only, so the generators' states need not be saved.
-        torch.manual_seed(int(np.random.SeedSequence((self.case.seed, self.iteration)).generate_state(1)[0]))
+        seed_iteration(self.case.seed, self.iteration)
         return loss_of(self.model, make_batch([self.pairs[i] for i in self.batches[self.iteration]], self.case.device))
 
     def evaluate(self) -> dict[str, float]:

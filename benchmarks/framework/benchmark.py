@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -43,6 +44,10 @@ class Case:
     def key(self) -> str:
         """What the case's row has in common with no other case's."""
         return self.key_of({**asdict(self), **self.machine()})
+
+    def checkpoint(self, folder: Path) -> Path:
+        """The file of this case's checkpoint, if it is trained."""
+        return folder / f"{hashlib.sha256(self.key().encode()).hexdigest()[:16]}.pt"
 
     @property
     def place(self) -> str:
@@ -85,6 +90,8 @@ class Benchmark(Generic[C]):
 
     name: ClassVar[str]
     """It is called by `python -m benchmarks.<name>`."""
+    keeps_checkpoints: ClassVar[bool] = True
+    """Whether the checkpoint of a finished run stays in the folder of results."""
 
     def __init__(self, options: argparse.Namespace, results: ResultsFile, console: Console):
         self.options = options
@@ -235,6 +242,8 @@ class Benchmark(Generic[C]):
         problem = unreadable(row, type(case), case.result_of, Machine)
         if problem is None:
             self.results.append(row)
+            if not self.keeps_checkpoints:
+                case.checkpoint(self.options.out).unlink(missing_ok=True)
         return problem
 
     def rows(self, cases: Sequence[C]) -> dict[C, Row]:

@@ -59,10 +59,18 @@ def machines(rows: Iterable[Row], columns: Sequence[str], rest: str) -> list[str
     return sorted(described)
 
 
-def mean_and_deviation(values: Sequence[float], alone: str = "") -> str:
+def mean_and_deviation(values: Sequence[float], alone: str = "", digits: int = 1) -> str:
     """Mean ± standard deviation; of a single value, what stands for its deviation."""
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else alone
-    return f"{statistics.mean(values):.1f}{deviation}"
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else alone
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def median_and_quartiles(values: Sequence[float]) -> str:
+    """Median and quartiles of some numbers; of a single one, the number."""
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.4f} ({low:.4f}–{high:.4f})"
 
 
 def median(row: Row | None, mode: str) -> float | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import io
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +39,19 @@ def nearest_width(parameters: int, build: Callable[[int], torch.nn.Module]) -> i
     return min(widths[place - 1 : place + 1], key=lambda width: abs(excess(width)))
 
 
+def computing_time(device: str) -> float:
+    """The seconds that this process has computed, so that other loads matter little; on a GPU, the clock's."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
+
+
+def seed_iteration(seed: int, iteration: int) -> None:
+    """Makes what is random depend on both numbers only, so that the generators' states need not be saved."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, iteration)).generate_state(1)[0]))
+
+
 class Training(ABC, Generic[C]):
     """A model under training. What is random in it must depend on the case and the iteration only.
 
@@ -49,10 +62,17 @@ class Training(ABC, Generic[C]):
         model: The model.
         optimizer: Its optimizer.
         iterations: The number of iterations.
-        evaluate_every: The number of iterations from one evaluation and checkpoint to the next.
-        clip: The largest norm of all gradients together.
+        evaluate_every: The number of iterations from one evaluation to the next.
+        clip: The largest norm of all gradients together; `None` leaves them as they are.
         clock: Gives the time in seconds. (default: the time of day)
+        save_every: An evaluation is followed by a checkpoint if at least this many seconds have passed since the last
+            one, and always at the end. (default: 0)
     """
+
+    watched: ClassVar[str] = "val_loss"
+    """The entry of the curve's points that progress reports show, and that must be finite."""
+    keeps_random_state: ClassVar[bool] = False
+    """Whether a checkpoint holds the state of PyTorch's generators, for what no iteration seeds."""
 
     def __init__(
         self,
@@ -62,17 +82,20 @@ class Training(ABC, Generic[C]):
         optimizer: torch.optim.Optimizer,
         iterations: int,
         evaluate_every: int,
-        clip: float,
+        clip: float | None,
         clock: Callable[[], float] = time.perf_counter,
+        save_every: float = 0.0,
     ):
         self.case = case
-        self.path = folder / f"{hashlib.sha256(case.key().encode()).hexdigest()[:16]}.pt"
+        self.path = case.checkpoint(folder)
         self.model: Any = model  # whose methods are the subclass's business
         self.optimizer = optimizer
         self.iterations = iterations
         self.evaluate_every = evaluate_every
         self.clip = clip
         self.clock = clock
+        self.save_every = save_every
+        self._saved_at = time.monotonic()
         self.iteration = 0
         self.curve: list[dict[str, float]] = []
         self.seconds: list[float] = []
@@ -81,9 +104,10 @@ class Training(ABC, Generic[C]):
         if self.path.exists():
             self._resume()
 
-    @abstractmethod
     def learning_rate(self) -> float:
-        """The learning rate of this iteration."""
+        """The learning rate of this iteration. (default: the optimizer's)"""
+        rate: float = self.optimizer.defaults["lr"]
+        return rate
 
     @abstractmethod
     def loss(self) -> Tensor:
@@ -91,21 +115,29 @@ class Training(ABC, Generic[C]):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """A point of the learning curve, `val_loss` included; `self.losses` has the losses since the last one."""
+        """A point of the learning curve, `watched` included; `self.losses` has the losses since the last one."""
 
     @abstractmethod
     def result(self) -> Row:
         """The columns of the finished training."""
 
+    def stops_early(self) -> bool:
+        """Whether training ends here though iterations are left; must follow from the curve. (default: never)"""
+        return False
+
     @property
     def is_finished(self) -> bool:
-        """Whether all iterations are done."""
-        return self.iteration == self.iterations
+        """Whether all iterations are done, or as many as are needed."""
+        return self.iteration == self.iterations or self.stops_early()
+
+    @property
+    def _watched_name(self) -> str:
+        return self.watched.replace("val_", "validation ").replace("_", " ")
 
     def run(self, show: Show) -> Row:
         """Trains to the end, which `show` reports, and returns the columns."""
         while True:
-            text = f": validation loss {self.curve[-1]['val_loss']:.4g}" if self.curve else ""
+            text = f": {self._watched_name} {self.curve[-1][self.watched]:.4g}" if self.curve else ""
             show(self.iteration, self.iterations, text)
             if self.is_finished:
                 return self.result()
@@ -113,11 +145,15 @@ class Training(ABC, Generic[C]):
 
     def advance(self, count: int) -> None:
         """Trains for this many iterations, or as many as are left; evaluates and saves where that is due."""
-        for _ in range(min(count, self.iterations - self.iteration)):
+        for _ in range(count):
+            if self.is_finished:
+                return
             self.step()
-            if self.iteration % self.evaluate_every == 0 or self.is_finished:
+            if self.iteration % self.evaluate_every == 0 or self.iteration == self.iterations:
                 self.add_point()
-                self._save()
+                if self.is_finished or time.monotonic() - self._saved_at >= self.save_every:
+                    self._save()
+                    self._saved_at = time.monotonic()
 
     def step(self) -> None:
         """Trains for one iteration."""
@@ -127,7 +163,8 @@ class Training(ABC, Generic[C]):
         loss = self.loss()
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.losses.append(loss.item())
         self.seconds.append(self.clock() - start)
@@ -138,21 +175,27 @@ class Training(ABC, Generic[C]):
         """Evaluates the model.
 
         Raises:
-            FloatingPointError: If the validation loss is not finite.
+            FloatingPointError: If what is watched is not finite.
         """
         start = self.clock()
         self.model.eval()
         point = self.evaluate()
         self.model.train()
-        if not math.isfinite(point["val_loss"]):
-            text = f"the validation loss became {point['val_loss']} in iteration {self.iteration} of {self.case}"
+        if not math.isfinite(point[self.watched]):
+            text = f"the {self._watched_name} became {point[self.watched]} in iteration {self.iteration} of {self.case}"
             raise FloatingPointError(text)
         self.curve.append(point)
         self.losses = []
         self.evaluation_seconds += self.clock() - start
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        device: torch.device = next(iter(self.model.parameters())).device
+        return device
+
     def _save(self) -> None:
-        state = {
+        state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "iteration": self.iteration,
@@ -160,18 +203,25 @@ class Training(ABC, Generic[C]):
             "seconds": self.seconds,
             "evaluation_seconds": self.evaluation_seconds,
         }
+        if self.keeps_random_state:
+            state["random"] = [torch.get_rng_state()]
+            state["random"] += [torch.cuda.get_rng_state(self.device)] * (self.device.type == "cuda")
         content = io.BytesIO()
         torch.save(state, content)
         replace_file(self.path, content.getvalue())
 
     def _resume(self) -> None:
-        device = next(iter(self.model.parameters())).device
         try:
-            state = torch.load(self.path, map_location=device, weights_only=True)
+            state = torch.load(self.path, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.iteration, self.curve = state["iteration"], state["curve"]
             self.seconds, self.evaluation_seconds = state["seconds"], state["evaluation_seconds"]
+            if self.keeps_random_state:
+                host, *others = (part.cpu() for part in state["random"])
+                torch.set_rng_state(host)
+                for part in others:
+                    torch.cuda.set_rng_state(part, self.device)
         except OSError:
             raise
         except Exception as error:  # a damaged file raises errors of many kinds

@@ -82,16 +82,18 @@ def load(
       (of the same sizes as the public one).
     - `computers`, `photo` (Amazon), `cs`, `physics` (Coauthor): nobody published a split, so `"public"` and `"random"`
       are the same: 20 nodes per class for training, 30 times the number of classes for validation, and the rest for the
-      test.
+      test. `"60-20-20"` draws these percentages of all nodes.
     - `roman-empire`, `amazon-ratings`, `minesweeper`, `tolokers`, `questions`: `"public"` (ten fixed splits) and
       `"random"` (as for Amazon).
+    - `wikics`: `"public"` (twenty fixed splits; both published sets for validation are one) and `"random"` (as for
+      Amazon).
     - OGB's data sets of node and graph properties under the names that OGB gives them, `ogbn-...` and `ogbg-...`:
       `"public"`.
 
     Args:
         name: One of these names. Upper and lower case are the same, and so are `-` and `_`.
         split: One of the splits above. (default: `"public"`)
-        seed: Which of ten fixed splits to take (modulo ten), or the seed of a random split. (default: `0`)
+        seed: Which of several fixed splits to take, counted in a circle, or the seed of a random split. (default: `0`)
         root: The folder of the data. (default: `None`, the folder that `data_root` returns)
         trust_files: Whether files may run code while they are read. Use it only for files of your own that are refused
             without it. (default: `False`)

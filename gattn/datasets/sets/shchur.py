@@ -13,7 +13,7 @@ from torch_geometric.io.npz import parse_npz
 from gattn.datasets.checks import check_edges, csr_matrix
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
-from gattn.datasets.splits import random_split_by_class
+from gattn.datasets.splits import random_split_by_class, random_split_by_share
 
 _PAGE = "https://github.com/shchur/gnn-benchmark/tree/master/data/npz"
 
@@ -51,7 +51,7 @@ class Amazon(GraphFamily):
     year = 2018
     names = {"computers": "Computers", "photo": "Photo"}
     aliases = {"amazon-computers": "computers", "amazon-photo": "photo"}
-    splits = ("public", "random")
+    splits = ("public", "random", "60-20-20")
     page = _PAGE
     sha256 = {"amazon_electronics_photo.npz": "bdb1feb8e6ff42ee44024b04479145029c563fd42fc31bff80af20887ba0439a"}
 
@@ -66,7 +66,7 @@ class Amazon(GraphFamily):
     def read(self, published_name: str, root: Path, split: str, seed: int, trust_files: bool) -> Data:
         """Reads the graph, and draws a split."""
         data = check_edges(_CheckedAmazon(str(root), published_name, trust_files=trust_files)[0])
-        return random_split_by_class(data, seed)
+        return random_split_by_share(data, seed) if split == "60-20-20" else random_split_by_class(data, seed)
 
 
 @register
@@ -76,7 +76,7 @@ class Coauthor(GraphFamily):
     year = 2018
     names = {"cs": "CS", "physics": "Physics"}
     aliases = {"coauthor-cs": "cs", "coauthor-physics": "physics"}
-    splits = ("public", "random")
+    splits = ("public", "random", "60-20-20")
     page = _PAGE
 
     def files(self, published_name: str, split: str) -> list[str]:
@@ -90,4 +90,4 @@ class Coauthor(GraphFamily):
     def read(self, published_name: str, root: Path, split: str, seed: int, trust_files: bool) -> Data:
         """Reads the graph, and draws a split."""
         data = check_edges(_CheckedCoauthor(str(root), published_name, trust_files=trust_files)[0])
-        return random_split_by_class(data, seed)
+        return random_split_by_share(data, seed) if split == "60-20-20" else random_split_by_class(data, seed)

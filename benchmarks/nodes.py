@@ -1,0 +1,457 @@
+"""Node classification with the recipes of "Classic GNNs are Strong Baselines": `python -m benchmarks.nodes`.
+
+One network of attention layers per data set, with the normalisation, residuals and hyper-parameters that
+Luo, Shi and Wu 2024 (https://arxiv.org/abs/2406.08993) found for GAT; full batch, Adam. The test score is that of the
+evaluation with the best validation score. Mean and standard deviation over splits or seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import itertools
+import statistics
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.transforms import NormalizeFeatures
+from torch_geometric.utils import add_self_loops, remove_self_loops, to_undirected
+
+import gattn
+from benchmarks.framework import reports
+from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.measuring import peak_above
+from benchmarks.framework.node_data import densities, hush, storage
+from benchmarks.framework.options import MOST, device, folder, unique, whole
+from benchmarks.framework.processes import Message, Show, in_processes
+from benchmarks.framework.reports import Line
+from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.framework.training import Training, computing_time, num_parameters, seed_iteration
+from gattn.nn.linear import FeatureDropout, Linear
+
+DEFAULT_DATASETS = ("cora", "citeseer", "photo", "minesweeper")
+CONVS = {
+    "gattn": {"gat": gattn.nn.GATConv, "gatv2": gattn.nn.GATv2Conv, "transformer": gattn.nn.TransformerConv},
+    "pyg": {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv},
+}
+LAYERS, MODELS = tuple(CONVS), tuple(CONVS["gattn"])
+
+SAVE_EVERY = 10.0
+"""Seconds from one checkpoint to the next, at least."""
+
+
+# The data sets -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyper-parameters for one data set."""
+
+    hidden_channels: int
+    layers: int
+    dropout: float
+    learning_rate: float
+    weight_decay: float
+    epochs: int
+    norm: str | None = None
+    """`"batch"`, `"layer"` or `None`."""
+    residual: bool = False
+    """Whether a linear layer of its own goes around each attention layer."""
+    linear_in: bool = False
+    """Whether a linear layer comes before the attention layers."""
+    input_dropout: float = 0.0
+    heads: int = 1
+    normalise: bool = False
+    """Whether each node's features are divided by their sum."""
+
+
+QUESTIONS = Recipe(512, 3, 0.2, 3e-5, 0.0, 1500, "layer", residual=True, linear_in=True)
+
+#: GAT's hyper-parameters in run_gnn.sh of https://github.com/LUOyk1999/tunedGNN.
+RECIPES = {
+    "cora": Recipe(512, 3, 0.2, 0.001, 5e-4, 500, residual=True),
+    "citeseer": Recipe(256, 3, 0.5, 0.001, 0.01, 500, residual=True),
+    "pubmed": Recipe(512, 2, 0.5, 0.01, 5e-4, 500),
+    "computers": Recipe(64, 2, 0.5, 0.001, 5e-5, 1000, "layer", normalise=True),
+    "photo": Recipe(64, 3, 0.5, 0.001, 5e-5, 1000, "layer", residual=True, normalise=True),
+    "cs": Recipe(256, 1, 0.3, 0.001, 5e-4, 1500, "layer", residual=True, normalise=True),
+    "physics": Recipe(256, 2, 0.7, 0.001, 5e-4, 1500, "batch", residual=True, normalise=True),
+    "wikics": Recipe(512, 2, 0.7, 0.001, 0.0, 1000, "layer", residual=True),
+    "roman-empire": Recipe(512, 10, 0.3, 0.001, 0.0, 2500, "batch", residual=True, linear_in=True),
+    "amazon-ratings": Recipe(512, 4, 0.5, 0.001, 0.0, 2500, "batch", residual=True),
+    "minesweeper": Recipe(64, 15, 0.2, 0.01, 0.0, 2000, "batch", residual=True),
+    "tolokers": QUESTIONS,
+    "questions": QUESTIONS,
+    "ogbn-arxiv": Recipe(512, 5, 0.5, 0.0005, 5e-4, 2000, "batch", residual=True, input_dropout=0.15),
+    "ogbn-products": Recipe(200, 5, 0.5, 0.003, 0.0, 300, "layer", linear_in=True),
+}
+BORROWED = {
+    "tolokers": "Tolokers is not in that paper; it uses Questions' recipe.",
+    "ogbn-arxiv": "ogbn-arxiv uses that repository's recipe for GCN, as there is none for GAT.",
+    "ogbn-products": "ogbn-products uses that repository's recipe for GCN, as there is none for GAT, on the full batch.",
+}
+
+#: Of binary tasks whose classes are unbalanced, the area under the ROC curve is published; of others, the accuracy.
+BY_ROC_AUC = ("minesweeper", "tolokers", "questions")
+
+SPLITS = {name: ("60-20-20", "random") for name in ("computers", "photo", "cs", "physics")}
+"""The splits of `gattn.datasets.load` that are tried, where it is not the public one."""
+
+RUNS = {"wikics": 20, "cora": 5, "citeseer": 5, "pubmed": 5, "ogbn-arxiv": 5, "ogbn-products": 5}
+"""How many splits or seeds there are, where it is not ten."""
+
+#: Test scores in percent of GAT by Luo et al., from the README of their repository's folder medium_graph.
+LUO = {
+    ("cora", "random"): "84.46 ± 0.55",
+    ("citeseer", "random"): "72.22 ± 0.84",
+    ("pubmed", "random"): "80.28 ± 0.64",
+    ("computers", "60-20-20"): "94.09 ± 0.37",
+    ("photo", "60-20-20"): "96.60 ± 0.33",
+    ("cs", "60-20-20"): "96.21 ± 0.14",
+    ("physics", "60-20-20"): "97.25 ± 0.06",
+    ("wikics", "public"): "81.07 ± 0.54",
+    ("roman-empire", "public"): "90.63 ± 0.14",
+    ("amazon-ratings", "public"): "55.54 ± 0.51",
+    ("minesweeper", "public"): "97.73 ± 0.73",
+    ("questions", "public"): "77.95 ± 0.51",
+}
+#: GAT by Veličković et al., Table 2 of https://arxiv.org/abs/1710.10903, and GAT and GAT-sep by Platonov et al.,
+#: https://arxiv.org/abs/2302.11640.
+OTHERS = {
+    ("cora", "public"): "83.0 ± 0.7",
+    ("citeseer", "public"): "72.5 ± 0.7",
+    ("pubmed", "public"): "79.0 ± 0.3",
+    ("roman-empire", "public"): "80.87 ± 0.30, sep 88.75 ± 0.41",
+    ("amazon-ratings", "public"): "49.09 ± 0.63, sep 52.70 ± 0.62",
+    ("minesweeper", "public"): "92.01 ± 0.68, sep 93.91 ± 0.35",
+    ("tolokers", "public"): "83.70 ± 0.47, sep 83.78 ± 0.43",
+    ("questions", "public"): "77.43 ± 1.20, sep 76.79 ± 0.71",
+}
+
+
+# The runs ------------------------------------------------------------------------------------------------------------
+
+
+class Curve(TypedDict):
+    """Scores at each evaluation."""
+
+    val: list[float]
+    test: list[float]
+
+
+class Result(TypedDict):
+    """The columns that a run adds. Scores are accuracies or areas under the ROC curve, between 0 and 1."""
+
+    parameters: int
+    val_score: float
+    test_score: float
+    best_epoch: int
+    seconds_per_epoch: float
+    peak_bytes: int
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Run(Case):
+    """One training run; equal runs have equal scores."""
+
+    result = Result
+
+    dataset: str
+    split: str
+    model: str
+    layers: str
+    seed: int
+    """Chooses or draws the split, and is the seed of weights and dropout."""
+    evaluate_every: int
+    device: str
+    threads: int
+    features: str
+    recipe: Recipe
+
+    def __str__(self) -> str:
+        return f"{self.dataset} {self.split} {self.model} {self.layers} {self.seed}"
+
+
+class Network(torch.nn.Module):
+    """Attention layers, each followed by normalisation, ReLU and dropout, and a linear classifier.
+
+    Args:
+        recipe: The hyper-parameters.
+        in_channels: The number of features.
+        classes: The number of classes.
+        model: The kind of attention layer.
+        layers: Whose layers.
+    """
+
+    def __init__(self, recipe: Recipe, in_channels: int, classes: int, model: str, layers: str):
+        super().__init__()
+        hidden, heads = recipe.hidden_channels, recipe.heads
+        dropout = FeatureDropout if layers == "gattn" else torch.nn.Dropout
+        self.input_dropout, self.dropout = dropout(recipe.input_dropout), dropout(recipe.dropout)
+        self.linear_in = Linear(in_channels, hidden) if recipe.linear_in else None
+        widths = [hidden if recipe.linear_in else in_channels, *[hidden] * recipe.layers]
+        norm = {"batch": torch.nn.BatchNorm1d, "layer": torch.nn.LayerNorm, None: torch.nn.Identity}[recipe.norm]
+        # The graph has its self-loops, and the recipe says whether there are residuals.
+        options = {"root_weight": False} if model == "transformer" else {"add_self_loops": False}
+        conv = functools.partial(CONVS[layers][model], heads=heads, bias=False, **options)
+        self.convs = torch.nn.ModuleList(conv(width, hidden // heads) for width in widths[:-1])
+        self.residuals = torch.nn.ModuleList(Linear(width, hidden) for width in widths[:-1] if recipe.residual)
+        self.norms = torch.nn.ModuleList(norm(hidden) for _ in self.convs)
+        self.linear_out = Linear(hidden, classes)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """The logits of each class, `[N, classes]`, from features `[N, F]`, which may be sparse."""
+        x = self.input_dropout(x)
+        if self.linear_in is not None:
+            x = self.dropout(self.linear_in(x))
+        for conv, residual, norm in itertools.zip_longest(self.convs, self.residuals, self.norms):
+            out = conv(x, edge_index)
+            x = self.dropout(norm(out if residual is None else out + residual(x)).relu())
+        logits: Tensor = self.linear_out(x)
+        return logits
+
+
+def prepare(run: Run) -> Data:
+    """Loads the data; the graph is undirected and has each self-loop once."""
+    data = gattn.datasets.load(run.dataset, split=run.split, seed=run.seed)
+    if run.recipe.normalise:
+        data = NormalizeFeatures()(data)
+    edge_index = remove_self_loops(to_undirected(data.edge_index, num_nodes=data.num_nodes))[0]
+    data.edge_index = add_self_loops(edge_index, num_nodes=data.num_nodes)[0]
+    if run.features == "sparse":
+        data.x = data.x.to_sparse_csr()
+    return data.to(run.device)
+
+
+def roc_auc(scores: Tensor, labels: Tensor) -> float:
+    """The area under the ROC curve of scores `[N]` for labels `[N]` of 0 and 1; equal scores count half."""
+    _, place, counts = scores.unique(return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2).double()[place]  # the mean rank of equal scores, from 1
+    positive = labels == 1
+    count = int(positive.sum())
+    area = (ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(labels) - count))
+    return area.item()
+
+
+class Classifier(Training[Run]):
+    """The network under training; an iteration is an epoch.
+
+    Args:
+        run: What to train.
+        checkpoints: The folder of checkpoints.
+    """
+
+    watched = "val_score"
+
+    def __init__(self, run: Run, checkpoints: Path):
+        self.data = prepare(run)
+        self.parts = {name: self.data[f"{name}_mask"].nonzero().squeeze(1) for name in ("train", "val", "test")}
+        torch.manual_seed(run.seed)
+        recipe = run.recipe
+        model = Network(recipe, self.data.num_features, int(self.data.y.max()) + 1, run.model, run.layers)
+        model = model.to(run.device)
+        optimizer = torch.optim.Adam(
+            model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
+        )
+        clock = functools.partial(computing_time, run.device)
+        super().__init__(run, checkpoints, model, optimizer, recipe.epochs, run.evaluate_every, None, clock, SAVE_EVERY)
+
+    def loss_of(self, model: torch.nn.Module) -> Tensor:
+        """The mean cross-entropy of a model on the training nodes."""
+        nodes = self.parts["train"]
+        return F.cross_entropy(model(self.data.x, self.data.edge_index)[nodes], self.data.y[nodes])
+
+    def loss(self) -> Tensor:
+        """The loss of this epoch."""
+        seed_iteration(self.case.seed, self.iteration)
+        return self.loss_of(self.model)
+
+    def evaluate(self) -> dict[str, float]:
+        """The scores on nodes for validation and test."""
+        logits = self.model(self.data.x, self.data.edge_index)
+        return {
+            "epoch": self.iteration,
+            "val_score": self.score(logits, "val"),
+            "test_score": self.score(logits, "test"),
+        }
+
+    def score(self, logits: Tensor, part: str) -> float:
+        """The accuracy or the area under the ROC curve on some nodes."""
+        nodes = self.parts[part]
+        logits, labels = logits[nodes], self.data.y[nodes]
+        if not logits.isfinite().all():
+            return float("nan")  # which ends the training
+        if self.case.dataset in BY_ROC_AUC:
+            return roc_auc(logits[:, 1] - logits[:, 0], labels)
+        return (logits.argmax(-1) == labels).double().mean().item()
+
+    def peak_bytes(self) -> int:
+        """The memory of a training step above data, parameters and gradients."""
+        model = copy.deepcopy(self.model)  # whose running means nobody needs
+        self.loss_of(model).backward()  # loads the code, and prepares the graph
+        return peak_above(lambda: self.loss_of(model).backward(), self.case.device)[1]
+
+    def result(self) -> Row:
+        """The columns of the finished training; of equal validation scores, the first is the best."""
+        best = max(self.curve, key=lambda point: point["val_score"])
+        return {
+            "parameters": num_parameters(self.model),
+            "val_score": best["val_score"],
+            "test_score": best["test_score"],
+            "best_epoch": best["epoch"],
+            "seconds_per_epoch": statistics.median(self.seconds),
+            "curve": {part: [round(point[f"{part}_score"], 4) for point in self.curve] for part in ("val", "test")},
+        }
+
+
+def train(run: Run, show: Show, checkpoints: Path) -> Row:
+    """Measures a step's memory, then trains."""
+    hush()
+    torch.set_num_threads(run.threads)
+    training = Classifier(run, checkpoints)
+    peak = training.peak_bytes()
+    return {**training.run(show), "peak_bytes": peak}
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def summarise(rows: Sequence[Row]) -> list[Line]:
+    """One line for each data set, split, model and kind of layers."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["dataset"], row["split"], row["model"], row["layers"]), []).append(row)
+    lines = []
+    for (dataset, split, model, layers), group in groups.items():
+        recipe, published = group[0]["recipe"], RECIPES[dataset]
+        is_gat = model == "gat"
+        lines.append(
+            {
+                "data set": dataset,
+                "split": split,
+                "model": model,
+                "layers": layers,
+                "runs": str(len(group)),
+                "score": "ROC AUC" if dataset in BY_ROC_AUC else "accuracy",
+                "test, %": reports.mean_and_deviation([100 * row["test_score"] for row in group], digits=2),
+                "Luo et al., GAT": LUO.get((dataset, split), "–") if is_gat else "–",
+                "other GATs": OTHERS.get((dataset, split), "–") if is_gat else "–",
+                "best epoch": f"{statistics.mean(row['best_epoch'] for row in group):.0f}",
+                "epochs": f"{recipe['epochs']} of {published.epochs}",
+                "seconds/epoch (quartiles)": reports.median_and_quartiles([row["seconds_per_epoch"] for row in group]),
+                "MB a step": reports.megabytes({"peak_bytes": statistics.median(row["peak_bytes"] for row in group)}),
+            }
+        )
+    return lines
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know."""
+    described = reports.machines(
+        rows,
+        (*VERSIONS, "python"),
+        ", {device}, {threads} thread(s) a process, evaluated every {evaluate_every} epochs",
+    )
+    return [
+        *described,
+        "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
+        "Recipes: GAT's by Luo et al., https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the same, untuned.",
+        *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),
+        "Other GATs: Veličković et al., https://arxiv.org/abs/1710.10903 (Planetoid), and Platonov et al., "
+        "https://arxiv.org/abs/2302.11640 (GAT, and GAT-sep, which keeps a node apart from its neighbours).",
+        "Seconds: processor time of a training step (on a GPU, the clock's), without evaluations; the median over runs "
+        "of each run's median. MB: the peak in a training step above data, parameters and gradients, median over runs.",
+    ]
+
+
+# The benchmark -------------------------------------------------------------------------------------------------------
+
+
+class Nodes(Benchmark[Run]):
+    """Trains each model on each data set and split."""
+
+    name = "nodes"
+    keeps_checkpoints = False
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        text = f"data sets by gattn's names (default: {', '.join(DEFAULT_DATASETS)}; others: "
+        others = ", ".join(name for name in RECIPES if name not in DEFAULT_DATASETS)
+        add("--dataset", nargs="+", metavar="NAME", help=f"{text}{others})")
+        text = "splits, of the data sets that have them (default: public; for Amazon and Coauthor 60-20-20 and random)"
+        add("--split", nargs="+", choices=("public", "60-20-20", "random"), help=text)
+        add("--model", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention layer (default: all)")
+        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers (default: gattn)")
+        text = "splits or seeds of each, from 0 on (default: 5 for Planetoid and OGB, 20 for WikiCS, 10 for others)"
+        add("--runs", type=whole(1, 10**6), help=text)
+        add("--epochs", type=whole(1, 10**6), help="instead of the recipe's")
+        text = "epochs from one evaluation to the next (default: %(default)s)"
+        add("--evaluate-every", type=whole(1, 10**6), default=10, help=text)
+        add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+        text = "processes that share the runs; the scores stay the same (default: %(default)s)"
+        add("--workers", type=whole(1, MOST), default=1, help=text)
+        text = "threads per process; another number rounds differently (default: %(default)s)"
+        add("--threads", type=whole(1, MOST), default=1, help=text)
+        text = "folder of results, checkpoints and table (default: %(default)s)"
+        add("--out", type=folder, default=Path("runs/nodes"), help=text)
+
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Makes each name one, and refuses data sets without a recipe or without the splits asked for."""
+        try:
+            options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
+        except ValueError as error:
+            parser.error(str(error))
+        for dataset in options.dataset or DEFAULT_DATASETS:
+            if dataset not in RECIPES:
+                parser.error(f"there is no recipe for {dataset}: choose from {', '.join(RECIPES)}")
+        options.model, options.layers = unique(options.model), unique(options.layers)
+
+    def cases(self) -> list[Run]:
+        """All runs, seed by seed, so that an interrupted benchmark has some of each."""
+        options = self.options
+        found = densities(options.dataset or DEFAULT_DATASETS, None if options.dataset else self.skip)
+        most = options.runs or max((RUNS.get(dataset, 10) for dataset in found), default=0)
+        runs = []
+        for seed, (dataset, density) in itertools.product(range(most), found.items()):
+            if seed >= (options.runs or RUNS.get(dataset, 10)):
+                continue
+            recipe = RECIPES[dataset]
+            recipe = replace(recipe, epochs=options.epochs or recipe.epochs)
+            splits = unique(options.split or SPLITS.get(dataset, ("public",)))
+            for split, model, layers in itertools.product(splits, options.model, options.layers):
+                fixed = (options.evaluate_every, options.device, options.threads, storage(layers, density))
+                runs.append(Run(dataset, split, model, layers, seed, *fixed, recipe))
+        return sorted(runs, key=lambda run: (run.seed, list(found).index(run.dataset)))
+
+    def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
+        """Trains."""
+        return in_processes(cases, functools.partial(train, checkpoints=self.options.out), self.options.workers)
+
+    def extra_columns(self) -> Row:
+        """The number of processes."""
+        return {"workers": self.options.workers}
+
+    def report(self, rows: dict[Run, Row]) -> None:
+        """The table."""
+        everything = sorted(rows.values(), key=lambda row: list(RECIPES).index(row["dataset"]))
+        remarks = [*notes(everything), *(f"Not run: {reason}" for reason in self.skipped.values())]
+        lines = summarise(everything)
+        short = {"seconds/epoch (quartiles)": "s/epoch", "Luo et al., GAT": "Luo et al."}
+        headings = {column: short.get(column, column) for column in lines[0] if column != "other GATs"}
+        self.publish("Node classification, recipes by Luo et al.", lines, remarks, {}, headings=headings)
+
+
+if __name__ == "__main__":
+    Nodes.main()
