@@ -8,9 +8,9 @@ checkpoint's. Mean and standard deviation over seeds.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -19,17 +19,19 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from matplotlib.figure import Figure
+from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import NormalizeFeatures
 
 import gattn
 from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark, Case
-from benchmarks.framework.options import MOST, device, folder, unique, whole
-from benchmarks.framework.node_data import check_task, densities, hush, storage
+from benchmarks.framework.node_data import densities, hush, storage
+from benchmarks.framework.options import MOST, add_saving, device, folder, unique, whole
 from benchmarks.framework.processes import Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import Row
+from benchmarks.framework.training import Training
 
 DEFAULT_DATASETS = ("karate", "cora")
 MODELS = ("gat", "gatv2", "transformer")
@@ -148,68 +150,92 @@ def prepare(run: Run) -> Data:
     return data.to(run.device)
 
 
-def epochs(run: Run, data: Data, model: torch.nn.Module) -> Iterator[dict[str, float]]:
-    """Trains; yields after each epoch (a training step and a validation) losses and accuracies."""
-    protocol = run.protocol
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=protocol.learning_rate, weight_decay=protocol.weight_decay, fused=True
-    )
-    while True:
-        model.train()
-        optimizer.zero_grad()
-        logits = model(data.x, data.edge_index)
-        loss = F.cross_entropy(logits[data.train_mask], data.y[data.train_mask])
-        loss.backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            logits = model(data.x, data.edge_index)
-            correct = logits.argmax(-1) == data.y
-            yield {
-                "train_loss": loss.item(),
-                "val_loss": F.cross_entropy(logits[data.val_mask], data.y[data.val_mask]).item(),
-                "val_accuracy": correct[data.val_mask].double().mean().item(),
-                "test_accuracy": correct[data.test_mask].double().mean().item(),
-            }
+class EarlyStopping:
+    """Watches training by the protocol: what it has seen decides on the checkpoint and the end."""
+
+    def __init__(self) -> None:
+        self.best_loss, self.best_accuracy, self.waited = float("inf"), 0.0, 0
+        self.checkpoint: dict[str, float] = {}
+
+    def see(self, epoch: int, point: dict[str, float]) -> None:
+        """Takes note of an epoch's losses and accuracies."""
+        is_accurate, is_low = point["val_accuracy"] >= self.best_accuracy, point["val_loss"] <= self.best_loss
+        if is_accurate and is_low:
+            self.checkpoint = {"checkpoint_epoch": epoch, **point}
+        self.best_accuracy = max(self.best_accuracy, point["val_accuracy"])
+        self.best_loss = min(self.best_loss, point["val_loss"])
+        self.waited = 0 if is_accurate or is_low else self.waited + 1
 
 
-def train(run: Run, show: Show) -> Row:
+class Classifier(Training[Run]):
+    """The network under training; an iteration is an epoch, a training step and an evaluation.
+
+    Args:
+        run: What to train.
+        checkpoints: The folder of checkpoints.
+        save_every: Seconds from one checkpoint to the next, at least.
+    """
+
+    keeps_random_state = True
+
+    def __init__(self, run: Run, checkpoints: Path, save_every: float):
+        protocol = run.protocol
+        self.data = prepare(run)
+        torch.manual_seed(run.seed)
+        model = build_model(run, self.data).to(run.device)
+        optimizer = torch.optim.Adam(
+            model.parameters(), lr=protocol.learning_rate, weight_decay=protocol.weight_decay, fused=True
+        )
+        super().__init__(run, checkpoints, model, optimizer, protocol.max_epochs, 1, None, save_every=save_every)
+        self.stopping = EarlyStopping()
+        for epoch, point in enumerate(self.curve, 1):
+            self.stopping.see(epoch, point)
+
+    def loss(self) -> Tensor:
+        """The loss on the training nodes."""
+        data = self.data
+        return F.cross_entropy(self.model(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask])
+
+    def evaluate(self) -> dict[str, float]:
+        """Losses and accuracies."""
+        data = self.data
+        logits = self.model(data.x, data.edge_index)
+        correct = logits.argmax(-1) == data.y
+        return {
+            "train_loss": self.losses[-1],
+            "val_loss": F.cross_entropy(logits[data.val_mask], data.y[data.val_mask]).item(),
+            "val_accuracy": correct[data.val_mask].double().mean().item(),
+            "test_accuracy": correct[data.test_mask].double().mean().item(),
+        }
+
+    def add_point(self) -> None:
+        """Evaluates the model, which is a part of the epoch's time."""
+        start = self.clock()
+        super().add_point()
+        self.stopping.see(self.iteration, self.curve[-1])
+        self.seconds[-1] += self.clock() - start
+
+    def stops_early(self) -> bool:
+        """Whether neither loss nor accuracy improved for too long."""
+        return self.stopping.waited >= self.case.protocol.patience
+
+    def result(self) -> Row:
+        """The columns of the finished training."""
+        return {
+            **self.stopping.checkpoint,
+            "epochs": self.iteration,
+            "seconds_per_epoch": statistics.median(self.seconds),
+            "curve": {
+                name: [round(point[name], 4) for point in self.curve[::CURVE_EVERY]] for name in Curve.__annotations__
+            },
+        }
+
+
+def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
     """Trains one network by the protocol, early stopping included, and returns its results."""
     hush()
     torch.set_num_threads(run.threads)
-    data = prepare(run)
-    torch.manual_seed(run.seed)
-    model = build_model(run, data).to(run.device)
-    best_loss, best_accuracy, waited = float("inf"), 0.0, 0
-    checkpoint: dict[str, float] = {}
-    curve: dict[str, list[float]] = {"train_loss": [], "val_loss": [], "val_accuracy": []}
-    durations = []
-    start = time.perf_counter()
-    for epoch, metrics in enumerate(epochs(run, data, model), 1):
-        durations.append(time.perf_counter() - start)
-        if not metrics["val_loss"] < float("inf"):
-            raise FloatingPointError(f"the validation loss became {metrics['val_loss']} in epoch {epoch} of {run}")
-        if (epoch - 1) % CURVE_EVERY == 0:
-            for name, values in curve.items():
-                values.append(round(metrics[name], 4))
-        if metrics["val_accuracy"] >= best_accuracy or metrics["val_loss"] <= best_loss:
-            if metrics["val_accuracy"] >= best_accuracy and metrics["val_loss"] <= best_loss:
-                checkpoint = {"checkpoint_epoch": epoch, **metrics}
-            best_accuracy = max(best_accuracy, metrics["val_accuracy"])
-            best_loss = min(best_loss, metrics["val_loss"])
-            waited = 0
-        else:
-            waited += 1
-        show(epoch, run.protocol.max_epochs, f": val {metrics['val_accuracy']:.3f}")
-        if waited == run.protocol.patience or epoch == run.protocol.max_epochs:
-            break
-        start = time.perf_counter()
-    return {
-        **checkpoint,
-        "epochs": epoch,
-        "seconds_per_epoch": statistics.median(durations),
-        "curve": curve,
-    }
+    return Classifier(run, checkpoints, save_every).run(show)
 
 
 # The report ----------------------------------------------------------------------------------------------------------
@@ -289,6 +315,7 @@ class Citation(Benchmark[Run]):
     """Trains each model on each data set with each seed."""
 
     name = "citation"
+    keeps_checkpoints = False
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -308,7 +335,8 @@ class Citation(Benchmark[Run]):
         text = "how features are stored; auto keeps bags of words sparse for gattn's layers (default: %(default)s)"
         add("--features", default="auto", choices=("auto", "dense", "sparse"), help=text)
         add("--max-epochs", type=whole(1, 10**9), default=10_000, help="epochs at most (default: %(default)s)")
-        text = "folder of results, table and picture (default: %(default)s)"
+        add_saving(parser)
+        text = "folder of results, checkpoints, table and picture (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/citation"), help=text)
 
     @classmethod
@@ -346,7 +374,8 @@ class Citation(Benchmark[Run]):
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
         """Trains."""
-        return in_processes(cases, train, self.options.workers)
+        work = functools.partial(train, checkpoints=self.options.out, save_every=self.options.save_every)
+        return in_processes(cases, work, self.options.workers)
 
     def extra_columns(self) -> Row:
         """The number of processes, which the times depend on."""

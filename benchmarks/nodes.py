@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,12 @@ from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.measuring import peak_above
 from benchmarks.framework.node_data import densities, hush, storage
-from benchmarks.framework.options import MOST, device, folder, unique, whole
+from benchmarks.framework.options import MOST, add_saving, device, folder, unique, whole
 from benchmarks.framework.processes import Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.framework.training import Training, computing_time, num_parameters, seed_iteration
+from gattn.datasets.registry import families
 from gattn.nn.linear import FeatureDropout, Linear
 
 DEFAULT_DATASETS = ("cora", "citeseer", "photo", "minesweeper")
@@ -43,9 +44,6 @@ CONVS = {
     "pyg": {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv},
 }
 LAYERS, MODELS = tuple(CONVS), tuple(CONVS["gattn"])
-
-SAVE_EVERY = 10.0
-"""Seconds from one checkpoint to the next, at least."""
 
 
 # The data sets -------------------------------------------------------------------------------------------------------
@@ -96,13 +94,13 @@ RECIPES = {
 BORROWED = {
     "tolokers": "Tolokers is not in that paper; it uses Questions' recipe.",
     "ogbn-arxiv": "ogbn-arxiv uses that repository's recipe for GCN, as there is none for GAT.",
-    "ogbn-products": "ogbn-products uses that repository's recipe for GCN, as there is none for GAT, on the full batch.",
+    "ogbn-products": "ogbn-products uses that repository's recipe for GCN (there is none for GAT), on the full batch.",
 }
 
 #: Of binary tasks whose classes are unbalanced, the area under the ROC curve is published; of others, the accuracy.
 BY_ROC_AUC = ("minesweeper", "tolokers", "questions")
 
-SPLITS = {name: ("60-20-20", "random") for name in ("computers", "photo", "cs", "physics")}
+SPLITS = dict.fromkeys(("computers", "photo", "cs", "physics"), ("60-20-20", "random"))
 """The splits of `gattn.datasets.load` that are tried, where it is not the public one."""
 
 RUNS = {"wikics": 20, "cora": 5, "citeseer": 5, "pubmed": 5, "ogbn-arxiv": 5, "ogbn-products": 5}
@@ -181,6 +179,13 @@ class Run(Case):
         return f"{self.dataset} {self.split} {self.model} {self.layers} {self.seed}"
 
 
+def splits_of(dataset: str) -> tuple[str, ...]:
+    """The splits that `gattn.datasets.load` takes."""
+    return next(
+        family.splits for family in families() if dataset in family.names or dataset.startswith(family.prefixes)
+    )
+
+
 class Network(torch.nn.Module):
     """Attention layers, each followed by normalisation, ReLU and dropout, and a linear classifier.
 
@@ -248,11 +253,12 @@ class Classifier(Training[Run]):
     Args:
         run: What to train.
         checkpoints: The folder of checkpoints.
+        save_every: Seconds from one checkpoint to the next, at least.
     """
 
     watched = "val_score"
 
-    def __init__(self, run: Run, checkpoints: Path):
+    def __init__(self, run: Run, checkpoints: Path, save_every: float):
         self.data = prepare(run)
         self.parts = {name: self.data[f"{name}_mask"].nonzero().squeeze(1) for name in ("train", "val", "test")}
         torch.manual_seed(run.seed)
@@ -263,7 +269,7 @@ class Classifier(Training[Run]):
             model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
         )
         clock = functools.partial(computing_time, run.device)
-        super().__init__(run, checkpoints, model, optimizer, recipe.epochs, run.evaluate_every, None, clock, SAVE_EVERY)
+        super().__init__(run, checkpoints, model, optimizer, recipe.epochs, run.evaluate_every, None, clock, save_every)
 
     def loss_of(self, model: torch.nn.Module) -> Tensor:
         """The mean cross-entropy of a model on the training nodes."""
@@ -313,11 +319,11 @@ class Classifier(Training[Run]):
         }
 
 
-def train(run: Run, show: Show, checkpoints: Path) -> Row:
+def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
     """Measures a step's memory, then trains."""
     hush()
     torch.set_num_threads(run.threads)
-    training = Classifier(run, checkpoints)
+    training = Classifier(run, checkpoints, save_every)
     peak = training.peak_bytes()
     return {**training.run(show), "peak_bytes": peak}
 
@@ -403,6 +409,7 @@ class Nodes(Benchmark[Run]):
         add("--workers", type=whole(1, MOST), default=1, help=text)
         text = "threads per process; another number rounds differently (default: %(default)s)"
         add("--threads", type=whole(1, MOST), default=1, help=text)
+        add_saving(parser)
         text = "folder of results, checkpoints and table (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/nodes"), help=text)
 
@@ -416,6 +423,9 @@ class Nodes(Benchmark[Run]):
         for dataset in options.dataset or DEFAULT_DATASETS:
             if dataset not in RECIPES:
                 parser.error(f"there is no recipe for {dataset}: choose from {', '.join(RECIPES)}")
+            for split in options.split or ():
+                if split not in splits_of(dataset):
+                    parser.error(f"{dataset} has no split {split}: it has {', '.join(splits_of(dataset))}")
         options.model, options.layers = unique(options.model), unique(options.layers)
 
     def cases(self) -> list[Run]:
@@ -437,7 +447,8 @@ class Nodes(Benchmark[Run]):
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
         """Trains."""
-        return in_processes(cases, functools.partial(train, checkpoints=self.options.out), self.options.workers)
+        work = functools.partial(train, checkpoints=self.options.out, save_every=self.options.save_every)
+        return in_processes(cases, work, self.options.workers)
 
     def extra_columns(self) -> Row:
         """The number of processes."""

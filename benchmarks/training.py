@@ -9,8 +9,8 @@ Both sides begin with the same weights and see the same batches, so their losses
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +27,11 @@ from torch_geometric.utils import scatter
 
 import gattn
 from benchmarks.framework.benchmark import Benchmark, Case
-from benchmarks.framework.options import MOST, folder, unique, whole
+from benchmarks.framework.options import MOST, add_saving, folder, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
 from benchmarks.framework.reports import machines, ratio
 from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.framework.training import Training
 
 LAYERS = ("gattn", "pyg")
 CHANNELS = 64
@@ -140,6 +141,8 @@ class Task:
     """Makes the network of `"gattn"`'s layers or `"pyg"`'s."""
     losses: Callable[[torch.nn.Module], Iterator[Tensor]]
     """The losses of one epoch."""
+    steps: int
+    """How many these are."""
 
 
 def molbace() -> Task:
@@ -152,7 +155,7 @@ def molbace() -> Task:
         for batch in loader:
             yield F.binary_cross_entropy_with_logits(model(batch), batch.y.flatten().float())
 
-    return Task(lambda layers: Molecules(convs[layers]), losses)
+    return Task(lambda layers: Molecules(convs[layers]), losses, len(loader))
 
 
 def typed() -> Task:
@@ -164,34 +167,57 @@ def typed() -> Task:
     def losses(model: torch.nn.Module) -> Iterator[Tensor]:
         yield F.cross_entropy(model(data), data[node_type].y)
 
-    return Task(lambda layers: Typed(convs[layers], data, node_type), losses)
+    return Task(lambda layers: Typed(convs[layers], data, node_type), losses, 1)
 
 
 TASKS = {"molbace": molbace, "typed": typed}
 
 
-def train(run: Run, show: Show) -> Row:
+class Trainer(Training[Run]):
+    """A network under training; evaluations are means of the losses of an epoch.
+
+    Args:
+        run: What to train.
+        checkpoints: The folder of checkpoints.
+        save_every: Seconds from one checkpoint to the next, at least.
+    """
+
+    watched = "train_loss"
+    keeps_random_state = True
+
+    def __init__(self, run: Run, checkpoints: Path, save_every: float):
+        seed_everything(run.seed)
+        self.task = task = TASKS[run.task]()
+        state = task.make("gattn").state_dict()
+        model = task.make(run.layers)
+        model.load_state_dict(state)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+        torch.manual_seed(run.seed)  # of the batches
+        steps = task.steps
+        super().__init__(run, checkpoints, model, optimizer, run.epochs * steps, steps, None, save_every=save_every)
+
+    def loss(self) -> Tensor:
+        """The loss on the next batch."""
+        if self.iteration % self.task.steps == 0:
+            self.batches = self.task.losses(self.model)
+        return next(self.batches)
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean loss of the epoch."""
+        return {"train_loss": statistics.mean(self.losses)}
+
+    def result(self) -> Row:
+        """The columns of the finished training."""
+        steps = self.task.steps
+        epochs = [sum(self.seconds[first : first + steps]) for first in range(0, self.iterations, steps)]
+        losses = [point["train_loss"] for point in self.curve]
+        return {"losses": losses, "seconds_per_epoch": statistics.median(epochs)}
+
+
+def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
     """Trains one network."""
     torch.set_num_threads(run.threads)
-    seed_everything(run.seed)
-    task = TASKS[run.task]()
-    state = task.make("gattn").state_dict()
-    model = task.make(run.layers)
-    model.load_state_dict(state)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
-    torch.manual_seed(run.seed)  # of the batches
-    losses, durations = [], []
-    for epoch in range(run.epochs):
-        start, total = time.perf_counter(), []
-        for loss in task.losses(model):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total.append(loss.item())
-        durations.append(time.perf_counter() - start)
-        losses.append(statistics.mean(total))
-        show(epoch + 1, run.epochs, f": loss {losses[-1]:.3f}")
-    return {"losses": losses, "seconds_per_epoch": statistics.median(durations)}
+    return Trainer(run, checkpoints, save_every).run(show)
 
 
 # The benchmark -------------------------------------------------------------------------------------------------------
@@ -201,6 +227,7 @@ class Train(Benchmark[Run]):
     """Trains each network on both libraries' layers."""
 
     name = "training"
+    keeps_checkpoints = False
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -211,6 +238,7 @@ class Train(Benchmark[Run]):
         add("--seed", type=whole(0, 2**32 - 1), default=0, help="of weights and batches (default: 0)")
         add("--epochs", type=whole(1, 10**6), default=20, help="how many (default: 20)")
         add("--threads", type=whole(1, MOST), default=1, help="threads (default: 1)")
+        add_saving(parser)
         add("--out", type=folder, default=Path("runs/training"), help="folder of results and table (%(default)s)")
 
     def cases(self) -> list[Run]:
@@ -230,7 +258,8 @@ class Train(Benchmark[Run]):
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
         """Trains."""
-        return in_processes(cases, train, 1)
+        work = functools.partial(train, checkpoints=self.options.out, save_every=self.options.save_every)
+        return in_processes(cases, work)
 
     def report(self, rows: dict[Run, Row]) -> None:
         """A line for each run."""

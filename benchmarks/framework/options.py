@@ -77,6 +77,12 @@ def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, 
     add("--out", type=folder, default=Path("runs") / name, help="folder of results (default: %(default)s)")
 
 
+def add_saving(parser: argparse.ArgumentParser) -> None:
+    """Adds what a benchmark takes that trains for long: `--save-every`."""
+    text = "seconds from one checkpoint to the next, at least (default: %(default)g)"
+    parser.add_argument("--save-every", type=seconds, default=10.0, help=text)
+
+
 T = TypeVar("T")
 
 

@@ -105,7 +105,7 @@ class Training(ABC, Generic[C]):
             self._resume()
 
     def learning_rate(self) -> float:
-        """The learning rate of this iteration. (default: the optimizer's)"""
+        """The learning rate of this iteration. (default: the optimizer's)."""
         rate: float = self.optimizer.defaults["lr"]
         return rate
 
@@ -122,7 +122,7 @@ class Training(ABC, Generic[C]):
         """The columns of the finished training."""
 
     def stops_early(self) -> bool:
-        """Whether training ends here though iterations are left; must follow from the curve. (default: never)"""
+        """Whether training ends here though iterations are left; must follow from the curve. (default: never)."""
         return False
 
     @property
@@ -205,7 +205,8 @@ class Training(ABC, Generic[C]):
         }
         if self.keeps_random_state:
             state["random"] = [torch.get_rng_state()]
-            state["random"] += [torch.cuda.get_rng_state(self.device)] * (self.device.type == "cuda")
+            if self.device.type == "cuda":
+                state["random"].append(torch.cuda.get_rng_state(self.device))
         content = io.BytesIO()
         torch.save(state, content)
         replace_file(self.path, content.getvalue())

@@ -1,9 +1,13 @@
 import math
+import os
+import signal
+import subprocess
+import time
 
 import pytest
 import torch
 
-from benchmarks import citation, translation
+from benchmarks import citation, nodes, training, translation
 from benchmarks.framework import processes
 
 
@@ -27,8 +31,27 @@ def in_this_process():
 @pytest.fixture
 def one_process(monkeypatch):
     """Benchmarks start no processes."""
-    for module in (processes, citation, translation):
+    for module in (processes, citation, nodes, training, translation):
         monkeypatch.setattr(module, "in_processes", run_here)
+
+
+@pytest.fixture
+def kill(start):
+    """Starts a benchmark and kills it in its first run, when that has left a checkpoint."""
+
+    def kill(name, arguments, out, environment=None):
+        options = {"stdout": subprocess.DEVNULL, "env": {**os.environ, **(environment or {})}}
+        process = start("-m", f"benchmarks.{name}", *arguments, "--save-every", "0.001", "--out", out, **options)
+        deadline = time.monotonic() + 120
+        while not list(out.glob("*.pt")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (out / "runs.jsonl").exists() or not (out / "runs.jsonl").read_text()
+        (checkpoint,) = out.glob("*.pt")
+        return torch.load(checkpoint, weights_only=True)["iteration"]
+
+    return kill
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import torch
 from torch_geometric.data import Data
 
 from benchmarks import citation
+from benchmarks.framework.node_data import check_task
 from benchmarks.framework.results import ResultsFile
 
 QUICK = ["--dataset", "karate", "--model", "gat", "gatv2", "--runs", "2", "--max-epochs", "25"]
@@ -51,41 +52,36 @@ def wait_for_rows(path, count):
 class TestProtocol:
     run = citation.Run("karate", "gat", "gattn", 0, "cpu", 1, "dense", citation.Protocol(patience=3, max_epochs=50))
 
-    def train(self, monkeypatch, losses, accuracies, run=None):
-        def epochs(run, data, model):
-            for loss, accuracy in zip(losses, accuracies, strict=True):
-                yield {
-                    "train_loss": 0.0,
-                    "val_loss": loss,
-                    "val_accuracy": accuracy,
-                    "test_accuracy": accuracy / 10 + loss,
-                }
+    def train(self, monkeypatch, folder, losses, accuracies, run=None):
+        points = (
+            {"train_loss": 0.0, "val_loss": loss, "val_accuracy": accuracy, "test_accuracy": accuracy / 10 + loss}
+            for loss, accuracy in zip(losses, accuracies, strict=True)
+        )
+        monkeypatch.setattr(citation.Classifier, "evaluate", lambda self: next(points))
+        return citation.train(run or self.run, lambda *progress: None, folder, 10.0)
 
-        monkeypatch.setattr(citation, "epochs", epochs)
-        return citation.train(run or self.run, lambda *progress: None)
-
-    def test_a_checkpoint_needs_both_at_their_best(self, monkeypatch):
-        result = self.train(monkeypatch, [1.0, 0.9, 0.8, 0.95, 0.95, 0.95], [0.5, 0.6, 0.55, 0.5, 0.5, 0.5])
+    def test_a_checkpoint_needs_both_at_their_best(self, monkeypatch, tmp_path):
+        result = self.train(monkeypatch, tmp_path, [1.0, 0.9, 0.8, 0.95, 0.95, 0.95], [0.5, 0.6, 0.55, 0.5, 0.5, 0.5])
         assert result["checkpoint_epoch"] == 2
         assert result["test_accuracy"] == pytest.approx(0.06 + 0.9)
         assert result["epochs"] == 6
 
-    def test_patience_counts_epochs_in_which_neither_improved(self, monkeypatch):
+    def test_patience_counts_epochs_in_which_neither_improved(self, monkeypatch, tmp_path):
         losses = [1.0, 1.1, 1.1, 0.9, 1.1, 1.1, 1.1, 0.1]
         accuracies = [0.5, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.9]
-        assert self.train(monkeypatch, losses, accuracies)["epochs"] == 7
+        assert self.train(monkeypatch, tmp_path, losses, accuracies)["epochs"] == 7
 
-    def test_equal_counts_as_best(self, monkeypatch):
-        result = self.train(monkeypatch, [1.0, 1.0, 2.0, 2.0, 2.0], [0.5, 0.5, 0.1, 0.1, 0.1])
+    def test_equal_counts_as_best(self, monkeypatch, tmp_path):
+        result = self.train(monkeypatch, tmp_path, [1.0, 1.0, 2.0, 2.0, 2.0], [0.5, 0.5, 0.1, 0.1, 0.1])
         assert result["checkpoint_epoch"] == 2
 
-    def test_no_more_than_max_epochs(self, monkeypatch):
+    def test_no_more_than_max_epochs(self, monkeypatch, tmp_path):
         run = replace(self.run, protocol=citation.Protocol(max_epochs=4))
-        assert self.train(monkeypatch, [1.0] * 9, [0.5] * 9, run)["epochs"] == 4
+        assert self.train(monkeypatch, tmp_path, [1.0] * 9, [0.5] * 9, run)["epochs"] == 4
 
-    def test_a_loss_that_is_not_a_number_is_an_error(self, monkeypatch):
-        with pytest.raises(FloatingPointError, match="the validation loss became nan in epoch 2"):
-            self.train(monkeypatch, [1.0, float("nan")], [0.5, 0.5])
+    def test_a_loss_that_is_not_a_number_is_an_error(self, monkeypatch, tmp_path):
+        with pytest.raises(FloatingPointError, match="the validation loss became nan in iteration 2"):
+            self.train(monkeypatch, tmp_path, [1.0, float("nan")], [0.5, 0.5])
 
     def test_hyper_parameters(self):
         cora, pubmed = citation.protocol_for("cora", "gattn", 10), citation.protocol_for("pubmed", "gattn", 10)
@@ -135,6 +131,16 @@ class TestResuming:
         assert exact(killed) == exact(whole)
 
     @pytest.mark.slow
+    def test_a_run_killed_half_way_goes_on_to_the_same_row(self, tmp_path, kill, one_process):
+        """Whose dropout is not seeded epoch by epoch."""
+        arguments = ["--dataset", "karate", "--runs", "1", "--max-epochs", "400"]
+        assert 0 < kill("citation", arguments, tmp_path / "killed") < 400
+        for out in ("killed", "whole"):
+            citation.Citation.main([*arguments, "--out", str(tmp_path / out)])
+        assert exact(tmp_path / "killed") == exact(tmp_path / "whole")
+        assert not list(tmp_path.glob("*/*.pt"))
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("workers", [1, 2])
     def test_processes_give_the_same_numbers(self, workers, quick, tmp_path, monkeypatch):
         monkeypatch.undo()
@@ -159,7 +165,7 @@ class TestResuming:
 
     def test_a_loss_that_is_not_finite_is_an_error(self, one_process, tmp_path, monkeypatch):
         metrics = dict.fromkeys(("train_loss", "val_loss", "val_accuracy", "test_accuracy"), math.nan)
-        monkeypatch.setattr(citation, "epochs", lambda *args: iter([metrics]))
+        monkeypatch.setattr(citation.Classifier, "evaluate", lambda self: metrics)
         with pytest.raises(SystemExit, match="error: karate gat gattn seed 0: .*the validation loss became nan"):
             citation.Citation.main(["--dataset", "karate", "--runs", "1", "--out", str(tmp_path)])
 
@@ -214,9 +220,9 @@ class TestCommandLine:
         with pytest.raises(SystemExit, match="error: ogbg-molbace has many graphs"):
             citation.Citation.main(["--dataset", "ogbg-molbace", "--out", str(tmp_path)])
         with pytest.raises(ValueError, match="no node features"):
-            citation.check_task("x", Data(y=torch.zeros(3, dtype=torch.long)))
+            check_task("x", Data(y=torch.zeros(3, dtype=torch.long)))
         with pytest.raises(ValueError, match="does not have one class per node"):
-            citation.check_task("x", Data(x=torch.zeros(3, 1), y=torch.zeros(3, 2)))
+            check_task("x", Data(x=torch.zeros(3, 1), y=torch.zeros(3, 2)))
 
     def test_names_are_made_one(self):
         options = citation.Citation.parse(["--dataset", "Karate_Club", "karate", "PubMed", "--model", "gat", "gat"])

@@ -1,0 +1,221 @@
+import json
+import os
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+import gattn
+from benchmarks import nodes
+from benchmarks.framework.results import ResultsFile
+from benchmarks.nodes import RECIPES, Classifier, Network, Nodes, Recipe, Run, roc_auc
+
+RECIPE = Recipe(8, 2, 0.3, 0.01, 5e-4, 12, "batch", residual=True)
+TIMES = ("seconds_per_epoch", "peak_bytes")
+
+
+@pytest.fixture
+def board(tmp_path, monkeypatch):
+    """Minesweeper in its published format, but with sixty nodes; the folder of data."""
+    raw = tmp_path / "data" / "minesweeper" / "raw"
+    raw.mkdir(parents=True)
+    rng, number = np.random.default_rng(0), 60
+    labels = rng.integers(0, 2, number)
+    features = rng.normal(size=(number, 7)).astype(np.float32) + labels[:, None]
+    part = np.stack([rng.permutation(number) % 4 for _ in range(10)])
+    masks = {"train_masks": part < 2, "val_masks": part == 2, "test_masks": part == 3}
+    edges = rng.integers(0, number, (200, 2))
+    np.savez(raw / "minesweeper.npz", node_features=features, node_labels=labels, edges=edges, **masks)
+    monkeypatch.setenv("GATTN_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(board):
+    return Run("minesweeper", "public", "gat", "gattn", 0, 4, "cpu", 1, "dense", RECIPE)
+
+
+def scores(out):
+    """The rows without what differs from one time to the next."""
+    rows = ResultsFile(out / "runs.jsonl").rows()
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+class TestRocAuc:
+    def test_by_hand(self):
+        """Of four pairs, two are in order, one is in the wrong one, and one is a tie."""
+        assert roc_auc(torch.tensor([0.1, 0.5, 0.5, 0.4]), torch.tensor([0, 0, 1, 1])) == 2.5 / 4
+
+    def test_against_all_pairs(self):
+        generator = torch.Generator().manual_seed(0)
+        score = torch.randint(0, 9, (200,), generator=generator).float()
+        labels = torch.randint(0, 2, (200,), generator=generator)
+        above = score[labels == 1].unsqueeze(1) - score[labels == 0]
+        assert roc_auc(score, labels) == pytest.approx(((above > 0) + (above == 0) / 2).double().mean().item())
+
+
+class TestNetwork:
+    @pytest.mark.parametrize("model", nodes.MODELS)
+    @pytest.mark.parametrize("dataset", RECIPES)
+    def test_both_kinds_of_layers_are_the_same_network(self, dataset, model):
+        recipe = replace(RECIPES[dataset], hidden_channels=8)
+        edge_index = torch.tensor([[0, 1, 2, 0, 1, 2], [1, 2, 0, 0, 1, 2]])
+        results, networks = [], []
+        for layers in nodes.LAYERS:
+            torch.manual_seed(0)
+            networks.append(Network(recipe, 5, 3, model, layers).eval())
+            results.append(networks[-1](torch.arange(15.0).view(3, 5) / 10, edge_index))
+        assert results[0].shape == (3, 3)
+        torch.testing.assert_close(*results)
+        for network, package in zip(networks, ("gattn", "torch_geometric"), strict=True):
+            assert {type(conv).__module__.split(".")[0] for conv in network.convs} == {package}
+        assert len(networks[0].residuals) == recipe.layers * recipe.residual
+
+    @pytest.mark.parametrize("model", nodes.MODELS)
+    def test_sparse_features(self, model):
+        network = Network(RECIPES["cora"], 5, 3, model, "gattn").eval()
+        x, edge_index = torch.eye(5), torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
+        torch.testing.assert_close(network(x.to_sparse_csr(), edge_index), network(x, edge_index))
+
+    def test_every_hyper_parameter_is_used(self):
+        """Another value gives other parameters, another result, or other dropped features."""
+
+        def outcome(recipe):
+            torch.manual_seed(0)
+            network = Network(recipe, 4, 3, "gat", "gattn")
+            torch.manual_seed(0)
+            return network(torch.rand(3, 4), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 1, 2]])).tolist()
+
+        base = Recipe(8, 2, 0.5, 0.01, 0.0, 10, "batch")
+        others = {"hidden_channels": 4, "layers": 3, "dropout": 0.1, "norm": "layer", "residual": True}
+        for name, value in (others | {"linear_in": True, "input_dropout": 0.5, "heads": 2}).items():
+            assert outcome(replace(base, **{name: value})) != outcome(base), name
+
+
+class TestTraining:
+    def test_the_graph(self, run):
+        data = nodes.prepare(run)
+        pairs = set(map(tuple, data.edge_index.t().tolist()))
+        assert len(pairs) == data.num_edges
+        assert {(j, i) for i, j in pairs} == pairs
+        assert sum(i == j for i, j in pairs) == 60
+
+    def test_seeds_are_splits(self, run):
+        first, second = (nodes.prepare(replace(run, seed=seed)) for seed in (0, 1))
+        assert not torch.equal(first.test_mask, second.test_mask)
+
+    def test_features_are_normalised_where_the_recipe_says_so(self, run):
+        data = nodes.prepare(replace(run, recipe=replace(RECIPE, normalise=True)))
+        assert not torch.equal(data.x, nodes.prepare(run).x)
+
+    def test_the_test_score_is_that_of_the_best_validation_score(self, run, tmp_path):
+        training = Classifier(run, tmp_path, 10.0)
+        training.curve = [
+            {"epoch": epoch, "val_score": val, "test_score": test}
+            for epoch, val, test in ((4, 0.5, 0.9), (8, 0.7, 0.6), (12, 0.7, 0.8))
+        ]
+        training.seconds = [0.3, 0.1, 0.2]
+        row = training.result()
+        assert (row["best_epoch"], row["val_score"], row["test_score"]) == (8, 0.7, 0.6)
+        assert row["seconds_per_epoch"] == 0.2
+        assert row["curve"] == {"val": [0.5, 0.7, 0.7], "test": [0.9, 0.6, 0.8]}
+
+    def test_it_learns_and_its_memory_is_measured_without_a_trace(self, run, tmp_path):
+        run = replace(run, recipe=replace(RECIPE, epochs=40))
+        folders = [tmp_path / name for name in ("measured", "plain")]
+        for path in folders:
+            path.mkdir()
+        measured, plain = (Classifier(run, path, 10.0) for path in folders)
+        assert measured.peak_bytes() >= 0
+        for training in (measured, plain):
+            training.advance(40)
+        assert [point["epoch"] for point in plain.curve] == list(range(4, 41, 4))
+        assert measured.curve == plain.curve
+        assert max(point["val_score"] for point in plain.curve) > 0.8
+
+    def test_weights_that_are_not_finite_end_it(self, run, tmp_path):
+        training = Classifier(run, tmp_path, 10.0)
+        with torch.no_grad():
+            training.model.linear_out.weight.fill_(torch.nan)
+        with pytest.raises(FloatingPointError, match="the validation score became nan in iteration 4"):
+            training.advance(4)
+
+    @pytest.mark.slow
+    def test_a_run_killed_half_way_goes_on_to_the_same_row(self, board, tmp_path, kill, one_process):
+        arguments = ["--dataset", "minesweeper", "--model", "gat", "--runs", "1", "--epochs", "200"]
+        assert 0 < kill("nodes", arguments, tmp_path / "killed", {"GATTN_DATA": str(board)}) < 200
+        for out in ("killed", "whole"):
+            Nodes.main([*arguments, "--out", str(tmp_path / out)])
+        assert scores(tmp_path / "killed") == scores(tmp_path / "whole")
+        assert not list(tmp_path.glob("*/*.pt"))
+
+
+class TestCommandLine:
+    def test_everything(self, board, one_process, tmp_path, monkeypatch, capsys):
+        monkeypatch.setitem(RECIPES, "minesweeper", RECIPE)
+        arguments = ["--dataset", "Minesweeper", "--layers", "gattn", "pyg", "--runs", "2", "--evaluate-every", "5"]
+        Nodes.main([*arguments, "--out", str(tmp_path / "out")])
+        rows = ResultsFile(tmp_path / "out" / "runs.jsonl").rows()
+        assert [(row["seed"], row["model"], row["layers"]) for row in rows] == [
+            (seed, model, layers) for seed in (0, 1) for model in nodes.MODELS for layers in nodes.LAYERS
+        ]
+        assert all(len(row["curve"]["val"]) == 3 for row in rows)  # epochs 5, 10 and 12
+        table = (tmp_path / "out" / "table.md").read_text()
+        assert table.count("| 97.73 ± 0.73 | 92.01 ± 0.68, sep 93.91 ± 0.35 |") == 2
+        assert table.count("| – | – |") == 4
+        assert table.count("| ROC AUC |") == 6
+        assert "GATv2 and Transformer use the same, untuned" in table
+        capsys.readouterr()
+        Nodes.main([*arguments, "--epochs", "3", "--runs", "1", "--out", str(tmp_path / "out")])
+        assert "| 3 of 12 |" in (tmp_path / "out" / "table.md").read_text()
+
+    def test_cases(self, monkeypatch):
+        monkeypatch.setattr(nodes, "densities", lambda names, skip: dict.fromkeys(names, 0.01))
+        options = Nodes.parse(["--dataset", "photo", "wikics", "cora", "--model", "gat"])
+        runs = Nodes(options, None, None).cases()
+        counts = {}
+        for run in runs:
+            counts[run.dataset, run.split] = counts.get((run.dataset, run.split), 0) + 1
+        assert counts == {
+            ("photo", "60-20-20"): 10,
+            ("photo", "random"): 10,
+            ("wikics", "public"): 20,
+            ("cora", "public"): 5,
+        }
+        assert {run.seed for run in runs[:4]} == {0}
+        assert {run.features for run in runs} == {"sparse"}
+
+    def test_every_recipe_has_its_data_set_and_its_splits(self):
+        for dataset in RECIPES:
+            assert gattn.datasets.canonical_name(dataset) == dataset
+            assert set(nodes.SPLITS.get(dataset, ("public",))) <= set(nodes.splits_of(dataset))
+        for dataset, split in [*nodes.LUO, *nodes.OTHERS]:
+            assert split in nodes.splits_of(dataset)
+        json.dumps([asdict(recipe) for recipe in RECIPES.values()])
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            (["--dataset", "corra"], "unknown data set 'corra'"),
+            (["--dataset", "karate"], "there is no recipe for karate"),
+            (["--dataset", "minesweeper", "--split", "60-20-20"], "minesweeper has no split 60-20-20"),
+            (["--model", "gcn"], "invalid choice"),
+            (["--epochs", "0"], "is not a whole number"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments, reason, capsys):
+        with pytest.raises(SystemExit):
+            Nodes.main(arguments)
+        assert reason in capsys.readouterr().err
+
+    def test_missing_data(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("GATTN_DATA", str(tmp_path / "nothing"))
+
+        def offline(*arguments, **options):
+            raise OSError("offline")
+
+        monkeypatch.setattr("socket.getaddrinfo", offline)
+        with pytest.raises(SystemExit, match="error: photo is not under") as error:
+            Nodes.main(["--dataset", "photo", "--out", str(tmp_path / "out")])
+        assert os.linesep not in str(error.value)
