@@ -1,3 +1,5 @@
+import json
+
 """Loaders on the real files where they are, and on small ones in the published formats."""
 
 import builtins
@@ -85,6 +87,13 @@ class TestRealFiles:
         assert sizes(data) == split
         assert_disjoint(data)
 
+    def test_shares(self, load):
+        first, again, other = (load("photo", split="60-20-20", seed=seed) for seed in (1, 1, 2))
+        assert sizes(first) == [4590, 1530, 1530]
+        assert torch.equal(first.train_mask, again.train_mask)
+        assert not torch.equal(first.train_mask, other.train_mask)
+        assert_disjoint(first)
+
     def test_planetoid_splits(self, load):
         assert sizes(load("cora", split="full")) == [1208, 500, 1000]
         torch.manual_seed(0)
@@ -133,6 +142,22 @@ def write_planetoid(raw, name, num_nodes=600, num_features=6, num_classes=3):
 
 class TestPublishedFormats:
     """Files as their publishers write them, only smaller."""
+
+    def test_wikics(self, tmp_path):
+        raw = tmp_path / "WikiCS" / "raw"
+        raw.mkdir(parents=True)
+        part = np.stack([np.roll(np.arange(8), i) for i in range(20)])
+        masks = {"train_masks": part < 2, "val_masks": part == 2, "stopping_masks": part == 3}
+        content = {name: mask.tolist() for name, mask in masks.items()}
+        content |= {"features": [[float(i), 1.0] for i in range(8)], "labels": [i % 2 for i in range(8)]}
+        content |= {"links": [[(i + 1) % 8] for i in range(8)], "test_mask": [i == 7 for i in range(8)]}
+        (raw / "data.json").write_text(json.dumps(content))
+        first, second, again = (datasets.load("Wiki-CS", root=tmp_path, seed=seed) for seed in (0, 1, 20))
+        assert first.num_edges == 16
+        assert sizes(first) == [2, 2, 1]
+        assert first.val_mask.tolist() == [False] * 2 + [True] * 2 + [False] * 4
+        assert torch.equal(first.train_mask, again.train_mask)
+        assert not torch.equal(first.train_mask, second.train_mask)
 
     def test_pubmed(self, tmp_path):
         write_planetoid(tmp_path / "PubMed" / "raw", "pubmed")

@@ -22,7 +22,7 @@ def board(tmp_path, monkeypatch):
     raw.mkdir(parents=True)
     rng, number = np.random.default_rng(0), 60
     labels = rng.integers(0, 2, number)
-    features = rng.normal(size=(number, 7)).astype(np.float32) + labels[:, None]
+    features = (rng.normal(size=(number, 7)) + labels[:, None]).astype(np.float32)
     part = np.stack([rng.permutation(number) % 4 for _ in range(10)])
     masks = {"train_masks": part < 2, "val_masks": part == 2, "test_masks": part == 3}
     edges = rng.integers(0, number, (200, 2))
