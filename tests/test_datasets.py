@@ -1,11 +1,10 @@
-import json
-
 """Loaders on the real files where they are, and on small ones in the published formats."""
 
 import builtins
 import gzip
 import hashlib
 import io
+import json
 import os
 import pickle
 import shutil
