@@ -1084,6 +1084,7 @@ def test_available():
         "photo",
         "cs",
         "physics",
+        "wikics",
         "roman-empire",
         "amazon-ratings",
         "minesweeper",
