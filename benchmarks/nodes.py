@@ -152,6 +152,8 @@ class Result(TypedDict):
     val_score: float
     test_score: float
     best_epoch: int
+    epochs: int
+    """How many were trained."""
     seconds_per_epoch: float
     peak_bytes: int
     curve: Curve
@@ -170,6 +172,8 @@ class Run(Case):
     seed: int
     """Chooses or draws the split, and is the seed of weights and dropout."""
     evaluate_every: int
+    patience: int
+    """Training ends after this many epochs without a better validation score."""
     device: str
     threads: int
     features: str
@@ -300,6 +304,14 @@ class Classifier(Training[Run]):
             return roc_auc(logits[:, 1] - logits[:, 0], labels)
         return (logits.argmax(-1) == labels).double().mean().item()
 
+    def stops_early(self) -> bool:
+        """Whether patience is at an end."""
+        return bool(self.curve) and self.iteration - self.best()["epoch"] >= self.case.patience
+
+    def best(self) -> dict[str, float]:
+        """The point with the best validation score, the first of equal ones."""
+        return max(self.curve, key=lambda point: point["val_score"])
+
     def peak_bytes(self) -> int:
         """The memory of a training step above data, parameters and gradients."""
         model = copy.deepcopy(self.model)  # whose running means nobody needs
@@ -307,13 +319,14 @@ class Classifier(Training[Run]):
         return peak_above(lambda: self.loss_of(model).backward(), self.case.device)[1]
 
     def result(self) -> Row:
-        """The columns of the finished training; of equal validation scores, the first is the best."""
-        best = max(self.curve, key=lambda point: point["val_score"])
+        """The columns of the finished training."""
+        best = self.best()
         return {
             "parameters": num_parameters(self.model),
             "val_score": best["val_score"],
             "test_score": best["test_score"],
             "best_epoch": best["epoch"],
+            "epochs": self.iteration,
             "seconds_per_epoch": statistics.median(self.seconds),
             "curve": {part: [round(point[f"{part}_score"], 4) for point in self.curve] for part in ("val", "test")},
         }
@@ -338,7 +351,6 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
         groups.setdefault((row["dataset"], row["split"], row["model"], row["layers"]), []).append(row)
     lines = []
     for (dataset, split, model, layers), group in groups.items():
-        recipe, published = group[0]["recipe"], RECIPES[dataset]
         is_gat = model == "gat"
         lines.append(
             {
@@ -352,7 +364,7 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
                 "Luo et al., GAT": LUO.get((dataset, split), "–") if is_gat else "–",
                 "other GATs": OTHERS.get((dataset, split), "–") if is_gat else "–",
                 "best epoch": f"{statistics.mean(row['best_epoch'] for row in group):.0f}",
-                "epochs": f"{recipe['epochs']} of {published.epochs}",
+                "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f} of {RECIPES[dataset].epochs}",
                 "seconds/epoch (quartiles)": reports.median_and_quartiles([row["seconds_per_epoch"] for row in group]),
                 "MB a step": reports.megabytes({"peak_bytes": statistics.median(row["peak_bytes"] for row in group)}),
             }
@@ -365,7 +377,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     described = reports.machines(
         rows,
         (*VERSIONS, "python"),
-        ", {device}, {threads} thread(s) a process, evaluated every {evaluate_every} epochs",
+        ", {device}, {threads} thread(s) a process, evaluated every {evaluate_every} epochs, ended after "
+        "{patience} epochs without a better validation score",
     )
     return [
         *described,
@@ -404,6 +417,8 @@ class Nodes(Benchmark[Run]):
         add("--epochs", type=whole(1, 10**6), help="instead of the recipe's")
         text = "epochs from one evaluation to the next (default: %(default)s)"
         add("--evaluate-every", type=whole(1, 10**6), default=10, help=text)
+        text = "epochs without a better validation score after which training ends (default: %(default)s)"
+        add("--patience", type=whole(1, 10**6), default=200, help=text)
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
         text = "processes that share the runs; the scores stay the same (default: %(default)s)"
         add("--workers", type=whole(1, MOST), default=1, help=text)
@@ -441,8 +456,8 @@ class Nodes(Benchmark[Run]):
             recipe = replace(recipe, epochs=options.epochs or recipe.epochs)
             splits = unique(options.split or SPLITS.get(dataset, ("public",)))
             for split, model, layers in itertools.product(splits, options.model, options.layers):
-                fixed = (options.evaluate_every, options.device, options.threads, storage(layers, density))
-                runs.append(Run(dataset, split, model, layers, seed, *fixed, recipe))
+                fixed = (options.evaluate_every, options.patience, options.device, options.threads)
+                runs.append(Run(dataset, split, model, layers, seed, *fixed, storage(layers, density), recipe))
         return sorted(runs, key=lambda run: (run.seed, list(found).index(run.dataset)))
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:

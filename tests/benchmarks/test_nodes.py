@@ -33,7 +33,7 @@ def board(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(board):
-    return Run("minesweeper", "public", "gat", "gattn", 0, 4, "cpu", 1, "dense", RECIPE)
+    return Run("minesweeper", "public", "gat", "gattn", 0, 4, 200, "cpu", 1, "dense", RECIPE)
 
 
 def scores(out):
