@@ -23,7 +23,6 @@ from torch import Tensor
 from torch_geometric import seed_everything
 from torch_geometric.datasets import FakeHeteroDataset
 from torch_geometric.loader import DataLoader
-from torch_geometric.utils import scatter
 
 import gattn
 from benchmarks.framework.benchmark import Benchmark, Case
@@ -32,6 +31,7 @@ from benchmarks.framework.processes import BenchmarkError, Message, Show, in_pro
 from benchmarks.framework.reports import machines, ratio
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.framework.training import Training
+from benchmarks.pyg_layers import PyGGatedGCNConv
 
 LAYERS = ("gattn", "pyg")
 CHANNELS = 64
@@ -62,19 +62,6 @@ class Run(Case):
 
 
 # The networks --------------------------------------------------------------------------------------------------------
-
-
-class PyGGatedGCNConv(gattn.nn.GatedGCNConv):
-    """The same layer in PyG's way: messages of all edges, then sums."""
-
-    def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Updates nodes and edges."""
-        source, target = edge_index
-        logits = self.D(x)[source] + self.E(x)[target] + self.C(edge_attr)
-        gates = logits.sigmoid()
-        sums = scatter(gates * self.B(x)[source], target, dim=0, dim_size=x.size(0))
-        out = self.A(x) + sums / (scatter(gates, target, dim=0, dim_size=x.size(0)) + 1e-6)
-        return x + self.bn_node(out).relu(), edge_attr + self.bn_edge(logits).relu()
 
 
 class Molecules(torch.nn.Module):

@@ -1,0 +1,581 @@
+"""Properties of molecules by attention over bonds, all pairs of atoms, or both: `python -m benchmarks.molecules`.
+
+ogbg-molbace and ogbg-molhiv with OGB's encoders, scaffold split and evaluator; ZINC-12k and the peptides of LRGB where
+their files are. The weights that are tested are an exponential moving average, of the epoch whose validation score is
+best. Mean and standard deviation over seeds; times beside the same networks on PyG's layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch_geometric.utils import to_dense_adj
+
+import gattn
+from benchmarks.framework import reports
+from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.options import MOST, folder, unique, whole
+from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
+from benchmarks.framework.reports import Line
+from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.framework.training import Training, num_parameters
+from benchmarks.pyg_layers import PyGGatedGCNConv
+
+MODELS = ("gatv2", "transformer", "gatedgcn", "complete", "gps")
+LAYERS = ("gattn", "pyg")
+
+TOLERANCE = 0.01
+"""Mean losses of the first epoch may differ by this share between libraries: training makes differences grow."""
+
+COLOURS = dict(zip(MODELS, (reports.BLUE, reports.RED, reports.GREEN, reports.ORANGE, reports.PINK), strict=True))
+
+LIBRARIES: dict[str, Any] = {
+    "gattn": gattn.nn,
+    "pyg": SimpleNamespace(
+        GATv2Conv=pyg.GATv2Conv,
+        TransformerConv=pyg.TransformerConv,
+        GatedGCNConv=PyGGatedGCNConv,
+        GPSConv=pyg.GPSConv,
+    ),
+}
+
+
+# What is trained -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hyper-parameters of a model on a data set."""
+
+    channels: int = 64
+    bond_channels: int = 16
+    num_layers: int = 4
+    heads: int = 4
+    walks: int = 16
+    dropout: float = 0.1
+    batch: int = 256
+    learning_rate: float = 0.001
+    weight_decay: float = 0.01
+    warm_up: float = 0.05
+    decay: float = 0.99
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set: how it is scored, and what was published about it."""
+
+    metric: str
+    outputs: int
+    epochs: int
+    setting: Setting
+    published: dict[str, str]
+    """Test scores by model, from `source`."""
+    source: str
+    title: str = ""
+    """What reports call it, if not by its name."""
+
+    @property
+    def sign(self) -> int:
+        """1 if larger scores are better, otherwise -1."""
+        return -1 if self.metric == "MAE" else 1
+
+
+OGB_PAPER = "https://arxiv.org/abs/2005.00687"
+TASKS = {
+    "ogbg-molbace": Task("ROC-AUC", 1, 30, Setting(batch=64), {}, OGB_PAPER),
+    "ogbg-molhiv": Task(
+        "ROC-AUC", 1, 20, Setting(), {"GCN": "76.06 ± 0.97", "GIN": "75.58 ± 1.40"}, OGB_PAPER, "rebuilt molhiv"
+    ),
+    "zinc-12k": Task("MAE", 1, 400, Setting(), {"GAT": "0.384 ± 0.007"}, "https://arxiv.org/abs/2003.00982"),
+    "peptides-func": Task("AP", 10, 200, Setting(), {}, ""),
+    "peptides-struct": Task("MAE", 11, 200, Setting(), {}, ""),
+}
+
+
+class Point(TypedDict):
+    """A point of the learning curve; scores are in percent, but for MAE."""
+
+    epoch: int
+    train_loss: float
+    val_loss: float
+    validation: float
+    test: float
+
+
+class Result(TypedDict):
+    """The columns that a run adds."""
+
+    parameters: int
+    epoch: int
+    """The one whose validation score is best."""
+    validation: float
+    test: float
+    seconds_per_epoch: float
+    training_seconds: float
+    evaluation_seconds: float
+    curve: list[Point]
+
+
+@dataclass(frozen=True)
+class Run(Case):
+    """One training run; equal runs have equal scores."""
+
+    result = Result
+
+    dataset: str
+    model: str
+    layers: str
+    seed: int
+    epochs: int
+    purpose: str
+    """`"scores"`, or `"times"` for the few epochs that compare both libraries."""
+    setting: Setting
+
+    def __str__(self) -> str:
+        return f"{self.dataset} {self.model} {self.layers} seed {self.seed} ({self.purpose})"
+
+
+# Molecules -----------------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Molecules side by side: N atoms, E directed bonds, B molecules."""
+
+    x: Tensor
+    edge_index: Tensor
+    edge_attr: Tensor
+    walks: Tensor
+    batch: Tensor
+    y: Tensor
+
+
+class Molecules:
+    """All molecules of a data set in a few tensors, from which batches are cut: faster than joining objects.
+
+    Args:
+        name: The data set.
+        walks: The number of steps of the random walks.
+    """
+
+    def __init__(self, name: str, walks: int):
+        dataset: Any = gattn.datasets.load(name)
+        data = dataset._data
+        self.split = {part: torch.as_tensor(index) for part, index in dataset.get_idx_split().items()}
+        self.x, self.edge_index, self.edge_attr = data.x, data.edge_index, data.edge_attr
+        self.y = data.y.view(len(dataset), -1).float()
+        self.first_atom, self.first_bond = dataset.slices["x"], dataset.slices["edge_index"]
+        self.walks = data.x.new_zeros(data.x.size(0), walks, dtype=torch.float)
+        for chunk in self.first_atom.diff().argsort().split(256):  # of like sizes, so that matrices have little padding
+            atoms, molecules = ranges(self.first_atom, chunk)
+            self.walks[atoms] = self.landing(self[chunk], molecules, walks)
+
+    @staticmethod
+    def landing(batch: Batch, molecules: Tensor, steps: int) -> Tensor:
+        """How probably a random walk is back at its atom after 1, 2, ... steps, `[N, steps]`."""
+        adjacency = to_dense_adj(batch.edge_index, molecules)
+        step = adjacency / adjacency.sum(-1, keepdim=True).clamp(min=1)
+        place = torch.arange(len(molecules)) - torch.searchsorted(molecules, molecules)
+        powers = itertools.accumulate(itertools.repeat(step, steps), torch.matmul)
+        return torch.stack([power[molecules, place, place] for power in powers], dim=1)
+
+    def __getitem__(self, index: Tensor) -> Batch:
+        """The molecules with these numbers, `[B]`, as one batch."""
+        atoms, molecules = ranges(self.first_atom, index)
+        bonds, molecules_of_bonds = ranges(self.first_bond, index)
+        sizes = self.first_atom.diff()[index]
+        edge_index = self.edge_index[:, bonds] + (sizes.cumsum(0) - sizes)[molecules_of_bonds]
+        return Batch(self.x[atoms], edge_index, self.edge_attr[bonds], self.walks[atoms], molecules, self.y[index])
+
+
+def ranges(first: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers `first[i]`, ..., `first[i + 1] - 1` for each i in the index, and the place of their i in it."""
+    sizes = first.diff()[index]
+    places = torch.arange(len(index)).repeat_interleave(sizes)
+    return torch.arange(len(places)) + (first[index] - sizes.cumsum(0) + sizes)[places], places
+
+
+def score(name: str, logits: Tensor, labels: Tensor) -> float:
+    """The score of a data set in percent, or the mean absolute error."""
+    metric = TASKS[name].metric
+    if metric == "MAE":
+        return F.l1_loss(logits, labels).item()
+    if metric == "AP":
+        from sklearn.metrics import average_precision_score
+
+        return 100 * float(average_precision_score(labels.numpy(), logits.numpy(), average="macro"))
+    from ogb.graphproppred import Evaluator
+
+    return 100 * float(Evaluator(name).eval({"y_true": labels.numpy(), "y_pred": logits.numpy()})["rocauc"])
+
+
+# The network ---------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """Attention, and a feed-forward block; around both, batch norm, dropout and a residual connection.
+
+    Args:
+        model: Which attention.
+        layers: Whose layers.
+        setting: Sizes and dropout.
+    """
+
+    def __init__(self, model: str, layers: str, setting: Setting):
+        super().__init__()
+        library, channels, heads = LIBRARIES[layers], setting.channels, setting.heads
+        sizes, options = (channels, channels // heads, heads), {"edge_dim": setting.bond_channels}
+        self.kind, self.dropout = model, setting.dropout
+        if model in ("complete", "gps"):
+            conv = library.TransformerConv(*sizes, **options) if model == "gps" else None
+            self.conv = library.GPSConv(channels, conv, heads, setting.dropout)
+            return
+        if model == "gatedgcn":
+            self.conv = library.GatedGCNConv(channels, channels, channels)
+        elif model == "gatv2":
+            self.conv = library.GATv2Conv(*sizes, add_self_loops=False, **options)
+        else:
+            self.conv = library.TransformerConv(*sizes, **options)
+        self.norm, self.out_norm = (torch.nn.BatchNorm1d(channels) for _ in range(2))
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(channels, 2 * channels),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(setting.dropout),
+            torch.nn.Linear(2 * channels, channels),
+            torch.nn.Dropout(setting.dropout),
+        )
+
+    def forward(self, x: Tensor, edge_attr: Tensor, edge_index: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of atoms and bonds."""
+        if self.kind in ("complete", "gps"):
+            options = {"edge_attr": edge_attr} if self.kind == "gps" else {}
+            return self.conv(x, edge_index, batch, **options), edge_attr
+        if self.kind == "gatedgcn":
+            out, edge_attr = self.conv(x, edge_index, edge_attr)  # with norms and residual connections of its own
+            x = x + F.dropout(out - x, self.dropout, self.training)
+        else:
+            out = self.norm(self.conv(x, edge_index, edge_attr)).relu()
+            x = x + F.dropout(out, self.dropout, self.training)
+        return self.out_norm(x + self.mlp(x)), edge_attr
+
+
+class Network(torch.nn.Module):
+    """Encoders of atoms, bonds and random walks, blocks of attention, the mean of each molecule, and a linear layer.
+
+    Args:
+        dataset: The data set.
+        model: Which attention.
+        layers: Whose layers.
+        setting: Sizes and dropout.
+    """
+
+    def __init__(self, dataset: str, model: str, layers: str, setting: Setting):
+        super().__init__()
+        bond_channels = setting.channels if model == "gatedgcn" else setting.bond_channels
+        if dataset == "zinc-12k":
+            self.atoms, self.bonds = torch.nn.Embedding(28, setting.channels), torch.nn.Embedding(4, bond_channels)
+        else:
+            from ogb.graphproppred.mol_encoder import AtomEncoder, BondEncoder
+
+            self.atoms, self.bonds = AtomEncoder(setting.channels), BondEncoder(bond_channels)
+        self.walks = torch.nn.Sequential(
+            torch.nn.BatchNorm1d(setting.walks), torch.nn.Linear(setting.walks, setting.channels)
+        )
+        self.blocks = torch.nn.ModuleList([Block(model, layers, setting) for _ in range(setting.num_layers)])
+        self.out = torch.nn.Linear(setting.channels, TASKS[dataset].outputs)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The logits or values of each molecule, `[B, outputs]`."""
+        x, edge_attr = self.atoms(batch.x) + self.walks(batch.walks), self.bonds(batch.edge_attr)
+        for block in self.blocks:
+            x, edge_attr = block(x, edge_attr, batch.edge_index, batch.batch)
+        out: Tensor = self.out(pyg.global_mean_pool(x, batch.batch, len(batch.y)))
+        return out
+
+
+def build_network(run: Run) -> Network:
+    """The network of a run; both libraries' have the same weights."""
+    torch.manual_seed(run.seed)
+    network = Network(run.dataset, run.model, "gattn", run.setting)
+    if run.layers == "gattn":
+        return network
+    other = Network(run.dataset, run.model, run.layers, run.setting)
+    other.load_state_dict(network.state_dict())
+    return other
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+class Trainer(Training[Run]):
+    """Trains the network of a run, and averages its weights.
+
+    Args:
+        run: The run.
+        molecules: The data set.
+        folder: The folder of checkpoints.
+    """
+
+    def __init__(self, run: Run, molecules: Molecules, folder: Path):
+        self.molecules, self.setting, self.task = molecules, run.setting, TASKS[run.dataset]
+        self.per_epoch = math.ceil(len(molecules.split["train"]) / run.setting.batch)
+        network = build_network(run)
+        average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(run.setting.decay), use_buffers=True)
+        model = torch.nn.ModuleDict({"trained": network, "averaged": average})
+        options = {"lr": run.setting.learning_rate, "weight_decay": run.setting.weight_decay}
+        optimizer = torch.optim.AdamW(network.parameters(), fused=True, **options)
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(network))
+        iterations = run.epochs * self.per_epoch
+        clip = run.setting.clip
+        super().__init__(run, folder, model, optimizer, iterations, self.per_epoch, clip, time.process_time)
+
+    def learning_rate(self) -> float:
+        """Rises linearly, and falls as a cosine."""
+        progress, rise = (self.iteration + 1) / self.iterations, self.setting.warm_up
+        if progress < rise:
+            return self.setting.learning_rate * progress / rise
+        return self.setting.learning_rate * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))) / 2
+
+    def loss(self) -> Tensor:
+        """The loss on this iteration's molecules."""
+        torch.manual_seed(self.case.seed * 1_000_003 + self.iteration)  # of dropout
+        epoch, place = divmod(self.iteration, self.per_epoch)
+        batch = self.molecules[self.batches(epoch)[place]]
+        return self.distance(self.model["trained"](batch), batch.y)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 -- the trainer lives as long as its process
+    def batches(self, epoch: int) -> Sequence[Tensor]:
+        """The numbers of the molecules of each batch."""
+        index = self.molecules.split["train"]
+        order = torch.Generator().manual_seed(self.case.seed * 1_000_003 + epoch)
+        return index[torch.randperm(len(index), generator=order)].tensor_split(self.per_epoch)
+
+    def distance(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss."""
+        return (F.l1_loss if self.task.metric == "MAE" else F.binary_cross_entropy_with_logits)(logits, labels)
+
+    def evaluate(self) -> dict[str, float]:
+        """Losses, and the scores of the averaged weights."""
+        point = {"epoch": self.iteration // self.per_epoch, "train_loss": statistics.mean(self.losses)}
+        for part, name in (("valid", "validation"), ("test", "test")):
+            batches = [self.molecules[index] for index in self.molecules.split[part].split(self.setting.batch)]
+            logits = torch.cat([self.model["averaged"](batch) for batch in batches])
+            labels = torch.cat([batch.y for batch in batches])
+            if part == "valid":
+                point["val_loss"] = self.distance(logits, labels).item()
+            point[name] = score(self.case.dataset, logits, labels)
+        return point
+
+    def result(self) -> Row:
+        """The columns of the epoch whose validation score is best."""
+        best = max(self.curve, key=lambda point: self.task.sign * point["validation"])
+        starts = range(0, self.iterations, self.per_epoch)
+        return {
+            "parameters": num_parameters(self.model["trained"]),
+            **{name: best[name] for name in ("epoch", "validation", "test")},
+            "seconds_per_epoch": statistics.median(sum(self.seconds[i : i + self.per_epoch]) for i in starts),
+            "training_seconds": sum(self.seconds),
+            "evaluation_seconds": self.evaluation_seconds,
+            "curve": self.curve,
+        }
+
+
+def train(run: Run, show: Show, folder: Path) -> Row:
+    """Trains and tests; the folder has the checkpoints."""
+    torch.set_num_threads(1)
+    return Trainer(run, Molecules(run.dataset, run.setting.walks), folder).run(show)
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+NOTES = (
+    "Scores are in percent, but for MAE: those of exponential averages of the weights, at the epoch whose validation "
+    "score is best. Mean ± standard deviation over seeds.",
+    "Seconds/epoch: processor time of training steps on one thread, batches included, the median of the runs that are "
+    "made for it. PyG: the same network on its layers, with the same weights and batches.",
+)
+
+
+def mean_and_deviation(values: Sequence[float], metric: str) -> str:
+    """Mean ± standard deviation with the digits that are usual for the metric."""
+    digits = 3 if metric == "MAE" else 2
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def groups_of(rows: Sequence[Row], purpose: str) -> dict[tuple[str, str, str], list[Row]]:
+    """The rows with a purpose, by data set, model and kind of layers."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row["purpose"] == purpose:
+            groups.setdefault((row["dataset"], row["model"], row["layers"]), []).append(row)
+    return groups
+
+
+def line_of(dataset: str, model: str, test: str, **columns: str) -> Line:
+    """A line of the table; a dash stands for what is not known."""
+    names = ("layers", "parameters", "seeds", "epochs", "validation", "minutes/seed", "seconds/epoch", "× PyG")
+    task = TASKS[dataset]
+    known = {"data set": task.title or dataset, "model": model, "metric": task.metric, "test": test}
+    return {**known, **dict.fromkeys(names, "–"), **columns}
+
+
+def summarise(rows: Sequence[Row]) -> list[Line]:
+    """A line for each data set, model and kind of layers, after what was published."""
+    lines = [
+        line_of(dataset, f"{model}, published", test)
+        for dataset in unique(row["dataset"] for row in rows)
+        for model, test in TASKS[dataset].published.items()
+    ]
+    times = {key: group[0]["seconds_per_epoch"] for key, group in groups_of(rows, "times").items()}
+    for (dataset, model, layers), group in groups_of(rows, "scores").items():
+        seconds, metric = times.get((dataset, model, layers)), TASKS[dataset].metric
+        minutes = statistics.mean(row["training_seconds"] + row["evaluation_seconds"] for row in group) / 60
+        line = line_of(
+            dataset,
+            model,
+            mean_and_deviation([row["test"] for row in group], metric),
+            validation=mean_and_deviation([row["validation"] for row in group], metric),
+            layers=layers,
+            parameters=str(group[0]["parameters"]),
+            seeds=str(len(group)),
+            epochs=", ".join(map(str, sorted({row["epochs"] for row in group}))),
+        )
+        line |= {
+            "minutes/seed": f"{minutes:.1f}",
+            "seconds/epoch": f"{seconds:.2f}" if seconds else "–",
+            "× PyG": reports.ratio(times.get((dataset, model, "pyg")), seconds),
+        }
+        lines.append(line)
+    return sorted(lines, key=lambda line: line["data set"])
+
+
+def compare_losses(rows: Sequence[Row]) -> list[str]:
+    """How far the losses of both libraries are apart.
+
+    Raises:
+        ValueError: If that is more than rounding explains, so that times are not of the same computation.
+    """
+    times, distances = groups_of(rows, "times"), []
+    for (dataset, model, layers), (row, *_) in times.items():
+        if layers == "gattn" and (dataset, model, "pyg") in times:
+            own, other = (x["curve"][0]["train_loss"] for x in (row, times[dataset, model, "pyg"][0]))
+            distances.append(abs(own / other - 1))
+            if not distances[-1] < TOLERANCE:
+                raise ValueError(f"{model} on {dataset} has the loss {own} on gattn's layers, and {other} on PyG's")
+    text = "The first epoch's mean losses on both libraries' layers differ by {:.1e} of their size at most."
+    return [text.format(max(distances))] if distances else []
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Validation scores by epoch, the mean over seeds."""
+    groups = groups_of(rows, "scores")
+    datasets = unique(dataset for dataset, *_ in groups)
+    figure = Figure(figsize=(5.5 * len(datasets), 3.6), layout="constrained")
+    for dataset, axis in zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True):
+        for (name, model, layers), group in groups.items():
+            if name == dataset:
+                points = zip(*([point["validation"] for point in row["curve"]] for row in group), strict=False)
+                style = {"color": COLOURS[model], "linestyle": "-" if layers == "gattn" else "--"}
+                values = [statistics.mean(point) for point in points]
+                axis.plot(range(1, len(values) + 1), values, label=f"{model}, {layers}", **style)
+        axis.set(title=TASKS[dataset].title or dataset, xlabel="epoch", ylabel=f"validation {TASKS[dataset].metric}")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8)
+    return figure
+
+
+# The benchmark -------------------------------------------------------------------------------------------------------
+
+
+class MoleculeProperties(Benchmark[Run]):
+    """Trains each model with each seed, and times it beside the same on PyG's layers."""
+
+    name = "molecules"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--datasets", nargs="+", default=["ogbg-molbace", "ogbg-molhiv"], choices=TASKS, help="default: OGB's")
+        add("--models", nargs="+", default=MODELS, choices=MODELS, help="rows of the table (default: all)")
+        text = "whose layers are trained for the scores (default: gattn)"
+        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help=text)
+        add("--seeds", nargs="+", type=whole(0, 2**31 - 1), default=range(5), help="seeds of each (default: 0 to 4)")
+        add("--epochs", type=whole(1, 10**6), help="epochs of each seed (default: the data set's)")
+        text = "epochs of one seed for the times on both libraries' layers; 0 for no times (default: %(default)s)"
+        add("--timed-epochs", type=whole(0, 10**6), default=3, help=text)
+        text = "runs at once, each on one thread; those for times come one by one (default: %(default)s)"
+        add("--jobs", type=whole(1, MOST), default=1, help=text)
+        text = "folder of results, checkpoints, table and picture (default: %(default)s)"
+        add("--out", type=folder, default=Path("runs/molecules"), help=text)
+
+    def cases(self) -> list[Run]:
+        """All runs, those for times last.
+
+        Raises:
+            BenchmarkError: If data or the package that reads them are missing.
+        """
+        options, runs = self.options, []
+        for dataset in unique(options.datasets):
+            try:
+                gattn.datasets.load(dataset)
+            except (gattn.datasets.DatasetUnavailableError, ImportError) as error:
+                raise BenchmarkError(f"{error} (--datasets names those to do without it)") from error
+            for model in unique(options.models):
+                task, seeds = TASKS[dataset], unique(options.seeds)
+                settings = {"dataset": dataset, "model": model, "setting": task.setting}
+                for layers in unique(options.layers):
+                    epochs = options.epochs or task.epochs
+                    runs += [Run(**settings, layers=layers, seed=x, epochs=epochs, purpose="scores") for x in seeds]
+                if options.timed_epochs:
+                    fixed = {"seed": seeds[0], "epochs": options.timed_epochs, "purpose": "times"}
+                    runs += [Run(**settings, layers=layers, **fixed) for layers in LAYERS]
+        return sorted(runs, key=lambda run: run.purpose)
+
+    def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
+        """Trains."""
+        work = functools.partial(train, folder=self.options.out)
+        for purpose, jobs in (("scores", self.options.jobs), ("times", 1)):
+            yield from in_processes([case for case in cases if case.purpose == purpose], work, jobs)
+
+    def extra_columns(self) -> Row:
+        """The number of runs at once."""
+        return {"jobs": self.options.jobs}
+
+    def report(self, rows: dict[Run, Row]) -> None:
+        """The table, and learning curves."""
+        found = list(rows.values())
+        settings = {f"{row['dataset']}: " + ", ".join(f"{k} {v}" for k, v in row["setting"].items()) for row in found}
+        sources = {
+            task.source for name, task in TASKS.items() if task.published and name in {x["dataset"] for x in found}
+        }
+        remarks = [
+            *NOTES,
+            *compare_losses(found),
+            *(f"Published: {source}" for source in sorted(sources)),
+            *sorted(settings),
+            *reports.machines(found, (*VERSIONS, "python"), ", one thread, {jobs} run(s) at once"),
+        ]
+        self.publish("Molecules", summarise(found), remarks, {"curves.png": draw(found)})
+
+
+if __name__ == "__main__":
+    MoleculeProperties.main()
