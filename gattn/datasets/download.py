@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 import urllib.request
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +49,28 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def download_archive(url: str, member: str, folder: Path) -> None:
+    """Downloads a zip file, and puts the files of one folder in it where they belong.
+
+    Args:
+        url: The address of the zip file.
+        member: The folder in it.
+        folder: Where to put the files of that folder. What is there already and not in the archive stays.
+
+    Raises:
+        OSError: If the file cannot be downloaded, or has no such folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Unpacked in place, an archive could replace the files of other data sets.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        archive, unpacked = Path(temporary) / "archive.zip", Path(temporary) / "unpacked"
+        download(url, archive)
+        with zipfile.ZipFile(archive) as file:
+            file.extractall(unpacked)
+        for path in sorted((unpacked / member).iterdir()):
+            path.replace(folder / path.name)
 
 
 def read_dataset(

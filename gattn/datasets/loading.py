@@ -87,6 +87,7 @@ def load(
       `"random"` (as for Amazon).
     - `wikics`: `"public"` (twenty fixed splits; both published sets for validation are one) and `"random"` (as for
       Amazon).
+    - `zinc-12k` and the peptides of LRGB, `peptides-func` and `peptides-struct`: `"public"`.
     - OGB's data sets of node and graph properties under the names that OGB gives them, `ogbn-...` and `ogbg-...`:
       `"public"`.
 
@@ -100,7 +101,7 @@ def load(
 
     Returns:
         PyG's `Data` with the boolean masks `train_mask`, `val_mask` and `test_mask` of shape `[N]`. For `ogbg-...`,
-        OGB's data set, whose method `get_idx_split()` returns the split.
+        `zinc-12k` and peptides, a data set of many graphs, whose method `get_idx_split()` returns the split.
 
     Raises:
         ValueError: If there is no data set or no split of that name.

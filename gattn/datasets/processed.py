@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset
 
 from gattn.datasets.safe_files import read_torch
+
+#: What PyG calls the parts of a split that has a file for each of them.
+PARTS = ("train", "val", "test")
 
 
 class CheckedDataset(InMemoryDataset):
@@ -46,3 +50,21 @@ class CheckedDataset(InMemoryDataset):
         self.data = data_cls.from_dict(data) if isinstance(data, dict) else data
         if not isinstance(self._data, Data):
             raise ValueError(f"{path} must hold a graph, but holds an object of type {type(data).__name__}")
+
+
+class JoinedDataset(InMemoryDataset):
+    """The graphs of several data sets, one after the other.
+
+    Args:
+        parts: Those for training, for validation and for the test.
+    """
+
+    def __init__(self, parts: Sequence[InMemoryDataset]) -> None:
+        super().__init__()
+        self.data, self.slices = self.collate([graph for part in parts for graph in part])
+        self._sizes = [len(part) for part in parts]
+
+    def get_idx_split(self) -> dict[str, torch.Tensor]:
+        """Returns the numbers of the graphs in each part of the split, under the names that OGB gives the parts."""
+        numbers = torch.arange(len(self)).split(self._sizes)
+        return dict(zip(("train", "valid", "test"), numbers, strict=True))

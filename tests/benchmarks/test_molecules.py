@@ -1,0 +1,291 @@
+import json
+import os
+import pickle
+import signal
+import subprocess
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch_geometric.data import Batch
+from torch_geometric.loader import DataLoader
+from torch_geometric.transforms import AddRandomWalkPE
+
+import gattn
+from benchmarks import molecules
+from benchmarks.framework.results import ResultsFile
+from benchmarks.molecules import LAYERS, MODELS, TASKS, MoleculeProperties, Molecules, Run, Setting, Trainer
+
+pytest.importorskip("ogb")
+SMALL = Setting(channels=8, bond_channels=4, num_layers=2, heads=2, walks=3, batch=7)
+SIZES = {"train": 20, "val": 6, "test": 6}
+TIMES = ("seconds_per_epoch", "training_seconds", "evaluation_seconds")
+
+
+def molecule(number, seed):
+    """A ring with a tail: 3 to 9 atoms, features of atoms and bonds as OGB's."""
+    random = torch.Generator().manual_seed(100 * seed + number)
+    size, ring = 3 + number % 7, 3 + number % 3
+    source = torch.arange(size)
+    target = torch.where(source + 1 == min(ring, size), 0, source + 1)
+    pairs = torch.stack([source, target])[:, (target < size) & (source != target)]
+    bonds = torch.randint(0, 2, (pairs.size(1), 3), generator=random)
+    x = torch.randint(0, 2, (size, 9), generator=random)
+    return x, bonds.repeat(2, 1), torch.cat([pairs, pairs.flip(0)], dim=1)
+
+
+def write_peptides(root, name, labels):
+    """The raw files of LRGB, with fewer and smaller peptides."""
+    (root / name / "raw").mkdir(parents=True)
+    for seed, (part, count) in enumerate(SIZES.items()):
+        graphs = []
+        for number in range(count):
+            random = torch.Generator().manual_seed(1000 * seed + number)
+            y = torch.randn(1, labels, generator=random)
+            graphs.append((*molecule(number, seed), (y > 0).float() if labels == 10 else y))
+        for y in range(10 if labels == 10 else 0):  # each label has both values
+            graphs[0][3][0, y], graphs[1][3][0, y] = 0, 1
+        torch.save(graphs, root / name / "raw" / f"{part}.pt")
+
+
+def write_zinc(root):
+    """The raw files of ZINC, with fewer molecules, of which every second is in the subset."""
+    raw = root / "ZINC" / "raw"
+    raw.mkdir(parents=True)
+    for seed, (part, count) in enumerate(SIZES.items()):
+        pickled = []
+        for number in range(2 * count):
+            x, bonds, (source, target) = molecule(number, seed)
+            adjacency = torch.zeros(len(x), len(x), dtype=torch.long)
+            adjacency[source, target] = 1 + bonds[:, 0]
+            value = torch.tensor([float(number)])
+            pickled.append({"atom_type": x[:, 0], "bond_type": adjacency, "logP_SA_cycle_normalized": value})
+        (raw / f"{part}.pickle").write_bytes(pickle.dumps(pickled))
+        (raw / f"{part}.index").write_text(",".join(map(str, range(0, 2 * count, 2))) + "\n")
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder of small data sets, and small settings."""
+    root = tmp_path / "data"
+    write_peptides(root, "peptides-func", 10)
+    write_peptides(root, "peptides-struct", 11)
+    write_zinc(root)
+    monkeypatch.setenv("GATTN_DATA", str(root))
+    for name, task in TASKS.items():
+        monkeypatch.setitem(TASKS, name, replace(task, setting=SMALL))
+    return root
+
+
+@pytest.fixture
+def benchmark(root, tmp_path, one_process, in_this_process, monkeypatch):
+    """Runs the benchmark here; returns its table and its rows."""
+    monkeypatch.setattr(molecules, "in_processes", in_this_process)
+
+    def run(*arguments):
+        MoleculeProperties.main([*map(str, arguments), "--out", str(tmp_path / "out")])
+        return (tmp_path / "out" / "table.md").read_text(), ResultsFile(tmp_path / "out" / "runs.jsonl").rows()
+
+    return run
+
+
+def run_of(dataset="peptides-struct", model="gps", layers="gattn", epochs=2):
+    return Run(dataset, model, layers, 0, epochs, "scores", SMALL)
+
+
+class TestBatches:
+    def test_they_are_those_of_pygs_loader(self, root):
+        graphs = gattn.datasets.load("peptides-struct")
+        index = torch.tensor([5, 0, 31, 6])
+        ours, theirs = Molecules("peptides-struct", 2)[index], next(iter(DataLoader(graphs[index], 4)))
+        for name in ("x", "edge_index", "edge_attr", "y", "batch"):
+            assert torch.equal(getattr(ours, name), theirs[name]), name
+
+    def test_random_walks(self, root):
+        graphs = gattn.datasets.load("peptides-struct")
+        expected = Batch.from_data_list([AddRandomWalkPE(5)(graph) for graph in graphs]).random_walk_pe
+        torch.testing.assert_close(Molecules("peptides-struct", 5).walks, expected)
+
+    def test_a_walk_by_hand(self):
+        """On a path of three atoms: back after two steps for sure from the ends' neighbour, from an end by half."""
+        edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+        batch = molecules.Batch(*(torch.zeros(3),) * 6)._replace(edge_index=edge_index)
+        walks = Molecules.landing(batch, torch.zeros(3, dtype=torch.long), 3)
+        assert walks.tolist() == [[0, 0.5, 0], [0, 1, 0], [0, 0.5, 0]]
+
+    def test_an_epoch_has_each_molecule_once(self, root, tmp_path):
+        trainer = Trainer(run_of(), Molecules("peptides-struct", 3), tmp_path)
+        epochs = [torch.cat(list(trainer.batches(epoch))) for epoch in (0, 1, 0)]
+        assert all(epoch.sort()[0].tolist() == list(range(20)) for epoch in epochs)
+        assert torch.equal(epochs[0], epochs[2])
+        assert not torch.equal(epochs[0], epochs[1])
+
+
+class TestNetworks:
+    @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.parametrize("dataset", ["peptides-func", "zinc-12k"])
+    def test_both_libraries_compute_the_same(self, model, dataset, root):
+        if dataset == "zinc-12k":
+            gattn.datasets.load(dataset, trust_files=True)
+        batch = Molecules(dataset, 3)[torch.arange(8)]
+        run = run_of(dataset, model)
+        ours, theirs = (molecules.build_network(replace(run, layers=layers)) for layers in LAYERS)
+        kinds = [type(block.conv).__module__.split(".")[0] for block in (*ours.blocks, *theirs.blocks)]
+        assert kinds == ["gattn"] * 2 + ["benchmarks" if model == "gatedgcn" else "torch_geometric"] * 2
+        outs = [network.eval()(batch) for network in (ours, theirs)]
+        assert outs[0].shape == (8, TASKS[dataset].outputs)
+        torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("model", MODELS)
+    def test_what_each_attends_to(self, model, root):
+        """Bonds, all atoms of the molecule, or both; never another molecule."""
+        network = molecules.build_network(replace(run_of(model=model), setting=replace(SMALL, num_layers=1))).eval()
+        batch = Molecules("peptides-struct", 3)[torch.tensor([4, 6])]
+        block, size = network.blocks[0], int((batch.batch == 0).sum())
+        x, bonds = torch.randn(len(batch.x), 8), network.bonds(batch.edge_attr)
+        x.requires_grad_()
+        torch.nn.init.ones_(block.norm.bias) if model in ("gatv2", "transformer") else None  # so that ReLU passes all
+        out, _ = block(x, bonds, batch.edge_index, batch.batch)
+        neighbours = set(batch.edge_index[0, batch.edge_index[1] == 0].tolist()) | {0}
+        (gradient,) = torch.autograd.grad(out[0].sum() + out[0].square().sum(), x)
+        seen = set(gradient.abs().sum(1).nonzero().flatten().tolist())
+        assert seen == (set(range(size)) if model in ("complete", "gps") else neighbours)
+        changed, _ = block(x, bonds + 1, batch.edge_index, batch.batch)
+        assert torch.equal(changed, out) == (model == "complete")
+
+
+class TestScores:
+    def test_by_hand(self):
+        logits, labels = torch.tensor([[0.9], [0.1], [0.4], [0.2]]), torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+        assert molecules.score("ogbg-molhiv", logits, labels) == pytest.approx(75)
+        assert molecules.score("peptides-func", logits, labels) == pytest.approx(100 * (1 + 2 / 3) / 2)
+        assert molecules.score("zinc-12k", logits, labels) == pytest.approx((0.1 + 0.1 + 0.4 + 0.8) / 4)
+
+    @pytest.mark.parametrize(("dataset", "best"), [("zinc-12k", 1), ("peptides-func", 2)])
+    def test_the_epoch_is_chosen_on_validation(self, dataset, best, root, tmp_path):
+        trainer = Trainer(run_of("peptides-struct"), Molecules("peptides-struct", 3), tmp_path)
+        trainer.task, trainer.seconds = TASKS[dataset], [1.0] * trainer.iterations
+        trainer.curve = [{"epoch": i, "validation": v, "test": t} for i, v, t in ((1, 0.2, 0.6), (2, 0.3, 0.5))]
+        row = trainer.result()
+        assert (row["epoch"], row["validation"], row["test"]) == ((1, 0.2, 0.6), (2, 0.3, 0.5))[best - 1]
+
+    def test_averaged_weights_are_scored(self, root, tmp_path):
+        trainer = Trainer(run_of(), Molecules("peptides-struct", 3), tmp_path)
+        trainer.advance(2)
+        trainer.model.eval()
+        with torch.no_grad():
+            before = trainer.evaluate()
+            for parameter in trainer.model["trained"].parameters():
+                parameter.zero_()
+            assert trainer.evaluate() == before
+            for parameter in trainer.model["averaged"].parameters():
+                parameter.zero_()
+            assert trainer.evaluate()["val_loss"] != before["val_loss"]
+
+    def test_the_schedule(self, root, tmp_path):
+        trainer, rates = Trainer(run_of(epochs=14), Molecules("peptides-struct", 3), tmp_path), []
+        for iteration in range(trainer.iterations):
+            trainer.iteration = iteration
+            rates.append(trainer.learning_rate())
+        assert rates[1] == pytest.approx(2 * rates[0])
+        assert max(rates) == pytest.approx(SMALL.learning_rate, rel=0.05)
+        assert rates[2:] == sorted(rates[2:], reverse=True)
+        assert rates[-1] == pytest.approx(0, abs=1e-9)
+
+
+class TestBenchmark:
+    def test_the_table(self, benchmark, capsys):
+        arguments = ("--datasets", "peptides-func", "--models", "complete", "gatedgcn", "--seeds", 0, 1)
+        table, rows = benchmark(*arguments, "--epochs", 2, "--timed-epochs", 1)
+        assert [(row["model"], row["layers"], row["purpose"], row["seed"]) for row in rows] == [
+            *((model, "gattn", "scores", seed) for model in ("complete", "gatedgcn") for seed in (0, 1)),
+            *((model, layers, "times", 0) for model in ("complete", "gatedgcn") for layers in LAYERS),
+        ]
+        first = next(line for line in table.splitlines() if "complete" in line).split(" | ")
+        tests = [row["test"] for row in rows[:2]]
+        assert first[3] == f"{sum(tests) / 2:.2f} ± {abs(tests[0] - tests[1]) / 2**0.5:.2f}"
+        own, other = (next(r for r in rows if (r["layers"], r["purpose"]) == (x, "times")) for x in LAYERS)
+        assert first[-1] == f"{other['seconds_per_epoch'] / own['seconds_per_epoch']:.1f}× |"
+        capsys.readouterr()
+        assert benchmark(*arguments, "--epochs", 2, "--timed-epochs", 1) == (table, rows)
+        assert "8 of 8 runs are in" in capsys.readouterr().out
+
+    def test_published_rows(self, benchmark):
+        gattn.datasets.load("zinc-12k", trust_files=True)
+        table, _ = benchmark(
+            "--datasets", "zinc-12k", "--models", "gatv2", "--seeds", 3, "--epochs", 1, "--layers", "pyg"
+        )
+        assert "| zinc-12k | GAT, published | MAE | 0.384 ± 0.007 | – |" in table
+        assert "Published: https://arxiv.org/abs/2003.00982" in table
+
+    def test_another_computation_is_an_error(self, benchmark, monkeypatch):
+        class Wrong(molecules.PyGGatedGCNConv):
+            def forward(self, *args):
+                x, edge_attr = super().forward(*args)
+                return 2 * x, edge_attr
+
+        monkeypatch.setattr(molecules.LIBRARIES["pyg"], "GatedGCNConv", Wrong)
+        with pytest.raises(SystemExit, match="^error: gatedgcn on peptides-struct has loss and gradient "):
+            benchmark("--datasets", "peptides-struct", "--models", "gatedgcn", "--seeds", 0, "--epochs", 1)
+
+    @pytest.mark.parametrize("dataset", ["zinc-12k", "peptides-func", "peptides-struct"])
+    def test_missing_data(self, dataset, tmp_path, monkeypatch):
+        def refuse(*arguments, **kwargs):
+            raise OSError("no network in this test")
+
+        monkeypatch.setattr("urllib.request.urlopen", refuse)
+        monkeypatch.setenv("GATTN_DATA", str(tmp_path / "nothing"))
+        with pytest.raises(SystemExit) as exit_info:
+            MoleculeProperties.main(["--datasets", dataset, "--out", str(tmp_path / "out")])
+        assert exit_info.value.code.startswith(f"error: {dataset} is not under ")
+        assert "\n" not in exit_info.value.code
+        assert "(--datasets names those to do without it)" in exit_info.value.code
+
+
+class TestResuming:
+    @pytest.mark.parametrize("model", MODELS)
+    def test_an_interrupted_run_ends_with_the_same_numbers(self, model, root, tmp_path):
+        run, data = run_of(model=model, epochs=3), Molecules("peptides-struct", 3)
+        (tmp_path / "whole").mkdir()
+        whole = Trainer(run, data, tmp_path / "whole").run(lambda *progress: None)
+        Trainer(run, data, tmp_path).advance(5)
+        second = Trainer(run, data, tmp_path)
+        assert second.iteration == 3
+        row = second.run(lambda *progress: None)
+        assert {k: v for k, v in row.items() if k not in TIMES} == {k: v for k, v in whole.items() if k not in TIMES}
+
+    @pytest.mark.slow
+    def test_a_killed_process_loses_nothing(self, root, tmp_path, start):
+        """The settings are the real ones, as these are other processes."""
+        arguments = ["--datasets", "peptides-struct", "--models", "gps", "--seeds", "0", "--epochs", "25"]
+        arguments = ["-m", "benchmarks.molecules", *arguments, "--timed-epochs", "0", "--out"]
+        rows = {}
+        for name in ("whole", "killed"):
+            process = start(*arguments, tmp_path / name, stdout=subprocess.DEVNULL)
+            if name == "killed":
+                deadline = time.monotonic() + 120
+                while not list((tmp_path / name).glob("*.pt")) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                (checkpoint,) = (tmp_path / name).glob("*.pt")
+                done = torch.load(checkpoint)["iteration"]
+                assert 0 < done < 25
+                assert not ResultsFile(tmp_path / name / "runs.jsonl").rows()
+                process = start(*arguments, tmp_path / name, stdout=subprocess.DEVNULL)
+            assert process.wait(timeout=120) == 0
+            (rows[name],) = ResultsFile(tmp_path / name / "runs.jsonl").rows()
+        whole, killed = ({k: v for k, v in row.items() if k not in TIMES} for row in rows.values())
+        assert json.dumps(killed) == json.dumps(whole)
+
+
+@pytest.mark.slow
+def test_real_molecules(load, tmp_path):
+    """Training on molbace, for a little while, finds something."""
+    load("ogbg-molbace")
+    setting = replace(TASKS["ogbg-molbace"].setting, channels=16, num_layers=2)
+    run = Run("ogbg-molbace", "gatv2", "gattn", 0, 8, "scores", setting)
+    row = Trainer(run, Molecules(run.dataset, setting.walks), tmp_path).run(lambda *progress: None)
+    assert row["test"] > 60
+    assert row["curve"][-1]["train_loss"] < 0.6
