@@ -66,5 +66,5 @@ class JoinedDataset(InMemoryDataset):
 
     def get_idx_split(self) -> dict[str, torch.Tensor]:
         """Returns the numbers of the graphs in each part of the split, under the names that OGB gives the parts."""
-        numbers = torch.arange(len(self)).split(self._sizes)
+        numbers = torch.split(torch.arange(len(self)), self._sizes)
         return dict(zip(("train", "valid", "test"), numbers, strict=True))

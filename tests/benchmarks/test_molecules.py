@@ -264,7 +264,7 @@ class TestResuming:
         for name in ("whole", "killed"):
             process = start(*arguments, tmp_path / name, stdout=subprocess.DEVNULL)
             if name == "killed":
-                deadline = time.monotonic() + 120
+                deadline = time.monotonic() + 300
                 while not list((tmp_path / name).glob("*.pt")) and time.monotonic() < deadline:
                     time.sleep(0.01)
                 os.killpg(process.pid, signal.SIGKILL)
@@ -274,7 +274,7 @@ class TestResuming:
                 assert 0 < done < 25
                 assert not ResultsFile(tmp_path / name / "runs.jsonl").rows()
                 process = start(*arguments, tmp_path / name, stdout=subprocess.DEVNULL)
-            assert process.wait(timeout=120) == 0
+            assert process.wait(timeout=300) == 0
             (rows[name],) = ResultsFile(tmp_path / name / "runs.jsonl").rows()
         whole, killed = ({k: v for k, v in row.items() if k not in TIMES} for row in rows.values())
         assert json.dumps(killed) == json.dumps(whole)
