@@ -1,14 +1,17 @@
+import io
 import json
 import os
 import pickle
 import signal
 import subprocess
 import time
+import zipfile
 from dataclasses import replace
 
 import pytest
 import torch
 from torch_geometric.data import Batch
+from torch_geometric.datasets import ZINC, LRGBDataset
 from torch_geometric.loader import DataLoader
 from torch_geometric.transforms import AddRandomWalkPE
 
@@ -92,6 +95,60 @@ def benchmark(root, tmp_path, one_process, in_this_process, monkeypatch):
 
 def run_of(dataset="peptides-struct", model="gps", layers="gattn", epochs=2):
     return Run(dataset, model, layers, 0, epochs, "scores", SMALL)
+
+
+def zipped(folder, inside):
+    """A zip file of the files in a folder, under another folder's name."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for path in folder.iterdir():
+            archive.write(path, f"{inside}/{path.name}")
+    return content.getvalue()
+
+
+class TestDataSets:
+    """What the benchmark needs beside OGB's."""
+
+    def test_parts(self, root):
+        for name, trust in (("peptides-func", False), ("zinc-12k", True)):
+            graphs = gattn.datasets.load(name, trust_files=trust)
+            split = graphs.get_idx_split()
+            assert [(part, len(index)) for part, index in split.items()] == [("train", 20), ("valid", 6), ("test", 6)]
+            x, bonds, edge_index = molecule(4 if name == "zinc-12k" else 2, 1)
+            graph = graphs[int(split["valid"][2])]
+            assert torch.equal(graph.x, x[:, :1] if name == "zinc-12k" else x)
+            order = (edge_index[0] * len(x) + edge_index[1]).argsort()  # in which ZINC's matrices are read
+            order = order if name == "zinc-12k" else slice(None)
+            assert torch.equal(graph.edge_index, edge_index[:, order])
+            assert torch.equal(graph.edge_attr, 1 + bonds[order, 0] if name == "zinc-12k" else bonds)
+
+    def test_pickles_are_read_only_if_they_are_trusted(self, root):
+        with pytest.raises(gattn.datasets.DatasetUnavailableError, match=r"load\('zinc-12k', trust_files=True\) once"):
+            gattn.datasets.load("zinc-12k")
+        assert len(gattn.datasets.load("zinc", trust_files=True)) == len(gattn.datasets.load("zinc")) == 32
+
+    @pytest.mark.parametrize("file", ["raw/val.pt", "processed/val.pt"])
+    def test_files_run_no_code(self, file, root):
+        if file.startswith("processed"):
+            gattn.datasets.load("peptides-func")
+        torch.save([print], root / "peptides-func" / file)
+        with pytest.raises(gattn.datasets.DatasetUnavailableError, match="cannot be read safely: it asks for print"):
+            gattn.datasets.load("peptides-func")
+
+    def test_downloads(self, root, tmp_path, monkeypatch):
+        (zinc, peptides), asked = (root / "ZINC" / "raw", root / "peptides-func" / "raw"), []
+        files = {LRGBDataset.urls["peptides-func"]: zipped(peptides, "peptidesfunc")}
+        files |= {ZINC.split_url.format(part): (zinc / f"{part}.index").read_bytes() for part in SIZES}
+        for path in zinc.glob("*.index"):
+            path.unlink()
+        files[ZINC.url] = zipped(zinc, "molecules")
+        monkeypatch.setattr("urllib.request.urlopen", lambda url, **_: asked.append(url) or io.BytesIO(files[url]))
+        for name, raw in (("peptides-func", peptides), ("zinc-12k", zinc)):
+            fresh = tmp_path / "fresh"
+            assert len(gattn.datasets.load(name, root=fresh, trust_files=True)) == 32
+            assert len(gattn.datasets.load(name, root=fresh)) == 32
+            assert {path.name for path in (fresh / raw.relative_to(root)).iterdir()} >= {x.name for x in raw.iterdir()}
+        assert sorted(asked) == sorted(files)
 
 
 class TestBatches:
