@@ -186,7 +186,9 @@ class Molecules:
         self.y = data.y.view(len(dataset), -1).float()
         self.first_atom, self.first_bond = dataset.slices["x"], dataset.slices["edge_index"]
         self.walks = data.x.new_zeros(data.x.size(0), walks, dtype=torch.float)
-        for chunk in self.first_atom.diff().argsort().split(256):  # of like sizes, so that matrices have little padding
+        for chunk in (
+            self.first_atom.diff().argsort(stable=True).split(256)
+        ):  # of like sizes, so that matrices have little padding
             atoms, molecules = ranges(self.first_atom, chunk)
             self.walks[atoms] = self.landing(self[chunk], molecules, walks)
 
