@@ -153,6 +153,8 @@ class TestPublishedFormats:
         (raw / "data.json").write_text(json.dumps(content))
         first, second, again = (datasets.load("Wiki-CS", root=tmp_path, seed=seed) for seed in (0, 1, 20))
         assert first.num_edges == 16
+        assert "stopping_mask" not in first
+        assert sizes(datasets.load("wikics", root=tmp_path, split="random")) == [8, 0, 0]
         assert sizes(first) == [2, 2, 1]
         assert first.val_mask.tolist() == [False] * 2 + [True] * 2 + [False] * 4
         assert torch.equal(first.train_mask, again.train_mask)

@@ -11,11 +11,11 @@ _TRAIN_PER_CLASS = 20
 _VALIDATION_PER_CLASS = 30
 
 
-def random_split(data: Data, seed: int, split: str = "test_rest", **counts: int) -> Data:
+def random_split(data: Data, seed: int, split: str = "test_rest", **sizes: float) -> Data:
     """Draws masks with PyG's `RandomNodeSplit`, without touching the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return RandomNodeSplit(split, num_train_per_class=_TRAIN_PER_CLASS, **counts)(data)
+        return RandomNodeSplit(split, num_train_per_class=_TRAIN_PER_CLASS, **sizes)(data)
 
 
 def random_split_by_class(data: Data, seed: int) -> Data:
@@ -25,9 +25,7 @@ def random_split_by_class(data: Data, seed: int) -> Data:
 
 def random_split_by_share(data: Data, seed: int) -> Data:
     """Draws 60 % of the nodes for training, 20 % for validation and 20 % for the test."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return RandomNodeSplit("train_rest", num_val=0.2, num_test=0.2)(data)
+    return random_split(data, seed, "train_rest", num_val=0.2, num_test=0.2)
 
 
 def pick_split(data: Data, seed: int) -> Data:
