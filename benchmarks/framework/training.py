@@ -57,8 +57,8 @@ class Training(ABC, Generic[C]):
 
     Args:
         case: What is trained.
-        folder: The folder of checkpoints. Training goes on from the case's own, if it is there; another case has
-            another file, and so has the same one with another version or on another machine.
+        folder: The folder of checkpoints. Training goes on from the case's own, if it is there. What has a row of its
+            own has a checkpoint of its own.
         model: The model.
         optimizer: Its optimizer.
         iterations: The number of iterations.

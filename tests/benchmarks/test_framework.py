@@ -525,10 +525,11 @@ class Line(Case):
 class Fit(Training[Line]):
     """A line through random points."""
 
-    def __init__(self, case, path):
+    def __init__(self, case, path, save_every=0.0):
         torch.manual_seed(case.seed)
         model = torch.nn.Linear(2, 1)
-        super().__init__(case, path, model, torch.optim.Adam(model.parameters()), 12, 5, 1.0)
+        optimizer = torch.optim.Adam(model.parameters())
+        super().__init__(case, path, model, optimizer, 12, 5, 1.0, save_every=save_every)
 
     def learning_rate(self):
         return 0.1 / (1 + self.iteration)
@@ -544,6 +545,15 @@ class Fit(Training[Line]):
         return {"curve": self.curve}
 
 
+class Unseeded(Fit):
+    """Whose random numbers no iteration seeds."""
+
+    keeps_random_state = True
+
+    def loss(self):
+        return super().loss() * torch.rand(())
+
+
 class TestTraining:
     def test_cases_train_side_by_side(self, tmp_path):
         """Each in the same folder, with what it shows."""
@@ -556,18 +566,38 @@ class TestTraining:
         assert len(list(tmp_path.glob("*.pt"))) == 2
         assert Fit(Line(0), tmp_path).is_finished
 
-    def test_an_interrupted_run_ends_with_the_same_numbers(self, tmp_path):
+    @pytest.mark.parametrize("kind", [Fit, Unseeded])
+    def test_an_interrupted_run_ends_with_the_same_numbers(self, kind, tmp_path):
         (tmp_path / "whole").mkdir()
-        whole, first = Fit(Line(0), tmp_path / "whole"), Fit(Line(0), tmp_path)
+        whole = kind(Line(0), tmp_path / "whole")
         whole.advance(100)
-        first.advance(8)
-        second = Fit(Line(0), tmp_path)
+        kind(Line(0), tmp_path).advance(8)
+        second = kind(Line(0), tmp_path)
         assert (second.iteration, len(second.seconds), second.is_finished) == (5, 5, False)
         second.advance(100)
         assert second.is_finished
         assert second.curve == whole.curve
         assert [(point["iteration"], point["count"]) for point in whole.curve] == [(5, 5), (10, 5), (12, 2)]
         assert torch.equal(second.model.weight, whole.model.weight)
+
+    def test_checkpoints_are_no_more_frequent_than_asked_for(self, tmp_path, monkeypatch):
+        """But the last one is always saved."""
+        now = [0.0]
+        monkeypatch.setattr("benchmarks.framework.training.time.monotonic", lambda: now[-1])
+        fit, saved = Fit(Line(0), tmp_path, save_every=3.0), []
+        for seconds in (2.0, 4.0, 5.0):  # at iterations 5, 10 and 12
+            now.append(seconds)
+            fit.advance(5)
+            saved.append([torch.load(path)["iteration"] for path in tmp_path.iterdir()])
+        assert saved == [[], [10], [12]]
+
+    def test_an_early_end_is_saved(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Fit, "stops_early", lambda self: len(self.curve) == 2)
+        shown = []
+        Fit(Line(0), tmp_path, save_every=1e6).run(lambda *progress: shown.append(progress[0]))
+        again = Fit(Line(0), tmp_path)
+        again.advance(5)
+        assert (again.iteration, again.is_finished, shown) == (10, True, list(range(11)))
 
     def test_a_checkpoint_of_another_case_or_version_is_not_used(self, tmp_path, monkeypatch):
         Fit(Line(0), tmp_path).advance(5)
