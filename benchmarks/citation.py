@@ -292,15 +292,12 @@ def draw(rows: Sequence[Row]) -> Figure:
             groups: dict[tuple[str, str], list[list[float]]] = {}
             for row in rows:
                 if row["dataset"] == dataset:
-                    groups.setdefault((row["model"], row["layers"]), []).append(row["curve"][metric])
+                    curve = [factor * value for value in row["curve"][metric]]
+                    groups.setdefault((row["model"], row["layers"]), []).append(curve)
             for (model, layers), curves in groups.items():
-                length = min(len(curve) for curve in curves)
-                values = torch.tensor([curve[:length] for curve in curves], dtype=torch.float64) * factor
-                low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=0)
-                steps = torch.arange(length) * CURVE_EVERY + 1
+                epochs = range(1, CURVE_EVERY * len(curves[0]) + 1, CURVE_EVERY)
                 style = "-" if layers == "gattn" else "--"
-                axis.plot(steps, middle, style, color=COLOURS[model], label=f"{model} ({layers})", linewidth=1.4)
-                axis.fill_between(steps, low, high, color=COLOURS[model], alpha=0.15, linewidth=0)
+                reports.draw_quartiles(axis, epochs, curves, COLOURS[model], style, f"{model} ({layers})")
             axis.set(xlabel="epoch", ylabel=label, title=dataset)
             axis.grid(alpha=0.25)
         line[1].legend(loc="lower right", fontsize=8)

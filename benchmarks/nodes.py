@@ -11,6 +11,7 @@ import argparse
 import copy
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import TypedDict
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import NormalizeFeatures
@@ -44,6 +46,7 @@ CONVS = {
     "pyg": {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv},
 }
 LAYERS, MODELS = tuple(CONVS), tuple(CONVS["gattn"])
+COLOURS = {"gat": reports.BLUE, "gatv2": reports.RED, "transformer": reports.GREEN}
 
 
 # The data sets -------------------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class Run(Case):
     """Chooses or draws the split, and is the seed of weights and dropout."""
     evaluate_every: int
     patience: int
-    """Training ends after this many epochs without a better validation score."""
+    """Training ends at the first evaluation that comes at least this many epochs after the best one."""
     device: str
     threads: int
     features: str
@@ -181,6 +184,11 @@ class Run(Case):
 
     def __str__(self) -> str:
         return f"{self.dataset} {self.split} {self.model} {self.layers} {self.seed}"
+
+
+def metric_of(dataset: str) -> str:
+    """What a score is."""
+    return "ROC AUC" if dataset in BY_ROC_AUC else "accuracy"
 
 
 def splits_of(dataset: str) -> tuple[str, ...]:
@@ -305,8 +313,8 @@ class Classifier(Training[Run]):
         return (logits.argmax(-1) == labels).double().mean().item()
 
     def stops_early(self) -> bool:
-        """Whether patience is at an end."""
-        return bool(self.curve) and self.iteration - self.best()["epoch"] >= self.case.patience
+        """Whether patience is at an end, which is seen at evaluations only."""
+        return bool(self.curve) and self.curve[-1]["epoch"] - self.best()["epoch"] >= self.case.patience
 
     def best(self) -> dict[str, float]:
         """The point with the best validation score, the first of equal ones."""
@@ -359,7 +367,7 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
                 "model": model,
                 "layers": layers,
                 "runs": str(len(group)),
-                "score": "ROC AUC" if dataset in BY_ROC_AUC else "accuracy",
+                "score": metric_of(dataset),
                 "test, %": reports.mean_and_deviation([100 * row["test_score"] for row in group], digits=2),
                 "Luo et al., GAT": LUO.get((dataset, split), "–") if is_gat else "–",
                 "other GATs": OTHERS.get((dataset, split), "–") if is_gat else "–",
@@ -392,6 +400,30 @@ def notes(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def draw(rows: Sequence[Row]) -> Figure:
+    """Validation scores by epoch: the median over runs, with the range of the middle half."""
+    panels: dict[tuple[str, str], dict[tuple[str, str], list[Row]]] = {}
+    for row in rows:
+        panel = panels.setdefault((row["dataset"], row["split"]), {})
+        panel.setdefault((row["model"], row["layers"]), []).append(row)
+    columns = min(len(panels), 2)
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(5 * columns, 2.8 * lines), dpi=110, layout="constrained")
+    for place, ((dataset, split), groups) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(lines, columns, place)
+        for (model, layers), group in groups.items():
+            curves = [[100 * score for score in row["curve"]["val"]] for row in group]
+            every, last = group[0]["evaluate_every"], group[0]["recipe"]["epochs"]
+            epochs = [min(every * number, last) for number in range(1, len(curves[0]) + 1)]
+            style = "-" if layers == "gattn" else "--"
+            reports.draw_quartiles(axis, epochs, curves, COLOURS[model], style, f"{model} ({layers})")
+        axis.set(xlabel="epoch", ylabel=f"validation {metric_of(dataset)}, %", title=f"{dataset}, {split} split")
+        axis.grid(alpha=0.25)
+        axis.legend(loc="lower right", fontsize=8)
+    figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
+    return figure
+
+
 # The benchmark -------------------------------------------------------------------------------------------------------
 
 
@@ -408,7 +440,7 @@ class Nodes(Benchmark[Run]):
         text = f"data sets by gattn's names (default: {', '.join(DEFAULT_DATASETS)}; others: "
         others = ", ".join(name for name in RECIPES if name not in DEFAULT_DATASETS)
         add("--dataset", nargs="+", metavar="NAME", help=f"{text}{others})")
-        text = "splits, of the data sets that have them (default: public; for Amazon and Coauthor 60-20-20 and random)"
+        text = "splits, which each data set must have (default: public; for Amazon and Coauthor 60-20-20 and random)"
         add("--split", nargs="+", choices=("public", "60-20-20", "random"), help=text)
         add("--model", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention layer (default: all)")
         add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers (default: gattn)")
@@ -417,7 +449,7 @@ class Nodes(Benchmark[Run]):
         add("--epochs", type=whole(1, 10**6), help="instead of the recipe's")
         text = "epochs from one evaluation to the next (default: %(default)s)"
         add("--evaluate-every", type=whole(1, 10**6), default=10, help=text)
-        text = "epochs without a better validation score after which training ends (default: %(default)s)"
+        text = "epochs without a better validation score after which an evaluation ends training (default: %(default)s)"
         add("--patience", type=whole(1, 10**6), default=200, help=text)
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
         text = "processes that share the runs; the scores stay the same (default: %(default)s)"
@@ -425,7 +457,7 @@ class Nodes(Benchmark[Run]):
         text = "threads per process; another number rounds differently (default: %(default)s)"
         add("--threads", type=whole(1, MOST), default=1, help=text)
         add_saving(parser)
-        text = "folder of results, checkpoints and table (default: %(default)s)"
+        text = "folder of results, checkpoints, table and picture (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/nodes"), help=text)
 
     @classmethod
@@ -458,7 +490,7 @@ class Nodes(Benchmark[Run]):
             for split, model, layers in itertools.product(splits, options.model, options.layers):
                 fixed = (options.evaluate_every, options.patience, options.device, options.threads)
                 runs.append(Run(dataset, split, model, layers, seed, *fixed, storage(layers, density), recipe))
-        return sorted(runs, key=lambda run: (run.seed, list(found).index(run.dataset)))
+        return runs
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
         """Trains."""
@@ -470,13 +502,14 @@ class Nodes(Benchmark[Run]):
         return {"workers": self.options.workers}
 
     def report(self, rows: dict[Run, Row]) -> None:
-        """The table."""
+        """The table, and the learning curves."""
         everything = sorted(rows.values(), key=lambda row: list(RECIPES).index(row["dataset"]))
         remarks = [*notes(everything), *(f"Not run: {reason}" for reason in self.skipped.values())]
         lines = summarise(everything)
+        files = {"curves.png": draw(everything)}
         short = {"seconds/epoch (quartiles)": "s/epoch", "Luo et al., GAT": "Luo et al."}
         headings = {column: short.get(column, column) for column in lines[0] if column != "other GATs"}
-        self.publish("Node classification, recipes by Luo et al.", lines, remarks, {}, headings=headings)
+        self.publish("Node classification, recipes by Luo et al.", lines, remarks, files, headings=headings)
 
 
 if __name__ == "__main__":

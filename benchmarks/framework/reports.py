@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -101,6 +103,19 @@ def per_call(row: Row, mode: str, column: str, digits: str, factor: int = 1) -> 
 def megabytes(row: Row, column: str = "peak_bytes") -> str:
     """Memory, if the row has it."""
     return f"{row[column] / 1e6:.1f}" if column in row else "–"
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+def draw_quartiles(
+    axis: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], color: str, style: str, label: str
+) -> None:
+    """Draws the median of several curves and the range of their middle half, as long as all of them last."""
+    length = min(map(len, curves))
+    low, middle, high = np.quantile([curve[:length] for curve in curves], (0.25, 0.5, 0.75), axis=0)
+    axis.plot(x[:length], middle, style, color=color, label=label, linewidth=1.4)
+    axis.fill_between(x[:length], low, high, color=color, alpha=0.15, linewidth=0)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

@@ -121,6 +121,15 @@ class TestTraining:
         assert row["seconds_per_epoch"] == 0.2
         assert row["curve"] == {"val": [0.5, 0.7, 0.7], "test": [0.9, 0.6, 0.8]}
 
+    @pytest.mark.parametrize(("patience", "epochs"), [(1, 12), (4, 12), (5, 16), (13, 24), (99, 40)])
+    def test_patience_ends_it_at_an_evaluation(self, patience, epochs, run, tmp_path, monkeypatch):
+        values = {4: 0.5, 8: 0.7, 12: 0.7, 16: 0.6, 20: 0.6, 24: 0.6, 28: 0.9, 32: 0.1, 36: 0.1, 40: 0.1}
+        monkeypatch.setattr(Classifier, "score", lambda self, logits, part: values[self.iteration])
+        run = replace(run, patience=patience, recipe=replace(RECIPE, epochs=40))
+        row = Classifier(run, tmp_path, 10.0).run(lambda *progress: None)
+        assert (row["epochs"], row["best_epoch"]) == (epochs, 28 if epochs == 40 else 8)
+        assert len(row["curve"]["val"]) == epochs // 4
+
     def test_it_learns_and_its_memory_is_measured_without_a_trace(self, run, tmp_path):
         run = replace(run, recipe=replace(RECIPE, epochs=40))
         folders = [tmp_path / name for name in ("measured", "plain")]
@@ -161,6 +170,8 @@ class TestCommandLine:
             (seed, model, layers) for seed in (0, 1) for model in nodes.MODELS for layers in nodes.LAYERS
         ]
         assert all(len(row["curve"]["val"]) == 3 for row in rows)  # epochs 5, 10 and 12
+        assert not list((tmp_path / "out").glob("*.pt"))
+        assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
         table = (tmp_path / "out" / "table.md").read_text()
         assert table.count("| 97.73 ± 0.73 | 92.01 ± 0.68, sep 93.91 ± 0.35 |") == 2
         assert table.count("| – | – |") == 4
@@ -172,7 +183,8 @@ class TestCommandLine:
 
     def test_cases(self, monkeypatch):
         monkeypatch.setattr(nodes, "densities", lambda names, skip: dict.fromkeys(names, 0.01))
-        options = Nodes.parse(["--dataset", "photo", "wikics", "cora", "--model", "gat"])
+        arguments = ["--dataset", "photo", "wikics", "cora", "--model", "gat"]
+        options = Nodes.parse([*arguments, "--evaluate-every", "7", "--patience", "30"])
         runs = Nodes(options, None, None).cases()
         counts = {}
         for run in runs:
@@ -183,6 +195,7 @@ class TestCommandLine:
             ("wikics", "public"): 20,
             ("cora", "public"): 5,
         }
+        assert {(run.evaluate_every, run.patience) for run in runs} == {(7, 30)}
         assert {run.seed for run in runs[:4]} == {0}
         assert {run.features for run in runs} == {"sparse"}
 
