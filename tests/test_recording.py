@@ -105,7 +105,7 @@ def test_names_and_shapes():
         "block.attn": [(2, NODES, NODES)],
         "block.conv": [(EDGES, 1)],
     }
-    assert list(records) == ["conv", "more.0", "more.1", "block.attn", "block.conv"]
+    assert list(records) == ["conv", "more.0", "more.1", "block.conv", "block.attn"]
 
 
 def test_names_of_an_encoder_and_decoder():

@@ -99,10 +99,13 @@ class GPSConv(torch_geometric.nn.GPSConv):
         if batch is not None and bool((batch.diff() < 0).any()):
             raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
         graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
+        local = None  # comes first, so that dropout gets the same random numbers as in PyG
+        if self.conv is not None:
+            local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
         attended, _ = self.attn(x, x, x, need_weights=False, graph=graph)
         out = self._add_and_norm(attended, x, self.norm2, batch)
-        if self.conv is not None:
-            out = out + self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
+        if local is not None:
+            out = local + out
         out = out + self.mlp(out)
         return self._norm(out, self.norm3, batch)
 

@@ -114,6 +114,16 @@ def test_dropout_acts_in_training_only(x, edge_index, batch):
     torch.testing.assert_close(block(x, edge_index, batch), 2 * x)
 
 
+@pytest.mark.parametrize("conv", CONVS)
+def test_same_seed_gives_same_dropout(conv, x, edge_index, batch):
+    ours, theirs = make(conv, dropout=0.5)
+    outs = []
+    for block in (ours, theirs):
+        torch.manual_seed(1)
+        outs.append(block(x, edge_index, batch))
+    torch.testing.assert_close(*outs)
+
+
 def test_attention_stays_within_a_graph(x, edge_index, batch):
     block = GPSConv(F, None, heads=HEADS, norm=None).double().eval()
     out = block(x, edge_index, batch)
