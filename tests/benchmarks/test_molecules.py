@@ -135,6 +135,18 @@ class TestDataSets:
         with pytest.raises(gattn.datasets.DatasetUnavailableError, match="cannot be read safely: it asks for print"):
             gattn.datasets.load("peptides-func")
 
+    @pytest.mark.parametrize("content", [b"", b"no such file"])
+    def test_an_interrupted_conversion_is_no_reason_to_read_pickles(self, content, root, monkeypatch):
+        gattn.datasets.load("zinc-12k", trust_files=True)
+        (root / "ZINC" / "subset" / "processed" / "test.pt").write_bytes(content)
+        with monkeypatch.context() as patch:
+            patch.setattr(pickle, "load", lambda file: pytest.fail("a pickle was read"))
+            with pytest.raises(
+                gattn.datasets.DatasetUnavailableError, match=r"load\('zinc-12k', trust_files=True\) once"
+            ):
+                gattn.datasets.load("zinc-12k")
+        assert len(gattn.datasets.load("zinc-12k", trust_files=True)) == 32
+
     def test_downloads(self, root, tmp_path, monkeypatch):
         (zinc, peptides), asked = (root / "ZINC" / "raw", root / "peptides-func" / "raw"), []
         files = {LRGBDataset.urls["peptides-func"]: zipped(peptides, "peptidesfunc")}

@@ -14,7 +14,18 @@ from gattn.datasets.registry import GraphFamily, register
 
 
 class _CheckedZINC(CheckedDataset, datasets.ZINC):
-    """Reads the processed files safely; the raw ones are pickles of tensors, which only `trust_files` lets PyG read."""
+    """Reads the processed files safely; PyG makes them of pickles, which only `trust_files` lets it read."""
+
+    def _process(self) -> None:
+        if not (self.trust_files or all(Path(path).exists() for path in self.processed_paths)):
+            root = Path(self.root)
+            raise DatasetUnavailableError(
+                f"zinc-12k is not under {root.parent}. Missing: {root.name}/subset/processed/*.pt, which PyG makes of "
+                f"pickles, and these could run any code. If you trust {ZINC.page}, call "
+                "gattn.datasets.load('zinc-12k', trust_files=True) once, which downloads and converts them; or set "
+                "GATTN_DATA (or root=) to a folder that has them."
+            )
+        super()._process()
 
 
 @register
@@ -28,24 +39,11 @@ class ZINC(GraphFamily):
     page = "https://github.com/graphdeeplearning/benchmarking-gnns"
 
     def load(self, name: str, root: Path, split: str, seed: int, trust_files: bool) -> InMemoryDataset:
-        """Loads all molecules, whose method `get_idx_split()` returns the split.
-
-        Raises:
-            DatasetUnavailableError: If the data would have to be made from pickles, and these are not trusted.
-        """
+        """Loads all molecules, whose method `get_idx_split()` returns the split."""
         folder = root / self.names[name]
-        processed = [folder / "subset" / "processed" / f"{part}.pt" for part in PARTS]
-        if trust_files and not all(file.exists() for file in processed):
+        files = [folder / "subset" / "processed" / f"{part}.pt" for part in PARTS]
+        if trust_files and not all(file.exists() for file in files):
             files = [folder / "raw" / f"{part}.{ending}" for ending in ("pickle", "index") for part in PARTS]
-        elif all(file.exists() for file in processed):
-            files = processed
-        else:
-            raise DatasetUnavailableError(
-                f"{name} is not under {root}. Missing: {folder.name}/subset/processed/*.pt, which PyG makes of "
-                f"pickles, and these could run any code. If you trust {self.page}, call "
-                f"gattn.datasets.load({name!r}, trust_files=True) once, which downloads and converts them; or set "
-                "GATTN_DATA (or root=) to a folder that has them."
-            )
 
         def fetch(missing: list[Path]) -> None:
             if any(file.suffix == ".pickle" for file in missing):
