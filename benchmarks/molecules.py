@@ -43,16 +43,15 @@ LAYERS = ("gattn", "pyg")
 TOLERANCE = 1e-3
 """Losses and gradients of the untrained networks may differ by this share between libraries."""
 
+COLUMNS = (
+    *("data set", "model", "metric", "test", "layers", "parameters", "seeds", "epochs", "validation"),
+    *("minutes/seed", "seconds/epoch", "× PyG"),
+)
 COLOURS = dict(zip(MODELS, (reports.BLUE, reports.RED, reports.GREEN, reports.ORANGE, reports.PINK), strict=True))
 
 LIBRARIES: dict[str, Any] = {
     "gattn": gattn.nn,
-    "pyg": SimpleNamespace(
-        GATv2Conv=pyg.GATv2Conv,
-        TransformerConv=pyg.TransformerConv,
-        GatedGCNConv=PyGGatedGCNConv,
-        GPSConv=pyg.GPSConv,
-    ),
+    "pyg": SimpleNamespace(**{**vars(pyg), "GatedGCNConv": PyGGatedGCNConv}),
 }
 
 
@@ -61,7 +60,11 @@ LIBRARIES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Hyper-parameters of a model on a data set."""
+    """Hyper-parameters.
+
+    `walks` is the number of steps of random walks, `warm_up` a share of all iterations, `decay` that of the averaged
+    weights, and `clip` the largest norm of all gradients together. GatedGCN's bonds have `channels`, too.
+    """
 
     channels: int = 64
     bond_channels: int = 16
@@ -86,28 +89,26 @@ class Task:
     epochs: int
     setting: Setting
     published: dict[str, str]
-    """Test scores by model, from `source`."""
-    source: str
+    """Test scores by model."""
+    source: str = ""
+    """Where they were published."""
     title: str = ""
-    """What reports call it, if not by its name."""
+    """What reports call the data set, if not by its name."""
 
     @property
-    def sign(self) -> int:
-        """1 if larger scores are better, otherwise -1."""
-        return -1 if self.metric == "MAE" else 1
+    def digits(self) -> int:
+        """How many decimals are usual for the metric."""
+        return 3 if self.metric == "MAE" else 2
 
 
-OGB_PAPER = "https://arxiv.org/abs/2005.00687"
+DEEP = Setting(num_layers=10)
+OGB = {"GCN": "76.06 ± 0.97", "GIN": "75.58 ± 1.40"}
 TASKS = {
-    "ogbg-molbace": Task("ROC-AUC", 1, 30, Setting(batch=64), {}, OGB_PAPER),
-    "ogbg-molhiv": Task(
-        "ROC-AUC", 1, 12, Setting(), {"GCN": "76.06 ± 0.97", "GIN": "75.58 ± 1.40"}, OGB_PAPER, "rebuilt molhiv"
-    ),
-    "zinc-12k": Task(
-        "MAE", 1, 400, Setting(num_layers=10), {"GAT": "0.384 ± 0.007"}, "https://arxiv.org/abs/2003.00982"
-    ),
-    "peptides-func": Task("AP", 10, 200, Setting(num_layers=10), {}, ""),
-    "peptides-struct": Task("MAE", 11, 200, Setting(num_layers=10), {}, ""),
+    "ogbg-molbace": Task("ROC-AUC", 1, 30, Setting(batch=64), {}),
+    "ogbg-molhiv": Task("ROC-AUC", 1, 12, Setting(), OGB, "https://arxiv.org/abs/2005.00687", "rebuilt molhiv"),
+    "zinc-12k": Task("MAE", 1, 400, DEEP, {"GAT": "0.384 ± 0.007"}, "https://arxiv.org/abs/2003.00982"),
+    "peptides-func": Task("AP", 10, 200, DEEP, {}),
+    "peptides-struct": Task("MAE", 11, 200, DEEP, {}),
 }
 
 
@@ -173,9 +174,7 @@ class Batch(NamedTuple):
 class Molecules:
     """All molecules of a data set in a few tensors, from which batches are cut: faster than joining objects.
 
-    Args:
-        name: The data set.
-        walks: The number of steps of the random walks.
+    Each atom has the probabilities that a random walk returns to it after 1, 2, ..., `walks` steps.
     """
 
     def __init__(self, name: str, walks: int):
@@ -186,16 +185,15 @@ class Molecules:
         self.y = data.y.view(len(dataset), -1).float()
         self.first_atom, self.first_bond = dataset.slices["x"], dataset.slices["edge_index"]
         self.walks = data.x.new_zeros(data.x.size(0), walks, dtype=torch.float)
-        for chunk in (
-            self.first_atom.diff().argsort(stable=True).split(256)
-        ):  # of like sizes, so that matrices have little padding
+        by_size = self.first_atom.diff().argsort(stable=True)  # so that adjacency matrices have little padding
+        for chunk in by_size.split(256):
             atoms, molecules = ranges(self.first_atom, chunk)
-            self.walks[atoms] = self.landing(self[chunk], molecules, walks)
+            self.walks[atoms] = self.return_probabilities(self[chunk].edge_index, molecules, walks)
 
     @staticmethod
-    def landing(batch: Batch, molecules: Tensor, steps: int) -> Tensor:
+    def return_probabilities(edge_index: Tensor, molecules: Tensor, steps: int) -> Tensor:
         """How probably a random walk is back at its atom after 1, 2, ... steps, `[N, steps]`."""
-        adjacency = to_dense_adj(batch.edge_index, molecules)
+        adjacency = to_dense_adj(edge_index, molecules)
         step = adjacency / adjacency.sum(-1, keepdim=True).clamp(min=1)
         place = torch.arange(len(molecules)) - torch.searchsorted(molecules, molecules)
         powers = itertools.accumulate(itertools.repeat(step, steps), torch.matmul)
@@ -218,7 +216,7 @@ def ranges(first: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score(name: str, logits: Tensor, labels: Tensor) -> float:
-    """The score of a data set in percent, or the mean absolute error."""
+    """The score in percent, or the mean absolute error."""
     metric = TASKS[name].metric
     if metric == "MAE":
         return F.l1_loss(logits, labels).item()
@@ -235,40 +233,29 @@ def score(name: str, logits: Tensor, labels: Tensor) -> float:
 
 
 class Block(torch.nn.Module):
-    """Attention, and a feed-forward block; around both, batch norm, dropout and a residual connection.
-
-    Args:
-        model: Which attention.
-        layers: Whose layers.
-        setting: Sizes and dropout.
-    """
+    """Attention, and a feed-forward block; around both, batch norm, dropout and a residual connection."""
 
     def __init__(self, model: str, layers: str, setting: Setting):
         super().__init__()
         library, channels, heads = LIBRARIES[layers], setting.channels, setting.heads
         options = {"in_channels": channels, "out_channels": channels // heads, "heads": heads}
         options["edge_dim"] = setting.bond_channels
-        self.kind, self.dropout = model, setting.dropout
+        self.kind, self.dropout = model, torch.nn.Dropout(setting.dropout)
         if model in ("complete", "gps"):
             conv = library.TransformerConv(**options) if model == "gps" else None
             self.conv = library.GPSConv(channels, conv, heads, setting.dropout)
             return
         if model == "gatedgcn":
             self.conv = library.GatedGCNConv(channels, channels, channels)
+        elif model == "gatv2":
+            self.conv = library.GATv2Conv(**options, add_self_loops=False)
         else:
-            is_gatv2 = model == "gatv2"
-            conv = (
-                library.GATv2Conv(**options, add_self_loops=False) if is_gatv2 else library.TransformerConv(**options)
-            )
-            self.conv, self.norm = conv, torch.nn.BatchNorm1d(channels)
+            self.conv = library.TransformerConv(**options)
+        if model != "gatedgcn":
+            self.norm = torch.nn.BatchNorm1d(channels)
         self.out_norm = torch.nn.BatchNorm1d(channels)
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(channels, 2 * channels),
-            torch.nn.ReLU(),
-            torch.nn.Dropout(setting.dropout),
-            torch.nn.Linear(2 * channels, channels),
-            torch.nn.Dropout(setting.dropout),
-        )
+        wide, narrow = torch.nn.Linear(channels, 2 * channels), torch.nn.Linear(2 * channels, channels)
+        self.mlp = torch.nn.Sequential(wide, torch.nn.ReLU(), self.dropout, narrow, self.dropout)
 
     def forward(self, x: Tensor, edge_attr: Tensor, edge_index: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Features of atoms and bonds."""
@@ -276,22 +263,14 @@ class Block(torch.nn.Module):
             return self.conv(x, edge_index, batch, edge_attr=edge_attr), edge_attr
         if self.kind == "gatedgcn":
             out, edge_attr = self.conv(x, edge_index, edge_attr)  # with norms and residual connections of its own
-            x = x + F.dropout(out - x, self.dropout, self.training)
+            x = x + self.dropout(out - x)
         else:
-            out = self.norm(self.conv(x, edge_index, edge_attr)).relu()
-            x = x + F.dropout(out, self.dropout, self.training)
+            x = x + self.dropout(self.norm(self.conv(x, edge_index, edge_attr)).relu())
         return self.out_norm(x + self.mlp(x)), edge_attr
 
 
 class Network(torch.nn.Module):
-    """Encoders of atoms, bonds and random walks, blocks of attention, the mean of each molecule, and a linear layer.
-
-    Args:
-        dataset: The data set.
-        model: Which attention.
-        layers: Whose layers.
-        setting: Sizes and dropout.
-    """
+    """Encoders of atoms, bonds and random walks, blocks of attention, the mean of each molecule, and a linear layer."""
 
     def __init__(self, dataset: str, model: str, layers: str, setting: Setting):
         super().__init__()
@@ -335,15 +314,9 @@ def build_network(run: Run) -> Network:
 
 
 class Trainer(Training[Run]):
-    """Trains the network of a run, and averages its weights.
+    """Trains the network of a run, and averages its weights."""
 
-    Args:
-        run: The run.
-        molecules: The data set.
-        folder: The folder of checkpoints.
-    """
-
-    def __init__(self, run: Run, molecules: Molecules, folder: Path):
+    def __init__(self, run: Run, molecules: Molecules, checkpoints: Path):
         self.molecules, self.setting, self.task = molecules, run.setting, TASKS[run.dataset]
         self.per_epoch = math.ceil(len(molecules.split["train"]) / run.setting.batch)
         network = build_network(run)
@@ -352,19 +325,18 @@ class Trainer(Training[Run]):
         model = torch.nn.ModuleDict({"trained": network, "averaged": average})
         optimizer = torch.optim.AdamW(network.parameters(), weight_decay=run.setting.weight_decay, fused=True)
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(network))
-        iterations = run.epochs * self.per_epoch
-        clip = run.setting.clip
-        super().__init__(run, folder, model, optimizer, iterations, self.per_epoch, clip, time.process_time)
+        counts = run.epochs * self.per_epoch, self.per_epoch
+        super().__init__(run, checkpoints, model, optimizer, *counts, run.setting.clip, time.process_time)
 
     def first_of(self, network: Network) -> list[float]:
-        """Loss and norm of the gradient, to be compared between libraries: dropout need not come in the same order."""
+        """Loss and norm of the gradient without dropout, which must be the same on both libraries' layers."""
         batch = self.molecules[self.molecules.split["valid"][: self.setting.batch]]
-        loss = self.distance(network.eval()(batch), batch.y)
+        loss = self.loss_of(network.eval()(batch), batch.y)
         gradients = torch.autograd.grad(loss, list(network.train().parameters()), allow_unused=True)
         return [loss.item(), torch.nn.utils.get_total_norm([x for x in gradients if x is not None]).item()]
 
     def learning_rate(self) -> float:
-        """Rises linearly, and falls as a cosine."""
+        """Linear warm-up, then cosine decay."""
         progress, rise = (self.iteration + 1) / self.iterations, self.setting.warm_up
         if progress < rise:
             return self.setting.learning_rate * progress / rise
@@ -375,7 +347,7 @@ class Trainer(Training[Run]):
         torch.manual_seed(self.case.seed * 1_000_003 + self.iteration)  # of dropout
         epoch, place = divmod(self.iteration, self.per_epoch)
         batch = self.molecules[self.batches(epoch)[place]]
-        return self.distance(self.model["trained"](batch), batch.y)
+        return self.loss_of(self.model["trained"](batch), batch.y)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 -- the trainer lives as long as its process
     def batches(self, epoch: int) -> Sequence[Tensor]:
@@ -384,8 +356,8 @@ class Trainer(Training[Run]):
         order = torch.Generator().manual_seed(self.case.seed * 1_000_003 + epoch)
         return index[torch.randperm(len(index), generator=order)].tensor_split(self.per_epoch)
 
-    def distance(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss."""
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a network's output."""
         return (F.l1_loss if self.task.metric == "MAE" else F.binary_cross_entropy_with_logits)(logits, labels)
 
     def evaluate(self) -> dict[str, float]:
@@ -396,13 +368,14 @@ class Trainer(Training[Run]):
             logits = torch.cat([self.model["averaged"](batch) for batch in batches])
             labels = torch.cat([batch.y for batch in batches])
             if part == "valid":
-                point["val_loss"] = self.distance(logits, labels).item()
+                point["val_loss"] = self.loss_of(logits, labels).item()
             point[name] = score(self.case.dataset, logits, labels)
         return point
 
     def result(self) -> Row:
         """The columns of the epoch whose validation score is best."""
-        best = max(self.curve, key=lambda point: self.task.sign * point["validation"])
+        sign = -1 if self.task.metric == "MAE" else 1
+        best = max(self.curve, key=lambda point: sign * point["validation"])
         starts = range(0, self.iterations, self.per_epoch)
         return {
             "parameters": num_parameters(self.model["trained"]),
@@ -415,10 +388,10 @@ class Trainer(Training[Run]):
         }
 
 
-def train(run: Run, show: Show, folder: Path) -> Row:
-    """Trains and tests; the folder has the checkpoints."""
+def train(run: Run, show: Show, checkpoints: Path) -> Row:
+    """Trains and tests."""
     torch.set_num_threads(1)
-    return Trainer(run, Molecules(run.dataset, run.setting.walks), folder).run(show)
+    return Trainer(run, Molecules(run.dataset, run.setting.walks), checkpoints).run(show)
 
 
 # The report ----------------------------------------------------------------------------------------------------------
@@ -427,17 +400,10 @@ def train(run: Run, show: Show, folder: Path) -> Row:
 NOTES = (
     "Scores are in percent, but for MAE: those of exponential averages of the weights, at the epoch whose validation "
     "score is best. Mean ± standard deviation over seeds.",
-    "Seconds/epoch: processor time of training steps on one thread, batches included, the median of the runs that are "
-    "made for it. PyG: the same network on its layers, with the same weights and batches; loss and gradient "
+    "Seconds/epoch: processor time of training steps on one thread, batches included, the median epoch of a run that "
+    "is made for it. PyG: the same network on its layers, with the same weights and batches; loss and gradient "
     f"of the untrained networks agree to {TOLERANCE:g} of their size.",
 )
-
-
-def mean_and_deviation(values: Sequence[float], metric: str) -> str:
-    """Mean ± standard deviation with the digits that are usual for the metric."""
-    digits = 3 if metric == "MAE" else 2
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def groups_of(rows: Sequence[Row], purpose: str) -> dict[tuple[str, str, str], list[Row]]:
@@ -449,42 +415,35 @@ def groups_of(rows: Sequence[Row], purpose: str) -> dict[tuple[str, str, str], l
     return groups
 
 
-def line_of(dataset: str, model: str, test: str, **columns: str) -> Line:
-    """A line of the table; a dash stands for what is not known."""
-    names = ("layers", "parameters", "seeds", "epochs", "validation", "minutes/seed", "seconds/epoch", "× PyG")
-    task = TASKS[dataset]
-    known = {"data set": task.title or dataset, "model": model, "metric": task.metric, "test": test}
-    return {**known, **dict.fromkeys(names, "–"), **columns}
-
-
 def summarise(rows: Sequence[Row]) -> list[Line]:
     """A line for each data set, model and kind of layers, after what was published."""
+    times = {key: row["seconds_per_epoch"] for key, (row,) in groups_of(rows, "times").items()}
     lines = [
-        line_of(dataset, f"{model}, published", test)
+        {"data set": dataset, "model": f"{model}, published", "test": test}
         for dataset in unique(row["dataset"] for row in rows)
         for model, test in TASKS[dataset].published.items()
     ]
-    times = {key: group[0]["seconds_per_epoch"] for key, group in groups_of(rows, "times").items()}
     for (dataset, model, layers), group in groups_of(rows, "scores").items():
-        seconds, metric = times.get((dataset, model, layers)), TASKS[dataset].metric
-        minutes = statistics.mean(row["training_seconds"] + row["evaluation_seconds"] for row in group) / 60
-        line = line_of(
-            dataset,
-            model,
-            mean_and_deviation([row["test"] for row in group], metric),
-            validation=mean_and_deviation([row["validation"] for row in group], metric),
-            layers=layers,
-            parameters=str(group[0]["parameters"]),
-            seeds=str(len(group)),
-            epochs=", ".join(map(str, sorted({row["epochs"] for row in group}))),
-        )
-        line |= {
-            "minutes/seed": f"{minutes:.1f}",
-            "seconds/epoch": f"{seconds:.2f}" if seconds else "–",
-            "× PyG": reports.ratio(times.get((dataset, model, "pyg")), seconds),
+        scores = {
+            part: reports.mean_and_deviation([row[part] for row in group], digits=TASKS[dataset].digits)
+            for part in ("test", "validation")
         }
-        lines.append(line)
-    return sorted(lines, key=lambda line: line["data set"])
+        seconds = times.get((dataset, model, layers))
+        minutes = statistics.mean(row["training_seconds"] + row["evaluation_seconds"] for row in group) / 60
+        known = {"data set": dataset, "model": model, "layers": layers, **scores, "minutes/seed": f"{minutes:.1f}"}
+        known |= {
+            "parameters": str(group[0]["parameters"]),
+            "seeds": str(len(group)),
+            "epochs": str(group[0]["epochs"]),
+        }
+        known |= {"seconds/epoch": f"{seconds:.2f}"} if seconds else {}
+        lines.append({**known, "× PyG": reports.ratio(times.get((dataset, model, "pyg")), seconds)})
+    for line in lines:
+        task = TASKS[line["data set"]]
+        line |= {"metric": task.metric, "data set": task.title or line["data set"]}
+    return [
+        {column: line.get(column, "–") for column in COLUMNS} for line in sorted(lines, key=lambda x: x["data set"])
+    ]
 
 
 def check(rows: Sequence[Row]) -> None:
@@ -493,11 +452,11 @@ def check(rows: Sequence[Row]) -> None:
     Raises:
         BenchmarkError: If they differ by more than rounding explains: their times are not of the same computation.
     """
-    groups = groups_of(rows, "times")
-    for (dataset, model, layers), (row, *_) in groups.items():
-        own, other = row["first"], groups.get((dataset, model, "gattn"), [row])[0]["first"]
-        if not all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in zip(own, other, strict=True)):
-            text = f"{model} on {dataset} has loss and gradient {own} on {layers}'s layers, and {other} on gattn's"
+    firsts = {key: row["first"] for key, (row,) in groups_of(rows, "times").items()}
+    for (dataset, model, layers), first in firsts.items():
+        own = firsts.get((dataset, model, "gattn"), first)
+        if not all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in zip(first, own, strict=True)):
+            text = f"{model} on {dataset} has loss and gradient {first} on {layers}'s layers, and {own} on gattn's"
             raise BenchmarkError(text)
 
 
@@ -526,6 +485,7 @@ class MoleculeProperties(Benchmark[Run]):
     """Trains each model with each seed, and times it beside the same on PyG's layers."""
 
     name = "molecules"
+    keeps_checkpoints = False
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -550,26 +510,25 @@ class MoleculeProperties(Benchmark[Run]):
         Raises:
             BenchmarkError: If data or the package that reads them are missing.
         """
-        options, runs = self.options, []
-        for dataset in unique(options.datasets):
+        options = self.options
+        datasets, models, seeds = unique(options.datasets), unique(options.models), unique(options.seeds)
+        for dataset in datasets:
             try:
                 gattn.datasets.load(dataset)
             except (gattn.datasets.DatasetUnavailableError, ImportError) as error:
                 raise BenchmarkError(f"{error} (--datasets names those to do without it)") from error
-            for model in unique(options.models):
-                task, seeds = TASKS[dataset], unique(options.seeds)
-                settings = {"dataset": dataset, "model": model, "setting": task.setting}
-                for layers in unique(options.layers):
-                    epochs = options.epochs or task.epochs
-                    runs += [Run(**settings, layers=layers, seed=x, epochs=epochs, purpose="scores") for x in seeds]
-                if options.timed_epochs:
-                    fixed = {"seed": seeds[0], "epochs": options.timed_epochs, "purpose": "times"}
-                    runs += [Run(**settings, layers=layers, **fixed) for layers in LAYERS]
-        return sorted(runs, key=lambda run: run.purpose)
+        runs, timed = [], []
+        for dataset, model in itertools.product(datasets, models):
+            task = TASKS[dataset]
+            for layers, seed in itertools.product(unique(options.layers), seeds):
+                runs.append(Run(dataset, model, layers, seed, options.epochs or task.epochs, "scores", task.setting))
+            for layers in LAYERS if options.timed_epochs else ():
+                timed.append(Run(dataset, model, layers, seeds[0], options.timed_epochs, "times", task.setting))
+        return [*runs, *timed]
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
         """Trains."""
-        work = functools.partial(train, folder=self.options.out)
+        work = functools.partial(train, checkpoints=self.options.out)
         for purpose, jobs in (("scores", self.options.jobs), ("times", 1)):
             yield from in_processes([case for case in cases if case.purpose == purpose], work, jobs)
 
@@ -582,9 +541,7 @@ class MoleculeProperties(Benchmark[Run]):
         found = list(rows.values())
         check(found)
         settings = {f"{row['dataset']}: " + ", ".join(f"{k} {v}" for k, v in row["setting"].items()) for row in found}
-        sources = {
-            task.source for name, task in TASKS.items() if task.published and name in {x["dataset"] for x in found}
-        }
+        sources = {TASKS[row["dataset"]].source for row in found} - {""}
         remarks = [
             *NOTES,
             *(f"Published: {source}" for source in sorted(sources)),
