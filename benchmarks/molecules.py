@@ -43,10 +43,6 @@ LAYERS = ("gattn", "pyg")
 TOLERANCE = 1e-3
 """Losses and gradients of the untrained networks may differ by this share between libraries."""
 
-COLUMNS = (
-    *("data set", "model", "metric", "test", "layers", "parameters", "seeds", "epochs", "validation"),
-    *("minutes/seed", "seconds/epoch", "× PyG"),
-)
 COLOURS = dict(zip(MODELS, (reports.BLUE, reports.RED, reports.GREEN, reports.ORANGE, reports.PINK), strict=True))
 
 LIBRARIES: dict[str, Any] = {
@@ -94,11 +90,6 @@ class Task:
     """Where they were published."""
     title: str = ""
     """What reports call the data set, if not by its name."""
-
-    @property
-    def digits(self) -> int:
-        """How many decimals are usual for the metric."""
-        return 3 if self.metric == "MAE" else 2
 
 
 DEEP = Setting(num_layers=10)
@@ -248,11 +239,9 @@ class Block(torch.nn.Module):
         if model == "gatedgcn":
             self.conv = library.GatedGCNConv(channels, channels, channels)
         elif model == "gatv2":
-            self.conv = library.GATv2Conv(**options, add_self_loops=False)
+            self.conv, self.norm = library.GATv2Conv(**options, add_self_loops=False), torch.nn.BatchNorm1d(channels)
         else:
-            self.conv = library.TransformerConv(**options)
-        if model != "gatedgcn":
-            self.norm = torch.nn.BatchNorm1d(channels)
+            self.conv, self.norm = library.TransformerConv(**options), torch.nn.BatchNorm1d(channels)
         self.out_norm = torch.nn.BatchNorm1d(channels)
         wide, narrow = torch.nn.Linear(channels, 2 * channels), torch.nn.Linear(2 * channels, channels)
         self.mlp = torch.nn.Sequential(wide, torch.nn.ReLU(), self.dropout, narrow, self.dropout)
@@ -364,9 +353,9 @@ class Trainer(Training[Run]):
         """Losses, and the scores of the averaged weights."""
         point = {"epoch": self.iteration // self.per_epoch, "train_loss": statistics.mean(self.losses)}
         for part, name in (("valid", "validation"), ("test", "test")):
-            batches = [self.molecules[index] for index in self.molecules.split[part].split(self.setting.batch)]
-            logits = torch.cat([self.model["averaged"](batch) for batch in batches])
-            labels = torch.cat([batch.y for batch in batches])
+            index = self.molecules.split[part]
+            batches = map(self.molecules.__getitem__, index.split(self.setting.batch))
+            logits, labels = torch.cat([*map(self.model["averaged"], batches)]), self.molecules.y[index]
             if part == "valid":
                 point["val_loss"] = self.loss_of(logits, labels).item()
             point[name] = score(self.case.dataset, logits, labels)
@@ -418,32 +407,30 @@ def groups_of(rows: Sequence[Row], purpose: str) -> dict[tuple[str, str, str], l
 def summarise(rows: Sequence[Row]) -> list[Line]:
     """A line for each data set, model and kind of layers, after what was published."""
     times = {key: row["seconds_per_epoch"] for key, (row,) in groups_of(rows, "times").items()}
-    lines = [
-        {"data set": dataset, "model": f"{model}, published", "test": test}
-        for dataset in unique(row["dataset"] for row in rows)
-        for model, test in TASKS[dataset].published.items()
-    ]
+    lines: list[Line] = []
     for (dataset, model, layers), group in groups_of(rows, "scores").items():
-        scores = {
-            part: reports.mean_and_deviation([row[part] for row in group], digits=TASKS[dataset].digits)
-            for part in ("test", "validation")
-        }
-        seconds = times.get((dataset, model, layers))
+        task, seconds = TASKS[dataset], times.get((dataset, model, layers))
+        mean = functools.partial(reports.mean_and_deviation, digits=3 if task.metric == "MAE" else 2)
         minutes = statistics.mean(row["training_seconds"] + row["evaluation_seconds"] for row in group) / 60
-        known = {"data set": dataset, "model": model, "layers": layers, **scores, "minutes/seed": f"{minutes:.1f}"}
-        known |= {
+        line = {
+            "data set": task.title or dataset,
+            "model": model,
+            "metric": task.metric,
+            "test": mean([row["test"] for row in group]),
+            "layers": layers,
             "parameters": str(group[0]["parameters"]),
             "seeds": str(len(group)),
             "epochs": str(group[0]["epochs"]),
+            "validation": mean([row["validation"] for row in group]),
+            "minutes/seed": f"{minutes:.1f}",
+            "seconds/epoch": f"{seconds:.2f}" if seconds else "–",
+            "× PyG": reports.ratio(times.get((dataset, model, "pyg")), seconds),
         }
-        known |= {"seconds/epoch": f"{seconds:.2f}"} if seconds else {}
-        lines.append({**known, "× PyG": reports.ratio(times.get((dataset, model, "pyg")), seconds)})
-    for line in lines:
-        task = TASKS[line["data set"]]
-        line |= {"metric": task.metric, "data set": task.title or line["data set"]}
-    return [
-        {column: line.get(column, "–") for column in COLUMNS} for line in sorted(lines, key=lambda x: x["data set"])
-    ]
+        if not any(other["data set"] == line["data set"] for other in lines):
+            unknown = {**dict.fromkeys(line, "–"), "data set": line["data set"], "metric": task.metric}
+            lines += [{**unknown, "model": f"{x}, published", "test": test} for x, test in task.published.items()]
+        lines.append(line)
+    return lines
 
 
 def check(rows: Sequence[Row]) -> None:
@@ -456,8 +443,9 @@ def check(rows: Sequence[Row]) -> None:
     for (dataset, model, layers), first in firsts.items():
         own = firsts.get((dataset, model, "gattn"), first)
         if not all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in zip(first, own, strict=True)):
-            text = f"{model} on {dataset} has loss and gradient {first} on {layers}'s layers, and {own} on gattn's"
-            raise BenchmarkError(text)
+            raise BenchmarkError(
+                f"{model} on {dataset} has loss and gradient {first} on {layers}'s layers, and {own} on gattn's"
+            )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -465,13 +453,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     groups = groups_of(rows, "scores")
     datasets = unique(dataset for dataset, *_ in groups)
     figure = Figure(figsize=(5.5 * len(datasets), 3.6), layout="constrained")
-    for dataset, axis in zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True):
-        for (name, model, layers), group in groups.items():
-            if name == dataset:
-                points = zip(*([point["validation"] for point in row["curve"]] for row in group), strict=False)
-                style = {"color": COLOURS[model], "linestyle": "-" if layers == "gattn" else "--"}
-                values = [statistics.mean(point) for point in points]
-                axis.plot(range(1, len(values) + 1), values, label=f"{model}, {layers}", **style)
+    axes = dict(zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True))
+    for (dataset, model, layers), group in groups.items():
+        points = zip(*(row["curve"] for row in group), strict=True)
+        values = [statistics.mean(point["validation"] for point in of_seeds) for of_seeds in points]
+        style = {"color": COLOURS[model], "linestyle": "-" if layers == "gattn" else "--"}
+        axes[dataset].plot(range(1, len(values) + 1), values, label=f"{model}, {layers}", **style)
+    for dataset, axis in axes.items():
         axis.set(title=TASKS[dataset].title or dataset, xlabel="epoch", ylabel=f"validation {TASKS[dataset].metric}")
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
@@ -492,17 +480,15 @@ class MoleculeProperties(Benchmark[Run]):
         """Adds the options."""
         add = parser.add_argument
         add("--datasets", nargs="+", default=["ogbg-molbace", "ogbg-molhiv"], choices=TASKS, help="default: OGB's")
-        add("--models", nargs="+", default=MODELS, choices=MODELS, help="rows of the table (default: all)")
-        text = "whose layers are trained for the scores (default: gattn)"
-        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help=text)
+        add("--models", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention (default: all)")
+        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers are scored (default: gattn)")
         add("--seeds", nargs="+", type=whole(0, 2**31 - 1), default=range(5), help="seeds of each (default: 0 to 4)")
         add("--epochs", type=whole(1, 10**6), help="epochs of each seed (default: the data set's)")
         text = "epochs of one seed for the times on both libraries' layers; 0 for no times (default: %(default)s)"
         add("--timed-epochs", type=whole(0, 10**6), default=3, help=text)
         text = "runs at once, each on one thread; those for times come one by one (default: %(default)s)"
         add("--jobs", type=whole(1, MOST), default=1, help=text)
-        text = "folder of results, checkpoints, table and picture (default: %(default)s)"
-        add("--out", type=folder, default=Path("runs/molecules"), help=text)
+        add("--out", type=folder, default=Path("runs/molecules"), help="folder of results (default: %(default)s)")
 
     def cases(self) -> list[Run]:
         """All runs, those for times last.
@@ -541,10 +527,9 @@ class MoleculeProperties(Benchmark[Run]):
         found = list(rows.values())
         check(found)
         settings = {f"{row['dataset']}: " + ", ".join(f"{k} {v}" for k, v in row["setting"].items()) for row in found}
-        sources = {TASKS[row["dataset"]].source for row in found} - {""}
         remarks = [
             *NOTES,
-            *(f"Published: {source}" for source in sorted(sources)),
+            *sorted({f"Published: {TASKS[row['dataset']].source}" for row in found if TASKS[row["dataset"]].published}),
             *sorted(settings),
             *reports.machines(found, (*VERSIONS, "python"), ", one thread, {jobs} run(s) at once"),
         ]

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import citation, nodes, training, translation
+from benchmarks import citation, molecules, nodes, training, translation
 from benchmarks.framework import processes
 
 
@@ -31,7 +31,7 @@ def in_this_process():
 @pytest.fixture
 def one_process(monkeypatch):
     """Benchmarks start no processes."""
-    for module in (processes, citation, nodes, training, translation):
+    for module in (processes, citation, molecules, nodes, training, translation):
         monkeypatch.setattr(module, "in_processes", run_here)
 
 

@@ -82,9 +82,8 @@ def root(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def benchmark(root, tmp_path, one_process, in_this_process, monkeypatch):
+def benchmark(root, tmp_path, one_process):
     """Runs the benchmark here; returns its table and its rows."""
-    monkeypatch.setattr(molecules, "in_processes", in_this_process)
 
     def run(*arguments):
         MoleculeProperties.main([*map(str, arguments), "--out", str(tmp_path / "out")])
