@@ -87,7 +87,8 @@ def load(
       `"random"` (as for Amazon).
     - `wikics`: `"public"` (twenty fixed splits; both published sets for validation are one) and `"random"` (as for
       Amazon).
-    - `zinc-12k` and the peptides of LRGB, `peptides-func` and `peptides-struct`: `"public"`.
+    - `zinc-12k` and the peptides of LRGB, `peptides-func` and `peptides-struct`: `"public"`. ZINC is published as
+      pickles, so the first call needs `trust_files=True`, which downloads and converts them.
     - OGB's data sets of node and graph properties under the names that OGB gives them, `ogbn-...` and `ogbg-...`:
       `"public"`.
 
@@ -96,8 +97,8 @@ def load(
         split: One of the splits above. (default: `"public"`)
         seed: Which of several fixed splits to take, counted in a circle, or the seed of a random split. (default: `0`)
         root: The folder of the data. (default: `None`, the folder that `data_root` returns)
-        trust_files: Whether files may run code while they are read. Use it only for files of your own that are refused
-            without it. (default: `False`)
+        trust_files: Whether files may run code while they are read. Use it only for files that are refused without it
+            and whose source you trust. (default: `False`)
 
     Returns:
         PyG's `Data` with the boolean masks `train_mask`, `val_mask` and `test_mask` of shape `[N]`. For `ogbg-...`,

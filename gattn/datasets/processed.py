@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch_geometric.data import Data, InMemoryDataset
 
+from gattn.datasets.checks import check_edges
 from gattn.datasets.safe_files import read_torch
 
 #: What PyG calls the parts of a split that has a file for each of them.
@@ -57,11 +58,14 @@ class JoinedDataset(InMemoryDataset):
 
     Args:
         parts: Those for training, for validation and for the test.
+
+    Raises:
+        ValueError: If edges connect nodes that a graph does not have.
     """
 
     def __init__(self, parts: Sequence[InMemoryDataset]) -> None:
         super().__init__()
-        self.data, self.slices = self.collate([graph for part in parts for graph in part])
+        self.data, self.slices = self.collate([check_edges(graph) for part in parts for graph in part])
         self._sizes = [len(part) for part in parts]
 
     def get_idx_split(self) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.datasets import LRGBDataset
 
-from gattn.datasets.checks import check_edges
 from gattn.datasets.download import download_archive, read_dataset
 from gattn.datasets.processed import PARTS, CheckedDataset, JoinedDataset
 from gattn.datasets.registry import GraphFamily, register
@@ -20,7 +19,7 @@ class _CheckedPeptides(CheckedDataset, LRGBDataset):
     def process(self) -> None:
         for raw, processed in zip(self.raw_paths, self.processed_paths, strict=True):
             graphs = [
-                check_edges(Data(x=x, edge_index=edge_index, edge_attr=edge_attr, y=y))
+                Data(x=x, edge_index=edge_index, edge_attr=edge_attr, y=y)
                 for x, edge_attr, edge_index, y in read_torch(Path(raw), self.trust_files)
             ]
             self.save(graphs, processed)
