@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch_geometric.utils import k_hop_subgraph
+from torch.utils.checkpoint import checkpoint
 
 import gattn
 from benchmarks.framework import reports
@@ -79,10 +79,12 @@ GRAPHS = {
     )
 }
 PEERS = ("gattn", "pyg", "dgl")
-PARTS = {"gather": 0, "layer": 1, "step": 2}
-"""What is measured, and how many layers that has; the sum of one row of 128 channels per edge is the unit of time."""
+PARTS = {"gather": 0, "layer": 1, "step": 2, "recomputed": 2}
+"""What is measured, and how many layers that has: the sum of a row of 128 channels per edge, the unit of time; a layer;
+a step; and one whose backward pass computes anew what is between the layers' inputs."""
 MEMORY = {**ALLOCATORS, "huge": {**ALLOCATORS["kept"], "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
 """The environment that tells glibc how to deal with memory: as it comes, freed memory kept, or kept in huge pages."""
+LINES = {"layer": "--", "step": "-", "recomputed": ":"}
 STYLES = {"gattn": reports.BLUE, "pyg": reports.ORANGE, "dgl": reports.GREEN, "embedding_bag": reports.BLACK}
 
 
@@ -101,19 +103,28 @@ class Network(torch.nn.Module):
     Args:
         make: Makes a layer of so many channels.
         num_layers: How many.
+        recomputes: Whether only the layers' inputs are kept for the backward pass.
     """
 
-    def __init__(self, make: Callable[[int], torch.nn.Module], num_layers: int):
+    def __init__(self, make: Callable[[int], torch.nn.Module], num_layers: int, recomputes: bool):
         super().__init__()
+        self.recomputes = recomputes
         self.convs = torch.nn.ModuleList(
             [make(IN_CHANNELS if number == 0 else HEADS * CHANNELS) for number in range(num_layers)]
         )
 
     def forward(self, x: Tensor, graph: Any) -> Tensor:
         """The features after the last layer, `[N, 128]`."""
-        for number, conv in enumerate(self.convs):
-            x = conv(x if number == 0 else F.elu(x), graph)
-        return x
+        *hidden, last = self.convs
+        for conv in hidden:
+            x = self._apply_to(lambda x, conv=conv: F.elu(conv(x, graph)), x)
+        return self._apply_to(lambda x: last(x, graph), x)
+
+    def _apply_to(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not self.recomputes:
+            return layer(x)
+        out: Tensor = checkpoint(layer, x, use_reentrant=False)
+        return out
 
 
 class DGLConv(torch.nn.Module):
@@ -149,6 +160,24 @@ def parameters_of(network: Network) -> dict[str, Tensor]:
         for number, conv in enumerate(network.convs)
         for name, of_dgl in OF_DGL.items()
     }
+
+
+def neighbourhood(edge_index: Tensor, labelled: Tensor, hops: int, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of a graph that decides the outputs of some nodes after so many layers.
+
+    Unlike PyG's `k_hop_subgraph`, without the edges among the outermost nodes, which on a power law are most of all.
+
+    Returns:
+        The nodes; the edges, whose numbers count these nodes; and the places of the labelled ones among them.
+    """
+    source, target = edge_index
+    is_inner = torch.zeros(num_nodes, dtype=torch.bool)
+    is_inner[labelled] = True
+    for _ in range(hops - 1):
+        is_inner[source[is_inner[target]]] = True
+    edges = edge_index[:, is_inner[target]]
+    nodes = torch.cat([edges.flatten(), labelled]).unique()
+    return nodes, torch.searchsorted(nodes, edges), torch.searchsorted(nodes, labelled)
 
 
 @dataclass(frozen=True)
@@ -187,9 +216,7 @@ class Case(Measurement):
     def references(self) -> dict[str, dict[str, Expected]]:
         """The results of gattn's reference on the labelled nodes' neighbourhood."""
         edge_index, labelled = self._draw()
-        nodes, edges, places, _ = k_hop_subgraph(
-            labelled, PARTS[self.part], edge_index, relabel_nodes=True, num_nodes=self.graph.nodes
-        )
+        nodes, edges, places = neighbourhood(edge_index, labelled, PARTS[self.part], self.graph.nodes)
         del edge_index
         x = self._features()[nodes]
         with gattn.backend("reference"):
@@ -237,7 +264,9 @@ class Case(Measurement):
 
     def _build(self, peer: str, x: Tensor, edge_index: Tensor, labelled: Tensor) -> Computation:
         torch.manual_seed(SEED)
-        network, drawn = (Network(LAYERS[name], PARTS[self.part]) for name in (peer, "gattn"))
+        network, drawn = (
+            Network(LAYERS[name], PARTS[self.part], self.part == "recomputed") for name in (peer, "gattn")
+        )
         leaves = parameters_of(network)
         for name, parameter in parameters_of(drawn).items():
             torch.nn.init.normal_(parameter, std=1 if name.endswith("bias") else parameter.size(-1) ** -0.5)
@@ -380,7 +409,7 @@ def draw(rows: Mapping[Case, Row]) -> Figure:
             found = sorted((edges, height) for edges, height in points if height is not None)
             if not found:
                 continue
-            style = {"color": STYLES[peer], "linestyle": "-" if part == "step" else "--"}
+            style = {"color": STYLES[peer], "linestyle": LINES[part]}
             axis.plot(*zip(*found, strict=True), marker="o", markersize=3, label=f"{peer}, {part}", **style)
             beyond = min((edges for edges, height in points if height is None), default=None)
             if beyond is not None:

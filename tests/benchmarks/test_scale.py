@@ -24,7 +24,7 @@ def test_peers_agree_with_float64(tmp_path):
     rows = read_rows(tmp_path)
     assert [(row["part"], row["peer"]) for row in rows] == [
         ("gather", "embedding_bag"),
-        *((part, peer) for part in ("layer", "step") for peer in ("gattn", "pyg")),
+        *((part, peer) for part in ("layer", "step", "recomputed") for peer in ("gattn", "pyg")),
     ]
     assert {row["outcome"] for row in rows} == {"ok"}
     assert all(row["process_bytes"] > row["peak_bytes"] > 0 for row in rows)
@@ -51,6 +51,13 @@ def test_the_neighbourhood_decides_all_that_is_compared():
     assert results.keys() == expected.keys()
     for name, result in results.items():
         torch.testing.assert_close(result.detach(), expected[name]["exact"], rtol=1e-9, atol=1e-9)
+
+
+def test_recomputing_gives_the_same():
+    step, recomputed = (case(part).computation().forward_backward() for part in ("step", "recomputed"))
+    assert step.keys() == recomputed.keys()
+    for name, result in step.items():
+        torch.testing.assert_close(recomputed[name], result)
 
 
 @pytest.mark.slow
