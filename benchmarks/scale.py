@@ -399,11 +399,12 @@ def draw(rows: Mapping[Case, Row]) -> Figure:
         ("forward + backward, s", lambda row: reports.median(row, "forward_backward")),
         ("peak above the inputs, GB", lambda row: row["peak_bytes"] / 1e9 if "peak_bytes" in row else None),
     )
+    curve_of_sizes = [graph for name, graph in GRAPHS.items() if name.startswith("1e")]
     allocator = min((case.allocator for case in rows), key=list(MEMORY).index)
     for axis, (label, value) in zip(figure.subplots(1, 2), panels, strict=True):
         curves: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
         for case, row in rows.items():
-            if case.allocator == allocator and case.part != "gather" and case.graph.kind == "power law":
+            if case.allocator == allocator and case.part != "gather" and case.graph in curve_of_sizes:
                 curves.setdefault((case.peer, case.part), []).append((case.graph.edges, value(row)))
         for (peer, part), points in curves.items():
             found = sorted((edges, height) for edges, height in points if height is not None)
