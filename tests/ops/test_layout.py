@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from gattn import AdditiveScore, SparseGraph, attend
@@ -161,6 +162,25 @@ def test_bad_indices_anywhere(number, place, row, index):
     edge_index[row, place] = index
     with threads(number), pytest.raises(IndexError, match=f"{('source', 'target')[row]} index {index}"):
         Layout(edge_index, 100, 100, False, FLOWS[0])
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_edges_are_read_where_they_lie(dtype, flow):
+    """No copy of them is made, which would be the largest tensor of all while it lasts."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == edge_index.shape:
+                made.add(result.data_ptr())
+            return result
+
+    edge_index, made = random_edge_index(7, 7, 60).to(dtype), set()
+    with Copies():
+        layout = Layout(edge_index, 7, 7, False, flow)
+    assert made <= {edge_index.data_ptr()}
+    check(layout, edge_index.long() if flow == FLOWS[0] else edge_index.long().flip(0), 7, 7)
 
 
 def test_too_many_nodes():
