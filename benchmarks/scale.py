@@ -10,6 +10,7 @@ agree with float64, computed on what the labelled nodes can see of the graph.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,16 +116,14 @@ class Network(torch.nn.Module):
 
     def forward(self, x: Tensor, graph: Any) -> Tensor:
         """The features after the last layer, `[N, 128]`."""
-        *hidden, last = self.convs
-        for conv in hidden:
-            x = self._apply_to(lambda x, conv=conv: F.elu(conv(x, graph)), x)
-        return self._apply_to(lambda x: last(x, graph), x)
+        layer = functools.partial(checkpoint, self._layer, use_reentrant=False) if self.recomputes else self._layer
+        for number in range(len(self.convs)):
+            x = layer(number, x, graph)
+        return x
 
-    def _apply_to(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if not self.recomputes:
-            return layer(x)
-        out: Tensor = checkpoint(layer, x, use_reentrant=False)
-        return out
+    def _layer(self, number: int, x: Tensor, graph: Any) -> Tensor:
+        out: Tensor = self.convs[number](x, graph)
+        return F.elu(out) if number + 1 < len(self.convs) else out
 
 
 class DGLConv(torch.nn.Module):
