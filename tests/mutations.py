@@ -170,7 +170,7 @@ MUTATIONS = [
     Mutation(
         "the output's bias stays in delta",
         KERNELS,
-        "output(i, b) + h * V, k) «- strip.load_at(bias + h * V, k) →»;",
+        "output(i, b) + h * V, k) - «strip.load_at(bias + h * V, k) → Vec<A>{}»;",
     ),
     # ------------------------------------------------------------------------------------------- bias, mask and dropout
     Mutation("no bias beside an edge term", KERNELS, "if («a.bias != nullptr → a.bias != nullptr && !a.edge») add"),
