@@ -193,7 +193,7 @@ class Attention(NotScriptable, MessagePassing):
             weights=return_weights,
         )
         require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
-        require_finite(edge_projection=edge_projection)
+        require_finite(edge_projection=edge_projection, out_bias=out_bias)
         if self.explain and isinstance(graph, CompleteGraph):  # explainers mask the edges of a list of their own
             with self._unexplained():
                 result = self._compute(call, wanted, backend)

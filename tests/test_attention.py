@@ -572,4 +572,6 @@ class TestBadInput:
                 ValueError, match=r"key holds 1 value that is NaN or infinite \(the first one at index \(2, 1, 0\)\)"
             ):
                 attend(self.x, bad, self.x, self.edge_index)
+            with pytest.raises(ValueError, match="out_bias holds 1 value"):
+                attend(self.x, self.x, self.x, self.edge_index, out_bias=bad[2])
         attend(self.x, bad, self.x, self.edge_index)

@@ -206,10 +206,10 @@ def checked_call(
         TypeError: If a tensor is no tensor.
     """
     _check_nodes(query, key, value, score)
-    _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, edge_projection=edge_projection)
+    _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, out_bias=out_bias)
+    _check_kinds(value, edge_projection=edge_projection)
     _check_devices(value, score)
     _check_devices(value, distribution)
-    _check_kinds(value, out_bias=out_bias)
     if edge_projection is not None:
         _check_projection(edge_projection, edge, edge_value, key if query is None else query, value, score)
     if edge_type is not None:
@@ -286,7 +286,7 @@ def _check_nodes(query: Tensor | None, key: Tensor, value: Tensor, score: Score)
 
 
 def _check_kinds(value: Tensor, **terms: Tensor | None) -> None:
-    """Checks types and devices of everything that comes once per edge; sizes are checked when the edges are known."""
+    """Checks types and devices of what is optional; what comes once per edge is measured when the edges are known."""
     for name, term in terms.items():
         if term is None:
             continue
