@@ -175,8 +175,8 @@ class Run(Case):
     seed: int
     """Chooses or draws the split, and is the seed of weights and dropout."""
     evaluate_every: int
-    patience: int
-    """Training ends at the first evaluation that comes at least this many epochs after the best one."""
+    patience: int | None
+    """Training ends at the first evaluation that comes at least this many epochs after the best one, if at all."""
     device: str
     threads: int
     features: str
@@ -314,7 +314,10 @@ class Classifier(Training[Run]):
 
     def stops_early(self) -> bool:
         """Whether patience is at an end, which is seen at evaluations only."""
-        return bool(self.curve) and self.curve[-1]["epoch"] - self.best()["epoch"] >= self.case.patience
+        patience = self.case.patience
+        if patience is None or not self.curve:
+            return False
+        return self.curve[-1]["epoch"] - self.best()["epoch"] >= patience
 
     def best(self) -> dict[str, float]:
         """The point with the best validation score, the first of equal ones."""
@@ -385,13 +388,14 @@ def notes(rows: Sequence[Row]) -> list[str]:
     described = reports.machines(
         rows,
         (*VERSIONS, "python"),
-        ", {device}, {threads} thread(s) a process, evaluated every {evaluate_every} epochs, ended after "
-        "{patience} epochs without a better validation score",
+        ", {device}, {threads} thread(s) per process, evaluated every {evaluate_every} epochs",
     )
+    patience = sorted({str(row["patience"]) for row in rows if row["patience"]})
     return [
         *described,
         "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
         "Recipes: GAT's by Luo et al., https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the same, untuned.",
+        *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
         *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),
         "Other GATs: Veličković et al., https://arxiv.org/abs/1710.10903 (Planetoid), and Platonov et al., "
         "https://arxiv.org/abs/2302.11640 (GAT, and GAT-sep, which keeps a node apart from its neighbours).",
@@ -449,8 +453,8 @@ class Nodes(Benchmark[Run]):
         add("--epochs", type=whole(1, 10**6), help="instead of the recipe's")
         text = "epochs from one evaluation to the next (default: %(default)s)"
         add("--evaluate-every", type=whole(1, 10**6), default=10, help=text)
-        text = "epochs without a better validation score after which an evaluation ends training (default: %(default)s)"
-        add("--patience", type=whole(1, 10**6), default=200, help=text)
+        text = "epochs without a better validation score after which training ends (default: it never ends early)"
+        add("--patience", type=whole(1, 10**6), help=text)
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
         text = "processes that share the runs; the scores stay the same (default: %(default)s)"
         add("--workers", type=whole(1, MOST), default=1, help=text)

@@ -121,7 +121,7 @@ class TestTraining:
         assert row["seconds_per_epoch"] == 0.2
         assert row["curve"] == {"val": [0.5, 0.7, 0.7], "test": [0.9, 0.6, 0.8]}
 
-    @pytest.mark.parametrize(("patience", "epochs"), [(1, 12), (4, 12), (5, 16), (13, 24), (99, 40)])
+    @pytest.mark.parametrize(("patience", "epochs"), [(1, 12), (4, 12), (5, 16), (13, 24), (99, 40), (None, 40)])
     def test_patience_ends_it_at_an_evaluation(self, patience, epochs, run, tmp_path, monkeypatch):
         values = {4: 0.5, 8: 0.7, 12: 0.7, 16: 0.6, 20: 0.6, 24: 0.6, 28: 0.9, 32: 0.1, 36: 0.1, 40: 0.1}
         monkeypatch.setattr(Classifier, "score", lambda self, logits, part: values[self.iteration])
