@@ -61,6 +61,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("explain", "visualize"):  # which need parts of PyG, and matplotlib, that nobody else does
+    if name in ("distributed", "explain", "visualize"):  # which need what nobody else does, such as matplotlib
         return import_module(f"gattn.{name}")
     raise AttributeError(f"module 'gattn' has no attribute {name!r}")

@@ -168,7 +168,7 @@ class Attention(NotScriptable, MessagePassing):
         if not isinstance(score, Score):
             raise TypeError(f"score is an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
         distribution = resolve_distribution(distribution)
-        graph = as_graph(graph, self.flow)
+        graph = as_graph(graph, self.flow, sharded=True)
         if return_weights not in (False, True, "dropped"):  # 0 and 1 are among them
             raise ValueError(f"return_weights is False, True or 'dropped', not {return_weights!r}.")
         if return_edges not in (False, True, "logits", "vectors"):

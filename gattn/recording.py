@@ -145,4 +145,4 @@ def _switch(recorder: _Recorder, on: bool) -> None:
 def _sized(layer: Any, query: Tensor | None, key: Tensor, value: Tensor, graph: Any, **kwargs: Any) -> Graph:
     """The graph with its sizes known, as `attend` finds them."""
     num_targets = None if query is None else query.size(value.dim() - 3)
-    return as_graph(graph, layer.flow).resolve(value.size(-3), num_targets)
+    return as_graph(graph, layer.flow, sharded=True).resolve(value.size(-3), num_targets)

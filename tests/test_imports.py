@@ -9,6 +9,7 @@ ORDER = (
     "visualize",
     "models",
     "explain",
+    "distributed",
     "nn",
     "attention",
     "recording",

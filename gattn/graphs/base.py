@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class Graph(ABC):
     """M; `None` where it is taken from the features."""
     num_targets: int | None
     """N; `None` where it is taken from the features."""
+    is_sharded: ClassVar[bool] = False
+    """Whether other processes have further nodes; see `gattn.distributed`."""
     blocks: tuple[tuple[int, int], ...] | None = None
     """Of a packed graph: the number of targets and sources of each block."""
     heads_dim: ClassVar[int] = -1
@@ -101,6 +103,12 @@ class Graph(ABC):
         Raises:
             ValueError: If the graph's own sizes, batch or device differ.
         """
+
+    def fetch(
+        self, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None
+    ) -> tuple[Graph, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The same graph, key, value, bias and mask, after other processes sent what a sharded graph lacks."""
+        return self, key, value, bias, mask
 
     @abstractmethod
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
@@ -150,6 +158,17 @@ class Graph(ABC):
 
         That is `[E]` for a list of edges, `[N, M]` for a complete graph and `[B, N, M]` for a packed one.
         """
+
+    def positions(self, side: Literal["target", "source"], first: int, count: int, device: torch.device) -> Tensor:
+        """The position of each row of features in its sequence, `[count]`.
+
+        Args:
+            side: Whose features.
+            first: The position of row 0, in a graph that is one sequence.
+            count: The number of rows.
+            device: Where to make them.
+        """
+        return torch.arange(first, first + count, device=device)
 
     def per_edge(self, term: Tensor, name: str, batch: torch.Size, heads: int, edges: EdgeList) -> Tensor:
         """A bias or mask, as this graph's users give it, with one entry per edge: `[..., E, H or 1]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,10 @@ class CompleteGraph(Graph):
                 [0, 1, 1, 2, 2, 2]])
     """
 
-    _attributes = ("num_targets", "num_sources", "causal", "window", "source_lengths", "target_lengths", "blocks")
+    _attributes: ClassVar[tuple[str, ...]] = (
+        *("num_targets", "num_sources", "causal", "window", "source_lengths", "target_lengths", "blocks", "_offset"),
+    )
+    _offset: int | None = None
     heads_dim = -3
     num_sources: int
     num_targets: int
@@ -67,7 +70,7 @@ class CompleteGraph(Graph):
         self.num_targets = num_targets
         self.num_sources = num_sources
         self.causal = causal
-        self.window = None if window is None else tuple(window)
+        self.window: tuple[int, int] | None = None if window is None else (window[0], window[1])
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
         self._check_lengths()
@@ -156,7 +159,7 @@ class CompleteGraph(Graph):
         return self._block_edges(self.num_targets, self.num_sources, device)
 
     def _block_edges(self, num_targets: int, num_sources: int, device: torch.device | str | None) -> Tensor:
-        seen = self.visible(num_targets, num_sources, num_sources - num_targets, device)
+        seen = self.visible(num_targets, num_sources, self.offset(num_targets, num_sources), device)
         target, source = seen.nonzero().unbind(1)
         return torch.stack([source, target])
 
@@ -217,7 +220,7 @@ class CompleteGraph(Graph):
 
     def distances(self, device: torch.device) -> Tensor:
         """See `Graph.distances`: `[N, M]`; the last target is where the last source is."""
-        return _distances(self.num_targets, self.num_sources, self.num_sources - self.num_targets, device)
+        return _distances(*(sizes := (self.num_targets, self.num_sources)), self.offset(*sizes), device)
 
     def per_edge(self, term: Tensor, name: str, batch: torch.Size, heads: int, edges: EdgeList) -> Tensor:
         """See `Graph.per_edge`; here, terms come broadcastable to `[..., H, N, M]`."""
@@ -269,6 +272,10 @@ class CompleteGraph(Graph):
         if right is not None:
             seen &= distance <= right
         return seen
+
+    def offset(self, num_targets: int, num_sources: int) -> int:
+        """The source at the place of target 0; the last target is at the last source's, except in a part of a graph."""
+        return num_sources - num_targets if self._offset is None else self._offset
 
     @property
     def is_uniform(self) -> bool:
@@ -362,6 +369,14 @@ class _PackedGraph(CompleteGraph):
         if len({num_sources - num_targets for num_targets, num_sources in self.blocks}) == 1:
             offsets = offsets[:1]
         return _distances(*self._largest(), 0, device) - offsets.unsqueeze(-1)
+
+    def positions(self, side: Literal["target", "source"], first: int, count: int, device: torch.device) -> Tensor:
+        """See `Graph.positions`; each block is a sequence, whose last target stands where its last source does."""
+        rows = [
+            range(num_sources - num_targets, num_sources) if side == "target" else range(num_sources)
+            for num_targets, num_sources in self.blocks
+        ]
+        return torch.cat([torch.arange(0), *(torch.arange(row.start, row.stop) for row in rows)]).to(device)
 
     def _largest(self) -> tuple[int, int]:
         """The number of targets and sources of the largest blocks."""

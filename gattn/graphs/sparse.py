@@ -417,11 +417,26 @@ def _with_values(adjacency: Tensor, values: Tensor) -> Tensor:
     return torch.sparse_csc_tensor(adjacency.ccol_indices(), adjacency.row_indices(), values, size)
 
 
-def as_graph(graph: Any, flow: str = FLOWS[0]) -> Graph:
-    """Wraps a list of edges in any form; graphs are returned as they are."""
+def as_graph(graph: Any, flow: str = FLOWS[0], *, sharded: bool = False) -> Graph:
+    """Wraps a list of edges in any form; graphs are returned as they are.
+
+    Args:
+        graph: What a user gives.
+        flow: Which row of a list of edges holds the targets.
+        sharded: Whether the caller leaves the features of edges' ends to `attend`, which fetches what other processes
+            have. (default: `False`)
+
+    Raises:
+        ValueError: If the graph is sharded and the caller cannot do with its own rows.
+    """
     if isinstance(graph, SparseGraph) and _is_unsavable(graph.adjacency):
         return graph._changed(adjacency=graph.adjacency.clone())
     if isinstance(graph, Graph):
+        if graph.is_sharded and not sharded:
+            raise InputError(
+                "sharded graphs are for gattn.attend and for layers that leave the features of both ends of an edge to "
+                "it, such as GATConv, GATv2Conv, TransformerConv and MultiheadAttention; this one does not."
+            )
         return graph
     wrapped = SparseGraph(graph, flow=flow)
     wrapped._loops_as_pyg = True

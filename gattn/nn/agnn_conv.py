@@ -47,6 +47,8 @@ class AGNNConv(BaseConv):
 
     flat_messages = True
 
+    takes_shards = True
+
     def __init__(self, requires_grad: bool = True, add_self_loops: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
         self.requires_grad = requires_grad

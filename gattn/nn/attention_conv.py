@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class BaseConv(Attention):
 
     #: Channels of the input, for a pair of sources and targets a pair; of -1, any.
     in_channels: int | tuple[int, int] = -1
+    #: Whether the layer takes graphs of `gattn.distributed`: it does not look at the features of edges' ends itself.
+    takes_shards: ClassVar[bool] = False
 
     def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
         """Source and target features; the same tensor twice where `x` is a single one."""
@@ -75,7 +77,7 @@ class BaseConv(Attention):
         size: tuple[int | None, int | None] | None = None,
     ) -> Graph:
         """The graph, on the device of features and parameters, with its sizes known and its self-loops asked for."""
-        given_graph = as_graph(graph, self.flow)
+        given_graph = as_graph(graph, self.flow, sharded=self.takes_shards)
         num_sources = sources.size(-2)
         num_targets = None if targets is None else targets.size(-2)
         if size is not None:

@@ -56,6 +56,8 @@ class EGATConv(BaseConv):
         (torch.Size([3, 2, 8]), torch.Size([2, 2, 6]))
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],

@@ -67,6 +67,8 @@ class GATv2Conv(AttentionConv):
 
     propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor}
 
+    takes_shards = True
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],

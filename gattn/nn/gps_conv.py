@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
 
+from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
 from gattn.nn.multihead_attention import MultiheadAttention
 
@@ -98,6 +99,8 @@ class GPSConv(torch_geometric.nn.GPSConv):
         """
         if batch is not None and bool((batch.diff() < 0).any()):
             raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
+        if isinstance(edge_index, Graph) and edge_index.is_sharded:
+            raise InputError("GPSConv attends over all nodes, too, so it does not take sharded graphs.")
         graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
         local = None  # comes first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:

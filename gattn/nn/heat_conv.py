@@ -73,6 +73,8 @@ class HEATConv(BaseConv):
         torch.Size([3, 16])
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         in_channels: int,

@@ -17,7 +17,7 @@ from gattn.attention import Attention
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
-from gattn.nn.graph_positions import position_bias, row_positions
+from gattn.nn.graph_positions import position_bias
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
 from gattn.nn.torch_masks import add, check_mask, mask_terms
@@ -283,8 +283,8 @@ class MultiheadAttention(Attention):
         num_targets, num_sources = q.size(-3), first + k.size(-3)
         resolved = _resolve_graph(graph, num_targets, num_sources, is_causal)
         if isinstance(self.position, RotaryPositionalEncoding):
-            q = self.position(q, row_positions(resolved, "target", num_sources - num_targets, q))
-            k = self.position(k, row_positions(resolved, "source", first, k))
+            q = self.position(q, resolved.positions("target", num_sources - num_targets, num_targets, q.device))
+            k = self.position(k, resolved.positions("source", first, num_sources - first, k.device))
         if cache is not None and grows_cache:
             k, v = cache.append(self, k, v)
         resolved, bias, mask = mask_terms(
@@ -410,10 +410,11 @@ class MultiheadAttention(Attention):
     ) -> tuple[Tensor, Tensor, Graph, Tensor | None, Tensor | None]:
         """Appends the learnt key and value, and the zeros, to which every target attends."""
         # Only one complete graph can have more sources without more being said about them.
-        if not isinstance(graph, CompleteGraph) or graph.blocks is not None or self.position is not None:
+        has_more = graph.blocks is not None or graph.is_sharded
+        if not isinstance(graph, CompleteGraph) or has_more or self.position is not None:
             raise ValueError(
                 "add_bias_kv and add_zero_attn append keys that are no nodes, so they cannot be combined with a graph "
-                "of edges, a packed graph or positions: use masks."
+                "of edges, a packed or sharded graph or positions: use masks."
             )
         extra = []
         if self.bias_k is not None and self.bias_v is not None:
@@ -444,7 +445,7 @@ def _resolve_graph(graph: Adj | Graph | None, num_targets: int, num_sources: int
     """The graph that a caller passed, with its sizes; by default a complete one."""
     if graph is None:
         return CompleteGraph(num_targets, num_sources, causal=is_causal)
-    resolved = as_graph(graph).resolve(num_sources, num_targets)
+    resolved = as_graph(graph, sharded=True).resolve(num_sources, num_targets)
     if is_causal and isinstance(resolved, CompleteGraph):  # on a list of edges, that is a mask
         return resolved.with_causal()
     return resolved

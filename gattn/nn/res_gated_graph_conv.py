@@ -64,6 +64,8 @@ class ResGatedGraphConv(BaseConv):
 
     flat_messages = True
 
+    takes_shards = True
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],

@@ -61,6 +61,8 @@ class TransformerConv(AttentionConv):
         torch.Size([3, 32])
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],

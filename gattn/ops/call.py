@@ -221,6 +221,7 @@ def checked_call(
         edge_type = _checked_types(edge_type, edge, edge_value, key if query is None else query, value, score)
     num_targets = None if query is None else query.size(value.dim() - 3)
     graph = graph.resolve(value.size(-3), num_targets, value.shape[:-3], value.device)
+    graph, key, value, bias, mask = graph.fetch(key, value, bias, mask)
     dtype = _promoted(query, key, value, edge, bias, edge_value, edge_projection, *score.tensors())
     if score.scalar:
         query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)

@@ -72,7 +72,7 @@ class Dense(Backend):
             return super().logits(call)
         logits = self._result(as_logits(call)).weights
         n, m, device = call.num_targets, call.key.size(-3), call.key.device
-        visible = _both(_length_mask(graph, device), graph.visible(n, m, m - n, device)[None, None])
+        visible = _both(_length_mask(graph, device), graph.visible(n, m, graph.offset(n, m), device)[None, None])
         assert visible is not None
         return logits.masked_fill(~visible.view(*(call.batch if visible.size(0) > 1 else ()), *visible.shape[1:]), 0.0)
 
@@ -180,7 +180,7 @@ def _output(
     dropout: float,
 ) -> Tensor:
     """The output, `[B, N, H, C]`."""
-    num_targets, offset = graph.num_targets, graph.num_sources - graph.num_targets
+    num_targets, offset = graph.num_targets, graph.offset(graph.num_targets, graph.num_sources)
     if graph.is_uniform:
         return _uniform(query, key, value, num_targets, offset, graph, score, bias, mask, dropout)
     batch = value.size(0)
@@ -226,7 +226,7 @@ def _matrices(
         b, allowed = (x if graph.blocks is None else of_group(x, group) for x in (bias, mask))
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
-            allowed = _both(allowed, graph.visible(n, m, m - n, key.device)[None, None])
+            allowed = _both(allowed, graph.visible(n, m, graph.offset(n, m), key.device)[None, None])
         if _is_dot(score):  # which makes nothing larger than these matrices
             yield function(q, k, score, b, allowed, n)
         else:

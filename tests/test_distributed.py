@@ -1,0 +1,257 @@
+"""Sharded attention: what one process computes, outputs and gradients, on two and four."""
+
+import copy
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import gattn
+from gattn.distributed import ShardedCompleteGraph, ShardedSparseGraph, shard
+from gattn.testing import random_edge_index
+from tests.cases import SCORES, TERMS, changed, make_call
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo here")
+
+F64 = {"dtype": torch.float64}
+
+
+def gathered(graph, results, rows="targets", dim=0):
+    return [graph.gather(x.detach(), rows, dim) for x in results]
+
+
+def summed(grads):
+    """Gradients of what all processes share."""
+    for grad in grads:
+        dist.all_reduce(grad)
+    return list(grads)
+
+
+def compare_layer(layer, whole, mesh, features=8, partition=None, dim=0, run=None, batch=(), edge_attr=None):
+    """A layer on the whole graph, and on each process's part."""
+    torch.manual_seed(0)
+    run = run or (lambda layer, x, graph, *more: layer(x, graph, *more))
+    layer, parts = layer.double(), [*layer.parameters()]
+    x = torch.randn(*batch, whole.num_targets, features, **F64, requires_grad=True)
+    edges = [] if edge_attr is None else [edge_attr]
+    out = run(layer, x, whole, *edges)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weight).sum(), [x, *parts], allow_unused=True, materialize_grads=True)
+    graph = shard(whole, mesh, partition)
+    mine = graph.scatter(x.detach(), dim=dim).requires_grad_()
+    edges = [graph.scatter(term, "edges") for term in edges]
+    found = run(layer, mine, graph, *edges)
+    loss = (found * graph.scatter(weight, dim=dim)).sum()
+    of_x, *of_parts = torch.autograd.grad(loss, [mine, *parts], allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(gathered(graph, [found, of_x], dim=dim), [out.detach(), grads[0]])
+    torch.testing.assert_close(summed(of_parts), list(grads[1:]))
+
+
+def sparse(mesh):
+    torch.manual_seed(2)
+    size, ranks = 23, mesh.size()
+    edge_index = random_edge_index(size, size, 150, hub=0.3)
+    whole = gattn.SparseGraph(edge_index, size, size)
+    some = torch.randint(ranks, (size,))
+    partitions = [None, some, torch.zeros(size, dtype=torch.int32), (some + 1) % ranks]
+    attr = torch.randn(edge_index.size(1), 3, **F64)
+    for partition in partitions:
+        compare_layer(gattn.nn.GATConv(8, 3, heads=2), whole, mesh, partition=partition)
+        compare_layer(
+            gattn.nn.TransformerConv(8, 3, heads=2, edge_dim=3), whole, mesh, partition=partition, edge_attr=attr
+        )
+    compare_layer(gattn.nn.GATv2Conv(8, 3, heads=2, edge_dim=3), whole, mesh, partition=some, edge_attr=attr)
+    compare_layer(gattn.nn.GATConv(8, 3, heads=2, edge_dim=3), whole, mesh, partition=some, edge_attr=attr)
+    compare_layer(gattn.nn.GATConv(8, 3), whole, mesh, dim=1, batch=(2,))
+    compare_layer(gattn.nn.AGNNConv(), whole, mesh)
+    compare_layer(gattn.nn.ResGatedGraphConv(8, 3, edge_dim=3), whole, mesh, edge_attr=attr)
+    compare_layer(
+        gattn.nn.EGATConv(8, 3, 3, 3, 2), whole, mesh, partition=some, edge_attr=attr, run=lambda m, *args: m(*args)[0]
+    )
+    kinds = torch.randint(2, (size,)), torch.randint(3, (edge_index.size(1),))
+
+    def heat(layer, x, graph, attr):
+        is_part = x.size(0) < size
+        of_node, of_edge = (graph.scatter(kinds[0]), graph.scatter(kinds[1], "edges")) if is_part else kinds
+        return layer(x, graph, of_node, of_edge, attr)
+
+    compare_layer(gattn.nn.HEATConv(8, 3, 2, 3, 4, 3, 5), whole, mesh, edge_attr=attr, run=heat)
+    looped = gattn.SparseGraph(edge_index.flip(0), size, size, self_loops=True, flow="target_to_source")
+    compare_layer(gattn.nn.GATv2Conv(8, 3, add_self_loops=False), looped, mesh, partition=some)
+    compare_layer(gattn.nn.GATv2Conv(8, 3), looped, mesh)
+    attention = gattn.nn.MultiheadAttention(8, 2, batch_first=True, position=gattn.nn.RotaryPositionalEncoding(4))
+    compare_layer(attention, whole, mesh, run=lambda layer, x, graph: layer(x, x, x, graph=graph)[0])
+
+
+def complete(mesh):
+    for size, options in (
+        (13, {}),
+        (13, {"causal": True}),
+        (13, {"window": (2, 0)}),
+        (13, {"window": 3}),
+        (13, {"window": (9, 1), "causal": True}),
+        (2, {"causal": True}),
+        (13, {"source_lengths": torch.tensor([13, 4, 0]), "target_lengths": torch.tensor([2, 13, 7])}),
+    ):
+        whole = gattn.CompleteGraph(size, **options)
+        batch = (3,) if "source_lengths" in options else ()
+        dim = len(batch)
+        for position in (None, gattn.nn.RotaryPositionalEncoding(4)):
+            layer = gattn.nn.MultiheadAttention(8, 2, batch_first=True, position=position)
+            compare_layer(layer, whole, mesh, dim=dim, batch=batch, run=lambda m, x, graph: m(x, x, x, graph=graph)[0])
+        compare_layer(gattn.nn.GATv2Conv(8, 3, heads=2), whole, mesh, dim=dim, batch=batch)
+    whole = gattn.CompleteGraph(11, causal=True)
+    encoder = gattn.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    compare_layer(encoder, whole, mesh, dim=1, batch=(2,), run=lambda layer, x, graph: layer(x, graph=graph))
+    cross(mesh, gattn.CompleteGraph(5, 12, causal=True))
+    cross(mesh, gattn.CompleteGraph(12, 5, window=(1, 2)))
+    cross(mesh, gattn.SparseGraph(random_edge_index(12, 5, 30), num_targets=5, num_sources=12))
+
+
+def cross(mesh, whole):
+    """Different targets and sources; weights; a bias on complete graphs."""
+    torch.manual_seed(3)
+    query, key, value = (torch.randn(size, 2, 3, **F64) for size in (whole.num_targets, *[whole.num_sources] * 2))
+    bias = torch.randn(2, whole.num_targets, whole.num_sources, **F64)
+    is_complete = isinstance(whole, gattn.CompleteGraph)
+    bias = bias if is_complete else bias[0, :, :1].expand(-1, 2)[whole.edge_index[1]]
+    leaves = [x.requires_grad_() for x in (query, key, value, bias)]
+    out = gattn.attend(*leaves[:3], whole, bias=bias)
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    graph = shard(whole, mesh)
+    mine = [graph.scatter(query), graph.scatter(key, "sources"), graph.scatter(value, "sources")]
+    mine.append(graph.scatter(bias, dim=1) if is_complete else graph.scatter(bias, "edges"))
+    mine = [x.detach().requires_grad_() for x in mine]
+    found, _ = gattn.attend(*mine[:3], graph, bias=mine[3], return_weights=True)
+    grads_found = torch.autograd.grad(found.square().sum(), mine, allow_unused=True, materialize_grads=True)
+    of_query, of_key, of_value, of_bias = grads_found
+    results = [*gathered(graph, [found, of_query]), *gathered(graph, [of_key, of_value], "sources")]
+    torch.testing.assert_close(results, [out.detach(), *grads[:3]])
+    (of_bias,) = gathered(graph, [of_bias], *(("targets", 1) if is_complete else ("edges",)))
+    torch.testing.assert_close(of_bias, grads[3])
+
+
+def backends(mesh):
+    """Every score, with all terms of edges, by kernels and by the reference."""
+    torch.manual_seed(4)
+    edge_index = random_edge_index(7, 6, 30, hub=0.4)
+    whole = gattn.SparseGraph(edge_index, num_targets=6, num_sources=7)
+    for score in SCORES:
+        for backend in ("cpu", "reference"):
+            call = make_call(score, edge_index, 7, 6, heads=2, channels=3, terms=TERMS, **F64)
+            leaves = {name: x.detach().requires_grad_() for name, x in call.tensors.items()}
+            out = call.attend(leaves, backend)[0]
+            grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+            graph = shard(whole, mesh)
+            rows = {"query": "targets", "key": "sources", "value": "sources", "vector": None}
+            rows = {name: rows.get(name, "edges") for name in leaves}
+            mine = {
+                name: x.detach() if rows[name] is None else graph.scatter(x, rows[name]) for name, x in leaves.items()
+            }
+            mine = {name: x.detach().requires_grad_() for name, x in mine.items()}
+            found = changed(call, graph=graph).attend(mine, backend)[0]
+            found_grads = torch.autograd.grad(found.square().sum(), list(mine.values()))
+            torch.testing.assert_close(gathered(graph, [found])[0], out.detach())
+            for name, grad, wanted in zip(leaves, found_grads, grads, strict=True):
+                whole_grad = summed([grad])[0] if rows[name] is None else graph.gather(grad, rows[name])
+                torch.testing.assert_close(whole_grad, wanted)
+
+
+def training(mesh):
+    """Five steps with DistributedDataParallel: the loss of one process."""
+    torch.manual_seed(5)
+    size = 40
+    edge_index, x, y = random_edge_index(size, size, 200), torch.randn(size, 8, **F64), torch.randint(3, (size,))
+    alone = gattn.models.GAT(8, 4, 2, 3, heads=2, dropout=0.0).double()
+    model = DistributedDataParallel(copy.deepcopy(alone))
+    whole = gattn.SparseGraph(edge_index, size, size)
+    graph = shard(whole, mesh)
+    losses = []
+    for module, features, labels, where, factor in (
+        (alone, x, y, whole, 1),
+        (model, graph.scatter(x), graph.scatter(y), graph, mesh.size()),
+    ):
+        optimizer = torch.optim.Adam(module.parameters(), 0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(module(features, where), labels, reduction="sum")
+            (loss * factor / size).backward()
+            optimizer.step()
+        losses.append(loss.detach())
+    dist.all_reduce(losses[1])
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def traffic(mesh):
+    """What is sent is the halo, and metis has a smaller one than blocks on a graph of communities."""
+    torch.manual_seed(6)
+    ranks, size = mesh.size(), 60 * mesh.size()
+    ring = torch.stack([torch.arange(size), (torch.arange(size) + 1) % size])
+    graph = shard(gattn.SparseGraph(ring, size, size), mesh)
+    assert graph.traffic == (1, 1)
+    assert "1 more fetched" in repr(graph)
+    causal = shard(gattn.CompleteGraph(size, causal=True), mesh)
+    assert causal.traffic == (60 * (ranks - 1 - mesh.get_local_rank()), 60 * mesh.get_local_rank())
+    if find_spec("pymetis") is None:
+        return
+    shuffled = torch.randperm(size)[ring]
+    by_blocks, by_metis = (shard(gattn.SparseGraph(shuffled, size, size), mesh, way) for way in (None, "metis"))
+    assert by_metis.traffic.received < 10 < by_blocks.traffic.received
+    compare_layer(gattn.nn.GATConv(8, 3), gattn.SparseGraph(shuffled, size, size), mesh, partition="metis")
+
+
+def mistakes(mesh):
+    graph = gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]]), 3, 3)
+    sharded, n = shard(graph, mesh), 3
+    x, adding_attention = sharded.scatter(torch.randn(3, 2)), gattn.nn.MultiheadAttention(2, 1, add_zero_attn=True)
+    for wrong, message in (
+        (lambda: shard(graph, "cpu"), "mesh is a torch.distributed DeviceMesh"),
+        (lambda: shard(sharded, mesh), "sharded already"),
+        (lambda: shard(torch.tensor([[0], [1]]), mesh), "give the graph num_targets and num_sources"),
+        (lambda: shard(graph, mesh, "random"), "partition is a tensor, a pair of them, or 'metis'"),
+        (lambda: shard(graph, mesh, torch.zeros(2, dtype=torch.int64)), r"integers \[3\] for the targets"),
+        (lambda: shard(graph, mesh, torch.zeros(3)), "integers"),
+        (lambda: shard(graph, mesh, torch.tensor([0, -1, 0])), "numbers from 0 to"),
+        (lambda: shard(graph, mesh, torch.tensor([0, mesh.size(), 0])), "numbers from 0 to"),
+        (lambda: shard(gattn.CompleteGraph(3), mesh, torch.zeros(3)), "contiguous blocks"),
+        (lambda: shard(gattn.CompleteGraph.packed([1, 2]), mesh), "packed graph is not sharded"),
+        (lambda: shard(gattn.CompleteGraph(3, causal=True, source_lengths=torch.tensor([1])), mesh), "with lengths"),
+        (lambda: shard(gattn.CompleteGraph(3), mesh).with_causal(), "causal from the start"),
+        (lambda: shard(gattn.CompleteGraph(3 + dist.get_rank()), mesh), "different sizes"),
+        (lambda: sharded.scatter(torch.randn(3, 2), "rows"), "rows is"),
+        (lambda: sharded.gather(torch.randn(9, 2)), "9 rows"),
+        (lambda: gattn.nn.GATConv(2, 2)(torch.randn(9, 2), sharded), "sources"),
+        (lambda: gattn.nn.SuperGATConv(2, 2)(x, sharded), "sharded graphs are for"),
+        (lambda: gattn.nn.GatedGCNConv(2, 2, 2)(x, sharded, x), "sharded graphs are for"),
+        (lambda: gattn.nn.RGATConv(2, 2, 1)(x, sharded, torch.zeros(2)), "sharded graphs are for"),
+        (lambda: gattn.nn.GPSConv(2, None)(x, sharded), "attends over all nodes"),
+        (lambda: adding_attention(x, x, x, graph=shard(gattn.CompleteGraph(3), mesh)), "sharded graph or positions"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            wrong()
+    mesh_2d = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match=r"mesh\['a'\]"):
+        shard(graph, mesh_2d)
+    assert isinstance(shard(graph, mesh_2d["b"]), ShardedSparseGraph)
+    assert isinstance(shard(gattn.CompleteGraph(n), mesh), ShardedCompleteGraph)
+
+
+def work(rank, ranks, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    try:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for check in (sparse, complete, backends, training, traffic, mistakes):
+            check(mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_compute_what_one_does(ranks, tmp_path):
+    mp.spawn(work, args=(ranks, tmp_path / "store"), nprocs=ranks)
