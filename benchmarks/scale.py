@@ -261,7 +261,7 @@ class Case(Measurement):
     def _features(self) -> Tensor:
         return torch.randn(self.graph.nodes, IN_CHANNELS, generator=torch.Generator().manual_seed(SEED))
 
-    def _build(self, peer: str, x: Tensor, edge_index: Tensor, labelled: Tensor) -> Computation:
+    def _build(self, peer: str, x: Tensor, edge_index: Any, labelled: Tensor) -> Computation:
         torch.manual_seed(SEED)
         network, drawn = (
             Network(LAYERS[name], PARTS[self.part], self.part == "recomputed") for name in (peer, "gattn")

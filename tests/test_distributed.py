@@ -26,9 +26,10 @@ def gathered(graph, results, rows="targets", dim=0):
 
 def summed(grads):
     """Gradients of what all processes share."""
-    for grad in grads:
+    whole = [grad.contiguous() for grad in grads]
+    for grad in whole:
         dist.all_reduce(grad)
-    return list(grads)
+    return whole
 
 
 def compare_layer(layer, whole, mesh, features=8, partition=None, dim=0, run=None, batch=(), edge_attr=None):
