@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+try:
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+except ImportError:  # before PyTorch 2.7: sizes that are only known when the program runs cannot be compiled there
+    guard_or_true = bool
 
 __all__ = [
     "apply_of",

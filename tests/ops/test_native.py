@@ -267,6 +267,15 @@ class TestMissing:
         lose(find_spec=lambda name: type("Spec", (), {"origin": str(broken)}))
         self.check("could not be loaded")
 
+    @pytest.mark.parametrize("name", ["libgomp.so.1", "libomp.dylib"])
+    def test_without_openmp(self, lose, monkeypatch, name):
+        def refuse(path):
+            raise OSError(f"{name}: cannot open shared object file")
+
+        monkeypatch.setattr(native.ctypes, "CDLL", refuse)
+        lose()
+        self.check("that is OpenMP's runtime: install libgomp1")
+
     def test_of_somebody_else(self, lose, monkeypatch):
         monkeypatch.setenv("GATTN_KERNELS", torch._C.__file__)
         lose()

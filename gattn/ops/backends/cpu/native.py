@@ -16,6 +16,8 @@ PADDING = 64
 
 _OMP_PAUSE_HARD = 2
 
+_OPENMP_HINT = "; that is OpenMP's runtime: install libgomp1 (Linux) or libomp (macOS: `brew install libomp`)"
+
 _errors: dict[int, str] = {
     -1: "an index of the graph is out of range",
     -2: "the graph has too many nodes or edges for 32-bit numbers",
@@ -96,7 +98,8 @@ def library() -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(path)  # after PyTorch, whose OpenMP it shares
     except OSError as error:
-        raise NativeLibraryError(f"they could not be loaded: {error}") from error
+        hint = _OPENMP_HINT if any(name in str(error) for name in ("libgomp", "libomp")) else ""
+        raise NativeLibraryError(f"they could not be loaded: {error}{hint}") from error
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     functions = {
         "gattn_arguments_bytes": [],
