@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-try:
-    from torch.fx.experimental.symbolic_shapes import guard_or_true
-except ImportError:  # before PyTorch 2.7: sizes that are only known when the program runs cannot be compiled there
-    guard_or_true = bool
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 __all__ = [
     "apply_of",

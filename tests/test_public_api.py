@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +57,9 @@ def test_importing_gattn_needs_no_optional_package():
         "import gattn\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_version_everywhere():
+    root = Path(__file__).parents[1]
+    assert f"\nversion: {gattn.__version__}\n" in (root / "CITATION.cff").read_text()
+    assert f"\n## {gattn.__version__} (" in (root / "CHANGELOG.md").read_text()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.varlen import varlen_attn
 
 from gattn.graphs import CompleteGraph
 from gattn.scores import DotScore
@@ -18,11 +19,6 @@ from gattn.torch_private import (
     flash_attention_on_cpu_backward,
     scaled_dot_product_choice,
 )
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before PyTorch 2.10
-    varlen_attn = None
 
 #: The devices on which PyTorch has attention of variable length.
 _PACKED = ("cuda",)
@@ -38,7 +34,7 @@ def is_packed_flash(
     dropout: float,
 ) -> bool:
     """Whether PyTorch's attention of variable length serves the dot product: a flash kernel, for what that knows."""
-    if varlen_attn is None or graph.blocks is None or query is None or value.device.type not in _PACKED:
+    if graph.blocks is None or query is None or value.device.type not in _PACKED:
         return False
     if bias is not None or mask is not None or dropout or value.dtype not in (torch.float16, torch.bfloat16):
         return False
