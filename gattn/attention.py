@@ -255,8 +255,10 @@ class Attention(NotScriptable, MessagePassing):
                 raise RuntimeError(f"backend={wanted.name!r} needs {missing.what}, but {missing.why}.")
             return wanted
         if plain is None:
-            device = call.value.device.type
+            device, exports = call.value.device.type, torch.compiler.is_exporting()
             for backend in BACKENDS:
+                if exports and backend.has_operators:  # the program is to run without gattn
+                    continue
                 if (backend.devices is None or device in backend.devices) and backend.refuses(call) is None:
                     if (missing := backend.missing()) is None:
                         return backend

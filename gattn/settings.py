@@ -40,6 +40,9 @@ def backend(name: str) -> Iterator[None]:
 
     An explicit `backend=` argument inside the block still wins.
 
+    Around `torch.export.export`, `"cpu"` and `"triton"` keep fused kernels in the program, as operators that `import
+    gattn` registers in the process that runs it; `"auto"` makes a program that needs no gattn.
+
     Args:
         name: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` or
             `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message passing). A backend that

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_true
+from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
 
 __all__ = [
     "apply_of",
@@ -28,6 +28,7 @@ __all__ = [
     "is_transformed",
     "needs_dispatcher",
     "scaled_dot_product_choice",
+    "statically_known_true",
     "uses_forward_mode",
     "uses_jit_trace",
 ]

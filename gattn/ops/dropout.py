@@ -7,6 +7,8 @@ under dropout.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
         shape: Shape of the weights, `[..., E, H]`.
         p: Probability that a weight is dropped.
     """
-    number = torch.arange(shape.numel(), device=seed.device)
+    number = torch.arange(math.prod(shape), device=seed.device)  # numel() must know the sizes, which export leaves open
     random = _mix(_mix((number & _LOW32) ^ (seed & _LOW32)) ^ (number >> 32) ^ (seed >> 32))
     return (random >= int(p * 2**32)).view(shape)
 

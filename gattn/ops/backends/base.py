@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gattn.graphs import EdgeList
@@ -49,6 +48,9 @@ class Backend(ABC):
 
     #: Whether it adds a call's `out_bias` itself.
     adds_out_bias: ClassVar[bool] = False
+
+    #: Whether its results are made by operators of gattn's own, which an exported program has only if it is asked for.
+    has_operators: ClassVar[bool] = False
 
     def missing(self) -> Missing | None:
         """What it needs that this machine does not have; `None` if it has all."""
@@ -102,8 +104,6 @@ def needs_plain_pytorch() -> str | None:
         return "forward-mode differentiation needs plain PyTorch"
     if uses_jit_trace():
         return "torch.jit.trace records plain PyTorch"
-    if torch.compiler.is_exporting():
-        return "an exported program is to run without gattn"
     return None
 
 

@@ -27,6 +27,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class KernelBackend(Backend):
     """A backend that is an operator and a layout of the edges, which it caches."""
 
+    has_operators = True
     operator: ClassVar[AttentionOperator]
 
     #: Whether vectors of edges that PyTorch makes from features or types are in the type that is computed in.

@@ -381,7 +381,9 @@ Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _ke
 
 def can_drop(x: Tensor) -> bool:
     """Whether `drop` takes a tensor, here and now."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and _load_error is None and needs_plain_pytorch() is None
+    if torch.compiler.is_exporting() or needs_plain_pytorch() is not None:
+        return False
+    return x.device.type == "cpu" and x.dtype in DTYPES and _load_error is None
 
 
 def drop(x: Tensor, p: float, seed: Tensor) -> Tensor:

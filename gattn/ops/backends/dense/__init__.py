@@ -32,6 +32,7 @@ from gattn.ops.chunks import chunk_sizes
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.scores import DotScore, Score, family_of, says
+from gattn.torch_private import statically_known_true
 
 if TYPE_CHECKING:
     from gattn.attention import Attention
@@ -253,6 +254,13 @@ def _uniform(
     """The output of elements of one size, where target i is at the place of source i + offset."""
     left, right = graph.reach
     plain = bias is None and mask is None
+    if torch.compiler.is_exporting():  # sizes that are left open must not decide
+        if plain and left is None and right == 0 and statically_known_true(offset == 0) and _is_dot(score):
+            assert query is not None
+            return dot_product_attention(query, key, value, score, None, None, dropout, causal=True)
+        if (left, right) != (None, None):
+            mask = _both(mask, graph.visible(num_targets, key.size(1), offset, key.device)[None, None])
+        return _rectangle(query, key, value, num_targets, score, bias, mask, dropout)
     # Sources that no target sees are left out.
     first = 0 if left is None else min(max(offset - left, 0), key.size(1))
     last = key.size(1) if right is None else min(max(num_targets + offset + right, first), key.size(1))
@@ -325,6 +333,8 @@ def _by_targets(
 
     Intermediate results are not kept for the backward pass, which computes them again.
     """
+    if torch.compiler.is_exporting():  # sizes that are left open must not decide
+        return [function(query, key, score, bias, mask, num_targets)]
     count = max(_CHUNK // max(key.numel(), 1), 1)
     counts = chunk_sizes(num_targets, count) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)

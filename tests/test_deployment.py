@@ -1,0 +1,226 @@
+"""Exported programs, with gattn's kernels and without: eager mode's values, for sizes other than those traced.
+
+Each way of deployment runs a graph model and a sequence model.
+"""
+
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import gattn
+from gattn import CompleteGraph
+from gattn.nn import GATConv, GATv2Conv, TransformerConv
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec:FutureWarning",  # of PyTorch's export
+    "ignore:.*should not be instantiated:DeprecationWarning",
+)
+
+NODES, EDGES, BATCH, LENGTH = Dim("nodes"), Dim("edges"), Dim("batch"), Dim("length", max=64)
+
+
+class Kind(NamedTuple):
+    """Models that take the same inputs."""
+
+    draw: object
+    """Inputs of some sizes."""
+    shapes: tuple
+    sizes: tuple
+    """The first one is traced."""
+
+
+def draw_graph(nodes, edges):
+    """A graph with an isolated node, which layers without self-loops meet."""
+    return torch.randn(nodes, 6), torch.randint(0, nodes - 1, (2, edges))
+
+
+GRAPH = Kind(draw_graph, ({0: NODES}, {1: EDGES}), ((10, 30), (25, 7), (40, 300)))
+TEXT = Kind(
+    lambda batch, length: (torch.randint(0, 11, (batch, length)),),
+    ({0: BATCH, 1: LENGTH},),
+    ((2, 12), (1, 5), (3, 64), (1, 1)),
+)
+MODELS = {
+    "GATConv": (GRAPH, lambda: GATConv(6, 4, heads=2, residual=True)),
+    "GATv2Conv": (GRAPH, lambda: GATv2Conv(6, 4, heads=2, add_self_loops=False)),
+    "TransformerConv": (GRAPH, lambda: TransformerConv(6, 4, heads=2, beta=True)),
+    "GAT": (GRAPH, lambda: gattn.models.GAT(6, 8, 2, 3, heads=2)),
+    "TransformerLM": (TEXT, lambda: gattn.models.TransformerLM(11, 16, 2, 2, position="rotary")),
+}
+WHOLE = ("GAT", "TransformerLM")
+
+each_whole_model = pytest.mark.parametrize("name", WHOLE)
+
+
+def make(name):
+    """A model, the shapes it is exported with, and inputs of several sizes with its outputs."""
+    kind, model = MODELS[name]
+    model = model().eval()
+    inputs = [kind.draw(*sizes) for sizes in kind.sizes]
+    with torch.no_grad():
+        return model, kind.shapes, [(given, model(*given)) for given in inputs]
+
+
+def export(model, inputs, shapes, backend="auto"):
+    with gattn.backend(backend), torch.no_grad():
+        return torch.export.export(model, inputs, dynamic_shapes=shapes)
+
+
+def operators(program):
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+def run(code, folder, *arguments):
+    """Runs code in a fresh process."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+CHECK = """
+import sys
+for name in sys.argv[1:]:
+    program = LOAD
+    for inputs, expected in torch.load(name + ".cases", weights_only=True):
+        torch.testing.assert_close(program(*inputs), expected)
+"""
+WITHOUT = "import torch" + CHECK + "assert 'gattn' not in sys.modules\n"
+WITH = "import torch, gattn" + CHECK
+LOAD_PROGRAM = "torch.export.load(name + '.pt2').module()"
+LOAD_PACKAGE = "torch._inductor.aoti_load_package(name + '.pt2')"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Folders of saved programs by backend, each program with inputs and eager outputs beside it."""
+    folders = {backend: tmp_path_factory.getbasetemp() / "programs" / backend for backend in ("auto", "cpu")}
+    for backend, folder in folders.items():
+        folder.mkdir(parents=True)
+        for name in MODELS:
+            model, shapes, cases = make(name)
+            program = export(model, cases[0][0], shapes, backend)
+            found = {operator for operator in operators(program) if "gattn" in operator}
+            assert found == (set() if backend == "auto" else {"gattn.attention.default"})
+            torch.export.save(program, folder / f"{name}.pt2")
+            torch.save(cases, folder / f"{name}.cases")
+    return folders
+
+
+class TestExport:
+    def test_without_gattn_a_fresh_process_runs_plain_programs_alone(self, programs):
+        """Of the others, PyTorch says which operator is missing, and that its module must be imported."""
+        forgets = "\ntry:\n    torch.export.load('../cpu/GAT.pt2')\nexcept RuntimeError:\n    print('refused')\n"
+        ended = run(WITHOUT.replace("LOAD", LOAD_PROGRAM, 1) + forgets, programs["auto"], *MODELS)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout == "refused\n"
+        assert "torch.ops.gattn.attention" in ended.stderr
+        assert "import the custom op" in ended.stderr
+
+    def test_programs_with_kernels_run_in_a_fresh_process_that_imports_gattn(self, programs):
+        ended = run(WITH.replace("LOAD", LOAD_PROGRAM, 1), programs["cpu"], *MODELS)
+        assert ended.returncode == 0, ended.stderr
+
+    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize("backend", ["auto", "cpu"])
+    def test_a_program_can_be_trained(self, backend, strict):
+        """It drops what eager mode drops, too."""
+        conv = GATv2Conv(6, 4, heads=2, dropout=0.5)
+        with gattn.backend(backend):
+            program = torch.export.export(conv, draw_graph(10, 30), dynamic_shapes=GRAPH.shapes, strict=strict)
+        inputs, found = draw_graph(20, 90), []
+        for module in (program.module(), conv):
+            torch.manual_seed(1)
+            out = module(*inputs)
+            grads = torch.autograd.grad(out.square().sum(), list(module.parameters()))
+            found.append((out.detach(), dict(zip(dict(module.named_parameters()), grads, strict=True))))
+        torch.testing.assert_close(*found)
+
+    def test_a_backend_that_cannot_serve_a_call_is_refused_as_in_eager_mode(self):
+        with pytest.raises(ValueError, match="backend='dense' cannot serve this call"):
+            export(GATConv(6, 4), draw_graph(10, 30), GRAPH.shapes, "dense")
+
+
+class Attend(nn.Module):
+    """Attention on a complete graph of whatever sizes come."""
+
+    def __init__(self, score=None, **options):
+        super().__init__()
+        self.score, self.options = score, options
+
+    def forward(self, query, key, lengths):
+        lengths = {"source_lengths": lengths} if self.options.get("has_lengths") else {}
+        options = {name: option for name, option in self.options.items() if name != "has_lengths"}
+        graph = CompleteGraph(query.size(1), key.size(1), **options, **lengths)
+        return gattn.attend(query, key, key, graph, score=self.score)
+
+
+class TestCompleteGraphs:
+    """Exported by blocks of the matrix, and not edge by edge, with sizes left open."""
+
+    @pytest.mark.parametrize("score", [None, "additive"])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"causal": True},
+            {"window": (2, 1)},
+            {"window": 3, "causal": True},
+            {"has_lengths": True},
+            {"has_lengths": True, "causal": True},
+        ],
+        ids=str,
+    )
+    def test_dynamic_sizes(self, score, options):
+        heads = 2 if score is None else 1
+        module = Attend(None if score is None else gattn.AdditiveScore(torch.randn(2, 4)), **options)
+        targets, sources = Dim("targets"), Dim("sources")
+        shapes = ({0: BATCH, 1: targets}, {0: BATCH, 1: sources}, {0: BATCH})
+
+        def draw(batch, num_targets, num_sources):
+            lengths = torch.randint(1, num_sources + 1, (batch,))
+            key = torch.randn(batch, num_sources, 2 // heads if score is None else 2, 4)
+            return torch.randn(batch, num_targets, 2, 4), key, lengths
+
+        program = export(module, draw(2, 5, 9), shapes)
+        assert not any("nonzero" in operator or "scatter" in operator for operator in operators(program))
+        for sizes in ((3, 6, 6), (2, 100, 130), (4, 9, 5)):
+            inputs = draw(*sizes)
+            torch.testing.assert_close(program.module()(*inputs), module(*inputs))
+
+
+class TestOnnx:
+    @each_whole_model
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter's packages
+    def test_values(self, name):
+        pytest.importorskip("onnx")
+        pytest.importorskip("onnxscript")
+        onnxruntime = pytest.importorskip("onnxruntime")
+        model, shapes, cases = make(name)
+        program = torch.onnx.export(model, cases[0][0], dynamic_shapes=shapes, dynamo=True, verbose=False)
+        content = program.model_proto.SerializeToString()
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        names = [given.name for given in session.get_inputs()]
+        for inputs, expected in cases:
+            (out,) = session.run(None, {key: x.numpy() for key, x in zip(names, inputs, strict=True)})
+            torch.testing.assert_close(torch.from_numpy(out), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+class TestAotInductor:
+    @each_whole_model
+    @pytest.mark.parametrize("backend", ["auto", "cpu"])
+    def test_values_in_a_fresh_process(self, name, backend, tmp_path):
+        model, shapes, cases = make(name)
+        program = export(model, cases[0][0], shapes, backend)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / f"{name}.pt2"))
+        torch.save(cases, tmp_path / f"{name}.cases")
+        code = WITHOUT if backend == "auto" else WITH
+        ended = run(code.replace("LOAD", LOAD_PACKAGE, 1), tmp_path, name)
+        assert ended.returncode == 0, ended.stderr
+        if backend == "cpu":
+            ended = run(WITHOUT.replace("LOAD", LOAD_PACKAGE, 1), tmp_path, name)
+            assert "Could not find schema for gattn::attention" in ended.stderr
