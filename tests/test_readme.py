@@ -4,16 +4,36 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def blocks(language, page=README):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_runs(code):
     exec(compile(code, "README.md", "exec"), {})
+
+
+def examples():
+    """The code of each page; each block goes on where the page's first one ended."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        first, *others = blocks("python", page)
+        for number, code in enumerate(others, 1):
+            marks = [pytest.mark.slow] if "aoti_" in code else []
+            yield pytest.param(first + code, id=f"{page.stem}-{number}", marks=marks)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of PyTorch's exporters
+@pytest.mark.parametrize("code", list(examples()))
+def test_pages_run(code, tmp_path, monkeypatch):
+    if "import onnxruntime" in code:
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs", "exec"), {})
 
 
 def test_commands_are_one_line_each_and_install_what_is_pinned():
