@@ -5,10 +5,12 @@ A new version of PyTorch may change any of these; the tests of this file's users
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
 
@@ -22,6 +24,7 @@ __all__ = [
     "guard_or_true",
     "is_batched",
     "is_compiled",
+    "is_context_parallel",
     "is_functorch_tensor",
     "is_lazy",
     "is_traced",
@@ -99,6 +102,12 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its search of all arguments for tensors of `torch.func` transforms that have ended."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
+
+
+def is_context_parallel() -> bool:
+    """Whether PyTorch's `context_parallel` has taken over `scaled_dot_product_attention`: nothing public says so."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    return module is not None and F.scaled_dot_product_attention in module._replaced_functions
 
 
 def autograd_below(op: Any, keys: Any, *inputs: Any) -> Any:

@@ -1,13 +1,17 @@
 """Sharded attention: what one process computes, outputs and gradients, on two and four."""
 
 import copy
+import tempfile
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import gattn
@@ -241,12 +245,55 @@ def mistakes(mesh):
     assert isinstance(shard(gattn.CompleteGraph(n), mesh), ShardedCompleteGraph)
 
 
+def tools(mesh):
+    """PyTorch's own ways of training on several processes, on a Transformer: DDP, FSDP2 and its checkpoints, CP."""
+    torch.manual_seed(7)
+    alone = gattn.models.TransformerLM(11, channels=8, num_layers=2, heads=2, dropout=0.0, context=16).double()
+    tokens = torch.randint(11, (2 * mesh.size(), 9))
+
+    def losses(model, tokens, steps=3):
+        optimizer, found = torch.optim.Adam(model.parameters(), 0.01), []
+        for _ in range(steps):
+            loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach().clone())
+        found = torch.stack(found)
+        dist.all_reduce(found)
+        return found / mesh.size()
+
+    mine = tokens[2 * mesh.get_local_rank() :][:2]
+    by_ddp, by_fsdp = DistributedDataParallel(copy.deepcopy(alone)), fully_shard(copy.deepcopy(alone), mesh=mesh)
+    expected = losses(alone, tokens)
+    torch.testing.assert_close(losses(by_ddp, mine), expected)
+    torch.testing.assert_close(losses(by_fsdp, mine), expected)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    torch.distributed.checkpoint.save({"model": by_fsdp.state_dict()}, checkpoint_id=folder[0])
+    other = fully_shard(
+        gattn.models.TransformerLM(11, channels=8, num_layers=2, heads=2, context=16).double(), mesh=mesh
+    )
+    state = {"model": other.state_dict()}
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder[0])
+    other.load_state_dict(state["model"])
+    torch.testing.assert_close(other.eval()(tokens), by_fsdp.eval()(tokens))
+    x = torch.randn(2, 8, 8)
+    attention = gattn.nn.MultiheadAttention(8, 2, batch_first=True)
+    with (
+        context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+        pytest.raises(ValueError, match=r"gattn\.distributed\.shard"),
+    ):
+        attention(x, x, x)
+    assert attention(x, x, x)[0].shape == (2, 8, 8)
+
+
 def work(rank, ranks, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
     torch.set_num_threads(1)
     try:
         mesh = init_device_mesh("cpu", (ranks,))
-        for check in (sparse, complete, backends, training, traffic, mistakes):
+        for check in (sparse, complete, backends, training, tools, traffic, mistakes):
             check(mesh)
     finally:
         dist.destroy_process_group()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gattn.distributions import Distribution, is_plain_softmax
+from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
@@ -32,7 +33,7 @@ from gattn.ops.chunks import chunk_sizes
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.scores import DotScore, Score, family_of, says
-from gattn.torch_private import statically_known_true
+from gattn.torch_private import is_context_parallel, statically_known_true
 
 if TYPE_CHECKING:
     from gattn.attention import Attention
@@ -82,6 +83,12 @@ class Dense(Backend):
         return self._result(call)
 
     def _result(self, call: Call) -> Result:
+        if not torch.compiler.is_compiling() and is_context_parallel():
+            raise InputError(
+                "PyTorch's context_parallel splits sequences behind the back of graphs, masks and positions, so that "
+                "gattn's layers would compute something else inside it. Shard the graph instead: "
+                "gattn.distributed.shard(gattn.CompleteGraph(...), mesh)."
+            )
         graph = call.graph
         assert isinstance(graph, CompleteGraph)
         for name, term in (("bias", call.bias), ("mask", call.mask)):
