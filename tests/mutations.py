@@ -144,8 +144,8 @@ MUTATIONS = [
     Mutation(
         "the derivative leaves out the edge",
         KERNELS,
-        "applied = «family.template apply<kOwn>(fixed[k], segment.other(strip, e, k), edge)"
-        " → family.template apply<kOwn>(fixed[k], segment.other(strip, e, k), None{})»;",
+        "applied = «family.template apply<kOwn>(fixed[k], other[k], edge)"
+        " → family.template apply<kOwn>(fixed[k], other[k], None{})»;",
     ),
     Mutation("logits by source leave out the edge", KERNELS, "else return «with_edge(own, edge) → own» * other;"),
     Mutation("the scale is forgotten in the query's gradient", KERNELS, "«weigh(acc, H * C); →»"),
@@ -275,12 +275,12 @@ MUTATIONS = [
         KERNELS,
         "static_cast<const T*>(a.value) + b * «a.value_batch → a.key_batch»",
     ),
-    Mutation("a query head gets another key head", KERNELS, "{others, (kOwn == kTarget ? «h / group → h % G» : h) * C"),
+    Mutation("a query head gets another key head", KERNELS, "return end == kTarget ? «h / group → h % G» : h; }"),
     Mutation("a query head gets another value head", KERNELS, "{gathered, «h / group → h % G» * V, edges"),
     Mutation(
         "a value head's gradient is of its last query head",
         KERNELS,
-        "anew = «run.begins && h % group == 0 → run.begins»;",
+        "return «run.begins && (end == kTarget || h % group == 0) → run.begins»; }",
     ),
     Mutation(
         "hubs of a batch share their memory, forward",

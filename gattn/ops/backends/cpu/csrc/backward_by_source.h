@@ -20,7 +20,7 @@ class BySource : Scores<F> {
                       a.grad_weights == nullptr && a.edge_value == nullptr && a.edge_channels == 0 && Base::law.cap == 0) {}
 
   // What the gradient of an edge needs of its target: maximum, scale, delta, and the scalar score's query.
-  void fill_node_terms(int64_t i, int64_t b) {
+  NOINLINE void fill_node_terms(int64_t i, int64_t b) {
     A* terms = node_terms(i, b);
     this->fill_target_term(i, b, terms + 3 * H);
     if (!this->law.is_normalized) return;  // no sum through which weights depend on each other
@@ -36,7 +36,7 @@ class BySource : Scores<F> {
     }
   }
 
-  void run(const Task& task, int64_t b) {
+  NOINLINE void run(const Task& task, int64_t b) {
     this->start_vector_gradient();
     this->projection.start_gradients(&task - a.by_source.tasks, b);
     this->for_blocks(a.by_source, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
@@ -52,7 +52,7 @@ class BySource : Scores<F> {
   }
 
   // Adds up the parts of a row.
-  void merge(int64_t split, int64_t b) {
+  NOINLINE void merge(int64_t split, int64_t b) {
     const Rows& rows = a.by_source;
     memset(acc, 0, size_t(G * V) * sizeof(A));
     memset(acc_key, 0, size_t(key_width()) * sizeof(A));
@@ -69,7 +69,7 @@ class BySource : Scores<F> {
     return static_cast<A*>(a.partial) + (b * a.by_source.num_slots + slot) * (G * V + key_width());
   }
 
-  void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     const int32_t* node = a.by_source.node + p;
     const int32_t* position = a.target_position + p;
     const A* terms[kBlock];
@@ -119,7 +119,7 @@ class BySource : Scores<F> {
 
   // What run_block does where every channel is a head and nothing else is asked for: the numbers of an edge stay in
   // registers, from its logits to their gradients.
-  void run_channels(int64_t b, int64_t p, const Run* runs, int num_runs, const A* const* terms) {
+  NOINLINE void run_channels(int64_t b, int64_t p, const Run* runs, int num_runs, const A* const* terms) {
     // Stand for what there is not. Neither is used by anything else here.
     A *const none = this->products, *const ones = this->maxima;
     for (int64_t h = 0; h < H; ++h) none[h] = 0, ones[h] = 1;
@@ -171,7 +171,7 @@ class BySource : Scores<F> {
     });
   }
 
-  void finish(int64_t j, int64_t b) {
+  NOINLINE void finish(int64_t j, int64_t b) {
     this->store_key_gradient(j, b);
     if (a.grad_value != nullptr) store_row(static_cast<T*>(a.grad_value) + (b * a.sources + j) * G * V, acc, G * V);
   }

@@ -14,7 +14,7 @@ class ByTarget : Scores<F> {
   using Base::workspace_elements;
   ByTarget(const Arguments& arguments, A* workspace) : Base(arguments, workspace) {}
 
-  void run(const Task& task, int64_t b) {
+  NOINLINE void run(const Task& task, int64_t b) {
     this->start_vector_gradient();
     this->for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
       run_block(b, p, n, runs, num_runs);
@@ -27,7 +27,7 @@ class ByTarget : Scores<F> {
   }
 
   // Adds up the parts of a row.
-  void merge(int64_t split, int64_t b) {
+  NOINLINE void merge(int64_t split, int64_t b) {
     const Rows& rows = a.by_target;
     memset(acc, 0, size_t(query_width()) * sizeof(A));
     for (int64_t slot = rows.split[split]; slot < rows.split[split + 1]; ++slot) {
@@ -42,7 +42,7 @@ class ByTarget : Scores<F> {
     return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * query_width();
   }
 
-  void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     const A* terms = static_cast<const A*>(a.edge_terms) + b * a.edges * H;
     const int32_t* position = a.source_position + p;
     for (int e = 0; e < n; ++e) {

@@ -67,6 +67,11 @@ class Block : public Heads {
   }
   A* stats(int64_t i, int64_t b) const { return static_cast<A*>(a.stats) + (b * a.targets + i) * 2 * H; }
   A* node_terms(int64_t i, int64_t b) const { return static_cast<A*>(a.node_terms) + (b * a.targets + i) * 4 * H; }
+  // The heads of a query head's row at the end `end`, and at the other one: keys and values may have fewer heads.
+  int64_t own_head(End end, int64_t h) const { return end == kTarget ? h : h / group; }
+  int64_t other_head(End end, int64_t h) const { return end == kTarget ? h / group : h; }
+  // Whether the sum of a run's own head begins with this query head.
+  bool begins_sum(End end, int64_t h, const Run& run) const { return run.begins && (end == kTarget || h % group == 0); }
   int64_t edge_of(int64_t target_position) const {
     return a.edge_of_target_position == nullptr ? target_position : a.edge_of_target_position[target_position];
   }
@@ -121,12 +126,12 @@ class Block : public Heads {
   // ---------------------------------------------------------------------------------------------------- parts of a block
 
   // The rows of per-edge vectors of head 0; null where there are none.
-  const T* const* edge_rows(const void* base, int64_t batch_stride, int64_t b, int64_t width, int n, const T** rows) {
+  NOINLINE const T* const* edge_rows(const void* base, int64_t batch_stride, int64_t b, int64_t width, int n, const T** rows) {
     if (base == nullptr) return nullptr;
     for (int e = 0; e < n; ++e) rows[e] = static_cast<const T*>(base) + b * batch_stride + edge[e] * H * width;
     return rows;
   }
-  const T* const* score_edges(int64_t b, int n) {
+  NOINLINE const T* const* score_edges(int64_t b, int n) {
     if (a.edge_channels == 0) return edge_rows(a.edge, a.edge_batch, b, C, n, score_edge);
     if (a.edge_type != nullptr) {
       for (int e = 0; e < n; ++e) score_edge[e] = projection.row_of_type<T>(e);
@@ -136,7 +141,7 @@ class Block : public Heads {
     for (int e = 0; e < n; ++e) score_edge[e] = rows + e * H * C;
     return score_edge;
   }
-  const T* const* value_edges(int64_t b, int n) {
+  NOINLINE const T* const* value_edges(int64_t b, int n) {
     if (a.edge_channels > 0 && a.edge_value != nullptr) return score_edges(b, n);  // the only edge values with features
     return edge_rows(a.edge_value, a.edge_value_batch, b, V, n, value_edge);
   }
@@ -160,7 +165,7 @@ class Block : public Heads {
   }
 
   // to_e += from[edge e], H numbers.
-  void add_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
+  NOINLINE void add_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
     const A* base = static_cast<const A*>(from) + b * batch_stride;
     for (int e = 0; e < n; ++e) {
       const A* row = base + edge[e] * H;
@@ -170,13 +175,13 @@ class Block : public Heads {
       });
     }
   }
-  void store_edge_scalars(void* to, int64_t b, int n, const A* from) {
+  NOINLINE void store_edge_scalars(void* to, int64_t b, int n, const A* from) {
     for (int e = 0; e < n; ++e)
       copy_heads(static_cast<A*>(to) + (b * a.edges + edge[e]) * H, from + e * H);
   }
 
   // Adds bias, cap and mask to the block's logits.
-  void finish_logits(int64_t b, int n) {
+  NOINLINE void finish_logits(int64_t b, int n) {
     if (a.bias != nullptr) add_edge_scalars(a.bias, a.bias_batch, b, n, logits);
     law.cap_logits(logits, n * H);
     if (a.mask != nullptr) {
@@ -188,7 +193,7 @@ class Block : public Heads {
   }
 
   // keep: 0 or 1 / (1 - p) for each weight.
-  void draw_dropout(int64_t b, int n) {
+  NOINLINE void draw_dropout(int64_t b, int n) {
     const uint32_t low_seed = uint32_t(a.seed), high_seed = uint32_t(uint64_t(a.seed) >> 32);
     const A scale = A(a.keep_scale);
     for (int e = 0; e < n; ++e) {

@@ -71,7 +71,7 @@ class Law {
   }
 
   // Logits become cap tanh(logit / cap); one of no edge stays what it is.
-  void cap_logits(A* logits, int64_t count) const {
+  NOINLINE void cap_logits(A* logits, int64_t count) const {
     if (cap == 0) return;
     for (int64_t at = 0; at < count; at += W) {
       const Vec<A> logit = load(logits + at);
@@ -121,7 +121,7 @@ class RowSums : Heads {
   void start(bool is_part) { has_sink = sink != nullptr && !is_part; }
 
   // Turns the run's logits into weights, and brings the state up to date; the last run of a row writes its stats.
-  void add_run(const Run& run, A* logits, A* stats) {
+  NOINLINE void add_run(const Run& run, A* logits, A* stats) {
     if (law.name != kSoftmax) return add_run_of_law(run, logits, stats);
     if (!is_cyclic) {
       subtract_maximum(run, logits, stats);
@@ -178,7 +178,7 @@ class RowSums : Heads {
       sum[h] = sink != nullptr ? 1 : 0;
     }
   }
-  void merge(const A* state, const A* part, int64_t width, A* acc) {
+  NOINLINE void merge(const A* state, const A* part, int64_t width, A* acc) {
     for (int64_t h = 0; h < H; ++h) {
       const A most = state[h] > maximum[h] ? state[h] : maximum[h], base = finite_base(most);
       const A old_factor = exp_of(maximum[h] - base), new_factor = exp_of(state[h] - base);
@@ -198,7 +198,7 @@ class RowSums : Heads {
   // Only exact zeros are replaced, so that a NaN shows in the whole row.
   static INLINE Vec<A> reciprocal(Vec<A> x) { return x == A(0) ? Vec<A>{} : A(1) / x; }
 
-  void store_scales(A* stats) const {
+  NOINLINE void store_scales(A* stats) const {
     const bool is_normalized = law.is_normalized;
     const Vec<A> epsilon = splat<Vec<A>>(law.epsilon);
     for_heads([&](auto heads) INLINE_LAMBDA {
@@ -210,7 +210,7 @@ class RowSums : Heads {
     });
   }
 
-  void add_run_of_law(const Run& run, A* logits, A* stats) {
+  NOINLINE void add_run_of_law(const Run& run, A* logits, A* stats) {
     law.visit([&](auto of) INLINE_LAMBDA {
       for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
         lanes.store_to(logits + at, of(lanes.load_or(logits + at, Vec<A>{}), Vec<A>{}).value);
@@ -223,7 +223,7 @@ class RowSums : Heads {
   }
 
   // What add_run does, where H does not divide the lanes.
-  void subtract_maximum(const Run& run, A* logits, A* stats) {
+  NOINLINE void subtract_maximum(const Run& run, A* logits, A* stats) {
     for_heads([&](auto heads) INLINE_LAMBDA {
       using S = decltype(heads);
       EACH_VECTOR {
@@ -245,7 +245,7 @@ class RowSums : Heads {
       }
     });
   }
-  void add_weights(const Run& run, const A* logits) {
+  NOINLINE void add_weights(const Run& run, const A* logits) {
     for_heads([&](auto heads) INLINE_LAMBDA {
       using S = decltype(heads);
       EACH_VECTOR {

@@ -4,20 +4,23 @@
 //   kName       the name that Python asks for
 //   kConstants  the names of its constants, separated by spaces, in the order of Arguments.constants
 //   kScalar     whether an end is one number per head, instead of a row of channels
-//   kHasVector  whether channels are weighted by a vector per head
+//   kHasVector  whether channels are weighted by a vector per head; then the edge's term is one of a sum
 //   kKeepsSigns whether the forward pass can leave the signs of its inputs to the backward pass; see Additive
+//   kIsSlow     whether a value takes so long that no loop is compiled for each case, with an edge or without
 //
 // A scalar family's logit is that of x = query + key + edge:
 //   apply(x)  the logit and its derivative
 //
 // Any other's is the sum over channels of a value, weighted by the vector, or else times scale(), then finish()ed unless
-// is_linear(). Key and edge may change places, so that the derivative by one is that by the other:
+// is_linear(). Without a vector a value is a product, whose derivative by one end is the other end. Key and edge may
+// change places, so that the derivative by one is that by the other:
 //   value<kOwn>(own, other, edge)  the value of a channel, given the channel of the end `kOwn`, that of the other end,
 //                                  and the edge's, which may be `None`
 //   apply<kOwn>(own, other, edge)  the same with its derivative by `own`
 //
 // A family is made of Arguments.constants: it has a constructor from them. An activation of an additive one has such a
-// constructor, too, kConstants, kIsPiecewiseLinear (whether it is x times 1 or `slope`, a member), value(x) and apply(x).
+// constructor, too, kConstants, kIsPiecewiseLinear (whether it is x times 1 or `slope`, a member; others are slow),
+// value(x) and apply(x).
 #pragma once
 
 #include <type_traits>
@@ -113,6 +116,7 @@ struct Scalar : Activation {
 template <class Activation>
 struct Additive : Activation {
   static constexpr bool kScalar = false, kHasVector = true, kKeepsSigns = Activation::kIsPiecewiseLinear;
+  static constexpr bool kIsSlow = !kKeepsSigns;
   using Activation::Activation;
 
   template <class Edge>
@@ -149,7 +153,7 @@ struct AdditiveSmooth : Additive<Smooth> {
 struct Dot {
   static constexpr const char* kName = "dot";
   static constexpr const char* kConstants = "scale negative_slope multiplies bound";
-  static constexpr bool kScalar = false, kHasVector = false, kKeepsSigns = false;
+  static constexpr bool kScalar = false, kHasVector = false, kKeepsSigns = false, kIsSlow = false;
   A factor, slope;
   bool multiplies;
   A bound;

@@ -35,9 +35,11 @@ class Heads {
       case 1: *to = *from; break;
       case 4: memcpy(to, from, 4 * sizeof(A)); break;
       case 8: memcpy(to, from, 8 * sizeof(A)); break;
-      default:
-        for (int64_t h = 0; h < H; ++h) to[h] = from[h];
+      default: copy_many_heads(to, from);
     }
+  }
+  NOINLINE void copy_many_heads(A* to, const A* from) const {
+    for (int64_t h = 0; h < H; ++h) to[h] = from[h];
   }
   INLINE Vec<A> repeat_heads(const A* row) const {
     A lanes[W + 8];  // room that GCC asks for: it does not see that H <= W
@@ -60,7 +62,7 @@ class Heads {
   }
 
   // numbers_e += x for the run's edges.
-  void add_to_run(const Run& run, const A* x, A* numbers) const {
+  NOINLINE void add_to_run(const Run& run, const A* x, A* numbers) const {
     if (is_cyclic) {
       const Vec<A> repeated = repeat_heads(x);
       for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
@@ -72,7 +74,7 @@ class Heads {
     }
   }
   // to += the sum of the run's numbers, or replacing it where the run begins a row.
-  void sum_run(const Run& run, const A* numbers, A* to) const {
+  NOINLINE void sum_run(const Run& run, const A* numbers, A* to) const {
     if (is_cyclic) {
       Vec<A> sum = {};
       for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA { sum += lanes.load_or(numbers + at, Vec<A>{}); });

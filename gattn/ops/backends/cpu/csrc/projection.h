@@ -8,7 +8,7 @@ namespace {
 
 // to[i] = (or, with kAdds, +=) the sum over j < terms of x[i * row + j * column] times y[j], rows of `width`.
 template <bool kAdds, class X>
-void add_products(int64_t rows, int64_t terms, const A* x, int64_t row, int64_t column, const A* y, int64_t width,
+NOINLINE void add_products(int64_t rows, int64_t terms, const A* x, int64_t row, int64_t column, const A* y, int64_t width,
                   X* to) {
   for_strips(width, [&](auto strip) INLINE_LAMBDA {
     using S = decltype(strip);
@@ -54,7 +54,7 @@ class Projection {
   }
 
   // The block now consists of these edges.
-  void gather(const int64_t* edge, int n) {
+  NOINLINE void gather(const int64_t* edge, int n) {
     is_projected = false;
     for (int e = 0; e < n; ++e) {
       if (a.edge_type != nullptr) {
@@ -75,7 +75,7 @@ class Projection {
   }
   // Their rows, of type T or A, computed when they are first asked for.
   template <class X>
-  const X* projected(int n) {
+  NOINLINE const X* projected(int n) {
     X* to = reinterpret_cast<X*>(rows);
     if (a.edge_type != nullptr) {
       for (int e = 0; e < n; ++e) memcpy(to + e * width, row_of_type<X>(e), size_t(width) * sizeof(X));
@@ -97,7 +97,7 @@ class Projection {
   }
   // What the gradients of the block's rows mean for the weight, and, multiplied by `factor`, unless that is null, for
   // the features.
-  void add_gradients(const int64_t* edge, int64_t b, int n, A* of_rows, const A* factor) {
+  NOINLINE void add_gradients(const int64_t* edge, int64_t b, int n, A* of_rows, const A* factor) {
     if (a.edge_type != nullptr) {
       for (int e = 0; e < n && weight_gradient != nullptr; ++e)
         add_row(of_rows + e * width, weight_gradient + type[e] * width);

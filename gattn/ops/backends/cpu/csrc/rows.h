@@ -69,9 +69,6 @@ struct Count {
 // A segment is a run of edges that share one end, whose row is fixed; the rows of the other ends are gathered. Scalars
 // of an edge (logits, weights, their gradients) lie H apart.
 
-// Whether the rows that come next are fetched, too: by whoever reads rows first.
-enum Prefetch { kNow, kNextToo };
-
 struct Gathered {
   const T* row[kBlock];
   const T* ahead[kBlock];
@@ -84,7 +81,11 @@ struct Gathered {
   }
 };
 
-// The edges [first, last) of a block, `others` from `offset` on, and per-edge rows or null.
+// Whether edges have rows of their own; kPerhaps: the kernel finds out when it runs, and adds them to the other end's.
+enum EdgeRows { kNone, kOwnRows, kPerhaps };
+
+// The edges [first, last) of a block, `others` from `offset` on, and per-edge rows or null. Who reads rows first fetches
+// those that come next, too.
 struct Segment {
   const Gathered& others;
   int64_t offset;
@@ -92,20 +93,23 @@ struct Segment {
   int64_t edge_offset;
   int first, last;
   int64_t heads;
+  bool is_first = true;
 
-  template <class S>
-  INLINE Vec<A> other(S strip, int e, int k) const {
-    return strip.load_at(others.row[e] + offset, k);
+  // The other end's row.
+  template <EdgeRows kRows = kNone, class S>
+  INLINE void load_other(S strip, int e, Vec<A>* other) const {
+    EACH_VECTOR other[k] = strip.load_at(others.row[e] + offset, k);
+    if constexpr (kRows == kPerhaps)
+      if (edges != nullptr) EACH_VECTOR other[k] += strip.load_at(edges[e] + edge_offset, k);
   }
-  // The edge's own row; None without kEdge.
-  template <bool kEdge, class S>
+  template <EdgeRows kRows, class S>
   INLINE auto edge(S strip, int e, int k) const {
-    if constexpr (kEdge) return strip.load_at(edges[e] + edge_offset, k);
+    if constexpr (kRows == kOwnRows) return strip.load_at(edges[e] + edge_offset, k);
     else return None{};
   }
-  template <Prefetch P, class S>
+  template <class S>
   INLINE void prefetch(S strip, int e) const {
-    if constexpr (P == kNextToo) strip.prefetch(others.ahead[e] + offset);
+    if (is_first) strip.prefetch(others.ahead[e] + offset);
   }
 };
 
@@ -219,6 +223,19 @@ INLINE void for_head_strips(int64_t heads, int64_t width, const Packing& packing
     for_strips(width, [&](auto strip) INLINE_LAMBDA { f(strip, OneHead{head}, head); });
 }
 
+// The same, vector by vector: less code.
+template <class F>
+INLINE void for_head_vectors(int64_t heads, int64_t width, const Packing& packing, F&& f) {
+  if (packing.possible) {
+    for_vectors(heads * width, [&](auto strip) INLINE_LAMBDA {
+      f(strip, PackedHeads{packing, strip.first >> packing.shift}, int64_t(0));
+    });
+    return;
+  }
+  for (int64_t head = 0; head < heads; ++head)
+    for_vectors(width, [&](auto strip) INLINE_LAMBDA { f(strip, OneHead{head}, head); });
+}
+
 // Where the signs of a strip's inputs are kept: rows of bits, `stride` bytes apart. A vector's bits are whole bytes; heads
 // that share vectors share these, too.
 struct Signs {
@@ -231,8 +248,8 @@ INLINE int64_t bytes_of_signs(int64_t heads, int64_t channels) {
 }
 
 // out_e += the sum over channels of the family's values, with the row `own` at the end kOwn. With kSigns the signs of
-// the family's inputs are kept. `vector` is read if the family has one.
-template <End kOwn, bool kEdge, bool kSigns, class F, class S, class Heads>
+// the family's inputs are kept, if there is a place for them. `vector` is read if the family has one.
+template <End kOwn, EdgeRows kRows, bool kSigns, class F, class S, class Heads>
 INLINE void add_values(const F& family, S strip, Heads heads, const A* vector, const T* own, const Segment& segment,
                        A* out, Signs signs = {}) {
   Vec<A> fixed[S::kVectors], weight[S::kVectors];
@@ -241,16 +258,19 @@ INLINE void add_values(const F& family, S strip, Heads heads, const A* vector, c
     if constexpr (F::kHasVector) weight[k] = strip.load_at(vector, k);
   }
   for (int e = segment.first; e < segment.last; ++e) {
-    segment.template prefetch<kNextToo>(strip, e);
-    Vec<A> values[S::kVectors];
-    EACH_VECTOR {
-      const Vec<A> other = segment.other(strip, e, k);
-      const auto edge = segment.template edge<kEdge>(strip, e, k);
-      if constexpr (kSigns) {
-        const LaneBits bits = positive_bits(F::input(fixed[k], other, edge));
-        memcpy(signs.bits + e * signs.stride + strip.first / 8 + k * int(sizeof bits), &bits, sizeof bits);
+    segment.prefetch(strip, e);
+    Vec<A> other[S::kVectors], values[S::kVectors];
+    segment.template load_other<kRows>(strip, e, other);
+    if constexpr (kSigns) {
+      if (kRows == kNone || signs.bits != nullptr) {
+        EACH_VECTOR {
+          const LaneBits bits = positive_bits(F::input(fixed[k], other[k], segment.template edge<kRows>(strip, e, k)));
+          memcpy(signs.bits + e * signs.stride + strip.first / 8 + k * int(sizeof bits), &bits, sizeof bits);
+        }
       }
-      values[k] = family.template value<kOwn>(fixed[k], other, edge);
+    }
+    EACH_VECTOR {  // without a branch, which would keep GCC from contracting products and sums
+      values[k] = family.template value<kOwn>(fixed[k], other[k], segment.template edge<kRows>(strip, e, k));
       if constexpr (F::kHasVector) values[k] *= weight[k];
     }
     heads.add_sums(strip, values, segment.heads, out + e * segment.heads);
@@ -259,7 +279,7 @@ INLINE void add_values(const F& family, S strip, Heads heads, const A* vector, c
 
 // acc += the sum of factor_e times the derivative of the family's values by `own`, or (`anew`) replacing it; and,
 // unless `total` is null, total += the sum of factor_e times the values.
-template <End kOwn, Prefetch P, bool kEdge, class F, class S, class Heads>
+template <End kOwn, EdgeRows kRows, class F, class S, class Heads>
 INLINE void add_derivatives(const F& family, S strip, Heads heads, const T* own, const A* factor,
                             const Segment& segment, bool anew, A* acc, A* total) {
   Vec<A> fixed[S::kVectors], sum[S::kVectors], values[S::kVectors];
@@ -268,11 +288,13 @@ INLINE void add_derivatives(const F& family, S strip, Heads heads, const T* own,
     values[k] = total == nullptr ? Vec<A>{} : strip.load_at(total, k);
   }
   for (int e = segment.first; e < segment.last; ++e) {
-    segment.template prefetch<P>(strip, e);
+    segment.prefetch(strip, e);
+    Vec<A> other[S::kVectors];
+    segment.template load_other<kRows>(strip, e, other);
     EACH_VECTOR {
       const Vec<A> weight = heads.spread(factor + e * segment.heads, k);
-      const auto edge = segment.template edge<kEdge>(strip, e, k);
-      const Applied applied = family.template apply<kOwn>(fixed[k], segment.other(strip, e, k), edge);
+      const auto edge = segment.template edge<kRows>(strip, e, k);
+      const Applied applied = family.template apply<kOwn>(fixed[k], other[k], edge);
       sum[k] += weight * applied.derivative;
       values[k] += weight * applied.value;
     }
@@ -303,19 +325,21 @@ INLINE void add_slopes(S strip, Heads heads, A slope, const A* factor, const uin
 }
 
 // sum += factor_e (row_e + edge_e).
-template <Prefetch P, bool kEdge, class S, class Heads>
+template <EdgeRows kRows, class S, class Heads>
 INLINE void add_weighted(S strip, Heads heads, const A* factor, const Segment& segment, Vec<A>* sum) {
   for (int e = segment.first; e < segment.last; ++e) {
-    segment.template prefetch<P>(strip, e);
+    segment.prefetch(strip, e);
+    Vec<A> other[S::kVectors];
+    segment.load_other(strip, e, other);
     EACH_VECTOR {
-      const auto edge = segment.template edge<kEdge>(strip, e, k);
-      sum[k] += heads.spread(factor + e * segment.heads, k) * (segment.other(strip, e, k) + edge);
+      const auto edge = segment.template edge<kRows>(strip, e, k);
+      sum[k] += heads.spread(factor + e * segment.heads, k) * (other[k] + edge);
     }
   }
 }
 
 // to = row, rounded to the type that is stored.
-INLINE void store_row(T* to, const A* row, int64_t width) {
+[[maybe_unused]] NOINLINE void store_row(T* to, const A* row, int64_t width) {
   for_strips(width, [&](auto strip) INLINE_LAMBDA {
     using S = decltype(strip);
     EACH_VECTOR strip.store_at(to, k, strip.load_at(row, k));

@@ -17,7 +17,7 @@ class ScalarScores : public Values {
   int64_t query_width() const { return H; }
 
   // Logits of edges with the same target in each run, but for bias, cap and mask.
-  void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     // Rows are on their way while the weights are computed.
     const int32_t* node = a.by_target.node + p;
     const int64_t row_bytes = G * V * int64_t(sizeof(T));
@@ -32,7 +32,7 @@ class ScalarScores : public Values {
   }
 
   // Logits of edges with the same source in each run, the same way.
-  void source_logits(int64_t b, int64_t, int n, const Run* runs, int num_runs, const A* const* terms) {
+  NOINLINE void source_logits(int64_t b, int64_t, int n, const Run* runs, int num_runs, const A* const* terms) {
     for (int e = 0; e < n; ++e) copy_heads(logits + e * H, terms[e] + 3 * H);
     for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], key(runs[r].row, b), logits);
     apply(b, n);
@@ -56,13 +56,13 @@ class ScalarScores : public Values {
   void load_keys(int64_t, int64_t, int) {}
   void add_query_gradients(const Run& run, int64_t) { sum_run(run, gradients, acc); }
 
-  void store_edge_gradients(const Run& run, int64_t b) { store_edge_value_gradients(run, b); }
+  NOINLINE void store_edge_gradients(const Run& run, int64_t b) { store_edge_value_gradients(run, b); }
   void finish_edge_gradients(int64_t, int) {}
-  void store_key_gradient(int64_t j, int64_t b) {
+  NOINLINE void store_key_gradient(int64_t j, int64_t b) {
     if (a.grad_key == nullptr) return;
     memcpy(static_cast<A*>(a.grad_key) + (b * a.sources + j) * H, acc_key, size_t(H) * sizeof(A));
   }
-  void store_query_gradient(int64_t i, int64_t b) {
+  NOINLINE void store_query_gradient(int64_t i, int64_t b) {
     memcpy(static_cast<A*>(a.grad_query) + (b * a.targets + i) * H, acc, size_t(H) * sizeof(A));
   }
 
@@ -84,7 +84,7 @@ class ScalarScores : public Values {
 
  private:
   // From the sum of both ends to logits, and their derivatives in slopes.
-  void apply(int64_t b, int n) {
+  NOINLINE void apply(int64_t b, int n) {
     if (a.edge_channels > 0) {
       const A* terms = projection.projected<A>(n);
       for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) + load(terms + at));
@@ -108,13 +108,13 @@ class VectorScores : public Values {
   int64_t key_width() const { return G * C; }
   int64_t query_width() const { return H * C; }
 
-  void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     gathered.gather(key_row(0, b), a.key_row, a.by_target.node + p, n);
-    vector_logits<kTarget>(gathered, b, n, runs, num_runs, has_record ? recorded_signs(p, b) : nullptr);
+    vector_logits(kTarget, gathered, b, n, runs, num_runs, has_record ? recorded_signs(p, b) : nullptr);
   }
-  void source_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const*) {
+  NOINLINE void source_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const*) {
     queries.gather(query_row(0, b), a.query_row, a.by_source.node + p, n);
-    vector_logits<kSource>(queries, b, n, runs, num_runs, nullptr);
+    vector_logits(kSource, queries, b, n, runs, num_runs, nullptr);
   }
 
   void fill_target_term(int64_t, int64_t, A*) const {}
@@ -127,7 +127,7 @@ class VectorScores : public Values {
 
   void add_key_gradients(const Run& run, int64_t b) {
     A* outputs = F::kHasVector && a.grad_vector != nullptr ? total : nullptr;
-    add_gradients<kSource, kNow>(run, b, queries, acc_key, outputs);
+    add_gradients(kSource, run, b, queries, acc_key, outputs);
   }
   void load_keys(int64_t b, int64_t p, int n) {
     number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(p + e); });
@@ -135,12 +135,12 @@ class VectorScores : public Values {
     gathered.gather(key_row(0, b), a.key_row, a.by_target.node + p, n);
   }
   void add_query_gradients(const Run& run, int64_t b) {
-    add_gradients<kTarget, kNextToo>(run, b, gathered, acc, nullptr);
+    add_gradients(kTarget, run, b, gathered, acc, nullptr);
   }
 
   // Each edge is visited once, so its gradients are written, not added. Those of projected edges stay in the block
   // until all are there.
-  void store_edge_gradients(const Run& run, int64_t b) {
+  NOINLINE void store_edge_gradients(const Run& run, int64_t b) {
     const bool is_value = a.edge_channels > 0 ? a.edge_value != nullptr : a.grad_edge == a.grad_edge_value;
     for_edges_and_heads(run, [&](int e, int64_t h) INLINE_LAMBDA {
       if (a.edge_channels > 0) {
@@ -160,13 +160,13 @@ class VectorScores : public Values {
     projection.add_gradients(edge, b, n, projection.gradient_of_row(0), F::kHasVector ? vector() : nullptr);
   }
 
-  void store_key_gradient(int64_t j, int64_t b) {
+  NOINLINE void store_key_gradient(int64_t j, int64_t b) {
     weigh(acc_key, G * C);
     if (a.value_is_key)
       for (int64_t c = 0; c < G * C; ++c) acc_key[c] += acc[c];
     if (a.grad_key != nullptr) store_row(static_cast<T*>(a.grad_key) + (b * a.sources + j) * G * C, acc_key, G * C);
   }
-  void store_query_gradient(int64_t i, int64_t b) {
+  NOINLINE void store_query_gradient(int64_t i, int64_t b) {
     weigh(acc, H * C);
     store_row(static_cast<T*>(a.grad_query) + (b * a.targets + i) * H * C, acc, H * C);
   }
@@ -186,33 +186,38 @@ class VectorScores : public Values {
   }
 
  private:
+  // Then the backward pass has a record, unless edges have rows of their own, or there are none.
+  static constexpr bool kSigns = F::kKeepsSigns && kHasBits<A>;
+
   const A* vector() const { return static_cast<const A*>(a.vector); }
 
-  // The run's own row is at the end kOwn, `others` are the rows of the edges' other ends. `kept` is where the signs of
+  // The run's own row is at the end `end`, `others` are the rows of the edges' other ends. `kept` is where the signs of
   // the block's edges go, or null.
-  template <End kOwn>
-  void vector_logits(const Gathered& others, int64_t b, int n, const Run* runs, int num_runs, uint8_t* kept) {
+  NOINLINE void vector_logits(End end, const Gathered& others, int64_t b, int n, const Run* runs, int num_runs,
+                              uint8_t* kept) {
     edges = score_edges(b, n);
     memset(logits, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
-      const T* own = kOwn == kTarget ? query_row(run.row, b) : key_row(run.row, b);
-      auto add = [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-        const T* x = own + (kOwn == kTarget ? h : h / group) * C;
-        const A* vector_h = F::kHasVector ? vector() + h * C : nullptr;
-        const Segment segment = {others, (kOwn == kTarget ? h / group : h) * C, edges, h * C, run.first, run.last, H};
-        constexpr bool kSigns = kOwn == kTarget && F::kKeepsSigns && kHasBits<A>;
-        if (kSigns && kept != nullptr) {
-          const Signs to = {kept + h * signs_bytes, a.record_bytes};
-          if (edges != nullptr) add_values<kOwn, true, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
-          else add_values<kOwn, false, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
-        } else if (edges != nullptr) {
-          add_values<kOwn, true, false>(family, strip, heads, vector_h, x, segment, logits);
-        } else {
-          add_values<kOwn, false, false>(family, strip, heads, vector_h, x, segment, logits);
-        }
-      };
-      for_head_strips(H, C, key_packing, add);
+      const T* own = end == kTarget ? query_row(run.row, b) : key_row(run.row, b);
+      if constexpr (!F::kHasVector) {
+        add_row_products(family, end, run, own, others, edges, C, key_packing, logits);
+      } else {
+        for_head_strips(H, C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+          const T* x = own + own_head(end, h) * C;
+          const A* vector_h = vector() + h * C;
+          const Segment segment = {others, other_head(end, h) * C, edges, h * C, run.first, run.last, H};
+          const Signs to = {kept == nullptr ? nullptr : kept + h * signs_bytes, a.record_bytes};
+          if constexpr (F::kIsSlow)
+            add_values<kTarget, kPerhaps, false>(family, strip, heads, vector_h, x, segment, logits);
+          else if (edges != nullptr)
+            add_values<kTarget, kOwnRows, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
+          else if (kSigns && kept != nullptr)
+            add_values<kTarget, kNone, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
+          else
+            add_values<kTarget, kNone, false>(family, strip, heads, vector_h, x, segment, logits);
+        });
+      }
     }
     if constexpr (!F::kHasVector) {
       for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * family.scale());
@@ -227,27 +232,45 @@ class VectorScores : public Values {
 
   // to += the sum of the logits' gradients times their derivatives by the run's own row, but for the vector or scale;
   // outputs, unless null, += that of the gradients times the values.
-  template <End kOwn, Prefetch P>
-  void add_gradients(const Run& run, int64_t b, const Gathered& others, A* to, A* outputs) {
-    const T* own = kOwn == kTarget ? query_row(run.row, b) : key_row(run.row, b);
-    for_head_strips(H, C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-      const int64_t own_head = kOwn == kTarget ? h : h / group, other_head = kOwn == kTarget ? h / group : h;
-      const bool anew = run.begins && (kOwn == kTarget || h % group == 0);
-      const T* x = own + own_head * C;
-      A* acc_h = to + own_head * C;
-      A* outputs_h = outputs == nullptr ? nullptr : outputs + h * C;
-      const Segment segment = {others, other_head * C, edges, h * C, run.first, run.last, H};
-      if constexpr (F::kKeepsSigns) {
-        if (has_record) {
-          add_slopes(strip, heads, family.slope, gradients, signs, h * signs_bytes, segment, anew, acc_h);
-          return;
-        }
+  NOINLINE void add_gradients(End end, const Run& run, int64_t b, const Gathered& others, A* to, A* outputs) {
+    const bool is_first = end == kTarget;  // queries have been read for the logits
+    const auto segment_of = [&](int64_t h) INLINE_LAMBDA -> Segment {
+      return {others, other_head(end, h) * C, edges, h * C, run.first, run.last, H, is_first};
+    };
+    if constexpr (kSigns) {
+      if (has_record) {
+        for_head_strips(H, C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+          add_slopes(strip, heads, family.slope, gradients, signs, h * signs_bytes, segment_of(h),
+                     begins_sum(end, h, run), to + own_head(end, h) * C);
+        });
+        return;
       }
-      if (edges == nullptr)
-        add_derivatives<kOwn, P, false>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
-      else
-        add_derivatives<kOwn, P, true>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
-    });
+    }
+    if constexpr (!F::kHasVector)
+      if (edges == nullptr) return add_weighted_rows(end, run, others, C, key_packing, gradients, is_first, to);
+    const T* own = end == kTarget ? query_row(run.row, b) : key_row(run.row, b);
+    const auto add = [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      const Segment segment = segment_of(h);
+      const bool anew = begins_sum(end, h, run);
+      const T* x = own + own_head(end, h) * C;
+      A* acc_h = to + own_head(end, h) * C;
+      A* outputs_h = !F::kHasVector || outputs == nullptr ? nullptr : outputs + h * C;
+      if constexpr (F::kIsSlow) {
+        add_derivatives<kSource, kPerhaps>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
+      } else if (F::kHasVector && !kSigns && edges == nullptr) {
+        if (end == kTarget)
+          add_derivatives<kTarget, kNone>(family, strip, heads, x, gradients, segment, anew, acc_h, nullptr);
+        else
+          add_derivatives<kSource, kNone>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
+      } else if (end == kTarget) {
+        add_derivatives<kTarget, kOwnRows>(family, strip, heads, x, gradients, segment, anew, acc_h, nullptr);
+      } else {
+        add_derivatives<kSource, kOwnRows>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
+      }
+    };
+    // Activations, and rows of edges, which are read but once, take longer than what longer strips save.
+    if constexpr (F::kIsSlow || kSigns) for_head_vectors(H, C, key_packing, add);
+    else for_head_strips(H, C, key_packing, add);
   }
 
   // The gradient of an edge's term for one head; of one that is projected (not kIsWhole), but for the vector. With
@@ -258,7 +281,7 @@ class VectorScores : public Values {
     const A weight = logits[e * H + h], gradient = gradients[e * H + h];
     const T* query = has_record ? nullptr : queries.row[e] + h * C;
     const T* key = key_row(run.row, b) + h / group * C;
-    for_strips(C, [&](auto strip) INLINE_LAMBDA {
+    for_vectors(C, [&](auto strip) INLINE_LAMBDA {
       using S = decltype(strip);
       EACH_VECTOR {
         Vec<A> of_value;
@@ -283,7 +306,7 @@ class VectorScores : public Values {
 
   template <class S>
   INLINE Vec<A> recorded_derivative(S strip, const uint8_t* row, int64_t h, int k) const {
-    if constexpr (F::kKeepsSigns && kHasBits<A>) {
+    if constexpr (kSigns) {
       LaneBits bits;
       if (key_packing.possible) {
         memcpy(&bits, row + h * C / W * int(sizeof bits), sizeof bits);
@@ -298,14 +321,14 @@ class VectorScores : public Values {
   }
 
   // Multiplies a sum of derivatives by the vector or the scale.
-  void weigh(A* row, int64_t width) const {
+  NOINLINE void weigh(A* row, int64_t width) const {
     for (int64_t c = 0; c < width; ++c) {
       if constexpr (F::kHasVector) row[c] *= vector()[c];
       else row[c] *= family.scale();
     }
   }
 
-  void add_to_vector_gradient(const T* row, const A* derivatives) {
+  NOINLINE void add_to_vector_gradient(const T* row, const A* derivatives) {
     if constexpr (F::kKeepsSigns) {
       if (!has_record || a.grad_vector == nullptr) return;
       for_strips(H * C, [&](auto strip) INLINE_LAMBDA {

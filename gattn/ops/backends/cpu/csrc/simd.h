@@ -15,6 +15,8 @@
 
 #define INLINE inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
+// What runs once per block of edges or less often: GCC would compile a copy for each caller.
+#define NOINLINE __attribute__((noinline))
 
 #ifndef GATTN_TYPE
 #define GATTN_TYPE float
@@ -162,14 +164,21 @@ INLINE void store(T* p, Vec<float> v) {
   memcpy(p, &x, sizeof x);
 }
 #else
-template <class T>
-INLINE Vec<float> load(const T* p) {
+INLINE Vec<float> load(const BFloat16* p) {
   Vec<float> v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
   return v;
 }
-template <class T>
-INLINE void store(T* p, Vec<float> v) {
+INLINE void store(BFloat16* p, Vec<float> v) {
+  for (int i = 0; i < kLanes<float>; ++i) from_compute(v[i], p + i);
+}
+// Without instructions for it, a conversion is long: in line, it takes most of the time of the compiler.
+[[maybe_unused]] NOINLINE Vec<float> load(const Float16* p) {
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
+  return v;
+}
+[[maybe_unused]] NOINLINE void store(Float16* p, Vec<float> v) {
   for (int i = 0; i < kLanes<float>; ++i) from_compute(v[i], p + i);
 }
 #endif

@@ -6,25 +6,92 @@
 namespace {
 
 class Values : public Block {
+ public:
+  static int64_t workspace_elements(const Arguments& a) {
+    return Block::workspace_elements(a) + RowSums::workspace_elements(a.heads);
+  }
+
+  // Weights were written as logits.
+  NOINLINE void finish_weights(const Task& task, int64_t b) {
+    A* weights = static_cast<A*>(a.weights) + b * a.edges * H;
+    law.visit([&](auto rule) INLINE_LAMBDA {
+      for (int64_t i = task.first_row; i < task.last_row; ++i) {
+        const A* row = stats(i, b);
+        int64_t first = a.by_target.start[i], last = a.by_target.start[i + 1];
+        if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
+        for (int64_t p = first; p < last; ++p) {
+          A* weight = weights + edge_of(p) * H;
+          for_vectors(H, [&](auto heads) INLINE_LAMBDA {
+            using S = decltype(heads);
+            EACH_VECTOR {
+              const Applied applied = rule(heads.load_at(weight, k), heads.load_at(row, k));
+              heads.store_at(weight, k, applied.value * heads.load_at(row + H, k));
+            }
+          });
+        }
+      }
+    });
+  }
+
  protected:
-  Values(const Arguments& arguments, A* workspace) : Block(arguments, workspace), value_packing(V, group) {}
+  NOINLINE Values(const Arguments& arguments, A* workspace)
+      : Block(arguments, workspace), value_packing(V, group), sums(arguments, rest) {}
+
+  // ------------------------------------------------------------------------------------------------------------ forward
+
+  // From a block's logits to weights, and to what they add to the output.
+  NOINLINE void sum_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+    if (has_record)
+      for (int e = 0; e < n; ++e) copy_heads(reinterpret_cast<A*>(record(p + e, b)), logits + e * H);
+    if (a.weights != nullptr) store_edge_scalars(a.weights, b, n, logits);
+
+    for (int r = 0; r < num_runs; ++r) sums.add_run(runs[r], logits, stats(runs[r].row, b));
+    if (a.dropout) {
+      draw_dropout(b, n);
+      for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * load(keep + at));
+    }
+
+    // Keys that are values have been gathered for the score.
+    if (!a.value_is_key) gathered.gather(value_row(0, b), a.value_row, a.by_target.node + p, n);
+    const T* const* edges = value_edges(b, n);
+    for (int r = 0; r < num_runs; ++r) sum_values(runs[r], edges, b, sums.factor(), sums.scales(stats(runs[r].row, b)));
+  }
+
+  // A part of a row leaves its sums.
+  NOINLINE void save_sums(int64_t slot, int64_t b) {
+    A* to = sums_of_part(b, slot);
+    sums.save(to);
+    memcpy(to + RowSums::kState * H, acc, size_t(H * V) * sizeof(A));
+  }
+  // Adds up the parts of a row, and stores its output.
+  NOINLINE void merge_sums(int64_t split, int64_t b) {
+    const Rows& rows = a.by_target;
+    sums.start_merging();
+    memset(acc, 0, size_t(H * V) * sizeof(A));
+    for (int64_t slot = rows.split[split]; slot < rows.split[split + 1]; ++slot) {
+      const A* from = sums_of_part(b, slot);
+      sums.merge(from, from + RowSums::kState * H, V, acc);
+    }
+    A* row = stats(rows.split_row[split], b);
+    sums.finish_merging(row);
+    store_output(rows.split_row[split], b, sums.scales(row));
+  }
 
   // Sums up the run's values by the weights in `logits`, and stores the row's output where the run ends it. `factor`
   // corrects what earlier runs of the row left in acc, `scale` the result.
-  void sum_values(const Run& run, const T* const* edges, int64_t b, const A* factor, const A* scale) {
+  NOINLINE void sum_values(const Run& run, const T* const* edges, int64_t b, const A* factor, const A* scale) {
     copy_heads(scales, scale);
     T* out = output(run.row, b);
     A* wide = wide_output(run.row, b);
     const A* bias = static_cast<const A*>(a.out_bias);
-    const bool shared = a.value_is_key;
+    const bool is_first = edges != nullptr || !a.value_is_key;  // rows of keys have been read for the logits
     for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
       using S = decltype(strip);
-      const Segment segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H};
+      const Segment segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H, is_first};
       Vec<A> total_value[S::kVectors] = {};
       if (!run.begins) EACH_VECTOR total_value[k] = strip.load_at(acc + h * V, k) * heads.spread(factor, k);
-      if (edges != nullptr) add_weighted<kNextToo, true>(strip, heads, logits, segment, total_value);
-      else if (shared) add_weighted<kNow, false>(strip, heads, logits, segment, total_value);
-      else add_weighted<kNextToo, false>(strip, heads, logits, segment, total_value);
+      if (edges != nullptr) add_weighted<kOwnRows>(strip, heads, logits, segment, total_value);
+      else add_weighted<kNone>(strip, heads, logits, segment, total_value);
       if (!run.ends) {
         EACH_VECTOR strip.store_at(acc + h * V, k, total_value[k]);
       } else {
@@ -38,7 +105,7 @@ class Values : public Block {
   }
 
   // The output of a row whose parts are merged in acc.
-  void store_output(int64_t i, int64_t b, const A* scale) {
+  NOINLINE void store_output(int64_t i, int64_t b, const A* scale) {
     T* out = output(i, b);
     A* wide = wide_output(i, b);
     const A* bias = static_cast<const A*>(a.out_bias);
@@ -58,7 +125,7 @@ class Values : public Block {
   // ----------------------------------------------------------------------------------------------------------- backward
 
   // to[h] = <grad_out_i, out_i>, without the bias, which only the wide output lacks.
-  void multiply_outputs(int64_t i, int64_t b, A* to) {
+  NOINLINE void multiply_outputs(int64_t i, int64_t b, A* to) {
     const T* grad = grad_out_row(i, b);
     const A* bias = static_cast<const A*>(a.out_bias);
     memset(to, 0, size_t(H) * sizeof(A));
@@ -76,37 +143,51 @@ class Values : public Block {
   }
 
   // products = <grad_out_i, v_j + e_ij>; the rows of grad_out are gathered.
-  void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
+  NOINLINE void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
     static constexpr double kPlain[] = {1, 1, 0, 0};
     const Dot dot(kPlain);
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r) {
-      const T* value = value_row(runs[r].row, b);
+      const Run& run = runs[r];
+      const T* value = value_row(run.row, b);
+      if (edges == nullptr) {
+        add_row_products(dot, kSource, run, value, gathered, nullptr, V, value_packing, products);
+        continue;
+      }
       for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
         const T* own = value + h / group * V;
-        const Segment segment = {gathered, h * V, edges, h * V, runs[r].first, runs[r].last, H};
-        if (edges == nullptr) add_values<kSource, false, false>(dot, strip, heads, nullptr, own, segment, products);
-        else add_values<kSource, true, false>(dot, strip, heads, nullptr, own, segment, products);
+        const Segment segment = {gathered, h * V, edges, h * V, run.first, run.last, H};
+        add_values<kSource, kOwnRows, false>(dot, strip, heads, nullptr, own, segment, products);
       });
     }
   }
 
+  // to_e += the products of the run's own row, at the end `end`, and the edges' other ends, `width` channels per head.
+  template <class F>
+  NOINLINE void add_row_products(const F& family, End end, const Run& run, const T* row, const Gathered& others,
+                                 const T* const* edges, int64_t width, const Packing& packing, A* to) const {
+    for_head_strips(H, width, packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      const T* own = row + own_head(end, h) * width;
+      const Segment segment = {others, other_head(end, h) * width, edges, h * width, run.first, run.last, H};
+      if (edges == nullptr) add_values<kTarget, kNone, false>(family, strip, heads, nullptr, own, segment, to);
+      else if (end == kTarget) add_values<kTarget, kOwnRows, false>(family, strip, heads, nullptr, own, segment, to);
+      else add_values<kSource, kOwnRows, false>(family, strip, heads, nullptr, own, segment, to);
+    });
+  }
+
   // From logits and products to the gradients of logits, and weights after dropout in place of the logits.
-  void differentiate_weights(int64_t b, int n, const A* const* terms) {
-    if (law.is_normalized) {  // otherwise, they are 0, 1 and 0
+  NOINLINE void differentiate_weights(int64_t b, int n, const A* const* terms) {
+    if (law.is_normalized) {
       for (int e = 0; e < n; ++e) {
         copy_heads(maxima + e * H, terms[e]);
         copy_heads(row_scales + e * H, terms[e] + H);
         copy_heads(deltas + e * H, terms[e] + 2 * H);
       }
-      differentiate_weights_of<true>(b, n);
     } else {
-      differentiate_weights_of<false>(b, n);
+      for (int64_t at = 0; at < n * H; at += W)
+        store(maxima + at, Vec<A>{}), store(row_scales + at, splat<Vec<A>>(A(1))), store(deltas + at, Vec<A>{});
     }
-  }
-  template <bool kNormalized>
-  void differentiate_weights_of(int64_t b, int n) {
     if (a.dropout) draw_dropout(b, n);
     if (a.grad_weights != nullptr) {
       memset(gradients, 0, size_t(n * H) * sizeof(A));
@@ -115,12 +196,12 @@ class Values : public Block {
     law.visit([&](auto rule) INLINE_LAMBDA {
       for (int64_t at = 0; at < n * H; at += W) {
         const Vec<A> logit = load(logits + at);
-        Applied weight = rule(logit, kNormalized ? load(maxima + at) : Vec<A>{});
-        if (kNormalized) weight = {weight.value * load(row_scales + at), weight.derivative * load(row_scales + at)};
-        Vec<A> product = load(products + at), kept = weight.value;
+        const Applied weight = rule(logit, load(maxima + at));
+        const Vec<A> scale = load(row_scales + at), derivative = weight.derivative * scale;
+        Vec<A> product = load(products + at), kept = weight.value * scale;
         if (a.dropout) product *= load(keep + at), kept *= load(keep + at);
         if (a.grad_weights != nullptr) product += load(gradients + at);
-        Vec<A> gradient = weight.derivative * (kNormalized ? product - load(deltas + at) : product);
+        Vec<A> gradient = derivative * (product - load(deltas + at));
         if (law.cap != 0) gradient *= law.cap_derivative(logit);
         store(gradients + at, gradient);
         store(logits + at, kept);
@@ -131,24 +212,30 @@ class Values : public Block {
 
   // acc += the sum of the run's weights times grad_out_i.
   void add_value_gradients(const Run& run) {
-    for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+    add_weighted_rows(kSource, run, gathered, V, value_packing, logits, false, acc);
+  }
+
+  // to += the sum of the run's factors times the rows at the other ends; the run's own row is at the end `end`.
+  NOINLINE void add_weighted_rows(End end, const Run& run, const Gathered& others, int64_t width, const Packing& packing,
+                                  const A* factor, bool is_first, A* to) const {
+    for_head_strips(H, width, packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
       using S = decltype(strip);
-      const Segment segment = {gathered, h * V, nullptr, 0, run.first, run.last, H};
-      A* to = acc + h / group * V;
-      const bool anew = run.begins && h % group == 0;
+      const Segment segment = {others, other_head(end, h) * width, nullptr, 0, run.first, run.last, H, is_first};
+      A* acc_h = to + own_head(end, h) * width;
+      const bool anew = begins_sum(end, h, run);
       Vec<A> sum[S::kVectors];
-      EACH_VECTOR sum[k] = anew ? Vec<A>{} : strip.load_at(to, k);
-      add_weighted<kNow, false>(strip, heads, logits, segment, sum);
-      EACH_VECTOR strip.store_at(to, k, sum[k]);
+      EACH_VECTOR sum[k] = anew ? Vec<A>{} : strip.load_at(acc_h, k);
+      add_weighted<kNone>(strip, heads, factor, segment, sum);
+      EACH_VECTOR strip.store_at(acc_h, k, sum[k]);
     });
   }
 
   // The gradients of the values of a run's edges: each edge is visited once, so they are written, not added.
-  void store_edge_value_gradients(const Run& run, int64_t b) {
+  NOINLINE void store_edge_value_gradients(const Run& run, int64_t b) {
     if (a.grad_edge_value == nullptr) return;
     for (int e = run.first; e < run.last; ++e) {
       T* to = static_cast<T*>(a.grad_edge_value) + (b * a.edges + edge[e]) * H * V;
-      for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      for_head_vectors(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
         using S = decltype(strip);
         EACH_VECTOR {
           const Vec<A> grad_out = strip.load_at(gathered.row[e] + h * V, k);
@@ -159,6 +246,12 @@ class Values : public Block {
   }
 
   const Packing value_packing;
+  RowSums sums;
+
+ private:
+  A* sums_of_part(int64_t b, int64_t slot) const {
+    return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * (RowSums::kState * H + H * V);
+  }
 };
 
 }  // namespace
