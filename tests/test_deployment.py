@@ -111,6 +111,7 @@ def programs(tmp_path_factory):
 
 
 class TestExport:
+    @pytest.mark.slow
     def test_without_gattn_a_fresh_process_runs_plain_programs_alone(self, programs):
         """Of the others, PyTorch says which operator is missing, and that its module must be imported."""
         forgets = "\ntry:\n    torch.export.load('../cpu/GAT.pt2')\nexcept RuntimeError:\n    print('refused')\n"
@@ -120,6 +121,7 @@ class TestExport:
         assert "torch.ops.gattn.attention" in ended.stderr
         assert "import the custom op" in ended.stderr
 
+    @pytest.mark.slow
     def test_programs_with_kernels_run_in_a_fresh_process_that_imports_gattn(self, programs):
         ended = run(WITH.replace("LOAD", LOAD_PROGRAM, 1), programs["cpu"], *MODELS)
         assert ended.returncode == 0, ended.stderr
@@ -192,6 +194,7 @@ class TestCompleteGraphs:
             torch.testing.assert_close(program.module()(*inputs), module(*inputs))
 
 
+@pytest.mark.slow
 class TestOnnx:
     @each_whole_model
     @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter's packages
