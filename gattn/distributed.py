@@ -75,7 +75,7 @@ def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tenso
 
     Raises:
         ValueError: If the mesh has several dimensions, sizes are unknown or differ between processes, or the
-            partition does not fit.
+            partition does not fit or differs.
         ImportError: If `partition="metis"` and there is no `pymetis`.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -116,6 +116,9 @@ def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tenso
         raise InputError(f"a partition is one tensor, or one for targets and one for sources; got {len(parts)}.")
     targets = _Parts("targets", parts[0], sizes[0], group)
     sources = targets if parts[1] is parts[0] and sizes[0] == sizes[1] else _Parts("sources", parts[1], sizes[1], group)
+    digests = _all_gather(torch.stack([targets.digest(), sources.digest()]).to(device), group)
+    if (digests != digests[0]).any():
+        raise InputError("processes have different partitions: make one with the same seed, or broadcast it.")
     return ShardedSparseGraph(whole, targets, sources)
 
 
@@ -179,6 +182,11 @@ class _Parts:
         """The owner of each node, and the node's place among the owner's."""
         return self._owner[nodes], self._place[nodes]
 
+    def digest(self) -> Tensor:
+        """A number that other partitions hardly have."""
+        factors = torch.randint(1 << 62, (self.size,), generator=torch.Generator().manual_seed(0))
+        return (self._owner * factors.to(self._owner.device)).sum()
+
 
 def _metis(graph: SparseGraph, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Parts of about the same size with few edges between them, the same on all processes."""
@@ -217,10 +225,14 @@ class _AllToAll(torch.autograd.Function):
         ctx.way_back = received, sent, group
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        # Activation checkpointing recomputes as far as what was saved: this makes all processes repeat the exchange,
+        # those that save nothing else included.
+        ctx.save_for_backward(out.new_empty(0))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _ = ctx.saved_tensors
         return _all_to_all(*grads, *ctx.way_back), None, None, None
 
 
@@ -271,12 +283,14 @@ class _Sharded:
     _targets: _Blocks | _Parts
     _sources: _Blocks | _Parts
     _fetch: _Fetch
+    _num_all_edges: int = 0  # a complete graph lists none
     target_ids: Tensor
     """The number, in the whole graph, of each of this process's targets."""
     source_ids: Tensor
     """The number, in the whole graph, of each of this process's sources."""
 
     def _own(self, rows: Rows) -> Tensor:
+        """The number, in the whole graph, of each of this process's rows."""
         if rows not in ("targets", "sources", "edges"):
             raise InputError(f"rows is 'targets', 'sources' or 'edges', not {rows!r}.")
         ids: Tensor | None = getattr(
@@ -293,8 +307,14 @@ class _Sharded:
             x: One row per node, or per edge in the order of the whole graph's `edge_index`.
             rows: What a row belongs to; targets are the sources in most graphs. (default: `"targets"`)
             dim: The dimension of rows. (default: `0`)
+
+        Raises:
+            ValueError: If the tensor has another number of rows than the whole graph.
         """
         ids = self._own(rows)
+        whole = {"targets": self._targets.size, "sources": self._sources.size}.get(rows, self._num_all_edges)
+        if x.size(dim) != whole:
+            raise InputError(f"the whole graph has {whole} {rows}; got {x.size(dim)} rows along dim={dim}.")
         return x.index_select(dim, ids.to(x.device))
 
     def gather(self, x: Tensor, rows: Rows = "targets", dim: int = 0) -> Tensor:
@@ -346,7 +366,7 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
 
     _attributes: ClassVar[tuple[str, ...]] = (
         *SparseGraph._attributes,
-        *("_targets", "_sources", "_fetch", "_halo", "target_ids", "source_ids", "edge_ids"),
+        *("_targets", "_sources", "_fetch", "_halo", "_num_all_edges", "target_ids", "source_ids", "edge_ids"),
     )
     edge_ids: Tensor
     """The number, in the whole graph, of each of this process's edges."""
@@ -355,6 +375,7 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
         source, target = whole.sources_and_targets()
         rank, device = targets.group.rank(), source.device
         owner, place = targets.locate(target)
+        self._num_all_edges = len(owner)
         self.edge_ids = (owner == rank).nonzero().squeeze(1)
         source, target = source[self.edge_ids], place[self.edge_ids]
         owner, place = sources.locate(source)
@@ -431,7 +452,6 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
         own = (targets.last - targets.first, sources.last - sources.first)
         lengths = None if whole.target_lengths is None else (whole.target_lengths - targets.first).clamp(0, own[0])
         super().__init__(*own, causal=whole.causal, window=whole.window, target_lengths=lengths)
-        self.source_lengths = whole.source_lengths  # of all sources
         # Sources from first to last are seen by this process's targets.
         shift = sources.size - targets.size
         first = 0 if left is None else targets.first + shift - left
@@ -439,6 +459,8 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
         first = min(max(first, 0), sources.size)
         last = max(min(last, sources.size), first) if own[0] else first
         self._seen = (first, last)
+        # Of all sources, unless there are no targets to see them.
+        self.source_lengths = None if whole.source_lengths is None else whole.source_lengths.clamp(max=last - first)
         self._targets, self._sources = targets, sources
         self.target_ids, self.source_ids = targets.own(device), sources.own(device)
         seen = torch.arange(first, last, device=device)
@@ -460,6 +482,12 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
     def with_source_lengths(self, lengths: Tensor) -> CompleteGraph:
         """Raises `ValueError`: this process knows the padding of its own sources only."""
         raise InputError("give lengths to the whole graph: shard(CompleteGraph(..., source_lengths=...), mesh).")
+
+    def _edges(self, device: torch.device | str | None) -> Tensor:
+        raise InputError(
+            "a sharded complete graph is not listed edge by edge, as edge features need it: shard a SparseGraph with "
+            "these edges."
+        )
 
     def fetch(
         self, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gattn
 from gattn.distributed import ShardedCompleteGraph, ShardedSparseGraph, shard
@@ -100,6 +101,7 @@ def complete(mesh):
         (13, {"window": 3}),
         (13, {"window": (9, 1), "causal": True}),
         (2, {"causal": True}),
+        (2, {"source_lengths": torch.tensor([2, 1, 0])}),
         (13, {"source_lengths": torch.tensor([13, 4, 0]), "target_lengths": torch.tensor([2, 13, 7])}),
     ):
         whole = gattn.CompleteGraph(size, **options)
@@ -112,6 +114,12 @@ def complete(mesh):
     whole = gattn.CompleteGraph(11, causal=True)
     encoder = gattn.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     compare_layer(encoder, whole, mesh, dim=1, batch=(2,), run=lambda layer, x, graph: layer(x, graph=graph))
+    compare_layer(  # checkpointed: processes without nodes repeat the exchange, too
+        gattn.nn.MultiheadAttention(8, 2, batch_first=True),
+        gattn.CompleteGraph(2),
+        mesh,
+        run=lambda layer, x, graph: checkpoint(lambda x: layer(x, x, x, graph=graph)[0], x, use_reentrant=False),
+    )
     cross(mesh, gattn.CompleteGraph(5, 12, causal=True))
     cross(mesh, gattn.CompleteGraph(12, 5, window=(1, 2)))
     cross(mesh, gattn.SparseGraph(random_edge_index(12, 5, 30), num_targets=5, num_sources=12))
@@ -213,6 +221,8 @@ def mistakes(mesh):
     graph = gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]]), 3, 3)
     sharded, n = shard(graph, mesh), 3
     x, adding_attention = sharded.scatter(torch.randn(3, 2)), gattn.nn.MultiheadAttention(2, 1, add_zero_attn=True)
+    complete_graph, heads = shard(gattn.CompleteGraph(3), mesh), x.unsqueeze(1)
+    centred = gattn.LocalGaussian(torch.zeros(len(x)), 1.0)
     for wrong, message in (
         (lambda: shard(graph, "cpu"), "mesh is a torch.distributed DeviceMesh"),
         (lambda: shard(sharded, mesh), "sharded already"),
@@ -228,7 +238,12 @@ def mistakes(mesh):
         (lambda: shard(gattn.CompleteGraph(3), mesh).with_causal(), "causal from the start"),
         (lambda: shard(gattn.CompleteGraph(3 + dist.get_rank()), mesh), "different sizes"),
         (lambda: sharded.scatter(torch.randn(3, 2), "rows"), "rows is"),
+        (lambda: shard(graph, mesh, torch.tensor([dist.get_rank(), 0, 0])), "different partitions"),
+        (lambda: sharded.scatter(torch.randn(4, 2)), "the whole graph has 3 targets; got 4"),
+        (lambda: sharded.scatter(torch.randn(3, 2), "edges"), "the whole graph has 2 edges; got 3"),
         (lambda: sharded.gather(torch.randn(9, 2)), "9 rows"),
+        (lambda: gattn.nn.EGATConv(2, 2, 2, 2, 1)(x, complete_graph, x), "not listed edge by edge"),
+        (lambda: gattn.attend(heads, heads, heads, sharded, distribution=centred), "numbers of sources"),
         (lambda: gattn.nn.GATConv(2, 2)(torch.randn(9, 2), sharded), "sources"),
         (lambda: gattn.nn.SuperGATConv(2, 2)(x, sharded), "sharded graphs are for"),
         (lambda: gattn.nn.GatedGCNConv(2, 2, 2)(x, sharded, x), "sharded graphs are for"),

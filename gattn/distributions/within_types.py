@@ -51,7 +51,8 @@ class WithinTypes(Distribution):
 
     def with_sources(self, source: Tensor) -> WithinTypes:
         """See `Distribution.with_sources`."""
-        return WithinTypes(self.edge_type, self.distribution.with_sources(source), self.num_types)
+        bound = self.distribution.with_sources(source)
+        return self if bound is self.distribution else WithinTypes(self.edge_type, bound, self.num_types)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The types, and what the inner distribution holds."""
