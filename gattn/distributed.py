@@ -54,6 +54,7 @@ def shard(
 def shard(
     graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tensor] | str | None = None
 ) -> ShardedGraph: ...
+@torch.inference_mode(False)  # the graph may be trained on later
 def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tensor] | str | None = None) -> ShardedGraph:
     """The part of a graph that belongs to this process; all processes of the mesh call it.
 
@@ -67,7 +68,8 @@ def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tenso
         mesh: The processes, one-dimensional, such as `init_device_mesh("cpu", (4,))` or `mesh["nodes"]`.
         partition: Which process owns which node: its place in the mesh for each node, `[N]`; for different targets and
             sources a pair of such tensors, `[N]` and `[M]`; `"metis"` to find parts of about the same size with few
-            edges between them (needs `pymetis`). Sequences are always split into contiguous blocks.
+            edges between them, among the edges that the first process gives (needs `pymetis`). Sequences are always
+            split into contiguous blocks.
             (default: `None`, contiguous blocks)
 
     Returns:
@@ -194,15 +196,21 @@ def _metis(graph: SparseGraph, group: dist.ProcessGroup, device: torch.device) -
         import pymetis
     except ImportError as error:
         raise ImportError("partition='metis' needs METIS: pip install pymetis") from error
-    part = torch.zeros(graph.num_targets or 0, dtype=torch.int64, device=device)
+    part, problem = torch.zeros(graph.num_targets or 0, dtype=torch.int64, device=device), [""]
     if group.rank() == 0:
         pairs = graph.edge_index.cpu().numpy()
-        ones = (pairs[0] != pairs[1]).astype("int8")
-        adjacency = coo_array((ones, (pairs[0], pairs[1])), shape=(len(part), len(part))).tocsr()
+        is_edge = (pairs[0] != pairs[1]).astype("int32")
+        adjacency = coo_array((is_edge, (pairs[0], pairs[1])), shape=(len(part), len(part))).tocsr()
         adjacency = (adjacency + adjacency.T).tocsr()  # METIS takes undirected graphs
         adjacency.eliminate_zeros()
-        found = pymetis.part_graph(group.size(), xadj=adjacency.indptr, adjncy=adjacency.indices)[1]
-        part.copy_(torch.as_tensor(found))
+        try:
+            found = pymetis.part_graph(group.size(), xadj=adjacency.indptr, adjncy=adjacency.indices)[1]
+            part.copy_(torch.as_tensor(found))
+        except Exception as error:  # the others must not wait for ever
+            problem = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(problem, group_src=0, group=group)
+    if problem[0]:
+        raise InputError(f"METIS finds no partition ({problem[0]}): leave partition alone, or give a tensor.")
     dist.broadcast(part, group_src=0, group=group)
     return part
 
@@ -320,6 +328,9 @@ class _Sharded:
     def gather(self, x: Tensor, rows: Rows = "targets", dim: int = 0) -> Tensor:
         """The rows of all processes, in the order of the whole graph, on each of them.
 
+        A loss that each process computes of these has as many times the gradient: gather results, and compute losses of
+        each process's own rows.
+
         Args:
             x: This process's rows.
             rows: What a row belongs to. (default: `"targets"`)
@@ -330,10 +341,25 @@ class _Sharded:
             raise InputError(f"this process has {len(ids)} {rows}; got {x.size(dim)} rows.")
         counts = _all_gather(torch.tensor(len(ids), device=ids.device), group).tolist()
         copies, sent = group.size(), [len(ids)] * group.size()
-        order = _all_to_all(ids.repeat(copies), sent, counts, group).argsort()
+        numbers, order = _all_to_all(ids.repeat(copies), sent, counts, group).sort()
+        if (numbers.diff() == 0).any():
+            raise InputError(f"the {rows} of processes that loaded their own ones have no common order.")
         moved = x.movedim(dim, 0)
         received = _all_to_all(moved.repeat(copies, *[1] * (x.dim() - 1)), sent, counts, group)
         return received.index_select(0, order).movedim(0, dim)
+
+    @property
+    def seen_ids(self) -> Tensor:
+        """The number, in the whole graph, of each source that this process has in attention, the fetched ones included.
+
+        So are the sources in its `edge_index` numbered, and the columns of a complete graph's weights.
+        """
+        raise NotImplementedError
+
+    @property
+    def num_all_sources(self) -> int:
+        """M of the whole graph: see `Graph.num_all_sources`."""
+        return self._sources.size
 
     @property
     def traffic(self) -> Traffic:
@@ -416,6 +442,11 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
     def _with_fetched(self, own: Tensor) -> Tensor:
         return torch.cat([own, self._fetch(own)])
 
+    @property
+    def seen_ids(self) -> Tensor:
+        """Own sources, and then those of others."""
+        return torch.cat([self.source_ids, self._halo])
+
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
         """Raises `ValueError`: no process has all pairs."""
         raise InputError("masks and biases of all pairs of nodes are not sharded: give gattn.attend those of edges.")
@@ -423,8 +454,7 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
     def distances(self, device: torch.device) -> Tensor:
         """See `Graph.distances`; nodes have their places in the whole graph."""
         source, target = self.sources_and_targets()
-        places = torch.cat([self.source_ids, self._halo])
-        return places[source] - self.target_ids[target] - (self._sources.size - self._targets.size)
+        return self.seen_ids[source] - self.target_ids[target] - (self._sources.size - self._targets.size)
 
     def __repr__(self) -> str:
         return f"ShardedSparseGraph({_described(self)})"
@@ -433,7 +463,8 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
 class ShardedCompleteGraph(_Sharded, CompleteGraph):
     """One process's part of a complete graph, a contiguous block of its targets and one of its sources; see `shard`.
 
-    A bias or a mask has rows for this process's targets, and columns for all sources.
+    A bias or a mask has rows for this process's targets, and columns for all sources; weights have columns for the
+    sources that these targets see, `seen_ids`.
     """
 
     _attributes = (
@@ -466,6 +497,11 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
         seen = torch.arange(first, last, device=device)
         is_own = (sources.first <= seen) & (seen < sources.last)
         self._fetch = _Fetch(seen[~is_own], sources)
+
+    @property
+    def seen_ids(self) -> Tensor:
+        """Contiguous ones."""
+        return torch.arange(*self._seen, device=self.source_ids.device)
 
     def with_self_loops(self) -> CompleteGraph:
         """See `CompleteGraph.with_self_loops`."""
@@ -503,7 +539,7 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
     def _columns(self, term: Tensor | None, name: str) -> Tensor | None:
         """A bias or mask for the sources that this process's targets see."""
         first, last = self._seen
-        if term is None or term.dim() == 0 or term.size(-1) in (1, last - first):
+        if term is None or term.dim() == 0 or term.size(-1) == 1:
             return term
         if term.size(-1) != self._sources.size:
             raise InputError(
@@ -520,8 +556,8 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
         return torch.cat([fetched[:before], kept, fetched[before:]])
 
     def distances(self, device: torch.device) -> Tensor:
-        """See `Graph.distances`: `[N, M]`, of this process's targets and the sources that they see."""
-        target, source = self.target_ids.to(device), torch.arange(*self._seen, device=device)
+        """See `Graph.distances`: `[N, M]`, of this process's targets and all sources."""
+        target, source = self.target_ids.to(device), torch.arange(self._sources.size, device=device)
         return source - target.unsqueeze(1) - (self._sources.size - self._targets.size)
 
     def __repr__(self) -> str:

@@ -120,9 +120,30 @@ def complete(mesh):
         mesh,
         run=lambda layer, x, graph: checkpoint(lambda x: layer(x, x, x, graph=graph)[0], x, use_reentrant=False),
     )
+    masks(mesh)
     cross(mesh, gattn.CompleteGraph(5, 12, causal=True))
     cross(mesh, gattn.CompleteGraph(12, 5, window=(1, 2)))
     cross(mesh, gattn.SparseGraph(random_edge_index(12, 5, 30), num_targets=5, num_sources=12))
+
+
+def masks(mesh):
+    """Masks of MultiheadAttention have a column for each source of all processes; so has a bias by positions."""
+    torch.manual_seed(8)
+    size, x = 9, torch.randn(2, 9, 8, **F64)
+    pairs, padding = torch.rand(size, size) < 0.3, torch.rand(2, size) < 0.3
+    pairs.fill_diagonal_(False)
+    padding[:, 0] = False
+    for options in ({}, {"causal": True}, {"window": (3, 1)}):
+        whole = gattn.CompleteGraph(size, **options)
+        graph = shard(whole, mesh)
+        mine = graph.scatter(x, dim=1)
+        for position in (None, gattn.nn.ALiBi(2)):
+            attention = gattn.nn.MultiheadAttention(8, 2, batch_first=True, position=position).double()
+            out, weights = attention(x, x, x, padding, attn_mask=pairs, graph=whole)
+            found, parts = attention(mine, mine, mine, padding, attn_mask=graph.scatter(pairs), graph=graph)
+            torch.testing.assert_close(graph.gather(found, dim=1), out)
+            columns = graph.scatter(weights, dim=1)[..., graph.seen_ids]
+            torch.testing.assert_close(parts, columns)
 
 
 def cross(mesh, whole):

@@ -79,6 +79,11 @@ class Graph(ABC):
         """E, self-loops included."""
         return self.edge_index.size(1)
 
+    @property
+    def num_all_sources(self) -> int | None:
+        """M, of all processes if the graph is sharded: the columns of a bias or a mask of all pairs of nodes."""
+        return self.num_sources
+
     def sources_and_targets(self) -> tuple[Tensor, Tensor]:
         """The source and the target of each edge, `[E]` each, whichever row of `edge_index` holds them."""
         first, second = self.edge_index

@@ -287,8 +287,9 @@ class MultiheadAttention(Attention):
             k = self.position(k, resolved.positions("source", first, num_sources - first, k.device))
         if cache is not None and grows_cache:
             k, v = cache.append(self, k, v)
+        size = (num_targets, num_sources if resolved.num_all_sources is None else resolved.num_all_sources)
         resolved, bias, mask = mask_terms(
-            resolved, attn_mask, key_padding_mask, is_causal, q.shape[:-3], self.num_heads, (num_targets, num_sources)
+            resolved, attn_mask, key_padding_mask, is_causal, q.shape[:-3], self.num_heads, size
         )
         if self.bias_k is not None or self.add_zero_attn:
             k, v, resolved, bias, mask = self._append_learnt(k, v, resolved, bias, mask)

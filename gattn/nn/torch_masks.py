@@ -107,6 +107,7 @@ def padding_as_lengths(graph: Graph, padding: Tensor | None, batch: torch.Size) 
         or torch.compiler.is_compiling()
         or not isinstance(graph, CompleteGraph)  # others have no lengths
         or graph.blocks is not None
+        or graph.is_sharded
         or graph.source_lengths is not None
         or graph.num_sources != padding.size(1)
     ):
