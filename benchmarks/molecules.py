@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypedDict
@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_geometric.utils import to_dense_adj
 
 import gattn
-from benchmarks.framework import reports
+from benchmarks.framework import parallel, reports
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.options import MOST, folder, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
@@ -143,6 +143,8 @@ class Run(Case):
     purpose: str
     """`"scores"`, or `"times"` for the few epochs that compare both libraries."""
     setting: Setting
+    processes: int = field(default=1, kw_only=True)
+    """How many train it together; each draws dropout of its own."""
 
     def __str__(self) -> str:
         return f"{self.dataset} {self.model} {self.layers} seed {self.seed} ({self.purpose})"
@@ -316,6 +318,8 @@ class Trainer(Training[Run]):
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(network))
         counts = run.epochs * self.per_epoch, self.per_epoch
         super().__init__(run, checkpoints, model, optimizer, *counts, run.setting.clip, time.process_time)
+        # Nothing reads the bonds of GatedGCN's last layer.
+        self.trained = parallel.data_parallel(network, has_unused=run.model == "gatedgcn")
 
     def first_of(self, network: Network) -> list[float]:
         """Loss and norm of the gradient without dropout, which must be the same on both libraries' layers."""
@@ -332,11 +336,12 @@ class Trainer(Training[Run]):
         return self.setting.learning_rate * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))) / 2
 
     def loss(self) -> Tensor:
-        """The loss on this iteration's molecules."""
-        torch.manual_seed(self.case.seed * 1_000_003 + self.iteration)  # of dropout
+        """The loss on this iteration's molecules, of which each process has its part."""
+        parallel.seed(self.case.seed * 1_000_003 + self.iteration)  # of dropout
         epoch, place = divmod(self.iteration, self.per_epoch)
-        batch = self.molecules[self.batches(epoch)[place]]
-        return self.loss_of(self.model["trained"](batch), batch.y)
+        index = self.batches(epoch)[place]
+        batch = self.molecules[parallel.part(index)]
+        return parallel.weighted(self.loss_of, self.trained(batch), batch.y, len(index))
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 -- the trainer lives as long as its process
     def batches(self, epoch: int) -> Sequence[Tensor]:
@@ -354,8 +359,9 @@ class Trainer(Training[Run]):
         point = {"epoch": self.iteration // self.per_epoch, "train_loss": statistics.mean(self.losses)}
         for part, name in (("valid", "validation"), ("test", "test")):
             index = self.molecules.split[part]
-            batches = map(self.molecules.__getitem__, index.split(self.setting.batch))
-            logits, labels = torch.cat([*map(self.model["averaged"], batches)]), self.molecules.y[index]
+            batches = map(self.molecules.__getitem__, parallel.part(index).split(self.setting.batch))
+            logits = parallel.gathered(torch.cat([*map(self.model["averaged"], batches)]))
+            labels = self.molecules.y[index]
             if part == "valid":
                 point["val_loss"] = self.loss_of(logits, labels).item()
             point[name] = score(self.case.dataset, logits, labels)
@@ -474,6 +480,7 @@ class MoleculeProperties(Benchmark[Run]):
 
     name = "molecules"
     keeps_checkpoints = False
+    is_parallel = True
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -489,6 +496,12 @@ class MoleculeProperties(Benchmark[Run]):
         text = "runs at once, each on one thread; those for times come one by one (default: %(default)s)"
         add("--jobs", type=whole(1, MOST), default=1, help=text)
         add("--out", type=folder, default=Path("runs/molecules"), help="folder of results (default: %(default)s)")
+
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Refuses what does not go together with torchrun."""
+        if parallel.size() > 1 and options.jobs > 1:
+            parser.error("the processes of torchrun share each run: leave --jobs at 1")
 
     def cases(self) -> list[Run]:
         """All runs, those for times last.
@@ -506,10 +519,11 @@ class MoleculeProperties(Benchmark[Run]):
         runs, timed = [], []
         for dataset, model in itertools.product(datasets, models):
             task = TASKS[dataset]
+            run = functools.partial(Run, dataset, model, setting=task.setting, processes=parallel.size())
             for layers, seed in itertools.product(unique(options.layers), seeds):
-                runs.append(Run(dataset, model, layers, seed, options.epochs or task.epochs, "scores", task.setting))
+                runs.append(run(layers, seed, options.epochs or task.epochs, "scores"))
             for layers in LAYERS if options.timed_epochs else ():
-                timed.append(Run(dataset, model, layers, seeds[0], options.timed_epochs, "times", task.setting))
+                timed.append(run(layers, seeds[0], options.timed_epochs, "times"))
         return [*runs, *timed]
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
@@ -532,6 +546,7 @@ class MoleculeProperties(Benchmark[Run]):
             *sorted({f"Published: {TASKS[row['dataset']].source}" for row in found if TASKS[row["dataset"]].published}),
             *sorted(settings),
             *reports.machines(found, (*VERSIONS, "python"), ", one thread, {jobs} run(s) at once"),
+            *parallel.notes(found),
         ]
         self.publish("Molecules", summarise(found), remarks, {"curves.png": draw(found)})
 

@@ -14,11 +14,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from matplotlib.figure import Figure
@@ -28,7 +29,7 @@ from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import add_self_loops, remove_self_loops, to_undirected
 
 import gattn
-from benchmarks.framework import reports
+from benchmarks.framework import parallel, reports
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.measuring import peak_above
 from benchmarks.framework.node_data import densities, hush, storage
@@ -38,6 +39,7 @@ from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.framework.training import Training, computing_time, num_parameters, seed_iteration
 from gattn.datasets.registry import families
+from gattn.distributed import shard
 from gattn.nn.linear import FeatureDropout, Linear
 
 DEFAULT_DATASETS = ("cora", "citeseer", "photo", "minesweeper")
@@ -181,6 +183,8 @@ class Run(Case):
     threads: int
     features: str
     recipe: Recipe
+    processes: int = field(default=1, kw_only=True)
+    """How many train it together; each draws dropout of its own."""
 
     def __str__(self) -> str:
         return f"{self.dataset} {self.split} {self.model} {self.layers} {self.seed}"
@@ -271,31 +275,48 @@ class Classifier(Training[Run]):
     watched = "val_score"
 
     def __init__(self, run: Run, checkpoints: Path, save_every: float):
-        self.data = prepare(run)
-        self.parts = {name: self.data[f"{name}_mask"].nonzero().squeeze(1) for name in ("train", "val", "test")}
+        data = prepare(run)
+        self.y = data.y
+        self.parts = {name: data[f"{name}_mask"].nonzero().squeeze(1) for name in ("train", "val", "test")}
+        self.x, self.graph, self.own_labels, self.own_train = data.x, data.edge_index, data.y, self.parts["train"]
+        if parallel.size() > 1:
+            self._shard(data)
         torch.manual_seed(run.seed)
         recipe = run.recipe
-        model = Network(recipe, self.data.num_features, int(self.data.y.max()) + 1, run.model, run.layers)
+        model = Network(recipe, data.num_features, int(data.y.max()) + 1, run.model, run.layers)
         model = model.to(run.device)
         optimizer = torch.optim.Adam(
             model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
         )
         clock = functools.partial(computing_time, run.device)
         super().__init__(run, checkpoints, model, optimizer, recipe.epochs, run.evaluate_every, None, clock, save_every)
+        self.trained = parallel.data_parallel(model)
+
+    def _shard(self, data: Data) -> None:
+        """Keeps this process's nodes, with the edges that end there."""
+        mesh = dist.init_device_mesh(data.y.device.type, (parallel.size(),))
+        self.graph = shard(gattn.SparseGraph(data.edge_index, data.num_nodes, data.num_nodes), mesh)
+        is_sparse = data.x.layout == torch.sparse_csr  # of which no rows can be taken
+        x = self.graph.scatter(data.x.to_sparse_coo() if is_sparse else data.x)
+        self.x = x.to_sparse_csr() if is_sparse else x
+        self.own_labels = self.graph.scatter(data.y)
+        self.own_train = self.graph.scatter(data.train_mask).nonzero().squeeze(1)
 
     def loss_of(self, model: torch.nn.Module) -> Tensor:
-        """The mean cross-entropy of a model on the training nodes."""
-        nodes = self.parts["train"]
-        return F.cross_entropy(model(self.data.x, self.data.edge_index)[nodes], self.data.y[nodes])
+        """The mean cross-entropy of a model on the training nodes, of which each process has its part."""
+        logits = model(self.x, self.graph)[self.own_train]
+        return parallel.weighted(F.cross_entropy, logits, self.own_labels[self.own_train], len(self.parts["train"]))
 
     def loss(self) -> Tensor:
         """The loss of this epoch."""
         seed_iteration(self.case.seed, self.iteration)
-        return self.loss_of(self.model)
+        return self.loss_of(self.trained)
 
     def evaluate(self) -> dict[str, float]:
         """The scores on nodes for validation and test."""
-        logits = self.model(self.data.x, self.data.edge_index)
+        logits = self.model(self.x, self.graph)
+        if parallel.size() > 1:
+            logits = self.graph.gather(logits)
         return {
             "epoch": self.iteration,
             "val_score": self.score(logits, "val"),
@@ -305,7 +326,7 @@ class Classifier(Training[Run]):
     def score(self, logits: Tensor, part: str) -> float:
         """The accuracy or the area under the ROC curve on some nodes."""
         nodes = self.parts[part]
-        logits, labels = logits[nodes], self.data.y[nodes]
+        logits, labels = logits[nodes], self.y[nodes]
         if not logits.isfinite().all():
             return float("nan")  # which ends the training
         if self.case.dataset in BY_ROC_AUC:
@@ -396,6 +417,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
         "Recipes: GAT's by Luo et al., https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the same, untuned.",
         *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
+        *parallel.notes(rows),
         *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),
         "Other GATs: Veličković et al., https://arxiv.org/abs/1710.10903 (Planetoid), and Platonov et al., "
         "https://arxiv.org/abs/2302.11640 (GAT, and GAT-sep, which keeps a node apart from its neighbours).",
@@ -436,6 +458,7 @@ class Nodes(Benchmark[Run]):
 
     name = "nodes"
     keeps_checkpoints = False
+    is_parallel = True
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -478,6 +501,10 @@ class Nodes(Benchmark[Run]):
                 if split not in splits_of(dataset):
                     parser.error(f"{dataset} has no split {split}: it has {', '.join(splits_of(dataset))}")
         options.model, options.layers = unique(options.model), unique(options.layers)
+        if parallel.size() > 1 and options.workers > 1:
+            parser.error("the processes of torchrun share each run: leave --workers at 1")
+        if parallel.size() > 1 and "pyg" in options.layers:
+            parser.error("PyG's layers do not compute on a part of a graph: start --layers pyg without torchrun")
 
     def cases(self) -> list[Run]:
         """All runs, seed by seed, so that an interrupted benchmark has some of each."""
@@ -493,7 +520,8 @@ class Nodes(Benchmark[Run]):
             splits = unique(options.split or SPLITS.get(dataset, ("public",)))
             for split, model, layers in itertools.product(splits, options.model, options.layers):
                 fixed = (options.evaluate_every, options.patience, options.device, options.threads)
-                runs.append(Run(dataset, split, model, layers, seed, *fixed, storage(layers, density), recipe))
+                more = (*fixed, storage(layers, density), recipe)
+                runs.append(Run(dataset, split, model, layers, seed, *more, processes=parallel.size()))
         return runs
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:

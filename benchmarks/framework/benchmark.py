@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks.framework import reports
+from benchmarks.framework import parallel, reports
 from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine, unreadable
 
@@ -60,8 +60,11 @@ class Case:
 
     @classmethod
     def key_of(cls, row: Row) -> str:
-        """The key of the case that a row is of."""
-        return repr([row.get(name) for name in (*(field.name for field in fields(cls)), *cls.versions)])
+        """The key of the case that a row is of; keyword-only fields count where they are not at their default."""
+        names = [field.name for field in fields(cls) if not field.kw_only]
+        others = [field for field in fields(cls) if field.kw_only]  # which older rows lack
+        changed = {x.name: row[x.name] for x in others if row.get(x.name, x.default) != x.default}
+        return repr([row.get(name) for name in (*names, *cls.versions)]) + (repr(changed) if changed else "")
 
     @classmethod
     def result_of(cls, row: Row) -> type:
@@ -92,6 +95,8 @@ class Benchmark(Generic[C]):
     """It is called by `python -m benchmarks.<name>`."""
     keeps_checkpoints: ClassVar[bool] = True
     """Whether the checkpoint of a finished run stays in the folder of results."""
+    is_parallel: ClassVar[bool] = False
+    """Whether several processes of torchrun can train a run together."""
 
     def __init__(self, options: argparse.Namespace, results: ResultsFile, console: Console):
         self.options = options
@@ -145,7 +150,13 @@ class Benchmark(Generic[C]):
         Raises:
             SystemExit: With the reasons, if cases failed or their results were wrong.
         """
-        options, console = cls.parse(arguments), Console(markup=False)
+        parallel.start()
+        if parallel.rank() > 0:
+            cls.follow()
+            return
+        if parallel.size() > 1 and not cls.is_parallel:
+            sys.exit(f"error: benchmarks.{cls.name} does not run on several processes: start it without torchrun")
+        options, console = parallel.of_first(cls.parse(arguments)), Console(markup=False)
         with cls.session(options, console) as benchmark:
             failures = []
             for cases in [list(group) for _, group in itertools.groupby(benchmark.cases(), type)] or [[]]:
@@ -159,6 +170,26 @@ class Benchmark(Generic[C]):
                         failures.append(f"there is no report: {type(error).__name__}: {error}")
         if failures:
             sys.exit("\n".join(f"error: {failure}" for failure in failures))
+        parallel.of_first(None)
+
+    @classmethod
+    def follow(cls) -> None:
+        """Takes part in the runs that the first of torchrun's processes announces, until there are no more.
+
+        Raises:
+            SystemExit: With the reason, if a run failed here; without one if the first process has ended.
+        """
+        nothing: Any = None
+        try:
+            options = parallel.of_first(nothing)
+            benchmark = cls(options, ResultsFile(options.out / "runs.jsonl"), Console(quiet=True))
+            while (cases := parallel.of_first(nothing)) is not None:
+                for _ in benchmark.run(cases):
+                    pass
+        except BenchmarkError as error:
+            sys.exit(f"error: {error}")
+        except (KeyboardInterrupt, RuntimeError):  # the latter from gloo
+            sys.exit(1)
 
     @classmethod
     @contextlib.contextmanager
@@ -196,7 +227,7 @@ class Benchmark(Generic[C]):
             return []
         noun, recorded = cases[0].noun, cases[0].recorded(self.results)
         done = {key for key, row in recorded.items() if self.is_final(row)}
-        pending = [case for case in cases if case.key() not in done]
+        pending = parallel.of_first([case for case in cases if case.key() not in done])
         if count := len(cases) - len(pending):
             self.say(f"{count} of {len(cases)} {noun} are in {self.results.path} already.")
         failures = []

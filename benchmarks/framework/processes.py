@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
@@ -20,6 +21,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+
+from benchmarks.framework import parallel
 
 #: Imported once for all processes; none of it may start CUDA, which forked processes could not use.
 PRELOADED = ("gattn", "benchmarks.framework.benchmark", "torch_geometric.nn")
@@ -52,6 +55,8 @@ def in_processes(
 ) -> Generator[Message[C], None, None]:
     """Calls `work(case, show)` for each case, each in a process of its own. Closing the generator ends them all.
 
+    Processes of torchrun work together on one case after the other, themselves.
+
     Args:
         cases: What to work on.
         work: The work; it is pickled.
@@ -65,6 +70,9 @@ def in_processes(
         end of each case, `(case, "ok", what the work returned)`, or the case with `"out of memory"`, `"timed out"` or
         `"failed"` and the reason.
     """
+    if parallel.size() > 1:
+        yield from _together(cases, work)
+        return
     # Windows has no fork server, and a server's children have its start. Other processes import everything anew.
     is_forked = sys.platform != "win32" and not environment
     context = multiprocessing.get_context("forkserver") if is_forked else multiprocessing.get_context("spawn")
@@ -73,12 +81,12 @@ def in_processes(
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the server's imports end with a traceback at Ctrl-C
         forkserver.ensure_running()
         signal.signal(signal.SIGINT, before)
-    queue = list(reversed(cases))
+    waiting = list(reversed(cases))
     running: dict[Connection, tuple[C, BaseProcess, float]] = {}
     try:
-        while queue or running:
-            while queue and len(running) < jobs:
-                case = queue.pop()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                case = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
                 child = context.Process(target=_call, args=(sender, work, case, {**os.environ, **environment}))
                 with _in_environment(environment):
@@ -144,13 +152,40 @@ def _call(sender: Connection, work: Callable[[C, Show], Any], case: C, environme
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    _work(sender.send, work, case)
+
+
+def _together(cases: Sequence[C], work: Callable[[C, Show], Any]) -> Generator[Message[C], None, None]:
+    """Works on one case after the other in a thread of this process, so that progress can be told meanwhile.
+
+    Raises:
+        BenchmarkError: If a case failed: the other processes cannot go on without this one.
+    """
+    for case in cases:
+        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+
+        def run(case: C = case, send: Callable[[tuple[str, Any]], None] = answers.put) -> None:
+            parallel.choose_gpu()
+            _work(send, work, case)
+
+        threading.Thread(target=run, daemon=True).start()
+        kind, content = "", None
+        while kind != "ok":
+            kind, content = answers.get()
+            if kind not in ("ok", "progress"):
+                raise BenchmarkError(f"{case}, process {parallel.rank()}: {content}")
+            yield case, kind, content
+
+
+def _work(send: Callable[[tuple[str, Any]], None], work: Callable[[C, Show], Any], case: C) -> None:
+    """Sends what `in_processes` yields for a case."""
     shown = -math.inf
 
     def show(done: int, total: int, text: str) -> None:
         nonlocal shown
         if time.monotonic() - shown >= INTERVAL:
             shown = time.monotonic()
-            sender.send(("progress", (done, total, text)))
+            send(("progress", (done, total, text)))
 
     try:
         answer = "ok", work(case, show)
@@ -163,4 +198,4 @@ def _call(sender: Connection, work: Callable[[C, Show], Any], case: C, environme
         reason = " ".join(filter(None, (f"{type(error).__name__}:", text, place)))
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         answer = ("out of memory" if is_memory else "failed"), reason
-    sender.send(answer)
+    send(answer)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.framework import parallel
 from benchmarks.framework.benchmark import Case
 from benchmarks.framework.processes import BenchmarkError, Show
 from benchmarks.framework.results import Row, replace_file
@@ -49,7 +50,7 @@ def computing_time(device: str) -> float:
 
 def seed_iteration(seed: int, iteration: int) -> None:
     """Makes what is random depend on both numbers only, so that the generators' states need not be saved."""
-    torch.manual_seed(int(np.random.SeedSequence((seed, iteration)).generate_state(1)[0]))
+    parallel.seed(int(np.random.SeedSequence((seed, iteration)).generate_state(1)[0]))
 
 
 class Training(ABC, Generic[C]):
@@ -101,7 +102,7 @@ class Training(ABC, Generic[C]):
         self.seconds: list[float] = []
         self.evaluation_seconds = 0.0
         self.losses: list[float] = []
-        if self.path.exists():
+        if parallel.of_first(self.path.exists()):
             self._resume()
 
     def learning_rate(self) -> float:
@@ -151,7 +152,8 @@ class Training(ABC, Generic[C]):
             self.step()
             if self.iteration % self.evaluate_every == 0 or self.iteration == self.iterations:
                 self.add_point()
-                if self.is_finished or time.monotonic() - self._saved_at >= self.save_every:
+                is_due = self.is_finished or time.monotonic() - self._saved_at >= self.save_every
+                if is_due and parallel.rank() == 0:
                     self._save()
                     self._saved_at = time.monotonic()
 
@@ -179,7 +181,8 @@ class Training(ABC, Generic[C]):
         """
         start = self.clock()
         self.model.eval()
-        point = self.evaluate()
+        self.losses = parallel.mean(self.losses)
+        point = parallel.of_first(self.evaluate())
         self.model.train()
         if not math.isfinite(point[self.watched]):
             text = f"the {self._watched_name} became {point[self.watched]} in iteration {self.iteration} of {self.case}"

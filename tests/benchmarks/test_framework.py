@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar, get_type_hints
@@ -443,7 +443,7 @@ class TestOptionTypes:
 def case_of(row, kinds):
     """The case that a row is of."""
     kind = next(
-        kind for kind in kinds if {x.name for x in fields(kind) if x.init} - {"device", "allocator"} <= row.keys()
+        kind for kind in kinds if {x.name for x in fields(kind) if x.init and x.default is MISSING} <= row.keys()
     )
     return built(kind, row)
 
