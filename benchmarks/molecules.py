@@ -318,15 +318,16 @@ class Trainer(Training[Run]):
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(network))
         counts = run.epochs * self.per_epoch, self.per_epoch
         super().__init__(run, checkpoints, model, optimizer, *counts, run.setting.clip, time.process_time)
-        # Nothing reads the bonds of GatedGCN's last layer.
-        self.trained = parallel.data_parallel(network, has_unused=run.model == "gatedgcn")
+        self.trained = parallel.data_parallel(network, self.has_unused)
 
     def first_of(self, network: Network) -> list[float]:
         """Loss and norm of the gradient without dropout, which must be the same on both libraries' layers."""
         batch = self.molecules[self.molecules.split["valid"][: self.setting.batch]]
         loss = self.loss_of(network.eval()(batch), batch.y)
         gradients = torch.autograd.grad(loss, list(network.train().parameters()), allow_unused=True)
-        return [loss.item(), torch.nn.utils.get_total_norm([x for x in gradients if x is not None]).item()]
+        used = [x for x in gradients if x is not None]
+        self.has_unused = len(used) < len(gradients)  # such as the bonds' encoder where all pairs of atoms attend
+        return [loss.item(), torch.nn.utils.get_total_norm(used).item()]
 
     def learning_rate(self) -> float:
         """Linear warm-up, then cosine decay."""

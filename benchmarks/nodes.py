@@ -290,7 +290,8 @@ class Classifier(Training[Run]):
         )
         clock = functools.partial(computing_time, run.device)
         super().__init__(run, checkpoints, model, optimizer, recipe.epochs, run.evaluate_every, None, clock, save_every)
-        self.trained = parallel.data_parallel(model)
+        # A transformer's layer has weights for its targets' own features even where it does not add them.
+        self.trained = parallel.data_parallel(model, has_unused=run.model == "transformer")
 
     def _shard(self, data: Data) -> None:
         """Keeps this process's nodes, with the edges that end there."""

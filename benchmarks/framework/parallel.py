@@ -132,12 +132,12 @@ class SyncBatchNorm(torch.nn.BatchNorm1d):
         return out
 
 
-def data_parallel(model: torch.nn.Module, has_unused: bool = False) -> torch.nn.Module:
+def data_parallel(model: torch.nn.Module, has_unused: bool) -> torch.nn.Module:
     """What to call in training in the model's place, so that gradients and batch norms are those of all processes.
 
     Args:
         model: The model; its batch norms are changed in place.
-        has_unused: Whether some parameters get no gradient. (default: `False`)
+        has_unused: Whether some parameters never get a gradient.
     """
     if size() == 1:
         return model

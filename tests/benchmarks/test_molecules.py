@@ -16,8 +16,10 @@ from torch_geometric.transforms import AddRandomWalkPE
 
 import gattn
 from benchmarks import molecules
+from benchmarks.framework import parallel
 from benchmarks.framework.results import ResultsFile
 from benchmarks.molecules import LAYERS, MODELS, TASKS, MoleculeProperties, Molecules, Run, Setting, Trainer
+from tests.benchmarks.together import float64, together, trained
 
 pytest.importorskip("ogb")
 SMALL = Setting(channels=8, bond_channels=4, num_layers=2, heads=2, walks=3, batch=7)
@@ -324,6 +326,37 @@ class TestBenchmark:
         assert exit_info.value.code.startswith(f"error: {dataset} is not under ")
         assert "\n" not in exit_info.value.code
         assert "(--datasets names those to do without it)" in exit_info.value.code
+
+
+def curves(runs, folder):
+    """Trains all runs, by however many processes, in folders of their own, as each epoch leaves a checkpoint."""
+    processes, data = parallel.size(), Molecules("peptides-struct", 3)
+    folder = folder / str(processes)
+    folder.mkdir(exist_ok=True)
+    data.walks, data.y = data.walks.double(), data.y.double()
+    with float64():
+        return [trained(Trainer(replace(run, processes=processes), data, folder)) for run in runs]
+
+
+class TestProcesses:
+    @pytest.mark.slow
+    def test_two_give_the_curve_of_one(self, root, tmp_path):
+        """Batches of one molecule leave nothing to the second process; of five, parts are uneven."""
+        runs = [
+            replace(run_of(model=model), setting=replace(SMALL, dropout=0.0, batch=batch))
+            for model, batch in (*((model, 5) for model in MODELS), ("gps", 1), ("gatedgcn", 1))
+        ]
+        for (losses, curve), (other_losses, other_curve) in zip(
+            together(curves, runs, tmp_path), curves(runs, tmp_path), strict=True
+        ):
+            assert losses == pytest.approx(other_losses, rel=1e-7)
+            assert curve == [pytest.approx(point, rel=1e-7) for point in other_curve]
+
+    def test_jobs_do_not_go_with_torchrun(self, monkeypatch, capsys):
+        monkeypatch.setattr(parallel, "size", lambda: 2)
+        with pytest.raises(SystemExit):
+            MoleculeProperties.parse(["--jobs", "2"])
+        assert "leave --jobs at 1" in capsys.readouterr().err
 
 
 class TestResuming:

@@ -1,6 +1,12 @@
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +14,10 @@ import torch
 
 import gattn
 from benchmarks import nodes
+from benchmarks.framework import parallel
 from benchmarks.framework.results import ResultsFile
 from benchmarks.nodes import RECIPES, Classifier, Network, Nodes, Recipe, Run, roc_auc
+from tests.benchmarks.together import float64, together, trained
 
 RECIPE = Recipe(8, 2, 0.3, 0.01, 5e-4, 12, "batch", residual=True)
 TIMES = ("seconds_per_epoch", "peak_bytes")
@@ -158,6 +166,75 @@ class TestTraining:
             Nodes.main([*arguments, "--out", str(tmp_path / out)])
         assert scores(tmp_path / "killed") == scores(tmp_path / "whole")
         assert not list(tmp_path.glob("*/*.pt"))
+
+
+def curves(runs, folder):
+    """Trains all runs, by however many processes; no checkpoints."""
+    with float64():
+        trainings = [Classifier(replace(run, processes=parallel.size()), folder, 1e6) for run in runs]
+        for training in trainings:
+            training.x = training.x.double()
+        return [trained(training) for training in trainings]
+
+
+class TestProcesses:
+    @pytest.mark.slow
+    def test_two_give_the_curve_of_one(self, run, tmp_path):
+        """With batch norm, too, in training (the losses) and in evaluation."""
+        runs = [
+            replace(
+                run, model=model, features=features, evaluate_every=9, recipe=replace(RECIPE, dropout=0.0, norm=norm)
+            )
+            for model, features, norm in (
+                ("gat", "dense", "batch"),
+                ("gatv2", "sparse", "batch"),
+                ("transformer", "dense", "layer"),
+            )
+        ]
+        for (losses, curve), (other_losses, other_curve) in zip(
+            together(curves, runs, tmp_path), curves(runs, tmp_path), strict=True
+        ):
+            assert losses == pytest.approx(other_losses, rel=1e-7)
+            assert curve == other_curve
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+    def test_a_killed_worker_ends_the_job_which_goes_on_to_the_same_row(self, board, tmp_path, start):
+        module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.nodes"]
+        arguments = [*module, "--dataset", "minesweeper", "--model", "gat", "--runs", "1", "--epochs", "60"]
+        arguments += ["--evaluate-every", "3", "--save-every", "0.001", "--out"]
+        job = start(*arguments, tmp_path / "killed", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("killed/*.pt")) and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        workers = {}
+        for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+            workers[Path(f"/proc/{pid}/environ").read_text().split("\0RANK=")[1][0]] = int(pid)
+        os.kill(workers["1"], signal.SIGKILL)
+        errors = job.communicate(timeout=60)[1]
+        assert job.returncode != 0
+        assert re.search(r"Root Cause.*rank +: 1 .*Signal 9 \(SIGKILL\)", errors, re.DOTALL)
+        for pid in workers.values():
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        (checkpoint,) = tmp_path.glob("killed/*.pt")
+        assert 0 < torch.load(checkpoint, weights_only=True)["iteration"] < 60
+        assert not scores(tmp_path / "killed")
+        jobs = [start(*arguments, tmp_path / out, stdout=subprocess.DEVNULL) for out in ("killed", "whole")]
+        assert [job.wait(timeout=120) for job in jobs] == [0, 0]
+        assert scores(tmp_path / "killed") == scores(tmp_path / "whole")
+        assert [row["processes"] for row in scores(tmp_path / "whole")] == [2]
+        assert not list(tmp_path.glob("*/*.pt"))
+
+    @pytest.mark.parametrize(
+        ("option", "reason"),
+        [(["--layers", "pyg"], "start --layers pyg without torchrun"), (["--workers", "2"], "leave --workers at 1")],
+    )
+    def test_what_does_not_go_with_torchrun(self, option, reason, monkeypatch, capsys):
+        monkeypatch.setattr(parallel, "size", lambda: 2)
+        with pytest.raises(SystemExit):
+            Nodes.parse(option)
+        assert reason in capsys.readouterr().err
 
 
 class TestCommandLine:
