@@ -25,8 +25,8 @@ def start() -> None:
 
 
 def choose_gpu() -> None:
-    """Gives this thread the process's own GPU, where there are any."""
-    if torch.cuda.is_available():
+    """Gives this thread the process's own GPU, where there are several processes and any GPUs."""
+    if size() > 1 and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 

@@ -165,8 +165,9 @@ def _together(cases: Sequence[C], work: Callable[[C, Show], Any]) -> Generator[M
         answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
         def run(case: C = case, send: Callable[[tuple[str, Any]], None] = answers.put) -> None:
-            parallel.choose_gpu()
-            _work(send, work, case)
+            with contextlib.suppress(SystemExit):
+                _work(send, work, case)
+            send(("failed", "it has ended"))  # which is read only if nothing else came
 
         threading.Thread(target=run, daemon=True).start()
         kind, content = "", None
@@ -188,6 +189,7 @@ def _work(send: Callable[[tuple[str, Any]], None], work: Callable[[C, Show], Any
             send(("progress", (done, total, text)))
 
     try:
+        parallel.choose_gpu()
         answer = "ok", work(case, show)
     except BenchmarkError as error:
         answer = "failed", str(error)

@@ -1,11 +1,13 @@
 import io
+import json
 import os
 import pickle
 import signal
 import subprocess
 import time
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch_geometric.transforms import AddRandomWalkPE
 import gattn
 from benchmarks import molecules
 from benchmarks.framework import parallel
-from benchmarks.framework.results import ResultsFile
+from benchmarks.framework.results import VERSIONS, ResultsFile
 from benchmarks.molecules import LAYERS, MODELS, TASKS, MoleculeProperties, Molecules, Run, Setting, Trainer
 from tests.benchmarks.together import float64, together, trained
 
@@ -351,6 +353,17 @@ class TestProcesses:
         ):
             assert losses == pytest.approx(other_losses, rel=1e-7)
             assert curve == [pytest.approx(point, rel=1e-7) for point in other_curve]
+
+    def test_the_number_of_processes_belongs_to_a_case(self):
+        """Rows and checkpoints that do not know of it are those of one process."""
+        row = json.loads((Path(molecules.__file__).parent / "results/molecules/runs.jsonl").read_text().splitlines()[0])
+        assert "processes" not in row
+        columns = ("dataset", "model", "layers", "seed", "epochs", "purpose", "setting", *VERSIONS)
+        assert Run.key_of(row) == Run.key_of({**row, "processes": 1}) == repr([row[name] for name in columns])
+        assert Run.key_of({**row, "processes": 2}) not in (Run.key_of(row), Run.key_of({**row, "processes": 3}))
+        run = run_of()
+        assert run.key() == run.key_of({**asdict(run), **run.machine()}) != replace(run, processes=2).key()
+        assert ResultsFile(Path(molecules.__file__).parent / "results/molecules/runs.jsonl").rows(Run, Run.result_of)
 
     def test_jobs_do_not_go_with_torchrun(self, monkeypatch, capsys):
         monkeypatch.setattr(parallel, "size", lambda: 2)
