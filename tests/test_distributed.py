@@ -278,6 +278,9 @@ def mistakes(mesh):
     with pytest.raises(ValueError, match=r"mesh\['a'\]"):
         shard(graph, mesh_2d)
     assert isinstance(shard(graph, mesh_2d["b"]), ShardedSparseGraph)
+    with torch.inference_mode():
+        made = shard(gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]]), 3, 3), mesh)
+    gattn.nn.GATConv(2, 2)(x, made).sum().backward()  # is trained with later
     assert isinstance(shard(gattn.CompleteGraph(n), mesh), ShardedCompleteGraph)
 
 
