@@ -121,7 +121,8 @@ def _measure(rank: int, case: Case, reference: str, folder: str) -> None:
         dist.all_reduce(results[name])
     row["errors"] = check(results, torch.load(reference, weights_only=True)[case.kind])
     row["times"], processor = [], []
-    for _ in range(max(case.repeats, MIN_REPEATS)):
+    ends = time.perf_counter() + case.seconds
+    while goes_on(len(row["times"]), case.repeats, ends):
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         step()
@@ -132,6 +133,13 @@ def _measure(rank: int, case: Case, reference: str, folder: str) -> None:
     row["processor_seconds"] = statistics.median(processor)
     torch.save(row, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def goes_on(done: int, repeats: int, ends: float) -> bool:
+    """Whether there is another repetition, as the first process's clock says, for all of them."""
+    decision = [done < MIN_REPEATS or (done < repeats and time.perf_counter() < ends)]
+    dist.broadcast_object_list(decision)
+    return decision[0]
 
 
 def _count_sent_bytes() -> list[int]:

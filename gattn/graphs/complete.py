@@ -220,7 +220,8 @@ class CompleteGraph(Graph):
 
     def distances(self, device: torch.device) -> Tensor:
         """See `Graph.distances`: `[N, M]`; the last target is where the last source is."""
-        return _distances(*(sizes := (self.num_targets, self.num_sources)), self.offset(*sizes), device)
+        sizes = self.num_targets, self.num_sources
+        return _distances(*sizes, self.offset(*sizes), device)
 
     def per_edge(self, term: Tensor, name: str, batch: torch.Size, heads: int, edges: EdgeList) -> Tensor:
         """See `Graph.per_edge`; here, terms come broadcastable to `[..., H, N, M]`."""

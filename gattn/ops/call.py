@@ -222,7 +222,10 @@ def checked_call(
     num_targets = None if query is None else query.size(value.dim() - 3)
     graph = graph.resolve(value.size(-3), num_targets, value.shape[:-3], value.device)
     if graph.is_sharded and distribution.with_sources(torch.empty(0, dtype=torch.int64)) is not distribution:
-        raise InputError(f"{distribution!r} looks at the numbers of sources, which are others on a sharded graph.")
+        raise InputError(
+            f"{distribution!r} looks at the numbers of sources, which are others on a sharded graph: attend on the "
+            "whole graph, or with another distribution."
+        )
     graph, key, value, bias, mask = graph.fetch(key, value, bias, mask)
     dtype = _promoted(query, key, value, edge, bias, edge_value, edge_projection, *score.tensors())
     if score.scalar:
