@@ -810,23 +810,26 @@ class TestSafeGlobals:
         assert repr(dataset) == "PygGraphPropPredDataset(1513)"
 
 
+@pytest.fixture
+def server(monkeypatch):
+    """What is at each address; notes what was asked for."""
+    files, asked = {}, []
+
+    def answer(request, *arguments, **kwargs):
+        url = request.full_url
+        assert url.startswith("https://")
+        assert not request.get_header("User-agent").startswith("Python")  # which some servers refuse
+        assert "context" not in kwargs  # Python's default verifies certificates
+        asked.append(url)
+        if url not in files:
+            raise OSError("404")
+        return io.BytesIO(files[url])
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    return files, asked
+
+
 class TestDownloads:
-    @pytest.fixture
-    def server(self, monkeypatch):
-        """What is at each address; notes what was asked for."""
-        files, asked = {}, []
-
-        def answer(url, *arguments, **kwargs):
-            assert url.startswith("https://")
-            assert "context" not in kwargs  # Python's default verifies certificates
-            asked.append(url)
-            if url not in files:
-                raise OSError("404")
-            return io.BytesIO(files[url])
-
-        monkeypatch.setattr("urllib.request.urlopen", answer)
-        return files, asked
-
     def test_what_is_missing_is_downloaded_and_verified(self, tmp_path, server, monkeypatch):
         files, asked = server
         write_planetoid(tmp_path / "source", "cora")
@@ -927,15 +930,17 @@ class TestDownloads:
             assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*arguments, **kwargs):
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+
+@pytest.mark.usefixtures("no_network")
 class TestMissing:
-    @pytest.fixture(autouse=True)
-    def no_network(self, monkeypatch):
-        def refuse(*arguments, **kwargs):
-            raise OSError("no network in this test")
-
-        monkeypatch.setattr("urllib.request.urlopen", refuse)
-        monkeypatch.setattr("socket.getaddrinfo", refuse)
-
     @pytest.mark.parametrize(
         ("name", "file"),
         [
@@ -986,9 +991,30 @@ class TestText:
         monkeypatch.setenv("GATTN_DATA", str(tmp_path))
         assert datasets.load_text(name) == "To be,\nor nöt"
 
+    def test_a_missing_file_is_downloaded_and_verified(self, tmp_path, server, monkeypatch):
+        files, asked = server
+        entry = texts()["tinyshakespeare"]
+        files[entry.url] = b"First Citizen:"
+        with pytest.raises(DatasetUnavailableError, match=r"could not be downloaded .*SHA-256") as error:
+            datasets.load_text("tinyshakespeare", tmp_path)
+        assert entry.sha256 in str(error.value)
+        assert not list(tmp_path.iterdir())
+        monkeypatch.setattr(type(entry), "sha256", hashlib.sha256(files[entry.url]).hexdigest())
+        assert datasets.load_text("tinyshakespeare", tmp_path) == "First Citizen:"
+        assert datasets.load_text("tinyshakespeare", tmp_path) == "First Citizen:"
+        assert asked == [entry.url] * 2
+
+    def test_the_digest_is_that_of_the_real_file(self):
+        path = data_root() / texts()["tinyshakespeare"].file
+        if not path.exists():
+            pytest.skip(f"{path} is not there")
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == texts()["tinyshakespeare"].sha256
+
+    @pytest.mark.usefixtures("no_network")
     def test_a_missing_file_is_named(self, tmp_path):
         with pytest.raises(DatasetUnavailableError, match="Missing: tinyshakespeare/input.txt") as error:
             datasets.load_text("tinyshakespeare", tmp_path)
+        assert not list(tmp_path.iterdir())
         assert "https://" in str(error.value)
         assert "GATTN_DATA" in str(error.value)
         assert str(tmp_path) in str(error.value)
@@ -1038,6 +1064,52 @@ class TestPairs:
         write_pairs(tmp_path, "Hi.\tHallo!\tCC-BY 2.0 (France) Attribution: tatoeba.org #538123 (CM)\n")
         assert datasets.load_pairs("tatoeba", tmp_path) == [("Hallo!", "Hi.")]
 
+    def published(self, lines):
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            archive.writestr("deu.txt", "".join(f"Number {i}.\tNummer {i}.\tCC-BY\n" for i in range(lines)))
+        return content.getvalue()
+
+    def test_a_missing_file_is_downloaded(self, tmp_path, server, monkeypatch):
+        files, asked = server
+        entry = sentence_pairs()["tatoeba"]
+        files[entry.url] = self.published(5)
+        monkeypatch.setattr(type(entry), "measured", ("2018", hashlib.sha256(files[entry.url]).hexdigest(), 5))
+        for _ in range(2):
+            assert len(datasets.load_pairs("tatoeba", tmp_path)) == 5
+        assert asked == [entry.url]
+
+    def test_a_newer_version_says_so_once(self, tmp_path, server, monkeypatch):
+        files, _ = server
+        entry = sentence_pairs()["tatoeba"]
+        files[entry.url] = self.published(6)
+        monkeypatch.setattr(type(entry), "measured", ("2018", "0" * 64, 5))
+        with pytest.warns(UserWarning, match="downloaded 6 pairs.*version of 2018, which has 5 pairs") as caught:
+            datasets.load_pairs("tatoeba", tmp_path)
+        assert caught[0].filename == __file__
+        assert len(datasets.load_pairs("tatoeba", tmp_path)) == 6  # without a warning, which would be an error
+
+    @pytest.mark.parametrize(
+        ("content", "reason"), [(None, "4 pairs, but 5 were expected"), (b"<html>please log in</html>", "BadZipFile")]
+    )
+    def test_a_download_that_is_too_small_is_not_kept(self, content, reason, tmp_path, server, monkeypatch):
+        files, _ = server
+        entry = sentence_pairs()["tatoeba"]
+        files[entry.url] = content or self.published(4)
+        monkeypatch.setattr(type(entry), "measured", ("2018", "0" * 64, 5))
+        with pytest.raises(DatasetUnavailableError, match=f"could not be downloaded.*{reason}"):
+            datasets.load_pairs("tatoeba", tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_the_version_that_was_measured_is_the_real_file(self):
+        path = data_root() / sentence_pairs()["tatoeba"].file
+        if not path.exists():
+            pytest.skip(f"{path} is not there")
+        _, digest, pairs = sentence_pairs()["tatoeba"].measured
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+        assert len(datasets.load_pairs("tatoeba")) == pairs
+
+    @pytest.mark.usefixtures("no_network")
     def test_a_missing_file_is_named(self, tmp_path):
         with pytest.raises(DatasetUnavailableError, match="Missing: tatoeba/deu-eng.zip") as error:
             datasets.load_pairs("tatoeba", tmp_path)

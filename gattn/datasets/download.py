@@ -15,6 +15,7 @@ from typing import TypeVar
 from gattn.datasets.errors import DatasetUnavailableError
 
 _TIMEOUT_SECONDS = 30.0
+_HEADERS = {"User-Agent": "gattn"}  # some servers refuse Python's default
 
 _Content = TypeVar("_Content")
 
@@ -35,7 +36,8 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response, part.open("wb") as file:
+        request = urllib.request.Request(url, headers=_HEADERS)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response, part.open("wb") as file:
             while chunk := response.read(1 << 20):
                 digest.update(chunk)
                 file.write(chunk)
@@ -110,7 +112,7 @@ def read_dataset(
             shutil.rmtree(processed)  # writing it was interrupted; the raw files are complete, so process them again
             return read()
     except BaseException as error:
-        _remove_traces(folder, missing)
+        remove_traces(folder, missing)
         if not isinstance(error, Exception) or isinstance(error, DatasetUnavailableError):
             raise
         reason = f"{type(error).__name__}: {str(error) or 'no reason given'}".splitlines()[0]
@@ -131,7 +133,7 @@ def read_dataset(
         ) from error
 
 
-def _remove_traces(folder: Path, missing: list[Path]) -> None:
+def remove_traces(folder: Path, missing: list[Path]) -> None:
     """Removes what a failed download left of the `missing` files, and the folders that it created for them."""
     for file in missing:
         if file.is_file():

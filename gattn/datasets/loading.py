@@ -138,7 +138,7 @@ def load_text(name: str, root: str | os.PathLike[str] | None = None) -> str:
 
     Raises:
         ValueError: If there is no text of that name.
-        DatasetUnavailableError: If the file is missing or is not a text.
+        DatasetUnavailableError: If the file is missing and cannot be downloaded, or is not a text.
 
     Example:
         >>> import gattn
@@ -157,8 +157,8 @@ def load_pairs(name: str, root: str | os.PathLike[str] | None = None) -> list[tu
 
     The names:
 
-    - `tatoeba`: 169 000 short German sentences with English translations, the file `deu-eng.zip` that ManyThings
-      selected from Tatoeba.
+    - `tatoeba`: short German sentences with English translations, the file `deu-eng.zip` that ManyThings selected from
+      Tatoeba. The file grows with time: gattn's results are for the version of 2018-04-07, which has 169 159 pairs.
 
     The text is in Unicode's normal form C. Any sequence of spaces of any sort becomes a single one, and invisible
     characters are removed.
@@ -172,7 +172,10 @@ def load_pairs(name: str, root: str | os.PathLike[str] | None = None) -> list[tu
 
     Raises:
         ValueError: If there are no pairs of that name.
-        DatasetUnavailableError: If the file is missing or cannot be read.
+        DatasetUnavailableError: If the file is missing and cannot be downloaded, or cannot be read.
+
+    Warns:
+        UserWarning: If a newer version was downloaded than the one that gattn's results were measured with.
 
     Example:
         >>> import gattn

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import pkgutil
+import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,10 +15,11 @@ from typing import ClassVar, Generic, TypeVar
 
 from torch_geometric.data import Data, InMemoryDataset
 
-from gattn.datasets.download import download, read_dataset
+from gattn.datasets.download import download, read_dataset, remove_traces
 from gattn.datasets.errors import DatasetUnavailableError
 
 _Content = TypeVar("_Content")
+_UNREADABLE = (OSError, KeyError, ValueError, zipfile.BadZipFile)
 
 
 class GraphFamily:
@@ -69,33 +72,46 @@ class GraphFamily:
 
 
 class _OneFile(ABC, Generic[_Content]):
-    """A data set that is a single file, which gattn does not download."""
+    """A data set that is a single file."""
 
     name: ClassVar[str]
     #: The file, relative to the root folder.
     file: ClassVar[str]
-    #: The address from which a person can get the file.
+    #: The address of the file, from which it is downloaded.
     url: ClassVar[str]
+    #: The SHA-256 digest of the file, if it is known: the download is verified with it.
+    sha256: ClassVar[str | None] = None
 
     @abstractmethod
     def read(self, path: Path) -> _Content:
         """Reads the file."""
 
+    def check_download(self, path: Path) -> None:
+        """Raises `ValueError` if a file that was just downloaded cannot be the data set."""
+
     def load(self, root: Path) -> _Content:
-        """Reads the file under `root`.
+        """Reads the file under `root`, after downloading it if it is missing.
 
         Raises:
-            DatasetUnavailableError: If the file is missing or cannot be read.
+            DatasetUnavailableError: If the file cannot be downloaded or read.
         """
         path = root / self.file
+        if not path.exists():
+            try:
+                download(self.url, path, self.sha256)
+                self.check_download(path)
+            except BaseException as error:
+                remove_traces(root, [path])
+                if not isinstance(error, _UNREADABLE):
+                    raise
+                raise DatasetUnavailableError(
+                    f"{self.name} is not under {root} and could not be downloaded ({type(error).__name__}: {error}). "
+                    f"Missing: {self.file}. Get this file from {self.url} and put it there, or set GATTN_DATA (or "
+                    "root=) to a folder that has it."
+                ) from error
         try:
             return self.read(path)
-        except FileNotFoundError as error:
-            raise DatasetUnavailableError(
-                f"{self.name} is not under {root}. Missing: {self.file}. Get this file from {self.url} and put it "
-                "there, or set GATTN_DATA (or root=) to a folder that has it."
-            ) from error
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise DatasetUnavailableError(
                 f"{path} cannot be read ({type(error).__name__}: {error}): delete it, and get it again from {self.url}."
             ) from error
@@ -110,7 +126,24 @@ class Text(_OneFile[str]):
 
 
 class SentencePairs(_OneFile[list[tuple[str, str]]]):
-    """Sentences, each with its translation."""
+    """Sentences, each with its translation. What is published under `url` may grow with time."""
+
+    #: The date of the file that gattn's results were measured with, the digest of that file, and its number of pairs.
+    measured: ClassVar[tuple[str, str, int]]
+
+    def check_download(self, path: Path) -> None:
+        """Warns if this is another version than the one that was measured, and refuses a smaller one."""
+        date, digest, expected = self.measured
+        if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
+            return
+        found = len(self.read(path))
+        if found < expected:
+            raise ValueError(f"{self.url} has {found} pairs, but {expected} were expected, so it was not kept")
+        warnings.warn(
+            f"{self.name}: downloaded {found} pairs. gattn's published results are for the version of {date}, which "
+            f"has {expected} pairs, so yours will differ somewhat.",
+            stacklevel=4,
+        )
 
 
 _REGISTERED: list[GraphFamily | Text | SentencePairs] = []

@@ -173,7 +173,12 @@ class TestDataSets:
         for path in zinc.glob("*.index"):
             path.unlink()
         files[ZINC.url] = zipped(zinc, "molecules")
-        monkeypatch.setattr("urllib.request.urlopen", lambda url, **_: asked.append(url) or io.BytesIO(files[url]))
+
+        def answer(request, **kwargs):
+            asked.append(request.full_url)
+            return io.BytesIO(files[request.full_url])
+
+        monkeypatch.setattr("urllib.request.urlopen", answer)
         for name, raw in (("peptides-func", peptides), ("zinc-12k", zinc)):
             fresh = tmp_path / "fresh"
             assert len(gattn.datasets.load(name, root=fresh, trust_files=True)) == 32

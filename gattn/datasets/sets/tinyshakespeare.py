@@ -12,3 +12,4 @@ class TinyShakespeare(Text):
     name = "tinyshakespeare"
     file = "tinyshakespeare/input.txt"
     url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    sha256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
