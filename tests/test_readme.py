@@ -20,8 +20,8 @@ def test_python_runs(code):
 def examples():
     """The code of each page; each block goes on where the page's first one ended."""
     for page in sorted((ROOT / "docs").glob("*.md")):
-        first, *others = blocks("python", page)
-        for number, code in enumerate(others, 1):
+        first, *others = blocks("python", page) or [""]
+        for number, code in enumerate(others or [""] * bool(first), 1):
             marks = [pytest.mark.slow] if "aoti_" in code else []
             yield pytest.param(first + code, id=f"{page.stem}-{number}", marks=marks)
 
