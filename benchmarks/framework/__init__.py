@@ -1,6 +1,6 @@
-"""What all benchmarks share; a benchmark is one file beside this package, and `CONTRIBUTING.md` has the recipe.
+"""Code that all benchmarks share. Each benchmark is one file beside this package; see `CONTRIBUTING.md`.
 
-`benchmark`: a benchmark's cases, which run unless their rows are there; `options`: types of command-line options;
-`processes`: a process for each case; `training`: checkpoints; `measuring`: checked results, memory and times;
+`benchmark`: a benchmark's cases, which run unless they have rows; `options`: types of command-line options;
+`processes`: one process per case; `training`: checkpoints; `measuring`: checked results, memory and times;
 `results`: rows that are never lost; `reports`: tables and pictures.
 """

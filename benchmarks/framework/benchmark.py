@@ -1,4 +1,4 @@
-"""A benchmark: its command line, its cases, and what becomes of them."""
+"""A benchmark: its command line, its cases, and their results."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine, unreadable
 
 FINAL = ("ok", "out of memory", "timed out")
-"""Outcomes that are results. What was wrong or failed is an error, and is tried again."""
+"""Outcomes that count as results. Cases that were wrong or failed are errors, and are tried again."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run, a row of results: a frozen dataclass whose fields are the row's first columns.
+    """One run, which gives one row of results: a frozen dataclass whose fields are the row's first columns.
 
-    A case is not run again if there is a row with the same fields, from the same versions and machine.
+    A case is not run again if a row has the same fields, from the same versions and machine.
     """
 
     result: ClassVar[type]
-    """A `TypedDict` of the columns that a run adds; rows without them, or with others' types, are not read."""
+    """A `TypedDict` of the columns that a run adds; rows that lack them, or have other types, are not read."""
     noun: ClassVar[str] = "runs"
     """What several of these cases are called."""
     versions: ClassVar[Sequence[str]] = VERSIONS
     """The columns about versions and machine that must be the same for a row to count."""
 
     def key(self) -> str:
-        """What the case's row has in common with no other case's."""
+        """What identifies the case's row."""
         return self.key_of({**asdict(self), **self.machine()})
 
     def checkpoint(self, folder: Path) -> Path:
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def place(self) -> str:
-        """Where the case computes: on its field `device`, if it has one."""
+        """The device on which the case computes: its field `device`, if it has one."""
         return getattr(self, "device", "cpu")
 
     def machine(self) -> dict[str, str]:
@@ -60,15 +60,15 @@ class Case:
 
     @classmethod
     def key_of(cls, row: Row) -> str:
-        """The key of the case that a row is of; keyword-only fields count where they are not at their default."""
+        """The key of a row's case; keyword-only fields count only if they differ from their defaults."""
         names = [field.name for field in fields(cls) if not field.kw_only]
-        others = [field for field in fields(cls) if field.kw_only]  # which older rows lack
+        others = [field for field in fields(cls) if field.kw_only]  # older rows lack them
         changed = {x.name: row[x.name] for x in others if row.get(x.name, x.default) != x.default}
         return repr([row.get(name) for name in (*names, *cls.versions)]) + (repr(changed) if changed else "")
 
     @classmethod
     def result_of(cls, row: Row) -> type:
-        """The columns that a row must have beside the case's."""
+        """The columns that a row must have besides those of the case."""
         return cls.result
 
     @classmethod
@@ -81,18 +81,18 @@ C = TypeVar("C", bound=Case)
 
 
 class Benchmark(Generic[C]):
-    """One benchmark, started with options. A subclass says what its cases are, how they run, and what is reported.
+    """One benchmark, started with options. A subclass defines its cases, how they run, and what is reported.
 
-    What the module's docstring says before its first colon is the description in `--help`.
+    `--help` shows the module's docstring up to its first colon.
 
     Args:
         options: What `parse` returned.
-        results: The rows that there are.
+        results: The existing rows.
         console: Where to print.
     """
 
     name: ClassVar[str]
-    """It is called by `python -m benchmarks.<name>`."""
+    """`python -m benchmarks.<name>` runs it."""
     keeps_checkpoints: ClassVar[bool] = True
     """Whether the checkpoint of a finished run stays in the folder of results."""
     is_parallel: ClassVar[bool] = False
@@ -113,10 +113,10 @@ class Benchmark(Generic[C]):
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Fills in defaults, and calls `parser.error` for options that do not go together."""
+        """Fills in defaults, and calls `parser.error` for options that exclude each other."""
 
     def cases(self) -> Sequence[C]:
-        """The cases, in the order of the table; those of one type follow each other."""
+        """The cases, in the order of the table, grouped by type."""
         raise NotImplementedError
 
     def run(self, cases: Sequence[C]) -> Generator[Message[C], None, None]:
@@ -124,7 +124,7 @@ class Benchmark(Generic[C]):
         raise NotImplementedError
 
     def extra_columns(self) -> Row:
-        """Columns that say how cases were run, if there are any."""
+        """Additional columns that say how the cases were run."""
         return {}
 
     def report(self, rows: dict[C, Row]) -> None:
@@ -145,7 +145,7 @@ class Benchmark(Generic[C]):
 
     @classmethod
     def main(cls, arguments: Sequence[str] | None = None) -> None:
-        """Runs the benchmark: what is missing in its results first, then the report.
+        """Runs the cases that have no results yet, then reports.
 
         Raises:
             SystemExit: With the reasons, if cases failed or their results were wrong.
@@ -155,7 +155,7 @@ class Benchmark(Generic[C]):
             cls.follow()
             return
         if parallel.size() > 1 and not cls.is_parallel:
-            sys.exit(f"error: benchmarks.{cls.name} does not run on several processes: start it without torchrun")
+            sys.exit(f"error: benchmarks.{cls.name} runs on one process only: start it without torchrun")
         options, console = parallel.of_first(cls.parse(arguments)), Console(markup=False)
         with cls.session(options, console) as benchmark:
             failures = []
@@ -164,17 +164,17 @@ class Benchmark(Generic[C]):
                 if rows := benchmark.rows(cases):
                     try:
                         benchmark.report(rows)
-                    except Exception as error:  # without results there may be nothing to report
+                    except Exception as error:  # if no case succeeded, there may be nothing to report
                         if not failures:
                             raise
-                        failures.append(f"there is no report: {type(error).__name__}: {error}")
+                        failures.append(f"the report could not be made: {type(error).__name__}: {error}")
         if failures:
             sys.exit("\n".join(f"error: {failure}" for failure in failures))
         parallel.of_first(None)
 
     @classmethod
     def follow(cls) -> None:
-        """Takes part in the runs that the first of torchrun's processes announces, until there are no more.
+        """Takes part in the runs that torchrun's first process announces, until it announces no more.
 
         Raises:
             SystemExit: With the reason, if a run failed here; without one if the first process has ended.
@@ -188,19 +188,19 @@ class Benchmark(Generic[C]):
                     pass
         except BenchmarkError as error:
             sys.exit(f"error: {error}")
-        except (KeyboardInterrupt, RuntimeError):  # the latter from gloo
+        except (KeyboardInterrupt, RuntimeError):  # gloo raises the latter
             sys.exit(1)
 
     @classmethod
     @contextlib.contextmanager
     def session(cls, options: argparse.Namespace, console: Console) -> Iterator[Self]:
-        """The benchmark, alone with its folder; Ctrl-C, and files that cannot be used, end it with one line."""
+        """The benchmark, whose folder is locked; Ctrl-C and unusable files end it with a one-line message."""
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a poor terminal is no reason to stop
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks characters is no reason to stop
         out: Path = options.out
         is_reading = getattr(options, "report", False)
         results = ResultsFile(out / "runs.jsonl")
-        kept = f"What has finished is in {results.path}; the same command goes on from there."
+        kept = f"Finished runs are in {results.path}; the same command resumes from there."
         try:
             with contextlib.ExitStack() as stack:
                 if not is_reading:
@@ -222,7 +222,7 @@ class Benchmark(Generic[C]):
             sys.exit(f"error: {error}" if is_reading else f"error: {error}. {kept}")
 
     def execute(self, cases: Sequence[C]) -> list[str]:
-        """Runs the cases that have no row yet; returns what failed or was wrong, and why."""
+        """Runs the cases that have no row yet; returns which of them failed or were wrong, and why."""
         if not cases:
             return []
         noun, recorded = cases[0].noun, cases[0].recorded(self.results)
@@ -244,7 +244,7 @@ class Benchmark(Generic[C]):
                     continue
                 outcome, reason = kind, content
                 if kind == "ok" and (problem := self.add(case, content)):
-                    kind, outcome, reason = "failed", "failed", f"its row could not be read again: {problem}"
+                    kind, outcome, reason = "failed", "failed", f"its row could not be read back: {problem}"
                 elif kind == "ok":
                     outcome, reason = content.get("outcome", "ok"), content.get("reason")
                 if kind != "ok" or outcome not in FINAL:
@@ -255,20 +255,20 @@ class Benchmark(Generic[C]):
         return failures
 
     def is_final(self, row: Row) -> bool:
-        """Whether a row is a result; what timed out is none where there is more time now."""
+        """Whether a row counts as a result; one that timed out does not if there is more time now."""
         outcome = row.get("outcome", "ok")
         has_more_time = row.get("timeout", 0) < getattr(self.options, "timeout", 0)
         return outcome in FINAL and not (outcome == "timed out" and has_more_time)
 
     def add(self, case: C, columns: Row) -> str | None:
-        """Appends a row, unless it could not be read again, or not as this case's; returns why."""
+        """Appends a row, unless it could not be read back as a row of this case; then returns the reason."""
         own = asdict(case)
         try:
             row = json.loads(json.dumps({**own, **columns, **self.extra_columns(), **case.machine()}))
         except (TypeError, ValueError) as error:
             return str(error)
         for name, value in own.items():
-            if repr(row[name]) != repr(value):  # as `key_of` compares
+            if repr(row[name]) != repr(value):  # the comparison of `key_of`
                 return f"{name} is {reprlib.repr(value)} in the case and {reprlib.repr(row[name])} in its row"
         problem = unreadable(row, type(case), case.result_of, Machine)
         if problem is None:
@@ -278,16 +278,16 @@ class Benchmark(Generic[C]):
         return problem
 
     def rows(self, cases: Sequence[C]) -> dict[C, Row]:
-        """The rows to report: those of the cases, in their order, as far as there are any."""
+        """The rows to report: the existing rows of the cases, in their order."""
         recorded = cases[0].recorded(self.results) if cases else {}
         return {case: recorded[key] for case in cases if (key := case.key()) in recorded}
 
     def say(self, text: str, style: str = "") -> None:
-        """Prints a line, however long it is."""
+        """Prints a line without wrapping it."""
         self.console.print(text, style=style, highlight=False, soft_wrap=True)
 
     def skip(self, name: str, reason: str) -> None:
-        """Goes on without something that was not asked for by name, and says so."""
+        """Reports that something is left out, which was not asked for by name."""
         self.skipped[name] = reason
         self.say(f"Skipped: {reason}", style="yellow")
 
@@ -306,11 +306,11 @@ class Benchmark(Generic[C]):
         Args:
             title: Above the table, in the terminal.
             lines: The table's lines, by column.
-            remarks: What a reader of the table must know.
+            remarks: Notes for readers of the table.
             files: Pictures and texts, by name.
             name: The table's file. (default: `"table.md"`)
             headings: The columns that a terminal shows, and their headings there. (default: all, under their names)
-            shorten: Makes the line that a terminal shows. (default: as it is, but without what is in brackets)
+            shorten: Makes the line that a terminal shows. (default: the line without text in brackets)
         """
         headings = headings or {column: column for column in lines[0]}
         reports.print_table(title, [shorten(line) for line in lines], headings, self.console)

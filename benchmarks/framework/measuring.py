@@ -1,4 +1,4 @@
-"""Measurements of time and memory: each in a process of its own, and none before its result was checked."""
+"""Measurements of time and memory: each in its own process, after its result has been checked."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]
 
 MODES = {"forward": "forward", "forward_backward": "forward + backward"}
-"""What is timed, and what tables call it."""
+"""What is timed, and its name in tables."""
 
 MIN_REPEATS = 3
-"""Even slow calls are repeated this many times."""
+"""The smallest number of calls, however slow they are."""
 
 SHORT = 0.5
-"""Short calls are repeated for this many seconds, and warmed up for at most as many."""
+"""Short calls are repeated for this many seconds, and warmed up for at most this many."""
 
 BATCH = 0.02
-"""Calls that take less than this many seconds are timed together, as many as take this long (or a twentieth of all)."""
+"""Shorter calls are timed in batches that take this many seconds (or a twentieth of the whole time)."""
 
 KEPT_TIMES = 100
-"""This many times are kept beside their quartiles."""
+"""This many single times are stored beside their quartiles."""
 
 LARGEST_LOSS = 0.05
-"""A reference loses no more than this of its scale, or 16 units in the last place if these are more, as in bfloat16."""
+"""A reference loses at most this share of its scale, or 16 units in the last place if that is more, as in bfloat16."""
 
-#: Results with one row per node or token; the others are gradients of parameters.
+#: Results with one row per node or token; all others are gradients of parameters.
 ROW_RESULTS = (
     "output without autograd",
     "output",
@@ -59,16 +59,16 @@ M = TypeVar("M", bound="Measurement")
 
 
 class Times(TypedDict):
-    """Seconds of a call: what `spread` returns, and what the system has to do for it."""
+    """Seconds per call, as `spread` returns them, and the system's work for it."""
 
     median: float
     q1: float
     q3: float
     times: list[float]
     page_faults: NotRequired[float]
-    """Pages of memory per call that the system had to provide, none of them from a disk."""
+    """Pages of memory per call that the system had to provide (minor page faults)."""
     system: NotRequired[float]
-    """Seconds per call that the system computed, on all threads."""
+    """Seconds of system time per call, on all threads."""
 
 
 class Measured(TypedDict):
@@ -81,12 +81,12 @@ class Measured(TypedDict):
 
 
 class Failed(TypedDict):
-    """Its columns if there is nothing to report but the reason."""
+    """Its columns if there is only a reason to report."""
 
     outcome: Literal["WRONG", "failed", "out of memory", "timed out"]
     reason: str
     timeout: NotRequired[float]
-    """The seconds after which it timed out: it is tried again if there are more."""
+    """The seconds after which it timed out; with a longer timeout, it is tried again."""
 
 
 # What is measured ----------------------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ class Computation:
 
     call: Callable[[], Tensor]
     leaves: dict[str, Tensor]
-    """What it is differentiated for."""
+    """The tensors whose gradients are computed."""
     grad: Tensor
-    """Gradient of the output."""
+    """The gradient of the output."""
     unpack: Callable[[Tensor], Tensor] = lambda result: result
-    """Takes the rows that are compared out of the results in `ROW_RESULTS`. (default: all)"""
+    """Selects the compared rows of the results in `ROW_RESULTS`. (default: all)"""
 
     def forward(self) -> Tensor:
         """The output, computed without autograd."""
@@ -117,17 +117,17 @@ class Computation:
         return {"output": out.detach(), **named}
 
     def compared(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is compared with the reference, of the results of `forward_backward` and of another `forward`."""
+        """What is compared with the reference: the results of `forward_backward` and of a separate `forward`."""
         results = {"output without autograd": self.forward(), **results}
         return {name: self.unpack(x) if name in ROW_RESULTS else x for name, x in results.items()}
 
 
 class Measurement(Case):
-    """A case that is timed, once its results agree with a reference that is computed in another process."""
+    """A case that is timed once its results agree with a reference, which another process computes."""
 
     noun = "measurements"
     has_forward_peak: ClassVar[bool] = False
-    """Whether the peak of the first forward pass is taken, too, which prepares the graph for the second."""
+    """Whether the peak of the first forward pass is measured, too; that pass prepares the graph for the next."""
 
     threads: int
     repeats: int
@@ -135,12 +135,12 @@ class Measurement(Case):
 
     @property
     def kind(self) -> str:
-        """Which of its problem's references the results are compared with."""
+        """The one of its problem's references with which the results are compared."""
         return ""
 
     @property
     def has_reference(self) -> bool:
-        """Whether results are compared; only yardsticks have no reference, and no backward pass."""
+        """Whether results are compared; only yardsticks have neither a reference nor a backward pass."""
         return True
 
     @property
@@ -150,15 +150,15 @@ class Measurement(Case):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the environment of its process has besides, from the very start."""
+        """Additional environment variables of its process, set before the process starts."""
         return {}
 
     def problem(self) -> tuple[object, ...]:
-        """What cases have in common that share a reference; they follow each other."""
+        """What is the same for all cases that share a reference; these must be adjacent."""
         raise NotImplementedError
 
     def references(self) -> dict[str, dict[str, Expected]]:
-        """What the results should be, by `kind`: what `budgets` returns for each.
+        """The expected results by `kind`, as `budgets` returns them.
 
         Results are `output`, `output without autograd` and `gradient of <name>` for each of the computation's leaves.
         """
@@ -167,7 +167,7 @@ class Measurement(Case):
     def computation(self) -> Computation:
         """What is measured.
 
-        It first runs something small of its kind, since what loads code and starts threads would be measured, too.
+        It first runs something small of its kind, so that loading code and starting threads is not measured.
         """
         raise NotImplementedError
 
@@ -195,7 +195,7 @@ class Measurement(Case):
             results = {name: result for name, result in results.items() if not name.startswith("gradient")}
         row["errors"] = check(results, torch.load(reference, weights_only=True)[self.kind])
         for name, entry in row["errors"].items():
-            if not entry["error"] <= entry["budget"]:  # written so that NaN fails
+            if not entry["error"] <= entry["budget"]:  # in this form, NaN fails
                 sizes = f"{entry['error']:.1e} of its largest element, where {entry['budget']:.1e} is allowed"
                 return {"outcome": "WRONG", "reason": f"{name} is off by {sizes}"}
         del results
@@ -210,11 +210,11 @@ class Measurement(Case):
 
 
 def measured(cases: Sequence[M], timeout: float) -> Generator[Message[M], None, None]:
-    """Makes measurements one after the other; the row of each says what became of it, running out of memory included.
+    """Makes measurements one after the other; the row of each gives its outcome, which may be out of memory.
 
     Args:
         cases: The measurements.
-        timeout: A process is ended after this many seconds.
+        timeout: The seconds after which a process is ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         path, problem, row = Path(folder) / "reference.pt", None, {"outcome": "ok"}
@@ -231,7 +231,7 @@ def measured(cases: Sequence[M], timeout: float) -> Generator[Message[M], None, 
 
 
 def _apart(case: M, work: Callable[[M, Show], Row], timeout: float) -> Row:
-    """What the work returns in a process of its own, or what happened instead."""
+    """What the work returns in its own process, or what happened instead."""
     ((_, outcome, content),) = processes.in_processes([case], work, timeout=timeout, environment=case.environment)
     if outcome == "ok":
         return content
@@ -252,19 +252,19 @@ def _measure(case: Measurement, show: Show, reference: Path | None) -> Row:
 
 
 class Expected(TypedDict):
-    """What a result should be."""
+    """An expected result."""
 
     exact: Tensor
     rows: Tensor | None
-    """The rows of the result that are compared; `None` for all."""
+    """The compared rows of the result; `None` for all."""
     scale: float
     """The largest element."""
     budget: float
-    """How far from it a result may be."""
+    """How far a result may differ from it."""
 
 
 class Error(TypedDict):
-    """How far a result is from the reference, and how far it may be, relative to the largest element."""
+    """How far a result differs from the reference, and how far it may, relative to the largest element."""
 
     error: float
     budget: float
@@ -279,12 +279,12 @@ def budgets(
     compared: Tensor | None = None,
     is_sampled: bool = False,
 ) -> dict[str, Expected]:
-    """What results should be, and how far from it they may be.
+    """The expected results, and how far results may differ from them.
 
     The budget is derived, not tuned. It is four times what the reference itself loses in the case's dtype, plus eight
-    units in the last place of the scale, plus what a float32 sum that adds its terms one by one loses: one unit times
-    the root of their number. The scale is the largest element. For gradients of parameters, it is the largest of all of
-    them, because some vanish (a bias of the keys shifts all logits of a target), and what is left of them is rounding.
+    units in the last place of the scale, plus what a float32 sum loses that adds its terms one by one: one unit times
+    the square root of their number. The scale is the largest element. Gradients of parameters share the largest element
+    of all of them, because some vanish except for rounding (a bias of the keys shifts all logits of a target).
 
     Args:
         exact: The reference's results in float64.
@@ -292,11 +292,11 @@ def budgets(
         dtype: The case's dtype.
         terms: The number of terms that an element of a result in `ROW_RESULTS` sums.
         parameter_terms: The number of terms that an element of a parameter's gradient sums.
-        compared: The rows that are compared of results in `ROW_RESULTS`. (default: all)
-        is_sampled: Whether the reference has no others. (default: `False`)
+        compared: The compared rows of results in `ROW_RESULTS`. (default: all)
+        is_sampled: Whether the reference has only these rows. (default: `False`)
 
     Raises:
-        ValueError: If the two references differ by more than rounding explains: nothing would be wrong.
+        ValueError: If the two references differ by more than rounding explains: no result could then be wrong.
     """
     of_parameters = [value.abs().max().item() for name, value in exact.items() if name not in ROW_RESULTS]
     expected: dict[str, Expected] = {}
@@ -318,10 +318,10 @@ def budgets(
 
 
 def check(results: dict[str, Tensor], expected: dict[str, Expected]) -> dict[str, Error]:
-    """Compares all results with what they should be.
+    """Compares all results with the expected ones.
 
     Raises:
-        ValueError: If a result is missing, or there is one that nobody expects.
+        ValueError: If a result is missing or unexpected.
     """
     if set(results) != set(expected):
         missing, unexpected = (
@@ -343,10 +343,10 @@ def check(results: dict[str, Tensor], expected: dict[str, Expected]) -> dict[str
 
 
 def peak_above(function: Callable[[], T], device: str = "cpu") -> tuple[T, int]:
-    """Calls the function; returns its result, and by how many bytes the memory in use rose meanwhile.
+    """Calls the function; returns its result, and by how many bytes the memory in use rose during the call.
 
-    On the CPU, this is the process's resident memory (where Linux cannot reset its peak, the rise above the largest so
-    far); on a GPU, what PyTorch has handed out.
+    On the CPU, this is the process's resident memory. (If Linux cannot reset its peak, it is the rise above the largest
+    value so far.) On a GPU, it is what PyTorch has allocated.
     """
     gc.collect()
     if device != "cpu":
@@ -359,7 +359,7 @@ def peak_above(function: Callable[[], T], device: str = "cpu") -> tuple[T, int]:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(
             0
-        )  # otherwise, freed memory that the process still holds would be used again, uncounted
+        )  # otherwise, freed memory that the process still holds would be reused without being counted
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -372,14 +372,14 @@ def peak_above(function: Callable[[], T], device: str = "cpu") -> tuple[T, int]:
 
 
 def peak_of_process() -> int:
-    """The largest resident memory of the process since `peak_above` last began, where Linux tells, else of all time."""
+    """The largest resident memory since `peak_above` last began; if Linux cannot tell, since the process started."""
     with contextlib.suppress(OSError):
         return _memory("VmHWM") * 1024
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def total_memory() -> int:
-    """The machine's memory in bytes; where the system does not tell, more than any has."""
+    """The machine's memory in bytes; if the system does not tell, more than any machine has."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -387,9 +387,9 @@ def total_memory() -> int:
 
 
 def limit_memory(size: int) -> None:
-    """Makes allocations fail where the process's data would take more bytes, before the machine's memory is short.
+    """Makes allocations fail if the process's data would exceed this many bytes, before the machine runs short.
 
-    Without Unix's limits, it does nothing, and the system ends the process.
+    Without Unix's limits, this does nothing, and the system ends the process instead.
     """
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (size, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -402,7 +402,7 @@ def _memory(name: str) -> int:
 
 
 def duration(function: Callable[[], object], device: str = "cpu", calls: int = 1) -> float:
-    """Seconds that a call takes: the mean of some by the clock, or between two events of the GPU, around one's work."""
+    """Seconds per call: the mean of several by the clock, or on a GPU the time between two events around one call."""
     if device == "cpu":
         before = time.perf_counter()
         for _ in range(calls):
@@ -414,7 +414,7 @@ def duration(function: Callable[[], object], device: str = "cpu", calls: int = 1
     function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000  # from milliseconds
+    return start.elapsed_time(end) / 1000  # milliseconds to seconds
 
 
 def copy_rate(device: str, size: int = 2**28) -> float:
@@ -430,15 +430,15 @@ def operation_rate(device: str, size: int = 2048) -> float:
 
 
 def timed(function: Callable[[], object], repeats: int, seconds: float, device: str = "cpu") -> Times:
-    """Seconds that calls take, after a warm-up of a tenth of the time; on the CPU, also page faults and system time.
+    """Seconds per call, after a warm-up of a tenth of the time; on the CPU, also page faults and system time.
 
     Short calls are repeated more often: for half a second, or a quarter of the time. On the CPU, very short ones are
     timed in batches, so that the clock's resolution does not matter.
 
     Args:
         function: What is timed.
-        repeats: The largest number of calls or batches, if they are not short.
-        seconds: The longest time, once there were `MIN_REPEATS` of them.
+        repeats: The largest number of calls or batches, unless they are short.
+        seconds: The longest time, once `MIN_REPEATS` of them are done.
         device: Where the function computes. (default: `"cpu"`)
     """
     times: list[float] = []
@@ -457,11 +457,11 @@ def timed(function: Callable[[], object], repeats: int, seconds: float, device: 
         times.append(duration(function, device, calls))
     after, total = usage(device), calls * len(times)
     per_call = {name: (after[name] - before[name]) / total for name in after}
-    return {**spread(times), **per_call}  # type: ignore[typeddict-item] # the two that are not required
+    return {**spread(times), **per_call}  # type: ignore[typeddict-item] # the two optional ones
 
 
 def usage(device: str) -> dict[str, float]:
-    """What the system has done for this process so far; nothing that would matter if a GPU computes."""
+    """What the system has done for this process so far; irrelevant if a GPU computes."""
     if device != "cpu" or resource is None:
         return {}
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -469,7 +469,7 @@ def usage(device: str) -> dict[str, float]:
 
 
 def spread(times: Sequence[float]) -> Times:
-    """Median and quartiles, and the first of the times themselves."""
+    """Median and quartiles, and the first few times themselves."""
     low, middle, high = statistics.quantiles(times if len(times) > 1 else [*times, *times], n=4, method="inclusive")
     return {
         "median": middle,

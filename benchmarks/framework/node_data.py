@@ -12,18 +12,18 @@ import gattn
 from benchmarks.framework.processes import BenchmarkError
 
 SPARSE_DENSITY = 0.1
-"""Features are kept sparse where at most this share of them is not zero."""
+"""Features are kept sparse if at most this share of them is nonzero."""
 
 
 def hush() -> None:
-    """Silences PyTorch's warnings about its own sparse matrices, which come once in each process."""
+    """Silences PyTorch's warnings about its own sparse matrices, which appear once per process."""
     warnings.filterwarnings("ignore", "Sparse .* is in beta|Sparse invariant checks")
 
 
 def check_task(dataset: str, data: Any) -> None:
-    """Raises `ValueError` if the data are not a graph whose nodes have features and one class each."""
+    """Raises `ValueError` unless the data are one graph whose nodes have features and one class each."""
     if not isinstance(data, Data):
-        raise ValueError(f"{dataset} has many graphs, and this benchmark classifies the nodes of one.")
+        raise ValueError(f"{dataset} has many graphs, but this benchmark classifies the nodes of a single graph.")
     if data.x is None:
         raise ValueError(f"{dataset} has no node features, which this benchmark needs.")
     if data.y.dim() != 1 or data.y.is_floating_point():
@@ -35,7 +35,7 @@ def densities(datasets: Iterable[str], skip: Callable[[str, str], None] | None) 
 
     Args:
         datasets: The names.
-        skip: Told of data sets that cannot be loaded, with the reason; `None` if they must be there.
+        skip: Called for each data set that cannot be loaded, with the reason; `None` if all must be there.
 
     Raises:
         BenchmarkError: If a data set that must be there cannot be loaded.
@@ -54,5 +54,5 @@ def densities(datasets: Iterable[str], skip: Callable[[str, str], None] | None) 
 
 
 def storage(layers: str, density: float) -> str:
-    """How features are stored: bags of words stay sparse for gattn's layers, and PyG's take dense ones."""
+    """How features are stored: bags of words stay sparse for gattn's layers; PyG's layers take dense ones."""
     return "sparse" if layers == "gattn" and density <= SPARSE_DENSITY else "dense"

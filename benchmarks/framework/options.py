@@ -1,4 +1,4 @@
-"""Types of command-line options: each converts a text, or says which texts it takes."""
+"""Types of command-line options: each converts a text, or reports which texts it accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 1024
 """The largest number of threads and of processes."""
 
 LONGEST = 10**6
-"""The largest number of seconds: no wait for a process may be longer."""
+"""The largest number of seconds: the longest possible wait for a process."""
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
@@ -35,11 +35,11 @@ def seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) <= LONGEST:
             return value
-    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a number of seconds above 0, {LONGEST} at most")
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a positive number of seconds up to {LONGEST}")
 
 
 def folder(text: str) -> Path:
-    """A folder, which need not exist."""
+    """A folder, which may not exist yet."""
     if not text:
         raise argparse.ArgumentTypeError("the name of the folder is empty")
     try:
@@ -59,7 +59,7 @@ def device(text: str) -> str:
 
 
 def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, duration: float = 10.0) -> None:
-    """Adds what a benchmark of measurements takes: `--threads --repeats --seconds --timeout --out`.
+    """Adds the options of a benchmark that measures: `--threads --repeats --seconds --timeout --out`.
 
     Args:
         parser: The parser.
@@ -68,9 +68,11 @@ def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, 
         duration: The default of `--seconds`. (default: 10)
     """
     add = parser.add_argument
-    add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help="threads (default: PyTorch's)")
-    add("--repeats", type=whole(1, 10**9), default=repeats, help="calls that are timed, at most (default: %(default)s)")
-    text = "or until this much time has passed (default: %(default)g)"
+    add(
+        "--threads", type=whole(1, MOST), default=torch.get_num_threads(), help="number of threads (default: PyTorch's)"
+    )
+    add("--repeats", type=whole(1, 10**9), default=repeats, help="largest number of timed calls (default: %(default)s)")
+    text = "seconds after which no further calls are timed (default: %(default)g)"
     add("--seconds", type=seconds, default=duration, help=text)
     text = "seconds after which a process is ended (default: %(default)g)"
     add("--timeout", type=seconds, default=1200.0, help=text)
@@ -78,8 +80,8 @@ def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, 
 
 
 def add_saving(parser: argparse.ArgumentParser) -> None:
-    """Adds what a benchmark takes that trains for long: `--save-every`."""
-    text = "seconds from one checkpoint to the next, at least (default: %(default)g)"
+    """Adds the option of a benchmark with long trainings: `--save-every`."""
+    text = "least number of seconds between checkpoints (default: %(default)g)"
     parser.add_argument("--save-every", type=seconds, default=10.0, help=text)
 
 
@@ -92,7 +94,7 @@ def unique(values: Iterable[T]) -> list[T]:
 
 
 def fill(options: argparse.Namespace, defaults: dict[str, object]) -> None:
-    """Gives the options that were left out their defaults, where these depend on other options."""
+    """Fills in defaults that depend on other options."""
     for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, default)

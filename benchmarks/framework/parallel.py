@@ -1,4 +1,4 @@
-"""Data-parallel training by torchrun: what `DistributedDataParallel` leaves open. Without torchrun, nothing is done."""
+"""Data-parallel training with torchrun: what `DistributedDataParallel` leaves open. It does nothing without torchrun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start() -> None:
 
 
 def choose_gpu() -> None:
-    """Gives this thread the process's own GPU, where there are several processes and any GPUs."""
+    """Gives this thread the process's own GPU, if there are several processes and any GPUs."""
     if size() > 1 and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
@@ -36,12 +36,12 @@ def size() -> int:
 
 
 def rank() -> int:
-    """This process's place among them; the first, 0, alone prints and writes."""
+    """This process's number; only the first process, 0, prints and writes."""
     return dist.get_rank() if size() > 1 else 0
 
 
 def seed(number: int) -> None:
-    """Seeds PyTorch: the first process as if it were the only one, and each other one differently."""
+    """Seeds PyTorch: the first process as if it were the only one, and each of the others differently."""
     mixed = np.random.SeedSequence((number, rank())).generate_state(1)[0]
     torch.manual_seed(int(mixed) if rank() else number)
 
@@ -78,27 +78,27 @@ def mean(values: list[float]) -> list[float]:
 
 
 def weighted(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor, whole: int) -> Tensor:
-    """This process's part of the mean loss of a whole batch, so weighted that the mean of all parts is that loss.
+    """This process's part of the mean loss of a batch, weighted so that the mean of all parts is that loss.
 
     Args:
         loss: The mean loss of some rows.
-        logits: This process's rows, if there are any.
-        labels: Theirs.
+        logits: This process's rows, of which there may be none.
+        labels: The labels of these rows.
         whole: The number of rows of all processes.
     """
     if not len(labels):
-        return logits.sum()  # of nothing, but with a gradient, which the other processes wait for
+        return logits.sum()  # an empty sum, but with a gradient, which the other processes wait for
     return loss(logits, labels) * (size() * len(labels) / whole)
 
 
 def notes(rows: Iterable[Row]) -> list[str]:
-    """What a report says of rows that several processes made."""
+    """The remark of a report on rows that several processes made."""
     counts = sorted({row["processes"] for row in rows if row.get("processes", 1) > 1})
-    return [f"Each run was trained by {count} processes; times and memory are the first one's." for count in counts]
+    return [f"Each run was trained by {count} processes; times and memory are those of the first." for count in counts]
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over processes, whose gradient is the sum of theirs."""
+    """The sum over processes, whose gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class SyncBatchNorm(torch.nn.BatchNorm1d):
 
 
 def data_parallel(model: torch.nn.Module, has_unused: bool) -> torch.nn.Module:
-    """What to call in training in the model's place, so that gradients and batch norms are those of all processes.
+    """What to call instead of the model in training, so that gradients and batch norms are those of all processes.
 
     Args:
         model: The model; its batch norms are changed in place.
@@ -145,6 +145,6 @@ def data_parallel(model: torch.nn.Module, has_unused: bool) -> torch.nn.Module:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if type(module) is torch.nn.BatchNorm1d:
-            module.__class__ = SyncBatchNorm  # with the same parameters and buffers
-    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # which costs a copy, no more
+            module.__class__ = SyncBatchNorm  # parameters and buffers stay the same
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # only costs a copy
     return DistributedDataParallel(model, find_unused_parameters=has_unused)

@@ -1,4 +1,4 @@
-"""Child processes: each case runs in a process of its own, whose end harms neither the others nor the benchmark."""
+"""Child processes: each case runs in its own process, whose end harms neither the others nor the benchmark."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ import torch
 
 from benchmarks.framework import parallel
 
-#: Imported once for all processes; none of it may start CUDA, which forked processes could not use.
+#: Imported once for all processes; none of these may start CUDA, which forked processes could not use.
 PRELOADED = ("gattn", "benchmarks.framework.benchmark", "torch_geometric.nn")
 
-#: Progress is reported at most once in this many seconds, so that reporting it takes no time from the work.
+#: The least number of seconds between progress reports, so that reporting takes no time from the work.
 INTERVAL = 0.1
 
 LONGEST = 300
-"""This many characters of an error are kept."""
+"""The number of characters of an error that are kept."""
 
 C = TypeVar("C")
 
-#: Reports progress: how much is done, of how much, and what to write beside the case's name.
+#: Reports progress: how much is done, the total, and a text to show beside the case's name.
 Show = Callable[[int, int, str], None]
 
 #: A case, the kind of the message, and its content.
@@ -43,7 +43,7 @@ Message = tuple[C, str, Any]
 
 
 class BenchmarkError(Exception):
-    """Something that the user can put right: the benchmark ends with this message, without a traceback."""
+    """A problem that the user can solve: the benchmark ends with this message, without a traceback."""
 
 
 def in_processes(
@@ -53,32 +53,32 @@ def in_processes(
     timeout: float = math.inf,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Generator[Message[C], None, None]:
-    """Calls `work(case, show)` for each case, each in a process of its own. Closing the generator ends them all.
+    """Calls `work(case, show)` for each case, each in its own process. Closing the generator ends them all.
 
-    Processes of torchrun work together on one case after the other, themselves.
+    With torchrun, no processes are started: those of torchrun work together on one case after the other.
 
     Args:
         cases: What to work on.
         work: The work; it is pickled.
-        jobs: This many processes run at once. (default: 1)
-        timeout: A process is ended after this many seconds. (default: never)
-        environment: What the processes' environment has besides from their very start, when the C library reads it.
-            (default: nothing)
+        jobs: The number of processes that run at once. (default: 1)
+        timeout: The seconds after which a process is ended. (default: never)
+        environment: Additional environment variables, set before the processes start, when the C library reads them.
+            (default: none)
 
     Yields:
-        For each call of `show`, but for those that follow another at once: `(case, "progress", its arguments)`. At the
+        For each call of `show`, except those that closely follow another: `(case, "progress", its arguments)`. At the
         end of each case, `(case, "ok", what the work returned)`, or the case with `"out of memory"`, `"timed out"` or
         `"failed"` and the reason.
     """
     if parallel.size() > 1:
         yield from _together(cases, work)
         return
-    # Windows has no fork server, and a server's children have its start. Other processes import everything anew.
+    # Windows has no fork server, and its children would keep its environment. Otherwise, each process imports anew.
     is_forked = sys.platform != "win32" and not environment
     context = multiprocessing.get_context("forkserver") if is_forked else multiprocessing.get_context("spawn")
     context.set_forkserver_preload(list(PRELOADED))
     if is_forked and threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the server's imports end with a traceback at Ctrl-C
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C would end the server's imports noisily
         forkserver.ensure_running()
         signal.signal(signal.SIGINT, before)
     waiting = list(reversed(cases))
@@ -104,7 +104,7 @@ def in_processes(
                     continue
                 if kind != "progress":
                     del running[receiver]
-                    _end(receiver, process, 10 if kind == "ok" else 0)  # some have helpers to put away
+                    _end(receiver, process, 10 if kind == "ok" else 0)  # some have helpers to clean up
                 yield case, kind, content
     finally:
         for receiver, (_, process, _) in running.items():
@@ -113,7 +113,7 @@ def in_processes(
 
 @contextlib.contextmanager
 def _in_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Changes the environment, which a process inherits if it is started in the block."""
+    """Changes the environment, which processes started in the block inherit."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -130,7 +130,7 @@ def _receive(receiver: Connection, process: BaseProcess) -> tuple[str, Any]:
         return receiver.recv()
     except EOFError:
         process.join()
-        # Only the kernel sends a signal that cannot be caught, when memory is short.
+        # Only the system's kernel sends a signal that cannot be caught, if memory is short.
         if process.exitcode == -9:
             return "out of memory", "killed"
         return "failed", f"the process ended with exit code {process.exitcode}"
@@ -145,10 +145,10 @@ def _end(receiver: Connection, process: BaseProcess, patience: float) -> None:
 
 def _call(sender: Connection, work: Callable[[C, Show], Any], case: C, environment: dict[str, str]) -> None:
     """What a child process runs."""
-    os.environ.update(environment)  # which may have changed since the fork server was started
+    os.environ.update(environment)  # they may have changed since the fork server was started
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the process to be killed when memory is short
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the process to be killed if memory is short
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
@@ -156,7 +156,7 @@ def _call(sender: Connection, work: Callable[[C, Show], Any], case: C, environme
 
 
 def _together(cases: Sequence[C], work: Callable[[C, Show], Any]) -> Generator[Message[C], None, None]:
-    """Works on one case after the other in a thread of this process, so that progress can be told meanwhile.
+    """Works on one case after the other in a thread of this process, so that progress can be reported meanwhile.
 
     Raises:
         BenchmarkError: If a case failed: the other processes cannot go on without this one.
@@ -167,7 +167,7 @@ def _together(cases: Sequence[C], work: Callable[[C, Show], Any]) -> Generator[M
         def run(case: C = case, send: Callable[[tuple[str, Any]], None] = answers.put) -> None:
             with contextlib.suppress(SystemExit):
                 _work(send, work, case)
-            send(("failed", "it has ended"))  # which is read only if nothing else came
+            send(("failed", "it has ended"))  # only read if nothing else was sent
 
         threading.Thread(target=run, daemon=True).start()
         kind, content = "", None

@@ -16,10 +16,10 @@ from rich.table import Table
 
 from benchmarks.framework.results import Row, replace_file
 
-#: Columns by name, and what a line of a table has in them.
+#: A line of a table: column names and texts.
 Line = dict[str, str]
 
-#: Colours by Okabe and Ito, which colour-blind readers can tell apart.
+#: The colours of Okabe and Ito, which colour-blind readers can tell apart.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
@@ -28,7 +28,7 @@ YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
 
 def print_table(title: str, lines: Sequence[Line], headings: Line, console: Console) -> None:
-    """Prints some columns, without what is in brackets; a narrow terminal breaks lines, but nothing is cut off."""
+    """Prints some columns, without text in brackets; a narrow terminal breaks lines, but nothing is cut off."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1))
     for column, heading in headings.items():
         starts = [line[column][:1] for line in lines]
@@ -48,12 +48,12 @@ def markdown(lines: Sequence[Line], remarks: Sequence[str]) -> str:
 
 
 def machines(rows: Iterable[Row], columns: Sequence[str], rest: str) -> list[str]:
-    """On which machines rows were made, by which versions, and how.
+    """The machines, versions and settings with which rows were made.
 
     Args:
         rows: The rows.
-        columns: What is named with its value, where a row has it.
-        rest: What else there is to say, a format of the row's columns.
+        columns: The columns that are shown with their names, if a row has them.
+        rest: A format string for further columns of the row.
     """
     described = {
         ", ".join(f"{name} {row[name]}" for name in columns if name in row) + rest.format(**row) for row in rows
@@ -62,13 +62,13 @@ def machines(rows: Iterable[Row], columns: Sequence[str], rest: str) -> list[str
 
 
 def mean_and_deviation(values: Sequence[float], alone: str = "", digits: int = 1) -> str:
-    """Mean ± standard deviation; of a single value, what stands for its deviation."""
+    """Mean ± standard deviation; for a single value, a placeholder for its deviation."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else alone
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def median_and_quartiles(values: Sequence[float]) -> str:
-    """Median and quartiles of some numbers; of a single one, the number."""
+    """Median and quartiles of some numbers; for a single one, the number."""
     if len(values) == 1:
         return f"{values[0]:.4f}"
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -81,12 +81,12 @@ def median(row: Row | None, mode: str) -> float | None:
 
 
 def ratio(other: float | None, own: float | None, digits: str = ".1f") -> str:
-    """How many times as large the other is."""
+    """The other as a multiple of one's own."""
     return f"{other / own:{digits}}×" if other and own else "–"
 
 
 def quartiles(row: Row, mode: str) -> str:
-    """Median and quartiles in milliseconds, or what happened instead."""
+    """Median and quartiles in milliseconds, or the outcome if there are none."""
     if row["outcome"] != "ok":
         return row["outcome"]
     if mode not in row:
@@ -96,7 +96,7 @@ def quartiles(row: Row, mode: str) -> str:
 
 
 def per_call(row: Row, mode: str, column: str, digits: str, factor: int = 1) -> str:
-    """A mean over all calls that were timed, if the row has it."""
+    """A mean over all timed calls, if the row has it."""
     return f"{factor * row[mode][column]:{digits}}" if column in row.get(mode, {}) else "–"
 
 
@@ -111,7 +111,7 @@ def megabytes(row: Row, column: str = "peak_bytes") -> str:
 def draw_quartiles(
     axis: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], color: str, style: str, label: str
 ) -> None:
-    """Draws the median of several curves and the range of their middle half, as long as all of them last."""
+    """Draws the median of several curves and the range between their quartiles, up to the end of the shortest."""
     length = min(map(len, curves))
     low, middle, high = np.quantile([curve[:length] for curve in curves], (0.25, 0.5, 0.75), axis=0)
     axis.plot(x[:length], middle, style, color=color, label=label, linewidth=1.4)
@@ -122,7 +122,7 @@ def draw_quartiles(
 
 
 def write_file(path: Path, content: Figure | str) -> None:
-    """Writes a picture or a text; the last one stays whole if this fails."""
+    """Writes a picture or a text; if this fails, the previous one is kept."""
     if isinstance(content, str):
         replace_file(path, content.encode(errors="backslashreplace"))
         return

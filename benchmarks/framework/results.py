@@ -30,13 +30,13 @@ except ImportError:  # on Windows
 #: A row of results: columns by name, with values as JSON has them.
 Row = dict[str, Any]
 
-#: What `machine` says in every row; versions of further packages are texts, too.
+#: The columns that `machine` adds to every row; versions of further packages are also texts.
 Machine = TypedDict("Machine", {"machine": str, "python": str, "gattn": str, "torch": str, "torch-geometric": str})
 
 VERSIONS = ("gattn", "torch", "torch-geometric", "machine")
-"""The columns that tell rows apart that were made by other versions, or on another machine."""
+"""The columns that distinguish rows of different versions or machines."""
 
-#: A dataclass or a `TypedDict` whose fields a row has, or a function that chooses one for a row.
+#: A dataclass or a `TypedDict` with the fields of a row, or a function that chooses one for a row.
 Kind = type | Callable[[Row], type]
 
 
@@ -54,8 +54,8 @@ class ResultsFile:
     def rows(self, *kinds: Kind) -> list[Row]:
         """All finished rows that have the fields of these kinds.
 
-        A row without them is passed over: it belongs to another version or to another part of a benchmark. A line that
-        is no row at all (a killed process leaves an incomplete one) or has a field of a wrong type is passed over, too,
+        A row that lacks some is skipped: it belongs to another version or to another part of a benchmark. A line that
+        is not a row at all (a killed process leaves an incomplete one) or has a field of a wrong type is also skipped,
         with a warning on stderr that gives its number.
         """
         try:
@@ -84,7 +84,7 @@ class ResultsFile:
         return rows
 
     def _report(self, problems: dict[int, str]) -> None:
-        """Warns of lines that are not rows; names the first."""
+        """Warns of lines that are not rows, and names the first one."""
         if problems:
             self._reported.update(problems)
             number, text = next(iter(problems.items()))
@@ -92,7 +92,7 @@ class ResultsFile:
             print(f"warning: {self.path}, line {number}: {text}; the line is ignored.{more}", file=sys.stderr)
 
     def open(self) -> None:
-        """Creates the file, so that a problem with writing it shows before the first run and not after it.
+        """Creates the file, so that problems with writing it show before the first run and not after it.
 
         Raises:
             OSError: If it cannot be written.
@@ -114,7 +114,7 @@ class ResultsFile:
 
 
 def unreadable(row: Row, *kinds: Kind) -> str | None:
-    """Why `ResultsFile.rows` would pass over this row; `None` if it would not."""
+    """Why `ResultsFile.rows` would skip this row; `None` if it would not."""
     for kind in (kind if isinstance(kind, type) else kind(row) for kind in kinds):
         if missing := _missing(row, kind):
             return f"there is no {' and no '.join(missing)}"
@@ -124,12 +124,12 @@ def unreadable(row: Row, *kinds: Kind) -> str | None:
 
 
 def _missing(row: Row, kind: Any) -> list[str]:
-    """What the row lacks to be of a kind."""
+    """The fields of a kind that the row lacks."""
     return [name for name, (_, is_required) in _fields(kind).items() if is_required and name not in row]
 
 
 def problem_of(value: Any, kind: Any) -> str | None:
-    """What is wrong with a value that was read as JSON and should be of a type; `None` if nothing is.
+    """What is wrong with a value, read as JSON, that should have a type; `None` if nothing is.
 
     A float may be an integer; neither may be NaN or infinite. Lists must not be empty. Unknown fields are allowed.
     """
@@ -146,7 +146,7 @@ def problem_of(value: Any, kind: Any) -> str | None:
         is_right = isinstance(value, dict) and all(name in value for name, (_, needed) in fields.items() if needed)
         parts = {f".{name}": (value[name], part) for name, (part, _) in fields.items() if is_right and name in value}
     elif kind in (int, float):
-        is_right = type(value) in (int, kind) and abs(value) <= sys.float_info.max  # written so that NaN fails
+        is_right = type(value) in (int, kind) and abs(value) <= sys.float_info.max  # in this form, NaN fails
     else:
         is_right = type(value) is kind
     if not is_right:
@@ -158,7 +158,7 @@ def problem_of(value: Any, kind: Any) -> str | None:
 
 
 def _name(kind: Any) -> str:
-    """What a type is called in an error."""
+    """The name of a type in an error."""
     if get_origin(kind) in (UnionType, Literal):
         return " or ".join(repr(option) if isinstance(option, str) else _name(option) for option in get_args(kind))
     if is_typeddict(kind) or dataclasses.is_dataclass(kind):
@@ -200,11 +200,11 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 _locks: set[int] = set()
-"""The descriptors of the locks that this process holds."""
+"""The file descriptors of the locks that this process holds."""
 
 
 def _leave_locks() -> None:
-    """Closes the parent's locks in a forked child, where they would otherwise last as long as the child."""
+    """Closes the parent's locks in a forked child, which would otherwise hold them as long as it lives."""
     while _locks:
         os.close(_locks.pop())
 
@@ -215,14 +215,14 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Keeps a folder to this process until the block is left or the process ends, however it ends.
+    """Locks a folder for this process until the block is left or the process ends, even if it is killed.
 
-    The file `.lock` in it says which process that is; a file that a killed process left there is no obstacle. Where
-    there are no locks (on Windows, on some network file systems), a warning says so.
+    The file `.lock` in the folder names the process; if a killed process left one, it is ignored. On systems without
+    locks (Windows, some network file systems), a warning is shown.
 
     Raises:
-        BlockingIOError: If another process holds the folder; the text names it.
-        OSError: If nothing can be written there.
+        BlockingIOError: If another process holds the folder; the message names it.
+        OSError: If the folder cannot be written.
     """
     path = folder / ".lock"
     descriptor = _open_locked(path)
@@ -234,7 +234,7 @@ def lock(folder: Path) -> Iterator[None]:
         os.ftruncate(descriptor, len(holder))
         yield
     finally:
-        if descriptor in _locks:  # and this is no forked child
+        if descriptor in _locks:  # and this is not a forked child
             _locks.remove(descriptor)
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -242,12 +242,12 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def _open_locked(path: Path) -> int:
-    """Opens and locks the file of this name; the descriptor, which no process started later inherits."""
+    """Opens and locks the file of this name; processes that are started later do not inherit its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if fcntl is None:
-                raise OSError("this system has no such locks")
+                raise OSError("this system has no file locks")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             holder = os.read(descriptor, 300).decode(errors="replace").strip() or "another process"
@@ -258,7 +258,7 @@ def _open_locked(path: Path) -> int:
                 f"warning: {path.parent} cannot be locked ({error}); run no other benchmark with it at the same time."
             )
             print(text, file=sys.stderr)
-        # Whoever held it before may just have removed the file that was opened.
+        # The previous holder may just have removed the file that was opened.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
@@ -269,7 +269,7 @@ def _open_locked(path: Path) -> int:
 
 
 def machine(device: str = "cpu") -> dict[str, str]:
-    """The machine and the versions that results were measured with."""
+    """The machine and the versions with which results are measured."""
     packages = {"gattn": gattn.__version__}
     is_gpu = device.startswith("cuda")
     for package in ("torch", "torch-geometric", "torch-scatter", "dgl", *["triton"] * is_gpu):

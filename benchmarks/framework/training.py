@@ -1,4 +1,4 @@
-"""Training that goes on from its last checkpoint, to the same numbers."""
+"""Training that resumes from its last checkpoint and gives the same numbers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ C = TypeVar("C", bound=Case)
 
 
 def num_parameters(model: torch.nn.Module) -> int:
-    """How many numbers are learnt."""
+    """The number of learnt parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def nearest_width(parameters: int, build: Callable[[int], torch.nn.Module]) -> int:
-    """The multiple of four for which `build(width)`, a model, has the number of parameters nearest to this one."""
+    """The multiple of four for which the model `build(width)` comes nearest to this number of parameters."""
 
     def excess(width: int) -> int:
         with torch.device("meta"):
@@ -41,7 +41,7 @@ def nearest_width(parameters: int, build: Callable[[int], torch.nn.Module]) -> i
 
 
 def computing_time(device: str) -> float:
-    """The seconds that this process has computed, so that other loads matter little; on a GPU, the clock's."""
+    """This process's processor time in seconds, which depends little on other loads; on a GPU, the clock's time."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -49,31 +49,31 @@ def computing_time(device: str) -> float:
 
 
 def seed_iteration(seed: int, iteration: int) -> None:
-    """Makes what is random depend on both numbers only, so that the generators' states need not be saved."""
+    """Seeds all generators with these two numbers only, so that their states need not be saved."""
     parallel.seed(int(np.random.SeedSequence((seed, iteration)).generate_state(1)[0]))
 
 
 class Training(ABC, Generic[C]):
-    """A model under training. What is random in it must depend on the case and the iteration only.
+    """A model under training. Its random numbers must depend on the case and the iteration only.
 
     Args:
         case: What is trained.
-        folder: The folder of checkpoints. Training goes on from the case's own, if it is there. What has a row of its
-            own has a checkpoint of its own.
+        folder: The folder of checkpoints. Training resumes from the case's checkpoint, if it exists. Each row has its
+            own checkpoint.
         model: The model.
         optimizer: Its optimizer.
         iterations: The number of iterations.
-        evaluate_every: The number of iterations from one evaluation to the next.
-        clip: The largest norm of all gradients together; `None` leaves them as they are.
-        clock: Gives the time in seconds. (default: the time of day)
-        save_every: An evaluation is followed by a checkpoint if at least this many seconds have passed since the last
-            one, and always at the end. (default: 0)
+        evaluate_every: The number of iterations between evaluations.
+        clip: The largest norm of all gradients together; `None` disables clipping.
+        clock: Returns the time in seconds. (default: the time of day)
+        save_every: A checkpoint follows an evaluation if at least this many seconds have passed since the last one, and
+            always follows the last evaluation. (default: 0)
     """
 
     watched: ClassVar[str] = "val_loss"
-    """The entry of the curve's points that progress reports show, and that must be finite."""
+    """The entry of the curve's points that progress reports show and that must be finite."""
     keeps_random_state: ClassVar[bool] = False
-    """Whether a checkpoint holds the state of PyTorch's generators, for what no iteration seeds."""
+    """Whether a checkpoint holds the state of PyTorch's generators, for random numbers that no iteration seeds."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Training(ABC, Generic[C]):
     ):
         self.case = case
         self.path = case.checkpoint(folder)
-        self.model: Any = model  # whose methods are the subclass's business
+        self.model: Any = model  # subclasses define its methods
         self.optimizer = optimizer
         self.iterations = iterations
         self.evaluate_every = evaluate_every
@@ -116,19 +116,19 @@ class Training(ABC, Generic[C]):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """A point of the learning curve, `watched` included; `self.losses` has the losses since the last one."""
+        """A point of the learning curve, including `watched`; `self.losses` has the losses since the last point."""
 
     @abstractmethod
     def result(self) -> Row:
         """The columns of the finished training."""
 
     def stops_early(self) -> bool:
-        """Whether training ends here though iterations are left; must follow from the curve. (default: never)."""
+        """Whether training ends early; this must depend on the curve only. (default: never)."""
         return False
 
     @property
     def is_finished(self) -> bool:
-        """Whether all iterations are done, or as many as are needed."""
+        """Whether all iterations are done, or training ended early."""
         return self.iteration == self.iterations or self.stops_early()
 
     @property
@@ -136,7 +136,7 @@ class Training(ABC, Generic[C]):
         return self.watched.replace("val_", "validation ").replace("_", " ")
 
     def run(self, show: Show) -> Row:
-        """Trains to the end, which `show` reports, and returns the columns."""
+        """Trains to the end, reports progress to `show`, and returns the columns."""
         while True:
             text = f": {self._watched_name} {self.curve[-1][self.watched]:.4g}" if self.curve else ""
             show(self.iteration, self.iterations, text)
@@ -145,7 +145,7 @@ class Training(ABC, Generic[C]):
             self.advance(1)
 
     def advance(self, count: int) -> None:
-        """Trains for this many iterations, or as many as are left; evaluates and saves where that is due."""
+        """Trains for this many iterations, or as many as are left; evaluates and saves when that is due."""
         for _ in range(count):
             if self.is_finished:
                 return
@@ -177,7 +177,7 @@ class Training(ABC, Generic[C]):
         """Evaluates the model.
 
         Raises:
-            FloatingPointError: If what is watched is not finite.
+            FloatingPointError: If the watched value is not finite.
         """
         start = self.clock()
         self.model.eval()
@@ -228,8 +228,8 @@ class Training(ABC, Generic[C]):
                     torch.cuda.set_rng_state(part, self.device)
         except OSError:
             raise
-        except Exception as error:  # a damaged file raises errors of many kinds
+        except Exception as error:  # damaged files raise many kinds of errors
             raise BenchmarkError(
                 f"the checkpoint {self.path} is damaged ({type(error).__name__}); delete it, and the same command "
-                f"trains {self.case} again from the start"
+                f"trains {self.case} from the start"
             ) from error
