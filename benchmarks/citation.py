@@ -1,8 +1,8 @@
-"""Node classification on citation networks by the protocol of the GAT paper: `python -m benchmarks.citation`.
+"""Node classification on citation networks with the protocol of the GAT paper: `python -m benchmarks.citation`.
 
-Two attention layers, row-normalised features, Adam; a checkpoint whenever validation loss and accuracy are both at
-their best so far; training stops when neither improved for 100 epochs, or after 10 000; the test accuracy is the
-checkpoint's. Mean and standard deviation over seeds.
+Two attention layers, row-normalised features, Adam. A checkpoint is taken whenever validation loss and accuracy are
+both at their best so far. Training stops when neither has improved for 100 epochs, or after 10 000 epochs. The test
+accuracy is that of the checkpoint; tables show mean and standard deviation over seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYERS = ("gattn", "pyg")
 PUBLISHED = {("cora", "gat"): (83.0, 0.7), ("citeseer", "gat"): (72.5, 0.7), ("pubmed", "gat"): (79.0, 0.3)}
 
 CURVE_EVERY = 5
-"""Learning curves keep every epoch of this number."""
+"""Learning curves keep every n-th epoch."""
 
 COLOURS = {"gat": reports.BLUE, "gatv2": reports.RED, "transformer": reports.GREEN}
 
@@ -51,7 +51,7 @@ COLOURS = {"gat": reports.BLUE, "gatv2": reports.RED, "transformer": reports.GRE
 
 @dataclass(frozen=True)
 class Protocol:
-    """Hyper-parameters. The paper's for GAT on citation networks; the other models and data sets use the same."""
+    """Hyper-parameters. They are the paper's for GAT on citation networks; other models and data sets use the same."""
 
     hidden_channels: int = 64
     heads: int = 8
@@ -114,7 +114,7 @@ class PyGGAT(gattn.models.GAT):
 
 
 def protocol_for(dataset: str, layers: str, max_epochs: int) -> Protocol:
-    """The paper's hyper-parameters; PyG's layers cannot drop values."""
+    """The paper's hyper-parameters; PyG's layers cannot drop projected features."""
     kwargs: dict[str, Any] = {"max_epochs": max_epochs}
     if layers == "pyg":
         kwargs["value_dropout"] = 0.0
@@ -141,7 +141,7 @@ def build_model(run: Run, data: Data) -> gattn.models.GAT:
 
 
 def prepare(run: Run) -> Data:
-    """Loads the data, row-normalises the features and makes them sparse where that is asked for."""
+    """Loads the data, row-normalises the features and makes them sparse if requested."""
     data = gattn.datasets.load(run.dataset, seed=run.seed)
     if data.x.min() >= 0:
         data = NormalizeFeatures()(data)
@@ -151,14 +151,14 @@ def prepare(run: Run) -> Data:
 
 
 class EarlyStopping:
-    """Watches training by the protocol: what it has seen decides on the checkpoint and the end."""
+    """Follows the protocol: decides when to take a checkpoint and when to stop."""
 
     def __init__(self) -> None:
         self.best_loss, self.best_accuracy, self.waited = float("inf"), 0.0, 0
         self.checkpoint: dict[str, float] = {}
 
     def see(self, epoch: int, point: dict[str, float]) -> None:
-        """Takes note of an epoch's losses and accuracies."""
+        """Records the losses and accuracies of an epoch."""
         is_accurate, is_low = point["val_accuracy"] >= self.best_accuracy, point["val_loss"] <= self.best_loss
         if is_accurate and is_low:
             self.checkpoint = {"checkpoint_epoch": epoch, **point}
@@ -168,12 +168,12 @@ class EarlyStopping:
 
 
 class Classifier(Training[Run]):
-    """The network under training; an iteration is an epoch, a training step and an evaluation.
+    """The network under training; an iteration is an epoch, which is a training step and an evaluation.
 
     Args:
         run: What to train.
         checkpoints: The folder of checkpoints.
-        save_every: Seconds from one checkpoint to the next, at least.
+        save_every: The least number of seconds between checkpoints.
     """
 
     keeps_random_state = True
@@ -209,14 +209,14 @@ class Classifier(Training[Run]):
         }
 
     def add_point(self) -> None:
-        """Evaluates the model, which is a part of the epoch's time."""
+        """Evaluates the model; this is part of the epoch's time."""
         start = self.clock()
         super().add_point()
         self.stopping.see(self.iteration, self.curve[-1])
         self.seconds[-1] += self.clock() - start
 
     def stops_early(self) -> bool:
-        """Whether neither loss nor accuracy improved for too long."""
+        """Whether neither loss nor accuracy has improved for too long."""
         return self.stopping.waited >= self.case.protocol.patience
 
     def result(self) -> Row:
@@ -232,7 +232,7 @@ class Classifier(Training[Run]):
 
 
 def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
-    """Trains one network by the protocol, early stopping included, and returns its results."""
+    """Trains one network with the protocol, including early stopping, and returns its results."""
     hush()
     torch.set_num_threads(run.threads)
     return Classifier(run, checkpoints, save_every).run(show)
@@ -242,7 +242,7 @@ def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
 
 
 def summarise(rows: Iterable[Row]) -> list[Line]:
-    """One line for each data set, model and kind of layers."""
+    """One line per data set, model and kind of layers."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["dataset"], row["model"], row["layers"]), []).append(row)
@@ -268,21 +268,25 @@ def summarise(rows: Iterable[Row]) -> list[Line]:
 
 
 def notes(rows: Sequence[Row], skipped: Iterable[str]) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes for readers of the table."""
     names = ("machine", "python", "torch", "torch-geometric", "gattn")
-    lines = reports.machines(rows, names, ", {device}, {threads} thread(s) a process, {workers} process(es)")
-    lines.append("Published: Table 2 of the GAT paper, https://arxiv.org/abs/1710.10903, 100 runs.")
+    lines = reports.machines(rows, names, ", {device}, {threads} thread(s) per process, {workers} process(es)")
+    lines.append(
+        "Published results are from Table 2 of the GAT paper, https://arxiv.org/abs/1710.10903, over 100 runs."
+    )
     if any(row["model"] != "gat" for row in rows):
-        lines.append("GATv2 and Transformer rows use GAT's hyper-parameters, untuned.")
+        lines.append("GATv2 and Transformer use GAT's hyper-parameters, untuned.")
     if any(row["layers"] == "pyg" for row in rows):
         lines.append("PyG's layers take dense features and have no dropout on projected features.")
     limits = {row["protocol"]["max_epochs"] for row in rows} - {Protocol.max_epochs}
-    lines += [f"Cut off after {limit} epochs, which is not the paper's protocol." for limit in sorted(limits)]
+    lines += [
+        f"Some runs were limited to {limit} epochs, which is not the paper's protocol." for limit in sorted(limits)
+    ]
     return [*lines, *(f"Not run: {reason}" for reason in skipped)]
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Learning curves: validation loss and accuracy, median over runs with the range of the middle half."""
+    """Learning curves of validation loss and accuracy: median over runs and range between quartiles."""
     datasets = unique(row["dataset"] for row in rows)
     figure = Figure(figsize=(9, 2.8 * len(datasets)), dpi=110, layout="constrained")
     axes = figure.subplots(len(datasets), 2, squeeze=False)
@@ -301,7 +305,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             axis.set(xlabel="epoch", ylabel=label, title=dataset)
             axis.grid(alpha=0.25)
         line[1].legend(loc="lower right", fontsize=8)
-    figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
+    figure.suptitle("Median over runs and range between quartiles, until the first run ends", fontsize=10)
     return figure
 
 
@@ -320,27 +324,35 @@ class Citation(Benchmark[Run]):
         add = parser.add_argument
         add("--dataset", nargs="+", metavar="NAME", help="data sets by gattn's names (default: karate and cora)")
         add("--model", nargs="+", default=["gat"], choices=MODELS, help="kinds of attention layer (default: gat)")
-        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers (default: gattn)")
-        text = "runs for each, with seeds from --seed on (default: %(default)s)"
+        add(
+            "--layers",
+            nargs="+",
+            default=["gattn"],
+            choices=LAYERS,
+            help="libraries whose layers are used (default: gattn)",
+        )
+        text = "runs per data set, model and kind of layers, with consecutive seeds (default: %(default)s)"
         add("--runs", type=whole(1, 10**6), default=10, help=text)
         add("--seed", type=whole(0, 2**62 - 1), default=0, help="first seed (default: %(default)s)")
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
-        text = "processes that share the runs; the numbers stay the same (default: %(default)s)"
+        text = "processes that share the runs; this does not change the results (default: %(default)s)"
         add("--workers", type=whole(1, MOST), default=1, help=text)
-        text = "threads per process; another number rounds differently (default: %(default)s)"
+        text = "threads per process, whose number affects rounding (default: %(default)s)"
         add("--threads", type=whole(1, MOST), default=1, help=text)
         text = "how features are stored; auto keeps bags of words sparse for gattn's layers (default: %(default)s)"
         add("--features", default="auto", choices=("auto", "dense", "sparse"), help=text)
-        add("--max-epochs", type=whole(1, 10**9), default=10_000, help="epochs at most (default: %(default)s)")
+        add(
+            "--max-epochs", type=whole(1, 10**9), default=10_000, help="largest number of epochs (default: %(default)s)"
+        )
         add_saving(parser)
         text = "folder of results, checkpoints, table and picture (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/citation"), help=text)
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Makes each name one."""
+        """Replaces aliases of data sets, and removes duplicates."""
         if options.features == "sparse" and "pyg" in options.layers:
-            parser.error("--features sparse is not for --layers pyg, whose layers take dense features")
+            parser.error("--features sparse does not work with --layers pyg, because PyG's layers take dense features")
         try:
             options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
         except ValueError as error:
@@ -351,12 +363,12 @@ class Citation(Benchmark[Run]):
         """The density of each data set's features; data sets that cannot be loaded are skipped.
 
         Raises:
-            BenchmarkError: If one of them was asked for by name.
+            BenchmarkError: If one of them was requested by name.
         """
         return densities(self.options.dataset or DEFAULT_DATASETS, None if self.options.dataset else self.skip)
 
     def cases(self) -> list[Run]:
-        """All runs, seed by seed, so that an interrupted benchmark has some of each."""
+        """All runs, seed by seed, so that an interrupted benchmark has some runs of each kind."""
         options, densities = self.options, self.densities()
         runs = []
         for seed in range(options.seed, options.seed + options.runs):
@@ -375,15 +387,15 @@ class Citation(Benchmark[Run]):
         return in_processes(cases, work, self.options.workers)
 
     def extra_columns(self) -> Row:
-        """The number of processes, which the times depend on."""
+        """The number of processes, on which the times depend."""
         return {"workers": self.options.workers}
 
     def report(self, rows: dict[Run, Row]) -> None:
-        """The table, and the learning curves."""
+        """The table and the learning curves."""
         lines, remarks = summarise(rows.values()), notes(list(rows.values()), self.skipped.values())
         short = {"published, %": "paper, %", "seconds/epoch (quartiles)": "s/epoch"}
         self.publish(
-            "Node classification, GAT paper's protocol",
+            "Node classification with the GAT paper's protocol",
             lines,
             remarks,
             {"curves.png": draw(list(rows.values()))},

@@ -1,8 +1,8 @@
 """Speed and memory of attention with every score and distribution: `python -m benchmarks.families`.
 
-Attention alone (projected features in, output out) on one graph, by default the *mid* one of `benchmarks.kernels`. Each
-family is compared with the nearest of the three that `benchmarks.kernels` measures: GAT's score, GATv2's or the dot
-product, with a softmax. Nothing is timed before outputs and gradients agree with gattn's reference in float64.
+Attention alone (from projected features to the output) runs on one graph, by default *mid* of `benchmarks.kernels`.
+Each family is compared with the nearest of the three that `benchmarks.kernels` measures: the scores of GAT and GATv2 and the
+dot product, each with a softmax. Nothing is timed before outputs and gradients agree with gattn's reference in float64.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Family(NamedTuple):
     """A score and a distribution."""
 
     nearest: str
-    """Which of the three it is compared with; the same for those three."""
+    """The one of the three with which it is compared; each of the three is compared with itself."""
     score: Callable[[Tensor], gattn.Score]
-    """Made of a vector of each head."""
+    """Creates the score from one vector per head."""
     distribution: str | gattn.Distribution = "softmax"
     is_scalar: bool = False
     has_types: bool = False
-    """Whether edges have one of `TYPES` vectors."""
+    """Whether each edge has one of `TYPES` vectors."""
     has_channel_heads: bool = False
     """Whether each channel is a head."""
 
@@ -94,7 +94,7 @@ class Case(Measurement):
 
     shape: Shape
     family: str
-    """Of `FAMILIES`; or `"gather"`, the unit: the sum of one row per edge, by `embedding_bag`."""
+    """A name in `FAMILIES`, or `"gather"` for the unit: the sum of one row per edge by `embedding_bag`."""
     threads: int
     repeats: int
     seconds: float
@@ -105,11 +105,11 @@ class Case(Measurement):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Its allocator's."""
+        """The environment of its allocator."""
         return ALLOCATORS[self.allocator]
 
     def problem(self) -> tuple[object, ...]:
-        """What cases have in common that must have the same result."""
+        """What is the same for all cases that must have the same result."""
         return self.shape, self.family
 
     def references(self) -> dict[str, dict[str, Expected]]:
@@ -172,13 +172,19 @@ class Families(Benchmark[Case]):
         """Adds the options."""
         add = parser.add_argument
         shapes = [name for name, found in SHAPES.items() if len(found) == 1 and found[0].targets is None]
-        add("--shape", default="mid", choices=shapes, help="the graph and the widths (default: mid)")
-        add("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="which (default: all)")
-        add("--allocator", default="kept", choices=ALLOCATORS, help="how glibc deals with freed memory (default: kept)")
+        add("--shape", default="mid", choices=shapes, help="graph and widths (default: mid)")
+        add(
+            "--families",
+            nargs="+",
+            default=list(FAMILIES),
+            choices=FAMILIES,
+            help="families that are measured (default: all)",
+        )
+        add("--allocator", default="kept", choices=ALLOCATORS, help="how glibc treats freed memory (default: kept)")
         add_measuring(parser, cls.name)
 
     def cases(self) -> list[Case]:
-        """The unit, then each family."""
+        """The unit, followed by each family."""
         options = self.options
         (shape,) = SHAPES[options.shape]
         fixed = (options.threads, options.repeats, options.seconds, options.allocator)
@@ -189,7 +195,7 @@ class Families(Benchmark[Case]):
         return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Case, Row]) -> None:
-        """One line for each family."""
+        """One line per family."""
         lines = []
         for case, row in rows.items():
             unit, family = rows.get(replace(case, family="gather"), {}), FAMILIES.get(case.family)
@@ -206,7 +212,9 @@ class Families(Benchmark[Case]):
             line["peak, MB"] = megabytes(row)
             lines.append(line)
         remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {allocator} memory")
-        remarks.append("Medians with quartiles. × nearest: the time in units of the nearest of GAT, GATv2 and dot.")
+        remarks.append(
+            "Times are medians with quartiles. × nearest is the time relative to the nearest of GAT, GATv2 and dot."
+        )
         self.publish("Attention with every score and distribution", lines, remarks, {})
 
 

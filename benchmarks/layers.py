@@ -1,8 +1,8 @@
-"""Speed and memory of drop-in layers beside the originals in PyG: `python -m benchmarks.layers`.
+"""Speed and memory of drop-in layers, compared with the originals in PyG: `python -m benchmarks.layers`.
 
-One graph (by default the *mid* one of `benchmarks.kernels`: 42 000 nodes, 580 000 edges and self-loops), one layer of
-each kind with the same weights on both sides, forward and forward + backward to inputs and parameters. Nothing is timed
-before outputs and gradients agree with PyG's layer in float64.
+Each layer runs on one graph (by default *mid* of `benchmarks.kernels`: 42 000 nodes, 580 000 edges and self-loops),
+with the same weights on both sides, forward and forward + backward to inputs and parameters. Nothing is timed before
+outputs and gradients agree with PyG's layer in float64.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ METADATA = (
 
 
 class Layer(NamedTuple):
-    """A layer, and the one that it stands in for."""
+    """A layer, and the PyG layer that it replaces."""
 
     ours: Callable[..., torch.nn.Module]
     theirs: Callable[..., torch.nn.Module]
     arguments: Callable[[Shape], tuple[Any, ...]]
-    """Of both constructors."""
+    """The arguments of both constructors."""
     options: Mapping[str, Any] = MappingProxyType({})
     takes: tuple[str, ...] = ()
-    """What it is called with beside features and edges: `"first"`, the features again, `"edge_attr"` or `"edge_type"`;
-    or `"types"`, where nodes and edges come by type."""
+    """Its arguments besides features and edges: `"first"` (the features again), `"edge_attr"` or `"edge_type"`.
+    `"types"` means that nodes and edges are passed by type."""
     in_channels: int | None = 128
-    """Of the features; `None` stands for heads times channels, where there is no projection."""
+    """The number of features; `None` stands for heads times channels, if there is no projection."""
 
 
 def width(shape: Shape) -> int:
@@ -105,7 +105,7 @@ LAYERS = {
     ),
 }
 SMALLER = {("RGATConv, 100 relations", "mid"): "cora"}
-"""PyG's layer makes a matrix for each edge, which memory must hold."""
+"""Layers that run on a smaller graph, because PyG's create one matrix per edge."""
 
 
 class Result(Measured):
@@ -133,11 +133,11 @@ class Case(Measurement):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Its allocator's."""
+        """The environment of its allocator."""
         return ALLOCATORS[self.allocator]
 
     def problem(self) -> tuple[object, ...]:
-        """What cases have in common that must have the same result."""
+        """What is the same for all cases that must have the same result."""
         return self.shape, self.layer
 
     def references(self) -> dict[str, dict[str, Expected]]:
@@ -150,7 +150,7 @@ class Case(Measurement):
         return {"": budgets(exact, rounded, torch.float32, degree, self.shape.edges + self.shape.nodes)}
 
     def computation(self) -> Computation:
-        """The peer's."""
+        """The computation of the peer."""
         return self._build(self.peer, torch.float32)
 
     def _build(self, peer: str, dtype: torch.dtype) -> Computation:
@@ -181,7 +181,7 @@ class Case(Measurement):
         return self._computation(call, conv, x, generator)
 
     def _typed(self, conv: torch.nn.Module, x: Tensor, generator: torch.Generator) -> Computation:
-        """A layer of typed nodes and edges, as many of each type."""
+        """A layer on typed nodes and edges, with equally many of each type."""
         shape, (node_types, edge_types) = self.shape, METADATA
         nodes, edges = shape.nodes // len(node_types), shape.edges // len(edge_types)
         edge_index_dict = {name: torch.randint(nodes, (2, edges), generator=generator) for name in edge_types}
@@ -204,7 +204,7 @@ class Case(Measurement):
 
 
 class Layers(Benchmark[Case]):
-    """Measures each layer of both libraries."""
+    """Measures each layer in both libraries."""
 
     name = "layers"
 
@@ -212,9 +212,19 @@ class Layers(Benchmark[Case]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--shape", default="mid", choices=[name for name, found in SHAPES.items() if len(found) == 1])
-        add("--layers", nargs="+", default=list(LAYERS), choices=LAYERS, help="which (default: all)")
-        add("--allocator", default="both", choices=("both", *ALLOCATORS), help="how glibc deals with freed memory")
+        add(
+            "--shape",
+            default="mid",
+            choices=[name for name, found in SHAPES.items() if len(found) == 1],
+            help="graph and widths (default: mid)",
+        )
+        add("--layers", nargs="+", default=list(LAYERS), choices=LAYERS, help="layers that are measured (default: all)")
+        add(
+            "--allocator",
+            default="both",
+            choices=("both", *ALLOCATORS),
+            help="how glibc treats freed memory (default: both)",
+        )
         add_measuring(parser, cls.name, duration=20.0)
 
     def cases(self) -> list[Case]:
@@ -234,7 +244,7 @@ class Layers(Benchmark[Case]):
         return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Case, Row]) -> None:
-        """One line for each layer and allocator."""
+        """One line per layer and allocator."""
         lines = []
         for case, row in rows.items():
             if case.peer != "gattn":
@@ -249,7 +259,7 @@ class Layers(Benchmark[Case]):
             line["PyG's peak, MB"] = megabytes(other)
             lines.append(line)
         remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)")
-        self.publish("Drop-in layers beside PyG's", lines, [*remarks, "Medians with quartiles."], {})
+        self.publish("Drop-in layers and PyG's", lines, [*remarks, "Times are medians with quartiles."], {})
 
 
 if __name__ == "__main__":

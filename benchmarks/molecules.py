@@ -1,8 +1,9 @@
-"""Properties of molecules by attention over bonds, all pairs of atoms, or both: `python -m benchmarks.molecules`.
+"""Properties of molecules, with attention over bonds, all pairs of atoms, or both: `python -m benchmarks.molecules`.
 
-ogbg-molbace and ogbg-molhiv with OGB's encoders, scaffold split and evaluator; ZINC-12k and the peptides of LRGB where
-their files are. The weights that are tested are an exponential moving average, of the epoch whose validation score is
-best. Mean and standard deviation over seeds; times beside the same networks on PyG's layers.
+ogbg-molbace and ogbg-molhiv use OGB's encoders, scaffold split and evaluator. ZINC-12k and the peptides of LRGB can be
+added if their files are available. The tested weights are an exponential moving average, at the epoch with the best
+validation score; tables show mean and standard deviation over seeds. Times are compared with those of the same networks
+on PyG's layers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MODELS = ("gatv2", "transformer", "gatedgcn", "complete", "gps")
 LAYERS = ("gattn", "pyg")
 
 TOLERANCE = 1e-3
-"""Losses and gradients of the untrained networks may differ by this share between libraries."""
+"""The relative difference that is allowed between both libraries' losses and gradients, before training."""
 
 COLOURS = dict(zip(MODELS, (reports.BLUE, reports.RED, reports.GREEN, reports.ORANGE, reports.PINK), strict=True))
 
@@ -58,8 +59,8 @@ LIBRARIES: dict[str, Any] = {
 class Setting:
     """Hyper-parameters.
 
-    `walks` is the number of steps of random walks, `warm_up` a share of all iterations, `decay` that of the averaged
-    weights, and `clip` the largest norm of all gradients together. GatedGCN's bonds have `channels`, too.
+    `walks` is the number of steps of random walks, `warm_up` a share of all iterations, `decay` the decay of the averaged
+    weights, and `clip` the largest norm of all gradients together. GatedGCN's bonds also have `channels` features.
     """
 
     channels: int = 64
@@ -87,9 +88,9 @@ class Task:
     published: dict[str, str]
     """Test scores by model."""
     source: str = ""
-    """Where they were published."""
+    """Where these were published."""
     title: str = ""
-    """What reports call the data set, if not by its name."""
+    """The name of the data set in reports, if it differs."""
 
 
 DEEP = Setting(num_layers=10)
@@ -104,7 +105,7 @@ TASKS = {
 
 
 class Point(TypedDict):
-    """A point of the learning curve; scores are in percent, but for MAE."""
+    """A point of the learning curve; scores are in percent, except for MAE."""
 
     epoch: int
     train_loss: float
@@ -120,7 +121,7 @@ class Result(TypedDict):
     first: list[float]
     """Loss and norm of the gradient of the untrained network on the first validation batch, without dropout."""
     epoch: int
-    """The one whose validation score is best."""
+    """The epoch with the best validation score."""
     validation: float
     test: float
     seconds_per_epoch: float
@@ -141,10 +142,10 @@ class Run(Case):
     seed: int
     epochs: int
     purpose: str
-    """`"scores"`, or `"times"` for the few epochs that compare both libraries."""
+    """`"scores"`, or `"times"` for the few epochs in which both libraries are compared."""
     setting: Setting
     processes: int = field(default=1, kw_only=True)
-    """How many train it together; each draws dropout of its own."""
+    """The number of processes that train it together; each draws its own dropout."""
 
     def __str__(self) -> str:
         return f"{self.dataset} {self.model} {self.layers} seed {self.seed} ({self.purpose})"
@@ -165,7 +166,7 @@ class Batch(NamedTuple):
 
 
 class Molecules:
-    """All molecules of a data set in a few tensors, from which batches are cut: faster than joining objects.
+    """All molecules of a data set in a few tensors, from which batches are cut; this is faster than joining objects.
 
     Each atom has the probabilities that a random walk returns to it after 1, 2, ..., `walks` steps.
     """
@@ -178,14 +179,14 @@ class Molecules:
         self.y = data.y.view(len(dataset), -1).float()
         self.first_atom, self.first_bond = dataset.slices["x"], dataset.slices["edge_index"]
         self.walks = data.x.new_zeros(data.x.size(0), walks, dtype=torch.float)
-        by_size = self.first_atom.diff().argsort(stable=True)  # so that adjacency matrices have little padding
+        by_size = self.first_atom.diff().argsort(stable=True)  # this leaves little padding in adjacency matrices
         for chunk in by_size.split(256):
             atoms, molecules = ranges(self.first_atom, chunk)
             self.walks[atoms] = self.return_probabilities(self[chunk].edge_index, molecules, walks)
 
     @staticmethod
     def return_probabilities(edge_index: Tensor, molecules: Tensor, steps: int) -> Tensor:
-        """How probably a random walk is back at its atom after 1, 2, ... steps, `[N, steps]`."""
+        """The probabilities that a random walk is back at its atom after 1, 2, ... steps, `[N, steps]`."""
         adjacency = to_dense_adj(edge_index, molecules)
         step = adjacency / adjacency.sum(-1, keepdim=True).clamp(min=1)
         place = torch.arange(len(molecules)) - torch.searchsorted(molecules, molecules)
@@ -202,7 +203,7 @@ class Molecules:
 
 
 def ranges(first: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers `first[i]`, ..., `first[i + 1] - 1` for each i in the index, and the place of their i in it."""
+    """The numbers `first[i]`, ..., `first[i + 1] - 1` for each i in the index, and the position of each number's i."""
     sizes = first.diff()[index]
     places = torch.arange(len(index)).repeat_interleave(sizes)
     return torch.arange(len(places)) + (first[index] - sizes.cumsum(0) + sizes)[places], places
@@ -226,7 +227,7 @@ def score(name: str, logits: Tensor, labels: Tensor) -> float:
 
 
 class Block(torch.nn.Module):
-    """Attention, and a feed-forward block; around both, batch norm, dropout and a residual connection."""
+    """Attention and a feed-forward block, each with batch norm, dropout and a residual connection."""
 
     def __init__(self, model: str, layers: str, setting: Setting):
         super().__init__()
@@ -253,7 +254,7 @@ class Block(torch.nn.Module):
         if self.kind in ("complete", "gps"):
             return self.conv(x, edge_index, batch, edge_attr=edge_attr), edge_attr
         if self.kind == "gatedgcn":
-            out, edge_attr = self.conv(x, edge_index, edge_attr)  # with norms and residual connections of its own
+            out, edge_attr = self.conv(x, edge_index, edge_attr)  # it has its own norms and residual connections
             x = x + self.dropout(out - x)
         else:
             x = x + self.dropout(self.norm(self.conv(x, edge_index, edge_attr)).relu())
@@ -261,7 +262,7 @@ class Block(torch.nn.Module):
 
 
 class Network(torch.nn.Module):
-    """Encoders of atoms, bonds and random walks, blocks of attention, the mean of each molecule, and a linear layer."""
+    """Encoders of atoms, bonds and random walks, blocks of attention, the mean per molecule, and a linear layer."""
 
     def __init__(self, dataset: str, model: str, layers: str, setting: Setting):
         super().__init__()
@@ -291,7 +292,7 @@ class Network(torch.nn.Module):
 
 
 def build_network(run: Run) -> Network:
-    """The network of a run; both libraries' have the same weights."""
+    """The network of a run, with the same weights for both libraries."""
     torch.manual_seed(run.seed)
     network = Network(run.dataset, run.model, "gattn", run.setting)
     if run.layers == "gattn":
@@ -305,7 +306,7 @@ def build_network(run: Run) -> Network:
 
 
 class Trainer(Training[Run]):
-    """Trains the network of a run, and averages its weights."""
+    """Trains the network of a run and averages its weights."""
 
     def __init__(self, run: Run, molecules: Molecules, checkpoints: Path):
         self.molecules, self.setting, self.task = molecules, run.setting, TASKS[run.dataset]
@@ -321,12 +322,12 @@ class Trainer(Training[Run]):
         self.trained = parallel.data_parallel(network, self.has_unused)
 
     def first_of(self, network: Network) -> list[float]:
-        """Loss and norm of the gradient without dropout, which must be the same on both libraries' layers."""
+        """Loss and gradient norm without dropout, which must be the same for both libraries' layers."""
         batch = self.molecules[self.molecules.split["valid"][: self.setting.batch]]
         loss = self.loss_of(network.eval()(batch), batch.y)
         gradients = torch.autograd.grad(loss, list(network.train().parameters()), allow_unused=True)
         used = [x for x in gradients if x is not None]
-        self.has_unused = len(used) < len(gradients)  # such as the bonds' encoder where all pairs of atoms attend
+        self.has_unused = len(used) < len(gradients)  # such as the encoder of bonds if all pairs of atoms attend
         return [loss.item(), torch.nn.utils.get_total_norm(used).item()]
 
     def learning_rate(self) -> float:
@@ -337,7 +338,7 @@ class Trainer(Training[Run]):
         return self.setting.learning_rate * (1 + math.cos(math.pi * (progress - rise) / (1 - rise))) / 2
 
     def loss(self) -> Tensor:
-        """The loss on this iteration's molecules, of which each process has its part."""
+        """The loss on this iteration's molecules, which are divided among the processes."""
         parallel.seed(self.case.seed * 1_000_003 + self.iteration)  # of dropout
         epoch, place = divmod(self.iteration, self.per_epoch)
         index = self.batches(epoch)[place]
@@ -356,7 +357,7 @@ class Trainer(Training[Run]):
         return (F.l1_loss if self.task.metric == "MAE" else F.binary_cross_entropy_with_logits)(logits, labels)
 
     def evaluate(self) -> dict[str, float]:
-        """Losses, and the scores of the averaged weights."""
+        """Losses and the scores of the averaged weights."""
         point = {"epoch": self.iteration // self.per_epoch, "train_loss": statistics.mean(self.losses)}
         for part, name in (("valid", "validation"), ("test", "test")):
             index = self.molecules.split[part]
@@ -369,7 +370,7 @@ class Trainer(Training[Run]):
         return point
 
     def result(self) -> Row:
-        """The columns of the epoch whose validation score is best."""
+        """The columns of the epoch with the best validation score."""
         sign = -1 if self.task.metric == "MAE" else 1
         best = max(self.curve, key=lambda point: sign * point["validation"])
         starts = range(0, self.iterations, self.per_epoch)
@@ -394,11 +395,11 @@ def train(run: Run, show: Show, checkpoints: Path) -> Row:
 
 
 NOTES = (
-    "Scores are in percent, but for MAE: those of exponential averages of the weights, at the epoch whose validation "
-    "score is best. Mean ± standard deviation over seeds.",
-    "Seconds/epoch: processor time of training steps on one thread, batches included, the median epoch of a run that "
-    "is made for it. PyG: the same network on its layers, with the same weights and batches; loss and gradient "
-    f"of the untrained networks agree to {TOLERANCE:g} of their size.",
+    "Scores are in percent, except for MAE. They are those of exponentially averaged weights at the epoch with the "
+    "best validation score, as mean ± standard deviation over seeds.",
+    "Seconds/epoch are the processor time of training steps on one thread, including batches, in the median epoch of a "
+    "separate run. × PyG compares with the same network on PyG's layers, with the same weights and batches; loss and "
+    f"gradient of the untrained networks agree within a relative difference of {TOLERANCE:g}.",
 )
 
 
@@ -412,7 +413,7 @@ def groups_of(rows: Sequence[Row], purpose: str) -> dict[tuple[str, str, str], l
 
 
 def summarise(rows: Sequence[Row]) -> list[Line]:
-    """A line for each data set, model and kind of layers, after what was published."""
+    """One line per data set, model and kind of layers, below the published results."""
     times = {key: row["seconds_per_epoch"] for key, (row,) in groups_of(rows, "times").items()}
     lines: list[Line] = []
     for (dataset, model, layers), group in groups_of(rows, "scores").items():
@@ -444,7 +445,7 @@ def check(rows: Sequence[Row]) -> None:
     """Compares the untrained networks on both libraries' layers.
 
     Raises:
-        BenchmarkError: If they differ by more than rounding explains: their times are not of the same computation.
+        BenchmarkError: If they differ by more than rounding explains, so that their times cannot be compared.
     """
     firsts = {key: row["first"] for key, (row,) in groups_of(rows, "times").items()}
     for (dataset, model, layers), first in firsts.items():
@@ -456,7 +457,7 @@ def check(rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Validation scores by epoch, the mean over seeds."""
+    """Validation scores by epoch: mean over seeds."""
     groups = groups_of(rows, "scores")
     datasets = unique(dataset for dataset, *_ in groups)
     figure = Figure(figsize=(5.5 * len(datasets), 3.6), layout="constrained")
@@ -477,7 +478,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 
 class MoleculeProperties(Benchmark[Run]):
-    """Trains each model with each seed, and times it beside the same on PyG's layers."""
+    """Trains each model with each seed, and times it beside the same model on PyG's layers."""
 
     name = "molecules"
     keeps_checkpoints = False
@@ -487,28 +488,46 @@ class MoleculeProperties(Benchmark[Run]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--datasets", nargs="+", default=["ogbg-molbace", "ogbg-molhiv"], choices=TASKS, help="default: OGB's")
+        add(
+            "--datasets",
+            nargs="+",
+            default=["ogbg-molbace", "ogbg-molhiv"],
+            choices=TASKS,
+            help="data sets (default: OGB's)",
+        )
         add("--models", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention (default: all)")
-        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers are scored (default: gattn)")
-        add("--seeds", nargs="+", type=whole(0, 2**31 - 1), default=range(5), help="seeds of each (default: 0 to 4)")
-        add("--epochs", type=whole(1, 10**6), help="epochs of each seed (default: the data set's)")
-        text = "epochs of one seed for the times on both libraries' layers; 0 for no times (default: %(default)s)"
+        add(
+            "--layers",
+            nargs="+",
+            default=["gattn"],
+            choices=LAYERS,
+            help="libraries whose layers are scored (default: gattn)",
+        )
+        add(
+            "--seeds",
+            nargs="+",
+            type=whole(0, 2**31 - 1),
+            default=range(5),
+            help="seeds of each model (default: 0 to 4)",
+        )
+        add("--epochs", type=whole(1, 10**6), help="epochs per run (default: that of the data set)")
+        text = "epochs for timing one seed on both libraries' layers; 0 disables timing (default: %(default)s)"
         add("--timed-epochs", type=whole(0, 10**6), default=3, help=text)
-        text = "runs at once, each on one thread; those for times come one by one (default: %(default)s)"
+        text = "runs at once, each on one thread; timed runs always run alone (default: %(default)s)"
         add("--jobs", type=whole(1, MOST), default=1, help=text)
         add("--out", type=folder, default=Path("runs/molecules"), help="folder of results (default: %(default)s)")
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Refuses what does not go together with torchrun."""
+        """Refuses options that torchrun excludes."""
         if parallel.size() > 1 and options.jobs > 1:
             parser.error("the processes of torchrun share each run: leave --jobs at 1")
 
     def cases(self) -> list[Run]:
-        """All runs, those for times last.
+        """All runs, ending with the timed ones.
 
         Raises:
-            BenchmarkError: If data or the package that reads them are missing.
+            BenchmarkError: If data, or the package that reads them, are missing.
         """
         options = self.options
         datasets, models, seeds = unique(options.datasets), unique(options.models), unique(options.seeds)
@@ -516,7 +535,7 @@ class MoleculeProperties(Benchmark[Run]):
             try:
                 gattn.datasets.load(dataset)
             except (gattn.datasets.DatasetUnavailableError, ImportError) as error:
-                raise BenchmarkError(f"{error} (--datasets names those to do without it)") from error
+                raise BenchmarkError(f"{error} (use --datasets to leave it out)") from error
         runs, timed = [], []
         for dataset, model in itertools.product(datasets, models):
             task = TASKS[dataset]
@@ -538,13 +557,19 @@ class MoleculeProperties(Benchmark[Run]):
         return {"jobs": self.options.jobs}
 
     def report(self, rows: dict[Run, Row]) -> None:
-        """The table, and learning curves."""
+        """The table and the learning curves."""
         found = list(rows.values())
         check(found)
         settings = {f"{row['dataset']}: " + ", ".join(f"{k} {v}" for k, v in row["setting"].items()) for row in found}
         remarks = [
             *NOTES,
-            *sorted({f"Published: {TASKS[row['dataset']].source}" for row in found if TASKS[row["dataset"]].published}),
+            *sorted(
+                {
+                    f"Published results: {TASKS[row['dataset']].source}"
+                    for row in found
+                    if TASKS[row["dataset"]].published
+                }
+            ),
             *sorted(settings),
             *reports.machines(found, (*VERSIONS, "python"), ", one thread, {jobs} run(s) at once"),
             *parallel.notes(found),

@@ -1,8 +1,9 @@
 """Node classification with the recipes of "Classic GNNs are Strong Baselines": `python -m benchmarks.nodes`.
 
-One network of attention layers per data set, with the normalisation, residuals and hyper-parameters that
-Luo, Shi and Wu 2024 (https://arxiv.org/abs/2406.08993) found for GAT; full batch, Adam. The test score is that of the
-evaluation with the best validation score. Mean and standard deviation over splits or seeds.
+Each data set has one network of attention layers, with the normalisation, residuals and hyper-parameters that
+Luo, Shi and Wu 2024 (https://arxiv.org/abs/2406.08993) found for GAT. It is trained on the full batch with Adam. The
+test score is that of the evaluation with the best validation score; tables show mean and standard deviation over
+splits or seeds.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Recipe:
     norm: str | None = None
     """`"batch"`, `"layer"` or `None`."""
     residual: bool = False
-    """Whether a linear layer of its own goes around each attention layer."""
+    """Whether a linear layer bypasses each attention layer."""
     linear_in: bool = False
     """Whether a linear layer comes before the attention layers."""
     input_dropout: float = 0.0
@@ -97,21 +98,21 @@ RECIPES = {
     "ogbn-products": Recipe(200, 5, 0.5, 0.003, 0.0, 300, "layer", linear_in=True),
 }
 BORROWED = {
-    "tolokers": "Tolokers is not in that paper; it uses Questions' recipe.",
-    "ogbn-arxiv": "ogbn-arxiv uses that repository's recipe for GCN, as there is none for GAT.",
-    "ogbn-products": "ogbn-products uses that repository's recipe for GCN (there is none for GAT), on the full batch.",
+    "tolokers": "Tolokers is not in that paper, so it uses the recipe of Questions.",
+    "ogbn-arxiv": "ogbn-arxiv uses that repository's recipe for GCN, as it has none for GAT.",
+    "ogbn-products": "ogbn-products uses that repository's recipe for GCN, as it has none for GAT, on the full batch.",
 }
 
-#: Of binary tasks whose classes are unbalanced, the area under the ROC curve is published; of others, the accuracy.
+#: Binary tasks with unbalanced classes are scored by the area under the ROC curve, all others by accuracy.
 BY_ROC_AUC = ("minesweeper", "tolokers", "questions")
 
 SPLITS = dict.fromkeys(("computers", "photo", "cs", "physics"), ("60-20-20", "random"))
-"""The splits of `gattn.datasets.load` that are tried, where it is not the public one."""
+"""The splits of `gattn.datasets.load` that are used instead of the public one."""
 
 RUNS = {"wikics": 20, "cora": 5, "citeseer": 5, "pubmed": 5, "ogbn-arxiv": 5, "ogbn-products": 5}
-"""How many splits or seeds there are, where it is not ten."""
+"""The number of splits or seeds, if it is not ten."""
 
-#: Test scores in percent of GAT by Luo et al., from the README of their repository's folder medium_graph.
+#: Test scores of GAT by Luo et al. in percent, from the README of their repository's folder medium_graph.
 LUO = {
     ("cora", "random"): "84.46 ± 0.55",
     ("citeseer", "random"): "72.22 ± 0.84",
@@ -158,7 +159,7 @@ class Result(TypedDict):
     test_score: float
     best_epoch: int
     epochs: int
-    """How many were trained."""
+    """The number of trained epochs."""
     seconds_per_epoch: float
     peak_bytes: int
     curve: Curve
@@ -175,23 +176,23 @@ class Run(Case):
     model: str
     layers: str
     seed: int
-    """Chooses or draws the split, and is the seed of weights and dropout."""
+    """Selects or draws the split, and seeds weights and dropout."""
     evaluate_every: int
     patience: int | None
-    """Training ends at the first evaluation that comes at least this many epochs after the best one, if at all."""
+    """Training ends at the first evaluation at least this many epochs after the best one; `None` disables this."""
     device: str
     threads: int
     features: str
     recipe: Recipe
     processes: int = field(default=1, kw_only=True)
-    """How many train it together; each draws dropout of its own."""
+    """The number of processes that train it together; each draws its own dropout."""
 
     def __str__(self) -> str:
         return f"{self.dataset} {self.split} {self.model} {self.layers} {self.seed}"
 
 
 def metric_of(dataset: str) -> str:
-    """What a score is."""
+    """What the score is."""
     return "ROC AUC" if dataset in BY_ROC_AUC else "accuracy"
 
 
@@ -210,7 +211,7 @@ class Network(torch.nn.Module):
         in_channels: The number of features.
         classes: The number of classes.
         model: The kind of attention layer.
-        layers: Whose layers.
+        layers: The library whose layers are used.
     """
 
     def __init__(self, recipe: Recipe, in_channels: int, classes: int, model: str, layers: str):
@@ -221,7 +222,7 @@ class Network(torch.nn.Module):
         self.linear_in = Linear(in_channels, hidden) if recipe.linear_in else None
         widths = [hidden if recipe.linear_in else in_channels, *[hidden] * recipe.layers]
         norm = {"batch": torch.nn.BatchNorm1d, "layer": torch.nn.LayerNorm, None: torch.nn.Identity}[recipe.norm]
-        # The graph has its self-loops, and the recipe says whether there are residuals.
+        # The graph already has self-loops, and the recipe adds residuals.
         options = {"root_weight": False} if model == "transformer" else {"add_self_loops": False}
         conv = functools.partial(CONVS[layers][model], heads=heads, bias=False, **options)
         self.convs = torch.nn.ModuleList(conv(width, hidden // heads) for width in widths[:-1])
@@ -242,7 +243,7 @@ class Network(torch.nn.Module):
 
 
 def prepare(run: Run) -> Data:
-    """Loads the data; the graph is undirected and has each self-loop once."""
+    """Loads the data; the graph becomes undirected, with one self-loop per node."""
     data = gattn.datasets.load(run.dataset, split=run.split, seed=run.seed)
     if run.recipe.normalise:
         data = NormalizeFeatures()(data)
@@ -254,9 +255,9 @@ def prepare(run: Run) -> Data:
 
 
 def roc_auc(scores: Tensor, labels: Tensor) -> float:
-    """The area under the ROC curve of scores `[N]` for labels `[N]` of 0 and 1; equal scores count half."""
+    """The area under the ROC curve of scores `[N]` for labels `[N]` of 0 and 1; ties count half."""
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0) - (counts - 1) / 2).double()[place]  # the mean rank of equal scores, from 1
+    ranks = (counts.cumsum(0) - (counts - 1) / 2).double()[place]  # the mean rank of equal scores, starting at 1
     positive = labels == 1
     count = int(positive.sum())
     area = (ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(labels) - count))
@@ -269,7 +270,7 @@ class Classifier(Training[Run]):
     Args:
         run: What to train.
         checkpoints: The folder of checkpoints.
-        save_every: Seconds from one checkpoint to the next, at least.
+        save_every: The least number of seconds between checkpoints.
     """
 
     watched = "val_score"
@@ -290,21 +291,21 @@ class Classifier(Training[Run]):
         )
         clock = functools.partial(computing_time, run.device)
         super().__init__(run, checkpoints, model, optimizer, recipe.epochs, run.evaluate_every, None, clock, save_every)
-        # A transformer's layer has weights for its targets' own features even where it does not add them.
+        # Transformer layers have weights for their targets' own features even if they do not add these.
         self.trained = parallel.data_parallel(model, has_unused=run.model == "transformer")
 
     def _shard(self, data: Data) -> None:
-        """Keeps this process's nodes, with the edges that end there."""
+        """Keeps this process's nodes and the edges that point to them."""
         mesh = dist.init_device_mesh(data.y.device.type, (parallel.size(),))
         self.graph = shard(gattn.SparseGraph(data.edge_index, data.num_nodes, data.num_nodes), mesh)
-        is_sparse = data.x.layout == torch.sparse_csr  # of which no rows can be taken
+        is_sparse = data.x.layout == torch.sparse_csr  # sparse tensors cannot be indexed by rows
         x = self.graph.scatter(data.x.to_sparse_coo() if is_sparse else data.x)
         self.x = x.to_sparse_csr() if is_sparse else x
         self.own_labels = self.graph.scatter(data.y)
         self.own_train = self.graph.scatter(data.train_mask).nonzero().squeeze(1)
 
     def loss_of(self, model: torch.nn.Module) -> Tensor:
-        """The mean cross-entropy of a model on the training nodes, of which each process has its part."""
+        """The mean cross-entropy of a model on the training nodes, which are divided among the processes."""
         logits = model(self.x, self.graph)[self.own_train]
         return parallel.weighted(F.cross_entropy, logits, self.own_labels[self.own_train], len(self.parts["train"]))
 
@@ -314,7 +315,7 @@ class Classifier(Training[Run]):
         return self.loss_of(self.trained)
 
     def evaluate(self) -> dict[str, float]:
-        """The scores on nodes for validation and test."""
+        """The scores on validation and test nodes."""
         logits = self.model(self.x, self.graph)
         if parallel.size() > 1:
             logits = self.graph.gather(logits)
@@ -329,26 +330,26 @@ class Classifier(Training[Run]):
         nodes = self.parts[part]
         logits, labels = logits[nodes], self.y[nodes]
         if not logits.isfinite().all():
-            return float("nan")  # which ends the training
+            return float("nan")  # this ends the training
         if self.case.dataset in BY_ROC_AUC:
             return roc_auc(logits[:, 1] - logits[:, 0], labels)
         return (logits.argmax(-1) == labels).double().mean().item()
 
     def stops_early(self) -> bool:
-        """Whether patience is at an end, which is seen at evaluations only."""
+        """Whether patience has run out, which is checked at evaluations only."""
         patience = self.case.patience
         if patience is None or not self.curve:
             return False
         return self.curve[-1]["epoch"] - self.best()["epoch"] >= patience
 
     def best(self) -> dict[str, float]:
-        """The point with the best validation score, the first of equal ones."""
+        """The first point with the best validation score."""
         return max(self.curve, key=lambda point: point["val_score"])
 
     def peak_bytes(self) -> int:
         """The memory of a training step above data, parameters and gradients."""
-        model = copy.deepcopy(self.model)  # whose running means nobody needs
-        self.loss_of(model).backward()  # loads the code, and prepares the graph
+        model = copy.deepcopy(self.model)  # its running means are not needed
+        self.loss_of(model).backward()  # loads the code and prepares the graph
         return peak_above(lambda: self.loss_of(model).backward(), self.case.device)[1]
 
     def result(self) -> Row:
@@ -378,7 +379,7 @@ def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
 
 
 def summarise(rows: Sequence[Row]) -> list[Line]:
-    """One line for each data set, split, model and kind of layers."""
+    """One line per data set, split, model and kind of layers."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["dataset"], row["split"], row["model"], row["layers"]), []).append(row)
@@ -399,14 +400,14 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
                 "best epoch": f"{statistics.mean(row['best_epoch'] for row in group):.0f}",
                 "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f} of {RECIPES[dataset].epochs}",
                 "seconds/epoch (quartiles)": reports.median_and_quartiles([row["seconds_per_epoch"] for row in group]),
-                "MB a step": reports.megabytes({"peak_bytes": statistics.median(row["peak_bytes"] for row in group)}),
+                "MB per step": reports.megabytes({"peak_bytes": statistics.median(row["peak_bytes"] for row in group)}),
             }
         )
     return lines
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes for readers of the table."""
     described = reports.machines(
         rows,
         (*VERSIONS, "python"),
@@ -416,19 +417,21 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [
         *described,
         "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
-        "Recipes: GAT's by Luo et al., https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the same, untuned.",
+        "The recipes are those of Luo et al. for GAT, https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the same "
+        "ones, untuned.",
         *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
         *parallel.notes(rows),
         *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),
-        "Other GATs: Veličković et al., https://arxiv.org/abs/1710.10903 (Planetoid), and Platonov et al., "
-        "https://arxiv.org/abs/2302.11640 (GAT, and GAT-sep, which keeps a node apart from its neighbours).",
-        "Seconds: processor time of a training step (on a GPU, the clock's), without evaluations; the median over runs "
-        "of each run's median. MB: the peak in a training step above data, parameters and gradients, median over runs.",
+        "The other GATs are those of Veličković et al., https://arxiv.org/abs/1710.10903 (Planetoid), and of Platonov "
+        "et al., https://arxiv.org/abs/2302.11640 (GAT, and GAT-sep, which separates a node from its neighbours).",
+        "Seconds are the processor time of a training step without evaluations (on a GPU, the clock's time): median and "
+        "quartiles over runs of each run's median. MB is the peak in a training step above data, parameters and gradients, the "
+        "median over runs.",
     ]
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Validation scores by epoch: the median over runs, with the range of the middle half."""
+    """Validation scores by epoch: median over runs and range between quartiles."""
     panels: dict[tuple[str, str], dict[tuple[str, str], list[Row]]] = {}
     for row in rows:
         panel = panels.setdefault((row["dataset"], row["split"]), {})
@@ -447,7 +450,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         axis.set(xlabel="epoch", ylabel=f"validation {metric_of(dataset)}, %", title=f"{dataset}, {split} split")
         axis.grid(alpha=0.25)
         axis.legend(loc="lower right", fontsize=8)
-    figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
+    figure.suptitle("Median over runs and range between quartiles, until the first run ends", fontsize=10)
     return figure
 
 
@@ -468,21 +471,27 @@ class Nodes(Benchmark[Run]):
         text = f"data sets by gattn's names (default: {', '.join(DEFAULT_DATASETS)}; others: "
         others = ", ".join(name for name in RECIPES if name not in DEFAULT_DATASETS)
         add("--dataset", nargs="+", metavar="NAME", help=f"{text}{others})")
-        text = "splits, which each data set must have (default: public; for Amazon and Coauthor 60-20-20 and random)"
+        text = "splits, which every data set must have (default: public; for Amazon and Coauthor 60-20-20 and random)"
         add("--split", nargs="+", choices=("public", "60-20-20", "random"), help=text)
         add("--model", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention layer (default: all)")
-        add("--layers", nargs="+", default=["gattn"], choices=LAYERS, help="whose layers (default: gattn)")
-        text = "splits or seeds of each, from 0 on (default: 5 for Planetoid and OGB, 20 for WikiCS, 10 for others)"
+        add(
+            "--layers",
+            nargs="+",
+            default=["gattn"],
+            choices=LAYERS,
+            help="libraries whose layers are used (default: gattn)",
+        )
+        text = "number of splits or seeds, from 0 (default: 5 for Planetoid and OGB, 20 for WikiCS, 10 for others)"
         add("--runs", type=whole(1, 10**6), help=text)
-        add("--epochs", type=whole(1, 10**6), help="instead of the recipe's")
-        text = "epochs from one evaluation to the next (default: %(default)s)"
+        add("--epochs", type=whole(1, 10**6), help="number of epochs (default: that of the recipe)")
+        text = "epochs between evaluations (default: %(default)s)"
         add("--evaluate-every", type=whole(1, 10**6), default=10, help=text)
-        text = "epochs without a better validation score after which training ends (default: it never ends early)"
+        text = "epochs without a better validation score after which training stops (default: it never stops early)"
         add("--patience", type=whole(1, 10**6), help=text)
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
-        text = "processes that share the runs; the scores stay the same (default: %(default)s)"
+        text = "processes that share the runs; this does not change the scores (default: %(default)s)"
         add("--workers", type=whole(1, MOST), default=1, help=text)
-        text = "threads per process; another number rounds differently (default: %(default)s)"
+        text = "threads per process, whose number affects rounding (default: %(default)s)"
         add("--threads", type=whole(1, MOST), default=1, help=text)
         add_saving(parser)
         text = "folder of results, checkpoints, table and picture (default: %(default)s)"
@@ -490,7 +499,7 @@ class Nodes(Benchmark[Run]):
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Makes each name one, and refuses data sets without a recipe or without the splits asked for."""
+        """Replaces aliases of data sets, and refuses those without a recipe or without the requested splits."""
         try:
             options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
         except ValueError as error:
@@ -505,10 +514,10 @@ class Nodes(Benchmark[Run]):
         if parallel.size() > 1 and options.workers > 1:
             parser.error("the processes of torchrun share each run: leave --workers at 1")
         if parallel.size() > 1 and "pyg" in options.layers:
-            parser.error("PyG's layers do not compute on a part of a graph: start --layers pyg without torchrun")
+            parser.error("PyG's layers cannot compute on a part of a graph: start --layers pyg without torchrun")
 
     def cases(self) -> list[Run]:
-        """All runs, seed by seed, so that an interrupted benchmark has some of each."""
+        """All runs, seed by seed, so that an interrupted benchmark has some runs of each kind."""
         options = self.options
         found = densities(options.dataset or DEFAULT_DATASETS, None if options.dataset else self.skip)
         most = options.runs or max((RUNS.get(dataset, 10) for dataset in found), default=0)
@@ -535,14 +544,14 @@ class Nodes(Benchmark[Run]):
         return {"workers": self.options.workers}
 
     def report(self, rows: dict[Run, Row]) -> None:
-        """The table, and the learning curves."""
+        """The table and the learning curves."""
         everything = sorted(rows.values(), key=lambda row: list(RECIPES).index(row["dataset"]))
         remarks = [*notes(everything), *(f"Not run: {reason}" for reason in self.skipped.values())]
         lines = summarise(everything)
         files = {"curves.png": draw(everything)}
         short = {"seconds/epoch (quartiles)": "s/epoch", "Luo et al., GAT": "Luo et al."}
         headings = {column: short.get(column, column) for column in lines[0] if column != "other GATs"}
-        self.publish("Node classification, recipes by Luo et al.", lines, remarks, files, headings=headings)
+        self.publish("Node classification with the recipes of Luo et al.", lines, remarks, files, headings=headings)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layers that PyG lacks, in PyG's way: what gattn's are compared with."""
+"""Layers that PyG lacks, written in PyG's way: gattn's are compared with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gattn
 
 
 class PyGGatedGCNConv(gattn.nn.GatedGCNConv):
-    """The same layer in PyG's way: messages of all edges, then sums."""
+    """The same layer in PyG's way: the messages of all edges, which are then summed."""
 
     def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Updates nodes and edges."""

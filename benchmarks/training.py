@@ -1,9 +1,9 @@
-"""Networks on edge features and on typed graphs, trained beside the same in PyG: `python -m benchmarks.training`.
+"""Networks with edge features and on typed graphs, with gattn's and PyG's layers: `python -m benchmarks.training`.
 
 - *molbace*: GatedGCN with edge updates on ogbg-molbace (1 513 molecules, one binary label), in batches of 128.
 - *typed*: HGT on a random graph of three node types and six edge types (`torch_geometric.datasets.FakeHeteroDataset`).
 
-Both sides begin with the same weights and see the same batches, so their losses are the same but for rounding.
+Both sides start with the same weights and see the same batches, so their losses agree up to rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Result(TypedDict):
     """The columns that a run adds."""
 
     losses: list[float]
-    """The mean of each epoch."""
+    """The mean loss of each epoch."""
     seconds_per_epoch: float
 
 
@@ -73,7 +73,7 @@ class Molecules(torch.nn.Module):
 
     def __init__(self, conv: type[gattn.nn.GatedGCNConv]):
         super().__init__()
-        # Atoms have nine numbers each, and bonds three; all are less than 128.
+        # Atoms have nine features and bonds three, all of which are integers below 128.
         self.atoms, self.bonds = (torch.nn.EmbeddingBag(n * 128, CHANNELS, mode="sum") for n in (9, 3))
         self.convs = torch.nn.ModuleList([conv(CHANNELS, CHANNELS, CHANNELS) for _ in range(4)])
         self.out = torch.nn.Linear(CHANNELS, 1)
@@ -125,15 +125,15 @@ class Task:
     """What is trained."""
 
     make: Callable[[str], torch.nn.Module]
-    """Makes the network of `"gattn"`'s layers or `"pyg"`'s."""
+    """Creates the network with the layers of `"gattn"` or `"pyg"`."""
     losses: Callable[[torch.nn.Module], Iterator[Tensor]]
     """The losses of one epoch."""
     steps: int
-    """How many these are."""
+    """The number of these losses."""
 
 
 def molbace() -> Task:
-    """Graph properties: a binary label per molecule."""
+    """Graph properties: one binary label per molecule."""
     graphs = gattn.datasets.load("ogbg-molbace")
     loader = DataLoader(graphs[graphs.get_idx_split()["train"]], 128, shuffle=True)
     convs = {"gattn": gattn.nn.GatedGCNConv, "pyg": PyGGatedGCNConv}
@@ -146,7 +146,7 @@ def molbace() -> Task:
 
 
 def typed() -> Task:
-    """Node classes: an epoch is one step."""
+    """Node classes: an epoch is a single step."""
     data = FakeHeteroDataset(num_node_types=3, num_edge_types=6, avg_num_nodes=5000, avg_degree=10)[0]
     (node_type,) = (name for name in data.node_types if "y" in data[name])
     convs = {"gattn": gattn.nn.HGTConv, "pyg": pyg.HGTConv}
@@ -161,12 +161,12 @@ TASKS = {"molbace": molbace, "typed": typed}
 
 
 class Trainer(Training[Run]):
-    """A network under training; evaluations are means of the losses of an epoch.
+    """A network under training; an evaluation is the mean loss of an epoch.
 
     Args:
         run: What to train.
         checkpoints: The folder of checkpoints.
-        save_every: Seconds from one checkpoint to the next, at least.
+        save_every: The least number of seconds between checkpoints.
     """
 
     watched = "train_loss"
@@ -179,7 +179,7 @@ class Trainer(Training[Run]):
         model = task.make(run.layers)
         model.load_state_dict(state)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
-        torch.manual_seed(run.seed)  # of the batches
+        torch.manual_seed(run.seed)  # for drawing the batches
         steps = task.steps
         super().__init__(run, checkpoints, model, optimizer, run.epochs * steps, steps, None, save_every=save_every)
 
@@ -211,7 +211,7 @@ def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
 
 
 class Train(Benchmark[Run]):
-    """Trains each network on both libraries' layers."""
+    """Trains each network with both libraries' layers."""
 
     name = "training"
     keeps_checkpoints = False
@@ -220,26 +220,37 @@ class Train(Benchmark[Run]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="which (default: all)")
-        add("--layers", nargs="+", default=LAYERS, choices=LAYERS, help="whose layers (default: both)")
-        add("--seed", type=whole(0, 2**32 - 1), default=0, help="of weights and batches (default: 0)")
-        add("--epochs", type=whole(1, 10**6), default=20, help="how many (default: 20)")
-        add("--threads", type=whole(1, MOST), default=1, help="threads (default: 1)")
+        add("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="networks that are trained (default: all)")
+        add(
+            "--layers",
+            nargs="+",
+            default=LAYERS,
+            choices=LAYERS,
+            help="libraries whose layers are used (default: both)",
+        )
+        add("--seed", type=whole(0, 2**32 - 1), default=0, help="seed of weights and batches (default: 0)")
+        add("--epochs", type=whole(1, 10**6), default=20, help="number of epochs (default: 20)")
+        add("--threads", type=whole(1, MOST), default=1, help="number of threads (default: 1)")
         add_saving(parser)
-        add("--out", type=folder, default=Path("runs/training"), help="folder of results and table (%(default)s)")
+        add(
+            "--out",
+            type=folder,
+            default=Path("runs/training"),
+            help="folder of results and table (default: %(default)s)",
+        )
 
     def cases(self) -> list[Run]:
         """Both libraries' layers, task by task.
 
         Raises:
-            BenchmarkError: If the molecules are asked for and are not there.
+            BenchmarkError: If the molecules are requested but missing.
         """
         options = self.options
         if "molbace" in options.tasks:
             try:
                 gattn.datasets.load("ogbg-molbace")
             except (gattn.datasets.DatasetUnavailableError, ImportError) as error:
-                raise BenchmarkError(f"{error} (--tasks typed does without)") from error
+                raise BenchmarkError(f"{error} (--tasks typed does not need it)") from error
         fixed = (options.seed, options.epochs, options.threads)
         return [Run(task, layers, *fixed) for task in unique(options.tasks) for layers in unique(options.layers)]
 
@@ -249,7 +260,7 @@ class Train(Benchmark[Run]):
         return in_processes(cases, work)
 
     def report(self, rows: dict[Run, Row]) -> None:
-        """A line for each run."""
+        """One line per run."""
         lines = []
         for run, row in rows.items():
             other = rows.get(replace(run, layers="pyg"), {})
@@ -264,7 +275,9 @@ class Train(Benchmark[Run]):
                 }
             )
         remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {epochs} epochs")
-        self.publish("Training", lines, [*remarks, "Losses are means over an epoch, times medians over epochs."], {})
+        self.publish(
+            "Training", lines, [*remarks, "Losses are means over an epoch, and times are medians over epochs."], {}
+        )
 
 
 if __name__ == "__main__":

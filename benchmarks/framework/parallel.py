@@ -1,4 +1,4 @@
-"""Data-parallel training with torchrun: what `DistributedDataParallel` leaves open. It does nothing without torchrun."""
+"""Data-parallel training with torchrun: what `DistributedDataParallel` leaves open. Inactive without torchrun."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class TestResuming:
         os.killpg(process.pid, signal.SIGINT)
         printed, _ = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert b"the same command goes on from there" in printed.replace(b"\n", b" ")
+        assert b"the same command resumes from there" in printed.replace(b"\n", b" ")
         assert 1 <= len(ResultsFile(tmp_path / "runs.jsonl").rows()) < 99
 
     def test_other_settings_are_other_runs(self, quick):

@@ -163,7 +163,7 @@ class TestBenchmark:
             before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             assert squares() == 130
             signal.signal(signal.SIGINT, before)
-        assert "the same command goes on from there" in capsys.readouterr().out
+        assert "the same command resumes from there" in capsys.readouterr().out
         assert rows_in(tmp_path) == [(3, "right", "ok")]
         assert squares() is None
         assert "1 of 2 measurements are in" in capsys.readouterr().out
@@ -213,7 +213,7 @@ class TestBenchmark:
             return {name: value for name, value in row.items() if value is not ...}
 
         monkeypatch.setattr(Square, "measure", changed)
-        assert squares().startswith(f"error: 3 right: its row could not be read again: {problem}")
+        assert squares().startswith(f"error: 3 right: its row could not be read back: {problem}")
         assert rows_in(tmp_path) == [(5, "right", "ok")]
 
     def test_what_timed_out_is_tried_again_with_more_time(self, squares, tmp_path, monkeypatch):
@@ -275,7 +275,7 @@ class TestBenchmark:
             error = squares()
         assert error == (
             "error: [Errno 28] No space left on device. "
-            f"What has finished is in {tmp_path / 'runs.jsonl'}; the same command goes on from there."
+            f"Finished runs are in {tmp_path / 'runs.jsonl'}; the same command resumes from there."
         )
         assert squares() is None
         assert "1 of 2 measurements are in" in capsys.readouterr().out
