@@ -305,7 +305,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             axis.set(xlabel="epoch", ylabel=label, title=dataset)
             axis.grid(alpha=0.25)
         line[1].legend(loc="lower right", fontsize=8)
-    figure.suptitle("Median over runs and range between quartiles, until the first run ends", fontsize=10)
+    figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
     return figure
 
 

@@ -1,8 +1,8 @@
-"""Latency of exported models beside eager mode: `python -m benchmarks.deployment`.
+"""Latency of exported models, compared with eager mode: `python -m benchmarks.deployment`.
 
-A GAT on a graph of Cora's size and a small language model, each exported with open sizes and traced at other sizes than
-those that it is run with. Nothing is timed before its output agrees with eager mode's in float64. ONNX needs the extra
-`onnx`; `--ways` can leave it out.
+The models are a GAT on a graph of Cora's size and a small language model. Each is exported with open sizes, and traced
+at other sizes than those at which it is timed. Nothing is timed before its output agrees with that of eager mode in
+float64. ONNX needs the extra `onnx`; `--ways` can leave it out.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Inputs = tuple[Tensor, ...]
 
 
 class Model(NamedTuple):
-    """A model and what it is run with."""
+    """A model and its inputs."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[bool], Inputs]
-    """Small, for tracing, or of full size."""
+    """Creates inputs: small ones for tracing, or those of full size."""
     shapes: tuple[dict[int, Any], ...]
-    """Sizes that are left open."""
+    """The sizes that are left open."""
     terms: int
-    """The most numbers that one number of the output is a sum of, layer by layer."""
+    """The number of terms in the longest sum of any layer."""
 
 
 def graph(is_small: bool) -> Inputs:
-    """Features and edges."""
+    """Returns features and edges."""
     shape = SHAPES["tiny" if is_small else "cora"][0]
     return torch.randn(shape.nodes, FEATURES), draw_edges(shape)
 
@@ -81,7 +81,7 @@ def exported(model: nn.Module, of: Model, backend: str = "auto") -> ExportedProg
 
 
 def packaged(program: ExportedProgram) -> Function:
-    """The program, compiled by AOTInductor."""
+    """The program compiled by AOTInductor."""
     with tempfile.TemporaryDirectory() as folder:
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
         compiled: Function = torch._inductor.aoti_load_package(path)
@@ -89,7 +89,7 @@ def packaged(program: ExportedProgram) -> Function:
 
 
 def in_onnxruntime(model: nn.Module, of: Model) -> Function:
-    """The model in onnxruntime, on as many threads as PyTorch has."""
+    """The model in onnxruntime, with as many threads as PyTorch."""
     import onnxruntime
 
     program: Any = torch.onnx.export(model, of.inputs(True), dynamic_shapes=of.shapes, dynamo=True, verbose=False)
@@ -132,7 +132,7 @@ class Case(Measurement):
         return f"{self.model} {self.way}"
 
     def problem(self) -> tuple[object, ...]:
-        """What cases have in common that must have the same result."""
+        """What is the same for all cases that must have the same result."""
         return (self.model,)
 
     def references(self) -> dict[str, dict[str, Expected]]:
@@ -144,7 +144,7 @@ class Case(Measurement):
         return {"": budgets(exact, rounded, torch.float32, MODELS[self.model].terms, 1)}
 
     def computation(self) -> Computation:
-        """The one of its way."""
+        """The computation of its way."""
         return self._build(self.way, torch.float32)
 
     def _build(self, way: str, dtype: torch.dtype) -> Computation:
@@ -166,8 +166,8 @@ class Deployment(Benchmark[Case]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--models", nargs="+", default=list(MODELS), choices=MODELS, help="which (default: all)")
-        add("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="how they run (default: all)")
+        add("--models", nargs="+", default=list(MODELS), choices=MODELS, help="models that are measured (default: all)")
+        add("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="ways to run them (default: all)")
         add_measuring(parser, cls.name)
 
     def cases(self) -> list[Case]:
@@ -181,7 +181,7 @@ class Deployment(Benchmark[Case]):
         return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Case, Row]) -> None:
-        """One line for each."""
+        """One line per model and way."""
         lines = []
         for case, row in rows.items():
             eager = rows.get(replace(case, way="eager"))
@@ -190,12 +190,12 @@ class Deployment(Benchmark[Case]):
             line["peak, MB"] = megabytes(row)
             lines.append(line)
         remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)")
-        remarks.append("Medians with quartiles. × eager: the time in units of eager mode's.")
+        remarks.append("Times are medians with quartiles. × eager is the time relative to eager mode.")
         shape = SHAPES["cora"][0]
         size = f"{shape.nodes} nodes, {shape.edges} edges, {FEATURES} dense features"
         remarks.append(f"GAT: {size}, two layers, the hidden one with eight heads of eight channels.")
         remarks.append(f"TransformerLM: one sequence of {CONTEXT} tokens, four layers of 128 channels, four heads.")
-        self.publish("Exported models beside eager mode", lines, remarks, {})
+        self.publish("Exported models and eager mode", lines, remarks, {})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Speed and memory of attention with every score and distribution: `python -m benchmarks.families`.
 
 Attention alone (from projected features to the output) runs on one graph, by default *mid* of `benchmarks.kernels`.
-Each family is compared with the nearest of the three that `benchmarks.kernels` measures: the scores of GAT and GATv2 and the
-dot product, each with a softmax. Nothing is timed before outputs and gradients agree with gattn's reference in float64.
+Each family is compared with the nearest of the three that `benchmarks.kernels` measures: the scores of GAT and GATv2
+and the dot product, each with a softmax. Nothing is timed before outputs and gradients agree with gattn's reference in
+float64.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What `benchmarks.kernels` measures: shapes, inputs, the reference and the peers.
 
-The peer *gattn-custom* is gattn with the same score written as a user's own, whose logits alone the kernels get.
+The peer *gattn-custom* is gattn with the same score, written as a custom score of which the kernels only get the
+logits.
 
-The results are compared with gattn's reference in float64. The unit of a *gather* is the time that `embedding_bag`
-takes to sum one row of features per edge, over the same edges.
+The results are compared with gattn's reference in float64. The unit *gather* is the time that `embedding_bag` takes to
+sum one row of features per edge, over the same edges.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CONVS = {
 }
 PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl", "gattn-custom")
 ATTENTION_ONLY = ("gattn-custom", "dgl")
-"""The peers that have no layers."""
+"""Peers without whole layers."""
 DTYPES = ("float32", "bfloat16")
 BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 ALLOCATORS = {
@@ -50,7 +51,7 @@ ALLOCATORS = {
         "MALLOC_TOP_PAD_": str(2**28),
     },
 }
-"""What tells glibc at the start of a process how to deal with freed memory: nothing, or to keep all of it."""
+"""The environment that tells glibc how to treat freed memory when a process starts: its defaults, or keep all of it."""
 EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
 
 EDGE_CHANNELS = 16
@@ -58,13 +59,13 @@ NEGATIVE_SLOPE = 0.2
 SEED = 0
 
 CHUNK_EDGES = 2**17
-"""The reference takes about this many edges at a time, always with all edges of a target."""
+"""The reference processes about this many edges at a time, but never splits the edges of a target."""
 
 CHECKED_ROWS = 4096
-"""This many random rows of results with one row per node are compared; gradients of parameters are compared whole."""
+"""The number of random rows that are compared if results have one row per node; other results are compared whole."""
 
 SAMPLED_NODES = 1_000_000
-"""For graphs with more nodes, the reference keeps only the rows that are compared, so that memory suffices."""
+"""For graphs with more nodes, the reference keeps only the compared rows, so that memory suffices."""
 
 
 # The cases -----------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ SAMPLED_NODES = 1_000_000
 
 @dataclass(frozen=True)
 class Shape:
-    """A graph, random or of a data set, and the widths of the features. Self-loops come on top of the edges."""
+    """A graph, random or from a data set, and the widths of the features. Self-loops are not counted in `edges`."""
 
     name: str
     nodes: int
@@ -83,15 +84,15 @@ class Shape:
     """The node that a third of the edges point to."""
     dataset: str | None = None
     graphs: int = 1
-    """The nodes form this many graphs of one size, side by side."""
+    """The nodes form this many graphs of equal size, side by side."""
     power_law: bool = False
-    """Whether the numbers of neighbours follow a power law with exponent 3."""
+    """Whether degrees follow a power law with exponent 3."""
     in_channels: int = 128
-    """Of a layer's input."""
+    """The number of channels of a layer's input."""
     targets: int | None = None
-    """The first this many nodes alone are targets, as in a batch of sampled neighbours. (default: all)"""
+    """Only the first this many nodes are targets, as in a batch of sampled neighbours. (default: all)"""
     fresh: bool = False
-    """Whether each call gets a new tensor of edges, so that nothing that was kept about another helps it."""
+    """Whether each call gets a new `edge_index`, so that nothing that was cached helps it."""
 
     @property
     def num_targets(self) -> int:
@@ -99,7 +100,7 @@ class Shape:
         return self.nodes if self.targets is None else self.targets
 
 
-#: What `--shape` names; a hub graph has two variants.
+#: The shapes by their names for `--shape`; the hub graph has two variants.
 SHAPES = {
     "tiny": (Shape("tiny", 10, 30, 8, 8, in_channels=64),),
     "thousand": (Shape("thousand", 1_000, 4_000, 8, 8),),
@@ -117,7 +118,7 @@ SHAPES = {
     "products": (Shape("products", 2_400_000, 30_000_000, 4, 32, power_law=True),),
 }
 LARGE = ("products",)
-"""Shapes that are not measured on a CPU unless they are named."""
+"""Shapes that are measured on a CPU only if they are named."""
 
 SMALL = Shape("small", 5_000, 50_000, 4, 16)
 
@@ -126,9 +127,9 @@ class Result(Measured):
     """The columns of a measurement."""
 
     forward_backward: NotRequired[Times]
-    """Of all but the yardstick."""
+    """Only the yardstick lacks it."""
     copy_rate: NotRequired[float]
-    """Of the yardstick, like the next one."""
+    """Only the yardstick has this and the next one."""
     operation_rate: NotRequired[float]
 
 
@@ -157,18 +158,18 @@ class Case(Measurement):
 
     @classmethod
     def key_of(cls, row: Row) -> str:
-        """The key of a row; older rows lack what has a default."""
+        """The key of a row; older rows lack fields with defaults."""
         plain = asdict(Shape("", 0, 0, 0, 0))
         return super().key_of({"device": "cpu", "allocator": "default", **row, "shape": {**plain, **row["shape"]}})
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Its allocator's."""
+        """The environment of its allocator."""
         return ALLOCATORS[self.allocator]
 
     @property
     def has_reference(self) -> bool:
-        """Whether this is not the yardstick."""
+        """Whether this is anything but the yardstick."""
         return self.part != "gather"
 
     @property
@@ -177,17 +178,17 @@ class Case(Measurement):
         return getattr(torch, self.dtype)
 
     def problem(self) -> tuple[object, ...]:
-        """What cases have in common that must have the same result."""
+        """What is the same for all cases that must have the same result."""
         return self.shape, self.part, self.layer, self.edge_features, self.dtype
 
     def prepare_process(self) -> None:
-        """Also silences what PyG and PyTorch's compiler say about themselves."""
+        """Also silences warnings of PyG and PyTorch's compiler about themselves."""
         super().prepare_process()
         torch_geometric.typing.WITH_TORCH_SCATTER = self.peer == "pyg-scatter"
         warnings.filterwarnings("ignore")
 
     def references(self) -> dict[str, dict[str, Expected]]:
-        """The results of gattn's reference, at random rows, the hub's row and, of large graphs, the busiest nodes'."""
+        """The results of gattn's reference at random rows, at the hub and, for large graphs, at the busiest nodes."""
         inputs = draw(self)
         nodes, hub = self.shape.num_targets, self.shape.hub
         rows = torch.randperm(nodes, generator=torch.Generator().manual_seed(SEED))[:CHECKED_ROWS]
@@ -203,9 +204,9 @@ class Case(Measurement):
         return {"": budgets(exact, rounded, self.torch_dtype, *terms, compared=rows, is_sampled=is_sampled)}
 
     def computation(self) -> Computation:
-        """The peer's; a compiled one is compiled by its first call, which must see the real graph."""
+        """The computation of the peer; a compiled one compiles in its first call, which must see the real graph."""
         if self.peer != "pyg-compile":
-            # A GPU's kernels are compiled for what the real graph needs.
+            # GPU kernels are compiled for the real graph.
             plain = Shape("", 16, 64, self.shape.heads, self.shape.channels)
             build(replace(self, shape=plain) if self.device == "cpu" else self).forward_backward()
         computation = build(self)
@@ -214,7 +215,7 @@ class Case(Measurement):
         return computation
 
     def measure(self, reference: Path | None) -> Row:
-        """Also measures what the machine copies and computes per second."""
+        """Also measures how much the machine copies and computes per second."""
         row = super().measure(reference)
         if self.has_reference:
             return row
@@ -224,31 +225,31 @@ class Case(Measurement):
 
 @dataclass
 class Inputs:
-    """What all peers compute from: the same numbers for each."""
+    """The inputs, with the same numbers for all peers."""
 
     edge_index: Tensor
-    """`[2, E]`, as it is passed; GAT's and GATv2's layers add the self-loops themselves."""
+    """`[2, E]`, as passed to layers; those of GAT and GATv2 add the self-loops themselves."""
     edge_attr: Tensor | None
     all_edges: Tensor
     """`[2, E]`, with self-loops."""
     all_attr: Tensor | None
     tensors: dict[str, Tensor]
-    """The layer's `x`; or what attention takes: query, key, value (GATv2's key is its value) and vector."""
+    """The layer's `x`, or the inputs of attention: query, key, value (GATv2's key is its value) and vector."""
     layer: Any
-    """gattn's layer, whose weights all peers share; `None` for attention alone."""
+    """gattn's layer, whose weights all peers share; `None` for attention only."""
     grad: Tensor
-    """Gradient of the output."""
+    """The gradient of the output."""
     fresh: bool
 
     def graphs(self, make: Callable[[Tensor], Any] = lambda edge_index: edge_index) -> Callable[[], Any]:
-        """Returns what each call gets: a graph that is made of the edges once, or of new ones each time."""
+        """Returns the graph of each call, made from the edges once, or from a new copy of them each time."""
         if self.fresh:
             return lambda: make(self.edge_index.clone())
         graph = make(self.edge_index)
         return lambda: graph
 
     def to(self, device: str) -> Inputs:
-        """Moves what peers take to their device; the rest is for the reference, and stays."""
+        """Moves the inputs of the peers to their device; the rest is for the reference and stays."""
         return replace(
             self,
             edge_index=self.edge_index.to(device),
@@ -276,14 +277,14 @@ def draw_edges(shape: Shape) -> Tensor:
 
 
 def draw_power_law(shape: Shape, generator: torch.Generator) -> Tensor:
-    """`[2, E]`, both ends independent, so that the k-th busiest node of N has about E / (2 sqrt(k N)) edges."""
+    """`[2, E]` with independent ends, so that the k-th busiest node of N has about E / (2 sqrt(k N)) edges."""
     ends = torch.rand(2, shape.edges, generator=generator, dtype=torch.float64).square_().mul_(shape.nodes).long()
     source, target = torch.randperm(shape.nodes, generator=generator)[ends]
     return torch.stack([torch.where(source == target, (source + 1) % shape.nodes, source), target])
 
 
 def draw(case: Case) -> Inputs:
-    """Draws the inputs; the same for every peer."""
+    """Draws the inputs, which are the same for every peer."""
     shape, dtype = case.shape, case.torch_dtype
     generator = torch.Generator().manual_seed(SEED)
 
@@ -321,7 +322,7 @@ def draw(case: Case) -> Inputs:
 
 
 def score_of(case: Case, vector: Tensor | None) -> gattn.Score:
-    """The layer's score, by gattn's name or, for `gattn-custom`, as if a user had written it."""
+    """The layer's score: gattn's own or, for `gattn-custom`, as a user would write it."""
     score: gattn.Score = gattn.DotScore()
     if case.layer == "gat":
         score = gattn.GATScore(NEGATIVE_SLOPE)
@@ -331,11 +332,11 @@ def score_of(case: Case, vector: Tensor | None) -> gattn.Score:
 
 
 class CustomScore(gattn.Score):
-    """A score of which the kernels know nothing but its logits."""
+    """A score of which the kernels only know the logits."""
 
     def __init__(self, score: gattn.Score):
         self.score = score
-        self.scalar = score.scalar  # type: ignore[misc] # an object's own
+        self.scalar = score.scalar  # type: ignore[misc] # set on this object only
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `gattn.Score.logits`."""
@@ -350,13 +351,13 @@ class CustomScore(gattn.Score):
 
 
 def reference(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> dict[str, Tensor]:
-    """Output and gradients by gattn's reference path in `dtype`, some targets at a time, summed in float64.
+    """Output and gradients of gattn's reference in `dtype`, some targets at a time, summed in float64.
 
     Args:
         case: The problem.
-        inputs: What `draw` drew.
-        dtype: What is computed in.
-        kept: The nodes whose rows the results have. (default: all)
+        inputs: The result of `draw`.
+        dtype: The dtype of the computation.
+        kept: The nodes whose rows the results contain. (default: all)
     """
     tensors = dict(inputs.tensors)
     kept = torch.arange(case.shape.num_targets) if kept is None else kept
@@ -404,7 +405,7 @@ def reference(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
 
 
 def chunks(target: Tensor, size: int = CHUNK_EDGES) -> Iterator[Tensor]:
-    """Edges sorted by target, about `size` at a time; all edges of a target come together."""
+    """Edges sorted by target, about `size` at a time, but with all edges of a target together."""
     degree = torch.bincount(target)
     chunk = (degree.cumsum(0) - degree) // size
     order = target.argsort(stable=True)
@@ -439,7 +440,7 @@ def build_gather(case: Case, inputs: Inputs) -> Computation:
 
 
 def build_gattn(case: Case, inputs: Inputs) -> Computation:
-    """Attention by gattn's kernels."""
+    """Attention with gattn's kernels."""
     leaves = inputs.tensors
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
     score, backend, nodes = score_of(case, leaves.get("vector")), BACKENDS[case.device], case.shape.nodes
@@ -450,12 +451,12 @@ def build_gattn(case: Case, inputs: Inputs) -> Computation:
 
 
 def compiled(case: Case, function: Any) -> Any:
-    """The function, compiled if the peer is."""
+    """The function, compiled if the peer is a compiled one."""
     return torch.compile(function, dynamic=False) if case.peer == "pyg-compile" else function
 
 
 def build_pyg(case: Case, inputs: Inputs) -> Computation:
-    """What PyG's layers do after their projections."""
+    """The computation of PyG's layers after their projections."""
     leaves = inputs.tensors
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
     conv = CONVS[case.layer][1](1, case.shape.channels, heads=case.shape.heads).to(case.device)
@@ -478,16 +479,16 @@ def build_pyg(case: Case, inputs: Inputs) -> Computation:
 
 
 def import_dgl() -> Any:
-    """DGL, with a stand-in for a part that does not load beside recent versions of PyTorch, and is not used here."""
+    """DGL, with an empty module in place of an unused one that cannot be loaded beside recent versions of PyTorch."""
     part = ModuleType("dgl.distributed")
     vars(part).update(DistGraph=object, DistDataLoader=object)
-    os.environ.setdefault("DGLBACKEND", "pytorch")  # otherwise, it writes a file to the home folder
+    os.environ.setdefault("DGLBACKEND", "pytorch")  # otherwise, DGL writes a file to the home folder
     sys.modules.setdefault(part.__name__, part)
     return importlib.import_module("dgl")
 
 
 def build_dgl(case: Case, inputs: Inputs) -> Computation:
-    """What DGL's layers do after their projections, by its fused operators."""
+    """The computation of DGL's layers after their projections, with its fused operators."""
     dgl, leaves = import_dgl(), inputs.tensors
     dgl.utils.set_num_threads(case.threads)
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])

@@ -1,9 +1,9 @@
-"""What becomes of the GPU kernels when compiled: `python -m benchmarks.kernels --device cuda --compile-only`, no GPU.
+"""The compiled GPU kernels, without a GPU: `python -m benchmarks.kernels --device cuda --compile-only`.
 
-Kernels are compiled for GPUs of several generations and disassembled: registers, spills and shared memory, and of the
-loop over edges its instructions, barriers, load widths and bytes, beside the least bytes that would do. A model of time
-follows from these figures: the larger of bytes over bandwidth and instructions over issue rate. **It is a model:** no
-kernel has run here.
+Kernels are compiled for GPUs of several generations and disassembled. The report shows registers, spills and shared
+memory. For the loop over edges, it also shows instructions, barriers, load widths and bytes, beside the least number of
+bytes that must move. A model of time follows from these figures: the larger of bytes over bandwidth and instructions
+over issue rate. **It is only a model:** no kernel has run here.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from benchmarks.framework.results import VERSIONS, Row
 from gattn.ops.backends import triton as launcher
 
 WIDTHS = ((8, 8), (8, 32), (4, 64), (16, 32), (16, 64), (1, 40), (3, 24), (6, 121), (1, 7))
-"""Heads and channels: those of `benchmarks.kernels`, of wide Transformers, and of rows that are hard to load."""
+"""Heads and channels: those of `benchmarks.kernels`, of wide Transformers, and of rows that are awkward to load."""
 
 ARCHITECTURES = (80, 90, 100)
-"""Compute capabilities: of A100, H100 and H200, B200."""
+"""The compute capabilities of A100, of H100 and H200, and of B200."""
 
 PASSES = ("forward", "backward_by_source", "backward_by_target")
 REGISTERS, WARPS, BLOCKS = 65536, 64, 32
-"""What a multiprocessor has room for."""
+"""The resources of a multiprocessor."""
 
 SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-"""Bytes of shared memory of a multiprocessor, of which each block needs `RESERVED` more than it asks for."""
+"""Bytes of shared memory per multiprocessor; each block needs `RESERVED` more than it requests."""
 RESERVED = 1024
 
 
 class GPU(NamedTuple):
-    """What the model of time knows of a GPU, from NVIDIA's data sheets."""
+    """The figures of a GPU in the model of time, from NVIDIA's data sheets."""
 
     architecture: int
     multiprocessors: int
     clock: float
     """GHz, boosted."""
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
 
 
 GPUS = {
@@ -61,11 +61,11 @@ GPUS = {
     "H200": GPU(90, 132, 1.98, 4.8e12),
 }
 ISSUED = 4
-"""Instructions of warps that a multiprocessor issues in a cycle."""
+"""Warp instructions that a multiprocessor issues per cycle."""
 
 
 class Mesh(NamedTuple):
-    """A graph on which others published times, in ms, forward + backward in float16: PyG, compiled PyG, and theirs."""
+    """A graph with published times in ms, forward + backward in float16: of PyG, compiled PyG, and the authors."""
 
     sources: int
     targets: int
@@ -73,9 +73,9 @@ class Mesh(NamedTuple):
     times: dict[str, tuple[float, float, float]]
 
 
-#: ECMWF's anemoi-core, pull request 631. Its text names the grids (N320, and an icosahedron refined six times with the
-#: edges of all levels), not the sizes: edges follow from the grids (three neighbours each to the grid; to the mesh, by
-#: area at 0.6 of the longest edge), and 16 heads × 32 channels are a guess that fits its times.
+#: ECMWF's anemoi-core, pull request 631. It names the grids (N320, and an icosahedron refined six times with the edges
+#: of all levels), but not the sizes. Edges follow from the grids (three neighbours per point to the grid; to the mesh,
+#: by area at 0.6 of the longest edge), and 16 heads × 32 channels are a guess that fits its times.
 MESHES = {
     "grid to mesh": Mesh(542_080, 40_962, 845_000, {"A100": (53.09, 15.86, 6.81), "H200": (23.97, 6.02, 2.77)}),
     "mesh": Mesh(40_962, 40_962, 327_660, {"A100": (20.32, 4.45, 1.82), "H200": (9.64, 1.69, 0.83)}),
@@ -85,21 +85,21 @@ MESH_LAYER = "transformer", 16, 32, True, "float16"
 
 
 class Compiled(TypedDict):
-    """The columns of a compilation: what there is to say about a kernel and its loop over edges."""
+    """The columns of a compilation, about a kernel and its loop over edges."""
 
     outcome: str
     registers: int
     spilled_bytes: int
     shared_bytes: int
     blocks: int
-    """How many blocks a multiprocessor has room for."""
+    """The number of blocks that fit on a multiprocessor."""
     barriers: int
     loads: str
-    """How many instructions of the loop load how many bits a thread."""
+    """The loop's load instructions, counted by bits per thread."""
     instructions: float
-    """Of warps, per edge."""
+    """Warp instructions per edge."""
     bytes: float
-    """Loaded and stored, per edge."""
+    """Bytes loaded and stored per edge."""
     least_bytes: float
     triton: str
 
@@ -125,7 +125,7 @@ class Compilation(Case):
 
 
 def compilations(options: Any) -> list[Compilation]:
-    """What `--compile-only` compiles."""
+    """The cases of `--compile-only`."""
     features = {"both": (False, True), "with": (True,), "without": (False,)}[options.edge_features or "both"]
     widths = [width for width in WIDTHS if not options.quick or width in WIDTHS[:2]]
     variants: list[tuple[str, int, int, bool, str]] = [
@@ -141,7 +141,7 @@ def compilations(options: Any) -> list[Compilation]:
 
 
 def compiled(cases: Sequence[Compilation], jobs: int, timeout: float) -> Generator[Message[Compilation], None, None]:
-    """Compiles in processes of their own, without Triton's interpreter; see `in_processes`."""
+    """Compiles each case in its own process, without Triton's interpreter; see `in_processes`."""
     environment = {"TRITON_INTERPRET": "0"} if os.environ.get("TRITON_INTERPRET") == "1" else {}
     return in_processes(cases, _compile, jobs=jobs, timeout=timeout, environment=environment)
 
@@ -156,7 +156,7 @@ def _compile(case: Compilation, show: Show) -> Compiled:
 
 
 class Launch(NamedTuple):
-    """A kernel, and what it was to run with."""
+    """A kernel, and the arguments of its launch."""
 
     kernel: Any
     grid: tuple[int, int]
@@ -166,7 +166,7 @@ class Launch(NamedTuple):
 
 @contextmanager
 def collected() -> Generator[list[Launch], None, None]:
-    """Collects launches instead of making them; tensors on the CPU count as if they were on a GPU."""
+    """Collects launches instead of making them; tensors on the CPU are treated as if they were on a GPU."""
     found: list[Launch] = []
     before = launcher.run, launcher.Triton.serves
 
@@ -182,7 +182,7 @@ def collected() -> Generator[list[Launch], None, None]:
 
 
 def launches(case: Compilation) -> list[Launch]:
-    """What forward and backward of the layer's attention launch, on a small graph: its size is not compiled in."""
+    """The launches of the layer's attention, forward and backward, on a small graph; its size does not affect code."""
     dtype, nodes, edges = getattr(torch, case.dtype), 40, 200
     edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
 
@@ -210,7 +210,7 @@ def launches(case: Compilation) -> list[Launch]:
 
 
 def build(launch: Launch, architecture: int) -> Any:
-    """Compiles a kernel as a launch would, its arguments' alignment included."""
+    """Compiles a kernel as a launch would, including the alignment of its arguments."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -228,7 +228,7 @@ def build(launch: Launch, architecture: int) -> Any:
 
 
 def analyse(case: Compilation, launch: Launch) -> Compiled:
-    """Compiles a kernel and reads what came out."""
+    """Compiles a kernel and reads the compiled code."""
     import triton
 
     binary = build(launch, case.architecture)
@@ -244,7 +244,7 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
             bits = "32" if width is None else re.sub(r"\D", "", width[1])
             loads[bits] = loads.get(bits, 0) + 1
     arguments = launch.arguments
-    shares = launch.grid[1] / arguments["BLOCK_R"]  # programs that see an edge, each with others
+    shares = launch.grid[1] / arguments["BLOCK_R"]  # programs per edge; each serves several tasks
     return {
         "outcome": "ok",
         "registers": registers,
@@ -261,7 +261,7 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:
-    """What a kernel uses, and its machine code, by the tools that come with Triton."""
+    """What a kernel uses, and its machine code, as Triton's tools report them."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -276,7 +276,7 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
 
 
 def edge_loop(code: str) -> list[str]:
-    """The instructions of the innermost loop that loads from memory; of several, the longest."""
+    """The instructions of the innermost loop that loads from memory, or of the longest one if there are several."""
     lines, labels, loops = list[str](), dict[str, int](), list[tuple[int, int]]()
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -286,7 +286,7 @@ def edge_loop(code: str) -> list[str]:
             target = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
             if target is not None and labels.get(target[1], len(lines)) < len(lines) - 1:
                 loops.append((labels[target[1]], len(lines)))
-    # What leads back over an exit is the way home from code for threads that went apart.
+    # A jump back over an exit returns from the code of diverged threads.
     loops = [(a, b) for a, b in loops if not any("EXIT" in line for line in lines[a:b])]
     loading = [(a, b) for a, b in loops if any("LDG" in line for line in lines[a:b])]
     innermost = [x for x in loading if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loading)]
@@ -295,7 +295,7 @@ def edge_loop(code: str) -> list[str]:
 
 
 def moved_bytes(ir: str, arguments: dict[str, Any], head_programs: int) -> float:
-    """Bytes that the innermost loop loads and stores for an edge, as Triton's own code has it, without padding."""
+    """Bytes that the innermost loop loads and stores per edge, read from Triton's own code, without padding."""
     depth, ends, moved = 0, list[int](), dict[int, float]()
     for line in ir.splitlines():
         if re.search(r"\bscf\.(for|while)\b", line):
@@ -312,7 +312,7 @@ def moved_bytes(ir: str, arguments: dict[str, Any], head_programs: int) -> float
 
 
 def _used(sizes: Sequence[int], arguments: dict[str, Any], head_programs: int) -> float:
-    """How many numbers of a tile of all programs belong to an edge, a head and a channel that there is."""
+    """The number of elements in a tile, over all programs, whose edge, head and channel exist."""
     numbers = head_programs / arguments["BLOCK_R"]
     for size in sizes:
         numbers *= size
@@ -325,23 +325,23 @@ def _used(sizes: Sequence[int], arguments: dict[str, Any], head_programs: int) -
 
 
 def least_bytes(case: Compilation) -> float:
-    """Bytes per edge that any such pass moves, if nothing stays in a cache: rows of its other end, and what it has."""
+    """The least bytes per edge if nothing stays in a cache: the rows of the other end and the edge's own data."""
     row = case.heads * case.channels * getattr(torch, case.dtype).itemsize
     scalars = case.heads * 4
     is_scalar = case.layer == "gat" or case.channels == 1
     term = scalars if case.layer == "gat" else row
     edge = term if case.edge_features else 0
-    if case.kernel == "forward":  # which edge it is counts only where something is its own
+    if case.kernel == "forward":  # the edge's number is needed only if it has data of its own
         return 4 + (4 + edge if edge else 0) + term + (0 if case.layer == "gatv2" else row)
     if case.kernel == "backward_by_source":
-        # The query, the gradient of the output, three statistics of both (one log-sum-exp instead of maximum and sum
+        # The query, the gradient of the output, and three statistics of both (a log-sum-exp instead of maximum and sum
         # would lose digits of large logits); the logit's gradient, and the edge's.
         return 8 + term + row + 3 * scalars + scalars + 2 * edge
     return 4 + scalars + (0 if is_scalar else 4 + term + edge)
 
 
 def _blocks_with_room(architecture: int, registers: int, shared: int, warps: int) -> int:
-    per_warp = -(-registers * 32 // 256) * 256  # registers are given out in units of 256
+    per_warp = -(-registers * 32 // 256) * 256  # registers are allocated in units of 256
     return min(BLOCKS, min(WARPS, REGISTERS // per_warp) // warps, SHARED[architecture] // (shared + RESERVED))
 
 
@@ -349,7 +349,7 @@ def _blocks_with_room(architecture: int, registers: int, shared: int, warps: int
 
 
 def report(benchmark: Benchmark[Any], rows: dict[Compilation, Row]) -> None:
-    """One line for each kernel, and the model beside published times."""
+    """One line per kernel, and the model beside published times."""
     lines = [
         {
             "layer": case.layer + ", edge features" * case.edge_features,
@@ -371,20 +371,21 @@ def report(benchmark: Benchmark[Any], rows: dict[Compilation, Row]) -> None:
     ]
     remarks = machines(rows.values(), (*VERSIONS, "python", "triton"), "")
     remarks.append(
-        "blocks: those that a multiprocessor has room for. Of the loop over edges: barriers, loads; and per edge, "
-        "instructions of warps, and bytes loaded and stored (× the least if nothing stays in a cache). Nothing was run."
+        "blocks is the number of blocks that fit on a multiprocessor. The other columns describe the loop over "
+        "edges: its barriers and loads, and per edge the warp instructions and the bytes loaded and stored (× least "
+        "compares them with the least that must move if nothing stays in a cache). No kernel was run."
     )
-    benchmark.publish("GPU kernels as they are compiled", lines, remarks, {}, name="compiled.md")
+    benchmark.publish("Compiled GPU kernels", lines, remarks, {}, name="compiled.md")
     modelled = list(_modelled(rows))
     if modelled:
         benchmark.publish(
             "A model of time beside published times",
             modelled,
             [
-                "Milliseconds, forward + backward, float16, edge features. model: the larger of bytes over bandwidth "
-                "and instructions over issue rate, summed over the kernels, without launches, waiting and caches; "
-                "nothing was run. The others are published with anemoi-core's pull request 631; sizes are estimated "
-                "from the grids that it names, and 16 × 32 is a guess."
+                "Times are in milliseconds, forward + backward, in float16 and with edge features. The model takes the "
+                "larger of bytes over bandwidth and instructions over issue rate, summed over the kernels; it ignores "
+                "launches, waiting and caches, and nothing was run. The other times were published with anemoi-core's "
+                "pull request 631. Sizes are estimated from the grids that it names, and 16 × 32 is a guess."
             ],
             {},
             name="model.md",
@@ -392,11 +393,11 @@ def report(benchmark: Benchmark[Any], rows: dict[Compilation, Row]) -> None:
 
 
 def modelled_seconds(loops: dict[str, Row], gpu: GPU, mesh: Mesh, row_bytes: int) -> float:
-    """The model of time of forward + backward, from the row of each kernel."""
+    """The modelled time of forward + backward, from the row of each kernel."""
     issued = gpu.multiprocessors * ISSUED * gpu.clock * 1e9
-    ends = {  # rows of nodes that are read and written once; those in float32 count twice
-        "forward": 4 * mesh.targets,  # the query, the output, and that before it was rounded
-        "backward_by_source": 4 * mesh.sources + 7 * mesh.targets,  # PyTorch's product of output and gradient first
+    ends = {  # rows of nodes that are read or written once; those in float32 count twice
+        "forward": 4 * mesh.targets,  # the query, the output, and the output before rounding
+        "backward_by_source": 4 * mesh.sources + 7 * mesh.targets,  # including PyTorch's product of output and gradient
         "backward_by_target": 2 * mesh.targets,
     }
     return sum(

@@ -1,4 +1,4 @@
-"""Tables and pictures of what `benchmarks.kernels` measured."""
+"""Tables and pictures of the measurements of `benchmarks.kernels`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from benchmarks.kernel_cases import ALLOCATORS, SHAPES, Case
 COLOURS = {"gattn": BLUE, "pyg-scatter": ORANGE, "pyg-compile": RED, "dgl": GREEN}
 LAYER_COLOURS = {"gat": BLUE, "gatv2": ORANGE, "transformer": GREEN}
 
-#: How many rows of features a kernel must at least fetch per edge, forward and backward.
+#: The least number of feature rows that a kernel must fetch per edge, forward and backward.
 GATHERED_ROWS = {"gat": (1, 1), "gatv2": (1, 1), "transformer": (2, 3)}
 
-#: How many it must at least read or write per node besides: forward, the targets' queries and the output; backward, all
-#: inputs, the output, its gradient and the inputs' gradients.
+#: The least number of rows that it must also read or write per node. Forward, these are the targets' queries and the
+#: output; backward, they are all inputs, the output, its gradient and the inputs' gradients.
 STREAMED_ROWS = {"gat": (1, 4), "gatv2": (2, 6), "transformer": (2, 8)}
 
-#: Floating-point operations on each channel of an edge, forward and backward. Forward, values are multiplied and summed
-#: (2); logits take none, a sum, a LeakyReLU and a dot product (5), or a dot product (2). Backward, each gradient, the
-#: weights' included, takes a product and a sum, and hidden layers and logits are computed again.
+#: Floating-point operations per channel of an edge, forward and backward. Forward, values are multiplied and summed
+#: (2); logits take nothing, a sum, a LeakyReLU and a dot product (5), or a dot product (2). Backward, each gradient,
+#: including that of the weights, takes a product and a sum, and hidden layers and logits are recomputed.
 OPERATIONS = {"gat": (2, 4), "gatv2": (7, 13), "transformer": (4, 10)}
 
 
 def bytes_moved(case: Case, mode: str) -> int:
-    """The least that must move: rows and an index for each edge, and each node's rows, read or written once."""
+    """The least number of bytes that must move: rows and an index per edge, and the rows of each node, once."""
     shape = case.shape
     if case.part == "gather":
         gathered, streamed, passes = 1, 1, 1
@@ -49,14 +49,14 @@ def bytes_moved(case: Case, mode: str) -> int:
 
 
 def operations(case: Case, mode: str) -> int:
-    """The least that must be computed: floating-point operations on the channels of each edge."""
+    """The least number of floating-point operations, on the channels of each edge."""
     passes = 1 if mode == "forward" else 2
     per_channel = 1 if case.part == "gather" else sum(OPERATIONS[case.layer][:passes])
     return (case.shape.edges + case.shape.nodes) * case.shape.heads * case.shape.channels * per_channel
 
 
 class Report:
-    """Rows beside each other.
+    """Rows, compared with each other.
 
     Args:
         rows: The rows by case, in the order of the table.
@@ -67,19 +67,19 @@ class Report:
         self.allocators = [name for name in ALLOCATORS if any(case.allocator == name for case in rows)]
 
     def peer(self, case: Case, **changes: Any) -> Row | None:
-        """The row of a case that differs in this; `None` if there is none."""
+        """The row of a case that differs only in these fields; `None` if there is none."""
         return self.rows.get(replace(case, **changes))
 
     def gather(self, case: Case) -> Row | None:
-        """The yardstick of a case; `None` where there is none for its type."""
+        """The yardstick of a case; `None` if there is none for its dtype."""
         return self.peer(case, part="gather", layer="", edge_features=False, peer="embedding_bag")
 
     def copy_rate(self, case: Case) -> float | None:
-        """Bytes that the case's device copies in a second, if they were measured."""
+        """Bytes that the case's device copies per second, if this was measured."""
         return (self.gather(replace(case, dtype="float32")) or {}).get("copy_rate")
 
     def rooflines(self) -> list[Case]:
-        """The yardsticks of one allocator that say what the machine can do."""
+        """The yardsticks of one allocator, which show what the machine can do."""
         last = self.allocators[-1]
         return [case for case, row in self.rows.items() if case.allocator == last and "operation_rate" in row]
 
@@ -97,7 +97,7 @@ class Report:
         return lines
 
     def names(self, case: Case) -> Line:
-        """What is measured."""
+        """The columns that say what is measured."""
         layer = case.layer + " + edge features" * case.edge_features
         return {
             "shape": case.shape.name,
@@ -108,7 +108,7 @@ class Report:
         }
 
     def times(self, case: Case) -> Line:
-        """Its times, and how they compare with its peers' under the same allocator."""
+        """Its times, compared with those of its peers under the same allocator."""
         row = self.rows.get(case, {"outcome": "–"})
         eager, fused = self.peer(case, peer="pyg"), self.peer(case, peer="pyg-compile")
         return {
@@ -119,7 +119,7 @@ class Report:
         }
 
     def memory(self, case: Case, row: Row) -> Line:
-        """A line of the table of memory: how much there is, what the system does about it, how fast it is used."""
+        """A line of the table of memory: its size, the system's work for it, and how fast it is used."""
         eager = self.peer(case, peer="pyg") or {}
         line = {
             **self.names(case),
@@ -142,7 +142,7 @@ class Report:
         return line
 
     def remarks(self) -> list[str]:
-        """Ratios between lines, then what happened where no time is given."""
+        """Ratios between lines, then the reasons for missing times."""
         remarks = []
         for case, row in self.rows.items():
             if row["outcome"] != "ok":
@@ -150,41 +150,42 @@ class Report:
             plain = self.peer(case, shape=SHAPES["arxiv"][0])
             if case.shape.hub is not None and plain is not None and case.part != "gather":
                 share = ratio(median(row, "forward_backward"), median(plain, "forward_backward"), ".2f")
-                remarks.append(f"{case}: {share} the time of the plain graph, forward + backward.")
+                remarks.append(f"{case}: forward + backward takes {share} the time of the plain graph.")
             if case.dtype != "float32":
                 single = self.peer(case, dtype="float32")
                 share = ratio(median(single, "forward"), median(row, "forward"), ".2f")
-                remarks.append(f"{case}: forward {share} as fast as float32.")
+                remarks.append(f"{case}: forward is {share} as fast as in float32.")
         return remarks
 
 
 def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes for readers of the table."""
     names = (*VERSIONS, "torch-scatter", "dgl", "triton", "cuda", "driver", "python")
     is_gpu = any(row.get("device", "cpu") != "cpu" for row in rows)
-    memory = "memory that PyTorch has handed out" if is_gpu else "resident memory"
+    memory = "memory that PyTorch has allocated" if is_gpu else "resident memory"
     limits = [[f"{row[name] / 1e9:.0f}" for row in rows if name in row] for name in ("copy_rate", "operation_rate")]
     copies, products = map(", ".join, limits)
     return [
         *machines(rows, names, ", {threads} thread(s)"),
-        f"Medians with quartiles. Peak: {memory} above the inputs in the first forward + backward, the graph's "
-        "preparation included (compiled: after compilation).",
+        f"Times are medians with quartiles. The peak is the {memory} above the inputs in the first forward + backward, "
+        "including the preparation of the graph (compiled: after compilation).",
         *[
-            "Times are between events of the GPU, with warm caches. Of a copy's: the GB/s, which count each gathered "
-            f"row once for every edge, over what the card moves in a large copy of its own ({copies} GB/s)."
+            "Times are taken between GPU events, with warm caches. The columns 'of a copy's' divide the GB/s, which "
+            f"count each gathered row once per edge, by those of a large copy on the same card ({copies} GB/s)."
         ]
         * is_gpu,
-        "× PyG, × compiled: how many times faster than PyG eager and compiled, forward + backward. Gathers: in units "
-        "of one embedding_bag over the same edges. GB/s: the least that must move, over the time.",
+        "× PyG and × compiled say how many times faster forward + backward is than PyG eager and PyG compiled. "
+        "Gathers are times in units of one embedding_bag over the same edges. GB/s is the least that must move, "
+        "divided by the time.",
         *[
-            f"The machine copied {copies} GB/s, and multiplied large matrices with {products} billion floating-point "
+            f"The machine copied {copies} GB/s and multiplied large matrices with {products} billion floating-point "
             "operations per second."
         ]
         * bool(copies and products),
-        "Page faults and the system's time (of all threads): means per call.",
+        "Page faults and system time (of all threads) are means per call.",
         *[
-            "Kept: glibc keeps freed memory instead of handing it back to the system "
-            f"({', '.join(f'{name}={value}' for name, value in ALLOCATORS['kept'].items())}). Ratios are between "
+            "With 'kept', glibc keeps freed memory instead of returning it to the system "
+            f"({', '.join(f'{name}={value}' for name, value in ALLOCATORS['kept'].items())}). Ratios compare "
             "measurements under the same allocator."
         ]
         * any(row.get("allocator") == "kept" for row in rows),
@@ -193,7 +194,7 @@ def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
 
 
 def draw_speedup(report: Report) -> Figure:
-    """Bars: how many times faster than PyG eager under the same allocator, forward + backward."""
+    """Bars: the speedup over PyG eager under the same allocator, forward + backward."""
     parts = [("attention", False), ("layer", False), ("layer", True)]
     present = {(case.part, case.edge_features) for case in report.rows}
     parts = [part for part in parts if part in present] or parts[:1]
@@ -251,7 +252,7 @@ def draw_speedup(report: Report) -> Figure:
 
 
 def draw_roofline(report: Report) -> Figure:
-    """Operations per second against operations per byte, and the machine's limits; one panel for each shape."""
+    """Operations per second against operations per byte, and the machine's limits, with one panel per shape."""
     yardsticks = report.rooflines()
     figure = Figure(figsize=(max(3.1 * len(yardsticks) + 0.6, 6.0), 3.4), layout="constrained")
     axes = figure.subplots(1, max(len(yardsticks), 1), squeeze=False, sharey=True)[0]

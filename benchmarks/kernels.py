@@ -1,11 +1,12 @@
-"""Speed and memory of graph attention, side by side with PyG and DGL: `python -m benchmarks.kernels [--device cuda]`.
+"""Speed and memory of graph attention, side by side with PyG and, if installed, DGL: `python -m benchmarks.kernels`.
 
-Two parts: *attention* alone (projected features in, output out; autograd, allocation and graph look-up included), and
-the whole *layer* as a network's first (128 input channels that need no gradient, projections included, the same weights
-on all sides), with and without edge features. Two modes: forward, and forward + backward to all inputs that need it.
+There are two parts. *attention* is attention alone, from projected features to the output, including autograd,
+allocation and graph look-up. *layer* is the first layer of a network, with and without edge features: it has 128 input
+channels that need no gradient, includes the projections, and has the same weights for all peers. There are two modes:
+forward, and forward + backward to all inputs that need a gradient. `--device cuda` measures on a GPU.
 
-On the CPU, everything is measured twice: under glibc's allocator as it comes (`default`), and told to keep freed memory
-(`kept`).
+On the CPU, everything is measured twice: under glibc's allocator with its default settings (`default`), and with
+settings that make it keep freed memory (`kept`).
 """
 
 from __future__ import annotations
@@ -59,50 +60,52 @@ class Kernels(Benchmark[Case | Compilation]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        text = f"graphs and widths (default: all; on a CPU not {', '.join(LARGE)})"
+        text = f"graphs and widths (default: all; on a CPU all except {', '.join(LARGE)})"
         add("--shape", nargs="+", choices=SHAPES, help=text)
-        add("--device", default="cpu", choices=BACKENDS, help="where to compute (default: cpu)")
-        add("--layers", nargs="+", default=CONVS, choices=CONVS, help="kinds of layer (default: all)")
-        add("--peers", nargs="+", choices=PEERS, help="who is measured (default: all)")
-        text = "of whole layers, which hub graphs do without (default: both)"
+        add("--device", default="cpu", choices=BACKENDS, help="device that computes (default: cpu)")
+        add("--layers", nargs="+", default=CONVS, choices=CONVS, help="kinds of attention layer (default: all)")
+        add("--peers", nargs="+", choices=PEERS, help="implementations to measure (default: all that are installed)")
+        text = "whether whole layers have edge features; hub graphs have no whole layers (default: both)"
         add("--edge-features", choices=EDGE_FEATURES, help=text)
-        text = "number types; others than float32 are for gattn alone (default: float32; with --compile-only all)"
+        text = "number types; those except float32 are only for gattn (default: float32; with --compile-only all)"
         add("--dtypes", nargs="+", choices=DTYPES, help=text)
-        text = "how glibc deals with freed memory (default: both; with --quick or on a GPU, as it comes)"
+        text = "how glibc treats freed memory (default: both; with --quick or on a GPU, default)"
         add("--allocator", choices=("both", *ALLOCATORS), help=text)
-        text = "threads (default: PyTorch's, here %(default)s)"
+        text = "number of threads (default: PyTorch's, here %(default)s)"
         add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help=text)
-        add("--repeats", type=whole(1, 10**9), help="calls that are timed, at most (default: 30)")
-        text = f"or until this much time has passed, after {measuring.MIN_REPEATS} calls (default: 20)"
+        add("--repeats", type=whole(1, 10**9), help="largest number of timed calls (default: 30)")
+        text = f"seconds after which no further calls are timed, once there are {measuring.MIN_REPEATS} (default: 20)"
         add("--seconds", type=seconds, help=text)
         text = "seconds after which a process is ended (default: %(default)s)"
         add("--timeout", type=seconds, default=1200.0, help=text)
-        text = "folder of results, table and picture (%(default)s)"
+        text = "folder of results, tables and pictures (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/kernels"), help=text)
-        text = "compile the GPU kernels, --threads at a time, and report what came out, which needs no GPU"
+        text = "compile the GPU kernels, --threads at a time, and report on the compiled code; this needs no GPU"
         add("--compile-only", action="store_true", help=text)
-        text = "with --compile-only: compute capabilities (default: all)"
+        text = "compute capabilities for --compile-only (default: all)"
         add("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=ARCHITECTURES, help=text)
-        text = "under a minute: where nothing else is said, Cora's shape, a small graph, few repeats, no compiled PyG"
+        text = (
+            "under a minute: unless other options are given, Cora's shape, a small graph, few repeats, no compiled PyG"
+        )
         add("--quick", action="store_true", help=text)
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Fills in the defaults of `--quick`, and finds the shapes."""
+        """Fills in defaults, including those of `--quick`, and finds the shapes."""
         if options.compile_only:
             if options.device != "cuda":
-                parser.error("--compile-only is for --device cuda: the CPU kernels are compiled already")
+                parser.error("--compile-only works only with --device cuda: the CPU kernels are compiled already")
             if importlib.util.find_spec("triton") is None:
                 parser.error("--compile-only needs Triton, which is not installed")
             for name in ("shape", "peers", "allocator", "repeats", "seconds"):
                 if getattr(options, name) is not None:
-                    parser.error(f"--{name} is for measurements, and --compile-only makes none")
+                    parser.error(f"--{name} is for measurements, but --compile-only makes none")
         elif options.device == "cuda" and not torch.cuda.is_available():
-            parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, and finds none\n")
+            parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, but there is none\n")
         fill(options, {"dtypes": DTYPES if options.compile_only else ("float32",)})
         if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
             if options.allocator in ("both", "kept"):
-                parser.error(f"--allocator {options.allocator} is for the CPU, where the C library is glibc")
+                parser.error(f"--allocator {options.allocator} works only on the CPU, if the C library is glibc")
             options.allocator = "default"
         if options.quick:
             peers = [peer for peer in PEERS if peer != "pyg-compile"]
@@ -114,7 +117,7 @@ class Kernels(Benchmark[Case | Compilation]):
             usual = [name for name in SHAPES if options.device != "cpu" or name not in LARGE]
             options.shapes = [shape for name in unique(options.shape or usual) for shape in SHAPES[name]]
         if options.edge_features is not None and all(shape.hub is not None for shape in options.shapes):
-            parser.error("--edge-features is for whole layers, which hub graphs do without")
+            parser.error("--edge-features is for whole layers, but hub graphs have none")
 
     def find_peers(self) -> list[str]:
         """The peers that can be imported."""
@@ -125,12 +128,12 @@ class Kernels(Benchmark[Case | Compilation]):
             except ModuleNotFoundError as error:
                 is_there = error.name != modules[name]
                 self.skipped[name] = f"cannot be imported: {error}" if is_there else "not installed"
-            except Exception as error:  # a build for another PyTorch raises errors of many kinds
+            except Exception as error:  # builds for another PyTorch raise many kinds of errors
                 self.skipped[name] = f"cannot be imported: {str(error).splitlines()[0]}"
         return [name for name in unique(self.options.peers) if name not in self.skipped]
 
     def find_shapes(self) -> list[Shape]:
-        """The shapes that can be had; those of data sets get their real size."""
+        """The available shapes; those of data sets get their real size."""
         found = []
         for shape in self.options.shapes:
             if shape.dataset is not None:
@@ -145,7 +148,7 @@ class Kernels(Benchmark[Case | Compilation]):
         return found
 
     def cases(self) -> Sequence[Case | Compilation]:
-        """All measurements; those that share a reference follow each other, and of these, those with one allocator."""
+        """All measurements, grouped by their reference and, within these groups, by allocator."""
         options = self.options
         if options.compile_only:
             return compilations(options)
@@ -168,17 +171,19 @@ class Kernels(Benchmark[Case | Compilation]):
                 cases.append(Case(shape, part, layer, has_features, dtype, peer, *fixed, allocator))
         if not any(case.has_reference for case in cases):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
-            raise BenchmarkError(f"nothing can be measured: {reasons or 'these peers take no part in these shapes'}")
+            raise BenchmarkError(
+                f"nothing can be measured: {reasons or 'these peers are not measured on these shapes'}"
+            )
         return cases
 
     def run(self, cases: Sequence[Any]) -> Generator[Message[Any], None, None]:
-        """Measures, or compiles."""
+        """Measures or compiles."""
         if self.options.compile_only:
             return compiled(cases, self.options.threads, self.options.timeout)
         return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Any, Row]) -> None:
-        """The tables, of which a terminal shows a part, and the picture."""
+        """The tables, of which the terminal shows a part, and the pictures."""
         if isinstance(next(iter(rows)), Compilation):
             kernel_compiled.report(self, rows)
         else:

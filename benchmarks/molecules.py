@@ -59,8 +59,9 @@ LIBRARIES: dict[str, Any] = {
 class Setting:
     """Hyper-parameters.
 
-    `walks` is the number of steps of random walks, `warm_up` a share of all iterations, `decay` the decay of the averaged
-    weights, and `clip` the largest norm of all gradients together. GatedGCN's bonds also have `channels` features.
+    `walks` is the number of steps of random walks, `warm_up` a share of all iterations, `decay` the decay of the
+    averaged weights, and `clip` the largest norm of all gradients together. GatedGCN's bonds also have `channels`
+    features.
     """
 
     channels: int = 64

@@ -417,16 +417,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [
         *described,
         "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
-        "The recipes are those of Luo et al. for GAT, https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the same "
-        "ones, untuned.",
+        "The recipes are those of Luo et al. for GAT, https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the "
+        "same ones, untuned.",
         *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
         *parallel.notes(rows),
         *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),
         "The other GATs are those of Veličković et al., https://arxiv.org/abs/1710.10903 (Planetoid), and of Platonov "
         "et al., https://arxiv.org/abs/2302.11640 (GAT, and GAT-sep, which separates a node from its neighbours).",
-        "Seconds are the processor time of a training step without evaluations (on a GPU, the clock's time): median and "
-        "quartiles over runs of each run's median. MB is the peak in a training step above data, parameters and gradients, the "
-        "median over runs.",
+        "Seconds are the processor time of a training step without evaluations (on a GPU, the clock's time): median "
+        "and quartiles over runs of each run's median. MB is the peak in a training step above data, parameters and "
+        "gradients, the median over runs.",
     ]
 
 
@@ -450,7 +450,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         axis.set(xlabel="epoch", ylabel=f"validation {metric_of(dataset)}, %", title=f"{dataset}, {split} split")
         axis.grid(alpha=0.25)
         axis.legend(loc="lower right", fontsize=8)
-    figure.suptitle("Median over runs and range between quartiles, until the first run ends", fontsize=10)
+    figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)
     return figure
 
 

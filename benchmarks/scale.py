@@ -1,10 +1,10 @@
 """Time and memory of graph attention on graphs of 10⁴ to 10⁸ edges: `python -m benchmarks.scale`.
 
-One GAT layer (100 → 4 × 32), and the training step of two (→ 4 × 32): forward, and backward to all parameters, from the
-logits of 64 labelled nodes. The graphs are random, with 20 edges a node and numbers of neighbours by a power law;
-*products* has as many nodes and edges as ogbn-products. *communities* and *shuffled* are one graph of communities, with
-nodes numbered in order and at random: what the order is worth. Nothing is timed before the logits and all gradients
-agree with float64, computed on what the labelled nodes can see of the graph.
+It measures one GAT layer (100 → 4 × 32), and the training step of two (→ 4 × 32): forward, and backward from the logits
+of 64 labelled nodes to all parameters. The graphs are random, with 20 edges per node and degrees that follow a power
+law. *products* has as many nodes and edges as ogbn-products. *communities* and *shuffled* are the same graph of
+communities with nodes numbered in order or at random, which shows what the order is worth. Nothing is timed before the
+logits and all gradients agree with float64, computed on the part of the graph that the labelled nodes can see.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Graph:
     edges: int
     kind: str = "power law"
     """`"power law"`; `"communities"`, whose nodes are numbered one community after the other; or `"shuffled"`, the same
-    with numbers at random."""
+    numbered at random."""
 
 
 def sized(name: str, power: int, kind: str = "power law") -> Graph:
-    """A graph of ten to this power edges."""
+    """A graph with ten to this power edges."""
     return Graph(name, 10**power // EDGES_PER_NODE, 10**power, kind)
 
 
@@ -81,10 +81,10 @@ GRAPHS = {
 }
 PEERS = ("gattn", "pyg", "dgl")
 PARTS = {"gather": 0, "layer": 1, "step": 2, "recomputed": 2}
-"""What is measured, and how many layers that has: the sum of a row of 128 channels per edge, the unit of time; a layer;
-a step; and one whose backward pass computes anew what is between the layers' inputs."""
+"""What is measured, and its number of layers: the sum of one row of 128 channels per edge (the unit of time); a layer;
+a step; and a step whose backward pass recomputes everything between the layers' inputs."""
 MEMORY = {**ALLOCATORS, "huge": {**ALLOCATORS["kept"], "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
-"""The environment that tells glibc how to deal with memory: as it comes, freed memory kept, or kept in huge pages."""
+"""The environment that tells glibc how to treat freed memory: its defaults, keep it, or keep it in huge pages."""
 LINES = {"layer": "--", "step": "-", "recomputed": ":"}
 STYLES = {"gattn": reports.BLUE, "pyg": reports.ORANGE, "dgl": reports.GREEN, "embedding_bag": reports.BLACK}
 
@@ -93,18 +93,18 @@ class Result(Measured):
     """The columns of a measurement."""
 
     forward_backward: NotRequired[Times]
-    """Of all but the unit."""
+    """Only the unit lacks it."""
     process_bytes: int
-    """The largest resident memory of the process from the first call on: code and inputs included."""
+    """The largest resident memory of the process since the first call, including code and inputs."""
 
 
 class Network(torch.nn.Module):
-    """Some GAT layers with ELU between them.
+    """GAT layers with ELU between them.
 
     Args:
-        make: Makes a layer of so many channels.
-        num_layers: How many.
-        recomputes: Whether only the layers' inputs are kept for the backward pass.
+        make: Creates a layer with this number of input channels.
+        num_layers: The number of layers.
+        recomputes: Whether only the layers' inputs are stored for the backward pass.
     """
 
     def __init__(self, make: Callable[[int], torch.nn.Module], num_layers: int, recomputes: bool):
@@ -127,7 +127,7 @@ class Network(torch.nn.Module):
 
 
 class DGLConv(torch.nn.Module):
-    """DGL's layer as PyG calls it.
+    """DGL's layer with PyG's signature.
 
     Args:
         in_channels: Channels of the input.
@@ -149,11 +149,11 @@ LAYERS: dict[str, Callable[[int], torch.nn.Module]] = {
     "dgl": DGLConv,
 }
 OF_DGL = {"lin.weight": "conv.fc.weight", "att_src": "conv.attn_l", "att_dst": "conv.attn_r", "bias": "conv.bias"}
-"""The names of a layer's parameters, and DGL's."""
+"""The names of a layer's parameters, and their names in DGL."""
 
 
 def parameters_of(network: Network) -> dict[str, Tensor]:
-    """The parameters of all layers, by the same names for every peer."""
+    """The parameters of all layers, with the same names for every peer."""
     return {
         f"{number}.{name}": conv.get_parameter(of_dgl if isinstance(conv, DGLConv) else name)
         for number, conv in enumerate(network.convs)
@@ -162,12 +162,12 @@ def parameters_of(network: Network) -> dict[str, Tensor]:
 
 
 def neighbourhood(edge_index: Tensor, labelled: Tensor, hops: int, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of a graph that decides the outputs of some nodes after so many layers.
+    """The part of a graph that determines the outputs of some nodes after this many layers.
 
-    Unlike PyG's `k_hop_subgraph`, without the edges among the outermost nodes, which on a power law are most of all.
+    Unlike PyG's `k_hop_subgraph`, it leaves out edges among the outermost nodes, which are most edges on a power law.
 
     Returns:
-        The nodes; the edges, whose numbers count these nodes; and the places of the labelled ones among them.
+        The nodes; the edges, numbered by position among these nodes; and the positions of the labelled nodes.
     """
     source, target = edge_index
     is_inner = torch.zeros(num_nodes, dtype=torch.bool)
@@ -193,23 +193,23 @@ class Case(Measurement):
     seconds: float
     allocator: str
     memory: int
-    """The most that a process may allocate, in GiB."""
+    """The limit of a process's memory, in GiB."""
 
     def __str__(self) -> str:
         return f"{self.graph.name} {self.part} {self.peer}" + f", {self.allocator} memory"
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Its allocator's."""
+        """The environment of its allocator."""
         return MEMORY[self.allocator]
 
     @property
     def has_reference(self) -> bool:
-        """Whether this is not the unit."""
+        """Whether this is anything but the unit."""
         return self.part != "gather"
 
     def problem(self) -> tuple[object, ...]:
-        """What cases have in common that must have the same result."""
+        """What is the same for all cases that must have the same result."""
         return self.graph, self.part
 
     def references(self) -> dict[str, dict[str, Expected]]:
@@ -228,13 +228,13 @@ class Case(Measurement):
         return {"": budgets(exact, rounded, torch.float32, int(edges[1].bincount().max()) + 1, edges.size(1))}
 
     def computation(self) -> Computation:
-        """The peer's."""
+        """The computation of the peer."""
         small = replace(self, graph=Graph("", LABELLED, 4 * LABELLED))
         small._drawn().forward_backward()
         return self._drawn()
 
     def measure(self, reference: Path | None) -> Row:
-        """Also takes what the whole process needed, within the limit."""
+        """Also measures the memory of the whole process, and enforces the limit."""
         limit_memory(self.memory * GIB)
         row = super().measure(reference)
         return {**row, "process_bytes": peak_of_process()} if row["outcome"] == "ok" else row
@@ -246,7 +246,7 @@ class Case(Measurement):
         return self._build(self.peer, self._features(), edge_index, labelled)
 
     def _draw(self) -> tuple[Tensor, Tensor]:
-        """The edges, and the labelled nodes."""
+        """The edges and the labelled nodes."""
         generator, graph = torch.Generator().manual_seed(SEED), self.graph
         if graph.kind == "power law":
             edge_index = draw_power_law(Shape(graph.name, graph.nodes, graph.edges, HEADS, CHANNELS), generator)
@@ -289,7 +289,7 @@ class Case(Measurement):
 
 
 class Scale(Benchmark[Case]):
-    """Measures each peer on larger and larger graphs."""
+    """Measures each peer on graphs of growing size."""
 
     name = "scale"
 
@@ -297,28 +297,29 @@ class Scale(Benchmark[Case]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        text = "by their number of edges or by name (default: %(default)s; others take much memory and time)"
+        text = "graphs by number of edges or name (default: all but products and 1e8, which need much memory and time)"
         default = ["1e4", "1e5", "1e6", "1e7", "communities", "shuffled"]
         add("--graphs", nargs="+", default=default, choices=GRAPHS, help=text)
         add("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what is measured (default: all)")
-        add("--peers", nargs="+", choices=PEERS, help="whose layers (default: all that are installed)")
-        text = "how glibc deals with memory (default: default kept)"
+        text = "libraries whose layers are measured (default: all that are installed)"
+        add("--peers", nargs="+", choices=PEERS, help=text)
+        text = "how glibc treats freed memory (default: default kept)"
         add("--allocators", nargs="+", default=list(ALLOCATORS), choices=MEMORY, help=text)
         text = "GiB that a process may allocate (default: nine tenths of the machine's, here %(default)s)"
         add("--memory", type=whole(1, 2**20), default=max(int(0.9 * total_memory() / GIB), 1), help=text)
         add_measuring(parser, cls.name, repeats=5)
 
     def peers(self) -> list[str]:
-        """The peers that are there.
+        """The installed peers.
 
         Raises:
-            BenchmarkError: If one that is asked for is not.
+            BenchmarkError: If a requested peer is not installed.
         """
         peers = unique(self.options.peers or PEERS)
         if "dgl" in peers:
             try:
                 import_dgl()
-            except Exception as error:  # its own libraries fail in ways of their own
+            except Exception as error:  # its libraries raise many kinds of errors
                 if self.options.peers:
                     raise BenchmarkError(f"DGL cannot be imported: {error}") from error
                 self.skip("dgl", f"DGL cannot be imported: {error}")
@@ -326,7 +327,7 @@ class Scale(Benchmark[Case]):
         return peers
 
     def cases(self) -> list[Case]:
-        """Graph by graph, the smallest first."""
+        """All cases, graph by graph, starting with the smallest."""
         options = self.options
         fixed, peers = (options.threads, options.repeats, options.seconds), self.peers()
         return [
@@ -342,7 +343,7 @@ class Scale(Benchmark[Case]):
         return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Case, Row]) -> None:
-        """One line for each measurement, and the curves."""
+        """One line per measurement, and the curves."""
         lines = []
         for case, row in rows.items():
             other = rows.get(replace(case, peer="pyg"))
@@ -370,17 +371,18 @@ class Scale(Benchmark[Case]):
             )
         remarks = reports.machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {memory} GiB at most")
         remarks += [
-            "Medians with quartiles. Gathers: the time in units of one embedding_bag, the sum of a row per edge.",
-            "Exponent: of the time's growth with the edges, from the graph a tenth as large.",
-            "Peak: above the inputs, in the first forward + backward, the graph's preparation included. Process: the "
-            "largest resident memory from then on, with code and inputs.",
+            "Times are medians with quartiles. Gathers are times in units of one embedding_bag, which sums one row per "
+            "edge.",
+            "The exponent is that of the growth of time with the edges, from the graph a tenth as large.",
+            "The peak is that above the inputs in the first forward + backward, including the preparation of the "
+            "graph. Process is the largest resident memory from then on, including code and inputs.",
             *(f"Not run: {reason}" for reason in self.skipped.values()),
         ]
         self.publish("Attention on large graphs", lines, remarks, {"scale.png": draw(rows)})
 
 
 def exponent(case: Case, rows: Mapping[Case, Row]) -> float | None:
-    """The power of the number of edges with which the time grew from the graph a tenth as large."""
+    """The power of the number of edges with which time grew from the graph a tenth as large."""
     smaller = [
         graph for graph in GRAPHS.values() if graph.edges * 10 == case.graph.edges and graph.kind == case.graph.kind
     ]
@@ -392,7 +394,7 @@ def exponent(case: Case, rows: Mapping[Case, Row]) -> float | None:
 
 
 def draw(rows: Mapping[Case, Row]) -> Figure:
-    """Time and memory against the number of edges; a cross is where memory, or time, would have had to go on."""
+    """Time and memory against the number of edges; a cross marks where memory or time ran out."""
     figure = Figure(figsize=(9, 3.8), dpi=110, layout="constrained")
     panels = (
         ("forward + backward, s", lambda row: reports.median(row, "forward_backward")),

@@ -1,11 +1,12 @@
-"""Transformers on gattn's layers, side by side with PyTorch's: `python -m benchmarks.sequence`.
+"""Transformers on gattn's layers and on PyTorch's: `python -m benchmarks.sequence`.
 
-Three parts. *lm*: a language model on the characters of tiny Shakespeare, in nanoGPT's setting for a CPU, trained with
-gattn's layers and with PyTorch's, from the same weights on the same batches, in turns; and, if asked for, recurrent
-models of about as many parameters: an LSTM, and an LSTMN, which attends to its earlier states. *speed*:
-`MultiheadAttention` of both and the bare `scaled_dot_product_attention`, on sequences that see everything, the past, a
-window, on a ragged batch, and token by token: gattn's layer with a `KeyValueCache`, PyTorch in a loop written for that.
-*graphs*: one layer on complete, causal, windowed and sparse graphs, which shows how cost grows with size.
+There are three parts. *lm* trains a language model on the characters of tiny Shakespeare, in nanoGPT's setting for a
+CPU, with gattn's layers and with PyTorch's, in turns, from the same weights and on the same batches. On request, it
+also trains recurrent models with about as many parameters: an LSTM, and an LSTMN, which attends to its earlier states.
+*speed* measures `MultiheadAttention` of both libraries and the bare `scaled_dot_product_attention` on full, causal and
+windowed sequences, on a ragged batch, and token by token: gattn's layer with a `KeyValueCache`, and PyTorch in a loop
+written for this. *graphs* measures one layer on complete, causal, windowed and sparse graphs, which shows how the cost
+grows with size.
 
 The results of *speed* and *graphs* are compared with a float64 reference.
 """
@@ -56,11 +57,11 @@ HEADS = 8
 BATCH = 4
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 SHORT = 16
-"""The length of a single short sequence, where a call costs more than what it computes."""
+"""The length of a single short sequence, for which the call costs more than the computation."""
 DECODED = 256
-"""The number of tokens that are decoded one by one."""
+"""The number of tokens decoded one by one."""
 RAGGED = (64, 512)
-"""The number of sequences in the ragged batch, and the longest; the shortest has a sixteenth of that."""
+"""The number of sequences in the ragged batch and the longest length; the shortest is a sixteenth of it."""
 NODES = (256, 512, 1024, 2048, 4096, 8192)
 
 COLOURS = {"gattn": reports.BLUE, "torch": reports.RED, "sdpa": reports.GREEN, "gattn-padded": reports.SKY}
@@ -70,7 +71,7 @@ MODEL_NAMES = {
     "lstm": "LSTM, torch",
     "lstmn": "LSTMN, gattn",
 }
-"""What tables with recurrent models call each row."""
+"""The name of each row in tables with recurrent models."""
 MODEL_COLOURS = {"gattn": reports.BLUE, "torch": reports.RED, "lstm": reports.ORANGE, "lstmn": reports.GREEN}
 GRAPH_COLOURS = {"full": reports.RED, "causal": reports.ORANGE, "window": reports.BLUE, "sparse": reports.GREEN}
 
@@ -79,7 +80,7 @@ GRAPH_COLOURS = {"full": reports.RED, "causal": reports.ORANGE, "window": report
 
 
 def merge(rows: Sequence[Row]) -> Row:
-    """One row for all rounds of a measurement: all times together, and the largest memory."""
+    """One row for all rounds of a measurement, with all times and the largest memory."""
     for row in rows:
         if row["outcome"] != "ok":
             return row
@@ -90,7 +91,7 @@ def merge(rows: Sequence[Row]) -> Row:
 
 
 class Report:
-    """Rows beside each other.
+    """Rows, compared with each other.
 
     Args:
         rows: The rows by case, in the order of the tables.
@@ -103,7 +104,7 @@ class Report:
         self.rows = {case: merge(group) for case, group in rounds.items()}
 
     def peer(self, case: Speed, **changes: Any) -> Row | None:
-        """The row of a case that differs in this; `None` if there is none."""
+        """The row of a case that differs only in these fields; `None` if there is none."""
         return self.rows.get(replace(case, **changes))
 
     def of(self, part: str) -> dict[Speed, Row]:
@@ -111,7 +112,7 @@ class Report:
         return {case: row for case, row in self.rows.items() if case.part == part}
 
     def failures(self, part: str) -> list[str]:
-        """What happened where no time is given."""
+        """The reasons for missing times."""
         return [
             f"{case}: {row['outcome']}{': ' * bool(row['reason'])}{row['reason']}"
             for case, row in self.of(part).items()
@@ -170,7 +171,7 @@ def graph_lines(report: Report) -> list[Line]:
                 "N": str(case.length),
                 "edges": f"{edges:,}".replace(",", " "),
                 **times_of(row),
-                "forward + backward, ns an edge": f"{seconds / edges * 1e9:.1f}" if seconds else "–",
+                "forward + backward, ns per edge": f"{seconds / edges * 1e9:.1f}" if seconds else "–",
                 "time, half as many nodes' ×": ratio(seconds, median(before, "forward_backward")),
                 "peak, half as many nodes' ×": ratio(row.get("peak_bytes"), (before or {}).get("peak_bytes")),
             }
@@ -179,7 +180,7 @@ def graph_lines(report: Report) -> list[Line]:
 
 
 def is_mixed(rows: Sequence[Row]) -> bool:
-    """Whether there are other models than Transformers."""
+    """Whether some models are not Transformers."""
     return any(row["layers"] in RECURRENT for row in rows)
 
 
@@ -205,9 +206,9 @@ def lm_lines(rows: Sequence[Row]) -> list[Line]:
                 "iterations": str(row["iterations"]),
                 "validation loss": f"{row['val_loss']:.4f}",
                 "over random batches": f"{row['val_loss_random']:.4f}",
-                "an iteration, ms": f"{middle} ({low}–{high})",
+                "iteration, ms": f"{middle} ({low}–{high})",
                 "all iterations, s": f"{row['total_seconds']:.1f}",
-                f"an iteration, × {whose}": ratio(times["median"], median(other, "iteration"), ".3f"),
+                f"iteration, × {whose}": ratio(times["median"], median(other, "iteration"), ".3f"),
                 f"all, × {whose}": ratio(row["total_seconds"], (other or {}).get("total_seconds"), ".3f"),
             }
         )
@@ -215,38 +216,41 @@ def lm_lines(rows: Sequence[Row]) -> list[Line]:
 
 
 LOSS_NOTE = (
-    "Validation loss: mean over the whole last tenth of the text, in blocks that do not overlap. Over random batches: "
-    f"nanoGPT's way, which reports {PUBLISHED_LOSS} after 2000 iterations (https://github.com/karpathy/nanoGPT). "
-    "Its setting, but for the largest learning rate: there 0.001, here 0.004."
+    "The validation loss is the mean over the whole last tenth of the text, in blocks that do not overlap. The loss "
+    "over random batches is computed as in nanoGPT (https://github.com/karpathy/nanoGPT), which reports "
+    f"{PUBLISHED_LOSS} after 2000 iterations. The setting is that of nanoGPT, except for the largest learning rate, "
+    "which is 0.004 instead of 0.001."
 )
-ITERATION_NOTE = "An iteration: batch, forward, backward, clipping and optimizer; without validation."
+ITERATION_NOTE = "An iteration is batch, forward, backward, clipping and optimizer, without validation."
 LM_NOTES = (
     LOSS_NOTE,
-    f"{ITERATION_NOTE} Both kinds of layers start from the same weights, take the same batches, and train in turns of "
+    f"{ITERATION_NOTE} Both kinds of layers start from the same weights, take the same batches and train in turns of "
     f"{CHUNK} iterations in one process.",
 )
 MIXED_NOTES = (
     LOSS_NOTE,
-    f"{ITERATION_NOTE} All models take the same batches, and train in turns of {CHUNK} iterations in one process; "
+    f"{ITERATION_NOTE} All models take the same batches and train in turns of {CHUNK} iterations in one process; "
     "Transformers start from the same weights.",
     f"The LSTM (torch.nn.LSTM) and the LSTMN (gattn.models.LSTMN, https://arxiv.org/abs/1601.06733) have "
     f"{RECURRENT_LAYERS} layers and tied embeddings. Their width is the multiple of four that brings the number of "
-    "parameters closest to the Transformer's. Optimizer and learning rates are the Transformer's; nothing was tuned "
-    "for the recurrent models.",
+    "parameters closest to the Transformer's. They use the Transformer's optimizer and learning rates; nothing was "
+    "tuned for them.",
     "In training and validation, each block of the text starts from an empty state. Samples are longer than a block: "
     "the LSTM carries its state along and the LSTMN attends to all of the text so far, whereas the Transformer attends "
     "to as many characters as a block has.",
 )
 SPEED_NOTES = (
-    "Medians with quartiles over all rounds. Forward: without autograd. Forward + backward: to the inputs and all "
-    "parameters. Peak: resident memory above the inputs. Torch's ÷: how many times as much torch takes.",
-    "gattn and torch: MultiheadAttention with need_weights=False, in training mode (in eval mode PyTorch's takes "
-    "another path, which is slower on a CPU); sdpa: scaled_dot_product_attention alone, without projections. Ragged: "
-    "gattn takes the sequences end to end, the others take them padded.",
+    "Times are medians with quartiles over all rounds. Forward runs without autograd; forward + backward computes "
+    "the gradients of the inputs and of all parameters. The peak is resident memory above the inputs. Torch's ÷ "
+    "says how many times as much torch takes.",
+    "gattn and torch are MultiheadAttention with need_weights=False, in training mode (in eval mode, PyTorch's takes "
+    "another path, which is slower on a CPU). sdpa is scaled_dot_product_attention alone, without projections. In the "
+    "ragged batch, gattn takes the sequences end to end, and the others take them padded.",
 )
 GRAPH_NOTES = (
-    "One MultiheadAttention layer, one sequence; projections, which cost the same on every graph, are included.",
-    "Medians with quartiles over all rounds. Peak: resident memory above the inputs, the graph's preparation included.",
+    "One MultiheadAttention layer on one sequence, including projections, which cost the same on every graph.",
+    "Times are medians with quartiles over all rounds. The peak is resident memory above the inputs, including the "
+    "preparation of the graph.",
 )
 
 
@@ -279,7 +283,7 @@ def draw_curves(rows: Sequence[Row]) -> Figure:
 
 
 def draw_speed(report: Report) -> Figure:
-    """Forward + backward against length, with a panel for each graph; the ragged batch as bars."""
+    """Forward + backward against length, with one panel per graph; the ragged batch is shown as bars."""
     cases = {case: row for case, row in report.of("speed").items() if case.graph != "decode"}
     graphs = list(dict.fromkeys(case.graph for case in cases))
     figure = Figure(figsize=(2.9 * len(graphs) + 0.4, 3.1), layout="constrained")
@@ -356,32 +360,32 @@ class Sequences(Benchmark[Run | Speed]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--parts", nargs="+", choices=PARTS, help="what is run (default: all)")
-        add("--layers", nargs="+", choices=LAYERS, help="whose layers (default: both)")
+        add("--parts", nargs="+", choices=PARTS, help="parts that are run (default: all)")
+        add("--layers", nargs="+", choices=LAYERS, help="libraries whose layers are used (default: both)")
         add("--models", nargs="+", choices=MODELS, help="language models that are trained (default: transformer)")
-        add("--iterations", type=whole(1, 10**9), help="of training (default: 2000)")
-        add("--seed", type=whole(0, 2**32 - 1), help="of training (default: 0)")
-        text = "threads (default: PyTorch's, here %(default)s)"
+        add("--iterations", type=whole(1, 10**9), help="number of training iterations (default: 2000)")
+        add("--seed", type=whole(0, 2**32 - 1), help="seed of training (default: 0)")
+        text = "number of threads (default: PyTorch's, here %(default)s)"
         add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help=text)
-        add("--rounds", type=whole(1, 1000), help="how often each peer is measured, in turns (default: 2)")
-        add("--repeats", type=whole(1, 10**9), help="calls that are timed in a round, at most (default: 20)")
-        text = f"or until this much time has passed, after {measuring.MIN_REPEATS} calls (default: 5)"
+        add("--rounds", type=whole(1, 1000), help="number of rounds in which each peer is measured once (default: 2)")
+        add("--repeats", type=whole(1, 10**9), help="largest number of timed calls per round (default: 20)")
+        text = f"seconds after which no further calls are timed, once there are {measuring.MIN_REPEATS} (default: 5)"
         add("--seconds", type=seconds, help=text)
         add("--timeout", type=seconds, help="seconds after which a process is ended (default: 1200)")
-        text = "folder of results, checkpoints, tables and pictures (%(default)s)"
+        text = "folder of results, checkpoints, tables and pictures (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/sequence"), help=text)
-        text = "about a minute: where nothing else is said, few iterations, small sizes, few repeats, one round"
+        text = "a few minutes: unless other options are given, few iterations, small sizes, few repeats, one round"
         add("--quick", action="store_true", help=text)
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Fills in the defaults of `--quick`, and refuses options of parts that are left out."""
+        """Fills in defaults, including those of `--quick`, and refuses options of parts that are left out."""
         options.is_asked = options.parts is not None or options.models is not None
         if options.layers and set(options.parts or PARTS) == {"lm"} and "transformer" not in (options.models or MODELS):
-            parser.error("--layers is for Transformers, which --models leaves out")
+            parser.error("--layers is for Transformers, but --models leaves them out")
         options.layers = [name for name in LAYERS if name in (options.layers or LAYERS)]
         if "graphs" in (options.parts or ()) and "gattn" not in options.layers:
-            parser.error("--parts graphs is for gattn's layers")
+            parser.error("--parts graphs measures only gattn's layers, but --layers leaves them out")
         options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
         of_training: dict[str, object] = {"models": MODELS[:1], "iterations": 2000, "seed": 0}
         of_speed: dict[str, object] = {"rounds": 2, "repeats": 20, "seconds": 5.0, "timeout": 1200.0}
@@ -399,10 +403,10 @@ class Sequences(Benchmark[Run | Speed]):
         return [*self.runs(), *self.measurements()]
 
     def runs(self) -> list[Run]:
-        """All training runs; none if the text is missing.
+        """All training runs, or none if the text is missing.
 
         Raises:
-            BenchmarkError: If it is, and the language model was asked for by name.
+            BenchmarkError: If it is missing and the language model was requested by name.
         """
         options = self.options
         if "lm" not in options.parts:
@@ -420,7 +424,7 @@ class Sequences(Benchmark[Run | Speed]):
         return [Run(self.corpus.name, name, *fixed, setting_of(name, SETTING, num_tokens)) for name in names]
 
     def measurements(self) -> list[Speed]:
-        """All measurements; those that share a reference follow each other, and peers take turns."""
+        """All measurements, grouped by their reference; within these groups, peers take turns."""
         options = self.options
         problems: list[tuple[str, str, int, int, list[str]]] = []
         if "speed" in options.parts:
@@ -452,7 +456,7 @@ class Sequences(Benchmark[Run | Speed]):
         yield from measured([case for case in cases if isinstance(case, Speed)], self.options.timeout)
 
     def report(self, rows: dict[Run | Speed, Row]) -> None:
-        """A table and a picture for each part; of the language models, also texts that they wrote."""
+        """A table and a picture per part, and the texts that the language models wrote."""
         everything = list(rows.values())
         if everything[0].get("part") == "lm":
             texts = {f"lm-{row['layers']}.txt": row["sample"].strip("\n") + "\n" for row in everything}

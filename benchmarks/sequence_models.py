@@ -24,21 +24,21 @@ from benchmarks.framework.training import Training, nearest_width, num_parameter
 from gattn.models.decoding import sample
 
 LAYERS = ("gattn", "torch")
-"""Whose layers a Transformer has."""
+"""The libraries whose layers Transformers have."""
 RECURRENT = ("lstm", "lstmn")
-"""Models without layers of a Transformer."""
+"""Models without Transformer layers."""
 MODELS = ("transformer", *RECURRENT)
 RECURRENT_LAYERS = 2
 CHUNK = 50
-"""A model trains for this many iterations before it is another's turn; a busy machine hits all of them alike."""
+"""The number of iterations in a turn; models take turns so that a busy machine affects all of them alike."""
 SAMPLE = 300
-"""This many characters are sampled at the end."""
+"""The number of characters that are sampled at the end."""
 TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The model and its training: what nanoGPT publishes for a CPU, but for the learning rate (there 1e-3)."""
+    """The model and its training: nanoGPT's setting for a CPU, except for the learning rate (there 1e-3)."""
 
     num_layers: int = 4
     heads: int = 4
@@ -91,7 +91,7 @@ class Run(Case):
     part: str = field(default="lm", init=False)
     text: str
     layers: str
-    """Whose layers a Transformer has, `"gattn"` or `"torch"`; or a recurrent model, `"lstm"` or `"lstmn"`."""
+    """The library of a Transformer's layers, `"gattn"` or `"torch"`; or a recurrent model, `"lstm"` or `"lstmn"`."""
     seed: int
     iterations: int
     threads: int
@@ -102,7 +102,7 @@ class Run(Case):
 
 
 class Corpus:
-    """A text as tokens, one per character; the last tenth validates.
+    """A text as tokens, one per character; the last tenth is for validation.
 
     Args:
         text: The text.
@@ -119,13 +119,13 @@ class Corpus:
 
 def draw_batch(tokens: Tensor, setting: Setting, *key: int) -> Tensor:
     """Random pieces of a text, `[B, context + 1]`; the same for the same key."""
-    # PyTorch's generator uses only the lower half of a seed, and would forget one of two numbers.
+    # PyTorch's generator uses only the lower half of a seed, so one of two numbers would be lost.
     starts = np.random.default_rng(key).integers(tokens.numel() - setting.context, size=setting.batch)
     return tokens[torch.from_numpy(starts).unsqueeze(1) + torch.arange(setting.context + 1)]
 
 
 def loss_of(model: torch.nn.Module, pieces: Tensor, reduction: str = "mean") -> Tensor:
-    """The cross entropy of each next token of `[B, T + 1]`."""
+    """The cross entropy of predicting each next token of `[B, T + 1]`."""
     return F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten(), reduction=reduction)
 
 
@@ -141,7 +141,7 @@ def whole_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
 
 
 def learning_rate(setting: Setting, iteration: int, iterations: int) -> float:
-    """Rises in a line, then falls in half a cosine, which ends with the last iteration."""
+    """Rises linearly, then falls with half a cosine that ends at the last iteration."""
     warm_up = min(setting.warm_up, iterations // 2)
     if iteration < warm_up:
         return setting.learning_rate * (iteration + 1) / (warm_up + 1)
@@ -151,7 +151,8 @@ def learning_rate(setting: Setting, iteration: int, iterations: int) -> float:
 
 
 class LSTM(torch.nn.Module):
-    """A language model of PyTorch's LSTM. But for attention, it is `gattn.models.LSTMN`, initial weights included.
+    """A language model with PyTorch's LSTM. Except for attention, it equals `gattn.models.LSTMN`, also when
+    initialised.
 
     Args:
         num_tokens: The size of the vocabulary.
@@ -197,7 +198,7 @@ def make_model(layers: str, setting: Setting, num_tokens: int) -> torch.nn.Modul
 
 
 def setting_of(layers: str, setting: Setting, num_tokens: int) -> Setting:
-    """The setting of a row: a recurrent model has about as many parameters as the setting's Transformer."""
+    """The setting of a row: recurrent models get about as many parameters as the setting's Transformer."""
     if layers not in RECURRENT:
         return setting
 
@@ -210,7 +211,7 @@ def setting_of(layers: str, setting: Setting, num_tokens: int) -> Setting:
 
 
 def build_model(run: Run, num_tokens: int) -> torch.nn.Module:
-    """The model; a Transformer's weights depend on the seed alone, not on the kind of layers."""
+    """The model; a Transformer's weights depend only on the seed, not on the kind of layers."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(run.seed)
         model = make_model("gattn" if run.layers in LAYERS else run.layers, run.setting, num_tokens)
@@ -257,7 +258,7 @@ class LanguageModel(Training[Run]):
         super().step()
 
     def evaluate(self) -> dict[str, float]:
-        """The loss over the whole text for validation, and nanoGPT's mean over random batches."""
+        """The loss over the whole validation text, and nanoGPT's mean over random batches."""
         tokens, numbers = self.corpus.validation, range(1, self.setting.random_batches + 1)
         pieces = [draw_batch(tokens, self.setting, self.case.seed, self.iteration, number) for number in numbers]
         losses = [loss_of(self.model, some).item() for some in pieces]
@@ -269,7 +270,7 @@ class LanguageModel(Training[Run]):
         return {**point, "train_loss": sum(self.losses) / len(self.losses)} if self.losses else point
 
     def sample(self, length: int) -> str:
-        """A text by the model, which begins after a line break."""
+        """A text written by the model, which starts after a line break."""
         symbols = self.corpus.symbols
         start = torch.tensor([[symbols.index("\n") if "\n" in symbols else 0]])
         self.model.eval()
@@ -293,7 +294,7 @@ class LanguageModel(Training[Run]):
 
 
 def train(runs: Sequence[Run], corpus: Corpus, folder: Path) -> Generator[Message[Run], None, None]:
-    """Trains models in turns, all in this process. One whose loss becomes infinite or does not fall has failed."""
+    """Trains models in turns, all in this process. A model fails if its loss becomes infinite or does not fall."""
     trainings = [LanguageModel(run, corpus, folder) for run in runs]
     for training in turns(trainings):
         torch.set_num_threads(training.case.threads)
@@ -316,9 +317,9 @@ def train(runs: Sequence[Run], corpus: Corpus, folder: Path) -> Generator[Messag
 
 
 def turns(trainings: Sequence[LanguageModel]) -> Iterator[LanguageModel]:
-    """Whose turn it is: that of those that are behind, in an order that changes each time.
+    """The next turns: those of the models that are behind, in an order that changes each time.
 
-    What is removed from the trainings meanwhile has no more turns.
+    If a training is removed meanwhile, it gets no more turns.
     """
     waiting, turn = list(trainings), 0
     while waiting:

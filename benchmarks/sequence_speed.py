@@ -1,4 +1,4 @@
-"""What `benchmarks.sequence` measures: attention on sequences and on graphs, its reference and the peers."""
+"""The measurements of `benchmarks.sequence`: attention on sequences and on graphs, its reference and the peers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WINDOW = (127, 0)
 EDGES_PER_NODE = 16
 
 CHECKED_LENGTH = 1024
-"""Up to this length, gradients are compared, too."""
+"""Up to this length, gradients are also compared."""
 CHUNK_LOGITS = 2**23
-"""The reference takes about this many logits at a time, always with all those of a target."""
+"""The reference processes about this many logits at a time, but never splits those of a target."""
 
 
 # The cases -----------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class Result(Measured):
 
     forward_peak_bytes: int
     forward_backward: NotRequired[Times]
-    """Of all but decoding."""
+    """Only decoding lacks it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Speed(Measurement):
     graph: str
     """`"full"`, `"causal"`, `"window"`, `"ragged"`, `"decode"` or `"sparse"`."""
     length: int
-    """Of the longest sequence."""
+    """The length of the longest sequence."""
     peer: str
     """`"gattn"`, `"gattn-padded"`, `"torch"` or `"sdpa"`."""
     batch: int
@@ -69,11 +69,11 @@ class Speed(Measurement):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are any, and sequences are not too long for the reference's."""
+        """Whether there are gradients, and sequences are not too long for those of the reference."""
         return self.length <= CHECKED_LENGTH and self.graph != "decode"
 
     def problem(self) -> tuple[object, ...]:
-        """What cases have in common that share a reference."""
+        """What is the same for all cases that share a reference."""
         return self.part, self.graph, self.length, self.batch, self.channels, self.heads
 
     def lengths(self) -> list[int]:
@@ -85,7 +85,7 @@ class Speed(Measurement):
         return torch.randint(shortest, self.length + 1, (self.batch,), generator=generator).tolist()
 
     def num_edges(self) -> int:
-        """Number of pairs (target, source) that attend, over the whole batch."""
+        """The number of attending pairs (target, source) in the whole batch."""
         if self.graph == "sparse":
             return EDGES_PER_NODE * self.length
         return sum(
@@ -95,7 +95,7 @@ class Speed(Measurement):
         )
 
     def references(self) -> dict[str, dict[str, Expected]]:
-        """The results of the plain formula, which sums over sources or channels, and for parameters over tokens."""
+        """The results of the plain formula, which sums over sources or channels, or for parameters over tokens."""
         expected = {}
         for kind in ("layer", "bare") if self.part == "speed" else ("layer",):
             inputs = draw(self, kind)
@@ -105,24 +105,24 @@ class Speed(Measurement):
         return expected
 
     def computation(self) -> Computation:
-        """The peer's."""
+        """The computation of the peer."""
         build(replace(self, length=16, batch=min(self.batch, 2))).forward_backward()
         return build(self)
 
 
 @dataclass
 class Inputs:
-    """What all peers compute from: the same numbers for each. Sequences lie end to end, without padding."""
+    """The inputs, with the same numbers for all peers. Sequences lie end to end, without padding."""
 
     lengths: list[int]
     tokens: dict[str, Tensor]
-    """A layer's `x`; or bare attention's query, key and value; `[sum of lengths, channels]`."""
+    """A layer's `x`, or the query, key and value of bare attention, `[sum of lengths, channels]`."""
     parameters: dict[str, Tensor]
-    """The layer's."""
+    """The parameters of the layer."""
     grad: Tensor
-    """Gradient of the output, `[sum of lengths, channels]`."""
+    """The gradient of the output, `[sum of lengths, channels]`."""
     edge_index: Tensor | None
-    """Of the sparse graph, `[2, E]`."""
+    """The edges of the sparse graph, `[2, E]`."""
 
 
 def draw(case: Speed, kind: str) -> Inputs:
@@ -144,7 +144,7 @@ def draw(case: Speed, kind: str) -> Inputs:
         torch.manual_seed(SEED)
         parameters = gattn.nn.MultiheadAttention(case.channels, case.heads).state_dict()
     for name, parameter in parameters.items():
-        if name.endswith("bias"):  # zeros would hide what becomes of them
+        if name.endswith("bias"):  # zeros would hide mistakes with biases
             parameters[name] = 0.1 * randn(*parameter.shape)
     return Inputs(lengths, {"x": randn(*size)}, parameters, randn(*size), edge_index)
 
@@ -171,7 +171,7 @@ def neighbours(graph: str, targets: Tensor, length: int, edge_index: Tensor | No
 
 
 def plain(case: Speed, tokens: dict[str, Tensor], parameters: dict[str, Tensor], edge_index: Tensor | None) -> Tensor:
-    """Attention of one sequence as the formula has it, `[T, channels]`: softmax(Q Kᵀ / √d) V, in chunks."""
+    """Attention of one sequence by its formula, softmax(Q Kᵀ / √d) V, in chunks, `[T, channels]`."""
     if parameters:
         projected = F.linear(tokens["x"], parameters["in_proj_weight"], parameters["in_proj_bias"]).chunk(3, -1)
     else:
@@ -189,7 +189,7 @@ def plain(case: Speed, tokens: dict[str, Tensor], parameters: dict[str, Tensor],
 
 
 def reference(case: Speed, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and, where sequences are not too long for it, gradients by the plain formula, summed in float64."""
+    """Output and, unless sequences are too long, gradients of the plain formula, summed in float64."""
     has_gradients = case.has_gradients
     parameters = {name: x.to(dtype).requires_grad_(has_gradients) for name, x in inputs.parameters.items()}
     totals = {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in parameters.items()}
@@ -220,7 +220,7 @@ def reference(case: Speed, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tens
 
 
 def build(case: Speed) -> Computation:
-    """A peer on its inputs, which are padded unless it takes sequences end to end."""
+    """A peer with its inputs, which are padded unless it takes sequences end to end."""
     inputs = draw(case, case.kind)
     lengths = torch.tensor(inputs.lengths)
     real = torch.arange(max(inputs.lengths)) < lengths.unsqueeze(1)
@@ -248,7 +248,7 @@ def build(case: Speed) -> Computation:
 
 
 def decode_with_gattn(case: Speed, parameters: dict[str, Tensor], x: Tensor) -> Callable[[], Tensor]:
-    """Token by token, `[B, T, channels]`, by gattn's layer and its cache."""
+    """Decodes token by token with gattn's layer and its cache, `[B, T, channels]`."""
     layer = gattn.nn.MultiheadAttention(case.channels, case.heads, batch_first=True).eval().requires_grad_(False)
     layer.load_state_dict(parameters)
 
@@ -261,7 +261,7 @@ def decode_with_gattn(case: Speed, parameters: dict[str, Tensor], x: Tensor) -> 
 
 
 def decode_with_torch(case: Speed, parameters: dict[str, Tensor], x: Tensor) -> Callable[[], Tensor]:
-    """The same in a loop that is as short as PyTorch allows; it knows beforehand how many tokens there will be."""
+    """The same in the shortest loop that PyTorch allows, which knows the number of tokens in advance."""
     in_weight, in_bias = parameters["in_proj_weight"], parameters["in_proj_bias"]
     out_weight, out_bias = parameters["out_proj.weight"], parameters["out_proj.bias"]
 
@@ -280,7 +280,7 @@ def decode_with_torch(case: Speed, parameters: dict[str, Tensor], x: Tensor) -> 
 
 
 def gattn_options(case: Speed, inputs: Inputs, real: Tensor) -> dict[str, Any]:
-    """How gattn's layer is told who attends to whom."""
+    """The arguments that tell gattn's layer who attends to whom."""
     if case.graph == "causal":
         return {"is_causal": True}
     if case.graph == "window":
@@ -294,7 +294,7 @@ def gattn_options(case: Speed, inputs: Inputs, real: Tensor) -> dict[str, Any]:
 
 
 def torch_options(case: Speed, real: Tensor) -> dict[str, Any]:
-    """How PyTorch's layer is told."""
+    """The arguments that tell PyTorch's layer who attends to whom."""
     if case.graph == "ragged":
         return {"key_padding_mask": ~real}
     if case.graph == "full":

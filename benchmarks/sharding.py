@@ -1,8 +1,9 @@
 """Sharded graph attention on one, two and four processes: `python -m benchmarks.sharding`.
 
-The training step of two GAT layers of `benchmarks.scale`, on graphs that `gattn.distributed.shard` splits: time, bytes
-sent and memory per process. *power law* is a graph with hubs, of which every process needs almost all nodes; *mesh* is
-a grid whose nodes have eight neighbours. Nothing is timed before the logits and all gradients agree with float64.
+It measures time, bytes sent and memory per process for the training step of two GAT layers of `benchmarks.scale`, on
+graphs that `gattn.distributed.shard` splits. *power law* is a graph with hubs, of which every process needs almost all
+nodes; *mesh* is a grid whose nodes have eight neighbours. Nothing is timed before the logits and all gradients agree
+with float64.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Result(scale.Result):
     """The columns of a measurement; lists have one entry per process."""
 
     step: Times
-    """Seconds, from all processes' start to all processes' end."""
+    """Seconds from the common start of all processes until the last one ends."""
     processor_seconds: list[float]
     edges: list[int]
     fetched_rows: list[int]
     sent_bytes: list[int]
-    """In one step."""
+    """Bytes sent in one step."""
     peaks: list[int]
     """Bytes above the inputs in the first step."""
 
@@ -74,7 +75,7 @@ class Case(scale.Case):
         row: Row = {"outcome": "ok", "reason": "", "peak_bytes": max(rank["peaks"] for rank in ranks)}
         row["process_bytes"] = max(rank["process_bytes"] for rank in ranks)
         for name, entry in ranks[0]["errors"].items():
-            if not entry["error"] <= entry["budget"]:  # written so that NaN fails
+            if not entry["error"] <= entry["budget"]:  # in this form, NaN fails
                 return {"outcome": "WRONG", "reason": f"{name} is off by {entry['error']:.1e} of its largest element"}
         names = ("processor_seconds", "edges", "fetched_rows", "sent_bytes", "peaks")
         step = spread(ranks[0]["times"])
@@ -89,7 +90,7 @@ class Case(scale.Case):
 
 
 def _measure(rank: int, case: Case, reference: str, folder: str) -> None:
-    """What one process does; it leaves its numbers in a file."""
+    """The work of one process, which writes its numbers to a file."""
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.processes)
     torch.set_num_threads(case.threads)
@@ -105,7 +106,9 @@ def _measure(rank: int, case: Case, reference: str, folder: str) -> None:
     del edge_index, place
 
     def step() -> dict[str, Tensor]:
-        results = {name: result.contiguous() for name, result in computation.forward_backward().items()}  # as gloo asks
+        results = {
+            name: result.contiguous() for name, result in computation.forward_backward().items()
+        }  # gloo requires this
         for name, grad in results.items():
             if name != "output":
                 dist.all_reduce(grad)
@@ -136,19 +139,19 @@ def _measure(rank: int, case: Case, reference: str, folder: str) -> None:
 
 
 def goes_on(done: int, repeats: int, ends: float) -> bool:
-    """Whether there is another repetition, as the first process's clock says, for all of them."""
+    """Whether to repeat again, which the first process's clock decides for all of them."""
     decision = [done < MIN_REPEATS or (done < repeats and time.perf_counter() < ends)]
     dist.broadcast_object_list(decision)
     return decision[0]
 
 
 def _count_sent_bytes() -> list[int]:
-    """A list to which each later exchange adds the bytes that this process sends to others."""
+    """A list to which each following exchange adds the bytes that this process sends to others."""
     sent: list[int] = []
     send: Callable[..., Any] = dist.all_to_all_single
 
     def counted(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(input.nbytes)  # none of them to itself
+        sent.append(input.nbytes)  # it sends none to itself
         return send(output, input, *args, **kwargs)
 
     dist.all_to_all_single = counted
@@ -164,8 +167,8 @@ class Sharding(Benchmark[Case]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--graphs", nargs="+", default=list(GRAPHS), choices=GRAPHS, help="the graphs (default: all)")
-        text = "how nodes are divided: contiguous blocks, or METIS (default: all)"
+        add("--graphs", nargs="+", default=list(GRAPHS), choices=GRAPHS, help="graphs that are measured (default: all)")
+        text = "how nodes are divided: into contiguous blocks or by METIS (default: all)"
         add("--partitions", nargs="+", default=list(PARTITIONS), choices=PARTITIONS, help=text)
         text = "numbers of processes (default: 1 2 4)"
         add("--processes", nargs="+", type=whole(1, 64), default=[1, 2, 4], help=text)
@@ -173,7 +176,7 @@ class Sharding(Benchmark[Case]):
         parser.set_defaults(threads=1)
 
     def cases(self) -> list[Case]:
-        """Graph by graph."""
+        """All cases, graph by graph."""
         options = self.options
         fixed = ("step", "gattn", options.threads, options.repeats, options.seconds, "kept", 64)
         return [
@@ -189,19 +192,19 @@ class Sharding(Benchmark[Case]):
         return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Case, Row]) -> None:
-        """One line for each measurement."""
+        """One line per measurement."""
         lines = [line_of(case, row, rows) for case, row in rows.items()]
         remarks = reports.machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s) per process")
         remarks += [
-            "A step is forward, backward and the sum of all parameters' gradients; medians with quartiles.",
-            "Of the processes, the largest: edges, rows fetched (beside those owned), processor time, bytes sent per "
-            "step, and the memory that a step takes above its inputs. In brackets: relative to one process.",
+            "A step is forward, backward and the sum of all parameters' gradients. Times are medians with quartiles.",
+            "Edges, rows fetched (in addition to those owned), processor time, bytes sent per step, and the memory of a "
+            "step above its inputs are the largest over all processes. Numbers in brackets are relative to one process.",
         ]
         self.publish("Sharded attention", lines, remarks, {"sharding.png": draw(rows)})
 
 
 def line_of(case: Case, row: Row, rows: Mapping[Case, Row]) -> Line:
-    """A measurement's line."""
+    """The line of a measurement."""
     alone = rows.get(replace(case, partition="blocks", processes=1))
 
     def relative(text: str, name: str) -> str:

@@ -1,10 +1,10 @@
-"""Small, plausible mistakes in the kernels, one at a time: the tests must notice each.
+"""Mutation tests: small, plausible mistakes in the code, one at a time, each of which the tests must notice.
 
     python -m tests.mutations --output mutations.csv
 
-All mistakes in C++ go into one build, where `GATTN_MUTANT` chooses among them when the library is loaded; those in
-Python go into copies of the package. The status is 0 if all were noticed. In a mutation's text, `«right → wrong»` is
-what changes, and what surrounds it says where: it must be there exactly once.
+All mistakes in C++ go into one build; when the library is loaded, `GATTN_MUTANT` selects one of them. Mistakes in
+Python go into copies of the package. The exit status is 0 if all were noticed. In the text of a mutation,
+`«right → wrong»` is what changes, and the surrounding text says where. It must occur in the code exactly once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-#: Where the kernels in C++ are; a mutation's text may be in any file there.
+#: The folder of the C++ kernels; a mutation's text may be in any of its files.
 KERNELS = "gattn/ops/backends/cpu/csrc"
 LAYOUT = f"{KERNELS}/layout.cpp"
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
@@ -41,7 +41,7 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH = (
     )
 )
 
-#: Which tests are to notice, in their order.
+#: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
     KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py"],
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
@@ -62,7 +62,7 @@ TESTS = {
 
 
 class Place(NamedTuple):
-    """A file, where a mistake begins and ends in it, what is right there, and what is wrong."""
+    """A file, the start and end of a mistake in it, the right text and the wrong one."""
 
     file: str
     start: int
@@ -72,14 +72,14 @@ class Place(NamedTuple):
 
 
 class Mutation(NamedTuple):
-    """A mistake: its name, the file (or the folder of that file), and the text around `«right → wrong»`."""
+    """A mistake: its name, its file (or the folder of that file), and the text around `«right → wrong»`."""
 
     name: str
     file: str
     text: str
 
     def place(self) -> Place:
-        """Where the mistake is made."""
+        """The place of the mistake."""
         before, _, rest = self.text.partition("«")
         change, _, after = rest.partition("»")
         right, _, wrong = (part.strip(" ") for part in change.partition("→"))
@@ -88,7 +88,9 @@ class Mutation(NamedTuple):
         sources = {x: x.read_text() for x in (sorted(path.glob("*.*")) if path.is_dir() else [path])}
         counts = {path: source.count(context) for path, source in sources.items() if context in source}
         if list(counts.values()) != [1]:
-            raise SystemExit(f"{self.name}: {self.file} has {context!r} {sum(counts.values())} times, not once.")
+            raise SystemExit(
+                f"{self.name}: {self.file} contains {context!r} {sum(counts.values())} times instead of once."
+            )
         (path,) = counts
         start = sources[path].index(context) + len(before)
         return Place(path.relative_to(ROOT).as_posix(), start, start + len(right), right, wrong)
@@ -433,7 +435,7 @@ MUTATIONS = [
     Mutation("masked edges take part", CUSTOM_PARTS, "masked_fill(«~call.mask → call.mask & False», -torch.inf)"),
 ]
 
-# Puts a copy of the package before all others, however gattn is installed.
+# Makes Python import a copy of the package, however gattn is installed.
 RUN = """
 import sys
 from importlib.machinery import PathFinder
@@ -459,7 +461,7 @@ static const int gattn_mutant = gattn_mutant_text ? std::atoi(gattn_mutant_text)
 
 
 class Result(NamedTuple):
-    """What became of a mutation: its name and file, what happened, in which test, and after how long."""
+    """The outcome of a mutation: its name and file, what happened, in which test, and after how many seconds."""
 
     mutation: str
     file: str
@@ -469,7 +471,7 @@ class Result(NamedTuple):
 
 
 def choices(file: str, places: Sequence[tuple[int, Place]]) -> str:
-    """The C++ source with all mutations, each where `gattn_mutant` is its number."""
+    """The C++ source with all mutations; each is active if `gattn_mutant` is its number."""
     source = (ROOT / file).read_text()
     changes = []
     for number, (_, start, end, right, wrong) in places:
@@ -488,7 +490,7 @@ def choices(file: str, places: Sequence[tuple[int, Place]]) -> str:
 
 
 def build(folder: Path, numbered: Sequence[tuple[int, Mutation]]) -> Path:
-    """Compiles the kernels with all mutations; again only where sources changed."""
+    """Compiles the kernels with all mutations, recompiling only what has changed."""
     sources = folder / "csrc"
     sources.mkdir(parents=True, exist_ok=True)
     texts = {path.name: path.read_text() for path in (ROOT / KERNELS).iterdir()} | {"mutant.h": MUTANT_H}
@@ -514,7 +516,7 @@ def build(folder: Path, numbered: Sequence[tuple[int, Mutation]]) -> Path:
 
 
 def copy(folder: Path, mutation: Mutation | None) -> Path:
-    """A copy of the package, with a mutation; never the same folder twice, because of Python's own caches."""
+    """A copy of the package with a mutation; Python's caches require a new folder each time."""
     path = Path(tempfile.mkdtemp(dir=folder))
     shutil.copytree(ROOT / "gattn", path / "gattn", ignore=shutil.ignore_patterns("__pycache__", "csrc"))
     if mutation is not None:
@@ -525,7 +527,7 @@ def copy(folder: Path, mutation: Mutation | None) -> Path:
 
 
 def pytest(package: Path, tests: Sequence[str], environment: dict[str, str], timeout: float) -> tuple[str, str, float]:
-    """Runs tests up to the first failure: what happened, in which test, after how long."""
+    """Runs tests up to the first failure; returns what happened, in which test, and after how many seconds."""
     start = time.monotonic()
     command = [sys.executable, "-c", RUN, package, "-x", "-v", "--tb=short", "-p", "no:cacheprovider", *tests]
     try:
@@ -553,12 +555,18 @@ def pytest(package: Path, tests: Sequence[str], environment: dict[str, str], tim
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="mutations with this in name or file")
-    parser.add_argument("--tests", nargs="+", help="which tests are to notice (default: those of each file)")
-    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time (default: 1)")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run (default: 600)")
-    parser.add_argument("--folder", type=Path, help="where to build, to be kept (default: a temporary folder)")
-    parser.add_argument("--output", type=Path, help="a CSV for the table")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="run only mutations whose name or file contains one of these",
+    )
+    parser.add_argument("--tests", nargs="+", help="tests to run (default: those of each file)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutations that are tested at once (default: 1)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run is ended (default: 600)")
+    parser.add_argument("--folder", type=Path, help="folder for the build, which is kept (default: a temporary folder)")
+    parser.add_argument("--output", type=Path, help="CSV file for the table")
     arguments = parser.parse_args()
     numbered = list(enumerate(MUTATIONS, 1))
     files = {number: mutation.place().file for number, mutation in numbered}
@@ -603,7 +611,7 @@ def main() -> int:
                 writer.writerow((*result[:-1], f"{result.seconds:.1f}"))
                 file.flush()
     missed = [result for result in results if result.outcome == "not caught"]
-    print(f"{len(results) - len(missed)} of {len(results)} are noticed")
+    print(f"{len(results) - len(missed)} of {len(results)} were noticed")
     for result in missed:
         print(f"not caught: {result.file}: {result.mutation}")
     return bool(missed)

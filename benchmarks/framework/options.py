@@ -69,7 +69,10 @@ def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, 
     """
     add = parser.add_argument
     add(
-        "--threads", type=whole(1, MOST), default=torch.get_num_threads(), help="number of threads (default: PyTorch's)"
+        "--threads",
+        type=whole(1, MOST),
+        default=torch.get_num_threads(),
+        help="number of threads (default: %(default)s)",
     )
     add("--repeats", type=whole(1, 10**9), default=repeats, help="largest number of timed calls (default: %(default)s)")
     text = "seconds after which no further calls are timed (default: %(default)g)"

@@ -508,7 +508,7 @@ class TestReport:
         rows = [row_of(cases[0], 0.001), row_of(cases[1], 0.004, peak_bytes=3 * 10**7)]
         first, second = sequence.graph_lines(sequence.Report(dict(zip(cases, rows, strict=True))))
         assert (first["edges"], second["edges"]) == ("100", "400")
-        assert second["forward + backward, ns an edge"] == "10000.0"
+        assert second["forward + backward, ns per edge"] == "10000.0"
         assert second["time, half as many nodes' ×"] == "4.0×"
         assert second["peak, half as many nodes' ×"] == "3.0×"
         assert first["time, half as many nodes' ×"] == "–"
@@ -526,8 +526,8 @@ class TestReport:
             for layers, time in (("gattn", 0.011), ("torch", 0.01))
         ]
         ours, theirs = sequence.lm_lines(rows)
-        assert ours["an iteration, × torch's"] == ours["all, × torch's"] == "1.100×"
-        assert ours["an iteration, ms"] == "11.00 (11.00–22.00)"
+        assert ours["iteration, × torch's"] == ours["all, × torch's"] == "1.100×"
+        assert ours["iteration, ms"] == "11.00 (11.00–22.00)"
         assert (ours["validation loss"], ours["over random batches"]) == ("2.0000", "2.1000")
         assert theirs["all, × torch's"] == "1.000×"
         assert sequence.lm_lines(rows[:1])[0]["all, × torch's"] == "–"
@@ -546,7 +546,7 @@ class TestReport:
         lines = {line["model"]: line for line in sequence.lm_lines(rows)}
         assert list(lines) == ["Transformer, gattn", "Transformer, torch", "LSTM, torch", "LSTMN, gattn"]
         assert [line["layers × channels"] for line in lines.values()] == ["1 × 8", "1 × 9", "1 × 10", "1 × 11"]
-        assert lines["LSTMN, gattn"]["an iteration, × Transformer's (gattn)"] == "4.000×"
+        assert lines["LSTMN, gattn"]["iteration, × Transformer's (gattn)"] == "4.000×"
         assert sequence.lm_lines(rows[1:])[-1]["all, × Transformer's (torch)"] == "2.000×"
         assert sequence.lm_lines(rows[2:])[-1]["all, × Transformer's (gattn)"] == "–"
 
