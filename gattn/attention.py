@@ -1,4 +1,4 @@
-r"""The one attention core: a softmax over each target's neighbours, as message passing.
+r"""The attention core: weighted sums over each target's neighbours, as message passing.
 
 .. math::
     out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} v_j, \qquad
@@ -35,29 +35,41 @@ from gattn.scores import AdditiveScore, DotScore, Score
 from gattn.scripting import NotScriptable
 from gattn.settings import require_finite, resolve_backend
 
-#: Weights as users get them: of a packed graph a list, one for each block.
+#: Weights as users get them: a tensor, or for a packed graph a list with one tensor per block.
 Weights: TypeAlias = Tensor | list[Tensor]
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def fused(hook: _Hook) -> _Hook:
-    """Marks a hook of message passing that says what the kernels compute, so that they may replace it."""
+    """Marks a message-passing hook whose result the kernels also compute, so that they may replace it."""
     hook._fused = hook  # type: ignore[attr-defined] # itself, since functools.wraps copies attributes
     return hook
 
 
 class Attention(NotScriptable, MessagePassing):
-    r"""Attention as PyG message passing: `edge_update` makes the weights, `message` applies them.
+    r"""Attention as PyG message passing: `edge_update` computes the weights, `message` applies them.
 
-    The base class of gattn's graph layers, and usable by itself: called with the arguments of :func:`gattn.attend`, it
-    attends (and drops weights in training mode only).
+    .. math::
+        out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} v_j, \qquad
+        \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) \text{ for } j \in \mathcal{N}(i)\big)
+
+    The base class of gattn's graph layers. It can also be used by itself: called with the arguments of
+    :func:`gattn.attend`, it computes attention, with dropout in training mode only. Attention as message passing goes
+    back to `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_.
 
     Args:
-        aggr: How messages are aggregated. Attention is their sum; PyG's other aggregations are possible.
+        aggr: How messages are aggregated. Attention sums them; PyG's other aggregations are possible.
             (default: `"add"`)
         flow: `"source_to_target"` or `"target_to_source"`. (default: `"source_to_target"`)
-        **kwargs: Further arguments of `torch_geometric.nn.conv.MessagePassing`, except `node_dim`.
+        **kwargs: `aggr_kwargs` and `decomposed_layers` of `torch_geometric.nn.conv.MessagePassing`.
+
+    Shapes:
+        query `[N, H, C]`, key `[M, H, C]`, value `[M, H, Cv]`; the output is `[N, H, Cv]`. See :func:`gattn.attend`.
+
+    Raises:
+        TypeError: If there is an unknown argument, or a hook that a subclass overrides has one.
+        ValueError: If `aggr` or `flow` is unknown.
 
     Example:
         >>> import torch
@@ -67,7 +79,7 @@ class Attention(NotScriptable, MessagePassing):
         torch.Size([3, 2, 4])
     """
 
-    # PyG generates propagate() and edge_updater() for these arguments; given so, it need not parse sources.
+    # The arguments for which PyG generates propagate() and edge_updater(): given here, it need not parse any source.
     edge_updater_type: ClassVar[dict[str, Any]] = {
         "query": Optional[Tensor],
         "key": Tensor,
@@ -79,7 +91,7 @@ class Attention(NotScriptable, MessagePassing):
         "num_targets": int,
     }
     propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor, "edge_value": Optional[Tensor]}
-    #: Whether messages are `[..., E, C]`, as in PyG's layers of one head or of a head for each channel.
+    #: Whether messages are `[..., E, C]`, as in PyG's layers with a single head, or with one head per channel.
     flat_messages: ClassVar[bool] = False
 
     def __init__(self, aggr: Any = "add", *, flow: str = FLOWS[0], **kwargs: Any):
@@ -88,11 +100,11 @@ class Attention(NotScriptable, MessagePassing):
             known = [name for name in inspect.signature(type(self)).parameters if name not in ("args", "kwargs")]
             raise TypeError(
                 f"{type(self).__name__} has no argument {', '.join(sorted(unknown))}; it takes {', '.join(known)}, and "
-                "of PyG's MessagePassing aggr, aggr_kwargs, flow and decomposed_layers."
+                "aggr, aggr_kwargs, flow and decomposed_layers of PyG's MessagePassing."
             )
         self._forget_namesakes()
         super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
-        self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code that works with them looks at it
+        self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code written for them reads it
         self._restore_originals()
         self._check_hooks()
 
@@ -102,20 +114,20 @@ class Attention(NotScriptable, MessagePassing):
 
     @classmethod
     def _forget_namesakes(cls) -> None:
-        """PyG keeps generated code by a class's name, as if no cell of a notebook ever ran twice."""
+        """Drops code that PyG generated for another class of this name, such as a notebook cell that ran before."""
         for step in ("propagate", "edge_updater"):
             if f"_jinja_{step}" not in vars(cls):
                 sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{step}", None)
 
     def _restore_originals(self) -> None:
-        # PyG takes a subclass's "original" from its already generated parent, which cannot explain.
-        # MessagePassing itself has generated code, too, once anybody instantiated it.
+        # PyG takes a subclass's "original" from its parent, whose code is generated and does not support explainers.
+        # MessagePassing itself also has generated code, once it has been instantiated.
         originals = vars(MessagePassing)
         type(self)._orig_propagate = originals.get("_orig_propagate", originals["propagate"])
         type(self)._orig_edge_updater = originals.get("_orig_edge_updater", originals["edge_updater"])
 
     def _check_hooks(self) -> None:
-        """A hook that asks for what is not there would find it among its module's globals, or nowhere."""
+        """Refuses hooks that ask for what is not passed: PyG would look for it among their module's globals."""
         for hook, known, asked in (
             ("message", self.propagate_type, self._user_args),
             ("edge_update", self.edge_updater_type, self._edge_user_args),
@@ -131,12 +143,12 @@ class Attention(NotScriptable, MessagePassing):
                 if plain not in known and all(default is inspect.Parameter.empty for default in defaults):
                     raise TypeError(
                         f"{type(self).__name__}.{hook} (or aggregate, update) asks for {name!r}, which is not "
-                        f"passed to it: there are {', '.join(known)}, per node with _i or _j at the end, and PyG's "
+                        f"passed to it. Available are {', '.join(known)} (per node, with _i or _j appended), and PyG's "
                         "index, ptr, dim_size and size."
                     )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attends; takes the arguments of `gattn.attend`."""
+        """Computes attention; takes the arguments of `gattn.attend`."""
         return self.attend(*args, **kwargs)
 
     @recorded
@@ -162,17 +174,17 @@ class Attention(NotScriptable, MessagePassing):
         return_edges: bool | str = False,
         backend: str = "auto",
     ) -> Any:
-        """See `gattn.attend`; `training=None` stands for the module's own mode."""
+        """See `gattn.attend`; `training=None` means the module's own mode."""
         wanted = resolve_backend(backend)
         score = _DOT if score is None else score
         if not isinstance(score, Score):
-            raise TypeError(f"score is an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
+            raise TypeError(f"score must be an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
         distribution = resolve_distribution(distribution)
         graph = as_graph(graph, self.flow, sharded=True)
-        if return_weights not in (False, True, "dropped"):  # 0 and 1 are among them
-            raise ValueError(f"return_weights is False, True or 'dropped', not {return_weights!r}.")
+        if return_weights not in (False, True, "dropped"):  # which includes 0 and 1
+            raise ValueError(f"return_weights must be False, True or 'dropped'; got {return_weights!r}.")
         if return_edges not in (False, True, "logits", "vectors"):
-            raise ValueError(f"return_edges is False, True, 'logits' or 'vectors', not {return_edges!r}.")
+            raise ValueError(f"return_edges must be False, True, 'logits' or 'vectors'; got {return_edges!r}.")
         check_probability("dropout", dropout)
         training = self.training if training is None else training
         call = checked_call(
@@ -194,7 +206,7 @@ class Attention(NotScriptable, MessagePassing):
         )
         require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
         require_finite(edge_projection=edge_projection, out_bias=out_bias)
-        if self.explain and isinstance(graph, CompleteGraph):  # explainers mask the edges of a list of their own
+        if self.explain and isinstance(graph, CompleteGraph):  # explainers mask edges of their own edge_index
             with self._unexplained():
                 result = self._compute(call, wanted, backend)
         else:
@@ -205,7 +217,7 @@ class Attention(NotScriptable, MessagePassing):
         return tuple(results) if len(results) > 1 else result.out
 
     def _compute(self, call: Call, wanted: Backend | None, argument: str) -> Result:
-        """The result of a call, its `out_bias` included; see `_choose`."""
+        """The result of a call, including its `out_bias`; see `_choose`."""
         chosen, out_bias = self._choose(call, wanted, argument), call.out_bias
         if out_bias is None or (chosen.adds_out_bias and out_bias.dtype == call.dtype):
             return chosen.attend(call, self)
@@ -221,7 +233,7 @@ class Attention(NotScriptable, MessagePassing):
         score = call.score
         if not isinstance(score, AdditiveScore) or not isinstance(call.graph, SparseGraph):
             raise InputError(
-                "return_edges='vectors' is for AdditiveScore on a list of edges, which has a vector for each edge; "
+                "return_edges='vectors' is for AdditiveScore on a list of edges, where each edge has a vector; "
                 f"got {score!r} on {call.graph!r}."
             )
         edges = call.graph.edge_list(call.value.device)
@@ -230,16 +242,16 @@ class Attention(NotScriptable, MessagePassing):
         return score.hidden(*on_ends(call, edges)).to(dtype)
 
     def _choose(self, call: Call, wanted: Backend | None, argument: str) -> Backend:
-        """The backend that computes a call: the one place where that is decided.
+        """The backend that computes a call: this is the one place that decides.
 
         Args:
             call: The call.
-            wanted: The backend that is asked for; `None` for the first that can serve the call.
-            argument: The argument `backend` of the call, which says `"auto"` where a block asks.
+            wanted: The requested backend; `None` for the first that can serve the call.
+            argument: The call's `backend` argument, which is `"auto"` if the block around it made the request.
 
         Raises:
-            ValueError: If a backend is asked for that cannot; the message says why not.
-            RuntimeError: If a backend is asked for that this machine does not have.
+            ValueError: If the requested backend cannot serve the call; the message says why.
+            RuntimeError: If the requested backend is not available on this machine.
         """
         if wanted is REFERENCE:
             return wanted
@@ -247,7 +259,7 @@ class Attention(NotScriptable, MessagePassing):
         if wanted is not None:
             reason = wanted.refuses(call) or plain
             if reason is not None:
-                by_block = "The block around it asks for that; " if argument == "auto" else ""
+                by_block = "The surrounding block requests it; " if argument == "auto" else ""
                 raise ValueError(
                     f"backend={wanted.name!r} cannot serve this call: {reason}. {by_block}backend='auto' can."
                 )
@@ -257,7 +269,7 @@ class Attention(NotScriptable, MessagePassing):
         if plain is None:
             device, exports = call.value.device.type, torch.compiler.is_exporting()
             for backend in BACKENDS:
-                if exports and backend.has_operators:  # the program is to run without gattn
+                if exports and backend.has_operators:  # the program has to run without gattn
                     continue
                 if (backend.devices is None or device in backend.devices) and backend.refuses(call) is None:
                     if (missing := backend.missing()) is None:
@@ -266,9 +278,9 @@ class Attention(NotScriptable, MessagePassing):
         return REFERENCE
 
     def _needs_messages(self) -> str | None:
-        """What needs messages to be there, or changes how they are made; `None` if nothing does."""
+        """Why messages have to be computed one by one; `None` if nothing requires that."""
         if self.explain:
-            return "an explainer looks at its messages"
+            return "an explainer reads its messages"
         for name in _HOOKS:
             hook = getattr(type(self), name)
             if hook is not getattr(MessagePassing, name) and getattr(hook, "_fused", None) is not hook:
@@ -284,7 +296,7 @@ class Attention(NotScriptable, MessagePassing):
 
     @contextmanager
     def _unexplained(self) -> Iterator[None]:
-        """Sets an explainer aside."""
+        """Disables an explainer inside the block."""
         self.explain = False
         try:
             yield
@@ -304,14 +316,14 @@ class Attention(NotScriptable, MessagePassing):
         index: Tensor,
         num_targets: int,
     ) -> Tensor:
-        """Attention weights: scores, masks, distribution. `[..., E, H]`."""
+        """Attention weights `[..., E, H]`, from score, mask and distribution."""
         return reference.weights(query_i, key_j, edge, bias, mask, score, distribution, index, num_targets)
 
     @fused
     def message(self, x_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:
         """Weighted values of the sources, `[..., E, H, C]`; with `flat_messages`, `[..., E, H * C]`."""
         messages = reference.messages(x_j, alpha, edge_value)
-        # Explainers mask what lies along node_dim.
+        # Explainers mask along node_dim.
         return messages.flatten(-2) if self.flat_messages and not self.explain else messages
 
     @fused
@@ -321,9 +333,9 @@ class Attention(NotScriptable, MessagePassing):
         index: Tensor,
         ptr: Optional[Tensor] = None,
         dim_size: Optional[int] = None,
-        alpha: Tensor = None,  # type: ignore[assignment] # message() needs one, and PyG knows one type for each name
+        alpha: Tensor = None,  # type: ignore[assignment] # message() requires it, and PyG keeps one type per name
     ) -> Tensor:
-        """Sums of messages for each target, `[..., N, H, C]`; flat messages, which a subclass may make or not, too."""
+        """Sums the messages of each target, `[..., N, H, C]`; a subclass may return them flat or not."""
         flat_dims = 2 if alpha is None else alpha.dim()
         if inputs.dim() == flat_dims:
             inputs = inputs.unsqueeze(-2 if alpha is None or alpha.size(-1) == 1 else -1)
@@ -331,7 +343,7 @@ class Attention(NotScriptable, MessagePassing):
         return aggregated
 
 
-#: `Attention.attend`, unseen by `record_attention`: for what a layer computes beside the weights of its messages.
+#: `Attention.attend` without `record_attention`: for what a layer computes besides the weights of its messages.
 unrecorded: Any = inspect.unwrap(Attention.attend)
 
 
@@ -422,18 +434,22 @@ def attend(
     return_edges: bool | Literal["logits", "vectors"] = False,
     backend: str = "auto",
 ) -> Any:
-    r"""Attention over any graph: the one function that all of gattn's layers are.
+    r"""Attention over any graph: the one function behind all of gattn's layers.
 
     .. math::
         out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} (v_j + e^v_{ij}), \qquad
         \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) + b_{ij} \text{ for } j \in \mathcal{N}(i)\big)
 
+    With :math:`s` a scaled dot product, :math:`p` a softmax and a complete graph it is the attention of `Attention Is
+    All You Need <https://arxiv.org/abs/1706.03762>`_; with `GATScore` on a list of edges that of `Graph Attention
+    Networks <https://arxiv.org/abs/1710.10903>`_.
+
     Args:
         query: Target side of the score: `[N, H, C]`; for `GATScore` `[N, H]`, or `None` for no target-side term.
         key: Source side of the score: `[M, H, C]`; for `GATScore` `[M, H]`.
-        value: What is averaged: `[M, H, Cv]`. For `DotScore`, key and value may have fewer heads, a number that divides
-            H. All three may have one or two leading batch dimensions. Tensors `[B, H, N, C]`, as many Transformers
-            have them, go in and come out as `x.transpose(1, 2)`, without a copy.
+        value: What is averaged: `[M, H, Cv]`. With `DotScore`, key and value may have fewer heads, a number that
+            divides H. All three may have one or two leading batch dimensions. Tensors `[B, H, N, C]`, which many
+            Transformers use, can be passed and returned as `x.transpose(1, 2)`, without a copy.
         graph: Who attends to whom: a `SparseGraph`, a `CompleteGraph`, or a bare `edge_index` in any of PyG's forms.
         score: How the two ends of an edge compare: `GATScore`, `AdditiveScore`, `DotScore` or your own.
             (default: `DotScore()`)
@@ -441,48 +457,52 @@ def attend(
             (default: `None`)
         bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
             (default: `None`)
-        mask: True = may attend: `[E]` or `[E, H]` (or with the batch dimensions in front); on a complete graph
-            broadcastable to `[B, H, N, M]`. (default: `None`)
+        mask: True where a target may attend: `[E]` or `[E, H]`, or with the batch dimensions in front; on a complete
+            graph broadcastable to `[B, H, N, M]`. (default: `None`)
         edge_value: Added to the value: `[E, H, Cv]`. (default: `None`)
-        edge_projection: A weight :math:`W_e`, `[H, C, D]` (`[H, D]` for a scalar score): then `edge` holds features
-            `[E, D]`, and the score's term is :math:`W_e e_{ij}`; an `edge_value` that is the same tensor is projected,
-            too. The CPU kernels project edge by edge, without a tensor of `[E, H, C]`. (default: `None`)
-        edge_type: The type of each edge, `[E]`, integers from 0: then `edge` holds the terms of R types, `[R, H, C]`
-            (for `GATScore` `[R, H]`), and so does `edge_value`. The CPU kernels look them up edge by edge, without a
-            tensor of `[E, H, C]`. (default: `None`)
-        out_bias: Added to the output, `[H, Cv]`. What it saves against adding it afterwards is a second tensor as large
-            as the output, which the CPU kernels then never make. (default: `None`)
+        edge_projection: A weight :math:`W_e`, `[H, C, D]` (`[H, D]` for a scalar score). With it, `edge` holds features
+            `[E, D]`, and the score's term is :math:`W_e e_{ij}`; if `edge_value` is the same tensor, it is projected
+            too. The CPU kernels project edge by edge, without an `[E, H, C]` tensor. (default: `None`)
+        edge_type: The type of each edge, `[E]`, integers from 0. With it, `edge` holds the terms of R types,
+            `[R, H, C]` (for `GATScore` `[R, H]`), and so does `edge_value`. The CPU kernels look them up edge by edge,
+            without an `[E, H, C]` tensor. (default: `None`)
+        out_bias: Added to the output, `[H, Cv]`. Unlike adding it afterwards, this saves a second tensor as large as
+            the output when the CPU kernels compute it. (default: `None`)
         distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, `"sparsemax"`,
             `"entmax15"`, or a `Distribution`, such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
-        dropout: Probability that a weight is dropped, in training. Which ones is drawn from PyTorch's generator, so
-            forked processes that inherit one state drop the same weights until they are seeded. (default: `0.0`)
+        dropout: Probability of dropping a weight in training. PyTorch's generator draws which ones, so forked
+            processes that inherit its state drop the same weights until they are seeded. (default: `0.0`)
         training: Whether dropout applies. (default: `False`)
-        return_weights: `True` also returns the weights before dropout, `"dropped"` the very ones that made the output.
+        return_weights: `True` also returns the weights before dropout; `"dropped"` returns those that were applied.
             (default: `False`)
         return_edges: Also returns what was computed per edge, with gradients, for layers that update their edges:
-            `"logits"`, the finished logits :math:`s + b` before mask and distribution, in the shape of weights (zero
-            where a complete graph has no edge), or
-            `"vectors"`, what an `AdditiveScore`'s activation gets, `[E, H, C]` (only on lists of edges). `True` is
-            `"vectors"` for `AdditiveScore` and `"logits"` for any other score. (default: `False`)
-        backend: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` or
-            `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message passing).
-            (default: `"auto"`)
+            `"logits"`, the logits :math:`s + b` before mask and distribution, in the shape of the weights (zero where a
+            complete graph has no edge), or `"vectors"`, the input of an `AdditiveScore`'s activation, `[E, H, C]` (only
+            on lists of edges). `True` means `"vectors"` for `AdditiveScore` and `"logits"` for any other score.
+            (default: `False`)
+        backend: `"auto"` (the fastest one that can serve the call), `"dense"` (complete graphs, without a list of
+            their edges), `"cpu"` or `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message
+            passing). (default: `"auto"`)
+
+    Shapes:
+        query `[N, H, C]`, key `[M, H, C]`, value `[M, H, Cv]`; the output is `[N, H, Cv]`.
 
     Returns:
         `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
-        `return_weights` a pair: the output, and weights `[E, H]` in `edge_index` order, for a complete graph
-        `[H, N, M]` (each with the batch dimensions in front), for a packed one a list with one for each block. With
-        `return_edges` these come last.
+        `return_weights`, a pair of the output and the weights: `[E, H]` in `edge_index` order, or `[H, N, M]` for a
+        complete graph (each after the batch dimensions), or a list with one per block for a packed graph. With
+        `return_edges`, those come last.
 
     Raises:
-        ValueError: If shapes do not fit each other or the graph, or a name is unknown; the message says which.
+        ValueError: If shapes do not fit each other or the graph, a name is unknown, or the requested backend cannot
+            serve the call; the message says which.
         IndexError: If an index of the graph or a type is out of range.
-        TypeError: If `graph` is no graph, or a tensor is no tensor.
-        RuntimeError: If `backend="cpu"` is asked for, and the kernels were not built, or `"triton"`, and that is not
-            installed.
+        TypeError: If `graph` is not a graph, `score` not a `Score`, or another input not a tensor.
+        RuntimeError: If the requested backend is not available: the kernels of `"cpu"` were not built, or Triton is
+            not installed.
 
     Example:
-        A Transformer's attention is graph attention on a complete graph; causal attention has fewer edges.
+        A Transformer's attention is graph attention on a complete graph; causal attention is the same with fewer edges.
 
         >>> import torch, gattn
         >>> q, k, v = torch.randn(3, 5, 2, 4).unbind()  # 5 nodes, 2 heads, 4 channels
@@ -514,7 +534,7 @@ def attend(
     )
 
 
-# Overriding one of these, or hooking into PyG's machinery, needs that machinery.
+# A subclass that overrides one of these, or hooks into PyG's machinery, needs that machinery.
 _HOOKS = ("edge_update", "message", "aggregate", "update")
 _HOOK_TABLES = tuple(
     f"_{step}_forward{when}_hooks"
@@ -524,7 +544,7 @@ _HOOK_TABLES = tuple(
 
 _DOT = DotScore()
 
-# One instance serves every functional call; made at import, because PyG generates code for it.
+# One instance serves all functional calls; it is made at import, because PyG generates code for it.
 _core = Attention()
 
 
@@ -532,7 +552,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(missing: Missing) -> None:
-    """Says that slower code steps in."""
+    """Warns once that slower code is used."""
     if missing.what not in _warned and not torch.compiler.is_compiling():
         _warned.add(missing.what)
         warnings.warn(f"attention is computed without {missing.what}, many times slower: {missing.why}.", stacklevel=5)

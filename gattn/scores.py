@@ -1,9 +1,9 @@
-r"""How a target *i* and a source *j* compare: the score functions.
+r"""How a target *i* and a source *j* are compared: the score functions.
 
 Dimensions, here and everywhere in gattn: N targets, M sources, E edges, H heads, C channels, B batch.
 
-A score holds tensors, not parameters: layers own the parameters. Its `logits` *is* its definition; every backend is
-tested against it.
+A score holds tensors, not parameters: the layers own the parameters. Its `logits` *is* its definition, against which
+every backend is tested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Family(NamedTuple):
-    """What kernels know a score by."""
+    """How the kernels identify a score."""
 
     name: str
     """The name of its formula in the kernels."""
@@ -29,11 +29,21 @@ class Family(NamedTuple):
 
 
 class Score:
-    r"""Base class of all score functions :math:`s(q_i, k_j, e_{ij})`.
+    r"""Base class of all score functions :math:`s(q_i, k_j, e_{ij})`, which compare the two ends of an edge.
 
-    To add one, override :meth:`logits`. If it compares one scalar per head instead of a vector, set `scalar = True`. If
-    its `logits` broadcasts, set `broadcasts = True`, and complete graphs need no list of edges. On lists of edges, the
-    kernels compute the softmax and the sum of any score; those of its own formula it names in :meth:`family`.
+    .. math::
+        \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) \text{ for } j \in \mathcal{N}(i)\big)
+
+    `Luong et al. <https://arxiv.org/abs/1508.04025>`_ compare several. To add one, override :meth:`logits`. If it
+    compares one scalar per head instead of a vector, set `scalar = True`. If its `logits` broadcasts, set `broadcasts =
+    True`, and complete graphs need no list of edges. On lists of edges, the kernels compute the softmax and the sum of
+    any score; they also compute the logits of those whose :meth:`family` they know.
+
+    Shapes:
+        query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`, logits `[E, H]`; a scalar score has no C.
+
+    Raises:
+        NotImplementedError: In use, if the subclass does not define :meth:`logits`.
 
     Example:
         >>> import torch, gattn
@@ -55,7 +65,7 @@ class Score:
     #: Whether key and value may have fewer heads than the query (grouped queries).
     grouped: ClassVar[bool] = False
 
-    #: The names that a class's :meth:`family` may have.
+    #: The names that this class's :meth:`family` may have.
     families: ClassVar[tuple[str, ...]] = ()
 
     _class_of_family: ClassVar[dict[str, type[Score]]] = {}
@@ -66,27 +76,27 @@ class Score:
 
     @staticmethod
     def known_families() -> tuple[str, ...]:
-        """The names that kernels may know scores by."""
+        """The names by which kernels may know scores."""
         return tuple(Score._class_of_family)
 
     @staticmethod
     def class_of_family(name: str) -> type[Score]:
-        """The class of the scores that kernels know by a name.
+        """The class of the scores that kernels know by this name.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If no score has it.
         """
         if name not in Score._class_of_family:
-            raise ValueError(f"there is no score of the family {name!r}.")
+            raise ValueError(f"no score belongs to the family {name!r}.")
         return Score._class_of_family[name]
 
     @classmethod
     def from_family(cls, family: Family) -> Score:
-        """The score that kernels know by `family`."""
+        """The score that the kernels know as `family`."""
         raise NotImplementedError(f"{cls.__name__} has no family.")
 
     def family(self, channels: int) -> Family | None:
-        """What kernels know the score by, once it is :meth:`folded`; `None` if they do not know it.
+        """How the kernels know the score, once it is :meth:`folded`; `None` if they do not.
 
         Args:
             channels: C, 1 for a scalar score.
@@ -94,9 +104,9 @@ class Score:
         return None
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
-        """Compares the two ends of every edge, each by itself: it may be asked for a part of the edges at a time.
+        """Compares the two ends of each edge, independently of other edges: calls may cover only some of the edges.
 
-        Its arguments are not copies: do not change them in place.
+        The arguments are not copies: do not change them in place.
 
         Args:
             query: Target-side term of each edge, `[..., E, H, C]` (`[..., E, H]` for a scalar score, or `None`).
@@ -113,24 +123,24 @@ class Score:
         return ()
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same score with its tensors in another type; itself, if it holds none."""
+        """The same score with its tensors in another type; the score itself if it holds none."""
         return self
 
     def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Score]:
-        """An equivalent query, key and score: one that is just its :meth:`family`, without other tensors."""
+        """An equivalent query, key and score, where the score is its :meth:`family` alone, without other tensors."""
         return query, key, self
 
     def check(self, heads: int, channels: int) -> None:
-        """Raises `ValueError` where the score's own tensors do not fit `heads` and `channels`."""
+        """Raises `ValueError` if the score's own tensors do not fit `heads` and `channels`."""
 
 
 def family_of(score: Score, channels: int) -> Family | None:
-    """What kernels know a score by; `None` if its formula is not that of the class which says so."""
+    """How the kernels know a score; `None` if a subclass overrides the formula of the class that names the family."""
     return None if says(score, "family", "logits") is None else score.family(channels)
 
 
 def says(instance: Any, attribute: str, method: str) -> Any:
-    """What a class says of one of its methods, by an attribute; `None` if the instance has another method than that."""
+    """A class's attribute about one of its methods; `None` if the instance overrides that method."""
     cls = type(instance)
     owner = next(base for base in cls.__mro__ if attribute in vars(base))
     is_same = getattr(cls, method) is getattr(owner, method) and method not in vars(instance)
@@ -140,7 +150,8 @@ def says(instance: Any, attribute: str, method: str) -> Any:
 def _check_slope(negative_slope: float) -> None:
     if isinstance(negative_slope, Tensor):
         raise TypeError(
-            "negative_slope is a number, which has no gradient; for a learnt slope, subclass Score and write logits()."
+            "negative_slope must be a number, as it gets no gradient; for a learnt slope, subclass Score and write "
+            "logits()."
         )
 
 
@@ -156,6 +167,9 @@ class GATScore(Score):
 
     Shapes:
         query `[N, H]` or `None` (no target-side term), key `[M, H]`, edge `[E, H]`.
+
+    Raises:
+        TypeError: If `negative_slope` is a tensor, which would get no gradient.
 
     Example:
         >>> import torch, gattn
@@ -202,7 +216,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "gelu": lambda hidden, negative_slope: F.gelu(hidden),
     "silu": lambda hidden, negative_slope: F.silu(hidden),
 }
-#: Of which a LeakyReLU of this slope does the same.
+#: Those that equal a LeakyReLU of this slope.
 _SLOPES = {"relu": 0.0, "identity": 1.0}
 #: The others, in the order in which kernels number them.
 _SMOOTH = ("tanh", "elu", "gelu", "silu")
@@ -214,8 +228,8 @@ class AdditiveScore(Score):
     .. math::
         s_{ij} = a^{\top} \sigma(q_i + k_j + e_{ij})
 
-    With :math:`\sigma` = LeakyReLU it is the score of `GATv2 <https://arxiv.org/abs/2105.14491>`_; with
-    :math:`\sigma = \tanh` that of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_ and the *concat* score of
+    With :math:`\sigma` = LeakyReLU, it is the score of `GATv2 <https://arxiv.org/abs/2105.14491>`_; with
+    :math:`\sigma = \tanh`, that of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_ and the *concat* score of
     `Luong et al. <https://arxiv.org/abs/1508.04025>`_.
 
     Args:
@@ -228,8 +242,9 @@ class AdditiveScore(Score):
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`.
 
     Raises:
-        TypeError: If `vector` is no tensor.
-        ValueError: If `vector` is not `[H, C]`, or the activation is unknown.
+        TypeError: If `vector` is not a tensor, or `negative_slope` is one.
+        ValueError: If `vector` is not `[H, C]`, the activation is unknown, or (in use) `vector` does not fit the heads
+            and channels.
 
     Example:
         >>> import torch, gattn
@@ -247,11 +262,11 @@ class AdditiveScore(Score):
             raise TypeError(f"AdditiveScore's vector must be a tensor; got {type(vector).__name__}.")
         if vector.dim() != 2:
             raise ValueError(
-                f"AdditiveScore's vector has one row per head, [H, C]; got a tensor of shape {list(vector.shape)}."
+                f"AdditiveScore's vector must have one row per head, [H, C]; got shape {list(vector.shape)}."
             )
         if activation not in _ACTIVATIONS:
             known = ", ".join(repr(name) for name in _ACTIVATIONS)
-            raise ValueError(f"AdditiveScore's activation is one of {known}, not {activation!r}.")
+            raise ValueError(f"AdditiveScore's activation must be one of {known}; got {activation!r}.")
         _check_slope(negative_slope)
         self.vector = vector
         self.activation = activation
@@ -281,7 +296,7 @@ class AdditiveScore(Score):
         return (hidden * self.vector).sum(-1)
 
     def hidden(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
-        """What the activation gets of each edge, of the shape of its arguments; these are those of `logits`."""
+        """The input of the activation for each edge; takes the arguments of `logits` and has their shape."""
         hidden = key if query is None else query + key
         return hidden if edge is None else hidden + edge
 
@@ -290,7 +305,7 @@ class AdditiveScore(Score):
         return (self.vector,)
 
     def check(self, heads: int, channels: int) -> None:
-        """Raises `ValueError` where the vector does not fit `heads` and `channels`."""
+        """Raises `ValueError` if the vector does not fit `heads` and `channels`."""
         if tuple(self.vector.shape) != (heads, channels):
             raise ValueError(
                 f"AdditiveScore's vector is {list(self.vector.shape)}, but query and key have {heads} heads and "
@@ -308,22 +323,23 @@ class DotScore(Score):
         s_{ij} = \mathrm{clamp}(\mathrm{LeakyReLU}(c \cdot q_i^{\top} (k_j + e_{ij})), -b, b)
         \quad \text{or, with } \odot \text{ for } +, \quad q_i^{\top} (k_j \odot e_{ij})
 
-    Multiplied with the edges and clamped to 5, it is the score of `A Generalization of Transformer Networks to Graphs
+    With `edge="multiply"` and `clamp=5`, it is the score of `A Generalization of Transformer Networks to Graphs
     <https://arxiv.org/abs/2012.09699>`_.
 
     Args:
-        scale: The factor :math:`c`; `None` stands for :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product. Or a
+        scale: The factor :math:`c`; `None` means :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product. Or a
             tensor: a single number, or one per head, `[H]`, which may be learnt. (default: `None`)
-        negative_slope: Slope of the LeakyReLU for negative products; 1 stands for none. (default: `1.0`)
-        edge: How an edge's term joins the key: `"add"` or `"multiply"`. (default: `"add"`)
-        clamp: The bound :math:`b` of the score. (default: `None`, none)
+        negative_slope: Slope of the LeakyReLU for negative products; 1 means no LeakyReLU. (default: `1.0`)
+        edge: How an edge's term is combined with the key: `"add"` or `"multiply"`. (default: `"add"`)
+        clamp: The bound :math:`b` of the score. (default: `None`, no bound)
 
     Shapes:
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Key and value may have fewer heads, a number that
         divides H (grouped queries): consecutive query heads then share one.
 
     Raises:
-        ValueError: If `edge` is unknown, or `clamp` is not positive.
+        TypeError: If `negative_slope` or `clamp` is a tensor, which would get no gradient.
+        ValueError: If `edge` is unknown, `clamp` is not positive, or (in use) the scale does not fit the heads.
 
     Example:
         >>> import torch, gattn
@@ -346,11 +362,11 @@ class DotScore(Score):
     ):
         _check_slope(negative_slope)
         if edge not in ("add", "multiply"):
-            raise ValueError(f"an edge's term joins the key by 'add' or 'multiply', not by {edge!r}.")
+            raise ValueError(f"DotScore's edge must be 'add' or 'multiply'; got {edge!r}.")
         if isinstance(clamp, Tensor):
-            raise TypeError("clamp is a number, which has no gradient.")
+            raise TypeError("clamp must be a number, as it gets no gradient.")
         if clamp is not None and not clamp > 0:
-            raise ValueError(f"clamp is a positive bound of the score; got {clamp}.")
+            raise ValueError(f"clamp must be a positive bound of the score; got {clamp}.")
         self.scale = scale
         self.negative_slope = negative_slope
         self.edge = edge
@@ -358,7 +374,7 @@ class DotScore(Score):
 
     @property
     def is_product(self) -> bool:
-        """Whether it is the scaled product and nothing more, where edges have no terms."""
+        """Whether the score is the scaled product and nothing else, where edges have no terms."""
         return self.negative_slope == 1.0 and self.clamp is None
 
     def family(self, channels: int) -> Family:
@@ -376,7 +392,7 @@ class DotScore(Score):
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
         if query is None:
-            raise ValueError("DotScore multiplies query and key; query=None is possible with GATScore only.")
+            raise ValueError("DotScore multiplies query and key; only GATScore takes query=None.")
         if edge is not None:
             key = key + edge if self.edge == "add" else key * edge
         logits: Tensor = (query * key).sum(-1) * self.factor(key.size(-1))
@@ -391,17 +407,17 @@ class DotScore(Score):
         return 1 / math.sqrt(channels) if channels else 1.0
 
     def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, DotScore]:
-        """See `Score.folded`: a tensor as the scale is multiplied into the query."""
+        """See `Score.folded`: a scale that is a tensor is multiplied into the query."""
         if not isinstance(self.scale, Tensor):
             return query, key, self
         score = DotScore(1.0, self.negative_slope, edge=self.edge, clamp=self.clamp)
         return (query * self.scale.unsqueeze(-1)).to(query.dtype), key, score
 
     def check(self, heads: int, channels: int) -> None:
-        """Raises `ValueError` where a tensor as the scale does not fit `heads`."""
+        """Raises `ValueError` if the scale is a tensor that does not fit `heads`."""
         if isinstance(self.scale, Tensor) and self.scale.shape not in ((), (1,), (heads,)):
             raise ValueError(
-                f"{type(self).__name__}'s scale is a number, or one per head, [{heads}]; got a tensor of "
+                f"{type(self).__name__}'s scale must be a number, or one per head, [{heads}]; got a tensor of "
                 f"{list(self.scale.shape)}."
             )
 
@@ -417,7 +433,7 @@ class CosineScore(DotScore):
     .. math::
         s_{ij} = \beta \, \frac{q_i^{\top}}{\|q_i\|} \left(\frac{k_j}{\|k_j\|} + e_{ij}\right)
 
-    Vectors shorter than :math:`10^{-12}` are divided by that instead of their length.
+    Vectors shorter than :math:`10^{-12}` are divided by that number instead of their length.
 
     Args:
         scale: The factor :math:`\beta`, or a tensor: a single number, or one per head, `[H]`, which may be learnt.
@@ -425,6 +441,9 @@ class CosineScore(DotScore):
 
     Shapes:
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Heads may be grouped, as in `DotScore`.
+
+    Raises:
+        ValueError: In use, if the scale does not fit the heads.
 
     Example:
         >>> import torch, gattn
@@ -447,10 +466,10 @@ class CosineScore(DotScore):
         return super().logits(None if query is None else _unit(query), _unit(key), edge)
 
     def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, DotScore]:
-        """See `Score.folded`: query and key get unit length, which is computed once per node and not per edge."""
+        """See `Score.folded`: query and key get unit length, once per node instead of once per edge."""
         return DotScore(self.scale).folded(_unit(query), _unit(key))
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors in units of their lengths, computed in float32 at least."""
+    """Vectors scaled to unit length, computed in float32 at least."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)

@@ -522,8 +522,8 @@ class TestBadInput:
             ({"edge_value": torch.zeros(3, H, C)}, ValueError, "edge_value has one entry per edge"),
             ({"mask": torch.zeros(2, H)}, ValueError, "mask is a tensor of booleans"),
             ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "mask has one entry per edge"),
-            ({"score": "dot"}, TypeError, r"score is an object such as gattn.DotScore\(\).*got 'dot'"),
-            ({"score": DotScore}, TypeError, "score is an object"),
+            ({"score": "dot"}, TypeError, r"score must be an object such as gattn.DotScore\(\).*got 'dot'"),
+            ({"score": DotScore}, TypeError, "score must be an object"),
             ({"edge": [1.0]}, TypeError, "edge must be a tensor; got list"),
             (
                 {"backend": "cuda"},
@@ -536,7 +536,7 @@ class TestBadInput:
                 "unknown distribution 'argmax': use 'softmax', 'sigmoid'",
             ),
             ({"dropout": 1.5}, ValueError, "dropout is a probability"),
-            ({"return_weights": "all"}, ValueError, "return_weights is False, True or 'dropped'"),
+            ({"return_weights": "all"}, ValueError, "return_weights must be False, True or 'dropped'"),
         ],
     )
     def test_message(self, change, error, message):
@@ -547,7 +547,7 @@ class TestBadInput:
     def test_scores_check_themselves(self):
         with pytest.raises(ValueError, match="one row per head"):
             AdditiveScore(torch.zeros(C))
-        with pytest.raises(ValueError, match="one of 'leaky_relu', .*, not 'swish'"):
+        with pytest.raises(ValueError, match="one of 'leaky_relu', .*; got 'swish'"):
             AdditiveScore(torch.zeros(H, C), activation="swish")
 
     def test_minus_infinity_in_a_bias_masks_and_is_no_mistake(self):

@@ -168,7 +168,7 @@ def test_compiled_code(kind):
 
 def test_what_is_not_there_is_refused():
     x = torch.randn(N, H, C)
-    with pytest.raises(ValueError, match="return_edges is False, True, 'logits' or 'vectors', not 'edges'"):
+    with pytest.raises(ValueError, match="return_edges must be False, True, 'logits' or 'vectors'; got 'edges'"):
         attend(x, x, x, EDGES, return_edges="edges")
     with pytest.raises(ValueError, match="'vectors' is for AdditiveScore on a list of edges"):
         attend(x, x, x, EDGES, return_edges="vectors")

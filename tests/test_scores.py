@@ -138,7 +138,7 @@ class TestCosine:
     def test_words(self):
         assert repr(CosineScore(2.0)) == "CosineScore(scale=2.0)"
         x = torch.randn(3, H, C)
-        with pytest.raises(ValueError, match=rf"CosineScore's scale is a number, or one per head, \[{H}\]"):
+        with pytest.raises(ValueError, match=rf"CosineScore's scale must be a number, or one per head, \[{H}\]"):
             attend(x, x, x, CompleteGraph(3), score=CosineScore(torch.ones(H + 1)))
 
     def test_another_formula_is_not_known(self):
@@ -185,15 +185,15 @@ class TestActivations:
         for activation, function in functions.items():
             found = AdditiveScore(vector, activation).logits(query, key, None)
             torch.testing.assert_close(found, (function(query + key) * vector).sum(-1))
-        with pytest.raises(ValueError, match="one of 'leaky_relu', 'tanh', 'relu', .*, not 'mish'"):
+        with pytest.raises(ValueError, match="one of 'leaky_relu', 'tanh', 'relu', .*; got 'mish'"):
             AdditiveScore(vector, "mish")
 
     def test_options_of_dot_products(self):
-        with pytest.raises(ValueError, match="by 'add' or 'multiply', not by 'subtract'"):
+        with pytest.raises(ValueError, match="must be 'add' or 'multiply'; got 'subtract'"):
             DotScore(edge="subtract")
-        with pytest.raises(ValueError, match="clamp is a positive bound"):
+        with pytest.raises(ValueError, match="clamp must be a positive bound"):
             DotScore(clamp=0)
-        with pytest.raises(TypeError, match="clamp is a number"):
+        with pytest.raises(TypeError, match="clamp must be a number"):
             DotScore(clamp=torch.ones(()))
         assert repr(DotScore(0.5, edge="multiply", clamp=5)) == "DotScore(scale=0.5, edge='multiply', clamp=5)"
         assert repr(DotScore()) == "DotScore(scale=None)"

@@ -253,14 +253,14 @@ class TestEverywhere:
             def message(self, value_j, alpha):
                 return alpha.unsqueeze(-1) * value_j
 
-        with pytest.raises(TypeError, match="asks for 'value_j', which is not passed to it: there are x, alpha"):
+        with pytest.raises(TypeError, match="asks for 'value_j', which is not passed to it. Available are x, alpha"):
             Wrong(F, 4)
 
         class WrongUpdate(layer):
             def edge_update(self, alpha_j, index):
                 return alpha_j
 
-        with pytest.raises(TypeError, match="asks for 'alpha_j'.*there are query, key"):
+        with pytest.raises(TypeError, match="asks for 'alpha_j'.*Available are query, key"):
             WrongUpdate(F, 4)
 
     def test_dropout_is_reproducible_and_only_in_training(self, layer, x, edge_index):

@@ -420,7 +420,7 @@ class TestNumbersThatAreTensors:
 
     @pytest.mark.parametrize("make", [GATScore, lambda **slope: AdditiveScore(torch.ones(H, C), **slope)])
     def test_slope(self, make):
-        with pytest.raises(TypeError, match="negative_slope is a number, which has no gradient"):
+        with pytest.raises(TypeError, match="negative_slope must be a number, as it gets no gradient"):
             make(negative_slope=torch.tensor(0.2, requires_grad=True))
 
 
