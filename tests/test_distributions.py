@@ -185,9 +185,9 @@ class TestGates:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"eps": 1e-6}, "part of the sum that normalize=True divides by"),
-            ({"normalize": True, "eps": -1.0}, "eps is a finite number that is not negative; got -1.0"),
-            ({"normalize": True, "eps": math.nan}, "eps is a finite number that is not negative; got nan"),
+            ({"eps": 1e-6}, "eps requires normalize=True"),
+            ({"normalize": True, "eps": -1.0}, "eps must be finite and not negative; got -1.0"),
+            ({"normalize": True, "eps": math.nan}, "eps must be finite and not negative; got nan"),
         ],
     )
     def test_wrong_arguments(self, options, message):
@@ -250,14 +250,14 @@ class TestSinkAndSoftcap:
 
     @pytest.mark.parametrize("softcap", [0, -1.0, math.inf, math.nan])
     def test_wrong_softcaps(self, softcap):
-        with pytest.raises(ValueError, match="softcap is positive and finite"):
+        with pytest.raises(ValueError, match="softcap must be positive and finite"):
             Softmax(softcap=softcap)
 
     @pytest.mark.parametrize("graph", [torch.tensor([[0, 1, 2], [3, 3, 0]]), CompleteGraph(4)])
     @pytest.mark.parametrize("backend", ["auto", "reference"])
     def test_wrong_sinks(self, graph, backend):
         x = torch.randn(4, 2, 3)
-        with pytest.raises(ValueError, match=r"sink is a number, or one per head, \[2\]; got a tensor of \[3\]"):
+        with pytest.raises(ValueError, match=r"sink must be a number, or one per head, \[2\]; got a tensor of \[3\]"):
             attend(x, x, x, graph, distribution=Softmax(torch.zeros(3)), backend=backend)
 
     def test_a_number_as_the_sink_is_as_exact_as_the_features(self):
@@ -269,8 +269,8 @@ class TestSinkAndSoftcap:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: Softmax(softcap=torch.tensor(1.0)), "softcap is a number, which has no gradient"),
-            (lambda: Sigmoid(True, torch.tensor(1.0)), "eps is a number, which has no gradient"),
+            (lambda: Softmax(softcap=torch.tensor(1.0)), "softcap must be a number, as it gets no gradient"),
+            (lambda: Sigmoid(True, torch.tensor(1.0)), "eps must be a number, as it gets no gradient"),
         ],
     )
     def test_tensors_that_would_not_be_learnt(self, make, message):
@@ -387,10 +387,10 @@ class TestLocalGaussian:
 
     def test_wrong_ones(self):
         x, graph = torch.randn(2, 4, 1, 3), CompleteGraph(4)
-        with pytest.raises(TypeError, match="centres are a tensor, one per target; got float"):
+        with pytest.raises(TypeError, match="centres must be a tensor, one per target; got float"):
             LocalGaussian(2.0, 3)
         for width in (0, -1.0, math.nan):
-            with pytest.raises(ValueError, match=f"width is positive; got {width}"):
+            with pytest.raises(ValueError, match=f"width must be positive; got {width}"):
                 LocalGaussian(torch.zeros(4), width)
         for shape in ((), (3,), (2, 3), (3, 4), (4, 1), (1, 4)):
             for backend in ("dense", "reference"):
@@ -399,7 +399,7 @@ class TestLocalGaussian:
         sparse = torch.tensor([[0, 1], [1, 2]])
         with pytest.raises(ValueError, match=r"one centre per target, \[4\]; got \[2\]"):
             attend(x[0], x[0], x[0], sparse, distribution=LocalGaussian(torch.zeros(2), 2))
-        with pytest.raises(ValueError, match="ask with_sources"):
+        with pytest.raises(ValueError, match="LocalGaussian needs to know the sources"):
             LocalGaussian(torch.zeros(4), 2).weights(torch.zeros(2, 1), torch.tensor([0, 1]), 4, 0)
 
     def test_sources_are_bound_to_a_copy(self):
@@ -657,11 +657,11 @@ class TestHard:
 
     def test_wrong_ones(self):
         for options, message in (
-            ({"estimator": "gumbel"}, "estimator is 'reinforce' or 'straight_through', not 'gumbel'"),
-            ({"temperature": 0.0}, "temperature is positive; got 0.0"),
-            ({"temperature": math.nan}, "temperature is positive; got nan"),
-            ({"expected": 1.5}, "expected is a probability; got 1.5"),
-            ({"expected": -0.1}, "expected is a probability; got -0.1"),
+            ({"estimator": "gumbel"}, "estimator must be 'reinforce' or 'straight_through'; got 'gumbel'"),
+            ({"temperature": 0.0}, "temperature must be positive; got 0.0"),
+            ({"temperature": math.nan}, "temperature must be positive; got nan"),
+            ({"expected": 1.5}, "expected must be a probability; got 1.5"),
+            ({"expected": -0.1}, "expected must be a probability; got -0.1"),
         ):
             with pytest.raises(ValueError, match=message):
                 Hard(**options)

@@ -157,7 +157,7 @@ class TestOfRows:
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, True, None])
 def test_top_k_needs_a_positive_number(k):
-    with pytest.raises(ValueError, match="positive number of neighbours"):
+    with pytest.raises(ValueError, match="k must be a positive integer"):
         TopK(k)
 
 
@@ -184,12 +184,12 @@ class TestWithinTypes:
 
     def test_the_inner_distribution_is_checked(self):
         x, edges = torch.randn(N, H, 4), random_edge_index(N, N, E)
-        with pytest.raises(ValueError, match="sink is a number, or one per head"):
+        with pytest.raises(ValueError, match="sink must be a number, or one per head"):
             attend(x, x, x, edges, distribution=WithinTypes(self.types, Softmax(sink=torch.zeros(5))))
 
     @pytest.mark.parametrize("inner", [LocalGaussian(torch.arange(N).float(), 2.0), "softmax"])
     def test_other_distributions_are_refused(self, inner):
-        with pytest.raises(TypeError, match="whose weights do not depend on which target it is"):
+        with pytest.raises(TypeError, match="whose weights do not depend on the target itself"):
             WithinTypes(self.types, inner)
 
     def test_types_are_checked(self):
@@ -198,7 +198,7 @@ class TestWithinTypes:
                 WithinTypes(types, num_types=2)
         with pytest.raises(IndexError, match="holds type -1"):
             WithinTypes(self.types - 1).weights(drawn(), INDEX, N, 0)
-        with pytest.raises(ValueError, match="num_types is a positive number"):
+        with pytest.raises(ValueError, match="num_types must be a positive number"):
             WithinTypes(self.types, num_types=0)
 
     def test_other_types_are_refused(self):

@@ -34,7 +34,7 @@ __all__ = [
     "softmax",
 ]
 
-#: What distributions are called, where a name is enough.
+#: The names of distributions, where a name is enough.
 DISTRIBUTIONS: dict[str, Distribution] = {
     "softmax": Softmax(),
     "sigmoid": Sigmoid(),
@@ -44,12 +44,12 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "entmax15": Entmax15(),
 }
 
-#: What kernels may know distributions by.
+#: The names by which kernels may know distributions.
 LAWS: dict[str, Distribution] = {**DISTRIBUTIONS, "logits": Logits()}
 
 
 def from_law(law: Law) -> Distribution:
-    """The distribution that kernels know by `law`."""
+    """The distribution that the kernels know as `law`."""
     kind = type(LAWS[law.name])
     assert issubclass(kind, Softmax | Gate)
     return kind.from_law(law)

@@ -1,4 +1,4 @@
-"""What a distribution is."""
+"""The base class of distributions."""
 
 from __future__ import annotations
 
@@ -10,21 +10,30 @@ from gattn.scores import says
 
 
 class Law(NamedTuple):
-    """What kernels know a distribution by."""
+    """How the kernels identify a distribution."""
 
     name: str
     """The name of its formula in the kernels."""
     constants: tuple[float, ...] = ()
     """The numbers in the formula, in the order in which the kernels take them."""
     sink: float | Tensor | None = None
-    """The logit of the sink, or one per head, `[H]`; of the softmax alone."""
+    """The logit of the sink, or one per head, `[H]`; only the softmax has one."""
 
 
 class Distribution:
-    """Base class of everything that turns logits into weights.
+    r"""Base class of everything that turns logits into weights.
 
-    To add one, override :meth:`weights`. On lists of edges, the kernels compute the logits and the sum for any
-    distribution; the weights, too, where it names one of their own formulas in :meth:`law`.
+    .. math::
+        \alpha_{i\cdot} = p\big(s_{ij} \text{ for } j \in \mathcal{N}(i)\big)
+
+    To add one, override :meth:`weights`. On lists of edges, the kernels compute the logits and the weighted sum for any
+    distribution; they also compute the weights if :meth:`law` names one of their own formulas.
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
+
+    Raises:
+        NotImplementedError: In use, if the subclass does not define :meth:`weights`.
 
     Example:
         >>> import torch, gattn
@@ -36,10 +45,10 @@ class Distribution:
         tensor([0.5000, 0.5000])
     """
 
-    #: Whether logits of minus infinity always get weight zero, so that pairs without an edge may be among them.
+    #: Whether logits of minus infinity always get weight zero, so that pairs without an edge may be included.
     respects_infinity: ClassVar[bool] = False
 
-    #: Whether weights depend on which target it is, and not only on the logits of its edges.
+    #: Whether weights depend on the target itself, and not only on the logits of its edges.
     knows_targets: ClassVar[bool] = False
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
@@ -57,7 +66,7 @@ class Distribution:
         raise NotImplementedError(f"{type(self).__name__} does not define weights().")
 
     def with_sources(self, source: Tensor) -> Distribution:
-        """The distribution that is asked for these edges' weights; itself, unless it looks at where they come from.
+        """The distribution to use for the weights of these edges; itself, unless it depends on their sources.
 
         Args:
             source: The source of each edge, `[E]`.
@@ -65,30 +74,30 @@ class Distribution:
         return self
 
     def law(self) -> Law | None:
-        """What kernels know it by; `None` if they do not."""
+        """How the kernels know it; `None` if they do not."""
         return None
 
     def of_matrix(self, logits: Tensor) -> Tensor | None:
-        """The weights of all pairs of nodes, `[..., N, M]`, from such logits; `None` if that takes a list of edges."""
+        """The weights of all pairs of nodes, from logits `[..., N, M]`; `None` if it requires a list of edges."""
         return None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that the distribution itself holds: they must be where the features are."""
+        """The tensors that the distribution itself holds: they must be on the device of the features."""
         return ()
 
     def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
-        """Raises `ValueError` where the distribution's own tensors do not fit the batch, the targets and the heads."""
+        """Raises `ValueError` if the distribution's own tensors do not fit the batch, the targets and the heads."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 def law_of(distribution: Distribution) -> Law | None:
-    """What kernels know a distribution by; `None` also where the `weights` are not those of the class that says it."""
+    """How the kernels know a distribution; `None` if a subclass overrides the `weights` of the class that names it."""
     return None if says(distribution, "law", "weights") is None else distribution.law()
 
 
 def check_number(name: str, number: float) -> None:
-    """Raises `TypeError` where an option is a tensor, whose gradient would be missed."""
+    """Raises `TypeError` if an option is a tensor, as it would get no gradient."""
     if isinstance(number, Tensor):
-        raise TypeError(f"{name} is a number, which has no gradient.")
+        raise TypeError(f"{name} must be a number, as it gets no gradient.")

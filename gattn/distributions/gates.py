@@ -23,10 +23,14 @@ class Gate(Distribution):
     target whose sum is exactly zero.
 
     Args:
-        normalize: Whether weights are divided by the sum of each target's. (default: `False`)
+        normalize: Whether each target's weights are divided by their sum. (default: `False`)
         eps: The :math:`\epsilon` in that sum. (default: `0.0`)
 
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
+
     Raises:
+        TypeError: If `eps` is a tensor, which would get no gradient.
         ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:
@@ -41,20 +45,20 @@ class Gate(Distribution):
 
     respects_infinity = True
 
-    #: What kernels know the function by; `None` if they do not.
+    #: The name by which the kernels know the function; `None` if they do not.
     name: ClassVar[str | None] = None
 
     def __init__(self, normalize: bool = False, eps: float = 0.0):
         check_number("eps", eps)
         if not 0 <= eps < float("inf"):
-            raise ValueError(f"{type(self).__name__}'s eps is a finite number that is not negative; got {eps}.")
+            raise ValueError(f"{type(self).__name__}'s eps must be finite and not negative; got {eps}.")
         if eps > 0 and not normalize:
-            raise ValueError(f"{type(self).__name__}'s eps is part of the sum that normalize=True divides by.")
+            raise ValueError(f"{type(self).__name__}'s eps requires normalize=True, which divides by the sum plus eps.")
         self.normalize = normalize
         self.eps = eps
 
     def of(self, logits: Tensor) -> Tensor:
-        """The function :math:`f`, of finite logits."""
+        """The function :math:`f`; its logits are finite."""
         raise NotImplementedError(f"{type(self).__name__} does not define of().")
 
     def law(self) -> Law | None:
@@ -64,7 +68,7 @@ class Gate(Distribution):
 
     @classmethod
     def from_law(cls, law: Law) -> Gate:
-        """The gate that kernels know by `law`."""
+        """The gate that the kernels know as `law`."""
         return cls(bool(law.constants[0]), law.constants[1])
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
@@ -87,7 +91,7 @@ class Gate(Distribution):
 
     def _scale(self, total: Tensor) -> Tensor:
         total = total + self.eps
-        # Only exact zeros are replaced, so that a NaN in a row shows in the whole row.
+        # Only exact zeros are replaced, so that a NaN spreads to its whole row.
         return total.masked_fill(total == 0, 1.0).reciprocal().masked_fill(total == 0, 0.0)
 
     def __repr__(self) -> str:
@@ -96,11 +100,23 @@ class Gate(Distribution):
 
 
 class Sigmoid(Gate):
-    """The logistic function of each logit: the gates of `ResGatedGraphConv <https://arxiv.org/abs/1711.07553>`_.
+    r"""The logistic function of each logit: the gates of `ResGatedGraphConv <https://arxiv.org/abs/1711.07553>`_.
 
-    `Sigmoid(normalize=True, eps=1e-6)` is that of `GatedGCN <https://arxiv.org/abs/2003.00982>`_.
+    .. math::
+        \alpha_{ij} = \sigma(s_{ij})
 
-    Args: see `gattn.Gate`.
+    `Sigmoid(normalize=True, eps=1e-6)` gives the gates of `GatedGCN <https://arxiv.org/abs/2003.00982>`_.
+
+    Args:
+        normalize: Whether each target's weights are divided by their sum. (default: `False`)
+        eps: Added to that sum; see `gattn.Gate`. (default: `0.0`)
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
+
+    Raises:
+        TypeError: If `eps` is a tensor, which would get no gradient.
+        ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:
         >>> import torch, gattn
@@ -117,9 +133,21 @@ class Sigmoid(Gate):
 
 
 class Tanh(Gate):
-    """The hyperbolic tangent of each logit: signed weights, as in `FAConv <https://arxiv.org/abs/2101.00797>`_.
+    r"""The hyperbolic tangent of each logit: signed weights, as in `FAConv <https://arxiv.org/abs/2101.00797>`_.
 
-    Args: see `gattn.Gate`.
+    .. math::
+        \alpha_{ij} = \tanh(s_{ij})
+
+    Args:
+        normalize: Whether each target's weights are divided by their sum. (default: `False`)
+        eps: Added to that sum; see `gattn.Gate`. (default: `0.0`)
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
+
+    Raises:
+        TypeError: If `eps` is a tensor, which would get no gradient.
+        ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:
         >>> import torch, gattn
@@ -136,7 +164,7 @@ class Tanh(Gate):
 
 
 class Logits(Gate):
-    """Each logit as it is, minus infinity included: what kernels are asked for logits by."""
+    """Each logit as it is, including minus infinity: kernels that are given this return the logits."""
 
     name = "logits"
 
@@ -149,9 +177,24 @@ class Logits(Gate):
 
 
 class Identity(Gate):
-    """Each logit as it is: linear attention, or a sum with given coefficients.
+    r"""Each logit as it is: linear attention, or a sum with given coefficients.
 
-    Args: see `gattn.Gate`.
+    .. math::
+        \alpha_{ij} = s_{ij}
+
+    With a dot product as the score it is the linear attention of `Transformers are RNNs
+    <https://arxiv.org/abs/2006.16236>`_ without its feature map.
+
+    Args:
+        normalize: Whether each target's weights are divided by their sum. (default: `False`)
+        eps: Added to that sum; see `gattn.Gate`. (default: `0.0`)
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
+
+    Raises:
+        TypeError: If `eps` is a tensor, which would get no gradient.
+        ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:
         >>> import torch, gattn

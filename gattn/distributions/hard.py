@@ -1,4 +1,4 @@
-"""One neighbour for each target: hard attention."""
+"""Hard attention: one neighbour per target."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from gattn.distributions.softmax import segment_reduce, softmax
 
 
 class Hard(Distribution):
-    r"""One neighbour for each target and head, drawn with the softmax's probabilities: *hard* attention.
+    r"""One neighbour per target and head, drawn with the softmax's probabilities: *hard* attention.
 
     .. math::
         \alpha_{i\cdot} = \mathrm{one\_hot}(j), \qquad j \sim \mathrm{softmax}_j(\mathrm{logits}_{ij})
 
-    That has no gradient with respect to the logits. Two estimators make up for it. `"reinforce"`
-    (`Show, Attend and Tell <https://arxiv.org/abs/1502.03044>`_) leaves `log_prob` and `entropy` of the choices, out of
-    which `gattn.nn.ReinforceLoss` makes a loss whose gradient is right on average. `"straight_through"`
-    (`Gumbel-softmax <https://arxiv.org/abs/1611.01144>`_) pretends in the backward pass that the weights were
-    :math:`\mathrm{softmax}((\mathrm{logits} + g) / \tau)`, g being the Gumbel noise that drew them: its gradient varies
-    less, but is biased.
+    Such weights have no gradient with respect to the logits, so an estimator is needed. `"reinforce"`
+    (`Show, Attend and Tell <https://arxiv.org/abs/1502.03044>`_) keeps `log_prob` and `entropy` of the choices, from
+    which `gattn.nn.ReinforceLoss` makes a loss with an unbiased gradient. `"straight_through"`
+    (`Gumbel-softmax <https://arxiv.org/abs/1611.01144>`_) computes the backward pass as if the weights were
+    :math:`\mathrm{softmax}((\mathrm{logits} + g) / \tau)`, where g is the Gumbel noise with which they were drawn. Its
+    gradient varies less, but is biased.
 
     Args:
-        sample: Whether to draw, as in training, or to take the most probable neighbour (the first of equals).
+        sample: Whether to draw, as in training, or to take the most probable neighbour (the first if several are).
             (default: `True`)
         estimator: `"reinforce"` or `"straight_through"`. (default: `"reinforce"`)
         temperature: The temperature :math:`\tau` of the straight-through estimator. (default: `1.0`)
-        expected: Probability that a drawing target gets the softmax itself instead, which lowers the variance
-            (the same paper has one half). (default: `0.0`)
-        generator: Random numbers come from it. (default: `None`, PyTorch's own)
+        expected: Probability with which a target gets the softmax itself instead of a draw, which lowers the variance
+            (one half in Show, Attend and Tell). (default: `0.0`)
+        generator: The generator of the random numbers. (default: `None`, PyTorch's own)
+
+    Shapes:
+        logits and weights `[E, H]`, `log_prob` and `entropy` `[N, H]`, each after the batch dimensions.
 
     Raises:
-        ValueError: If the estimator is unknown, the temperature not positive, or `expected` no probability.
+        ValueError: If the estimator is unknown, the temperature is not positive, or `expected` is not a probability.
 
     Example:
         >>> import torch, gattn
@@ -48,9 +51,9 @@ class Hard(Distribution):
     respects_infinity = True
 
     log_prob: Tensor
-    """Of the last choices: the logarithms of their probabilities, `[..., N, H]`; 0 where nothing was chosen."""
+    """The log-probability of each of the last choices, `[..., N, H]`; 0 where nothing was chosen."""
     entropy: Tensor
-    """The entropy that the choices were drawn with, in nats, `[..., N, H]`."""
+    """The entropy of the distribution from which they were drawn, in nats, `[..., N, H]`."""
 
     def __init__(
         self,
@@ -61,11 +64,11 @@ class Hard(Distribution):
         generator: torch.Generator | None = None,
     ):
         if estimator not in ("reinforce", "straight_through"):
-            raise ValueError(f"Hard's estimator is 'reinforce' or 'straight_through', not {estimator!r}.")
+            raise ValueError(f"Hard's estimator must be 'reinforce' or 'straight_through'; got {estimator!r}.")
         if not temperature > 0:
-            raise ValueError(f"Hard's temperature is positive; got {temperature}.")
+            raise ValueError(f"Hard's temperature must be positive; got {temperature}.")
         if not 0.0 <= expected <= 1.0:
-            raise ValueError(f"Hard's expected is a probability; got {expected}.")
+            raise ValueError(f"Hard's expected must be a probability; got {expected}.")
         self.sample = sample
         self.estimator = estimator
         self.temperature = temperature
@@ -73,24 +76,24 @@ class Hard(Distribution):
         self.generator = generator
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
-        """See `Distribution.weights`; leaves `log_prob` and `entropy`."""
+        """See `Distribution.weights`; sets `log_prob` and `entropy`."""
         dtype, dim = logits.dtype, dim % logits.dim()
         logits = logits.to(torch.promote_types(dtype, torch.float32))
         soft = softmax(logits, index, num_targets, dim)
-        # One pass more than log(soft), which would be -inf where a probability is too small for its type.
+        # Costs one more pass than log(soft), which would be -inf where a probability is too small for its type.
         log_soft = _log_softmax(logits, index, num_targets, dim).masked_fill(logits == -torch.inf, 0.0)
         noisy = logits.detach()
         if self.sample:
             noise = torch.empty_like(noisy).exponential_(generator=self.generator)
             noisy = noisy - noise.clamp_min(torch.finfo(noise.dtype).tiny).log()
         chosen = _first_maximum(noisy, index, num_targets, dim)
-        # A NaN shows in its whole row, as it does in the softmax.
+        # A NaN spreads to its whole row, as it does in the softmax.
         weights = torch.where(soft.isnan(), torch.nan, chosen.to(logits.dtype))
         if self.sample and self.estimator == "straight_through":
             slope = softmax(
                 (logits + (noisy - logits.detach()).nan_to_num()) / self.temperature, index, num_targets, dim
             )
-            weights = weights + (slope - slope.detach())  # exactly zero, so that a one stays a one
+            weights = weights + (slope - slope.detach())  # adds exactly zero, so that a one stays a one
         if self.sample and self.expected > 0.0:
             size = (*logits.shape[:dim], num_targets, *logits.shape[dim + 1 :])
             coin = torch.rand(size, generator=self.generator, device=logits.device) < self.expected
@@ -113,7 +116,7 @@ def _log_softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int) -> T
 
 
 def _first_maximum(x: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
-    """Whether an edge is the first among its target's largest; none is where all are minus infinity."""
+    """Whether an edge is the first of its target's largest; none is if all are minus infinity."""
     maximum = segment_reduce(x, index, num_targets, dim, -torch.inf, "amax").index_select(dim, index)
     place = torch.arange(x.size(dim), device=x.device).view(-1, *[1] * (x.dim() - dim - 1)).expand_as(x)
     place = place.masked_fill((x != maximum) | (x == -torch.inf), x.size(dim))

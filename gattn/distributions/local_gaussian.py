@@ -12,24 +12,27 @@ from gattn.distributions.softmax import softmax
 
 
 class LocalGaussian(Distribution):
-    r"""A softmax whose weights are lowered with their distance from a centre, and not normalised again.
+    r"""A softmax whose weights fall with their distance from a centre and are not normalised again.
 
-    The alignment of *local-p* in `Effective Approaches to Attention-based Neural Machine Translation
+    This is the alignment of *local-p* in `Effective Approaches to Attention-based Neural Machine Translation
     <https://arxiv.org/abs/1508.04025>`_:
 
     .. math::
         \alpha_{is} = \mathrm{softmax}_s(\mathrm{logits}_{is}) \exp\left(-\frac{(s - p_i)^2}{2 \sigma^2}\right),
         \quad \sigma = D / 2
 
-    A source's place *s* is its number, beginning with 0.
+    The position *s* of a source is its number, counted from 0.
 
     Args:
         centres: The centre :math:`p_i` of each target, `[N]`, or with the batch dimensions in front, `[B, N]`. It gets
             gradients.
-        width: The half-width :math:`D` of the window that the Gaussian belongs to. (The window itself is a mask.)
+        width: The half-width :math:`D` of the window to which the Gaussian belongs. (The window itself is a mask.)
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `centres` is no tensor.
+        TypeError: If `centres` is not a tensor.
         ValueError: If `width` is not positive, or (in use) `centres` does not fit the targets.
 
     Example:
@@ -48,9 +51,9 @@ class LocalGaussian(Distribution):
 
     def __init__(self, centres: Tensor, width: float):
         if not isinstance(centres, Tensor):
-            raise TypeError(f"LocalGaussian's centres are a tensor, one per target; got {type(centres).__name__}.")
+            raise TypeError(f"LocalGaussian's centres must be a tensor, one per target; got {type(centres).__name__}.")
         if not width > 0:
-            raise ValueError(f"LocalGaussian's width is positive; got {width}.")
+            raise ValueError(f"LocalGaussian's width must be positive; got {width}.")
         self.centres = centres
         self.width = width
         self._source: Tensor | None = None
@@ -66,17 +69,17 @@ class LocalGaussian(Distribution):
         return (self.centres,)
 
     def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
-        """Raises `ValueError` where the centres do not fit the batch and the targets."""
+        """Raises `ValueError` if the centres do not fit the batch and the targets."""
         if tuple(self.centres.shape) not in ((num_targets,), (*batch, num_targets)):
             raise ValueError(
-                f"LocalGaussian has one centre per target, {[*batch, num_targets]}; got {list(self.centres.shape)}."
+                f"LocalGaussian needs one centre per target, {[*batch, num_targets]}; got {list(self.centres.shape)}."
             )
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
-        """See `Distribution.weights`; with :meth:`with_sources` only."""
+        """See `Distribution.weights`; requires :meth:`with_sources`."""
         if self._source is None:
-            raise ValueError("LocalGaussian needs to know the sources: ask with_sources(source) for weights.")
-        # Half precision cannot tell places beyond a few hundred from each other.
+            raise ValueError("LocalGaussian needs to know the sources: call weights() of with_sources(source).")
+        # Half precision cannot tell positions beyond a few hundred apart.
         centres = self.centres.to(torch.promote_types(logits.dtype, torch.float32))
         distance = self._source - centres.index_select(-1, index)
         gaussian = (-2 * (distance / self.width).square()).exp()

@@ -16,7 +16,7 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
     .. math::
         \alpha_{ij} = \frac{\exp(s_{ij})}{\sum_{k \in \mathcal{N}(i)} \exp(s_{ik})}
 
-    Logits of :math:`-\infty` get weight zero, and a target that has no other logits gets zeros throughout, never NaN;
+    Logits of :math:`-\infty` get weight zero. A target that has no other logits gets only zeros, never NaN, and
     gradients stay finite. Half precision is computed in float32 and rounded once, at the end.
 
     Args:
@@ -30,6 +30,7 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
 
     Raises:
         ValueError: If the logits are not of a floating-point type.
+        RuntimeError: If `index` holds a target beyond `num_targets`.
 
     Example:
         >>> import torch, gattn
@@ -43,43 +44,47 @@ def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Te
         logits = logits.float()
     dim = dim % logits.dim()
     maximum = segment_reduce(logits.detach(), index, num_targets, dim, -torch.inf, "amax")
-    # A row of -inf alone would give exp(-inf + inf).
+    # A row that is all -inf would give exp(-inf + inf).
     maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
     weights = (logits - maximum.index_select(dim, index)).exp()
     total: Tensor = scatter(weights, index, dim, num_targets, reduce="sum")
-    # Only exact zeros are replaced, so that a NaN in a row shows in the whole row.
+    # Only exact zeros are replaced, so that a NaN spreads to its whole row.
     total = total.masked_fill(total == 0, 1.0)
     return (weights / total.index_select(dim, index)).to(dtype)
 
 
 def segment_reduce(x: Tensor, index: Tensor, num_targets: int, dim: int, start: float, reduce: str) -> Tensor:
-    """The largest or smallest of each target's edges, `start` where it has none."""
-    # PyG's scatter(reduce="max") does the same at twice the cost: it first writes zeros, for targets without edges.
+    """The largest or smallest value among each target's edges; `start` for targets without edges."""
+    # PyG's scatter(reduce="max") does the same at twice the cost: it first writes zeros for targets without edges.
     size = (*x.shape[:dim], num_targets, *x.shape[dim + 1 :])
     places = index.view(-1, *[1] * (x.dim() - dim - 1)).expand_as(x)
     return x.new_full(size, start).scatter_reduce_(dim, places, x, reduce)
 
 
 class Softmax(Distribution):
-    r"""The scatter-softmax as an object: what `distribution="softmax"` names, and two variants of it.
+    r"""The scatter-softmax as an object: what `distribution="softmax"` stands for, with two options.
 
     .. math::
         \alpha_{ij} = \frac{\exp(z_{ij})}{\exp(z_0) + \sum_{k \in \mathcal{N}(i)} \exp(z_{ik})},
         \quad z_{ij} = c \tanh(s_{ij} / c)
 
-    A *sink* adds a neighbour of logit :math:`z_0` that takes weight and gives no value, so that a target may attend to
-    (almost) nothing: with :math:`z_0 = 0` it is the restricted softmax of `Just Jump
-    <https://arxiv.org/abs/1904.04849>`_ (PyG's DNAConv), learnt per head that of `gpt-oss
+    A *sink* is one more neighbour, of logit :math:`z_0`, that takes weight and has no value, so that a target may
+    attend to (almost) nothing. With :math:`z_0 = 0`, it is the restricted softmax of `Just Jump
+    <https://arxiv.org/abs/1904.04849>`_ (PyG's DNAConv); learnt per head, it is that of `gpt-oss
     <https://arxiv.org/abs/2508.10925>`_. A *softcap* :math:`c` keeps logits between :math:`-c` and :math:`c`, as in
-    `Gemma 2 <https://arxiv.org/abs/2408.00118>`_.
+    `Gemma 2 <https://arxiv.org/abs/2408.00118>`_. Without either, :math:`\exp(z_0)` is 0 and :math:`z_{ij} = s_{ij}`.
 
     Args:
         sink: The logit :math:`z_0`, a number, or a tensor: a single number or one per head, `[H]`, which may be learnt.
-            (default: `None`, without sink)
-        softcap: The bound :math:`c` of the logits, bias included. (default: `None`, without bound)
+            (default: `None`, no sink)
+        softcap: The bound :math:`c` of the logits, including the bias. (default: `None`, no bound)
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        ValueError: If the softcap is not positive, or (in use) the sink does not fit the heads.
+        TypeError: If the softcap is a tensor, which would get no gradient.
+        ValueError: If the softcap is not positive and finite, or (in use) the sink does not fit the heads.
 
     Example:
         >>> import torch, gattn
@@ -94,7 +99,7 @@ class Softmax(Distribution):
     def __init__(self, sink: float | Tensor | None = None, softcap: float | None = None):
         check_number("softcap", softcap or 0.0)
         if softcap is not None and not 0 < softcap < float("inf"):
-            raise ValueError(f"Softmax's softcap is positive and finite; got {softcap}.")
+            raise ValueError(f"Softmax's softcap must be positive and finite; got {softcap}.")
         self.sink = sink
         self.softcap = softcap
 
@@ -104,7 +109,7 @@ class Softmax(Distribution):
 
     @classmethod
     def from_law(cls, law: Law) -> Softmax:
-        """The softmax that kernels know by `law`."""
+        """The softmax that the kernels know as `law`."""
         return cls(law.sink, law.constants[0] or None)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -112,10 +117,10 @@ class Softmax(Distribution):
         return (self.sink,) if isinstance(self.sink, Tensor) else ()
 
     def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
-        """Raises `ValueError` where a tensor as the sink does not fit `heads`."""
+        """Raises `ValueError` if the sink is a tensor that does not fit `heads`."""
         if isinstance(self.sink, Tensor) and self.sink.shape not in ((), (1,), (heads,)):
             raise ValueError(
-                f"Softmax's sink is a number, or one per head, [{heads}]; got a tensor of {list(self.sink.shape)}."
+                f"Softmax's sink must be a number, or one per head, [{heads}]; got a tensor of {list(self.sink.shape)}."
             )
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
@@ -126,7 +131,7 @@ class Softmax(Distribution):
         logits = self._capped(logits.to(torch.promote_types(dtype, torch.float32)))
         if self.sink is None:
             return softmax(logits, index, num_targets, dim).to(dtype)
-        # One more edge for each target, whose logit is the sink's.
+        # One more edge per target, whose logit is the sink's.
         sink = torch.as_tensor(self.sink, dtype=logits.dtype, device=logits.device)
         shape = (*logits.shape[:dim], num_targets, *logits.shape[dim + 1 :])
         ends = torch.cat([index, torch.arange(num_targets, device=index.device)])
@@ -157,7 +162,7 @@ class Softmax(Distribution):
 
 
 def is_plain_softmax(distribution: Distribution) -> bool:
-    """Whether a distribution is the softmax, and nothing more."""
+    """Whether a distribution is the softmax without sink and softcap."""
     if not isinstance(distribution, Softmax) or says(distribution, "law", "weights") is None:
         return False
     return distribution.sink is None and distribution.softcap is None

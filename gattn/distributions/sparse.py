@@ -13,7 +13,7 @@ from gattn.distributions.softmax import segment_reduce, softmax
 
 
 class _Rows:
-    """The rows of a list of edges: what belongs to one target.
+    """The rows of a list of edges: each holds the edges of one target.
 
     Args:
         index: The target of each edge, `[E]`.
@@ -27,7 +27,7 @@ class _Rows:
         self.dim = dim
 
     def spread(self, x: Tensor) -> Tensor:
-        """One number per row, for each of its members."""
+        """Copies one number per row to each of its members."""
         return x.index_select(self.dim, self.index)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ class _Rows:
         order = order.gather(self.dim, row.gather(self.dim, order).argsort(dim=self.dim, stable=True))
         ones = torch.ones_like(self.index, dtype=torch.int64)
         size = ones.new_zeros(self.num_targets).index_add(0, self.index, ones)
-        first = (size.cumsum(0) - size).index_select(0, self.index.sort()[0])  # of the row at each place
+        first = (size.cumsum(0) - size).index_select(0, self.index.sort()[0])  # of the row at each position
         rank = torch.arange(x.size(self.dim), device=x.device) - first
         return _Sorted(order, rank.view(shape).expand_as(x), first, self.dim)
 
 
 class _Columns:
-    """The rows of a matrix `[..., N, M]`, whose columns are sources: has what `_Rows` has."""
+    """The rows of a matrix `[..., N, M]`, whose columns are sources; has the methods of `_Rows`."""
 
     dim = -1
 
@@ -72,22 +72,22 @@ class _Columns:
 
 
 class _Sorted(NamedTuple):
-    """Members of rows, row by row and from the largest to the smallest; of equals, the first comes first."""
+    """Members of rows, row by row and from the largest to the smallest; equal ones keep their order."""
 
     order: Tensor
-    """The place of each."""
+    """The position of each."""
     rank: Tensor
-    """How many of its row come before each."""
+    """How many members of its row come before each."""
     first: Tensor | None
-    """The place of its row's first; `None` where rows have a dimension of their own."""
+    """The position of the first member of its row; `None` where rows have a dimension of their own."""
     dim: int
 
     def of(self, x: Tensor) -> Tensor:
-        """Sorts other numbers in the same way."""
+        """Sorts other numbers into the same order."""
         return x.gather(self.dim, self.order)
 
     def back(self, x: Tensor) -> Tensor:
-        """Puts sorted numbers where their members are."""
+        """Puts sorted numbers back in the order of their members."""
         return torch.empty_like(x).scatter(self.dim, self.order, x)
 
     def cumsum(self, x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class _Sorted(NamedTuple):
 
 
 class _ExactZeros(Distribution):
-    """Base class of distributions that are a formula of the rows, whether of edges or of a matrix."""
+    """Base class of distributions that compute with rows, either of edges or of a matrix."""
 
     respects_infinity = True
 
@@ -116,27 +116,30 @@ class _ExactZeros(Distribution):
 
 
 def _from_maximum(logits: Tensor, rows: _Rows | _Columns) -> Tensor:
-    """Logits minus the largest of each row, at most zero."""
+    """Logits minus the maximum of their row, so at most zero."""
     maximum = rows.max(logits.detach())
-    # A row of -inf alone would give -inf + inf.
+    # A row that is all -inf would give -inf + inf.
     return logits - maximum.masked_fill(maximum == -torch.inf, 0.0)
 
 
 def _sorted(z: Tensor, rows: _Rows | _Columns) -> tuple[_Sorted, Tensor]:
-    """The order of logits from their maximum, and these in float64."""
-    # None below -1 has a weight, and so running sums stay exact.
+    """The order of logits relative to their maximum, and these in float64."""
+    # None below -1 has a weight, so this bound keeps running sums exact.
     bounded = z.nan_to_num(0.0).clamp_min(-2.0)
     by_size = rows.sort(bounded)
     return by_size, by_size.of(bounded).double()
 
 
 class Sparsemax(_ExactZeros):
-    r"""`Sparsemax <https://arxiv.org/abs/1602.02068>`_: weights that sum to one, small ones exactly zero.
+    r"""`Sparsemax <https://arxiv.org/abs/1602.02068>`_: weights that sum to one, with exact zeros for small logits.
 
-    They are the logits' projection onto the probability simplex:
+    The weights are the projection of the logits onto the probability simplex:
 
     .. math::
         \alpha_{ij} = \max(s_{ij} - \tau_i, 0), \qquad \sum_j \alpha_{ij} = 1
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
 
     Example:
         >>> import torch, gattn
@@ -159,10 +162,13 @@ class Sparsemax(_ExactZeros):
 class Entmax15(_ExactZeros):
     r"""`1.5-entmax <https://arxiv.org/abs/1905.05702>`_: between softmax and sparsemax.
 
-    Weights sum to one, and small ones are exactly zero, fewer than with sparsemax:
+    Weights sum to one. Those of small logits are exactly zero, but fewer are than with sparsemax:
 
     .. math::
         \alpha_{ij} = \max(s_{ij} / 2 - \tau_i, 0)^2, \qquad \sum_j \alpha_{ij} = 1
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
 
     Example:
         >>> import torch, gattn
@@ -183,7 +189,7 @@ class Entmax15(_ExactZeros):
 
 
 def _entmax_threshold(total: Tensor, total_of_squares: Tensor, count: Tensor) -> Tensor:
-    """The threshold at which `count` numbers have squared distances from it that sum to one."""
+    """The threshold from which `count` numbers have squared distances that sum to one."""
     mean = total / count
     return mean - ((1 - total_of_squares + total * mean) / count).clamp_min(0.0).sqrt()
 
@@ -191,13 +197,19 @@ def _entmax_threshold(total: Tensor, total_of_squares: Tensor, count: Tensor) ->
 class TopK(_ExactZeros):
     r"""A softmax over the k largest logits of each target; the other weights are exactly zero.
 
-    As in `Explicit Sparse Transformer <https://arxiv.org/abs/1912.11637>`_; of equal logits, the first edges count.
+    .. math::
+        \alpha_{i\cdot} = \mathrm{softmax}\big(s_{ij} \text{ for } j \in \mathrm{top}_k(i)\big)
+
+    As in `Explicit Sparse Transformer <https://arxiv.org/abs/1912.11637>`_. Of equal logits, the first edges are kept.
 
     Args:
         k: How many neighbours of each target get weight.
 
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
+
     Raises:
-        ValueError: If `k` is not positive.
+        ValueError: If `k` is not a positive integer.
 
     Example:
         >>> import torch, gattn
@@ -208,13 +220,13 @@ class TopK(_ExactZeros):
 
     def __init__(self, k: int):
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"TopK keeps a positive number of neighbours, an integer; got k={k!r}.")
+            raise ValueError(f"TopK's k must be a positive integer, the number of neighbours to keep; got {k!r}.")
         self.k = k
 
     def _of(self, logits: Tensor, rows: _Rows | _Columns) -> Tensor:
         by_size = rows.sort(logits.detach())
         kept = by_size.back(by_size.rank < self.k)
-        # A NaN shows in its whole row, as it does in the softmax.
+        # A NaN spreads to its whole row, as it does in the softmax.
         logits = logits.masked_fill(~kept & ~logits.isnan(), -torch.inf)
         if isinstance(rows, _Rows):
             return softmax(logits, rows.index, rows.num_targets, rows.dim)

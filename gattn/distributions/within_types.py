@@ -1,4 +1,4 @@
-"""A distribution for each type of a target's edges."""
+"""A distribution within each type of a target's edges."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from gattn.graphs.edge_lists import check_types, checked_types
 
 
 class WithinTypes(Distribution):
-    r"""Weights that compete with those of the same type only: within each relation of a typed graph.
+    r"""Weights that compete only with those of the same type, that is, within each relation of a typed graph.
 
     .. math::
         \alpha_{ij} = p\big(s_{ik} \text{ for } k \in \mathcal{N}_{r(ij)}(i)\big)_j
 
+    The *within-relation* attention of `Relational Graph Attention Networks <https://arxiv.org/abs/1904.05811>`_.
+
     Args:
         edge_type: The type r of each edge, `[E]`, integers from 0, in the order of the graph's `edge_index`.
-        distribution: What distributes among edges of one type. (default: `None`, `Softmax()`)
-        num_types: The number of types R; where it is given, there are R rows for each target, and compiled code need
-            not look at the types. (default: `None`, only those rows that have edges)
+        distribution: The distribution among edges of one type. (default: `None`, `Softmax()`)
+        num_types: The number of types R. If it is given, each target has R rows, and compiled code need not look at the
+            types. (default: `None`, only rows that have edges)
+
+    Shapes:
+        logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `edge_type` is no tensor, or `distribution` looks at which target it is, as `LocalGaussian` does.
-        ValueError: If `edge_type` does not hold integers, or (in use) does not fit the graph.
+        TypeError: If `edge_type` is not a tensor, or `distribution` depends on the target, as `LocalGaussian` does.
+        ValueError: If `edge_type` does not hold integers, `num_types` is not positive, or (in use) `edge_type` does not
+            fit the graph.
         IndexError: If a type is out of range (in compiled code RuntimeError, when it runs).
 
     Example:
@@ -37,11 +43,11 @@ class WithinTypes(Distribution):
 
     def __init__(self, edge_type: Tensor, distribution: Distribution | None = None, num_types: int | None = None):
         if num_types is not None and (isinstance(num_types, bool) or num_types < 1):
-            raise InputError(f"num_types is a positive number; got {num_types}.")
+            raise InputError(f"num_types must be a positive number; got {num_types}.")
         self.distribution = Softmax() if distribution is None else distribution
         if not isinstance(self.distribution, Distribution) or self.distribution.knows_targets:
             raise InputTypeError(
-                "WithinTypes takes a Distribution object whose weights do not depend on which target it is; got "
+                "WithinTypes takes a Distribution object whose weights do not depend on the target itself; got "
                 f"{distribution!r}."
             )
         self.edge_type = checked_types(edge_type)
@@ -55,7 +61,7 @@ class WithinTypes(Distribution):
         return self if bound is self.distribution else WithinTypes(self.edge_type, bound, self.num_types)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The types, and what the inner distribution holds."""
+        """The types, and the tensors of the inner distribution."""
         return (self.edge_type, *self.distribution.tensors())
 
     def check(self, batch: tuple[int, ...], num_targets: int, heads: int) -> None:
@@ -73,7 +79,7 @@ class WithinTypes(Distribution):
             row = index * self.num_types + types
             return self.distribution.weights(logits, row, num_targets * self.num_types, dim)
         most = max(int(types.max()) + 1, 1) if types.numel() else 1
-        check_types(types, most)  # none is negative
+        check_types(types, most)  # fails if one is negative
         pairs, row = torch.unique(index * most + types, return_inverse=True)
         return self.distribution.weights(logits, row, pairs.numel(), dim)
 
