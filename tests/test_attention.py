@@ -224,15 +224,15 @@ class TestCompleteGraph:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"window": -1}, "window is"),
-            ({"window": (1, 2, 3)}, "window is"),
+            ({"window": -1}, "window must be"),
+            ({"window": (1, 2, 3)}, "window must be"),
             ({"source_lengths": torch.tensor([6])}, "must lie between 0 and 5"),
-            ({"target_lengths": torch.tensor([0.5])}, "one integer for each"),
-            ({"source_lengths": torch.tensor([[True, False]])}, "one integer for each"),
-            ({"window": 1.5}, "window is"),
-            ({"window": True}, "window is"),
-            ({"window": (1, None)}, "window is"),
-            ({"num_sources": -1}, "no negative number"),
+            ({"target_lengths": torch.tensor([0.5])}, "one integer per"),
+            ({"source_lengths": torch.tensor([[True, False]])}, "one integer per"),
+            ({"window": 1.5}, "window must be"),
+            ({"window": True}, "window must be"),
+            ({"window": (1, None)}, "window must be"),
+            ({"num_sources": -1}, "number of nodes must not be negative"),
         ],
     )
     def test_bad_arguments(self, kwargs, message):
@@ -470,22 +470,26 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("change", "error", "message"),
         [
-            ({"graph": torch.tensor([[0.0], [1.0]])}, ValueError, "its dtype is an integer one; got torch.float32"),
+            (
+                {"graph": torch.tensor([[0.0], [1.0]])},
+                ValueError,
+                "its dtype must be an integer type; got torch.float32",
+            ),
             (
                 {"graph": torch.tensor([[0, 1], [1, 2]]).bool()},
                 ValueError,
-                "its dtype is an integer one; got torch.bool",
+                "its dtype must be an integer type; got torch.bool",
             ),
             ({"graph": torch.zeros(3, 2, dtype=torch.long)}, ValueError, "it looks transposed"),
-            ({"graph": torch.zeros(2, dtype=torch.long)}, ValueError, r"edge_index has shape \[2, E\]"),
-            ({"graph": [[0, 1], [1, 2]]}, TypeError, "a graph is an edge_index tensor"),
+            ({"graph": torch.zeros(2, dtype=torch.long)}, ValueError, r"edge_index must have shape \[2, E\]"),
+            ({"graph": [[0, 1], [1, 2]]}, TypeError, "a graph must be an edge_index tensor"),
             ({"graph": torch.tensor([[0, 4], [1, 2]])}, IndexError, "source index 4, but there are 4 source nodes"),
             ({"graph": torch.tensor([[0, 1], [1, 9]])}, IndexError, "target index 9, but there are 4 target nodes"),
             ({"graph": torch.tensor([[0, -1], [1, 2]])}, IndexError, "negative source index -1"),
             (
                 {"graph": SparseGraph(edge_index, num_targets=5)},
                 ValueError,
-                "the graph has 5 targets, but the features give 4",
+                "the graph has 5 targets, but 4 according to the features",
             ),
             ({"key": x[:, :, :2]}, ValueError, "query and key have the same batch, heads and channels"),
             ({"key": x[:3]}, ValueError, "key and value have the same batch, sources and heads"),

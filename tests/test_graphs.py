@@ -61,19 +61,21 @@ class TestForms:
         assert graph.edge_index.tolist() == [[3, 0, 1], [1, 0, 1]]
 
     def test_contradictions(self):
-        with pytest.raises(ValueError, match="the graph has 6 sources, but the adjacency's second dimension give 5"):
+        with pytest.raises(
+            ValueError, match="the graph has 6 sources, but 5 according to the adjacency's second dimension"
+        ):
             SparseGraph(torch.zeros(3, 5).to_sparse_csr(), num_sources=6)
         with pytest.raises(ValueError, match="cannot be combined with a sparse adjacency"):
             SparseGraph(torch.zeros(3, 5).to_sparse_csr(), flow="target_to_source")
-        with pytest.raises(ValueError, match="no negative number of nodes; got num_sources=-1"):
+        with pytest.raises(ValueError, match="number of nodes must not be negative; got num_sources=-1"):
             SparseGraph(EDGES, num_sources=-1)
         with pytest.raises(ValueError, match=r"one \[N, M\] matrix in CSR, CSC or COO layout"):
             SparseGraph(torch.zeros(2, 2, 2).to_sparse())
         with pytest.raises(IndexError, match="there are no source nodes"):
             SparseGraph(EDGES, num_sources=0, num_targets=4).edges()
-        with pytest.raises(ValueError, match="flow is"):
+        with pytest.raises(ValueError, match="flow must be"):
             SparseGraph(EDGES, flow="both")
-        with pytest.raises(ValueError, match="how many nodes does this graph have"):
+        with pytest.raises(ValueError, match="the number of nodes of this graph is not known"):
             _ = SparseGraph(EDGES, self_loops=True).edge_index
 
 
@@ -171,12 +173,12 @@ class TestFeatures:
         graph = make(EDGES, self_loops=True)
         features = torch.arange(5.0).view(5, 1)
         assert graph.with_features(features, fill_value="add")[1].flatten().tolist() == [0, 2, 3, 3, 0, 2, 0]
-        with pytest.raises(ValueError, match="edge_attr has 4 rows for 5 edges"):
+        with pytest.raises(ValueError, match="edge_attr needs one row per edge; got 4 rows for 5 edges"):
             graph.with_features(features[:4])
 
     def test_features_beside_a_sparse_adjacency(self):
         adjacency = torch.sparse_coo_tensor(EDGES.flip(0), torch.ones(5), (4, 4)).to_sparse_csr()
-        with pytest.raises(NotImplementedError, match="beside a sparse adjacency: pass an edge_index"):
+        with pytest.raises(NotImplementedError, match="given separately: pass edge_index"):
             SparseGraph(adjacency, self_loops=True).with_features(torch.ones(5, 1))
 
     @pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse")
@@ -257,27 +259,33 @@ class TestCompleteGraph:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({}, "needs the lengths of its blocks, or the ptr"),
-            ({"source_lengths": [1, 2]}, "needs the lengths of its blocks, or the ptr"),
+            ({}, "needs the lengths of its blocks, or ptr"),
+            ({"source_lengths": [1, 2]}, "needs the lengths of its blocks, or ptr"),
             ({"lengths": [1, 2], "ptr": torch.tensor([0, 1, 3])}, "lengths and ptr say the same thing"),
             (
                 {"lengths": [1, 2], "source_lengths": [1, 2], "source_ptr": torch.tensor([0, 1, 3])},
                 "source_lengths and source_ptr say the same thing",
             ),
-            ({"ptr": torch.tensor([0, 3, 2])}, r"ptr holds where each block begins.*never falls; got \[0, 3, 2\]"),
-            ({"ptr": torch.tensor([1, 3])}, r"starts at 0 and never falls; got \[1, 3\]"),
-            ({"ptr": torch.tensor([], dtype=torch.int64)}, "ptr holds where each block begins"),
-            ({"ptr": torch.tensor([[0, 1], [1, 2]])}, "ptr holds where each block begins"),
-            ({"lengths": [1, 2], "source_ptr": torch.tensor([1, 3, 4])}, "source_ptr holds where each block begins"),
+            (
+                {"ptr": torch.tensor([0, 3, 2])},
+                r"ptr must hold where each block begins.*never decreasing; got \[0, 3, 2\]",
+            ),
+            ({"ptr": torch.tensor([1, 3])}, r"from 0 on and never decreasing; got \[1, 3\]"),
+            ({"ptr": torch.tensor([], dtype=torch.int64)}, "ptr must hold where each block begins"),
+            ({"ptr": torch.tensor([[0, 1], [1, 2]])}, "ptr must hold where each block begins"),
+            (
+                {"lengths": [1, 2], "source_ptr": torch.tensor([1, 3, 4])},
+                "source_ptr must hold where each block begins",
+            ),
             ({"lengths": [2, -1]}, r"lengths must not be negative; got \[2, -1\]"),
             ({"lengths": [2, 1], "source_lengths": [2, -1]}, "source_lengths must not be negative"),
-            ({"lengths": torch.tensor([2.0, 1.0])}, "lengths holds one integer for each"),
-            ({"lengths": [2.0, 1.0]}, "lengths holds one integer for each"),
-            ({"lengths": torch.tensor([True, False])}, "lengths holds one integer for each"),
-            ({"lengths": torch.tensor([[2, 1]])}, r"lengths holds one integer for each block, \[B\]; got \[1, 2\]"),
-            ({"ptr": torch.tensor([0.0, 2.0])}, "ptr holds one integer for each"),
-            ({"lengths": [2, 1], "source_lengths": [2, 1, 1]}, "targets have 2 blocks and sources 3"),
-            ({"lengths": [2, 1], "window": (1, -1)}, "window is"),
+            ({"lengths": torch.tensor([2.0, 1.0])}, "lengths must hold one integer per"),
+            ({"lengths": [2.0, 1.0]}, "lengths must hold one integer per"),
+            ({"lengths": torch.tensor([True, False])}, "lengths must hold one integer per"),
+            ({"lengths": torch.tensor([[2, 1]])}, r"lengths must hold one integer per block, \[B\]; got \[1, 2\]"),
+            ({"ptr": torch.tensor([0.0, 2.0])}, "ptr must hold one integer per"),
+            ({"lengths": [2, 1], "source_lengths": [2, 1, 1]}, "the same number of blocks; got 2 and 3"),
+            ({"lengths": [2, 1], "window": (1, -1)}, "window must be"),
         ],
     )
     def test_wrongly_packed(self, arguments, message):
@@ -290,7 +298,7 @@ class TestCompleteGraph:
             ({"source_lengths": torch.tensor([5, 6])}, r"source_lengths must lie between 0 and 5; got \[5, 6\]"),
             ({"target_lengths": torch.tensor([5, 4])}, r"target_lengths must lie between 0 and 4; got \[5, 4\]"),
             ({"source_lengths": torch.tensor([5, -1])}, r"source_lengths must not be negative; got \[5, -1\]"),
-            ({"source_lengths": torch.tensor(3)}, "source_lengths holds one integer for each"),
+            ({"source_lengths": torch.tensor(3)}, "source_lengths must hold one integer per"),
             (
                 {"source_lengths": torch.tensor([5, 4]), "target_lengths": torch.tensor([4])},
                 r"for the same batch; got \[2\] and \[1\]",

@@ -159,7 +159,7 @@ def test_compiled_code_takes_no_type_for_another_node(bad):
 def test_hetero_graphs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="give num_nodes"):
         TypedGraph.from_hetero(RELATIONS)
-    with pytest.raises(ValueError, match="nodes of type 'paper'; there are"):
+    with pytest.raises(ValueError, match="nodes of type 'paper'; num_nodes has"):
         TypedGraph.from_hetero(RELATIONS, {"author": 3})
     with pytest.raises(IndexError, match="target index 4"):
         TypedGraph.from_hetero(RELATIONS, {**SIZES, "paper": 4})
@@ -168,7 +168,7 @@ def test_hetero_graphs_that_do_not_fit_are_refused():
     graph = TypedGraph.from_hetero(RELATIONS, SIZES)
     with pytest.raises(ValueError, match="5 nodes of type 'paper'"):
         graph.join({"author": torch.zeros(3, 2)})
-    with pytest.raises(ValueError, match="8 nodes, but the features 7"):
+    with pytest.raises(ValueError, match="8 nodes, but there are 7 rows of features"):
         graph.split(torch.zeros(7, 2))
     with pytest.raises(ValueError, match="have no types"):
         TypedGraph(EDGES, TYPES).split(torch.zeros(N, 2))

@@ -339,7 +339,7 @@ def test_graph_in_pieces_fits():
         (ValueError, "batch: take one element", {"weights": torch.rand(3, 8, 2)}),
         (ValueError, "softmax first", {"weights": -ALPHA}),
         (ValueError, "draw its weights|come without a graph", {"edge_index": gattn.CompleteGraph(4)}),
-        (TypeError, "a graph is an edge_index tensor", {"edge_index": [[0], [1]]}),
+        (TypeError, "a graph must be an edge_index tensor", {"edge_index": [[0], [1]]}),
         (
             ValueError,
             "same nodes; this graph has 4 and 3",

@@ -1,8 +1,8 @@
 """Who attends to whom: the graphs.
 
-`SparseGraph` is a list of edges in any of PyG's forms, `TypedGraph` one whose edges have types; `CompleteGraph` is
-symbolic: every target sees every source (or every earlier one, or those within a window). All are a `Graph`, which is
-all that the core and the layers know.
+`SparseGraph` is a list of edges in any of PyG's forms, and `TypedGraph` one whose edges have types. `CompleteGraph` is
+symbolic: every target sees every source, or only earlier ones, or those within a window. All are subclasses of `Graph`,
+the only interface that the core and the layers use.
 """
 
 from typing import TypeAlias

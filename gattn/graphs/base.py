@@ -1,4 +1,4 @@
-"""What every graph can do: the one interface that the core, the backends and the layers use."""
+"""What every graph can do: the interface that the core, the backends and the layers use."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FLOWS = ("source_to_target", "target_to_source")
 
 
 def check_size(name: str, size: Any) -> None:
-    """Raises `TypeError` or `ValueError` where a number of nodes is none."""
+    """Raises `TypeError` or `ValueError` if `size` is not a number of nodes."""
     if uses_jit_trace():  # where sizes are tensors
         return
     if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-        raise InputTypeError(f"{name} is a number of nodes, an integer; got {size!r}.")
+        raise InputTypeError(f"{name} must be a number of nodes, an integer; got {size!r}.")
     if size < 0:
-        raise InputError(f"a graph has no negative number of nodes; got {name}={size}.")
+        raise InputError(f"a graph's number of nodes must not be negative; got {name}={size}.")
 
 
 class EdgeList(NamedTuple):
-    """A graph's edges as backends take them."""
+    """A graph's edges in the form that backends take."""
 
     edge_index: Tensor
     """`[2, E]`, a plain tensor, with or without its self-loops."""
@@ -38,11 +38,11 @@ class EdgeList(NamedTuple):
 
     @property
     def num_edges(self) -> int | None:
-        """E, self-loops included; `None` where that is not known without looking at the edges."""
+        """E, including self-loops; `None` if it is not known without looking at the edges."""
         return None if self.self_loops else self.edge_index.size(1)
 
     def sources_and_targets(self) -> tuple[Tensor, Tensor]:
-        """The source and the target of each edge, `[E]` each; of edges with all their self-loops."""
+        """The source and the target of each edge, `[E]` each; the edges must include their self-loops."""
         first, second = self.edge_index.long()
         return (first, second) if self.flow == FLOWS[0] else (second, first)
 
@@ -50,8 +50,14 @@ class EdgeList(NamedTuple):
 class Graph(ABC):
     """Base class of `SparseGraph` and `CompleteGraph`.
 
-    To add a kind of graph, implement what is abstract here; the reference can then attend on it, and so can the kernels
+    To add a kind of graph, implement the abstract methods. The reference can then attend on it, and so can the kernels
     for lists of edges.
+
+    Example:
+        >>> import torch, gattn
+        >>> graphs = [gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]])), gattn.CompleteGraph(3, causal=True)]
+        >>> [isinstance(graph, gattn.graphs.Graph) for graph in graphs]
+        [True, True]
     """
 
     num_sources: int | None
@@ -59,29 +65,29 @@ class Graph(ABC):
     num_targets: int | None
     """N; `None` where it is taken from the features."""
     is_sharded: ClassVar[bool] = False
-    """Whether other processes have further nodes; see `gattn.distributed`."""
+    """Whether other processes hold further nodes; see `gattn.distributed`."""
     blocks: tuple[tuple[int, int], ...] | None = None
-    """Of a packed graph: the number of targets and sources of each block."""
+    """For a packed graph, the numbers of targets and sources of each block."""
     heads_dim: ClassVar[int] = -1
-    """The dimension of heads in weights, as this graph's users get them."""
+    """The dimension of heads in the weights that users of this graph get."""
     _attributes: ClassVar[tuple[str, ...]]
-    """What a graph consists of: a changed copy has the same, except what changed."""
+    """The attributes that a changed copy takes over."""
     flow: str = FLOWS[0]
     """`"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets."""
 
     @property
     @abstractmethod
     def edge_index(self) -> Tensor:
-        """All edges, `[2, E]`, self-loops included, in the order that weights and per-edge inputs have."""
+        """All edges, `[2, E]`, including self-loops, in the order that weights and per-edge inputs have."""
 
     @property
     def num_edges(self) -> int:
-        """E, self-loops included."""
+        """E, including self-loops."""
         return self.edge_index.size(1)
 
     @property
     def num_all_sources(self) -> int | None:
-        """M, of all processes if the graph is sharded: the columns of a bias or a mask of all pairs of nodes."""
+        """M, over all processes if the graph is sharded: the columns of a bias or mask for all pairs of nodes."""
         return self.num_sources
 
     def sources_and_targets(self) -> tuple[Tensor, Tensor]:
@@ -101,7 +107,7 @@ class Graph(ABC):
 
         Args:
             num_sources: Rows of the sources' features.
-            num_targets: Rows of the targets' features; `None` if targets have none.
+            num_targets: Rows of the targets' features; `None` if the targets have none.
             batch: The batch dimensions of the features. (default: `None`, not compared)
             device: The device of the features. (default: `None`, not compared)
 
@@ -112,7 +118,7 @@ class Graph(ABC):
     def fetch(
         self, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None
     ) -> tuple[Graph, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The same graph, key, value, bias and mask, after other processes sent what a sharded graph lacks."""
+        """The same graph, key, value, bias and mask, after other processes have sent what a sharded graph lacks."""
         return self, key, value, bias, mask
 
     @abstractmethod
@@ -120,7 +126,7 @@ class Graph(ABC):
         """The edges of a resolved graph.
 
         Args:
-            device: Where a graph that holds no edges makes them.
+            device: Where to make the edges, if the graph does not hold any.
             raw: Whether the caller adds self-loops and checks indices itself. (default: `False`)
 
         Raises:
@@ -135,27 +141,27 @@ class Graph(ABC):
     def with_features(
         self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
     ) -> tuple[Graph, Tensor | None]:
-        """The graph with its self-loops among its edges, and the features of all those edges, `[E, ...]`."""
+        """The graph with its self-loops among its edges, and the features of all of these edges, `[E, ...]`."""
 
     @abstractmethod
     def with_weights(self, weights: Any, *, as_values: bool = True) -> Any:
-        """Attention weights beside the edges that they belong to, as PyG's layers return them.
+        """Attention weights together with the edges that they belong to, as PyG's layers return them.
 
         Args:
-            weights: As users of this graph get them.
+            weights: The weights, as users of this graph get them.
             as_values: Whether they become the values of a `torch.sparse` adjacency. (default: `True`)
         """
 
     def _changed(self, **attributes: Any) -> Self:
         """A copy with other attributes, which are not checked again."""
-        graph = object.__new__(type(self))  # not copy.copy(), which compiled code does not know
+        graph = object.__new__(type(self))  # not copy.copy(), which torch.compile does not support
         for name in self._attributes:
             setattr(graph, name, attributes.get(name, getattr(self, name)))
         return graph
 
     @abstractmethod
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
-        """A bias or mask of all pairs of nodes, `[..., H, N, M]`, in the form that `attend` takes on this graph."""
+        """A bias or mask for all pairs of nodes, `[..., H, N, M]`, in the form that `attend` takes on this graph."""
 
     @abstractmethod
     def distances(self, device: torch.device) -> Tensor:
@@ -176,7 +182,7 @@ class Graph(ABC):
         return torch.arange(first, first + count, device=device)
 
     def per_edge(self, term: Tensor, name: str, batch: torch.Size, heads: int, edges: EdgeList) -> Tensor:
-        """A bias or mask, as this graph's users give it, with one entry per edge: `[..., E, H or 1]`."""
+        """A bias or mask, given as users of this graph do, with one entry per edge: `[..., E, H or 1]`."""
         return term
 
     def real_edges(self, edges: EdgeList) -> Tensor | None:
@@ -184,5 +190,5 @@ class Graph(ABC):
         return None
 
     def dress(self, weights: Tensor, edges: EdgeList) -> Any:
-        """Weights `[..., E, H]` in the form that users of this graph get them."""
+        """Weights `[..., E, H]` in the form that users of this graph get."""
         return weights

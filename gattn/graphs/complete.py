@@ -1,4 +1,4 @@
-"""A graph in which every target attends to every source, or to those that a rule leaves."""
+"""A graph in which every target attends to every source, or to those that a rule selects."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from gattn.graphs.base import EdgeList, Graph, check_size
 
 
 class CompleteGraph(Graph):
-    r"""A graph in which every target attends to every source: what a Transformer's self-attention runs on.
+    r"""A graph in which every target attends to every source, as in the self-attention of a Transformer.
 
-    Symbolic: it stores no edges. Fewer edges make the usual variants; `packed` lays several such graphs end to end.
+    It is symbolic: no edges are stored. The options give the usual variants with fewer edges, and `packed` lays several
+    such graphs end to end.
 
     Args:
         num_targets: N.
         num_sources: M. (default: N)
-        causal: Whether targets see only the sources up to their own place. With N ≠ M the *last* target sees every
-            source (bottom-right alignment, what a cached decoding step needs). (default: `False`)
-        window: `(left, right)`: how far before and after its own place, inclusive, a target sees; a positive
+        causal: Whether targets see only the sources up to their own position. With N ≠ M, the *last* target sees every
+            source (bottom-right alignment, as a cached decoding step needs). (default: `False`)
+        window: `(left, right)`: how far before and after its own position a target sees, inclusive; a positive
             integer means both. (default: `None`, no limit)
-        source_lengths: Of a padded batch: how many sources are real, one number for each element of the batch, `[B]`.
-            (default: `None`)
-        target_lengths: Likewise for targets; the others get zeros. (default: `None`)
+        source_lengths: For a padded batch, the number of real sources of each element, `[B]`. (default: `None`)
+        target_lengths: Likewise for targets; the output of the others is zero. (default: `None`)
 
     Raises:
-        ValueError: If a size is negative, the window is negative, or a length is larger than its size.
+        TypeError: If a size is not an integer, or lengths are not a tensor.
+        ValueError: If a size or the window is negative, or a length is larger than its size.
 
     Example:
         >>> import gattn
@@ -66,7 +67,7 @@ class CompleteGraph(Graph):
             and len(window) == 2
             and all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in window)
         ):
-            raise ValueError(f"window is (left, right), both at least 0, or one positive integer; got {window}.")
+            raise ValueError(f"window must be (left, right), both at least 0, or one positive integer; got {window}.")
         self.num_targets = num_targets
         self.num_sources = num_sources
         self.causal = causal
@@ -88,7 +89,7 @@ class CompleteGraph(Graph):
         source_lengths, target_lengths = self.source_lengths, self.target_lengths
         if source_lengths is not None and target_lengths is not None and source_lengths.shape != target_lengths.shape:
             raise ValueError(
-                f"source_lengths and target_lengths are for the same batch; got {list(source_lengths.shape)} and "
+                f"source_lengths and target_lengths must be for the same batch; got {list(source_lengths.shape)} and "
                 f"{list(target_lengths.shape)}."
             )
 
@@ -103,19 +104,20 @@ class CompleteGraph(Graph):
         causal: bool = False,
         window: int | tuple[int, int] | None = None,
     ) -> CompleteGraph:
-        """Complete graphs laid end to end: each block attends within itself, and nothing is padded.
+        """Complete graphs laid end to end: each block attends within itself, without padding.
 
         Args:
-            lengths: Number of targets in each block: a tensor `[B]`, or a sequence of integers.
-            source_lengths: Likewise for sources. (default: `None`, the same)
-            ptr: Instead of `lengths`: where each block begins, and the end, `[B + 1]`, as PyG's batches have it.
+            lengths: The number of targets in each block: a tensor `[B]`, or a sequence of integers.
+                (default: `None`, given by `ptr`)
+            source_lengths: Likewise for sources. (default: `None`, as many as targets)
+            ptr: Instead of `lengths`: where each block begins and the last one ends, `[B + 1]`, as in PyG's batches.
                 (default: `None`)
             source_ptr: Likewise for sources. (default: `None`)
             causal: As for a single graph, within each block. (default: `False`)
             window: Likewise. (default: `None`)
 
         Raises:
-            ValueError: If neither or both of `lengths` and `ptr` are given, or they are no lengths and no starts.
+            ValueError: If neither or both of `lengths` and `ptr` are given, or their numbers are not valid.
 
         Example:
             >>> import gattn
@@ -125,11 +127,13 @@ class CompleteGraph(Graph):
         """
         targets = _block_sizes("lengths", lengths, "ptr", ptr)
         if targets is None:
-            raise ValueError("a packed graph needs the lengths of its blocks, or the ptr at which they begin.")
+            raise ValueError("a packed graph needs the lengths of its blocks, or ptr, where they begin.")
         sources = _block_sizes("source_lengths", source_lengths, "source_ptr", source_ptr)
         sources = targets if sources is None else sources
         if len(sources) != len(targets):
-            raise ValueError(f"targets have {len(targets)} blocks and sources {len(sources)}: they must be the same.")
+            raise ValueError(
+                f"targets and sources must have the same number of blocks; got {len(targets)} and {len(sources)}."
+            )
         return _PackedGraph(tuple(zip(targets, sources, strict=True)), causal, window)
 
     def with_causal(self) -> CompleteGraph:
@@ -137,7 +141,7 @@ class CompleteGraph(Graph):
         return self if self.causal else self._changed(causal=True)
 
     def with_source_lengths(self, lengths: Tensor) -> CompleteGraph:
-        """The same graph, for a batch whose elements have this many real sources."""
+        """The same graph for a batch whose elements have these numbers of real sources."""
         graph = self._changed(source_lengths=lengths)
         graph._check_lengths()
         return graph
@@ -149,9 +153,9 @@ class CompleteGraph(Graph):
 
     @property
     def edge_index(self) -> Tensor:
-        """All edges as `[2, E]`, sources above targets, target by target: for the reference, and for drawing.
+        """All edges as `[2, E]`, sources above targets, target by target; for the reference and for drawing.
 
-        Lengths are not part of it, since they differ across the batch: `length_mask` says which edges they leave.
+        It disregards lengths, which differ across the batch: `length_mask` says which edges remain.
         """
         return self._edges(None)
 
@@ -190,14 +194,14 @@ class CompleteGraph(Graph):
         return EdgeList(self._edges(device), self.num_sources, self.num_targets)
 
     def with_self_loops(self) -> CompleteGraph:
-        """The graph itself, in which each node attends to itself already.
+        """The graph itself, since each node already attends to itself.
 
         Raises:
             ValueError: If targets and sources are different nodes.
         """
         if self.num_targets != self.num_sources:
             raise InputError(
-                f"add_self_loops=True makes no sense here: the {self.num_targets} targets and {self.num_sources} "
+                f"add_self_loops=True is not possible here: the {self.num_targets} targets and {self.num_sources} "
                 "sources of this CompleteGraph are different nodes. Make the layer with add_self_loops=False."
             )
         return self
@@ -205,33 +209,36 @@ class CompleteGraph(Graph):
     def with_features(
         self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
     ) -> tuple[CompleteGraph, Tensor | None]:
-        """See `Graph.with_features`; nothing is filled in, as no self-loop is added."""
+        """See `Graph.with_features`; nothing is filled in, because no self-loop is added."""
         if features is not None and features.size(0) != self.num_edges:
-            raise InputError(f"edge_attr has {features.size(0)} rows for the {self.num_edges} edges of {self}.")
+            raise InputError(
+                f"edge_attr needs one row per edge; got {features.size(0)} rows for the {self.num_edges} edges of "
+                f"{self}."
+            )
         return self, features
 
     def with_weights(self, weights: Any, *, as_values: bool = True) -> Any:
-        """`(graph, weights)`: PyG's layers know no such graphs."""
+        """`(graph, weights)`, as PyG's layers have no such graphs."""
         return self, weights
 
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
-        """See `Graph.from_pairs`: pairs are what this graph's users give."""
+        """See `Graph.from_pairs`: this graph's users give pairs, so they are returned as they are."""
         return pairs
 
     def distances(self, device: torch.device) -> Tensor:
-        """See `Graph.distances`: `[N, M]`; the last target is where the last source is."""
+        """See `Graph.distances`: `[N, M]`; the last target has the position of the last source."""
         sizes = self.num_targets, self.num_sources
         return _distances(*sizes, self.offset(*sizes), device)
 
     def per_edge(self, term: Tensor, name: str, batch: torch.Size, heads: int, edges: EdgeList) -> Tensor:
-        """See `Graph.per_edge`; here, terms come broadcastable to `[..., H, N, M]`."""
+        """See `Graph.per_edge`; here, terms are broadcastable to `[..., H, N, M]`."""
         return self.pick(self.expand(term, name, batch, heads), edges.edge_index)
 
     def expand(self, term: Tensor, name: str, batch: torch.Size, heads: int) -> Tensor:
         """A bias or mask in its full shape, `[..., H, N, M]`.
 
         Raises:
-            ValueError: If it is not broadcastable to that.
+            ValueError: If it is not broadcastable to this shape.
         """
         shape, dimensions = self._dense_shape(batch, heads)
         try:
@@ -257,12 +264,12 @@ class CompleteGraph(Graph):
     def visible(
         self, num_targets: int, num_sources: int, offset: int, device: torch.device | str | None = None
     ) -> Tensor:
-        """Which sources `causal` and `window` leave to which targets, `[N, M]`, True = seen.
+        """Which sources `causal` and `window` leave visible to which targets, `[N, M]`, True = visible.
 
         Args:
             num_targets: N.
             num_sources: M.
-            offset: The source at the place of target 0.
+            offset: The source at the position of target 0.
             device: Where to make it. (default: `None`)
         """
         distance = _distances(num_targets, num_sources, offset, device)
@@ -275,7 +282,7 @@ class CompleteGraph(Graph):
         return seen
 
     def offset(self, num_targets: int, num_sources: int) -> int:
-        """The source at the place of target 0; the last target is at the last source's, except in a part of a graph."""
+        """The source at the position of target 0; the last target and source are aligned, except in a part."""
         return num_sources - num_targets if self._offset is None else self._offset
 
     @property
@@ -285,12 +292,12 @@ class CompleteGraph(Graph):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """How far before and after its own place a target sees; `None` means without limit."""
+        """How far before and after its own position a target sees; `None` means no limit."""
         left, right = (None, None) if self.window is None else self.window
         return left, 0 if self.causal else right
 
     def length_mask(self, edge_index: Tensor) -> Tensor | None:
-        """Which edges join real nodes, `[B, E]`, True = real; `None` if the graph has no lengths."""
+        """Which edges connect real nodes, `[B, E]`, True = real; `None` if the graph has no lengths."""
         mask = None
         for row, lengths in ((0, self.source_lengths), (1, self.target_lengths)):
             if lengths is not None:
@@ -301,7 +308,7 @@ class CompleteGraph(Graph):
     def to_dense(self, weights: Tensor, edge_index: Tensor) -> Any:
         """Attention weights `[..., E, H]` as matrices `[..., H, N, M]`, zero where there is no edge.
 
-        A packed graph gives a list, one matrix for each block.
+        A packed graph gives a list with one matrix per block.
         """
         source, target = edge_index
         return _to_matrix(weights, source, target, self.num_targets, self.num_sources)
@@ -309,7 +316,7 @@ class CompleteGraph(Graph):
     def pick(self, dense: Tensor, edge_index: Tensor) -> Tensor:
         """The entries of `[..., H, N, M]` that belong to edges, as `[..., E, H]`.
 
-        A packed graph's are `[B, H, N, M]` with one element per block, where N and M are those of the largest.
+        For a packed graph, `dense` is `[B, H, N, M]`, one element per block, with N and M of the largest blocks.
         """
         source, target = edge_index
         return dense[..., target, source].transpose(-1, -2)
@@ -345,7 +352,7 @@ class _PackedGraph(CompleteGraph):
         return torch.cat(edges, dim=1)
 
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
-        """See `Graph.from_pairs`: the part of each block, `[B, ..., N, M]`, padded to the sizes of the largest.
+        """See `Graph.from_pairs`: the part of each block, `[B, ..., N, M]`, padded to the size of the largest.
 
         Raises:
             ValueError: If there is a batch in front.
@@ -353,7 +360,7 @@ class _PackedGraph(CompleteGraph):
         if not self.blocks:
             return pairs
         if pairs.dim() > 3:
-            raise ValueError("a packed graph's masks are [N, M] or [H, N, M], for its nodes laid end to end.")
+            raise ValueError("a packed graph's masks must be [N, M] or [H, N, M], for its nodes laid end to end.")
         pairs = pairs.expand(*pairs.shape[:-2], self.num_targets, self.num_sources)
         most_targets, most_sources = self._largest()
         parts, first_target, first_source = [], 0, 0
@@ -365,14 +372,14 @@ class _PackedGraph(CompleteGraph):
         return blocks.unsqueeze(1) if blocks.dim() == 3 else blocks
 
     def distances(self, device: torch.device) -> Tensor:
-        """See `Graph.distances`: `[B, N, M]`, or one for all blocks where that is the same."""
+        """See `Graph.distances`: `[B, N, M]`, or one matrix for all blocks if it is the same."""
         offsets = torch.tensor(self.blocks, dtype=torch.int64, device=device).view(-1, 2).diff()
         if len({num_sources - num_targets for num_targets, num_sources in self.blocks}) == 1:
             offsets = offsets[:1]
         return _distances(*self._largest(), 0, device) - offsets.unsqueeze(-1)
 
     def positions(self, side: Literal["target", "source"], first: int, count: int, device: torch.device) -> Tensor:
-        """See `Graph.positions`; each block is a sequence, whose last target stands where its last source does."""
+        """See `Graph.positions`; each block is a sequence, whose last target has the position of its last source."""
         rows = [
             range(num_sources - num_targets, num_sources) if side == "target" else range(num_sources)
             for num_targets, num_sources in self.blocks
@@ -422,21 +429,21 @@ def _check_counts(name: str, lengths: Any) -> None:
     if not isinstance(lengths, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(lengths).__name__}.")
     if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.dim() == 0:
-        raise ValueError(f"{name} holds one integer for each element of the batch, [B]; got {lengths}.")
+        raise ValueError(f"{name} must hold one integer per element of the batch, [B]; got {lengths}.")
     if lengths.numel() and not torch.compiler.is_compiling() and int(lengths.min()) < 0:
         raise ValueError(f"{name} must not be negative; got {lengths.tolist()}.")
 
 
 def _block_sizes(name: str, lengths: Any, ptr_name: str, ptr: Any) -> list[int] | None:
-    """Sizes of blocks, from lengths or from where they begin."""
+    """The sizes of blocks, from their lengths or from where they begin."""
     if ptr is not None:
         if lengths is not None:
-            raise ValueError(f"{name} and {ptr_name} say the same thing: give one of them.")
+            raise ValueError(f"{name} and {ptr_name} say the same thing: give only one of them.")
         starts = torch.as_tensor(ptr)
         _check_counts(ptr_name, starts)
         if starts.dim() != 1 or starts.numel() == 0 or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
             raise ValueError(
-                f"{ptr_name} holds where each block begins, and the end: it starts at 0 and never falls; got "
+                f"{ptr_name} must hold where each block begins and the end, from 0 on and never decreasing; got "
                 f"{starts.tolist()}."
             )
         counts: list[int] = starts.diff().tolist()
@@ -446,6 +453,6 @@ def _block_sizes(name: str, lengths: Any, ptr_name: str, ptr: Any) -> list[int] 
     lengths = torch.as_tensor(lengths, dtype=None if len(lengths) else torch.int64)
     _check_counts(name, lengths)
     if lengths.dim() != 1:
-        raise ValueError(f"{name} holds one integer for each block, [B]; got {list(lengths.shape)}.")
+        raise ValueError(f"{name} must hold one integer per block, [B]; got {list(lengths.shape)}.")
     sizes: list[int] = lengths.tolist()
     return sizes

@@ -1,4 +1,4 @@
-"""Edge lists: their checks, their self-loops, and what is derived from them, once per version of a tensor."""
+"""Edge lists: their checks, their self-loops, and what is derived from them once per version of a tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gattn.torch_private import assert_later, is_functorch_tensor, is_traced, is
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-# A tensor that is used with many node counts keeps what was derived for the last few of them only.
+# For a tensor that is used with many numbers of nodes, only what was derived for the last few is kept.
 _MOST_KEPT = 8
 
 
@@ -27,11 +27,10 @@ _Value = TypeVar("_Value")
 
 
 class OnStream(Generic[_Value]):
-    """A value that one stream makes and others may read: they wait for it, and its memory for them.
+    """A value that one stream computes and others may read: they wait for it, and its memory waits for them.
 
-    Args:
-        value: The value, just made: a tensor, a tuple of values, or an object whose `tensors()` says what it holds.
-        tensor: A tensor of the device on which it was made.
+    Args: value: The value, just computed: a tensor, a tuple of values, or an object whose `tensors()` lists what it
+        holds. tensor: A tensor on the device of the computation.
     """
 
     def __init__(self, value: _Value, tensor: Tensor):
@@ -42,10 +41,10 @@ class OnStream(Generic[_Value]):
             self._made = self._stream.record_event()
 
     def get(self) -> _Value:
-        """The value, for the current stream."""
+        """The value, ready for the current stream."""
         if self._stream is not None:
             stream = torch.cuda.current_stream(self._stream.device)
-            # A graph is captured after the device was waited for, and may not wait for what came before it.
+            # A CUDA graph is captured after the device was synchronised, and may not wait for what came before.
             if stream != self._stream and not torch.cuda.is_current_stream_capturing():
                 stream.wait_event(self._made)
                 for tensor in _tensors(self._value):
@@ -68,15 +67,15 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether work on a tensor's device is recorded to a CUDA graph, so that nothing may wait for it."""
+    """Whether work on a tensor's device is being recorded to a CUDA graph, so that nothing may wait for it."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Kept:
     """What was derived from one tensor: `{key: (its state, its memory, value)}`, the most recently used last.
 
-    Values must never hold the tensor or a view of it, or no entry would ever be freed. Its memory may be held: then no
-    other is at that address.
+    Values must never hold the tensor or a view of it, or no entry would ever be freed. Its memory may be held, which
+    prevents other memory from getting that address.
     """
 
     def __init__(self) -> None:
@@ -85,10 +84,10 @@ class _Kept:
         self.entries: dict[Hashable, tuple[Hashable, Any, OnStream[Any]]] = {}
 
     def get(self, tensor: Tensor, key: Hashable, state: Hashable, derive: Callable[[], Any]) -> Any:
-        with self.lock:  # so that threads that share a graph derive from it once
+        with self.lock:  # so that threads that share a graph derive only once
             entry = self.entries.pop(key, None)
             if entry is None or entry[0] != state:
-                with torch.inference_mode(False):  # what is kept must serve training too
+                with torch.inference_mode(False):  # what is kept must also serve training
                     entry = state, _memory(tensor), OnStream(derive(), tensor)
             self.entries[key] = entry
             if len(self.entries) > _MOST_KEPT:
@@ -104,12 +103,12 @@ class _Kept:
 
 
 def _forget() -> None:
-    """Starts with nothing kept: a forked process may inherit locks that no thread of its own will ever release."""
+    """Starts with an empty cache: a forked process may inherit locks that none of its threads will ever release."""
     global _lock, _cache
     _lock, _cache = threading.RLock(), WeakTensorKeyDictionary()
 
 
-_lock: Any  # reentrant, as the garbage collector may run anything anywhere
+_lock: Any  # reentrant, because the garbage collector may run anything at any time
 _cache: WeakTensorKeyDictionary  # {tensor: _Kept}
 _forget()
 if hasattr(os, "register_at_fork"):
@@ -123,8 +122,8 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
         edge_index: The tensor.
         key: What is derived from it.
         derive: Derives it.
-        contents: What tells the tensor's present contents from others, for a caller that cannot rely on the tensor's
-            version. (default: `None`, the version, shape, strides and address)
+        contents: What distinguishes the tensor's present contents from others, for a caller that cannot rely on the
+            tensor's version. (default: `None`, the version, shape, strides and address)
     """
     if not _is_ours_to_keep(edge_index):
         return derive()
@@ -140,7 +139,7 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
 
 
 def already_derived(edge_index: Tensor, key: Hashable) -> Any:
-    """What `derived` keeps; `None` if there is nothing of the tensor as it is."""
+    """What `derived` keeps for the tensor as it is now; `None` if it keeps nothing."""
     if not _is_ours_to_keep(edge_index):
         return None
     with _lock:
@@ -151,7 +150,7 @@ def already_derived(edge_index: Tensor, key: Hashable) -> Any:
 def derived_tensors(
     edge_index: Tensor, key: Hashable, derive: Callable[[], tuple[Tensor, ...]], contents: Hashable = None
 ) -> tuple[Tensor, ...]:
-    """`derived`, for tensors that are handed out beside attention weights: edited, they are made again."""
+    """`derived` for tensors that are handed out together with attention weights: they are derived again if edited."""
 
     def with_states() -> tuple[tuple[Tensor, ...], list[Hashable]]:
         tensors = derive()
@@ -165,12 +164,12 @@ def derived_tensors(
 
 
 def _is_ours_to_keep(tensor: Tensor) -> bool:
-    """Whether a tensor is one that lasts, and whose edits are counted."""
+    """Whether a tensor persists and its edits are counted."""
     return not (is_traced() or is_transformed() or tensor.is_inference())
 
 
 def _state(tensor: Tensor) -> Hashable:
-    """Changes with every in-place edit of a tensor, and where `.data` is set to another tensor."""
+    """Changes with every in-place edit of a tensor, and if `.data` is set to another tensor."""
     tensor = plain(tensor)
     if tensor.layout != torch.strided:
         return tensor._version, tensor.shape, tensor._nnz()
@@ -183,7 +182,7 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def plain(edge_index: Tensor) -> Tensor:
-    """`edge_index` as a plain tensor: the one inside an `EdgeIndex`, which lives as long."""
+    """`edge_index` as a plain tensor; for an `EdgeIndex`, the one inside it, which lives as long."""
     return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
 
 
@@ -209,7 +208,7 @@ def add_loops(
 
 
 def has_loops(edge_index: Tensor) -> bool:
-    """Whether an edge joins a node with itself."""
+    """Whether an edge connects a node with itself."""
 
     def derive() -> bool:
         first, second = plain(edge_index)
@@ -220,14 +219,14 @@ def has_loops(edge_index: Tensor) -> bool:
 
 
 def checked(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Tensor:
-    """`edge_index`, after a check of its indices (in compiled code, when it runs)."""
+    """`edge_index` after a check of its indices (in compiled code, the check runs with the program)."""
     key = ("checked", num_sources, num_targets, flow)
     derived(edge_index, key, lambda: _check_range_or_later(edge_index, num_sources, num_targets, flow))
     return edge_index
 
 
 def _check_range_or_later(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> None:
-    """`check_range`, in compiled code when it runs: what is computed from an index there may well be one in range."""
+    """`check_range`; compiled code checks when it runs, as an index computed from these may still be in range."""
     if not torch.compiler.is_compiling():
         check_range(edge_index, num_sources, num_targets, flow)
         return
@@ -238,17 +237,17 @@ def _check_range_or_later(edge_index: Tensor, num_sources: int, num_targets: int
 
 
 def check_later(index: Tensor, limit: int, what: str) -> None:
-    """Makes a traced program check an index when it runs (`RuntimeError`); elsewhere, it is for others to check."""
-    if is_traced() and not is_transformed():  # vmap does not know how to check
-        index = index.long()  # a small type may not hold the limit
-        assert_later(((index >= 0) & (index < limit)).all(), f"{what} out of range.")  # to print it would fix the limit
+    """Makes a traced program check an index when it runs (`RuntimeError`); elsewhere, other code has to check."""
+    if is_traced() and not is_transformed():  # vmap cannot run the check
+        index = index.long()  # a small type may be unable to hold the limit
+        assert_later(((index >= 0) & (index < limit)).all(), f"{what} out of range.")  # printing the limit would fix it
 
 
 def check_types(edge_type: Tensor, num_types: int) -> None:
-    """Raises `IndexError` if the type of an edge is out of range, where there are numbers to look at.
+    """Raises `IndexError` if the type of an edge is out of range, where its numbers can be read.
 
-    Traced programs look when they run. Nothing is kept: kernels read types where they are, and an edit that nobody
-    counted must not lead them astray.
+    Traced programs check when they run. Nothing is cached: kernels read the types directly, and an edit that was not
+    counted must not make them read elsewhere.
     """
     if is_traced():
         check_later(edge_type, num_types, "edge_type holds a type")
@@ -264,26 +263,26 @@ def check_types(edge_type: Tensor, num_types: int) -> None:
 
 
 def checked_types(edge_type: Any) -> Tensor:
-    """The types of edges, `[E]`, in 64 bits and fit for training; not which types there are.
+    """The types of edges, `[E]`, as 64-bit integers that training can save; does not look at their range.
 
     Raises:
-        TypeError: If they are no tensor.
-        ValueError: If they are not `[E]` integers.
+        TypeError: If they are not a tensor.
+        ValueError: If they are not integers `[E]`.
     """
     if not isinstance(edge_type, Tensor):
         raise InputTypeError(f"edge_type must be a tensor, the type of each edge; got {type(edge_type).__name__}.")
     if edge_type.dim() != 1 or edge_type.dtype not in INTEGER_DTYPES:
         raise InputError(
-            f"edge_type holds the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
+            f"edge_type must hold the type of each edge, [E], as integers from 0; got {list(edge_type.shape)} of "
             f"{edge_type.dtype}."
         )
-    # Autograd refuses to save what was made in inference mode.
+    # Autograd refuses to save tensors made in inference mode.
     is_unsavable = not is_traced() and edge_type.is_inference() and not torch.is_inference_mode_enabled()
     return (edge_type.clone() if is_unsavable else edge_type).long()
 
 
 def check_range(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> None:
-    """Raises `IndexError` if an index is out of range, where there are numbers to look at."""
+    """Raises `IndexError` if an index is out of range, where its numbers can be read."""
     edge_index = plain(edge_index)
     if edge_index.device.type == "meta" or is_functorch_tensor(edge_index):
         return
@@ -293,7 +292,7 @@ def check_range(edge_index: Tensor, num_sources: int, num_targets: int, flow: st
             continue
         lowest, highest = (int(bound) for bound in row.aminmax())
         if lowest < 0:
-            raise IndexError(f"edge_index holds the negative {what} index {lowest}: indices count nodes from 0.")
+            raise IndexError(f"edge_index holds the negative {what} index {lowest}: nodes are numbered from 0.")
         if highest >= limit:
             nodes = f"{limit} {what} nodes (0 to {limit - 1})" if limit else f"no {what} nodes"
             raise IndexError(

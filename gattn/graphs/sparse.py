@@ -36,9 +36,9 @@ class Edges(NamedTuple):
     """The edges of a graph, checked and ready to compute with."""
 
     adjacency: Any
-    """The graph in the form that it was given in, self-loops included."""
+    """The graph in the form in which it was given, including self-loops."""
     edge_index: Tensor
-    """`[2, E]`, a plain int64 tensor, rows in the order that the graph was given in."""
+    """`[2, E]`, a plain int64 tensor, with its rows in the order in which the graph was given."""
     num_sources: int
     num_targets: int
 
@@ -46,28 +46,28 @@ class Edges(NamedTuple):
 class SparseGraph(Graph):
     r"""A graph given by its edges.
 
-    To use a graph again and again, hold one of these, or pass the same `edge_index` tensor: what is derived from it
-    (checks, self-loops, the kernels' layout) is cached per tensor, by identity and version. An in-place edit is
-    noticed; one that goes through `.data` or `.numpy()` is not. What is derived from a sparse adjacency is kept by the
-    `SparseGraph` that holds it, and edits of it are not noticed.
+    To use a graph repeatedly, keep one of these, or pass the same `edge_index` tensor: what is derived from it (checks,
+    self-loops, the kernels' layout) is cached per tensor, by identity and version. In-place edits are noticed, except
+    those through `.data` or `.numpy()`. What is derived from a sparse adjacency is kept by the `SparseGraph` that holds
+    it, which does not notice edits.
 
     Args:
         edge_index: `[2, E]`, sources above targets (for `flow="source_to_target"`): an integer tensor or a PyG
-            `EdgeIndex`. Or a sparse adjacency of shape `[N, M]` (rows are targets, what PyG calls `adj_t`): a
+            `EdgeIndex`. Or a sparse adjacency of shape `[N, M]`, whose rows are targets (PyG's `adj_t`): a
             `torch.sparse` CSR, CSC or COO tensor, or a `torch_sparse.SparseTensor`.
-        num_targets: N; taken from the features, or the adjacency, where it is not given. (default: `None`)
+        num_targets: N; taken from the features or the adjacency if it is not given. (default: `None`)
         num_sources: M; likewise. (default: `None`)
-        self_loops: What PyG's layers call `add_self_loops`: existing loops out, then one for each of the first
-            min(N, M) nodes. (default: `False`)
-        flow: `"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets. It
-            describes the graph, and holds in every layer, whatever the layer's own. (default: `"source_to_target"`)
+        self_loops: Whether to do what PyG's layers call `add_self_loops`: remove existing self-loops, then add one to
+            each of the first min(N, M) nodes. (default: `False`)
+        flow: `"source_to_target"`, or `"target_to_source"` if the first row of `edge_index` holds the targets. It
+            describes the graph, and takes precedence over the `flow` of a layer. (default: `"source_to_target"`)
 
     Raises:
-        TypeError: If `edge_index` is none of the forms above.
+        TypeError: If `edge_index` has none of the forms above.
         ValueError: If its shape or dtype is wrong, the sizes contradict it, or a sparse adjacency comes with
             `flow="target_to_source"`.
-        IndexError: On first use, if an index is negative or too large (in compiled code when it runs, and outside of
-            the kernels as RuntimeError).
+        IndexError: On first use, if an index is negative or too large (in compiled code when it runs, and as
+            RuntimeError outside the kernels).
 
     Example:
         >>> import torch, gattn
@@ -98,7 +98,7 @@ class SparseGraph(Graph):
         flow: str = "source_to_target",
     ):
         if flow not in FLOWS:
-            raise ValueError(f"flow is 'source_to_target' or 'target_to_source', not {flow!r}.")
+            raise ValueError(f"flow must be 'source_to_target' or 'target_to_source'; got {flow!r}.")
         _check_form(edge_index)
         for name, size in (("num_targets", num_targets), ("num_sources", num_sources)):
             if size is not None:
@@ -106,8 +106,8 @@ class SparseGraph(Graph):
         if is_sparse(edge_index):
             if flow != FLOWS[0]:
                 raise ValueError(
-                    "flow='target_to_source' cannot be combined with a sparse adjacency, whose rows are the targets by "
-                    "definition: pass its transpose and leave flow alone."
+                    "flow='target_to_source' cannot be combined with a sparse adjacency, whose rows are always the "
+                    "targets: pass its transpose and leave flow at its default."
                 )
             rows, columns = edge_index.size(0), edge_index.size(1)
             num_sources = _agree("sources", num_sources, columns, "the adjacency's second dimension")
@@ -116,7 +116,7 @@ class SparseGraph(Graph):
             first, second = edge_index.sparse_size()
             if flow != FLOWS[0]:
                 first, second = second, first
-            # PyG infers sizes from the largest index, so there may be more nodes than it says, but not fewer.
+            # PyG infers sizes from the largest index, so the true number of nodes may be larger, but not smaller.
             num_sources = first if num_sources is None else num_sources
             num_targets = second if num_targets is None else num_targets
         self.adjacency = edge_index.clone() if _is_unsavable(edge_index) else edge_index
@@ -129,7 +129,7 @@ class SparseGraph(Graph):
 
     @property
     def edge_index(self) -> Tensor:
-        """All edges, `[2, E]`, self-loops included, in the order that attention weights have."""
+        """All edges, `[2, E]`, including self-loops, in the order of attention weights."""
         return self.edges().edge_index
 
     def with_self_loops(self) -> SparseGraph:
@@ -163,7 +163,7 @@ class SparseGraph(Graph):
         batch: torch.Size | None = None,
         device: torch.device | None = None,
     ) -> SparseGraph:
-        """See `Graph.resolve`; without features, there are as many targets as the graph says, else as sources."""
+        """See `Graph.resolve`; targets without features are as many as the graph says, or else as the sources."""
         if num_targets is None:
             num_targets = num_sources if self.num_targets is None else self.num_targets
         graph = self.with_sizes(num_sources, num_targets)
@@ -185,7 +185,7 @@ class SparseGraph(Graph):
         return EdgeList(self.edges().edge_index, num_sources, num_targets, flow=self.flow)
 
     def edges(self) -> Edges:
-        """Checks the indices and adds the self-loops, or looks up that this was done.
+        """Checks the indices and adds the self-loops, unless that was done before.
 
         Raises:
             ValueError: If the number of sources or targets is not known yet.
@@ -205,15 +205,15 @@ class SparseGraph(Graph):
     def with_features(
         self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
     ) -> tuple[SparseGraph, Tensor | None]:
-        """The graph with its self-loops among its edges, and the features of all those edges.
+        """The graph with its self-loops among its edges, and the features of all of these edges.
 
         Args:
-            features: `[E, ...]`, one row for each edge as given. `None` takes a sparse adjacency's own values, if they
-                are vectors (single values are edge weights, which attention has no use for).
-            fill_value: Features of the new self-loops: a number, a tensor, or how to aggregate those of the edges that
-                point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). A layer made with
-                `flow="target_to_source"` and called with a bare `edge_index` aggregates those of the edges that leave
-                it, as PyG does. (default: `"mean"`)
+            features: `[E, ...]`, one row per edge as given. `None` takes a sparse adjacency's own values if they are
+                vectors (single values are edge weights, which attention does not use).
+            fill_value: Features of the new self-loops: a number, a tensor, or how to aggregate the features of the
+                edges that point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). A layer with
+                `flow="target_to_source"` that is called with a bare `edge_index` aggregates those of the edges that
+                leave the node, as PyG does. (default: `"mean"`)
 
         Returns:
             A graph with the same edges as `edges()`, in the same order, and features `[E, ...]`, or `None` where there
@@ -221,14 +221,14 @@ class SparseGraph(Graph):
 
         Raises:
             ValueError: If there is not one row of features per edge.
-            NotImplementedError: If self-loops are to be added to a `SparseTensor` with features, or features come
-                beside a sparse adjacency.
+            NotImplementedError: If self-loops are to be added to a `SparseTensor` with features, or features are given
+                besides a sparse adjacency.
         """
-        remedy = "pass an edge_index and edge_attr, or add the loops first and set add_self_loops=False."
+        remedy = "pass edge_index and edge_attr, or add the self-loops yourself and set add_self_loops=False."
         if features is None:
             features = _sparse_features(self.adjacency)
             if self.self_loops and isinstance(self.adjacency, SparseTensor) and self.adjacency.has_value():
-                raise NotImplementedError(f"self-loops are not added to a SparseTensor with edge features: {remedy}")
+                raise NotImplementedError(f"self-loops cannot be added to a SparseTensor with edge features: {remedy}")
             if features is None or not self.self_loops:
                 return self, features
             return self, _sparse_features(_loop_sparse(self.adjacency, fill_value))
@@ -236,12 +236,12 @@ class SparseGraph(Graph):
         if isinstance(self.adjacency, Tensor):
             num_edges = self.adjacency._nnz() if is_sparse(self.adjacency) else self.adjacency.size(1)
         if features.size(0) != num_edges:
-            raise InputError(f"edge_attr has {features.size(0)} rows for {num_edges} edges: it needs one per edge.")
+            raise InputError(f"edge_attr needs one row per edge; got {features.size(0)} rows for {num_edges} edges.")
         if not self.self_loops:
             return self, features
         if is_sparse(self.adjacency):
             raise NotImplementedError(
-                f"self-loops are not added where edge features come beside a sparse adjacency: {remedy}"
+                f"self-loops cannot be added to a sparse adjacency whose edge features are given separately: {remedy}"
             )
         num_sources, num_targets = self._known_sizes()
         checked(self.adjacency, num_sources, num_targets, self.flow)  # features are aggregated by these indices
@@ -252,14 +252,14 @@ class SparseGraph(Graph):
             fill_value = features.new_full((num_loops, *features.shape[1:]), fill_value)
         has_all_rows = fill_value.shape == (num_loops, *features.shape[1:])
         if has_all_rows and not torch.compiler.is_compiling() and not has_loops(self.adjacency):
-            return self, torch.cat([features, fill_value])  # as below, without a copy of what stays
+            return self, torch.cat([features, fill_value])  # as below, without copying the edges
         edge_index, features = add_loops(self.adjacency, num_loops, features, fill_value)
-        if torch.compiler.is_compiling():  # there, only features and edges made together are known to be as many
+        if torch.compiler.is_compiling():  # which only knows that there are as many if both are made together
             return self._changed(adjacency=edge_index, self_loops=False), features
         return self, features
 
     def _loop_features(self, features: Tensor, reduce: str, num_sources: int, num_targets: int) -> Tensor:
-        """The features of each node's self-loop, by aggregating those of its other edges."""
+        """The features of each node's self-loop, aggregated from those of its other edges."""
         count = max(num_sources, num_targets)  # more nodes may have edges than get a self-loop
         row = 1 if self.flow == FLOWS[0] or self._loops_as_pyg else 0
 
@@ -267,8 +267,8 @@ class SparseGraph(Graph):
             index = plain(self.adjacency).long()
             if not torch.compiler.is_compiling() and not has_loops(self.adjacency):
                 return index[row]
-            # Edges that are loops already go to a row of their own, as in compiled code a selection of the others would
-            # have a size that nothing else is known to have.
+            # Existing self-loops go to a row of their own: in compiled code, a selection of the other edges would have
+            # a size that nothing else is known to have.
             return index[row].where(index[0] != index[1], count)
 
         is_mean = reduce == "mean" and not torch.compiler.is_compiling()
@@ -283,11 +283,13 @@ class SparseGraph(Graph):
 
     def _known_sizes(self) -> tuple[int, int]:
         if self.num_sources is None or self.num_targets is None:
-            raise ValueError("how many nodes does this graph have? Give the SparseGraph num_sources and num_targets.")
+            raise ValueError(
+                "the number of nodes of this graph is not known: make the SparseGraph with num_sources and num_targets."
+            )
         return self.num_sources, self.num_targets
 
     def with_weights(self, weights: Tensor, *, as_values: bool = True) -> Any:
-        """Attention weights beside the edges that they belong to, as PyG's layers return them.
+        """Attention weights together with the edges that they belong to, as PyG's layers return them.
 
         Args:
             weights: `[E, H]`, in the order of `edges()`.
@@ -303,7 +305,7 @@ class SparseGraph(Graph):
         adjacency = self.edges().adjacency
         if weights.dim() > 2 and is_sparse(adjacency) and (as_values or isinstance(adjacency, SparseTensor)):
             raise ValueError(
-                f"the weights of a batch, {list(weights.shape)}, are no values of one sparse matrix: pass an "
+                f"the weights of a batch, {list(weights.shape)}, cannot be the values of one sparse matrix: pass an "
                 "edge_index instead of a sparse adjacency to get weights [B, E, H]."
             )
         if isinstance(adjacency, SparseTensor):
@@ -313,13 +315,13 @@ class SparseGraph(Graph):
         return adjacency, weights
 
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
-        """See `Graph.from_pairs`: the entries that belong to edges, `[..., E, H]`."""
+        """See `Graph.from_pairs`: returns the entries that belong to edges, `[..., E, H]`."""
         source, target = self.sources_and_targets()
         num_sources, num_targets = self._known_sizes()
         return pairs.expand(*pairs.shape[:-3], heads, num_targets, num_sources)[..., target, source].transpose(-1, -2)
 
     def distances(self, device: torch.device) -> Tensor:
-        """See `Graph.distances`: `[E]`; the last target is where the last source is."""
+        """See `Graph.distances`: `[E]`; the last target has the position of the last source."""
         source, target = self.sources_and_targets()
         num_sources, num_targets = self._known_sizes()
         return source - target - (num_sources - num_targets)
@@ -335,16 +337,18 @@ def _check_form(edge_index: Any) -> None:
     if isinstance(edge_index, SparseTensor):
         return
     if isinstance(edge_index, Graph):
-        raise InputTypeError(f"this is a graph already: {edge_index!r}. Use it as it is, or with_self_loops().")
+        raise InputTypeError(f"this is a graph already: {edge_index!r}. Use it as it is, or its with_self_loops().")
     if not isinstance(edge_index, Tensor):
         raise InputTypeError(
-            "a graph is an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a SparseTensor, "
+            "a graph must be an edge_index tensor of shape [2, E], an EdgeIndex, a torch.sparse adjacency, a "
+            "SparseTensor, "
             f"a SparseGraph or a CompleteGraph; got {type(edge_index).__name__}."
         )
     if edge_index.layout != torch.strided:
         if not is_torch_sparse_tensor(edge_index) or edge_index.sparse_dim() != 2:
             raise InputError(
-                f"a sparse adjacency is one [N, M] matrix in CSR, CSC or COO layout; got {edge_index.layout} of shape "
+                f"a sparse adjacency must be one [N, M] matrix in CSR, CSC or COO layout; got {edge_index.layout} of "
+                "shape "
                 f"{list(edge_index.shape)}."
             )
         return
@@ -353,17 +357,17 @@ def _check_form(edge_index: Any) -> None:
             " (it looks transposed: pass edge_index.t())" if edge_index.dim() == 2 and edge_index.size(1) == 2 else ""
         )
         raise InputError(
-            f"edge_index has shape [2, E], sources above targets; got shape {list(edge_index.shape)}{hint}."
+            f"edge_index must have shape [2, E], sources above targets; got shape {list(edge_index.shape)}{hint}."
         )
     if edge_index.dtype not in INTEGER_DTYPES:
         raise InputError(
-            f"edge_index holds node indices, so its dtype is an integer one; got {edge_index.dtype}. "
+            f"edge_index holds node indices, so its dtype must be an integer type; got {edge_index.dtype}. "
             "Convert it with edge_index.long()."
         )
 
 
 def _is_unsavable(adjacency: Any) -> bool:
-    """Whether autograd, which is at work, refuses to save a graph because it was made in inference mode."""
+    """Whether a graph was made in inference mode, so that autograd, which is on now, refuses to save it."""
     if torch.compiler.is_compiling() or not isinstance(adjacency, Tensor):
         return False
     return adjacency.is_inference() and not torch.is_inference_mode_enabled()
@@ -373,13 +377,13 @@ def _agree(what: str, known: int | None, given: int | None, where: str) -> int |
     if known is None or given is None:
         return given if known is None else known
     if known != given:
-        raise ValueError(f"the graph has {known} {what}, but {where} give {given}: they must be the same nodes.")
+        raise ValueError(f"the graph has {known} {what}, but {given} according to {where}: the numbers must agree.")
     return known
 
 
 def _loop_sparse(adjacency: Any, fill_value: float | Tensor | str = 1.0) -> Any:
     if isinstance(adjacency, SparseTensor):
-        has_vectors = _sparse_features(adjacency) is not None  # for which set_diag() has no value
+        has_vectors = _sparse_features(adjacency) is not None  # to which set_diag() cannot add one
         return torch_sparse.set_diag(adjacency.set_value(None) if has_vectors else adjacency)
     if adjacency.layout == torch.sparse_csc:
         index, values = to_edge_index(adjacency)
@@ -421,21 +425,27 @@ def as_graph(graph: Any, flow: str = FLOWS[0], *, sharded: bool = False) -> Grap
     """Wraps a list of edges in any form; graphs are returned as they are.
 
     Args:
-        graph: What a user gives.
-        flow: Which row of a list of edges holds the targets.
-        sharded: Whether the caller leaves the features of edges' ends to `attend`, which fetches what other processes
-            have. (default: `False`)
+        graph: The graph as a user gives it: a `Graph`, an `edge_index` `[2, E]`, or a sparse adjacency `[N, M]`.
+        flow: Which row of a list of edges holds the targets. (default: `"source_to_target"`)
+        sharded: Whether the caller leaves the features at the ends of edges to `attend`, which fetches those that other
+            processes hold. (default: `False`)
 
     Raises:
-        ValueError: If the graph is sharded and the caller cannot do with its own rows.
+        TypeError: If `graph` has none of these forms.
+        ValueError: If the graph is sharded and `sharded` is not set, or its shape or dtype is wrong.
+
+    Example:
+        >>> import torch, gattn
+        >>> gattn.graphs.as_graph(torch.tensor([[0, 1], [1, 2]]))
+        SparseGraph(num_sources=None, num_targets=None)
     """
     if isinstance(graph, SparseGraph) and _is_unsavable(graph.adjacency):
         return graph._changed(adjacency=graph.adjacency.clone())
     if isinstance(graph, Graph):
         if graph.is_sharded and not sharded:
             raise InputError(
-                "sharded graphs are for gattn.attend and for layers that leave the features of both ends of an edge to "
-                "it, such as GATConv, GATv2Conv, TransformerConv and MultiheadAttention; this one does not."
+                "sharded graphs are for gattn.attend and for layers that leave the features at both ends of an edge to "
+                "it, such as GATConv, GATv2Conv, TransformerConv and MultiheadAttention; this layer does not."
             )
         return graph
     wrapped = SparseGraph(graph, flow=flow)

@@ -1,4 +1,4 @@
-"""Several kinds of edges, and of nodes, as one graph."""
+"""Several types of edges, and of nodes, as one graph."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from gattn.graphs.sparse import SparseGraph, as_graph
 
 
 class TypedGraph(SparseGraph):
-    r"""A graph whose edges have types, and possibly its nodes: several relations as one list of edges.
+    r"""A graph whose edges, and possibly nodes, have types: several relations as one list of edges.
 
-    Attention on it is that on any list of edges, so a softmax runs across all types of a target's edges; with
-    `distribution=gattn.WithinTypes(graph.edge_type)` it runs within each. Terms of the R types are tables: `attend(...,
-    edge=table, edge_type=graph.edge_type)` adds `table[r]`, `[H, C]`, to the keys of edges of type r, and
-    `bias=table[graph.edge_type]` a number per head to their logits. There is no loop over types.
+    Attention on it is the same as on any list of edges, so a softmax runs across all types of a target's edges; with
+    `distribution=gattn.WithinTypes(graph.edge_type)`, it runs within each type. The terms of the R types are tables:
+    `attend(..., edge=table, edge_type=graph.edge_type)` adds `table[r]`, `[H, C]`, to the keys of edges of type r, and
+    `bias=table[graph.edge_type]` adds a number per head to their logits. There is no loop over types.
 
     Args:
         edge_index: `[2, E]`, or another form that `SparseGraph` takes.
         edge_type: The type of each edge, `[E]`, integers from 0.
-        edge_types: The names of the types, or their number R. (default: `None`, as many as the largest type says)
-        num_nodes: The number of nodes of each type, by its name, in the order of their numbers. (default: `None`, nodes
-            have no types)
-        num_targets: N; taken from the features where it is not given. (default: `None`)
+        edge_types: The names of the types, or their number R. (default: `None`, one more than the largest type)
+        num_nodes: The number of nodes of each type, by name, in the order in which nodes are numbered.
+            (default: `None`, nodes have no types)
+        num_targets: N; taken from the features if it is not given. (default: `None`)
         num_sources: M; likewise. (default: `None`)
         flow: See `SparseGraph`. (default: `"source_to_target"`)
 
     Raises:
-        TypeError: If something is no tensor.
+        TypeError: If `edge_index` or `edge_type` is not of a type above.
         ValueError: If the types do not fit the edges, or the numbers of nodes contradict each other.
         IndexError: If there are fewer types than `edge_type` holds.
 
@@ -65,7 +65,7 @@ class TypedGraph(SparseGraph):
             num_targets, num_sources = (total if size is None else size for size in (num_targets, num_sources))
             if {num_targets, num_sources} != {total}:
                 raise InputError(
-                    f"num_nodes has {total} nodes in all, but there are {num_sources} sources and {num_targets} "
+                    f"num_nodes adds up to {total} nodes, but there are {num_sources} sources and {num_targets} "
                     "targets."
                 )
         super().__init__(edge_index, num_targets, num_sources, flow=flow)
@@ -73,9 +73,9 @@ class TypedGraph(SparseGraph):
         is_list = isinstance(self.adjacency, Tensor) and self.adjacency.layout == torch.strided
         num_edges = self.adjacency.size(1) if is_list else self.num_edges
         if edge_type.size(0) != num_edges:
-            raise InputError(f"there are {num_edges} edges, but edge_type has {edge_type.size(0)}.")
+            raise InputError(f"there are {num_edges} edges, but edge_type has {edge_type.size(0)} entries.")
         if isinstance(edge_types, bool):
-            raise InputTypeError(f"edge_types are names of types, or their number; got {edge_types}.")
+            raise InputTypeError(f"edge_types must be names of types, or their number; got {edge_types}.")
         if edge_types is None:
             edge_types = int(edge_type.max()) + 1 if edge_type.numel() else 0
         #: The types' names, or their numbers.
@@ -89,7 +89,7 @@ class TypedGraph(SparseGraph):
     def from_hetero(
         cls, edges: HeteroData | Mapping[tuple[str, ...], Any], num_nodes: Mapping[str, int] | None = None
     ) -> TypedGraph:
-        """The graph of all nodes and edges of a heterogeneous one; nodes are numbered type by type.
+        """The graph of all nodes and edges of a heterogeneous graph; nodes are numbered type by type.
 
         Args:
             edges: A `HeteroData`, or the edges of each type (source type, ..., target type), in any form that
@@ -98,7 +98,7 @@ class TypedGraph(SparseGraph):
 
         Raises:
             TypeError: If `edges` is neither.
-            ValueError: If the number of a type's nodes is not known, or edges do not fit it.
+            ValueError: If the number of nodes of a type is unknown, or edges do not fit it.
             IndexError: If an index of an edge is out of range (in compiled code RuntimeError, when it runs).
         """
         if isinstance(edges, HeteroData):
@@ -106,7 +106,9 @@ class TypedGraph(SparseGraph):
                 num_nodes = {name: edges[name].num_nodes for name in edges.node_types}
             edges = {name: _edges_of(edges, name) for name in edges.edge_types}
         if not isinstance(edges, Mapping):
-            raise InputTypeError(f"edges are a HeteroData or a dictionary by edge type; got {type(edges).__name__}.")
+            raise InputTypeError(
+                f"edges must be a HeteroData or a dictionary by edge type; got {type(edges).__name__}."
+            )
         if num_nodes is None:
             raise InputError("a dictionary of edges does not say how many nodes there are: give num_nodes.")
         first = dict(zip(num_nodes, accumulate(num_nodes.values(), initial=0), strict=False))
@@ -114,7 +116,9 @@ class TypedGraph(SparseGraph):
         for number, (edge_type, given) in enumerate(edges.items()):
             for name in (edge_type[0], edge_type[-1]):
                 if name not in first:
-                    raise InputError(f"edges of type {edge_type} join nodes of type {name!r}; there are {list(first)}.")
+                    raise InputError(
+                        f"edges of type {edge_type} join nodes of type {name!r}; num_nodes has {list(first)}."
+                    )
             graph: Graph = as_graph(given).resolve(num_nodes[edge_type[0]], num_nodes[edge_type[-1]])
             source, target = graph.sources_and_targets()
             ends.append(torch.stack([source.long() + first[edge_type[0]], target.long() + first[edge_type[-1]]]))
@@ -127,46 +131,48 @@ class TypedGraph(SparseGraph):
         """The features of all nodes, given those of each type.
 
         Args:
-            features: By node type, with one row for each node along `dim`.
+            features: By node type, each with one row per node along `dim`.
             dim: The dimension of nodes. (default: `0`)
 
         Raises:
-            ValueError: If a type is missing, or has another number of nodes.
+            ValueError: If a type is missing, or has a different number of nodes.
         """
         sizes = self._sizes()
         for name, size in sizes.items():
             if name not in features or features[name].size(dim) != size:
                 given = list(features[name].shape) if name in features else "none"
-                raise InputError(f"there are {size} nodes of type {name!r}, whose features are missing; got {given}.")
+                raise InputError(f"the {size} nodes of type {name!r} need one row of features each; got {given}.")
         return torch.cat([features[name] for name in sizes], dim)
 
     def split(self, features: Tensor, dim: int = 0) -> dict[str, Tensor]:
-        """The features of each type's nodes, given those of all: what `join` joined.
+        """The features of each type's nodes, given those of all nodes: the inverse of `join`.
 
         Args:
-            features: With one row for each node along `dim`.
+            features: With one row per node along `dim`.
             dim: The dimension of nodes. (default: `0`)
 
         Raises:
-            ValueError: If there is another number of rows.
+            ValueError: If the number of rows is not that of the nodes.
         """
         sizes = self._sizes()
         if features.size(dim) != sum(sizes.values()):
-            raise InputError(f"the graph has {sum(sizes.values())} nodes, but the features {features.size(dim)}.")
+            raise InputError(
+                f"the graph has {sum(sizes.values())} nodes, but there are {features.size(dim)} rows of features."
+            )
         return dict(zip(sizes, features.split_with_sizes(list(sizes.values()), dim), strict=True))
 
     def _sizes(self) -> dict[str, int]:
         if self.num_nodes is None:
-            raise InputError("the nodes of this graph have no types: give it num_nodes.")
+            raise InputError("the nodes of this graph have no types: make it with num_nodes.")
         return self.num_nodes
 
     def with_self_loops(self) -> SparseGraph:
-        """Not possible: a self-loop would have no type.
+        """Not possible, because a self-loop would have no type.
 
         Raises:
             ValueError: Always.
         """
-        raise InputError("self-loops would have no type: add them to the edges, with a type of their own.")
+        raise InputError("self-loops would have no type: add them to the edges yourself, with a type of their own.")
 
     def to(self, device: torch.device | str) -> TypedGraph:
         """See `SparseGraph.to`."""
@@ -177,7 +183,7 @@ class TypedGraph(SparseGraph):
 
 
 def _edges_of(data: HeteroData, edge_type: tuple[str, ...]) -> Any:
-    """The edges of a type, in either of the forms that PyG keeps them in."""
+    """The edges of a type, in whichever form PyG keeps them."""
     store = data[edge_type]
     for name in ("edge_index", "adj_t"):
         if name in store:

@@ -167,7 +167,7 @@ def test_errors():
     for lengths, message in (
         (torch.tensor([9, 1, 1]), r"must lie between 0 and 8; got \[9, 1, 1\]"),
         (torch.tensor([1, 1]), r"one for each sequence, \[3\]; got \[2\]"),
-        (torch.tensor([1.0, 1.0, 1.0]), "holds one integer"),
+        (torch.tensor([1.0, 1.0, 1.0]), "must hold one integer"),
     ):
         with pytest.raises(ValueError, match=message):
             model.advance(tokens, lengths=lengths)

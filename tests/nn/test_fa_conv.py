@@ -105,7 +105,7 @@ def test_cached_graph(x, x_0, edge_index):
     assert conv._cached_edge_index is not None
     torch.testing.assert_close(conv(x, x_0, edge_index[:, :3]), out)  # as in PyG, the first graph stays
     torch.testing.assert_close(pickle.loads(pickle.dumps(conv))(x, x_0, edge_index[:, :3]), out)
-    with pytest.raises(ValueError, match="the graph has 9 sources, but the features give 8"):
+    with pytest.raises(ValueError, match="the graph has 9 sources, but 8 according to the features"):
         conv(x[:8], x_0[:8], edge_index)
     conv.reset_parameters()
     assert conv._cached_edge_index is None

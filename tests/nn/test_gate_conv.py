@@ -191,7 +191,7 @@ def test_wrong_inputs(x, edge_index, edge_attr):
         conv(x, edge_index, edge_attr[:, :2])
     with pytest.raises(ValueError, match="edge_attr must be of a floating-point type; got torch.int64"):
         conv(x, edge_index, edge_attr.long())
-    with pytest.raises(ValueError, match=r"edge_attr has 4 rows for \d+ edges"):
+    with pytest.raises(ValueError, match=r"edge_attr needs one row per edge; got 4 rows for \d+"):
         conv(x, edge_index, edge_attr[:4])
     with pytest.raises(ValueError, match="x has 5 channels, but this layer was made for in_channels=6"):
         conv(x[:, :5], edge_index, edge_attr)

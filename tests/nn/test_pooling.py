@@ -385,7 +385,7 @@ def test_bad_sets(pool, x, kwargs, error, match):
     [
         ([3, 5], "between 0 and 4"),
         ([-1, 2], "must not be negative"),
-        ([1.0, 2.0], "holds one integer"),
+        ([1.0, 2.0], "must hold one integer"),
         ([1, 2, 3], r"\[2\] for this x; got \[3\]"),
     ],
 )

@@ -224,8 +224,8 @@ class TestLengths:
             (torch.tensor([6, 1, 1]), r"must lie between 0 and 5; got \[6, 1, 1\]"),
             (torch.tensor([-1, 1, 1]), "must not be negative"),
             (torch.tensor([1, 1]), r"one length for each memory, \[3\]; got \[2\]"),
-            (torch.tensor([1.0, 1.0, 1.0]), "holds one integer"),
-            (torch.tensor([True, True, False]), "holds one integer"),
+            (torch.tensor([1.0, 1.0, 1.0]), "must hold one integer"),
+            (torch.tensor([True, True, False]), "must hold one integer"),
         ):
             with pytest.raises(ValueError, match=message):
                 attention(query, memory, lengths)
@@ -672,9 +672,9 @@ class TestErrors:
             (lambda: LocalAttention(general, 2, hidden_channels=CQ), "and monotonic alignment takes neither"),
             (lambda: LocalAttention(general, 2, "predictive", 0), "query_channels must be at least 1; got 0"),
             (lambda: LocalAttention(general, 2, "predictive", CQ, 0), "hidden_channels must be at least 1; got 0"),
-            (lambda: HardAttention(general, "gumbel"), "estimator is 'reinforce' or 'straight_through'"),
-            (lambda: HardAttention(general, temperature=0.0), "temperature is positive"),
-            (lambda: HardAttention(general, expected=2.0), "expected is a probability"),
+            (lambda: HardAttention(general, "gumbel"), "estimator must be 'reinforce' or 'straight_through'"),
+            (lambda: HardAttention(general, temperature=0.0), "temperature must be positive"),
+            (lambda: HardAttention(general, expected=2.0), "expected must be a probability"),
         ):
             with pytest.raises(ValueError, match=message):
                 function()

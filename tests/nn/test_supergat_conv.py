@@ -282,7 +282,7 @@ def test_wrong_inputs(x, edge_index):
         conv(x, edge_index + N)
     with pytest.raises(IndexError, match="edge_index holds"):
         conv(x, edge_index, edge_index + N)
-    with pytest.raises(ValueError, match=r"edge_index has shape \[2, E\]"):
+    with pytest.raises(ValueError, match=r"edge_index must have shape \[2, E\]"):
         conv(x, edge_index, edge_index.t())
     with pytest.raises(ValueError, match="one graph for the whole batch"):
         conv(x.unsqueeze(0), gattn.CompleteGraph(N, source_lengths=torch.tensor([3])))
