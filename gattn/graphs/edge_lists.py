@@ -29,8 +29,10 @@ _Value = TypeVar("_Value")
 class OnStream(Generic[_Value]):
     """A value that one stream computes and others may read: they wait for it, and its memory waits for them.
 
-    Args: value: The value, just computed: a tensor, a tuple of values, or an object whose `tensors()` lists what it
-        holds. tensor: A tensor on the device of the computation.
+    Args:
+        value: The value, just computed: a tensor, a tuple of values, or an object whose `tensors()` lists what it
+            holds.
+        tensor: A tensor on the device of the computation.
     """
 
     def __init__(self, value: _Value, tensor: Tensor):

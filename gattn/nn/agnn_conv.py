@@ -1,4 +1,4 @@
-"""The graph layer that attends by the cosine of features."""
+"""The graph layer that attends by the cosine of the features."""
 
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ class AGNNConv(BaseConv):
         x'_i = \sum_{j \in \mathcal{N}(i) \cup \{i\}} \alpha_{ij} x_j, \qquad
         \alpha_{i\cdot} = \mathrm{softmax}_j \; \beta \cos(x_i, x_j)
 
-    It has no projections: a network puts linear layers in front and behind.
+    It has no projections: a network adds linear layers before and after it.
 
-    A drop-in for `torch_geometric.nn.AGNNConv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half precision.
+    A drop-in replacement for `torch_geometric.nn.AGNNConv`, with the same arguments, parameter names and results. It
+    also supports features `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and float32 accumulation in
+    half precision.
 
     Args:
         requires_grad: Whether :math:`\beta` is learnt. (default: `True`)
-        add_self_loops: Whether each node attends to itself, too. (default: `True`)
+        add_self_loops: Whether each node also attends to itself. (default: `True`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
     Shapes:
         - **input:** features `[N, F]`, edge indices `[2, E]`.
         - **output:** `[N, F]`.
+
+    Raises:
+        TypeError: If there is an unknown argument.
+        ValueError: If features and graph do not fit (in `forward`).
 
     Example:
         >>> import torch, gattn
@@ -72,7 +77,7 @@ class AGNNConv(BaseConv):
             edge_index: The graph, in any form that `gattn.attend` takes.
 
         Raises:
-            TypeError: If `x` is no tensor.
+            TypeError: If `x` is not a tensor.
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """

@@ -1,4 +1,4 @@
-"""What drop-in layers share: inputs in every form, heads, edge features, returned weights."""
+"""What the drop-in layers share: inputs in every form, heads, edge features, returned weights."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore, Score
 from gattn.settings import require_finite
 
-#: Beside the output, as PyG's layers return it: `(edge_index, weights)`, where the graph may also be a sparse adjacency
-#: or a `CompleteGraph`; for a `SparseTensor` the one that holds the weights.
+#: What PyG's layers return together with the output: `(edge_index, weights)`, whose graph may also be a sparse
+#: adjacency or a `CompleteGraph`; for a `SparseTensor`, the one that holds the weights.
 AttentionWeights: TypeAlias = Any
 
 
 def check_positive(**sizes: int) -> None:
-    """Raises `ValueError` where a layer's size is not positive."""
+    """Raises `ValueError` if a size of a layer is not positive."""
     for name, size in sizes.items():
         if size < 1:
             raise InputError(f"{name} must be at least 1; got {size}.")
 
 
 class BaseConv(Attention):
-    """Base class of graph layers: takes features and graphs in every form, and checks them."""
+    """Base class of graph layers: takes features and graphs in every form and checks them."""
 
-    #: Channels of the input, for a pair of sources and targets a pair; of -1, any.
+    #: Channels of the input, or a pair for sources and targets; -1 allows any.
     in_channels: int | tuple[int, int] = -1
-    #: Whether the layer takes graphs of `gattn.distributed`: it does not look at the features of edges' ends itself.
+    #: Whether the layer takes the graphs of `gattn.distributed`; such a layer reads no features at the ends of edges.
     takes_shards: ClassVar[bool] = False
 
     def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
-        """Source and target features; the same tensor twice where `x` is a single one."""
+        """Source and target features; the same tensor twice if `x` is a single one."""
         if isinstance(x, (tuple, list)) and len(x) != 2:
             raise InputTypeError(
-                f"x is a tensor, or a pair of tensors (sources, targets); got a {type(x).__name__} of {len(x)}."
+                f"x must be a tensor, or a pair of tensors (sources, targets); got a {type(x).__name__} of {len(x)}."
             )
         sources, targets = x if isinstance(x, (tuple, list)) else (x, x)
         for name, features in (("source features", sources), ("target features", targets)):
@@ -49,7 +49,8 @@ class BaseConv(Attention):
                 raise InputError(f"{name} must be of a floating-point type; got {features.dtype}: use x.float().")
             if features is not None and features.dim() not in (2, 3, 4):
                 raise InputError(
-                    f"features have shape [N, F], or [B, N, F] over one graph; got {name} of {list(features.shape)}."
+                    f"features must have shape [N, F], or [B, N, F] over one graph; got {name} of "
+                    f"{list(features.shape)}."
                 )
         in_channels = self.in_channels if isinstance(self.in_channels, (tuple, list)) else (self.in_channels,) * 2
         for name, features, channels in (("x", sources, in_channels[0]), ("target x", targets, in_channels[1])):
@@ -59,7 +60,8 @@ class BaseConv(Attention):
                 )
         if targets is not None and targets.shape[:-2] != sources.shape[:-2]:
             raise InputError(
-                f"sources and targets have the same batch dimensions; got x[0] of shape {list(sources.shape)} and x[1] "
+                f"sources and targets must have the same batch dimensions; got x[0] of shape {list(sources.shape)} "
+                "and x[1] "
                 f"of shape {list(targets.shape)}."
             )
         if targets is sources:
@@ -76,7 +78,7 @@ class BaseConv(Attention):
         self_loops: bool,
         size: tuple[int | None, int | None] | None = None,
     ) -> Graph:
-        """The graph, on the device of features and parameters, with its sizes known and its self-loops asked for."""
+        """The graph, on the device of features and parameters, with known sizes, and with self-loops if requested."""
         given_graph = as_graph(graph, self.flow, sharded=self.takes_shards)
         num_sources = sources.size(-2)
         num_targets = None if targets is None else targets.size(-2)
@@ -84,7 +86,7 @@ class BaseConv(Attention):
             given_sources, given_targets = size if given_graph.flow == FLOWS[0] else (size[1], size[0])
             for what, given, rows in (("sources", given_sources, num_sources), ("targets", given_targets, num_targets)):
                 if given is not None and rows is not None and given != rows:
-                    raise InputError(f"size says {given} {what}, but their features have {rows} rows.")
+                    raise InputError(f"size gives {given} {what}, but their features have {rows} rows.")
             num_targets = given_targets if num_targets is None else num_targets
         for what, tensor in (("x[1]", targets), *self._parameters.items()):
             if tensor is not None and tensor.device != sources.device:
@@ -95,7 +97,7 @@ class BaseConv(Attention):
         return resolved.with_self_loops() if self_loops else resolved
 
     def _listed(self, graph: Graph, device: torch.device) -> Graph:
-        """The same graph as a list of edges, for layers that compute edge by edge."""
+        """The same graph as a list of edges, for layers that compute per edge."""
         if not isinstance(graph, CompleteGraph):
             return graph
         if not (graph.is_uniform or graph.blocks is not None):
@@ -107,7 +109,7 @@ class BaseConv(Attention):
         return SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
 
     def _shows_messages(self, layer: type[Attention]) -> bool:
-        """Whether somebody looks at messages, which are those that `layer` makes, of all channels at once."""
+        """Whether messages are read, in which case they have to be those of `layer`, of all channels at once."""
         is_seen = self.explain or self._message_forward_pre_hooks or self._message_forward_hooks
         return bool(is_seen) and type(self).message is layer.message and self.decomposed_layers == 1
 
@@ -121,15 +123,15 @@ class BaseConv(Attention):
         is_recorded: bool = True,
         edge_value: Tensor | None = None,
     ) -> Tensor:
-        """The sum of each target's values, times given weights.
+        """The sum of each target's values, multiplied by given weights.
 
         Args:
             value: `[..., M, H, C]`.
             graph: A list of edges.
             weights: `[..., E, H]`.
             dropout: Probability that a weight is dropped, in training. (default: `0.0`)
-            is_recorded: Whether `record_attention` takes these weights for attention. (default: `True`)
-            edge_value: What is added to the values, edge by edge, `[..., E, H, C]`. (default: `None`)
+            is_recorded: Whether `record_attention` records these weights as attention. (default: `True`)
+            edge_value: Added to the values, per edge, `[..., E, H, C]`. (default: `None`)
         """
         attend: Any = type(self).attend if is_recorded else unrecorded
         nothing = value.new_zeros(value.size(-2)).expand(value.shape[:-1])
@@ -181,11 +183,11 @@ class AttentionConv(BaseConv):
     def _edge_term(
         self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = "mean"
     ) -> tuple[Graph, Tensor | None, Tensor | None]:
-        """The graph with its self-loops, the score's edge term, and what projects that; `None` for a layer without."""
+        """The graph with its self-loops, the score's edge term, and what projects the term, if anything."""
         if self.lin_edge is None:
             if edge_attr is not None:
                 raise InputError(
-                    f"got edge_attr, but this layer was made without edge features: give {type(self).__name__} "
+                    f"got edge_attr, but this layer was made without edge features: make {type(self).__name__} with "
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
             return graph, None, None
@@ -204,7 +206,7 @@ class AttentionConv(BaseConv):
         channels = getattr(self.lin_edge, "in_channels", -1)
         if edge_attr.dim() != 2:
             raise InputError(
-                f"edge_attr has shape [E, D], or [E] for a single feature; got {edge_attr.dim()} dimensions."
+                f"edge_attr must have shape [E, D], or [E] for a single feature; got {edge_attr.dim()} dimensions."
             )
         if channels > 0 and edge_attr.size(-1) != channels:
             raise InputError(
@@ -213,7 +215,7 @@ class AttentionConv(BaseConv):
         return graph, *self._project_edges(self.lin_edge, edge_attr)
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The score's edge term of features `[E, D]`: these and what projects them, or `[E, H, C]` and `None`."""
+        """The score's edge term for features `[E, D]`: themselves and their projection, or `[E, H, C]` and `None`."""
         if is_plain(lin_edge) and edge_attr.dtype == lin_edge.weight.dtype and not is_autocast(edge_attr):
             return edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1)
         return self._heads(lin_edge(edge_attr)), None
@@ -235,7 +237,7 @@ class AttentionConv(BaseConv):
         weights: bool | str,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Weights | None]:
-        """Attends, joins the heads and adds the layer's bias: `[..., N, H * C]`, or their mean `[..., N, C]`."""
+        """Attends, joins the heads and adds the layer's bias: `[..., N, H * C]`, or the heads' mean `[..., N, C]`."""
         value = dropout(value, self.value_dropout, self.training)
         result = self.attend(
             query,

@@ -23,14 +23,14 @@ class DenseGATConv(BaseConv):
         \alpha_{i\cdot} = \mathrm{softmax}_j \,
         \mathrm{LeakyReLU}(\langle a_{dst}, W x_i \rangle + \langle a_{src}, W x_j \rangle)
 
-    A complete graph with a mask: rows of the adjacency are targets.
+    The adjacency is a complete graph with a mask, and its rows are the targets.
 
-    A drop-in for `torch_geometric.nn.DenseGATConv`: the same arguments, parameter names and numbers. Where it differs:
-    a node without neighbours gets zeros (and the bias), not NaN.
+    A drop-in replacement for `torch_geometric.nn.DenseGATConv`, with the same arguments, parameter names and results.
+    Differences: a node without neighbours gets zeros (and the bias), not NaN.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call.
-        out_channels: Channels of the output, for each head.
+        in_channels: Channels of the input; `-1` infers them from the first call.
+        out_channels: Channels of the output, per head.
         heads: Number of heads. (default: `1`)
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
         negative_slope: Slope of the LeakyReLU for negative inputs. (default: `0.2`)
@@ -42,7 +42,7 @@ class DenseGATConv(BaseConv):
         - **output:** `[B, N, H * F_out]`, or `[B, N, F_out]` with `concat=False`.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If an option is out of range, or (in `forward`) shapes do not fit.
 
     Example:
         >>> import torch, gattn
@@ -91,29 +91,31 @@ class DenseGATConv(BaseConv):
 
         Args:
             x: Features `[B, N, F_in]`, or `[N, F_in]` of a single graph.
-            adj: Adjacency `[B, N, N]`, or `[N, N]` for all graphs of the batch; what is not zero is an edge.
+            adj: Adjacency `[B, N, N]`, or `[N, N]` for all graphs of the batch; entries that are not zero are edges.
             mask: Which nodes are real, `[B, N]`; the output of the others is zero. (default: `None`, all)
-            add_loop: Whether each node attends to itself, too. (default: `True`)
+            add_loop: Whether each node also attends to itself. (default: `True`)
 
         Returns:
             `[B, N, H * F_out]`, or `[B, N, F_out]` with `concat=False`; B is 1 for a single graph.
 
         Raises:
-            TypeError: If `x` or `adj` is no tensor.
+            TypeError: If `x` or `adj` is not a tensor.
             ValueError: If types or shapes do not fit; the message says which.
         """
         if not isinstance(x, Tensor) or not isinstance(adj, Tensor):
             raise InputTypeError(f"x and adj must be tensors; got {type(x).__name__} and {type(adj).__name__}.")
         self._inputs(x)
         if x.dim() not in (2, 3):
-            raise InputError(f"x has shape [B, N, F], or [N, F] for a single graph; got {list(x.shape)}.")
+            raise InputError(f"x must have shape [B, N, F], or [N, F] for a single graph; got {list(x.shape)}.")
         x = x.unsqueeze(0) if x.dim() == 2 else x
         adj = adj.unsqueeze(0) if adj.dim() == 2 else adj
         batch, nodes, _ = x.shape
         if adj.dim() != 3 or adj.size(0) not in (1, batch) or adj.shape[1:] != (nodes, nodes):
-            raise InputError(f"adj has shape [{batch}, {nodes}, {nodes}] for these features; got {list(adj.shape)}.")
+            raise InputError(
+                f"adj must have shape [{batch}, {nodes}, {nodes}] for these features; got {list(adj.shape)}."
+            )
         if mask is not None and mask.shape not in ((batch, nodes), (nodes,)):
-            raise InputError(f"mask has shape [{batch}, {nodes}], one entry per node; got {list(mask.shape)}.")
+            raise InputError(f"mask must have shape [{batch}, {nodes}], one entry per node; got {list(mask.shape)}.")
         seen = adj != 0
         if add_loop:
             seen = seen | torch.eye(nodes, dtype=torch.bool, device=adj.device)

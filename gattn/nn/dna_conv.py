@@ -1,4 +1,4 @@
-"""The graph layer whose nodes attend over their neighbours' earlier layers."""
+"""The graph layer whose nodes attend over the earlier layers of their neighbours."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class DNAConv(BaseConv):
         \alpha_{ijl} = \frac{\exp s_{ijl}}{1 + \sum_k \exp s_{ijk}}, \quad
         s_{ijl} = \frac{(W_Q x_i^{(L)})^{\top} W_K x_j^{(l)}}{\sqrt{C}}
 
-    Along each edge, the target's last layer attends over all layers of the source, or over none of them: the restricted
-    softmax has a sink. Each layer of each head is a head of its own here, so that logits and sums are those of ordinary
-    attention, and nothing larger than one number per edge, layer and head is made.
+    Along each edge, the target's last layer attends over all layers of the source, or over none of them, as the
+    restricted softmax has a sink. Here, each layer of each head is a head of its own. So logits and sums are those of
+    ordinary attention, and nothing larger than one number per edge, layer and head is stored.
 
-    A drop-in for `torch_geometric.nn.DNAConv`: the same arguments, parameter names and numbers. Beyond it:
-    `SparseGraph` and `CompleteGraph`, adjacencies in CSC form, `normalize=False` without edge weights, and float32
-    accumulation in half precision. Where it differs: the linear layers are called once for all nodes and not per edge,
-    and `multi_head` itself is not called, so that hooks on it do not run.
+    A drop-in replacement for `torch_geometric.nn.DNAConv`, with the same arguments, parameter names and results. It
+    also supports `SparseGraph` and `CompleteGraph`, adjacencies in CSC form, `normalize=False` without edge weights,
+    and float32 accumulation in half precision. Differences: the linear layers are called once for all nodes instead of
+    once per edge, and `multi_head` itself is not called, so hooks on it do not run.
 
     Args:
         channels: Channels of input and output.
         heads: Number of heads. (default: `1`)
-        groups: Number of groups of each linear layer, which see some of the channels each. (default: `1`)
+        groups: Number of groups of each linear layer, each of which sees some of the channels. (default: `1`)
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
-        cached: Whether the normalized graph of the first call serves all later ones, whatever graph they are given.
+        cached: Whether the normalized graph of the first call is used in all later calls, whatever their graph.
             (default: `False`)
         normalize: Whether edges are weighted by the degrees of both ends. (default: `True`)
         add_self_loops: Whether nodes without a self-loop get one, if `normalize` is set. (default: `True`)
@@ -89,7 +89,7 @@ class DNAConv(BaseConv):
                 raise InputError(f"{name} must be at least 1; got {count}.")
         if channels % heads or channels % groups or max(heads, groups) % min(heads, groups):
             given = ", ".join(f"{name}={count}" for name, count in counts.items())
-            raise InputError(f"heads and groups divide channels, and the one of them divides the other; got {given}.")
+            raise InputError(f"heads and groups must divide channels, and one of them the other; got {given}.")
         check_probability("dropout", dropout)
         self.in_channels = channels
         self.bias = bias
@@ -115,16 +115,16 @@ class DNAConv(BaseConv):
             edge_weight: Edge weights `[E]`; those of a sparse adjacency are its values. (default: `None`)
 
         Raises:
-            TypeError: If an input is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
         if not isinstance(x, Tensor):
             raise InputTypeError(f"x must be a tensor, the features of all nodes; got {type(x).__name__}.")
         if x.dim() != 3 or x.size(1) == 0:
-            raise InputError(f"features have shape [N, L, F], with at least one layer; got {list(x.shape)}.")
+            raise InputError(f"features must have shape [N, L, F], with at least one layer; got {list(x.shape)}.")
         self._inputs(x)
-        x = x.contiguous()  # on which PyG's grouped layers rely
+        x = x.contiguous()  # as PyG's grouped layers require
         last = x[:, -1]
         graph, edge_weight = self._weighted(self._graph(edge_index, last, last, False), edge_weight, x)
 
@@ -134,7 +134,7 @@ class DNAConv(BaseConv):
         key, value = (lin(x).view(shape).flatten(1, 2) for lin in (lins.lin_k, lins.lin_v))
         logits = edge_weights(query, key, graph, DotScore(), "identity")
         logits = logits.view(-1, *shape[1:3])
-        alpha = F.pad(logits, (0, 0, 0, 1)).softmax(-2)[:, :-1]  # the sink is one more layer, whose logit is zero
+        alpha = F.pad(logits, (0, 0, 0, 1)).softmax(-2)[:, :-1]  # the sink is one more layer with a logit of zero
         if edge_weight is not None:
             alpha = alpha * edge_weight.view(-1, 1, 1)
 
@@ -144,7 +144,7 @@ class DNAConv(BaseConv):
         return self._aggregated(dropout(alpha, lins.dropout, self.training), value, graph)
 
     def _aggregated(self, alpha: Tensor, value: Tensor, graph: Graph) -> Tensor:
-        """For aggregations that are not linear: these need whole messages, summed over layers, `[E, F]`."""
+        """For aggregations that are not linear and so need whole messages, summed over layers, `[E, F]`."""
         source, _ = graph.sources_and_targets()
         messages = value.index_select(0, source).view(*alpha.shape, value.size(-1)) * alpha.unsqueeze(-1)
         messages = messages.sum(1).flatten(1).unsqueeze(1)
@@ -155,7 +155,7 @@ class DNAConv(BaseConv):
         return out.squeeze(1)
 
     def _weighted(self, graph: Graph, edge_weight: Tensor | None, x: Tensor) -> tuple[Graph, Tensor | None]:
-        """The graph, normalized if that is asked for, and its edge weights."""
+        """The graph, normalized if requested, and its edge weights."""
         graph = self._listed(graph, x.device)
         adjacency = graph.edges().adjacency if isinstance(graph, SparseGraph) else graph.edge_index
         is_list = isinstance(adjacency, Tensor) and adjacency.layout == torch.strided
@@ -165,7 +165,8 @@ class DNAConv(BaseConv):
                 raise InputTypeError(f"edge_weight must be a tensor; got {type(edge_weight).__name__}.")
             if not edge_weight.is_floating_point() or edge_weight.numel() != num_edges:
                 raise InputError(
-                    f"edge_weight holds a floating-point number for each of {num_edges} edges; got {edge_weight.dtype} "
+                    f"edge_weight must hold a floating-point number for each of {num_edges} edges; got "
+                    f"{edge_weight.dtype} "
                     f"of shape {list(edge_weight.shape)}."
                 )
             edge_weight = edge_weight.view(-1)
@@ -183,7 +184,7 @@ class DNAConv(BaseConv):
     def _normalized(
         self, adjacency: Any, edge_weight: Tensor | None, graph: Graph, dtype: torch.dtype, is_list: bool
     ) -> Any:
-        """What PyG's `gcn_norm` makes of a graph: `(edge_index, edge_weight)`, or a `SparseTensor`."""
+        """The result of PyG's `gcn_norm` for a graph: `(edge_index, edge_weight)`, or a `SparseTensor`."""
         if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_csc:
             adjacency = adjacency.to_sparse_csr()
         # Degrees are counted in float32 at least: bfloat16 cannot count to 300.
@@ -200,7 +201,7 @@ class DNAConv(BaseConv):
             return found.set_value(found.storage.value().to(dtype), layout="coo")
         if not is_list:
             return normalized(edge_weight)
-        if self.add_self_loops:  # the new edge_index is kept, so that what kernels derive from it is kept, too
+        if self.add_self_loops:  # keeps the new edge_index, and so what kernels derive from it
             key = "gcn_norm", graph.num_targets, *options
             index, weight = derived_tensors(adjacency, key, lambda: normalized(None))
             weight = weight if edge_weight is None else normalized(edge_weight)[1]

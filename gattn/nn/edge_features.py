@@ -1,4 +1,4 @@
-"""Edge features as layers get them, checked."""
+"""The edge features that layers are given, checked."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gattn.settings import require_finite
 
 
 def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...]) -> tuple[Graph, Tensor]:
-    """The graph and its edge features `[..., E, D]`: those given, or the vectors that a sparse adjacency holds.
+    """The graph and its edge features `[..., E, D]`, either those given or the vectors that a sparse adjacency holds.
 
     Args:
-        graph: The graph, its sizes known.
+        graph: The graph, with known sizes.
         edge_attr: `[E, D]`, `[E]` for a single feature, or with the batch dimensions in front; or `None`.
-        channels: D; of -1, any.
+        channels: D; -1 allows any.
         batch: The batch dimensions of the nodes' features.
 
     Raises:
-        TypeError: If `edge_attr` is no tensor.
+        TypeError: If `edge_attr` is not a tensor.
         ValueError: If it does not fit.
     """
     if edge_attr is not None:
@@ -32,7 +32,8 @@ def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[i
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() < 2 else edge_attr
         if edge_attr.shape[:-2] not in ((), batch):
             raise InputError(
-                f"edge_attr has shape [E, D], or [E] for a single feature, possibly with the batch dimensions of x, "
+                "edge_attr must have shape [E, D], or [E] for a single feature, possibly with the batch dimensions of "
+                "x, "
                 f"{list(batch)}, in front; got {list(edge_attr.shape)}."
             )
         require_finite(edge_attr=edge_attr)

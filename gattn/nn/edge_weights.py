@@ -12,7 +12,7 @@ from gattn.scores import Score
 def edge_weights(
     query: Tensor, key: Tensor, graph: Graph, score: Score, distribution: str, dropout: float = 0.0
 ) -> Tensor:
-    """The weights that attention would have, `[..., E, H]`, after dropout; nothing is summed.
+    """The weights that attention would have, `[..., E, H]`, after dropout, without the weighted sum.
 
     Args:
         query: See `gattn.attend`.
@@ -20,7 +20,7 @@ def edge_weights(
         graph: Likewise; a list of edges.
         score: Likewise.
         distribution: Likewise; `"identity"` gives logits.
-        dropout: Likewise; zero outside of training. (default: `0.0`)
+        dropout: Likewise; pass zero outside of training. (default: `0.0`)
     """
     nothing = key.new_zeros(*(key.shape if score.scalar else key.shape[:-1]), 0)
     options = {"score": score, "distribution": distribution, "dropout": dropout, "training": True}

@@ -1,4 +1,4 @@
-"""The graph attention layer whose edges have vectors of their own, which it updates."""
+"""The graph attention layer whose edges have vectors, which it updates."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class EGATConv(BaseConv):
         \alpha_{i\cdot} = \mathrm{softmax}_j(a^{\top} f'_{ij}), \qquad
         x'_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} W x_j
 
-    with a LeakyReLU of slope 0.01. Each head has a matrix of each kind, and a vector a. The parameters have the names
-    and shapes of those of `dgl.nn.EGATConv`, so checkpoints load, and the numbers are the same. Where it differs: nodes
+    with a LeakyReLU of slope 0.01. Each head has its own matrices and its own vector a. The parameters have the names
+    and shapes of those of `dgl.nn.EGATConv`, so checkpoints load, and the results are the same. Differences: nodes
     without neighbours get zeros instead of an error, and features may have batch dimensions.
 
     Args:
-        in_channels: Channels of the nodes' features, or a pair of those of sources and targets.
+        in_channels: Channels of the nodes' features, or a pair for sources and targets.
         edge_channels: Channels of the edges' features.
         out_channels: Channels of the nodes' output, for each head.
         out_edge_channels: Channels of the edges' output, for each head.
@@ -43,10 +43,10 @@ class EGATConv(BaseConv):
 
     Shapes:
         - **input:** features `[N, F]` or `([M, F], [N, F])`, edge indices `[2, E]`, edge features `[E, D]`.
-        - **output:** features `[N, H, C]`, and those of the edges, `[E, H, C_e]`.
+        - **output:** features `[N, H, C]`, and edge features `[E, H, C_e]`.
 
     Raises:
-        ValueError: If a number is not positive.
+        ValueError: If a number is not positive, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -102,23 +102,23 @@ class EGATConv(BaseConv):
         edge_weight: Tensor | None = None,
         get_attention: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Updates nodes by their neighbours, and edges by their ends.
+        """Updates nodes from their neighbours, and edges from their ends.
 
         Args:
             x: Features `[..., N, F]`, or a pair (sources, targets).
             edge_index: The graph, in any form that `gattn.attend` takes.
-            edge_attr: Edge features `[..., E, D]`; `None` takes the vectors that a sparse adjacency holds.
+            edge_attr: Edge features `[..., E, D]`; `None` uses the vectors that a sparse adjacency holds.
                 (default: `None`)
-            edge_weight: A factor of each edge's attention weight, `[E]`, which `record_attention` leaves out.
+            edge_weight: A factor for each edge's attention weight, `[E]`, which `record_attention` leaves out.
                 (default: `None`)
-            get_attention: Whether the attention weights, times these factors, are returned, too. (default: `False`)
+            get_attention: Whether to return the attention weights, times these factors, as well. (default: `False`)
 
         Returns:
-            The output of the nodes (of a pair, the targets), that of the edges, in the order of the graph's
+            The output of the nodes (for a pair, of the targets), that of the edges, in the order of the graph's
             `edge_index`, and with `get_attention` weights `[..., E, H, 1]`.
 
         Raises:
-            TypeError: If an input is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
@@ -146,7 +146,7 @@ class EGATConv(BaseConv):
             require_finite(edge_weight=edge_weight)
             if edge_weight.shape != (graph.num_edges,):
                 raise InputError(
-                    f"edge_weight has one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
+                    f"edge_weight must have one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
                 )
             alpha = alpha * edge_weight.unsqueeze(-1).to(alpha.dtype)
             out = self._weighted_sum(value, graph, alpha, is_recorded=False)

@@ -1,4 +1,4 @@
-"""The graph layer whose weights have a sign: it raises and lowers the frequencies of a signal on the graph."""
+"""The graph layer with signed weights, which raises and lowers the frequencies of a signal on the graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gattn.scores import GATScore
 
 
 class _Normalized(NamedTuple):
-    """A graph, and what its messages are multiplied by besides the attention weights."""
+    """A graph, and the factors of its messages besides the attention weights."""
 
     graph: Graph
     edge_weight: Tensor | None
@@ -39,23 +39,23 @@ class FAConv(BaseConv):
         + \sum_{j \in \mathcal{N}(i) \cup \{i\}} \frac{\alpha_{ij}}{\sqrt{d_i d_j}} x_j, \qquad
         \alpha_{ij} = \tanh(a_r^{\top} x_i + a_l^{\top} x_j)
 
-    Here :math:`d_i` is the number of edges that point to node *i*. A positive weight makes neighbours more alike, a
-    negative one makes them differ. The layer has no projections: a network puts linear layers in front and behind. The
+    Here :math:`d_i` is the number of edges that point to node *i*. A positive weight makes neighbours more alike, and a
+    negative one makes them differ. The layer has no projections: a network adds linear layers before and after it. The
     paper is *Beyond Low-frequency Information in Graph Convolutional Networks*.
 
-    A drop-in for `torch_geometric.nn.FAConv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, CSC adjacencies, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half
-    precision. Where it differs: `x_0` has the shape of `x` and is not broadcast to it.
+    A drop-in replacement for `torch_geometric.nn.FAConv`, with the same arguments, parameter names and results. It also
+    supports features `[B, N, F]` over one graph, CSC adjacencies, `SparseGraph` and `CompleteGraph`, and float32
+    accumulation in half precision. Differences: `x_0` must have the shape of `x` and is not broadcast to it.
 
     Args:
-        channels: Channels of the input and the output; `-1` takes them from the first call.
+        channels: Channels of the input and the output; `-1` infers them from the first call.
         eps: The factor :math:`\epsilon` of the initial features. (default: `0.1`)
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
-        cached: Whether the graph of the first call, with its degrees, serves all later calls, whatever graph they are
-            given. (default: `False`)
-        add_self_loops: Whether every node attends to itself; of no effect with `normalize=False`. (default: `True`)
-        normalize: Whether messages are divided by :math:`\sqrt{d_i d_j}`; otherwise, they are multiplied by the
-            `edge_weight` that each call is given. (default: `True`)
+        cached: Whether the graph of the first call, with its degrees, is used in all later calls, whatever their graph.
+            (default: `False`)
+        add_self_loops: Whether every node attends to itself; has no effect with `normalize=False`. (default: `True`)
+        normalize: Whether messages are divided by :math:`\sqrt{d_i d_j}`. Otherwise, they are multiplied by the
+            `edge_weight` of the call. (default: `True`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
     Shapes:
@@ -140,20 +140,20 @@ class FAConv(BaseConv):
 
         Args:
             x: Features `[..., N, F]`.
-            x_0: The features that the network began with, of the same shape.
+            x_0: The features that the network started with, of the same shape.
             edge_index: The graph, in any form that `gattn.attend` takes. The values of a `torch.sparse` adjacency are
-                its edge weights; with `normalize=True`, they are summed to degrees.
-            edge_weight: A factor of each edge, `[E]`, for `normalize=False`; the values of a sparse adjacency serve
-                where it is not given. (default: `None`)
-            return_attention_weights: With `True`, and as in PyG also with `False`, the weights :math:`\alpha` before
-                dropout are returned, too. (default: `None`)
+                its edge weights; with `normalize=True`, degrees are sums of them.
+            edge_weight: A factor for each edge, `[E]`, with `normalize=False`. (default: `None`, the values of a sparse
+                adjacency)
+            return_attention_weights: If it is `True` or, as in PyG, `False`, the weights :math:`\alpha` before dropout
+                are returned as well. (default: `None`)
 
         Returns:
-            `[..., N, F]`; with `return_attention_weights` a pair of that and what `SparseGraph.with_weights`
-            describes, with weights `[E]`; `(graph, weights)` for a `CompleteGraph`.
+            `[..., N, F]`; with `return_attention_weights`, a pair of that and the result of `SparseGraph.with_weights`
+            for weights `[E]`, which is `(graph, weights)` for a `CompleteGraph`.
 
         Raises:
-            TypeError: If `x` or `x_0` is no tensor.
+            TypeError: If `x` or `x_0` is not a tensor.
             ValueError: If features, graph and options do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
@@ -172,7 +172,7 @@ class FAConv(BaseConv):
             source, target = graph.sources_and_targets()
             alpha = (key.index_select(-2, source) + query.index_select(-2, target)).tanh()
             factors = _checked_weight(edge_weight, source).unsqueeze(-1)
-            if self._shows_messages(FAConv):  # with the weights that PyG shows
+            if self._shows_messages(FAConv):  # with the weights that PyG exposes
                 more = value.index_select(-3, source) * (factors - 1).unsqueeze(-1)
                 result = self._weighted_sum(value, graph, alpha, dropout=self.dropout, edge_value=more)
             else:
@@ -185,7 +185,7 @@ class FAConv(BaseConv):
         return out, graph.with_weights(alpha.squeeze(-1) if isinstance(graph, SparseGraph) else alpha)
 
     def _check(self, x: Tensor, x_0: Tensor) -> None:
-        """Raises `TypeError` or `ValueError` where features do not fit the layer or each other."""
+        """Raises `TypeError` or `ValueError` if features do not fit the layer or each other."""
         if not isinstance(x, Tensor):
             raise InputTypeError(f"x must be a tensor, the features of all nodes; got {type(x).__name__}.")
         self._inputs(x)
@@ -194,17 +194,17 @@ class FAConv(BaseConv):
         if not isinstance(x_0, Tensor):
             raise InputTypeError(f"x_0 must be a tensor, the initial features of all nodes; got {type(x_0).__name__}.")
         if x_0.shape != x.shape:
-            raise InputError(f"x_0 has the shape of x, {list(x.shape)}; got {list(x_0.shape)}.")
+            raise InputError(f"x_0 must have the shape of x, {list(x.shape)}; got {list(x_0.shape)}.")
 
     def _cached_or_normalized(self, edge_index: GraphLike, edge_weight: Tensor | None, x: Tensor) -> _Normalized:
-        """The graph with its weights; with `cached=True`, that of the first call."""
+        """The graph with its weights; with `cached=True`, those of the first call."""
         adjacency = edge_index.adjacency if isinstance(edge_index, SparseGraph) else edge_index
         name = "_cached_adj_t" if isinstance(adjacency, SparseTensor) else "_cached_edge_index"
         found: _Normalized | None = getattr(self, name)
         if not self.normalize or found is None:
             found = self._normalized(edge_index, edge_weight, x)
             if self.normalize and self.cached:
-                if isinstance(found.graph, SparseGraph) and found.factor is not None:  # later edits are not to matter
+                if isinstance(found.graph, SparseGraph) and found.factor is not None:  # later edits have no effect
                     copied = SparseGraph(found.graph.edge_index.clone(), x.size(-2), x.size(-2), flow=found.graph.flow)
                     found = found._replace(graph=copied)
                 setattr(self, name, found)
@@ -220,10 +220,10 @@ class FAConv(BaseConv):
             return _Normalized(graph, _values(graph) if edge_weight is None else edge_weight)
         if edge_weight is not None or (isinstance(adjacency, SparseTensor) and adjacency.has_value()):
             raise InputError(
-                "with normalize=True, FAConv computes the weights of edges itself; to give edge_weight, make the layer "
+                "with normalize=True, FAConv computes the weights of edges itself: to pass edge_weight, make the layer "
                 "with normalize=False."
             )
-        if is_torch_sparse_tensor(adjacency):  # whose values PyG sums to degrees
+        if is_torch_sparse_tensor(adjacency):  # whose degrees are sums of its values, as in PyG
             assert isinstance(graph, SparseGraph)
             return _normalized_values(graph, self.add_self_loops and not graph.self_loops, x.dtype)
         graph = graph.with_self_loops() if self.add_self_loops else graph
@@ -231,10 +231,10 @@ class FAConv(BaseConv):
         if isinstance(self.aggr_module, SumAggregation):
             return _Normalized(graph, None, factor)
         if not isinstance(graph, SparseGraph):
-            raise InputError(f"FAConv's messages on {graph!r} are summed; got aggr={self.aggr!r}.")
-        edges = graph.edges()  # self-loops that are made twice are not known to be as many, if compiled
+            raise InputError(f"on {graph!r}, FAConv can only sum its messages; got aggr={self.aggr!r}.")
+        edges = graph.edges()  # self-loops are added only once, since compiled code cannot compare lengths
         graph = SparseGraph(edges.adjacency, edges.num_targets, edges.num_sources, flow=graph.flow)
-        source, target = graph.sources_and_targets()  # others need not commute with a factor
+        source, target = graph.sources_and_targets()  # other aggregations may not commute with a factor
         return _Normalized(graph, (factor[source] * factor[target]).flatten())
 
     def __repr__(self) -> str:
@@ -265,7 +265,7 @@ def _inverse_roots(graph: Graph, x: Tensor) -> Tensor:
 def _normalized_values(graph: SparseGraph, add_self_loops: bool, dtype: torch.dtype) -> _Normalized:
     """A graph given as a `torch.sparse` adjacency, with its values normalized."""
     adjacency = graph.edges().adjacency
-    if adjacency.layout == torch.sparse_csc:  # which PyG does not normalize
+    if adjacency.layout == torch.sparse_csc:  # which PyG cannot normalize
         adjacency = adjacency.to_sparse_csr()
     if adjacency.layout == torch.sparse_coo:
         adjacency = adjacency.coalesce()
@@ -275,7 +275,7 @@ def _normalized_values(graph: SparseGraph, add_self_loops: bool, dtype: torch.dt
 
 
 def _values(graph: Graph) -> Tensor | None:
-    """The values of a sparse adjacency, `[E]`; `None` where the graph has none."""
+    """The values of a sparse adjacency, `[E]`; `None` if the graph has none."""
     adjacency = graph.edges().adjacency if isinstance(graph, SparseGraph) else None
     values: Tensor | None = None
     if isinstance(adjacency, SparseTensor):
@@ -286,7 +286,7 @@ def _values(graph: Graph) -> Tensor | None:
 
 
 def _checked_weight(edge_weight: Tensor | None, source: Tensor) -> Tensor:
-    """Raises `TypeError` or `ValueError` where there is not one weight for each edge."""
+    """Raises `TypeError` or `ValueError` if there is not one weight per edge."""
     if edge_weight is None:
         raise InputError(
             "with normalize=False, FAConv needs edge_weight, [E], or a sparse adjacency that holds the weights."
@@ -295,7 +295,7 @@ def _checked_weight(edge_weight: Tensor | None, source: Tensor) -> Tensor:
         raise InputTypeError(f"edge_weight must be a tensor; got {type(edge_weight).__name__}.")
     if edge_weight.shape != source.shape:
         raise InputError(
-            f"edge_weight has one entry per edge, [{source.size(0)}], in the order of edge_index; got "
+            f"edge_weight must have one entry per edge, [{source.size(0)}], in the order of edge_index; got "
             f"{list(edge_weight.shape)}."
         )
     return edge_weight

@@ -28,27 +28,29 @@ class GATConv(AttentionConv):
         \alpha_{i\cdot} = \mathrm{softmax}_j \, \mathrm{LeakyReLU}
         (\langle a_{dst}, W x_i \rangle + \langle a_{src}, W x_j \rangle + \langle a_{edge}, W_e e_{ij} \rangle)
 
-    A drop-in for `torch_geometric.nn.GATConv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and float32
-    accumulation in half precision. Where it differs: with `flow="target_to_source"` a pair `x` gives as many rows as
-    there are targets; `edge_attr` without `edge_dim`, or the reverse, is an error and not ignored.
+    A drop-in replacement for `torch_geometric.nn.GATConv`, with the same arguments, parameter names and results. It
+    also supports features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`,
+    `value_dropout`, and float32 accumulation in half precision. Differences: with `flow="target_to_source"` a pair `x`
+    gives as many rows as there are targets; `edge_attr` without `edge_dim`, or the reverse, is an error instead of
+    being ignored.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
+        in_channels: Channels of the input; `-1` infers them from the first call; a pair for a bipartite graph
             (sources, targets).
-        out_channels: Channels of the output, for each head.
+        out_channels: Channels of the output, per head.
         heads: Number of heads. (default: `1`)
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
         negative_slope: Slope of the LeakyReLU. (default: `0.2`)
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
         add_self_loops: Whether every node attends to itself. (default: `True`)
-        edge_dim: Channels of the edge features; `-1` takes them from the first call. (default: `None`, none)
+        edge_dim: Channels of the edge features; `-1` infers them from the first call. (default: `None`, no edge
+            features)
         fill_value: Edge features of the self-loops: a number, a tensor, or how to aggregate those of the edges that
             point to the node: `"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`. (default: `"mean"`)
         bias: Whether a bias is learnt. (default: `True`)
         residual: Whether a learnt linear skip connection is added. (default: `False`)
         value_dropout: Probability that a projected feature is dropped where it is summed (not where it is compared), in
-            training: what the paper's authors' code does. (default: `0.0`)
+            training, as in the code of the paper's authors. (default: `0.0`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
     Shapes:
@@ -56,7 +58,7 @@ class GATConv(AttentionConv):
         - **output:** `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If an option is out of range, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -177,12 +179,13 @@ class GATConv(AttentionConv):
                 `None`.
             edge_index: The graph, in any form that `gattn.attend` takes.
             edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
-            size: Numbers of nodes that the rows of `edge_index` count, where the features don't tell. (default: `None`)
-            return_attention_weights: Whether to return the weights, after dropout, too. (default: `None`)
+            size: The number of nodes that each row of `edge_index` refers to, if the features do not say.
+                (default: `None`)
+            return_attention_weights: Whether to return the weights, after dropout, as well. (default: `None`)
 
         Returns:
-            `[..., N, H * F_out]`; with `return_attention_weights` a pair of that and what
-            `SparseGraph.with_weights` describes, `(graph, weights)` for a `CompleteGraph`.
+            `[..., N, H * F_out]`; with `return_attention_weights`, a pair of that and the result of
+            `SparseGraph.with_weights`, which is `(graph, weights)` for a `CompleteGraph`.
 
         Raises:
             ValueError: If features, graph and options do not fit; the message says which.
@@ -210,29 +213,29 @@ class GATConv(AttentionConv):
 
     @fused
     def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:  # type: ignore[override]
-        """Weighted values of the sources, `[..., E, H, C]`: nothing is added to them per edge."""
+        """Weighted values of the sources, `[..., E, H, C]`; edges add nothing to them."""
         return reference.messages(x_j, alpha, None)
 
     def _terms(
         self, x: Tensor, lin: Any, vectors: tuple[Tensor, ...], projected: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """The score's terms of each node, `[..., N, H]`: products of vectors and W x, which may be known."""
-        # Unless many more channels come in than go out, a⊤(W x) costs less as (a⊤W) x.
+        """The score's terms of each node, `[..., N, H]`: products of vectors and W x, which may be given."""
+        # Unless the layer has many more input than output channels, a⊤(W x) costs less as (a⊤W) x.
         is_narrow = x.layout == torch.strided and x.size(-1) <= 2 * self.heads * self.out_channels
         is_uniform = x.dtype == vectors[0].dtype and not is_autocast(x)
         folds = is_narrow and is_plain(lin) and lin.weight.dtype == x.dtype and is_uniform
         if projected is None and not folds:
             projected = self._heads(lin(x))
         if projected is not None:
-            is_mixed = projected.dtype != vectors[0].dtype or x.dtype != projected.dtype  # as under autocast
-            is_small = not is_traced() and projected.numel() < _SMALL  # traced, sizes must not decide
+            is_mixed = projected.dtype != vectors[0].dtype or x.dtype != projected.dtype  # for example under autocast
+            is_small = not is_traced() and projected.numel() < _SMALL  # traced programs must not depend on sizes
             if is_mixed or is_small:
                 return tuple((projected * vector).sum(-1) for vector in vectors)
         stacked = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
         if folds:
             weight = lin.weight.view(self.heads, self.out_channels, -1)
             combined = torch.bmm(stacked.transpose(0, 1), weight).transpose(0, 1).flatten(0, 1)
-        else:  # one product with a block-diagonal matrix is several times faster than H small ones
+        else:  # one product with a block-diagonal matrix is several times as fast as H small ones
             assert projected is not None
             diagonal = torch.eye(self.heads, dtype=stacked.dtype, device=stacked.device).unsqueeze(-1)
             combined, x = (stacked.unsqueeze(1) * diagonal).flatten(2).flatten(0, 1), projected.flatten(-2)
@@ -240,12 +243,12 @@ class GATConv(AttentionConv):
         return terms.view(*terms.shape[:-1], len(vectors), self.heads).unbind(-2)
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:
-        """W_e and a_edge folded into one projection, `[H, D]`: no `[E, H, C]` is made."""
+        """W_e and a_edge folded into one projection, `[H, D]`, without an `[E, H, C]` tensor."""
         edge, projection = super()._project_edges(lin_edge, edge_attr)
         if projection is None:
             return (edge * self.att_edge).sum(-1), None
         return edge, (projection * self.att_edge.squeeze(0).unsqueeze(-1)).sum(1)
 
 
-#: Projections of fewer elements are multiplied with the vectors as they are: there, operators cost more than numbers.
+#: Projections with fewer elements are multiplied by the vectors directly, as calling operators would dominate the cost.
 _SMALL = 1 << 15

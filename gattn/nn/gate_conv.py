@@ -30,16 +30,16 @@ class GATEConv(BaseConv):
         \alpha_{i\cdot} = \mathrm{softmax}_j \, \mathrm{LeakyReLU}
         \big(a_r^{\top} x_i + a_l^{\top} \, \mathrm{LeakyReLU}(W_1 [x_j, e_{ij}])\big)
 
-    Edge features take part in the weights, but not in what is summed. Both slopes are 0.01.
+    Edge features influence the weights, but not the values that are summed. Both slopes are 0.01.
 
-    A drop-in for `torch_geometric.nn.models.attentive_fp.GATEConv`: the same arguments, parameter names and numbers.
-    Beyond it: features `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half
-    precision. The product with :math:`W_1` is taken apart, into one per node and one per edge, so nothing of size
-    `[E, F]` is made on the CPU. Where it differs: channels that cannot work are refused when the layer is made.
+    A drop-in replacement for `torch_geometric.nn.models.attentive_fp.GATEConv`, with the same arguments, parameter
+    names and results. It also supports features `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and
+    float32 accumulation in half precision. The product with :math:`W_1` is split into one per node and one per edge, so
+    no tensor `[E, F]` is made on the CPU. Differences: channels that cannot work are refused when the layer is made.
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, as many as of the input.
+        out_channels: Channels of the output, which must equal those of the input.
         edge_dim: Channels of the edge features.
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
@@ -49,7 +49,8 @@ class GATEConv(BaseConv):
         - **output:** `[N, F]`.
 
     Raises:
-        ValueError: If an option is out of range, or `in_channels` and `out_channels` differ.
+        ValueError: If an option is out of range, or `in_channels` and `out_channels` differ; or (in `forward`) features
+            and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -66,8 +67,8 @@ class GATEConv(BaseConv):
         super().__init__(**kwargs)
         if in_channels != out_channels or in_channels < 1:
             raise InputError(
-                "GATEConv maps features to as many channels, so in_channels and out_channels are the same positive "
-                f"number; got {in_channels} and {out_channels}."
+                "GATEConv does not change the number of channels, so in_channels and out_channels must be the same "
+                f"positive number; got {in_channels} and {out_channels}."
             )
         check_probability("dropout", dropout)
         self.in_channels = in_channels
@@ -99,11 +100,10 @@ class GATEConv(BaseConv):
         Args:
             x: Features `[..., N, F]`, or a pair (sources, targets).
             edge_index: The graph, in any form that `gattn.attend` takes.
-            edge_attr: Edge features `[E, D]`, or `[E]` for a single one. (default: `None`, those that a sparse
-                adjacency holds)
+            edge_attr: Edge features `[E, D]`, or `[E]` for a single one. (default: `None`, those of a sparse adjacency)
 
         Raises:
-            TypeError: If something is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
@@ -121,11 +121,11 @@ class GATEConv(BaseConv):
         return out.squeeze(-2) + self.bias
 
     def _source_terms(self, sources: Tensor, query: Tensor, graph: Graph, edge_attr: Tensor) -> Tensor:
-        """What source and edge give to each logit, `[..., E, 1]`: an additive score, without a distribution."""
+        """The contribution of source and edge to each logit, `[..., E, 1]`: an additive score."""
         of_node, of_edge = self.lin1.weight[:, : self.in_channels], self.lin1.weight[:, self.in_channels :]
         key = F.linear(sources, of_node).unsqueeze(-2)
         edges = graph.edge_list(key.device)
-        # Not self.attend(), which record_attention() would take for this layer's attention.
+        # Not self.attend(), which record_attention() would record as this layer's attention.
         _, terms = unrecorded(
             _core,
             key.new_zeros(key.size(-1)).expand(*query.shape, -1),
@@ -152,7 +152,7 @@ class GATEConv(BaseConv):
         if edge_attr is None:
             raise InputError(f"GATEConv needs edge_attr, [E, {self.edge_dim}].")
         if edge_attr.dim() != 2 or edge_attr.size(-1) != self.edge_dim:
-            raise InputError(f"edge_attr has shape [E, {self.edge_dim}] here; got {list(edge_attr.shape)}.")
+            raise InputError(f"edge_attr must have shape [E, {self.edge_dim}]; got {list(edge_attr.shape)}.")
         if not edge_attr.is_floating_point():
             raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
         require_finite(edge_attr=edge_attr)

@@ -1,4 +1,4 @@
-"""The gated graph layer that updates edge features, too."""
+"""The gated graph layer that also updates edge features."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GATE = Sigmoid(normalize=True, eps=1e-6)
 
 
 class GatedGCNConv(BaseConv):
-    r"""The layer of `Residual Gated Graph ConvNets <https://arxiv.org/abs/1711.07553>`_ with features of edges.
+    r"""The layer of `Residual Gated Graph ConvNets <https://arxiv.org/abs/1711.07553>`_ with edge features.
 
     In the form of `Benchmarking Graph Neural Networks <https://arxiv.org/abs/2003.00982>`_:
 
@@ -31,18 +31,18 @@ class GatedGCNConv(BaseConv):
         \frac{\sigma(\hat{e}_{ij})}{\sum_{k \in \mathcal{N}(i)} \sigma(\hat{e}_{ik}) + 10^{-6}} \odot B x_j\Big)\Big) \\
         e'_{ij} &= e_{ij} + \mathrm{ReLU}(\mathrm{BN}(\hat{e}_{ij}))
 
-    It is attention with as many heads as there are channels. The parameters have the names and shapes of those of
-    `dgl.nn.GatedGCNConv`, so checkpoints load, and the numbers are the same.
+    It is attention with as many heads as channels. The parameters have the names and shapes of those of
+    `dgl.nn.GatedGCNConv`, so checkpoints load, and the results are the same.
 
     Args:
-        in_channels: Channels of the nodes' features; `-1` takes them from the first call.
-        edge_channels: Channels of the edges' features; `-1` takes them from the first call.
+        in_channels: Channels of the nodes' features; `-1` infers them from the first call.
+        edge_channels: Channels of the edges' features; `-1` infers them from the first call.
         out_channels: Channels of both outputs.
         dropout: Probability that an element of an output is dropped, in training. (default: `0.0`)
         batch_norm: Whether outputs are normalised over the batch. (default: `True`)
-        residual: Whether the inputs are added to the outputs, where all three numbers of channels are the same.
+        residual: Whether the inputs are added to the outputs, if all three numbers of channels are the same.
             (default: `True`)
-        activation: What both outputs go through, before they are added to the inputs; `None` for nothing.
+        activation: Applied to both outputs before they are added to the inputs; `None` for no activation.
             (default: `torch.nn.functional.relu`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
@@ -51,7 +51,8 @@ class GatedGCNConv(BaseConv):
         - **output:** features `[N, F_out]`, edge features `[E, F_out]`.
 
     Raises:
-        ValueError: If `dropout` is no probability, or `out_channels` is not positive.
+        ValueError: If `dropout` is not a probability, or `out_channels` is not positive; or (in `forward`) features and
+            graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -92,7 +93,7 @@ class GatedGCNConv(BaseConv):
         self.activation = activation
 
     def reset_parameters(self) -> None:
-        """Resets all parameters, and the running statistics."""
+        """Resets all parameters and the running statistics."""
         super().reset_parameters()
         for module in (self.A, self.B, self.D, self.E, self.C, self.bn_node, self.bn_edge):
             module.reset_parameters()
@@ -100,21 +101,21 @@ class GatedGCNConv(BaseConv):
     def forward(
         self, x: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike, edge_attr: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Updates nodes by their neighbours, and edges by their ends.
+        """Updates nodes from their neighbours, and edges from their ends.
 
         Args:
             x: Features `[..., N, F]`, or a pair (sources, targets).
             edge_index: The graph, in any form that `gattn.attend` takes.
-            edge_attr: Edge features `[..., E, D]`; `None` takes the vectors that a sparse adjacency holds.
+            edge_attr: Edge features `[..., E, D]`; `None` uses the vectors that a sparse adjacency holds.
                 (default: `None`)
 
         Returns:
-            Features of the nodes (of a pair, the targets) and of the edges, in the order of the graph's `edge_index`.
+            Features of the nodes (for a pair, the targets) and of the edges, in the order of the graph's `edge_index`.
 
         Raises:
-            TypeError: If an input is no tensor.
-            ValueError: If features and graph do not fit; the message says which. In training, from `BatchNorm1d`, if
-                there is just one node or one edge.
+            TypeError: If an input is not a tensor.
+            ValueError: If features and graph do not fit; the message says which. In training, `BatchNorm1d` also raises
+                it if there is only one node or one edge.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
         sources, targets = self._inputs(x)
@@ -144,7 +145,7 @@ class GatedGCNConv(BaseConv):
         )
 
     def _updated(self, x: Tensor, norm: torch.nn.BatchNorm1d, skip: Tensor | None) -> Tensor:
-        """What follows the convolution, for nodes and for edges."""
+        """The steps after the convolution, for nodes and for edges."""
         if self.batch_norm:
             x = norm(x.flatten(0, -2)).view_as(x)
         if self.activation is not None:

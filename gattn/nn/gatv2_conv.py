@@ -25,23 +25,25 @@ class GATv2Conv(AttentionConv):
         x'_i = \sum_{j \in \mathcal{N}(i) \cup \{i\}} \alpha_{ij} W_l x_j, \qquad
         \alpha_{i\cdot} = \mathrm{softmax}_j \, a^{\top} \mathrm{LeakyReLU}(W_r x_i + W_l x_j + W_e e_{ij})
 
-    Unlike GAT's, its ranking of the neighbours depends on the target.
+    Unlike GAT, it can put the sources in a different order for each target.
 
-    A drop-in for `torch_geometric.nn.GATv2Conv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and float32
-    accumulation in half precision. Where it differs: with `flow="target_to_source"` a pair `x` gives as many rows as
-    there are targets; `edge_attr` without `edge_dim`, or the reverse, is an error and not ignored.
+    A drop-in replacement for `torch_geometric.nn.GATv2Conv`, with the same arguments, parameter names and results. It
+    also supports features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`,
+    `value_dropout`, and float32 accumulation in half precision. Differences: with `flow="target_to_source"` a pair `x`
+    gives as many rows as there are targets; `edge_attr` without `edge_dim`, or the reverse, is an error instead of
+    being ignored.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
+        in_channels: Channels of the input; `-1` infers them from the first call; a pair for a bipartite graph
             (sources, targets).
-        out_channels: Channels of the output, for each head.
+        out_channels: Channels of the output, per head.
         heads: Number of heads. (default: `1`)
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
         negative_slope: Slope of the LeakyReLU. (default: `0.2`)
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
         add_self_loops: Whether every node attends to itself. (default: `True`)
-        edge_dim: Channels of the edge features; `-1` takes them from the first call. (default: `None`, none)
+        edge_dim: Channels of the edge features; `-1` infers them from the first call. (default: `None`, no edge
+            features)
         fill_value: Edge features of the self-loops: a number, a tensor, or how to aggregate those of the edges that
             point to the node: `"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`. (default: `"mean"`)
         bias: Whether biases are learnt. (default: `True`)
@@ -56,7 +58,7 @@ class GATv2Conv(AttentionConv):
         - **output:** `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If an option is out of range, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -171,11 +173,11 @@ class GATv2Conv(AttentionConv):
             x: Features `[..., N, F]` (dense, or `[N, F]` sparse), or a pair (sources, targets).
             edge_index: The graph, in any form that `gattn.attend` takes.
             edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
-            return_attention_weights: Whether to return the weights, after dropout, too. (default: `None`)
+            return_attention_weights: Whether to return the weights, after dropout, as well. (default: `None`)
 
         Returns:
-            `[..., N, H * F_out]`; with `return_attention_weights` a pair of that and what
-            `SparseGraph.with_weights` describes, `(graph, weights)` for a `CompleteGraph`.
+            `[..., N, H * F_out]`; with `return_attention_weights`, a pair of that and the result of
+            `SparseGraph.with_weights`, which is `(graph, weights)` for a `CompleteGraph`.
 
         Raises:
             ValueError: If features, graph and options do not fit; the message says which.
@@ -183,7 +185,7 @@ class GATv2Conv(AttentionConv):
         """
         sources, targets = self._inputs(x)
         if targets is None:
-            raise ValueError("GATv2Conv compares sources with targets: x[1] may not be None (with GATConv it may).")
+            raise ValueError("GATv2Conv compares sources with targets: x[1] may not be None (GATConv allows it).")
         graph = self._graph(edge_index, sources, targets, self.add_self_loops)
         key = self._heads(self.lin_l(sources))
         query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
@@ -198,5 +200,5 @@ class GATv2Conv(AttentionConv):
 
     @fused
     def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:  # type: ignore[override]
-        """Weighted values of the sources, `[..., E, H, C]`: nothing is added to them per edge."""
+        """Weighted values of the sources, `[..., E, H, C]`; edges add nothing to them."""
         return reference.messages(x_j, alpha, None)

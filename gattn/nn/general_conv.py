@@ -1,4 +1,4 @@
-"""The graph layer of a design space: sums or attention, directed or not."""
+"""The graph layer of a design space: sums or attention, with directed or undirected messages."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ class GeneralConv(BaseConv):
         x'_i = W_{self} x_i + \frac{1}{H} \sum_h \sum_{j \in \mathcal{N}(i)} \alpha^h_{ij} m^h_{ij}, \qquad
         m_{ij} = W x_j + W_i x_i + W_e e_{ij}
 
-    :math:`W_i` is part of it with `directed_msg=False` only. Without attention, :math:`\alpha = 1`. With it,
+    :math:`W_i` is used only with `directed_msg=False`. Without attention, :math:`\alpha = 1`. With it,
 
     .. math::
         \alpha_{i\cdot} = \mathrm{softmax}_j \, \mathrm{LeakyReLU}(s_{ij}), \qquad
         s_{ij} = a^{\top} m_{ij} \;\text{(additive)} \quad\text{or}\quad
         s_{ij} = m_{ji}^{\top} m_{ij} / \sqrt{F_{out}} \;\text{(dot product)}
 
-    where :math:`m_{ji}` is the message that the target would send back along the same edge. Nodes are projected once
-    each and not once per edge.
+    where :math:`m_{ji}` is the message that the target would send back along the same edge. Each node is projected
+    once, not once per edge.
 
-    A drop-in for `torch_geometric.nn.GeneralConv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half precision. Where it
+    A drop-in replacement for `torch_geometric.nn.GeneralConv`, with the same arguments, parameter names and results. It
+    also supports features `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and float32 accumulation in
+    half precision. Where it
     differs: with `flow="target_to_source"` a pair `x` gives as many rows as there are targets; `edge_attr` without
-    `in_edge_channels`, or the reverse, is an error; `reset_parameters()` resets :math:`W_i`, too.
+    `in_edge_channels`, or the reverse, is an error; `reset_parameters()` also resets :math:`W_i`.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
+        in_channels: Channels of the input; `-1` infers them from the first call; a pair for a bipartite graph
             (sources, targets).
         out_channels: Channels of the output, which is the mean of the heads.
-        in_edge_channels: Channels of the edge features; `-1` takes them from the first call. (default: `None`, none)
+        in_edge_channels: Channels of the edge features; `-1` infers them from the first call. (default: `None`, no edge
+            features)
         aggr: How messages are aggregated: `"add"`, `"mean"`, `"max"` or another of PyG's aggregations.
             (default: `"add"`)
-        skip_linear: Whether the skip connection has a matrix where it could do without one: where `in_channels` equals
-            `out_channels`. (default: `False`)
-        directed_msg: Whether messages depend on their source alone, and not on the target. (default: `True`)
+        skip_linear: Whether the skip connection has a matrix even if `in_channels` equals `out_channels`, so that it
+            could do without. (default: `False`)
+        directed_msg: Whether messages depend only on their source, and not on the target. (default: `True`)
         heads: Number of heads. (default: `1`)
         attention: Whether messages are weighted. (default: `False`)
         attention_type: `"additive"` or `"dot_product"`. (default: `"additive"`)
@@ -65,8 +67,8 @@ class GeneralConv(BaseConv):
         - **output:** `[N, F_out]`.
 
     Raises:
-        ValueError: If an option is unknown or out of range, or sources and targets are to share a matrix but have
-            different numbers of channels.
+        ValueError: If an option is unknown or out of range, or sources and targets share a matrix but have different
+            numbers of channels; or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -97,7 +99,7 @@ class GeneralConv(BaseConv):
             if count < 1:
                 raise InputError(f"{name} must be at least 1; got {count}.")
         if attention and attention_type not in ("additive", "dot_product"):
-            raise InputError(f"attention_type is 'additive' or 'dot_product', not {attention_type!r}.")
+            raise InputError(f"attention_type must be 'additive' or 'dot_product'; got {attention_type!r}.")
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.in_edge_channels = in_edge_channels
@@ -114,7 +116,7 @@ class GeneralConv(BaseConv):
         if is_shared and source_channels != target_channels and min(source_channels, target_channels) > 0:
             raise InputError(
                 "with directed_msg=False or attention_type='dot_product', sources and targets share a matrix, so they "
-                f"have the same number of channels; got in_channels={in_channels}."
+                f"must have the same number of channels; got in_channels={in_channels}."
             )
         channels = heads * out_channels
         self.lin_msg = Linear(source_channels, channels, bias=bias)
@@ -127,7 +129,7 @@ class GeneralConv(BaseConv):
             self.register_buffer("scaler", torch.tensor(out_channels, dtype=torch.float).sqrt())
         elif attention:
             self.att_msg = Parameter(torch.empty(1, heads, out_channels))
-        self._reset_most_parameters()  # a seed gives the same numbers as in PyG, which does not draw W_i again
+        self._reset_most_parameters()  # the same random numbers as in PyG, which does not reset W_i here
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
@@ -156,16 +158,16 @@ class GeneralConv(BaseConv):
             x: Features `[..., N, F]`, or a pair (sources, targets).
             edge_index: The graph, in any form that `gattn.attend` takes.
             edge_attr: Edge features `[..., E, D]`, with `in_edge_channels`. (default: `None`)
-            size: Numbers of nodes that the rows of `edge_index` count. (default: `None`, those of the features)
+            size: The number of nodes that each row of `edge_index` refers to. (default: `None`, given by the features)
 
         Raises:
-            TypeError: If an input is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If features, graph and options do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
         sources, targets = self._inputs(x)
         if targets is None:
-            raise InputError("GeneralConv adds what it gathers to the targets' own features: x[1] may not be None.")
+            raise InputError("GeneralConv adds the messages to the targets' own features: x[1] may not be None.")
         graph = self._graph(edge_index, sources, targets, False, size)
         value = self._heads(self.lin_msg(sources))
         own = None if self.lin_msg_i is None else self._heads(self.lin_msg_i(targets))  # the target's part of messages
@@ -184,7 +186,7 @@ class GeneralConv(BaseConv):
                 edge = self._heads(self.lin_edge(features))
         elif edge_attr is not None:
             raise InputError(
-                "got edge_attr, but this layer was made without edge features: give GeneralConv an in_edge_channels."
+                "got edge_attr, but this layer was made without edge features: make GeneralConv with in_edge_channels."
             )
 
         score: Score
@@ -194,7 +196,7 @@ class GeneralConv(BaseConv):
         else:
             score, query, key, term = self._sum_of_scalars(value, own, edge, projection)
 
-        if own is not None and is_sum:  # is added below, times the sum of weights: a channel of ones gives that
+        if own is not None and is_sum:  # added below, times the sum of the weights, which a channel of ones gives
             value = F.pad(value, (0, 1), value=1.0)
             if projection is not None:
                 projection = F.pad(projection, (0, 0, 0, 1))
@@ -206,7 +208,7 @@ class GeneralConv(BaseConv):
 
         bias = None
         if projection is not None:
-            # The kernels project features of edges for a score of vectors: one that adds nothing to finished logits.
+            # The kernels project edge features for a score of vectors, here one that leaves the finished logits alone.
             source, target = graph.sources_and_targets()
             query = None if query is None else query.index_select(-2, target)
             bias = score.logits(query, key.index_select(-2, source), term)
@@ -235,7 +237,7 @@ class GeneralConv(BaseConv):
         return x.view(*x.shape[:-1], self.heads, self.out_channels)
 
     def _can_project(self, lin: Linear, graph: Graph, edge_attr: Tensor, value: Tensor) -> bool:
-        """Whether the kernels may project features of edges: by a matrix and nothing else, not for a product."""
+        """Whether the kernels can project the edge features: by a plain matrix, and not for a product."""
         is_watched = type(lin) is not Linear or "forward" in vars(lin)
         if is_watched or lin._forward_pre_hooks or lin._forward_hooks or lin._backward_hooks:
             return False
@@ -245,7 +247,7 @@ class GeneralConv(BaseConv):
     def _sum_of_scalars(
         self, value: Tensor, own: Tensor | None, edge: Tensor | None, projection: Tensor | None
     ) -> tuple[Score, Tensor | None, Tensor, Tensor | None]:
-        """The score of additive attention and its terms, `[..., H]` each; without attention, one for each source."""
+        """The score of additive attention and its terms, `[..., H]` each; without attention, one per source."""
         if not self.attention:
             return GATScore(1.0), None, torch.ones_like(value[..., 0]), None
         query, key = (None if part is None else (part * self.att_msg).sum(-1) for part in (own, value))
@@ -272,12 +274,12 @@ class GeneralConv(BaseConv):
 
 
 class _MessageProduct(Score):
-    r"""The LeakyReLU of the scaled product of two messages, there and back along one edge.
+    r"""The LeakyReLU of the scaled product of two messages, in both directions along one edge.
 
     Args:
-        scale: What the product is divided by.
-        is_directed: Whether a message depends on its source alone. If not, query and key hold two vectors for each
-            head, the parts of both messages that one end has; the edge term is in both.
+        scale: The divisor of the product.
+        is_directed: Whether a message depends only on its source. If not, query and key hold two vectors per head,
+            the contributions of that end to the two messages; the edge term is in both.
     """
 
     broadcasts = True

@@ -75,7 +75,7 @@ class GPSConv(torch_geometric.nn.GPSConv):
             attn = MultiheadAttention(channels, heads, batch_first=True, **(attn_kwargs or {}))
         super().__init__(channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs)
         self.attn = attn
-        self.attn.explain = False  # an explainer's mask is about the edges, which this attention does not see
+        self.attn.explain = False  # an explainer masks the edges, which this attention does not use
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
@@ -100,9 +100,9 @@ class GPSConv(torch_geometric.nn.GPSConv):
         if batch is not None and bool((batch.diff() < 0).any()):
             raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
         if isinstance(edge_index, Graph) and edge_index.is_sharded:
-            raise InputError("GPSConv attends over all nodes, too, so it does not take sharded graphs.")
+            raise InputError("GPSConv also attends over all nodes, so it does not take sharded graphs.")
         graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
-        local = None  # comes first, so that dropout gets the same random numbers as in PyG
+        local = None  # first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:
             local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
         attended, _ = self.attn(x, x, x, need_weights=False, graph=graph)

@@ -32,27 +32,27 @@ class HANConv(HeteroBaseConv):
         x'_i = \sum_e \beta_e z^e_i, \qquad
         \beta = \mathrm{softmax}_e \, q^{\top} \frac{1}{N} \sum_i \tanh(W_k z^e_i + b_k)
 
-    `gattn.record_attention` has one record for each edge type. (The Hierarchical Attention Network, for documents, is
+    `gattn.record_attention` makes one record per edge type. (The Hierarchical Attention Network for documents is
     `gattn.models.HAN`.)
 
-    A drop-in for `torch_geometric.nn.HANConv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half
-    precision. Where it differs: with `flow="target_to_source"`, edges between two types of nodes give as many rows as
-    there are targets (an edge type still begins with the type of its sources).
+    A drop-in replacement for `torch_geometric.nn.HANConv`, with the same arguments, parameter names and results. It
+    also supports features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, and float32
+    accumulation in half precision. Differences: with `flow="target_to_source"`, edges between two types of nodes give
+    as many rows as there are targets (an edge type still begins with the type of its sources).
 
     Args:
-        in_channels: Channels of each node type's features, or one number for all types; `-1` takes them from the first
+        in_channels: Channels of each node type's features, or one number for all types; `-1` infers them from the first
             call.
         out_channels: Channels of the output.
-        metadata: The node types, and the edge types, as `HeteroData.metadata()` gives them.
+        metadata: The node types and the edge types, as returned by `HeteroData.metadata()`.
         heads: Number of heads, a divisor of `out_channels`. (default: `1`)
         negative_slope: Slope of the LeakyReLU. (default: `0.2`)
-        dropout: Probability that a weight of a neighbour is dropped, in training. (default: `0.0`)
+        dropout: Probability that the weight of a neighbour is dropped, in training. (default: `0.0`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
         - **input:** features `[N, F_in]` of each node type, edge indices `[2, E]` of each edge type.
-        - **output:** `[N, F_out]` of each node type, `None` for those that no given edge type has as its target.
+        - **output:** `[N, F_out]` for each node type; `None` for those that are not the target of any given edge type.
 
     Raises:
         TypeError: If `metadata` is not a pair.
@@ -123,20 +123,21 @@ class HANConv(HeteroBaseConv):
         edge_index_dict: Mapping[EdgeType, GraphLike],
         return_semantic_attention_weights: bool = False,
     ) -> dict[str, Tensor | None] | tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-        r"""Attends over each node's neighbours of each type, then over the types.
+        r"""Attends over each node's neighbours of each edge type, then over the edge types.
 
         Args:
             x_dict: Features `[..., N, F]` of each node type (dense, or `[N, F]` sparse). Types may be missing.
             edge_index_dict: The graph of each edge type, in any form that `gattn.attend` takes. Types may be missing.
-            return_semantic_attention_weights: Whether to return the weights of the edge types, too. (default: `False`)
+            return_semantic_attention_weights: Whether to return the weights of the edge types as well.
+                (default: `False`)
 
         Returns:
-            `[..., N, F_out]` of each node type in `x_dict`, `None` for those without edge types; with
-            `return_semantic_attention_weights` a pair of that and the weights :math:`\beta` of each node type, in the
+            `[..., N, F_out]` for each node type in `x_dict`, `None` for those without edge types; with
+            `return_semantic_attention_weights`, a pair of that and the weights :math:`\beta` for each node type, in the
             order of `edge_index_dict`, `None` for those without edge types or without nodes.
 
         Raises:
-            TypeError: If the arguments are no dictionaries of tensors and graphs.
+            TypeError: If the arguments are not dictionaries of tensors and graphs.
             ValueError: If features, graphs and metadata do not fit; the message says which.
             IndexError: If an index of a graph is out of range (in compiled code, when the kernels run).
         """
@@ -165,7 +166,7 @@ class HANConv(HeteroBaseConv):
         return out_dict, {name: weights for name, (_, weights) in results.items()}
 
     def _semantic_attention(self, outs: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """The weighted sum of each edge type's result `[..., N, F]`, and the weights, `[P, ...]` for P of them."""
+        """The weighted sum of the edge types' results `[..., N, F]`, and the weights `[P, ...]` of P types."""
         if not outs:
             return None, None
         if outs[0].size(-2) == 0:

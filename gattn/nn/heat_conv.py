@@ -25,7 +25,7 @@ from gattn.torch_private import is_traced
 class HEATConv(BaseConv):
     r"""The layer of `Heterogeneous Edge-Enhanced Graph Attention Network <https://arxiv.org/abs/2106.07161>`_.
 
-    Nodes and edges have types: each node type has a matrix of its own, and each edge type a vector :math:`t`.
+    Nodes and edges have types: each node type has its own matrix, and each edge type has a vector :math:`t`.
 
     .. math::
         x'_i = h_i + \sum_{j \in \mathcal{N}(i)} \alpha_{ij} W [h_j \| e'_{ij}], \qquad
@@ -34,15 +34,15 @@ class HEATConv(BaseConv):
         h_i = W_{type(i)} x_i, \qquad t'_{ij} = \mathrm{LeakyReLU}(t_{type(ij)}), \qquad
         e'_{ij} = \mathrm{LeakyReLU}(W_e e_{ij})
 
-    All heads average the same vectors.
+    All heads average the same vectors, with different weights.
 
-    A drop-in for `torch_geometric.nn.HEATConv`: the same arguments, parameter names and numbers. Beyond it:
-    `SparseGraph` and `CompleteGraph`, and float32 accumulation in half precision. Where it differs: linear maps of
-    concatenations are computed term by term, so hooks on the modules `att` and `lin` are not called.
+    A drop-in replacement for `torch_geometric.nn.HEATConv`, with the same arguments, parameter names and results. It
+    also supports `SparseGraph` and `CompleteGraph`, and float32 accumulation in half precision. Differences: linear
+    maps of concatenations are computed term by term, so hooks on the modules `att` and `lin` are not called.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call.
-        out_channels: Channels of the output, for each head.
+        in_channels: Channels of the input; `-1` infers them from the first call.
+        out_channels: Channels of the output, per head.
         num_node_types: Number of node types.
         num_edge_types: Number of edge types.
         edge_type_emb_dim: Channels of the vector :math:`t` of an edge type.
@@ -131,21 +131,21 @@ class HEATConv(BaseConv):
         Args:
             x: Features `[N, F]`.
             edge_index: The graph, in any form that `gattn.attend` takes.
-            node_type: The number of each node's type, `[N]`.
-            edge_type: The number of each edge's type, `[E]`, in the order of the graph's edges.
-            edge_attr: Edge features `[E, D]`. (default: `None`, those that a sparse adjacency holds)
+            node_type: The type of each node, `[N]`, as a number.
+            edge_type: The type of each edge, `[E]`, as a number, in the order of the graph's edges.
+            edge_attr: Edge features `[E, D]`. (default: `None`, those of a sparse adjacency)
 
         Returns:
             `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
 
         Raises:
-            TypeError: If an argument is no tensor.
+            TypeError: If an argument is not a tensor.
             ValueError: If features, types and graph do not fit; the message says which.
-            IndexError: If an index of the graph, or the number of a type, is out of range.
+            IndexError: If an index of the graph or a type is out of range.
         """
         if not isinstance(x, Tensor) or x.dim() != 2:
             given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InputTypeError(f"x holds the features of all nodes, a tensor [N, F]; got {given}.")
+            raise InputTypeError(f"x must be a tensor [N, F], the features of all nodes; got {given}.")
         self._inputs(x)
         graph = self._graph(edge_index, x, x, self_loops=False)
         graph = self._listed(graph, x.device)
@@ -155,7 +155,7 @@ class HEATConv(BaseConv):
 
         x = self._projected(x, node_type)
         edge = F.leaky_relu(self.edge_attr_emb(edge_attr), self.negative_slope)
-        # A linear map of a concatenation is a sum of linear maps, each computed where there are the fewest rows.
+        # A linear map of a concatenation is a sum of linear maps, each computed where there are fewest rows.
         sizes = [self.out_channels, self.out_channels, self.edge_type_emb.embedding_dim, edge.size(-1)]
         of_target, of_source, of_type, of_edge = self.att.weight.split(sizes, -1)
         types = F.linear(F.leaky_relu(self.edge_type_emb.weight, self.negative_slope), of_type)
@@ -181,12 +181,12 @@ class HEATConv(BaseConv):
         return x.unsqueeze(-2).expand(-1, self.heads, -1)
 
     def _projected(self, x: Tensor, node_type: Tensor) -> Tensor:
-        """Each node's features, times the matrix of its type."""
+        """Each node's features times the matrix of its type."""
         projected: Tensor
         if not is_traced():
             projected = self.hetero_lin(x, node_type.long())
             return projected
-        # A program cannot have sizes that depend on the numbers of nodes of each type.
+        # The sizes in a traced program cannot depend on the number of nodes of each type.
         weight, bias = self.hetero_lin.weight, self.hetero_lin.bias
         every = (x @ weight).transpose(0, 1)  # [N, T, C]
         if bias is not None:
@@ -196,13 +196,13 @@ class HEATConv(BaseConv):
         return projected
 
     def _edge_sums(self, alpha: Tensor, edge: Tensor, graph: Graph, num_nodes: int) -> Tensor:
-        """The sum of the features `[E, D]` of each target's edges, by the weights of each head, `[N, H, D]`.
+        """The weighted sum of the features `[E, D]` of each target's edges, for each head, `[N, H, D]`.
 
-        Projected afterwards, this takes a fraction of the memory and time of projected features `[E, H, C]`.
+        Projecting the result takes a fraction of the memory and time of projecting features to `[E, H, C]`.
         """
-        zeros = edge.new_zeros(num_nodes, 1, edge.size(-1))  # beside which edges have values
-        # Heads are a batch, which shares the features.
-        out: Tensor = unrecorded(  # as the weights are recorded already
+        zeros = edge.new_zeros(num_nodes, 1, edge.size(-1))  # to which the edges' values are added
+        # The heads are a batch with the same features.
+        out: Tensor = unrecorded(  # because the weights have been recorded
             self,
             None,
             alpha.new_zeros(self.heads, num_nodes, 1),
@@ -224,7 +224,7 @@ def _check_types(name: str, types: Any, count: int, num_types: int) -> None:
         raise InputTypeError(f"{name} must be a tensor; got {type(types).__name__}.")
     if types.shape != (count,) or types.is_floating_point() or types.dtype == torch.bool:
         raise InputError(
-            f"{name} holds {count} numbers of types, integers, for this graph; got {types.dtype} of shape "
+            f"{name} must hold {count} types, as integers, for this graph; got {types.dtype} of shape "
             f"{list(types.shape)}."
         )
     if is_traced() or count == 0:
@@ -232,5 +232,5 @@ def _check_types(name: str, types: Any, count: int, num_types: int) -> None:
     lowest, highest = (int(bound) for bound in types.aminmax())
     if lowest < 0 or highest >= num_types:
         raise IndexError(
-            f"{name} holds {lowest if lowest < 0 else highest}, but there are {num_types} types, from 0 on."
+            f"{name} holds {lowest if lowest < 0 else highest}, but the {num_types} types are counted from 0."
         )

@@ -1,4 +1,4 @@
-"""What layers share whose nodes and edges have types: dictionaries of features and of graphs, checked."""
+"""What layers for typed nodes and edges share: dictionaries of features and of graphs, checked."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gattn.graphs import Graph, as_graph
 from gattn.nn.attention_conv import BaseConv
 from gattn.settings import require_finite
 
-#: The type of the sources, the relation, and the type of the targets.
+#: The type of the sources, the relation and the type of the targets.
 EdgeType: TypeAlias = tuple[str, str, str]
-#: All types of nodes, and all types of edges.
+#: All node types, and all edge types.
 Metadata: TypeAlias = tuple[list[str], list[EdgeType]]
 
 
@@ -26,14 +26,14 @@ class Relation(NamedTuple):
     target: str
     """The type of the targets."""
     graph: Graph
-    """The edges, with their sizes known."""
+    """The edges, with known sizes."""
 
 
 class HeteroBaseConv(BaseConv):
     """Base class of `HANConv` and `HGTConv`.
 
     Args:
-        in_channels: The channels of each node type's features, or one number for all; `-1` takes them from the first
+        in_channels: The channels of each node type's features, or one number for all; `-1` infers them from the first
             call.
         out_channels: The channels of the output, H * C.
         metadata: The node types, and the edge types.
@@ -53,11 +53,12 @@ class HeteroBaseConv(BaseConv):
         super().__init__("add", **kwargs)
         if not isinstance(metadata, (tuple, list)) or len(metadata) != 2:
             raise InputTypeError(
-                f"metadata is a pair (node types, edge types), as HeteroData.metadata() gives it; got {metadata!r}."
+                "metadata must be a pair (node types, edge types), as HeteroData.metadata() gives it; got "
+                f"{metadata!r}."
             )
         if heads < 1 or out_channels < 1 or out_channels % heads:
             raise InputError(
-                "out_channels are divided among the heads, so both are positive and one divides the other; got "
+                "out_channels are divided among the heads, so both must be positive, and heads a divisor; got "
                 f"out_channels={out_channels} and heads={heads}."
             )
         self.in_channels = in_channels if isinstance(in_channels, dict) else dict.fromkeys(metadata[0], in_channels)
@@ -66,14 +67,14 @@ class HeteroBaseConv(BaseConv):
 
     @staticmethod
     def _features(x_dict: Any, lins: Any) -> dict[str, Tensor]:
-        """The features of the node types that the layer knows, in the order in which it does.
+        """The features of the node types that the layer knows, in its order.
 
         Args:
-            x_dict: What the user gives.
-            lins: What projects the features of each type, by its name.
+            x_dict: The argument of the user.
+            lins: The projections of the features, by type.
         """
         if not isinstance(x_dict, Mapping):
-            raise InputTypeError(f"x_dict is a dictionary of features by node type; got {type(x_dict).__name__}.")
+            raise InputTypeError(f"x_dict must be a dictionary of features by node type; got {type(x_dict).__name__}.")
         features = {node_type: x_dict[node_type] for node_type in lins if node_type in x_dict}
         for node_type, x in features.items():
             name = f"x_dict[{node_type!r}]"
@@ -84,21 +85,21 @@ class HeteroBaseConv(BaseConv):
             channels = lins[node_type].in_channels
             if x.dim() < 2 or (channels > 0 and x.size(-1) != channels):
                 wanted = "F" if channels < 0 else channels
-                raise InputError(f"{name} has shape [N, {wanted}]; got {list(x.shape)}.")
+                raise InputError(f"{name} must have shape [N, {wanted}]; got {list(x.shape)}.")
             require_finite(**{name: x})
         return features
 
     def _relations(self, x: dict[str, Tensor], edge_index_dict: Any, known: list[EdgeType]) -> dict[EdgeType, Relation]:
-        """The graph of each edge type that is given, between nodes whose features are given.
+        """The graph of each edge type that is given and joins nodes whose features are given.
 
         Args:
             x: The features of each node type.
-            edge_index_dict: What the user gives.
+            edge_index_dict: The argument of the user.
             known: The edge types that the layer was made for.
         """
         if not isinstance(edge_index_dict, Mapping):
             raise InputTypeError(
-                f"edge_index_dict is a dictionary of graphs by edge type; got {type(edge_index_dict).__name__}."
+                f"edge_index_dict must be a dictionary of graphs by edge type; got {type(edge_index_dict).__name__}."
             )
         relations = {}
         for edge_type, edge_index in edge_index_dict.items():

@@ -26,7 +26,7 @@ class HGTConv(HeteroBaseConv):
     r"""The layer of `Heterogeneous Graph Transformer <https://arxiv.org/abs/2003.01332>`_.
 
     A node attends to all its neighbours at once, whatever the types of the edges to them. An edge of type
-    :math:`e = (s, r, t)` has matrices and a prior of its type, and its two ends have matrices of theirs:
+    :math:`e = (s, r, t)` uses the matrices and the prior of its type, and its two ends use matrices of their types:
 
     .. math::
         m_i = \sum_e \sum_{j \in \mathcal{N}_e(i)} \alpha^e_{ij} M_e W^V_s x_j, \qquad
@@ -36,26 +36,26 @@ class HGTConv(HeteroBaseConv):
 
     The skip connection is left out for node types whose features do not have `out_channels` channels.
 
-    Attention is a single call on one bipartite graph, which `gattn.record_attention` shows: its sources are the sources
-    of each edge type in turn, its targets are the nodes of each type that is some edge type's target, and its edges
-    come in the order of `edge_index_dict`. It is built only once for the same `edge_index` tensors.
+    Attention is a single call on one bipartite graph, which `gattn.record_attention` shows. Its sources are those of
+    each edge type in turn, its targets are the nodes of each type that is the target of an edge type, and its edges are
+    in the order of `edge_index_dict`. For the same `edge_index` tensors, it is built only once.
 
-    A drop-in for `torch_geometric.nn.HGTConv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, an empty `edge_index_dict`, and float32 accumulation
-    in half precision. Where it differs: it takes `flow="target_to_source"`, with targets in the first row of each
-    `edge_index` (an edge type still begins with the type of its sources).
+    A drop-in replacement for `torch_geometric.nn.HGTConv`, with the same arguments, parameter names and results. It
+    also supports features `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, an empty `edge_index_dict`,
+    and float32 accumulation in half precision. Differences: it takes `flow="target_to_source"`, with targets in the
+    first row of each `edge_index` (an edge type still begins with the type of its sources).
 
     Args:
-        in_channels: Channels of each node type's features, or one number for all types; `-1` takes them from the first
+        in_channels: Channels of each node type's features, or one number for all types; `-1` infers them from the first
             call.
         out_channels: Channels of the output.
-        metadata: The node types, and the edge types, as `HeteroData.metadata()` gives them.
+        metadata: The node types and the edge types, as returned by `HeteroData.metadata()`.
         heads: Number of heads, a divisor of `out_channels`. (default: `1`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
         - **input:** features `[N, F_in]` of each node type, edge indices `[2, E]` of each edge type.
-        - **output:** `[N, F_out]` of each node type that is some edge type's target.
+        - **output:** `[N, F_out]` for each node type that is the target of an edge type.
 
     Raises:
         TypeError: If `metadata` is not a pair.
@@ -112,11 +112,11 @@ class HGTConv(HeteroBaseConv):
             edge_index_dict: The graph of each edge type, in any form that `gattn.attend` takes. Types may be missing.
 
         Returns:
-            `[..., N, F_out]` of each node type that is some edge type's target; without neighbours, a node has
+            `[..., N, F_out]` for each node type that is the target of an edge type; for a node without neighbours,
             :math:`m_i = 0`.
 
         Raises:
-            TypeError: If the arguments are no dictionaries of tensors and graphs.
+            TypeError: If the arguments are not dictionaries of tensors and graphs.
             ValueError: If features, graphs and metadata do not fit; the message says which.
             IndexError: If an index of a graph is out of range (in compiled code RuntimeError, when it runs).
         """
@@ -124,7 +124,7 @@ class HGTConv(HeteroBaseConv):
         relations = self._relations(x, edge_index_dict, self.edge_types)
         if not x:
             raise InputError(f"this layer was made for nodes of the types {self.node_types}; x_dict has none of them.")
-        # Of types that are no edge type's target no query is needed, but parameters get gradients of zero, as in PyG.
+        # Types that are no edge type's target need no query, but their parameters get gradients of zero, as in PyG.
         targets = {name: rows.size(-2) if name in self.dst_node_types else 0 for name, rows in x.items()}
         channels = self.out_channels // self.heads
         projected = {
@@ -137,7 +137,7 @@ class HGTConv(HeteroBaseConv):
             first_target[node_type] = num_targets
             num_targets += size
 
-        keys, values = [query[..., :0, :, :]], [query[..., :0, :, :]]  # so that there may be no edges at all
+        keys, values = [query[..., :0, :, :]], [query[..., :0, :, :]]  # in case there are no edges at all
         parts, num_sources = [], 0
         num_types = self.heads, len(self.edge_types)
         of_key, of_value = (rel.weight.unflatten(0, num_types) for rel in (self.k_rel, self.v_rel))
@@ -146,7 +146,7 @@ class HGTConv(HeteroBaseConv):
             size = x[source].size(-2) if graph.num_edges else 0  # without edges, no row of keys is needed
             key, _, value = (rows[..., :size, :, :] for rows in projected[source])
             number = self.edge_types_map[edge_type]
-            # The prior, and the factor of the logits, scale the matrix, so that nothing is left to do per edge.
+            # The prior and the factor of the logits scale the matrix, so that nothing has to be done per edge.
             factor = self.p_rel["__".join(edge_type)].view(self.heads, 1, 1) / math.sqrt(channels)
             keys.append(_per_head(key, of_key[:, number] * factor))
             values.append(_per_head(value, of_value[:, number]))
@@ -160,7 +160,7 @@ class HGTConv(HeteroBaseConv):
         return self._outputs({name: rows for name, rows in received if name in self.dst_node_types}, x)
 
     def _outputs(self, received: dict[str, Tensor], x: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs `[..., N, F_out]` of what each node received."""
+        """The outputs `[..., N, F_out]` from what each node received."""
         outs = self.out_lin({node_type: F.gelu(rows) for node_type, rows in received.items()})
         for node_type in received:
             if x[node_type].size(-1) == self.out_channels:
@@ -173,11 +173,11 @@ class HGTConv(HeteroBaseConv):
 
 
 class _Part(NamedTuple):
-    """One of the graphs that are joined."""
+    """One of the graphs to join."""
 
     graph: Graph
     first_source: int
-    """The number that its first source gets."""
+    """The number of its first source in the joined graph."""
     first_target: int
 
 
@@ -187,8 +187,8 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _joined(parts: list[_Part], num_sources: int, num_targets: int, device: torch.device) -> SparseGraph:
-    """One graph of all edges; the same tensors give the same edges, so that what kernels derive from them is kept."""
-    # Before join(), which runs under a lock.
+    """One graph of all edges; the same tensors give the same edges, so what kernels derive from them is kept."""
+    # Done before join(), which runs under a lock.
     listed = [(*part.graph.sources_and_targets(), part.first_source, part.first_target) for part in parts]
 
     def join() -> tuple[Tensor]:

@@ -1,4 +1,4 @@
-"""The layer of hypergraphs, whose edges join any number of nodes."""
+"""The layer for hypergraphs, whose edges join any number of nodes."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ class HypergraphConv(BaseConv):
         \alpha_{ie} = \mathrm{softmax} \, \mathrm{LeakyReLU}(\langle a_1, W x_i \rangle + \langle a_2, W z_e \rangle)
 
     where :math:`z_e` are the features of a hyperedge, and the softmax runs over the nodes of each hyperedge or over the
-    hyperedges of each node. A hypergraph is a bipartite graph of nodes and hyperedges: what each hyperedge gathers from
+    hyperedges of each node. A hypergraph is a bipartite graph of nodes and hyperedges: what a hyperedge gathers from
     its nodes goes back to them along the same edges, with the same weights.
 
-    A drop-in for `torch_geometric.nn.HypergraphConv`: the same arguments, parameter names and numbers. Beyond it:
-    features `[B, N, F]` over one hypergraph, hypergraphs in any form that `gattn.attend` takes, and float32
-    accumulation in half precision. Where it differs: `heads` without `use_attention` means nothing, where PyG's layer
-    makes a bias that does not fit; the gradient of the hyperedges' weights is finite where a node is in no hyperedge;
-    the number of hyperedges is that of the rows of their weights or features, where there are such.
+    A drop-in replacement for `torch_geometric.nn.HypergraphConv`, with the same arguments, parameter names and results.
+    It also supports features `[B, N, F]` over one hypergraph, hypergraphs in any form that `gattn.attend` takes, and
+    float32 accumulation in half precision. Differences: `heads` has no effect without `use_attention`, where PyG's
+    layer makes a bias that does not fit; the gradient of the hyperedges' weights is finite if a node is in no
+    hyperedge; the number of hyperedges is the number of rows of their weights or features, if they are given.
 
     Args:
-        in_channels: Channels of the input, and of the hyperedges' features; `-1` takes them from the first call.
-        out_channels: Channels of the output, for each head.
+        in_channels: Channels of the input, and of the hyperedges' features; `-1` infers them from the first call.
+        out_channels: Channels of the output, per head.
         use_attention: Whether nodes and hyperedges attend to each other. (default: `False`)
-        attention_mode: `"node"`, if the weights of all nodes of a hyperedge sum to one, or `"edge"`, if those of all
+        attention_mode: `"node"` if the weights of all nodes of a hyperedge sum to one, or `"edge"` if those of all
             hyperedges of a node do. (default: `"node"`)
         heads: Number of heads. (default: `1`)
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
         negative_slope: Slope of the LeakyReLU. (default: `0.2`)
-        dropout: Probability that an attention weight is dropped, in training, both times that it is used.
+        dropout: Probability that an attention weight is dropped, in training, in each of its two uses.
             (default: `0.0`)
         bias: Whether a bias is learnt. (default: `True`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, except `flow`.
@@ -66,7 +66,7 @@ class HypergraphConv(BaseConv):
         - **output:** `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
 
     Raises:
-        ValueError: If an option is unknown or out of range.
+        ValueError: If an option is unknown or out of range, or (in `forward`) an input does not fit.
 
     Example:
         >>> import torch, gattn
@@ -93,7 +93,7 @@ class HypergraphConv(BaseConv):
     ):
         super().__init__(flow=FLOWS[0], **kwargs)
         if attention_mode not in ("node", "edge"):
-            raise InputError(f"attention_mode is 'node' or 'edge', not {attention_mode!r}.")
+            raise InputError(f"attention_mode must be 'node' or 'edge'; got {attention_mode!r}.")
         for name, count in (("heads", heads), ("out_channels", out_channels)):
             if count < 1:
                 raise InputError(f"{name} must be at least 1; got {count}.")
@@ -132,20 +132,20 @@ class HypergraphConv(BaseConv):
         hyperedge_attr: Tensor | None = None,
         num_edges: int | None = None,
     ) -> Tensor:
-        """Gathers nodes in hyperedges, and these in nodes again.
+        """Gathers nodes in hyperedges, and hyperedges in nodes.
 
         Args:
             x: Features `[..., N, F]`.
             hyperedge_index: Which node is in which hyperedge, `[2, E]`, nodes above hyperedges; or a graph in any
                 other form that `gattn.attend` takes, whose sources are nodes and whose targets are hyperedges.
             hyperedge_weight: Weights of the hyperedges, `[M]`. (default: `None`, one each)
-            hyperedge_attr: Features of the hyperedges, `[..., M, F]`, with `use_attention` (without, they are not
-                looked at). (default: `None`)
+            hyperedge_attr: Features of the hyperedges, `[..., M, F]`, for `use_attention`; otherwise they are ignored.
+                (default: `None`)
             num_edges: M. (default: `None`, the number of weights or features, or else the largest index plus one, which
-                `torch.compile(fullgraph=True)` cannot look at)
+                `torch.compile(fullgraph=True)` cannot read)
 
         Raises:
-            TypeError: If an input is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If an input does not fit; the message says which.
             IndexError: If an index is out of range (in compiled code, when the kernels run).
         """
@@ -188,9 +188,9 @@ class HypergraphConv(BaseConv):
         return x.view(*x.shape[:-1], self.heads, self.out_channels)
 
     def _sum(self, value: Tensor, graph: SparseGraph, scale: Tensor, alpha: Tensor | None) -> Tensor:
-        """Sums of values with weights `[..., E, H]`, or without, times a number for each target."""
+        """The sum of values, with weights `[..., E, H]` or without, times a number per target."""
         is_sum = isinstance(self.aggr_module, SumAggregation)
-        if not is_sum:  # the number is part of each message
+        if not is_sum:  # the number has to be part of each message
             of_edge = scale.index_select(0, graph.sources_and_targets()[1]).unsqueeze(-1)
             alpha = of_edge.expand(-1, self.heads) if alpha is None else alpha * of_edge
         key = value.new_full(value.shape[:-1], float(alpha is None))
@@ -200,22 +200,22 @@ class HypergraphConv(BaseConv):
 
 
 def _num_edges(graph: Graph, weight: Tensor | None, attr: Tensor | None, num_edges: int | None) -> int:
-    """M, in which all that says it must agree."""
+    """M, on which all arguments that imply it must agree."""
     if num_edges is not None:
         check_size("num_edges", num_edges)
     elif is_experimental_mode_enabled("disable_dynamic_shapes"):
-        raise InputError("with PyG's experimental mode 'disable_dynamic_shapes', num_edges has to be given.")
+        raise InputError("with PyG's experimental mode 'disable_dynamic_shapes', num_edges must be given.")
     if weight is not None and weight.dim() != 1:
-        raise InputError(f"hyperedge_weight has shape [M]; got {list(weight.shape)}.")
+        raise InputError(f"hyperedge_weight must have shape [M]; got {list(weight.shape)}.")
     counts = {
         "num_edges": num_edges,
         "rows of hyperedge_weight": None if weight is None else weight.size(0),
         "rows of hyperedge_attr": None if attr is None else attr.size(-2),
     }
     known = {name: count for name, count in counts.items() if count is not None}
-    if any(count != other for count, other in pairwise(known.values())):  # a set could not hold sizes that are symbols
+    if any(count != other for count, other in pairwise(known.values())):  # symbolic sizes cannot be in a set
         given = ", ".join(f"{count} {name}" for name, count in known.items())
-        raise InputError(f"the number of hyperedges is one number; got {given}.")
+        raise InputError(f"the arguments must agree on the number of hyperedges; got {given}.")
     if known:
         return next(iter(known.values()))
     if graph.num_targets is not None:
@@ -230,5 +230,5 @@ def _num_edges(graph: Graph, weight: Tensor | None, attr: Tensor | None, num_edg
 
 
 def _inverse(x: Tensor) -> Tensor:
-    """1 / x, and zero where x is."""
+    """1 / x, or zero where x is zero."""
     return x.masked_fill(x == 0, 1.0).reciprocal().masked_fill(x == 0, 0.0)

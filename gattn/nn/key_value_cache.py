@@ -12,9 +12,17 @@ from gattn.torch_private import is_traced, is_transformed
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, for decoding one token (or a few) at a time.
+    r"""Keys and values of the tokens so far, for decoding one token (or a few) at a time.
 
-    One cache serves all layers of a model: each layer stores its own keys and values in it.
+    .. math::
+        K_t = [K_{t-1}; k_t], \qquad V_t = [V_{t-1}; v_t]
+
+    A new token attends to all of them, so earlier tokens need not be computed again (`Fast Transformer Decoding
+    <https://arxiv.org/abs/1911.02150>`_). One cache serves all layers of a model: each layer stores its own keys and
+    values in it, `[..., T, H, C]`.
+
+    Raises:
+        RuntimeError: If the keys or values of new tokens do not fit the earlier ones (in `append`).
 
     Example:
         >>> import torch, gattn
@@ -28,7 +36,7 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self._entries: dict[Module, tuple[Tensor, Tensor]] = {}
-        #: The memory that `append` made an entry in, which has room for more tokens.
+        #: The memory of entries made by `append`, which has room for more tokens.
         self._memory: dict[Module, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -47,12 +55,15 @@ class KeyValueCache:
         """Adds the keys and values of new tokens, and returns all keys and values of the layer.
 
         Under `torch.no_grad`, they are written into memory with room for half as many tokens again, so that most steps
-        copy the new tokens alone.
+        copy only the new tokens.
 
         Args:
             module: The layer.
             key: The keys of the new tokens, `[..., T, H, C]`.
             value: The values of the new tokens, `[..., T, H, C]`.
+
+        Raises:
+            RuntimeError: If they differ from the earlier ones in another dimension than T.
         """
         if module in self._entries:
             if not _can_write(*self._entries[module], key, value):
@@ -71,7 +82,7 @@ class KeyValueCache:
 
         Args:
             module: The layer.
-            project: Computes them. It is called the first time only.
+            project: Computes them. It is called only the first time.
         """
         if module not in self._entries:
             self._entries[module] = project()
@@ -93,7 +104,7 @@ class KeyValueCache:
 def _can_write(*tensors: Tensor) -> bool:
     """Whether tensors may be written into memory in place, which gradients, transforms and traced code forbid."""
     return (
-        not torch.is_grad_enabled()  # what an earlier step saved for its backward pass lies in that memory
+        not torch.is_grad_enabled()  # the backward pass of an earlier step may need that memory
         and not is_traced()
         and not is_transformed()
         and len({(x.dtype, x.device, x.is_inference()) for x in tensors}) == 1
@@ -102,7 +113,7 @@ def _can_write(*tensors: Tensor) -> bool:
 
 
 def _written(before: Tensor, new: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`torch.cat([before, new], -3)`, and the memory that it lies in: `memory`, where `before` lies, if there is room.
+    """`torch.cat([before, new], -3)` and its memory, which is `memory`, where `before` lies, if it has room.
 
     Raises:
         RuntimeError: If they differ in another dimension.

@@ -41,20 +41,20 @@ class Linear(PyGLinear):
 
 
 def is_plain(lin: Any) -> bool:
-    """Whether a layer is its weight and nothing else: no bias or hook, not wrapped, patched or pruned, initialised."""
+    """Whether a layer is only its weight: initialised, and without bias or hook, not wrapped, patched or pruned."""
     if type(lin) is not Linear or lin.bias is not None or "forward" in vars(lin):
         return False
     return not (lin._forward_pre_hooks or lin._forward_hooks or lin._backward_hooks)
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast chooses the types of products on the device of `x`."""
+    """Whether autocast chooses the types of matrix products on the device of `x`."""
     kind = x.device.type
     return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _sparse_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The product x Wᵀ for a sparse x, in float32 at least, since CPU libraries have no others."""
+    """The product x Wᵀ for a sparse x, in float32 at least, because CPU libraries support nothing else."""
     dtype = weight.dtype
     if dtype in (torch.float16, torch.bfloat16):
         x, weight = x.float(), weight.float()
@@ -113,7 +113,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 class FeatureDropout(torch.nn.Dropout):
     """`torch.nn.Dropout` for dense and sparse features.
 
-    Of sparse features it drops the stored values, since zeros stay zeros either way.
+    For sparse features, it drops stored values, since zeros stay zeros either way.
 
     Example:
         >>> import torch

@@ -44,7 +44,7 @@ class LSTMNState(NamedTuple):
 
 
 class LSTMNCell(NotScriptable, Module):
-    r"""An LSTM cell that keeps the states of all tokens on tapes, and attends to them where an LSTM has the last state.
+    r"""An LSTM cell that keeps the states of all tokens on tapes and attends to them instead of using the last one.
 
     From `Long Short-Term Memory-Networks for Machine Reading <https://arxiv.org/abs/1601.06733>`_:
 

@@ -26,13 +26,14 @@ class PointTransformerConv(BaseConv):
 
     Each channel has weights of its own, like a head with one channel.
 
-    A drop-in for `torch_geometric.nn.PointTransformerConv`: the same arguments, parameter names and numbers. Beyond it:
-    features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, and float32 accumulation in
-    half precision. Where it differs: with `flow="target_to_source"`, :math:`W_1` still belongs to the targets and
-    :math:`W_2` and :math:`W_3` to the sources, and a pair `x` gives as many rows as there are targets.
+    A drop-in replacement for `torch_geometric.nn.PointTransformerConv`, with the same arguments, parameter names and
+    results. It also supports features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`,
+    and float32 accumulation in half precision. Differences: with `flow="target_to_source"`, :math:`W_1` still belongs
+    to the targets and :math:`W_2` and :math:`W_3` to the sources, and a pair `x` gives as many rows as there are
+    targets.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
+        in_channels: Channels of the input; `-1` infers them from the first call; a pair for a bipartite graph
             (sources, targets).
         out_channels: Channels of the output.
         pos_nn: The network :math:`h`, which maps differences of positions, `[E, D]`, to `[E, F_out]`.
@@ -48,7 +49,7 @@ class PointTransformerConv(BaseConv):
         - **output:** `[N, F_out]`.
 
     Raises:
-        ValueError: If `out_channels` is not positive.
+        ValueError: If `out_channels` is not positive, or (in `forward`) an input does not fit.
 
     Example:
         >>> import torch, gattn
@@ -84,7 +85,7 @@ class PointTransformerConv(BaseConv):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Resets all parameters, those of the two networks included, as PyG does."""
+        """Resets all parameters, including those of the two networks, as PyG does."""
         super().reset_parameters()
         reset(self.pos_nn)
         if self.attn_nn is not None:
@@ -104,9 +105,9 @@ class PointTransformerConv(BaseConv):
             edge_index: The graph, in any form that `gattn.attend` takes.
 
         Raises:
-            TypeError: If something is no tensor.
-            ValueError: If features, positions and graph do not fit, or a network gives another shape than it should;
-                the message says which.
+            TypeError: If an input is not a tensor.
+            ValueError: If features, positions and graph do not fit, or a network returns a wrong shape; the message
+                says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
         sources, targets = self._inputs(x)
@@ -115,7 +116,7 @@ class PointTransformerConv(BaseConv):
         source_pos, target_pos = self._positions(pos, sources, targets)
         graph = self._graph(edge_index, sources, targets, self.add_self_loops)
         edges = graph.edge_list(sources.device)
-        if isinstance(graph, SparseGraph):  # self-loops that are made twice are not known to be as many, if compiled
+        if isinstance(graph, SparseGraph):  # self-loops are added only once: compiled code cannot compare lengths
             graph = SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
         source, target = edges.edge_index if edges.flow == FLOWS[0] else edges.edge_index.flip(0)
 
@@ -138,7 +139,9 @@ class PointTransformerConv(BaseConv):
         """The positions of sources and targets, checked."""
         pair = pos if isinstance(pos, (tuple, list)) else (pos, pos)
         if len(pair) != 2:
-            raise InputTypeError(f"pos is a tensor, or a pair of tensors (sources, targets); got {len(pair)} of them.")
+            raise InputTypeError(
+                f"pos must be a tensor, or a pair of tensors (sources, targets); got {len(pair)} of them."
+            )
         for name, positions, features in (("sources", pair[0], sources), ("targets", pair[1], targets)):
             if not isinstance(positions, Tensor):
                 raise InputTypeError(f"the positions of the {name} must be a tensor; got {type(positions).__name__}.")
@@ -149,19 +152,19 @@ class PointTransformerConv(BaseConv):
                 )
             if positions.dim() < 2 or positions.size(-2) != features.size(-2):
                 raise InputError(
-                    f"the positions of the {name} have one row per point, [{features.size(-2)}, D]; got "
+                    f"the positions of the {name} must have one row per point, [{features.size(-2)}, D]; got "
                     f"{list(positions.shape)}."
                 )
             if isinstance(self.pos_nn, Linear) and positions.size(-1) != self.pos_nn.in_channels:
                 raise InputError(
-                    f"without a pos_nn of your own, points have {self.pos_nn.in_channels} coordinates; got "
+                    f"without a pos_nn of your own, points must have {self.pos_nn.in_channels} coordinates; got "
                     f"{positions.size(-1)}."
                 )
         require_finite(pos=pair[0]) if pair[0] is pair[1] else require_finite(**{"pos[0]": pair[0], "pos[1]": pair[1]})
         return pair[0], pair[1]
 
     def _per_edge(self, name: str, out: Tensor, source: Tensor) -> Tensor:
-        """What a network gave for each edge, as `[..., E, F_out]`."""
+        """The output of a network for each edge, as `[..., E, F_out]`."""
         if out.dim() < 2 or out.size(-2) != source.size(0) or out.size(-1) not in (1, self.out_channels):
             raise InputError(
                 f"{name} must give [E, {self.out_channels}], here [{source.size(0)}, {self.out_channels}]; got "

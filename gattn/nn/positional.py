@@ -70,7 +70,12 @@ class SinusoidalPositionalEncoding(Module):
 
 
 class LearnedPositionalEncoding(Module):
-    """Adds a learnt vector for each position.
+    r"""Adds a learnt vector for each position.
+
+    This is the encoding of `Convolutional Sequence to Sequence Learning <https://arxiv.org/abs/1705.03122>`_:
+
+    .. math::
+        x'_t = x_t + w_t
 
     Args:
         num_positions: The number of positions, which is the length of the longest sequence.
@@ -152,7 +157,7 @@ class RotaryPositionalEncoding(Module):
             places: The position of each of them, `[T]`. (default: `None`, 0, 1, 2, ...)
 
         Raises:
-            ValueError: If heads have another number of channels.
+            ValueError: If heads have a different number of channels.
         """
         if x.size(-1) != self.channels:
             raise ValueError(f"heads have {x.size(-1)} channels, but these positions were made for {self.channels}.")
@@ -174,7 +179,29 @@ def _angles(places: Tensor, channels: int, base: float) -> Tensor:
 
 
 class RelativePosition(Module):
-    """The base class of encodings that add a bias to each logit, given the distance from the target to the source."""
+    r"""The base class of encodings that add a bias to each logit, given the distance from the target to the source.
+
+    .. math::
+        \alpha_{ij} = \mathrm{softmax}_j(s_{ij} + b_h(j - i))
+
+    To add one, override :meth:`forward`. Such biases are used by `T5 <https://arxiv.org/abs/1910.10683>`_, among
+    others.
+
+    Shapes:
+        - **input:** distances `[...]`, integers; **output:** biases `[..., H]`.
+
+    Raises:
+        NotImplementedError: If the subclass does not define :meth:`forward`.
+
+    Example:
+        >>> import torch, gattn
+        >>> class Near(gattn.nn.RelativePosition):  # prefers the nearest tokens, equally in both heads
+        ...     def forward(self, distance):
+        ...         return -distance.abs().unsqueeze(-1).expand(*distance.shape, 2).float()
+        >>> attention, x = gattn.nn.MultiheadAttention(8, 2, position=Near()), torch.randn(5, 8)
+        >>> attention(x, x, x)[0].shape
+        torch.Size([5, 8])
+    """
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns the bias of each head, `[..., H]`, for distances source − target `[...]`."""
@@ -187,10 +214,16 @@ class ALiBi(NotScriptable, RelativePosition):
     .. math::
         b_{ij} = -m_h \, |i - j|, \qquad m_h = 2^{-8h / H} \text{ for } h = 1, \ldots, H
 
-    Where H is not a power of two, the slopes of the next larger power of two fill the gap, as in the authors' code.
+    If H is not a power of two, the remaining slopes are those of the next power of two, as in the authors' code.
 
     Args:
         heads: The number of heads, H.
+
+    Shapes:
+        - **input:** distances `[...]`, integers; **output:** biases `[..., H]`.
+
+    Raises:
+        ValueError: If `heads` is not positive.
 
     Example:
         >>> import torch, gattn
@@ -218,14 +251,21 @@ class ALiBi(NotScriptable, RelativePosition):
 class RelativePositionBias(RelativePosition):
     r"""A learnt bias for each distance.
 
-    The bias follows `Shaw et al. <https://arxiv.org/abs/1803.02155>`_ and `T5 <https://arxiv.org/abs/1910.10683>`_:
-
     .. math::
         b_{ij} = w_{h, \, \mathrm{clip}(j - i, -D, D)}
+
+    `T5 <https://arxiv.org/abs/1910.10683>`_ adds such numbers to the logits, for buckets of distances. Clipping follows
+    `Shaw et al. <https://arxiv.org/abs/1803.02155>`_, who add vectors to the keys and values instead.
 
     Args:
         heads: The number of heads, H.
         max_distance: The largest distance with a bias of its own, D. Larger distances share the bias of D.
+
+    Shapes:
+        - **input:** distances `[...]`, integers; **output:** biases `[..., H]`.
+
+    Raises:
+        ValueError: If `heads` is not positive, or `max_distance` is negative.
 
     Example:
         >>> import torch, gattn
@@ -254,7 +294,7 @@ class GraphPositionalEncoding(Module):
     r"""Adds an encoding of the position of each node in its graph, through a learnt linear map.
 
     `"laplacian"`: the first k non-trivial eigenvectors of the graph's Laplacian (`Dwivedi and Bresson
-    <https://arxiv.org/abs/2012.09699>`_), whose signs have no meaning and are randomly flipped in training.
+    <https://arxiv.org/abs/2012.09699>`_), whose signs have no meaning and are flipped at random during training.
     `"random_walk"`: the probabilities that a random walk is back at the node after 1, ..., k steps (`Dwivedi et al.
     <https://arxiv.org/abs/2110.07875>`_). PyG's transforms compute both.
 

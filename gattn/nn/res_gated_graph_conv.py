@@ -1,4 +1,4 @@
-"""The graph layer with a gate for each channel of each message."""
+"""The graph layer with a gate per channel of each message."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ class ResGatedGraphConv(BaseConv):
         x'_i = W_1 x_i + \sum_{j \in \mathcal{N}(i)} \eta_{ij} \odot W_2 [x_j, e_{ij}], \qquad
         \eta_{ij} = \sigma(W_3 [x_i, e_{ij}] + W_4 [x_j, e_{ij}])
 
-    It is attention with as many heads as there are channels, whose weights do not compete. Each :math:`W` is split into
-    the part for nodes, which is applied once per node, and the part for edges.
+    It is attention with as many heads as channels, whose weights do not compete. Each :math:`W` is split into a part
+    for nodes, which is applied once per node, and a part for edges.
 
-    A drop-in for `torch_geometric.nn.ResGatedGraphConv`: the same arguments, parameter names and numbers. Beyond it:
-    lazy channels together with edge features, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half
-    precision. Where it differs: with edge features, the linear layers are not called but read (their hooks do not run).
+    A drop-in replacement for `torch_geometric.nn.ResGatedGraphConv`, with the same arguments, parameter names and
+    results. It also supports lazy channels together with edge features, `SparseGraph` and `CompleteGraph`, and float32
+    accumulation in half precision. Differences: with edge features, the weights of the linear layers are read and the
+    layers are not called, so their hooks do not run.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
+        in_channels: Channels of the input; `-1` infers them from the first call; a pair for a bipartite graph
             (sources, targets).
         out_channels: Channels of the output.
-        act: The gate :math:`\sigma`, from logits `[..., E, F_out]` to weights. The kernels know the logistic function,
-            the hyperbolic tangent and the identity, as modules and as functions of PyTorch; any other callable is
-            slower. (default: `torch.nn.Sigmoid()`)
-        edge_dim: Channels of the edge features; `-1` takes them from the first call. (default: `None`, none)
+        act: The gate :math:`\sigma`, from logits `[..., E, F_out]` to weights. The kernels support the logistic
+            function, the hyperbolic tangent and the identity, as modules and as functions of PyTorch; any other
+            callable is slower. (default: `torch.nn.Sigmoid()`)
+        edge_dim: Channels of the edge features; `-1` infers them from the first call. (default: `None`, no edge
+            features)
         root_weight: Whether the skip connection :math:`W_1 x_i` is added. (default: `True`)
         bias: Whether a bias is added to the output. (default: `True`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
@@ -53,7 +55,7 @@ class ResGatedGraphConv(BaseConv):
 
     Raises:
         TypeError: If `act` is not callable.
-        ValueError: If `out_channels` is not positive.
+        ValueError: If `out_channels` is not positive, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -70,7 +72,7 @@ class ResGatedGraphConv(BaseConv):
         self,
         in_channels: int | tuple[int, int],
         out_channels: int,
-        act: Callable[[Tensor], Tensor] = torch.nn.Sigmoid(),  # noqa: B008 - has no state
+        act: Callable[[Tensor], Tensor] = torch.nn.Sigmoid(),  # noqa: B008 - it has no state
         edge_dim: int | None = None,
         root_weight: bool = True,
         bias: bool = True,
@@ -78,7 +80,7 @@ class ResGatedGraphConv(BaseConv):
     ):
         super().__init__(**kwargs)
         if not callable(act):
-            raise InputTypeError(f"act is a callable such as torch.nn.Sigmoid(); got {act!r}.")
+            raise InputTypeError(f"act must be a callable such as torch.nn.Sigmoid(); got {act!r}.")
         self.in_channels = in_channels
         self.out_channels = out_channels
         check_positive(out_channels=out_channels)
@@ -111,7 +113,7 @@ class ResGatedGraphConv(BaseConv):
     def forward(
         self, x: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike, edge_attr: Tensor | None = None
     ) -> Tensor:
-        """Sums each node's neighbours, gated channel by channel.
+        """Sums each node's neighbours, with a gate per channel.
 
         Args:
             x: Features `[..., N, F]`, or a pair (sources, targets).
@@ -119,7 +121,7 @@ class ResGatedGraphConv(BaseConv):
             edge_attr: Edge features `[..., E, D]`, with `edge_dim`. (default: `None`)
 
         Raises:
-            TypeError: If an input is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If features, graph and options do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
@@ -139,7 +141,7 @@ class ResGatedGraphConv(BaseConv):
             query, key, value = self.lin_key(targets), self.lin_query(sources), self.lin_value(sources)
         else:
             raise InputError(
-                "got edge_attr, but this layer was made without edge features: give ResGatedGraphConv an edge_dim."
+                "got edge_attr, but this layer was made without edge features: make ResGatedGraphConv with edge_dim."
             )
         found = self.attend(
             query,
@@ -152,18 +154,18 @@ class ResGatedGraphConv(BaseConv):
             distribution=_gate(self.act, query.dtype),
         )
         assert isinstance(found, Tensor)
-        out: Tensor = found.transpose(-1, -2).flatten(-2)  # several aggregations lie side by side
+        out: Tensor = found.transpose(-1, -2).flatten(-2)  # the results of several aggregations are side by side
         if self.lin_skip is not None:
             out = out + self.lin_skip(targets)
         return out if self.bias is None else out + self.bias
 
 
 class _Activation(Gate):
-    """A gate that the kernels do not know.
+    """A gate that the kernels do not support.
 
     Args:
         act: The function.
-        dtype: The type that it is called in.
+        dtype: The type of its input.
     """
 
     def __init__(self, act: Callable[[Tensor], Tensor], dtype: torch.dtype):
@@ -183,7 +185,7 @@ _GATES: tuple[tuple[Gate, tuple[Any, ...]], ...] = (
 
 
 def _gate(act: Any, dtype: torch.dtype) -> Gate:
-    """The distribution that an activation is, called in the type of the features."""
+    """The distribution for an activation, which is called in the type of the features."""
     is_hooked = isinstance(act, torch.nn.Module) and (act._forward_hooks or act._forward_pre_hooks)
     for gate, known in _GATES:
         if not is_hooked and any(act is name or type(act) is name for name in known):
@@ -192,16 +194,16 @@ def _gate(act: Any, dtype: torch.dtype) -> Gate:
 
 
 def _joined(channels: int, edge_dim: int | None) -> int:
-    """Channels of nodes' features beside those of edges, -1 where either is not known yet."""
+    """The channels of the nodes' and the edges' features together, -1 if either is not known yet."""
     if edge_dim is None:
         return channels
     return channels + edge_dim if channels > 0 and edge_dim >= 0 else -1
 
 
 def _split(lin: Linear, x: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
-    """What a linear layer of `[x, edge_attr]` makes of the first, bias included, and its weight for the second."""
+    """The linear layer of `[x, edge_attr]`, applied to x with its bias, and its weight for `edge_attr`."""
     sizes = [x.size(-1), edge_attr.size(-1)]
     if isinstance(lin.weight, UninitializedParameter):
-        lin(x.new_zeros(0, sum(sizes)))  # gives the weight its size
+        lin(x.new_zeros(0, sum(sizes)))  # initialises the weight
     of_nodes, of_edges = lin.weight.split(sizes, 1)
     return F.linear(x, of_nodes, lin.bias), of_edges

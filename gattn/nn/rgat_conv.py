@@ -1,4 +1,4 @@
-"""The RGAT layer, for graphs with several kinds of edges."""
+"""The RGAT layer, for graphs with several types of edges."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MODS = (None, "additive", "scaled", "f-additive", "f-scaled")
 class RGATConv(AttentionConv):
     r"""The layer of `Relational Graph Attention Networks <https://arxiv.org/abs/1904.05811>`_.
 
-    Each relation r has its own matrix; with :math:`h_i^{(r)} = W^{(r)} x_i` the logits are
+    Each relation r has its own matrix. With :math:`h_i^{(r)} = W^{(r)} x_i`, the logits are
 
     .. math::
         s_{ij}^{(r)} = \mathrm{LeakyReLU}(Q^{\top} h_i^{(r)} + K^{\top} h_j^{(r)} + E^{\top} W_e e_{ij})
@@ -41,9 +41,9 @@ class RGATConv(AttentionConv):
     additive or multiplicative, and the output is
 
     .. math::
-        x'_i = \sum_r \sum_{j \in \mathcal{N}_r(i)} \alpha_{ij}^{(r)} h_j^{(r)},
+        x'_i = \sum_r \sum_{j \in \mathcal{N}_r(i)} \alpha_{ij}^{(r)} h_j^{(r)}.
 
-    where the weights of a target compete within each relation, or across all of them. `mod` changes the sum so that it
+    The weights of a target compete either within each relation or across all of them. `mod` changes the sum so that it
     depends on the number of neighbours, as in `Improving Attention Mechanism in Graph Neural Networks via Cardinality
     Preservation <https://arxiv.org/abs/1907.02204>`_:
 
@@ -59,14 +59,14 @@ class RGATConv(AttentionConv):
 
     Here :math:`d_i` is the number of all edges of target i, whatever their relation.
 
-    Each pair of a relation and a node that occurs is transformed once, by one batched matrix product over all
-    relations. No edge gets a matrix of its own.
+    Each pair of a relation and a node that occurs is transformed once, in one batched matrix product for all relations.
+    No matrix is copied per edge.
 
-    A drop-in for `torch_geometric.nn.RGATConv`: the same arguments, parameter names and numbers. Beyond it: features
-    `[B, N, F]` over one graph, pairs of sources and targets with either flow, `SparseGraph`, relations as the integer
-    values of a sparse adjacency, and float32 accumulation in half precision. Where it differs: the parameter `l2`,
-    which PyG leaves uninitialised, starts at `1 / out_channels`, and `reset_parameters` also resets `w`; an unknown
-    `mod` is an error and not ignored, and so is `edge_dim` without edge features.
+    A drop-in replacement for `torch_geometric.nn.RGATConv`, with the same arguments, parameter names and results. It
+    also supports features `[B, N, F]` over one graph, pairs of sources and targets with either flow, `SparseGraph`,
+    relations as the integer values of a sparse adjacency, and float32 accumulation in half precision. Differences: the
+    parameter `l2`, which PyG leaves uninitialised, starts at `1 / out_channels`, and `reset_parameters` also resets
+    `w`; an unknown `mod`, or `edge_dim` without edge features, is an error instead of being ignored.
 
     Args:
         in_channels: Channels of the input.
@@ -75,19 +75,19 @@ class RGATConv(AttentionConv):
         num_bases: If given, the matrices of the relations are combinations of this many bases. (default: `None`)
         num_blocks: If given, the matrices of the relations are block-diagonal, with this many blocks.
             (default: `None`)
-        mod: How the number of neighbours enters: `"additive"`, `"scaled"`, `"f-additive"`, `"f-scaled"` or `None`.
+        mod: How the number of neighbours is used: `"additive"`, `"scaled"`, `"f-additive"`, `"f-scaled"` or `None`.
             (default: `None`)
         attention_mechanism: Whether weights compete `"within-relation"` or `"across-relation"`.
             (default: `"across-relation"`)
         attention_mode: `"additive-self-attention"` or `"multiplicative-self-attention"`.
             (default: `"additive-self-attention"`)
         heads: Number of heads. (default: `1`)
-        dim: Number of logits, and so of outputs, for each head; more than 1 only with multiplicative attention.
+        dim: Number of logits, and therefore of outputs, per head; more than 1 only with multiplicative attention.
             (default: `1`)
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
         negative_slope: Slope of the LeakyReLU. (default: `0.2`)
-        dropout: Probability that an attention weight is dropped, in training; needs `mod=None`. (default: `0.0`)
-        edge_dim: Channels of the edge features. (default: `None`, none)
+        dropout: Probability that an attention weight is dropped, in training; requires `mod=None`. (default: `0.0`)
+        edge_dim: Channels of the edge features. (default: `None`, no edge features)
         bias: Whether a bias is learnt. (default: `True`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`. Aggregations other
             than the sum are computed in plain PyTorch, edge by edge.
@@ -98,7 +98,7 @@ class RGATConv(AttentionConv):
         - **output:** `[N, H * dim * F_out]`, or `[N, dim * F_out]` with `concat=False`.
 
     Raises:
-        ValueError: If an option is out of range, or options exclude each other.
+        ValueError: If an option is out of range or options exclude each other, or (in `forward`) an input does not fit.
 
     Example:
         >>> import torch, gattn
@@ -185,15 +185,19 @@ class RGATConv(AttentionConv):
         for name, known in (("attention_mechanism", _MECHANISMS), ("attention_mode", _MODES), ("mod", _MODS)):
             if getattr(self, name) not in known:
                 choices = ", ".join(repr(choice) for choice in known)
-                raise InputError(f"{name} is one of {choices}; got {getattr(self, name)!r}.")
+                raise InputError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
         if self.dim > 1 and self.attention_mode == _MODES[0]:
-            raise InputError(f"dim={self.dim} needs attention_mode={_MODES[1]!r}: additive logits have one dimension.")
+            raise InputError(f"dim={self.dim} requires attention_mode={_MODES[1]!r}: additive logits need dim=1.")
         if self.dropout > 0 and self.mod is not None:
             raise InputError(
-                f"dropout samples neighbours, whose number mod={self.mod!r} is to preserve: use mod=None or dropout=0."
+                f"dropout changes the number of neighbours, which mod={self.mod!r} preserves: use mod=None or "
+                "dropout=0."
             )
         if self.num_bases is not None and self.num_blocks is not None:
-            raise InputError("a relation's matrix is a combination of bases or block-diagonal: give one of the two.")
+            raise InputError(
+                "a relation's matrix is a combination of bases or block-diagonal: give num_bases or num_blocks, not "
+                "both."
+            )
         channels = self.heads * self.out_channels
         if self.num_blocks is not None and (self.in_channels % self.num_blocks or channels % self.num_blocks):
             raise InputError(
@@ -202,7 +206,7 @@ class RGATConv(AttentionConv):
             )
 
     def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does; `w` and `l2`, too, which PyG forgets."""
+        """Resets all parameters, as PyG does, and also `w` and `l2`, which PyG's layer leaves as they are."""
         super().reset_parameters()
         for parameter in (self.weight,) if self.num_bases is None else (self.basis, self.att):
             glorot(parameter)
@@ -254,21 +258,21 @@ class RGATConv(AttentionConv):
 
         Args:
             x: Features `[..., N, F]`, or a pair (sources, targets).
-            edge_index: The graph, in any form that lists its edges.
+            edge_index: The graph, in any form that has a list of edges.
             edge_type: The relation of each edge, `[E]`, integers from 0. (default: `None`, the integer values of a
                 sparse adjacency)
-            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`, the vectors that a sparse adjacency
+            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`, the vectors of a sparse adjacency)
                 holds)
             size: The number of rows and columns of the graph, compared with the features. (default: `None`)
-            return_attention_weights: If it is `True` or, as in PyG's layer, `False`, the weights are returned, too.
+            return_attention_weights: If it is `True` or, as in PyG's layer, `False`, the weights are returned as well.
                 (default: `None`)
 
         Returns:
-            `[..., N, H * dim * F_out]`; with weights, which are `[E, H * dim]`, before `mod` and dropout, a pair of
-            that and what `SparseGraph.with_weights` describes.
+            `[..., N, H * dim * F_out]`; with weights, a pair of that and the result of `SparseGraph.with_weights` for
+            weights `[E, H * dim]` before `mod` and dropout.
 
         Raises:
-            TypeError: If something is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If features, graph and options do not fit; the message says which.
             IndexError: If an index of the graph or a relation is out of range (in compiled code RuntimeError, when it
                 runs).
@@ -279,7 +283,7 @@ class RGATConv(AttentionConv):
         graph = self._graph(edge_index, sources, targets, False, size)
         graph, edge, _ = self._edge_term(graph, edge_attr)
         relation = self._relations(graph, edge_type)
-        # With one head, the form in which record_attention() finds the numbers of nodes.
+        # With one head, the form from which record_attention() gets the numbers of nodes.
         sources, targets = sources.unsqueeze(-2), targets.unsqueeze(-2)
         out, alpha = self._attend_relations(
             targets, sources, sources, graph, relation=relation, edge=edge, return_weights=True
@@ -295,7 +299,7 @@ class RGATConv(AttentionConv):
         """The relation of each edge, checked."""
         if not isinstance(graph, SparseGraph) or graph.self_loops:
             raise InputError(
-                f"each edge has a relation, so RGATConv needs a graph that lists its edges, self-loops included; got "
+                f"each edge has a relation, so RGATConv needs a graph that lists its edges, including self-loops; got "
                 f"{graph}: pass its edge_index, and a relation for each of these edges."
             )
         if edge_type is None:
@@ -303,10 +307,10 @@ class RGATConv(AttentionConv):
         if not isinstance(edge_type, Tensor):
             raise InputTypeError(f"edge_type must be a tensor, the relation of each edge; got {edge_type}.")
         if edge_type.is_floating_point() or edge_type.is_complex() or edge_type.dtype == torch.bool:
-            raise InputError(f"edge_type holds relations, integers from 0; got {edge_type.dtype}.")
+            raise InputError(f"edge_type must hold relations, integers from 0; got {edge_type.dtype}.")
         if edge_type.shape != (graph.num_edges,):
             raise InputError(
-                f"edge_type has one relation per edge, [{graph.num_edges}]; got shape {list(edge_type.shape)}."
+                f"edge_type must have one relation per edge, [{graph.num_edges}]; got shape {list(edge_type.shape)}."
             )
         if edge_type.device != self.k.device:
             raise InputError(
@@ -323,7 +327,7 @@ class RGATConv(AttentionConv):
         return edge_type.long()
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, None]:
-        """The edges' part of the logits, `[E, H * dim]`, without features `[E, H * C]` if the layer is linear."""
+        """The edges' part of the logits, `[E, H * dim]`; without features `[E, H * C]` if the layer is linear."""
         if is_plain(lin_edge):
             return F.linear(edge_attr, self.e.t() @ lin_edge.weight), None
         return lin_edge(edge_attr) @ self.e, None
@@ -359,7 +363,7 @@ class RGATConv(AttentionConv):
             graph: The graph.
             relation: The relation of each edge, `[E]`.
             edge: The edges' part of the logits, `[E, H * dim]`.
-            return_weights: `True`, as both are always returned.
+            return_weights: `True`, because both are always returned.
 
         Returns:
             The output, `[..., N, H * dim, C]`, and the weights, `[..., E, H * dim]`.
@@ -374,7 +378,7 @@ class RGATConv(AttentionConv):
         value = self._heads(projected).repeat_interleave(self.dim, -2) if self.dim > 1 else self._heads(projected)
         keys, queries = projected @ self.k, of_target.product(query.squeeze(-2), weight @ self.q)
 
-        # The targets of a softmax are pairs of a relation and a node, or nodes.
+        # A softmax runs over a pair of a relation and a node, or over a node.
         within = self.attention_mechanism == _MECHANISMS[0]
         ends, num_ends = (of_target.place, of_target.node.numel()) if within else (target, num_targets)
         pairs = SparseGraph(torch.stack([of_source.place, ends]), num_ends, keys.size(-2))
@@ -388,7 +392,7 @@ class RGATConv(AttentionConv):
         else:
             term = queries.index_select(-2, of_target.place)
             terms = {"query": None, "key": keys, "edge": term if edge is None else term + edge}
-        # Whoever looks at messages sees each edge's once, with the weights before `mod`, as in PyG's layer.
+        # Code that reads messages gets one per edge, with the weights before `mod`, as from PyG's layer.
         is_one = self.mod in ("additive", "f-additive") and self._shows_messages(RGATConv)
         if is_one:
             added = self.w if self.mod == "additive" else value.new_ones(1)
@@ -420,14 +424,14 @@ class RGATConv(AttentionConv):
 
     @fused
     def message(self, x_j: Tensor, alpha: Tensor, edge_value: Optional[Tensor]) -> Tensor:  # noqa: UP045 - as PyG parses
-        """Weighted values of the sources, with what `mod` adds to the weights where that is `edge_value`."""
+        """Weighted values of the sources; `edge_value` holds what `mod` adds to the weights, if it adds something."""
         if edge_value is None:
             return super().message(x_j, alpha, edge_value)
         more = edge_value if self.mod == "additive" else edge_value * (alpha > 0).unsqueeze(-1)
         return (alpha.unsqueeze(-1) + more) * x_j
 
     def _factor(self, target: Tensor, num_targets: int, dtype: torch.dtype) -> Tensor | None:
-        """What `mod` multiplies the messages of each target by, `[N, 1, C or 1]`."""
+        """The factor by which `mod` multiplies the messages of each target, `[N, 1, C or 1]`."""
         if self.mod not in ("scaled", "f-scaled"):
             return None
         degree: Tensor = scatter(torch.ones_like(target), target, 0, num_targets, "sum").to(dtype).unsqueeze(-1)
@@ -437,7 +441,7 @@ class RGATConv(AttentionConv):
 
 
 class _Pairs(NamedTuple):
-    """The pairs of a relation and a node that edges have at one end, relation by relation, in tiles of the same size.
+    """The pairs of a relation and a node at one end of the edges, relation by relation, in tiles of the same size.
 
     A tile holds pairs of one relation. Its last places may be empty: they hold node 0, and no edge refers to them.
     """
@@ -452,8 +456,8 @@ class _Pairs(NamedTuple):
     @classmethod
     def of(cls, relation: Tensor, node: Tensor, num_nodes: int, num_relations: int) -> _Pairs:
         """The pairs of edges, given the relation and the node of each, `[E]`."""
-        # Half of the mean: then there are at most three tiles per relation, and half as many empty places as edges.
-        # Two more, as sizes of 0 and 1 are constants to torch.export, whose program serves few edges, too.
+        # Half of the mean, so there are at most three tiles per relation, and half as many empty places as edges.
+        # Plus two, because sizes of 0 and 1 are constants to torch.export, whose program must also serve few edges.
         size = node.size(0) // (2 * num_relations) + 2
         key, order = (relation * num_nodes + node).sort()
         relation, node = key // num_nodes, key % num_nodes
@@ -461,7 +465,7 @@ class _Pairs(NamedTuple):
         count = key.new_zeros(num_relations).index_add(0, relation, is_new)
         tiles = (count + size - 1) // size
         end = tiles.cumsum(0)
-        # A program that is made for other edges, too, knows a bound alone.
+        # A program that must also serve other edges knows only a bound.
         num_tiles = int(end[-1]) if _is_readable(end) else node.size(0) // size + max(num_relations, 2)
         empty = (end - tiles) * size - (count.cumsum(0) - count)  # places before a relation's first
         place = is_new.cumsum(0) - 1 + empty.index_select(0, relation)
@@ -473,18 +477,18 @@ class _Pairs(NamedTuple):
         )
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The features of each pair's node times its relation's matrix: `[..., N, F]` and `[R, F, C]`."""
+        """The features of each pair's node times its relation's matrix, from `[..., N, F]` and `[R, F, C]`."""
         rows = x.index_select(-2, self.node.flatten()).view(*x.shape[:-2], *self.node.shape, x.size(-1))
         return torch.matmul(rows, weight.index_select(0, self.relation)).flatten(-3, -2)
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has numbers that decisions may depend on."""
+    """Whether a tensor has numbers on which decisions may depend."""
     return not (is_traced() or is_functorch_tensor(tensor) or tensor.device.type == "meta")
 
 
 def _values(adjacency: Any) -> Tensor | None:
-    """The values of a sparse adjacency, in the order of its edges; `None` of an `edge_index`."""
+    """The values of a sparse adjacency, in the order of its edges; `None` for an `edge_index`."""
     if isinstance(adjacency, SparseTensor):
         values: Tensor | None = adjacency.coo()[2]
         return values

@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     """A memory that has been prepared once for any number of queries."""
 
     keys: Tensor
-    """What the score compares with queries, `[B, M, C]`."""
+    """What the score compares with the queries, `[B, M, C]`."""
     values: Tensor
     """What the weights average, `[B, M, Cm]`, with zeros beyond the lengths."""
     mask: Tensor | None
@@ -40,10 +40,26 @@ class MemoryAttention(NotScriptable, Module):
     .. math::
         c_i = \sum_{j=1}^{M} \alpha_{ij} m_j, \qquad \alpha_{ij} = \mathrm{softmax}_j(s(q_i, m_j))
 
-    To add one, override :meth:`score`, and :meth:`keys` where the memory is projected first.
+    To add one, override :meth:`score`, and :meth:`keys` if the memory is projected first. Such attention was introduced
+    by `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_.
 
     Args:
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
+
+    Shapes:
+        - **input:** queries `[B, N, Cq]`, memory `[B, M, Cm]`; **output:** contexts `[B, N, Cm]`.
+
+    Raises:
+        ValueError: If `dropout` is not a probability, or (in `forward`) shapes or lengths do not fit each other.
+        NotImplementedError: In `forward`, if the subclass does not define :meth:`score`.
+
+    Example:
+        >>> import torch, gattn
+        >>> class CosineAttention(gattn.nn.MemoryAttention):
+        ...     def score(self, query):
+        ...         return query, gattn.CosineScore(10.0)
+        >>> CosineAttention()(torch.randn(2, 3, 8), torch.randn(2, 7, 8)).shape
+        torch.Size([2, 3, 8])
     """
 
     def __init__(self, dropout: float = 0.0):
@@ -209,7 +225,7 @@ class DotProductAttention(MemoryAttention):
         s(q, m) = c \cdot q^{\top} m
 
     Args:
-        scale: The factor :math:`c`. `None` stands for :math:`1 / \sqrt{C}`, and `1.0` is Luong's score. (default:
+        scale: The factor :math:`c`. `None` means :math:`1 / \sqrt{C}`, and `1.0` is Luong's score. (default:
             `None`)
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
 
@@ -464,8 +480,8 @@ class HardAttention(_Wrapper):
         c_i = m_j, \qquad j \sim \mathrm{softmax}_j(s(q_i, m_j))
 
     `"reinforce"` trains it through `choose` and :class:`ReinforceLoss`, whose gradient is unbiased but has a high
+    `"reinforce"` trains it through `choose` and :class:`ReinforceLoss`, whose gradient is unbiased but has a high
     variance.
-    `"straight_through"` (`Gumbel-softmax <https://arxiv.org/abs/1611.01144>`_) trains it through the context like any
     soft attention. Its gradient has a lower variance but is biased: it is the gradient of a softmax that was not used.
 
     Args:

@@ -1,4 +1,4 @@
-"""The graph attention layer that also learns to predict which edges there are."""
+"""The graph attention layer that also learns to predict the edges."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ class SuperGATConv(AttentionConv):
         e^{MX}_{ij} = (a_r^{\top} h_i + a_l^{\top} h_j) \, \sigma(h_i^{\top} h_j), \qquad
         e^{SD}_{ij} = h_i^{\top} h_j / \sqrt{F_{out}}
 
-    In training, the dot product (for SD the scaled one) also predicts whether there is an edge, for edges of the graph
-    and for randomly drawn pairs without one: add `get_attention_loss()` to the loss of the task.
+    In training, the dot product (scaled for SD) also predicts whether an edge exists, for edges of the graph and for
+    randomly drawn pairs without one: add `get_attention_loss()` to the loss of the task.
 
-    A drop-in for `torch_geometric.nn.SuperGATConv`: the same arguments, parameter names and numbers, and under the same
-    seeds the same pairs (in training with both `dropout` and an `edge_sample_ratio` below 1, other edges). Beyond it:
-    features `[B, N, F]` over one graph, sparse features, training on `torch.sparse` adjacencies, `SparseGraph` and
-    `CompleteGraph`, and float32 accumulation in half precision. A copy of the layer does not have the logits of its
-    last call. PyG's method `get_attention` is missing, since logits are not computed from tensors `[E, H, C]`.
+    A drop-in replacement for `torch_geometric.nn.SuperGATConv`, with the same arguments, parameter names and results.
+    With the same seeds, it also draws the same pairs (except in training with both `dropout` and an `edge_sample_ratio`
+    below 1). It also supports features `[B, N, F]` over one graph, sparse features, training on `torch.sparse`
+    adjacencies, `SparseGraph` and `CompleteGraph`, and float32 accumulation in half precision. Differences: a copy of
+    the layer does not have the logits of its last call, and PyG's method `get_attention` is missing, because logits are
+    not computed from tensors `[E, H, C]`.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call.
-        out_channels: Channels of the output, for each head.
+        in_channels: Channels of the input; `-1` infers them from the first call.
+        out_channels: Channels of the output, per head.
         heads: Number of heads. (default: `1`)
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
         negative_slope: Slope of the LeakyReLU. (default: `0.2`)
@@ -55,9 +56,9 @@ class SuperGATConv(AttentionConv):
         add_self_loops: Whether every node attends to itself. (default: `True`)
         bias: Whether a bias is learnt. (default: `True`)
         attention_type: `"MX"` (mixed) or `"SD"` (scaled dot product). (default: `"MX"`)
-        neg_sample_ratio: Number of pairs without an edge that are drawn, for each edge that is. (default: `0.5`)
+        neg_sample_ratio: The number of pairs without an edge to draw, per drawn edge. (default: `0.5`)
         edge_sample_ratio: Probability that an edge is drawn for the loss. (default: `1.0`)
-        is_undirected: Whether every graph is known to be undirected; otherwise, this is found out before pairs are
+        is_undirected: Whether every graph is known to be undirected. Otherwise, each graph is checked before pairs are
             drawn. (default: `False`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
@@ -66,7 +67,7 @@ class SuperGATConv(AttentionConv):
         - **output:** `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If an option is out of range, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -81,7 +82,7 @@ class SuperGATConv(AttentionConv):
     att_r: Tensor
     bias: Tensor | None
     att_x: Tensor | None
-    """Of the last call in training: a logit for each drawn edge and pair, `[..., E + P, H]`."""
+    """A logit for each edge and pair drawn in the last call in training, `[..., E + P, H]`."""
     att_y: Tensor | None
     """Which of them are edges, `[..., E + P]`: 1 for an edge, 0 for a pair without one."""
 
@@ -112,7 +113,7 @@ class SuperGATConv(AttentionConv):
             **kwargs,
         )
         if attention_type not in ("MX", "SD"):
-            raise InputError(f"attention_type is 'MX' or 'SD'; got {attention_type!r}.")
+            raise InputError(f"attention_type must be 'MX' or 'SD'; got {attention_type!r}.")
         if not neg_sample_ratio > 0.0:
             raise InputError(f"neg_sample_ratio must be positive; got {neg_sample_ratio}.")
         if not 0.0 < edge_sample_ratio <= 1.0:
@@ -141,7 +142,7 @@ class SuperGATConv(AttentionConv):
         zeros(self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors that autograd made can be neither copied nor pickled.
+        # Tensors computed by autograd can be neither copied nor pickled.
         return {**self.__dict__, "att_x": None, "att_y": None}
 
     def forward(
@@ -151,17 +152,17 @@ class SuperGATConv(AttentionConv):
         neg_edge_index: Tensor | None = None,
         batch: Tensor | None = None,
     ) -> Tensor:
-        """Attends over each node's neighbours; in training, also computes what `get_attention_loss` compares.
+        """Attends over each node's neighbours; in training, also computes the terms of `get_attention_loss`.
 
         Args:
             x: Features `[..., N, F]` (dense, or `[N, F]` sparse).
             edge_index: The graph, in any form that `gattn.attend` takes.
             neg_edge_index: Pairs without an edge, `[2, P]`, to train against. (default: `None`, drawn at random)
-            batch: Which graph each node belongs to, `[N]`, in ascending order, so that both ends of a pair that is
-                drawn belong to the same one. (default: `None`, all nodes belong to one graph)
+            batch: The graph of each node, `[N]`, in ascending order, so that both ends of a drawn pair belong to the
+                same one. (default: `None`, a single graph)
 
         Raises:
-            TypeError: If `x` is no tensor.
+            TypeError: If `x` is not a tensor.
             ValueError: If features, graph and options do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
@@ -171,7 +172,7 @@ class SuperGATConv(AttentionConv):
         graph = self._graph(edge_index, x, x, self.add_self_loops)
         x = self._heads(self.lin(x))
         is_mixed = self.attention_type == "MX"
-        if isinstance(graph, SparseGraph) and (is_mixed or self.training):  # all that follows shares one list of edges
+        if isinstance(graph, SparseGraph) and (is_mixed or self.training):  # everything below shares one list of edges
             graph = SparseGraph(graph.edge_index, graph.num_targets, graph.num_sources, flow=graph.flow)
         products = None
         if is_mixed:
@@ -187,7 +188,7 @@ class SuperGATConv(AttentionConv):
         return out if self.bias is None else out + self.bias
 
     def _mixed(self, x: Tensor, graph: Graph) -> tuple[Tensor, Tensor | None]:
-        """The logits of MX as a bias, and the dot products of a list of edges."""
+        """The logits of MX as a bias, and the dot products for a list of edges."""
         left, right = ((x * vector).sum(-1) for vector in (self.att_l, self.att_r))  # [..., N, H]
         if isinstance(graph, CompleteGraph):
             products = torch.einsum("...ihc,...jhc->...hij", x, x)
@@ -202,7 +203,7 @@ class SuperGATConv(AttentionConv):
     def _supervise(
         self, x: Tensor, graph: Graph, products: Tensor | None, neg_edge_index: Tensor | None, batch: Tensor | None
     ) -> None:
-        """Computes the logits of edges, unless they are known, and of pairs without one."""
+        """Computes the logits of pairs without an edge, and those of edges unless they are known."""
         if isinstance(graph, CompleteGraph) and not (graph.is_uniform or graph.blocks is not None):
             raise InputError(f"in training, SuperGATConv needs one graph for the whole batch; got {graph!r}.")
         edge_index = self._listed(graph, x.device).edge_index
@@ -215,12 +216,12 @@ class SuperGATConv(AttentionConv):
         self.att_y[..., : positive.size(1)] = 1.0
 
     def _logits(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """What predicts whether there are these edges, `[..., E, H]`."""
+        """The predictions whether these edges exist, `[..., E, H]`."""
         score = DotScore(1.0 if self.attention_type == "MX" else None)
         return edge_weights(x, x, SparseGraph(edge_index, x.size(-3), x.size(-3)), score, "identity")
 
     def positive_sampling(self, edge_index: Tensor) -> Tensor:
-        """Draws edges of the graph, each with probability `edge_sample_ratio`; outside of training, takes all.
+        """Draws edges of the graph, each with probability `edge_sample_ratio`; outside of training, returns all.
 
         Args:
             edge_index: The edges, `[2, E]`.
@@ -234,7 +235,7 @@ class SuperGATConv(AttentionConv):
         Args:
             edge_index: The edges, `[2, E]`.
             num_nodes: Number of nodes.
-            batch: Which graph each node belongs to, `[N]`. (default: `None`, all nodes belong to one graph)
+            batch: The graph of each node, `[N]`. (default: `None`, a single graph)
         """
         count = int(self.neg_sample_ratio * self.edge_sample_ratio * edge_index.size(1))
         if not self.is_undirected and not is_undirected(edge_index, num_nodes=num_nodes):
@@ -243,10 +244,10 @@ class SuperGATConv(AttentionConv):
             drawn: Tensor = negative_sampling(edge_index, num_nodes, num_neg_samples=count)
         else:
             drawn = batched_negative_sampling(edge_index, batch, num_neg_samples=count)
-        return drawn.to(edge_index.dtype)  # of no pairs, PyG makes floats
+        return drawn.to(edge_index.dtype)  # without pairs, PyG returns floats
 
     def get_attention_loss(self) -> Tensor:
-        """The self-supervised loss of the last call: how well logits tell edges from other pairs; 0 if not in training.
+        """The self-supervised loss of the last call: how well logits tell edges from other pairs; 0 in evaluation.
 
         Raises:
             ValueError: If there was no call in training.
@@ -254,7 +255,7 @@ class SuperGATConv(AttentionConv):
         if not self.training:
             return torch.tensor([0], device=self.lin.weight.device)
         if self.att_x is None or self.att_y is None:
-            raise InputError("get_attention_loss() is about the last call in training, and there was none: call first.")
+            raise InputError("get_attention_loss() needs a call in training first, and there has been none.")
         return F.binary_cross_entropy_with_logits(self.att_x.mean(dim=-1), self.att_y)
 
     def __repr__(self) -> str:

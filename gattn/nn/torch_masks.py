@@ -1,4 +1,4 @@
-"""Masks as `torch.nn`'s layers take them, where True means "may not attend", as gattn's biases and masks.
+"""Converts masks of `torch.nn`'s layers, where True means "may not attend", to gattn's biases and masks.
 
 Dimensions: N targets, M sources, E edges, H heads, B batch.
 """
@@ -25,13 +25,14 @@ def check_mask(name: str, mask: Any) -> None:
         raise TypeError(f"{name} must be a tensor; got {type(mask).__name__}.")
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
-            f"{name} holds booleans (True = may not attend), or floating-point numbers that are added to the logits; "
+            f"{name} must hold booleans (True = may not attend), or floating-point numbers that are added to the "
+            "logits; "
             f"got {mask.dtype}."
         )
 
 
 def is_causal_mask(mask: Tensor | None) -> bool:
-    """Whether a mask hides exactly what comes later; always `False` in compiled code, which cannot read elements."""
+    """Whether a mask hides exactly the later positions; `False` in compiled code, which cannot read elements."""
     if mask is None or mask.dim() != 2 or mask.size(0) != mask.size(1) or torch.compiler.is_compiling():
         return False
     later = torch.ones_like(mask, dtype=torch.bool).triu(1)
@@ -83,14 +84,14 @@ def pair_mask(attn_mask: Tensor | None, batch: torch.Size, heads: int, size: tup
     """Returns a mask of pairs as `[N, M]` or `[..., H, N, M]`.
 
     Raises:
-        InputError: If it has another shape than `[N, M]` or `[B * H, N, M]`.
+        InputError: If its shape is neither `[N, M]` nor `[B * H, N, M]`.
     """
     if attn_mask is None:
         return None
     per_head = (*(count * heads for count in batch or (1,)), *size)
     if attn_mask.shape not in (size, per_head):
         raise InputError(
-            f"attn_mask has shape {list(size)} or {list(per_head)} (batch times heads, targets, sources); got "
+            f"attn_mask must have shape {list(size)} or {list(per_head)} (batch times heads, targets, sources); got "
             f"{list(attn_mask.shape)}."
         )
     return attn_mask.view(*batch, heads, *size) if attn_mask.dim() == 3 else attn_mask
@@ -105,7 +106,7 @@ def padding_as_lengths(graph: Graph, padding: Tensor | None, batch: torch.Size) 
         or padding.shape[:1] != batch
         or padding.device.type != "cpu"
         or torch.compiler.is_compiling()
-        or not isinstance(graph, CompleteGraph)  # others have no lengths
+        or not isinstance(graph, CompleteGraph)  # other graphs have no lengths
         or graph.blocks is not None
         or graph.is_sharded
         or graph.source_lengths is not None
@@ -124,14 +125,14 @@ def bias_and_mask(
     """Returns a bias and a mask (True = may attend) that are broadcastable to `[..., H, N, M]`.
 
     Raises:
-        InputError: If `key_padding_mask` has another shape than `[B, M]`.
+        InputError: If the shape of `key_padding_mask` is not `[B, M]`.
     """
     bias: Tensor | None = None
     mask: Tensor | None = None
     if key_padding_mask is not None:
         shape = (*batch, num_sources)
         if key_padding_mask.shape != shape:
-            raise InputError(f"key_padding_mask has shape {list(shape)}; got {list(key_padding_mask.shape)}.")
+            raise InputError(f"key_padding_mask must have shape {list(shape)}; got {list(key_padding_mask.shape)}.")
         key_padding_mask = key_padding_mask.unsqueeze(-2).unsqueeze(-2)
     for term in (key_padding_mask, attn_mask):
         if term is None:

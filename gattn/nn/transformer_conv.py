@@ -21,24 +21,25 @@ class TransformerConv(AttentionConv):
         \alpha_{i\cdot} = \mathrm{softmax}_j
         \frac{(W_3 x_i)^{\top} (W_4 x_j + W_6 e_{ij})}{\sqrt{F_{out}}}
 
-    On a `CompleteGraph` it is a Transformer's self-attention.
+    On a `CompleteGraph`, it is the self-attention of a Transformer.
 
-    A drop-in for `torch_geometric.nn.TransformerConv`: the same arguments, parameter names and numbers. Beyond it:
-    features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`, `value_dropout`, and
-    float32 accumulation in half precision. Where it differs: `return_attention_weights=False` returns the output alone;
-    `edge_attr` without `edge_dim` is an error.
+    A drop-in replacement for `torch_geometric.nn.TransformerConv`, with the same arguments, parameter names and
+    results. It also supports features `[B, N, F]` over one graph, sparse features, `SparseGraph` and `CompleteGraph`,
+    `value_dropout`, and float32 accumulation in half precision. Differences: `return_attention_weights=False` returns
+    only the output; `edge_attr` without `edge_dim` is an error.
 
     Args:
-        in_channels: Channels of the input; `-1` takes them from the first call; a pair for a bipartite graph
+        in_channels: Channels of the input; `-1` infers them from the first call; a pair for a bipartite graph
             (sources, targets).
-        out_channels: Channels of the output, for each head.
+        out_channels: Channels of the output, per head.
         heads: Number of heads. (default: `1`)
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
-        beta: Whether a learnt gate weighs the skip connection against the attention's output,
+        beta: Whether a learnt gate weighs the skip connection against the output of attention,
             :math:`\beta_i W_1 x_i + (1 - \beta_i) m_i` with
             :math:`\beta_i = \sigma(w^{\top} [m_i, W_1 x_i, m_i - W_1 x_i])`. (default: `False`)
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
-        edge_dim: Channels of the edge features; `-1` takes them from the first call. (default: `None`, none)
+        edge_dim: Channels of the edge features; `-1` infers them from the first call. (default: `None`, no edge
+            features)
         bias: Whether biases are learnt. (default: `True`)
         root_weight: Whether the skip connection :math:`W_1 x_i` is added. (default: `True`)
         value_dropout: Probability that a projected value is dropped, in training. (default: `0.0`)
@@ -49,7 +50,7 @@ class TransformerConv(AttentionConv):
         - **output:** `[N, H * F_out]`, or `[N, F_out]` with `concat=False`.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If an option is out of range, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -141,10 +142,10 @@ class TransformerConv(AttentionConv):
             x: Features `[..., N, F]` (dense, or `[N, F]` sparse), or a pair (sources, targets).
             edge_index: The graph, in any form that `gattn.attend` takes.
             edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
-            return_attention_weights: Whether to return the weights, before dropout, too. (default: `None`)
+            return_attention_weights: Whether to return the weights, before dropout, as well. (default: `None`)
 
         Returns:
-            `[..., N, H * F_out]`; with `return_attention_weights` a pair of that and `(edge_index, weights)`, for a
+            `[..., N, H * F_out]`; with `return_attention_weights`, a pair of that and `(edge_index, weights)`, or for a
             `SparseTensor` the one that holds the weights.
 
         Raises:
@@ -172,4 +173,4 @@ class TransformerConv(AttentionConv):
                 out = out + skip
         if alpha is None:
             return out
-        return out, graph.with_weights(alpha, as_values=False)  # as PyG leaves a torch.sparse adjacency here
+        return out, graph.with_weights(alpha, as_values=False)  # as PyG returns a torch.sparse adjacency unchanged here

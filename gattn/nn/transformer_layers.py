@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 
 class _TransformerLayer(torch.nn.Module):
-    """What encoder and decoder layers share: the feed-forward network and the norms."""
+    """The parts that encoder and decoder layers share: the feed-forward network and the norms."""
 
     norm_first: bool
 
@@ -42,7 +42,7 @@ class _TransformerLayer(torch.nn.Module):
         sublayers: int,
     ) -> None:
         if isinstance(activation, str) and activation not in _ACTIVATIONS:
-            raise InputError(f"activation must be 'relu', 'gelu' or a function, not {activation!r}.")
+            raise InputError(f"activation must be 'relu', 'gelu' or a function; got {activation!r}.")
         self.linear1 = Linear(d_model, dim_feedforward, bias=bias, **factory)
         self.dropout = Dropout(dropout)
         self.linear2 = Linear(dim_feedforward, d_model, bias=bias, **factory)
@@ -330,7 +330,10 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
 
 
 class TransformerEncoder(torch.nn.TransformerEncoder):
-    """A stack of encoder layers.
+    r"""A stack of encoder layers, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+
+    .. math::
+        x^{(l)} = \mathrm{layer}_l(x^{(l-1)}), \qquad l = 1, \ldots, L
 
     This is a drop-in replacement for `torch.nn.TransformerEncoder`, and a subclass of it, that has `graph=` and a cache
     in addition.
@@ -342,6 +345,13 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         enable_nested_tensor: Has no effect, since nothing is ever computed for padding; it exists for compatibility.
             (default: `True`)
         mask_check: Has no effect; it exists for compatibility. (default: `True`)
+
+    Shapes:
+        - **input:** as in `TransformerEncoderLayer`: `[T, B, E]`, or with `batch_first` `[B, T, E]`, or `[T, E]`
+          without a batch; **output:** the same.
+
+    Raises:
+        ValueError: In `forward`, if shapes, masks and graph do not fit each other.
 
     Example:
         >>> import torch, gattn
@@ -398,15 +408,25 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
 
 class TransformerDecoder(torch.nn.TransformerDecoder):
-    """A stack of decoder layers.
+    r"""A stack of decoder layers, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
-    This is a drop-in replacement for `torch.nn.TransformerDecoder`, and a subclass of it, that has `graph=`,
-    `memory_graph=` and a cache in addition.
+    .. math::
+        x^{(l)} = \mathrm{layer}_l(x^{(l-1)}, m), \qquad l = 1, \ldots, L
+
+    where :math:`m` is the memory, the output of an encoder. This is a drop-in replacement for
+    `torch.nn.TransformerDecoder`, and a subclass of it, that has `graph=`, `memory_graph=` and a cache in addition.
 
     Args:
         decoder_layer: The layer to copy.
         num_layers: The number of layers.
         norm: A norm that is applied to the output. (default: `None`)
+
+    Shapes:
+        - **input:** targets `[T, B, E]` and memory `[S, B, E]`, or with `batch_first` `[B, T, E]` and `[B, S, E]`, or
+          `[T, E]` and `[S, E]` without a batch; **output:** in the shape of the targets.
+
+    Raises:
+        ValueError: In `forward`, if shapes, masks and graphs do not fit each other.
 
     Example:
         >>> import torch, gattn
@@ -432,7 +452,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
     ) -> Tensor:
         """Runs all layers.
 
-        The arguments are those of `TransformerDecoderLayer.forward`, except that `tgt_is_causal=None` stands for
+        The arguments are those of `TransformerDecoderLayer.forward`, except that `tgt_is_causal=None` means
         comparing `tgt_mask` with the causal mask.
 
         Raises:
@@ -455,7 +475,10 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
 
 
 class Transformer(torch.nn.Transformer):
-    """An encoder and a decoder, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+    r"""An encoder and a decoder, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+
+    .. math::
+        y = \mathrm{decoder}(\mathrm{tgt}, \mathrm{encoder}(\mathrm{src}))
 
     This is a drop-in replacement for `torch.nn.Transformer`, and a subclass of it, that has `src_graph=`, `tgt_graph=`
     and `memory_graph=` in addition. A whole model, with embeddings, positions and decoding, is
@@ -479,6 +502,14 @@ class Transformer(torch.nn.Transformer):
         device: The device of the parameters. (default: `None`)
         dtype: The type of the parameters. (default: `None`)
         **kwargs: The additional options of `MultiheadAttention`: `num_kv_heads`, `qk_norm` and `position`.
+
+    Shapes:
+        - **input:** src `[S, B, E]` and tgt `[T, B, E]`, or with `batch_first` `[B, S, E]` and `[B, T, E]`, or `[S, E]`
+          and `[T, E]` without a batch; **output:** in the shape of tgt.
+
+    Raises:
+        ValueError: If `d_model` is not a multiple of `nhead`, an option is out of range, or (in `forward`) shapes,
+            masks and graphs do not fit each other.
 
     Example:
         >>> import torch, gattn
@@ -594,5 +625,5 @@ class Transformer(torch.nn.Transformer):
 
 
 def _given(**arguments: Any) -> dict[str, Any]:
-    """Returns the arguments that are not `None`, since PyTorch's own layers do not accept these arguments."""
+    """Returns the arguments that are not `None`, since PyTorch's own layers do not accept graphs and caches."""
     return {name: argument for name, argument in arguments.items() if argument is not None}

@@ -117,11 +117,11 @@ def test_compiled_and_recorded():
 
 def test_wrong_inputs():
     conv, x = DenseGATConv(F, C), torch.randn(B, N, F)
-    with pytest.raises(ValueError, match=r"adj has shape \[3, 7, 7\]"):
+    with pytest.raises(ValueError, match=r"adj must have shape \[3, 7, 7\]"):
         conv(x, torch.ones(B, N, N + 1))
-    with pytest.raises(ValueError, match="features have shape"):
+    with pytest.raises(ValueError, match="features must have shape"):
         conv(x[0, 0], torch.ones(N, N))
-    with pytest.raises(ValueError, match="x has shape"):
+    with pytest.raises(ValueError, match="x must have shape"):
         conv(x[None], torch.ones(N, N))
     with pytest.raises(TypeError, match="x and adj must be tensors; got Tensor and NoneType"):
         conv(x, None)
@@ -129,7 +129,7 @@ def test_wrong_inputs():
         conv(x.long(), torch.ones(N, N))
     with pytest.raises(ValueError, match="was made for in_channels=6"):
         conv(x[..., 1:], torch.ones(N, N))
-    with pytest.raises(ValueError, match=r"mask has shape \[3, 7\]"):
+    with pytest.raises(ValueError, match=r"mask must have shape \[3, 7\]"):
         conv(x, torch.ones(N, N), torch.ones(B, N + 1))
     with pytest.raises(ValueError, match="at least 1"):
         DenseGATConv(F, C, heads=0)

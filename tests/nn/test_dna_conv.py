@@ -227,7 +227,7 @@ def test_wrong_inputs(x, edge_index):
     with pytest.raises(IndexError):
         conv(x, edge_index + N)
     for options in ({"heads": 3}, {"groups": 5}, {"channels": 24, "heads": 2, "groups": 3}):
-        with pytest.raises(ValueError, match="heads and groups divide channels"):
+        with pytest.raises(ValueError, match="heads and groups must divide channels"):
             DNAConv(**{"channels": F, **options})
     with pytest.raises(ValueError, match="heads must be at least 1; got 0"):
         DNAConv(F, heads=0)

@@ -212,21 +212,21 @@ def test_wrong_inputs(x, x_0, edge_index):
         conv((x, x), x_0, edge_index)
     with pytest.raises(TypeError, match="x_0 must be a tensor, the initial features of all nodes; got NoneType"):
         conv(x, None, edge_index)
-    with pytest.raises(ValueError, match=r"x_0 has the shape of x, \[9, 6\]; got \[1, 6\]"):
+    with pytest.raises(ValueError, match=r"x_0 must have the shape of x, \[9, 6\]; got \[1, 6\]"):
         conv(x, x_0[:1], edge_index)
     with pytest.raises(ValueError, match="made for in_channels=6"):
         conv(x[:, :5], x_0[:, :5], edge_index)
-    with pytest.raises(ValueError, match="to give edge_weight, make the layer with normalize=False"):
+    with pytest.raises(ValueError, match="to pass edge_weight, make the layer with normalize=False"):
         conv(x, x_0, edge_index, weight)
     with pytest.raises(ValueError, match="with normalize=False, FAConv needs edge_weight"):
         weighted(x, x_0, edge_index)
     with pytest.raises(TypeError, match="edge_weight must be a tensor; got float"):
         weighted(x, x_0, edge_index, 1.0)
-    with pytest.raises(ValueError, match=r"edge_weight has one entry per edge, \[\d+\], .* got \[3\]"):
+    with pytest.raises(ValueError, match=r"edge_weight must have one entry per edge, \[\d+\], .* got \[3\]"):
         weighted(x, x_0, edge_index, weight[:3])
     with pytest.raises(ValueError, match="needs a list of edges"):
         weighted(x, x_0, gattn.CompleteGraph(N), weight)
-    with pytest.raises(ValueError, match="are summed; got aggr='mean'"):
+    with pytest.raises(ValueError, match="can only sum its messages; got aggr='mean'"):
         FAConv(F, aggr="mean")(x, x_0, gattn.CompleteGraph(N))
     for layer, weights in ((conv, None), (weighted, weight)):
         with pytest.raises(IndexError, match="edge_index holds"):

@@ -187,7 +187,7 @@ def test_wrong_inputs(x, edge_index, edge_attr):
         conv(x, edge_index)
     with pytest.raises(TypeError, match="edge_attr must be a tensor; got list"):
         conv(x, edge_index, edge_attr.tolist())
-    with pytest.raises(ValueError, match=r"edge_attr has shape \[E, 3\] here; got \[\d+, 2\]"):
+    with pytest.raises(ValueError, match=r"edge_attr must have shape \[E, 3\]; got \[\d+, 2\]"):
         conv(x, edge_index, edge_attr[:, :2])
     with pytest.raises(ValueError, match="edge_attr must be of a floating-point type; got torch.int64"):
         conv(x, edge_index, edge_attr.long())

@@ -242,7 +242,7 @@ def test_wrong_inputs():
     for given, message in (
         ((x, edges), r"needs edge_attr, \[E, 5\]"),
         ((x, edges, edge_attr[:, 1:]), "edge_attr has 4 channels, but this layer was made for edge features of 5"),
-        ((x, edges, edge_attr[1:]), r"edge_attr has \d+ rows for \d+ edges"),
+        ((x, edges, edge_attr[1:]), r"edge_attr needs one row per edge; got \d+ rows for \d+"),
         ((x[:, 1:], edges, edge_attr), "x has 4 channels, but this layer was made for in_channels=5"),
         (((x, None), edges, edge_attr), r"x\[1\] may not be None"),
         ((x, gattn.CompleteGraph(M, source_lengths=torch.tensor([3])), torch.randn(M * M, F)), "needs a list of edges"),

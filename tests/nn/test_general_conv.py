@@ -224,11 +224,11 @@ def test_wrong_inputs(x, edge_index):
         conv((x, None), edge_index)
     with pytest.raises(ValueError, match="in_channels=6"):
         conv(x[:, :5], edge_index)
-    with pytest.raises(ValueError, match="size says 8 targets"):
+    with pytest.raises(ValueError, match="size gives 8 targets"):
         conv(x, edge_index, size=(N, 8))
     with pytest.raises(IndexError):
         conv(x, edge_index + N)
-    with pytest.raises(ValueError, match="'additive' or 'dot_product', not 'cosine'"):
+    with pytest.raises(ValueError, match="must be 'additive' or 'dot_product'; got 'cosine'"):
         GeneralConv(IN, OUT, attention=True, attention_type="cosine")
     with pytest.raises(ValueError, match="heads must be at least 1; got 0"):
         GeneralConv(IN, OUT, heads=0)

@@ -201,7 +201,7 @@ def test_wrong_inputs():
         HANConv(CHANNELS, OUT, METADATA, dropout=1.5)
     with pytest.raises(ValueError, match="made for nodes of the types .*'author', 'paper', 'venue'.*got .*'editor'"):
         conv({**x, "editor": x["paper"]}, graphs)
-    with pytest.raises(ValueError, match=r"x_dict\['paper'\] has shape \[N, 6\]; got \[9, 5\]"):
+    with pytest.raises(ValueError, match=r"x_dict\['paper'\] must have shape \[N, 6\]; got \[9, 5\]"):
         conv({**x, "paper": x["paper"][:, :5]}, graphs)
     with pytest.raises(ValueError, match="made for edges of the types .* got some of type .*'buys'"):
         conv(x, {("author", "buys", "paper"): graphs[EDGE_TYPES[0]]})

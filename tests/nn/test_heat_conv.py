@@ -230,7 +230,7 @@ def test_an_explainer_masks_whole_messages(inputs):
 def test_wrong_inputs(inputs):
     conv = HEATConv(F_IN, C, *SIZES, heads=2)
     x, edge_index, node_type, edge_type, edge_attr = inputs
-    with pytest.raises(TypeError, match=r"x holds the features of all nodes, a tensor \[N, F\]; got tuple"):
+    with pytest.raises(TypeError, match=r"x must be a tensor \[N, F\].*; got tuple"):
         conv((x, x), *inputs[1:])
     with pytest.raises(ValueError, match="x has 5 channels, but this layer was made for in_channels=6"):
         conv(x[:, :5], *inputs[1:])
@@ -238,15 +238,13 @@ def test_wrong_inputs(inputs):
         conv(*inputs[:4])
     with pytest.raises(ValueError, match="edge_attr has 2 channels"):
         conv(*inputs[:4], edge_attr[:, :2])
-    with pytest.raises(
-        ValueError, match=r"node_type holds 9 numbers of types, integers.*got torch.int64 of shape \[8\]"
-    ):
+    with pytest.raises(ValueError, match=r"node_type must hold 9 types, as integers.*got torch.int64 of shape \[8\]"):
         conv(x, edge_index, node_type[1:], edge_type, edge_attr)
-    with pytest.raises(ValueError, match="edge_type holds .* got torch.float32"):
+    with pytest.raises(ValueError, match="edge_type must hold .* got torch.float32"):
         conv(x, edge_index, node_type, edge_type.float(), edge_attr)
     with pytest.raises(TypeError, match="node_type must be a tensor; got list"):
         conv(x, edge_index, node_type.tolist(), edge_type, edge_attr)
-    with pytest.raises(IndexError, match="node_type holds 3, but there are 3 types, from 0 on"):
+    with pytest.raises(IndexError, match="node_type holds 3, but the 3 types are counted from 0"):
         conv(x, edge_index, node_type + 1, edge_type, edge_attr)
     with pytest.raises(IndexError, match="edge_type holds -1"):
         conv(x, edge_index, node_type, edge_type - 1 - edge_type.min(), edge_attr)

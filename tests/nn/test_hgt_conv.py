@@ -227,21 +227,21 @@ def test_wrong_inputs():
     x, graphs = dict(zip(SIZES, features(), strict=True)), edges()
     with pytest.raises(ValueError, match="divided among the heads.*got out_channels=8 and heads=3"):
         HGTConv(CHANNELS, OUT, METADATA, heads=3)
-    with pytest.raises(TypeError, match="metadata is a pair"):
+    with pytest.raises(TypeError, match="metadata must be a pair"):
         HGTConv(CHANNELS, OUT, EDGE_TYPES)
     with pytest.raises(
         ValueError, match=r"made for nodes of the types \['author', 'paper', 'venue'\]; x_dict has none"
     ):
         conv({"editor": x["paper"]}, {})
-    with pytest.raises(TypeError, match="x_dict is a dictionary of features by node type; got Tensor"):
+    with pytest.raises(TypeError, match="x_dict must be a dictionary of features by node type; got Tensor"):
         conv(x["paper"], graphs)
-    with pytest.raises(TypeError, match="edge_index_dict is a dictionary of graphs by edge type; got Tensor"):
+    with pytest.raises(TypeError, match="edge_index_dict must be a dictionary of graphs by edge type; got Tensor"):
         conv(x, graphs[EDGE_TYPES[0]])
     with pytest.raises(TypeError, match=r"x_dict\['paper'\] must be a tensor; got NoneType"):
         conv({**x, "paper": None}, graphs)
     with pytest.raises(ValueError, match=r"x_dict\['paper'\] must be of a floating-point type"):
         conv({**x, "paper": x["paper"].long()}, graphs)
-    with pytest.raises(ValueError, match=r"x_dict\['paper'\] has shape \[N, 6\]; got \[9, 5\]"):
+    with pytest.raises(ValueError, match=r"x_dict\['paper'\] must have shape \[N, 6\]; got \[9, 5\]"):
         conv({**x, "paper": x["paper"][:, :5]}, graphs)
     with pytest.raises(ValueError, match="made for edges of the types .* got some of type .*'buys'"):
         conv(x, {("author", "buys", "paper"): graphs[EDGE_TYPES[0]]})

@@ -186,7 +186,7 @@ def test_number_of_hyperedges(x, attr, index):
     few = index[:, index[1] < 3]
     torch.testing.assert_close(conv(x, few, weight), conv(x, few, weight[:3]))
     with torch_geometric.experimental.experimental_mode("disable_dynamic_shapes"):
-        with pytest.raises(ValueError, match="num_edges has to be given"):
+        with pytest.raises(ValueError, match="num_edges must be given"):
             conv(x, index)
         assert conv(x, index, num_edges=M).shape == (N, OUT)
 
@@ -221,7 +221,7 @@ def test_wrong_inputs(x, attr, index):
         attending(x, index, None, attr, 4)
     with pytest.raises(TypeError, match="hyperedge_weight must be a tensor; got list"):
         conv(x, index, [1.0] * M)
-    with pytest.raises(ValueError, match=r"hyperedge_weight has shape \[M\]; got \[5, 1\]"):
+    with pytest.raises(ValueError, match=r"hyperedge_weight must have shape \[M\]; got \[5, 1\]"):
         conv(x, index, torch.ones(M, 1))
     with pytest.raises(TypeError, match="x must be a tensor; got tuple"):
         conv((x, x), index)
@@ -232,7 +232,7 @@ def test_wrong_inputs(x, attr, index):
     for wrong in (index + N, index - 1):
         with pytest.raises(IndexError):
             conv(x, wrong)
-    with pytest.raises(ValueError, match="'node' or 'edge', not 'both'"):
+    with pytest.raises(ValueError, match="must be 'node' or 'edge'; got 'both'"):
         HypergraphConv(IN, OUT, attention_mode="both")
     with pytest.raises(ValueError, match="heads must be at least 1; got 0"):
         HypergraphConv(IN, OUT, heads=0)

@@ -1024,18 +1024,18 @@ def test_bad_options(arguments, message):
     ("name", "mask", "message"),
     [
         ("attn_mask", torch.zeros(N + 1, N, dtype=torch.bool), r"\[6, 6\] or \[12, 6, 6\].*got \[7, 6\]"),
-        ("attn_mask", torch.zeros(N, dtype=torch.bool), "attn_mask has shape"),
-        ("attn_mask", torch.zeros(B, N, N, dtype=torch.bool), "attn_mask has shape"),
-        ("attn_mask", torch.zeros(1, N, dtype=torch.bool), "attn_mask has shape"),
-        ("attn_mask", torch.zeros(B, H, N, N), "attn_mask has shape"),
-        ("attn_mask", torch.zeros(N, N, dtype=torch.long), "attn_mask holds booleans"),
+        ("attn_mask", torch.zeros(N, dtype=torch.bool), "attn_mask must have shape"),
+        ("attn_mask", torch.zeros(B, N, N, dtype=torch.bool), "attn_mask must have shape"),
+        ("attn_mask", torch.zeros(1, N, dtype=torch.bool), "attn_mask must have shape"),
+        ("attn_mask", torch.zeros(B, H, N, N), "attn_mask must have shape"),
+        ("attn_mask", torch.zeros(N, N, dtype=torch.long), "attn_mask must hold booleans"),
         ("attn_mask", torch.zeros(N, N, dtype=torch.uint8), "uint8"),
-        ("key_padding_mask", torch.zeros(B, N + 1, dtype=torch.bool), r"key_padding_mask has shape \[3, 6\]"),
-        ("key_padding_mask", torch.zeros(N, dtype=torch.bool), "key_padding_mask has shape"),
+        ("key_padding_mask", torch.zeros(B, N + 1, dtype=torch.bool), r"key_padding_mask must have shape \[3, 6\]"),
+        ("key_padding_mask", torch.zeros(N, dtype=torch.bool), "key_padding_mask must have shape"),
         ("key_padding_mask", torch.zeros(B + 1, N, dtype=torch.bool), "key_padding_mask"),
         ("key_padding_mask", torch.zeros(1, N, dtype=torch.bool), "key_padding_mask"),
         ("key_padding_mask", torch.zeros(N, B, dtype=torch.bool), "key_padding_mask"),
-        ("key_padding_mask", torch.zeros(B, N, dtype=torch.long), "key_padding_mask holds booleans"),
+        ("key_padding_mask", torch.zeros(B, N, dtype=torch.long), "key_padding_mask must hold booleans"),
     ],
 )
 def test_bad_masks(name, mask, message, attention):
@@ -1081,7 +1081,7 @@ def test_bad_graphs(attention):
         attention(x, x, x, graph=CompleteGraph(N, source_lengths=torch.tensor([3, 4])))
     with pytest.raises(IndexError):
         attention(x, x, x, graph=torch.tensor([[0], [N]]))
-    with pytest.raises(TypeError, match="a graph is"):
+    with pytest.raises(TypeError, match="a graph must be"):
         attention(x, x, x, graph="complete")
     with pytest.raises(ValueError, match="transposed"):
         attention(x, x, x, graph=torch.tensor([[0, 1], [1, 2], [2, 3]]))

@@ -196,9 +196,11 @@ def test_wrong_inputs(x, pos, edge_index):
         conv(x, (pos, pos, pos), edge_index)
     with pytest.raises(ValueError, match="positions of the targets must be of a floating-point type; got torch.int64"):
         conv(x, (pos, pos.long()), edge_index)
-    with pytest.raises(ValueError, match=r"positions of the sources have one row per point, \[9, D\]; got \[4, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"positions of the sources must have one row per point, \[9, D\]; got \[4, 3\]"
+    ):
         conv(x, pos[:4], edge_index)
-    with pytest.raises(ValueError, match="points have 3 coordinates; got 2"):
+    with pytest.raises(ValueError, match="points must have 3 coordinates; got 2"):
         conv(x, pos[:, :2], edge_index)
     with pytest.raises(ValueError, match=r"pos_nn must give \[E, 8\], here \[\d+, 8\]; got \[\d+, 7\]"):
         PointTransformerConv(F, C, Linear(3, 7))(x, pos, edge_index)

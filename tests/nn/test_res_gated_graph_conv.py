@@ -197,7 +197,7 @@ def test_wrong_inputs(x, edge_index, edge_attr):
     for given, message in (
         ((x, edge_index), r"needs edge_attr, \[E, 3\]"),
         ((x, edge_index, edge_attr[:, 1:]), "edge_attr has 2 channels, but this layer was made for edge features of 3"),
-        ((x, edge_index, edge_attr[1:]), f"edge_attr has {num_edges - 1} rows for {num_edges} edges"),
+        ((x, edge_index, edge_attr[1:]), f"got {num_edges - 1} rows for {num_edges} edges"),
         ((x, edge_index, edge_attr.long()), "edge_attr must be of a floating-point type; got torch.int64"),
         ((x, edge_index, edge_attr.expand(2, -1, -1)), "possibly with the batch dimensions"),
         (((x, None), edge_index, edge_attr), r"x\[1\] may not be None"),
@@ -205,13 +205,13 @@ def test_wrong_inputs(x, edge_index, edge_attr):
     ):
         with pytest.raises(ValueError, match=message):
             conv(*given)
-    with pytest.raises(ValueError, match="made without edge features: give ResGatedGraphConv an edge_dim"):
+    with pytest.raises(ValueError, match="made without edge features: make ResGatedGraphConv with edge_dim"):
         plain(x, edge_index, edge_attr)
     with pytest.raises(TypeError, match="edge_attr must be a tensor; got list"):
         conv(x, edge_index, [1.0])
     with pytest.raises(IndexError):
         plain(x, edge_index + M)
-    with pytest.raises(TypeError, match=r"act is a callable such as torch.nn.Sigmoid\(\); got None"):
+    with pytest.raises(TypeError, match=r"act must be a callable such as torch.nn.Sigmoid\(\); got None"):
         ResGatedGraphConv(F, C, None)
     with pytest.raises(TypeError, match="ResGatedGraphConv has no argument heads"):
         ResGatedGraphConv(F, C, heads=2)

@@ -265,12 +265,12 @@ def test_around_it(x, edge_index, edge_type):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mod": "adaptive"}, "mod is one of None, 'additive', .*; got 'adaptive'"),
-        ({"attention_mechanism": "within"}, "attention_mechanism is one of 'within-relation'"),
-        ({"attention_mode": "additive"}, "attention_mode is one of"),
-        ({"dim": 2}, "dim=2 needs attention_mode='multiplicative-self-attention'"),
+        ({"mod": "adaptive"}, "mod must be one of None, 'additive', .*; got 'adaptive'"),
+        ({"attention_mechanism": "within"}, "attention_mechanism must be one of 'within-relation'"),
+        ({"attention_mode": "additive"}, "attention_mode must be one of"),
+        ({"dim": 2}, "dim=2 requires attention_mode='multiplicative-self-attention'"),
         ({"dropout": 0.5, "mod": "scaled"}, "use mod=None or dropout=0"),
-        ({"num_bases": 2, "num_blocks": 2}, "give one of the two"),
+        ({"num_bases": 2, "num_blocks": 2}, "give num_bases or num_blocks, not both"),
         ({"num_blocks": 4}, "num_blocks=4 must divide in_channels=6 and heads"),
         ({"num_bases": 0}, "num_bases must be at least 1; got 0"),
     ],

@@ -272,7 +272,7 @@ def test_around_it(attention_type, x, edge_index):
 
 def test_wrong_inputs(x, edge_index):
     conv = SuperGATConv(F, C)
-    with pytest.raises(ValueError, match="there was none"):
+    with pytest.raises(ValueError, match="there has been none"):
         conv.get_attention_loss()
     with pytest.raises(TypeError, match="x must be a tensor, the features of all nodes; got tuple"):
         conv((x, x), edge_index)
@@ -287,7 +287,7 @@ def test_wrong_inputs(x, edge_index):
     with pytest.raises(ValueError, match="one graph for the whole batch"):
         conv(x.unsqueeze(0), gattn.CompleteGraph(N, source_lengths=torch.tensor([3])))
     for options, message in (
-        ({"attention_type": "XX"}, "attention_type is 'MX' or 'SD'; got 'XX'"),
+        ({"attention_type": "XX"}, "attention_type must be 'MX' or 'SD'; got 'XX'"),
         ({"neg_sample_ratio": 0.0}, "neg_sample_ratio must be positive; got 0.0"),
         ({"edge_sample_ratio": 1.5}, "edge_sample_ratio must be above 0 and at most 1; got 1.5"),
         ({"heads": 0}, "heads must be at least 1"),

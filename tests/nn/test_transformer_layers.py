@@ -544,7 +544,7 @@ def test_layers_of_a_stack_are_different():
 @pytest.mark.parametrize("kind", LAYERS)
 def test_bad_options(kind):
     layer = getattr(gattn.nn, kind)
-    with pytest.raises(ValueError, match="not 'tanh'"):
+    with pytest.raises(ValueError, match="got 'tanh'"):
         layer(E, H, activation="tanh")
     with pytest.raises(ValueError, match="8 is not one of 3"):
         layer(E, 3)
@@ -562,9 +562,9 @@ def test_bad_inputs():
         model(torch.randn(3, S, E), torch.randn(3, T, E + 1))
     with pytest.raises(ValueError, match="9 and 8 channels"):
         model(torch.randn(3, S, E + 1), torch.randn(3, T, E))
-    with pytest.raises(ValueError, match="attn_mask has shape"):
+    with pytest.raises(ValueError, match="attn_mask must have shape"):
         model(torch.randn(3, S, E), torch.randn(3, T, E), tgt_mask=later(S))
-    with pytest.raises(ValueError, match="key_padding_mask has shape"):
+    with pytest.raises(ValueError, match="key_padding_mask must have shape"):
         model(torch.randn(3, S, E), torch.randn(3, T, E), memory_key_padding_mask=torch.zeros(3, T, dtype=torch.bool))
     with pytest.raises(ValueError, match="7 targets"):
         model(torch.randn(3, S, E), torch.randn(3, T, E), tgt_graph=CompleteGraph(S))
