@@ -12,18 +12,18 @@ Graphs and sequences that are too large for one process are split by their nodes
 >>> edge_index, x = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.randn(3, 8)
 >>> graph = shard(gattn.SparseGraph(edge_index, 3, 3), mesh)
 >>> conv = gattn.nn.GATConv(8, 4, heads=2)  # parameters are the same on all processes
->>> out = conv(graph.scatter(x), graph)  # of this process's nodes
->>> graph.gather(out).shape  # of all nodes
+>>> out = conv(graph.scatter(x), graph)  # the rows of this process's nodes
+>>> graph.gather(out).shape  # those of all nodes
 torch.Size([3, 8])
 >>> dist.destroy_process_group()
 
-Any layer that computes its edges by :func:`gattn.attend` takes such a graph, and outputs and gradients are those of one
-process, up to rounding. What is random, such as dropout, is drawn by each process for its own edges: seed processes
-differently.
+Any layer that computes its edges by :func:`gattn.attend` takes such a graph. Outputs and gradients are those of a
+single process, up to rounding. Random numbers, such as those of dropout, are drawn by each process for its own edges,
+so seed the processes differently.
 
 Parameters belong to all processes, and their gradients are the sum of those of each process. `DistributedDataParallel`
 takes the mean instead, so the loss to use with it is `losses.sum() * num_processes / num_losses_of_all`. All processes
-must make the same calls in the same order, those that own no nodes included.
+must make the same calls in the same order, including those that own no nodes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gattn.graphs import CompleteGraph, Graph, GraphLike, SparseGraph, as_graph
 
 __all__ = ["ShardedCompleteGraph", "ShardedGraph", "ShardedSparseGraph", "shard"]
 
-#: Which rows a tensor has: one per target, per source, or per edge.
+#: What the rows of a tensor belong to: targets, sources or edges.
 Rows: TypeAlias = Literal["targets", "sources", "edges"]
 
 
@@ -54,51 +54,63 @@ def shard(
 def shard(
     graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tensor] | str | None = None
 ) -> ShardedGraph: ...
-@torch.inference_mode(False)  # the graph may be trained on later
+@torch.inference_mode(False)  # so that the graph can be used in training later
 def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tensor] | str | None = None) -> ShardedGraph:
-    """The part of a graph that belongs to this process; all processes of the mesh call it.
+    """The part of a graph that belongs to this process; all processes of the mesh must call it.
 
     A process owns its targets with all their edges, and the features of its sources. In attention, an edge list's
-    sources of other processes (its *halo*) are fetched in one all-to-all of the rows that are needed; a complete
-    graph's are gathered, and of a causal or windowed one only those that are seen. Gradients go back the same way.
+    sources of other processes (its *halo*) are fetched in one all-to-all of the rows that are needed. The sources of a
+    complete graph are gathered; if it is causal or windowed, only those that are seen. Gradients go back the same way.
 
     Args:
-        graph: The graph, its sizes known, on the mesh's device. Of a list of edges a process needs those of its own
-            targets only, and ignores the others.
+        graph: The graph, with known sizes, on the mesh's device. For a list of edges, a process needs only those of its
+            own targets, and ignores the others.
         mesh: The processes, one-dimensional, such as `init_device_mesh("cpu", (4,))` or `mesh["nodes"]`.
-        partition: Which process owns which node: its place in the mesh for each node, `[N]`; for different targets and
-            sources a pair of such tensors, `[N]` and `[M]`; `"metis"` to find parts of about the same size with few
-            edges between them, among the edges that the first process gives (needs `pymetis`). Sequences are always
-            split into contiguous blocks.
-            (default: `None`, contiguous blocks)
+        partition: Which process owns which node: the owner's position in the mesh for each node, `[N]`, or, if targets
+            and sources differ, a pair of such tensors, `[N]` and `[M]`. `"metis"` finds parts of about the same size
+            with few edges between them, among the edges that the first process passes (needs `pymetis`). Sequences are
+            always split into contiguous blocks. (default: `None`, contiguous blocks)
 
     Returns:
         A graph whose features are this process's rows.
 
     Raises:
+        TypeError: If `mesh` is not a `DeviceMesh`.
         ValueError: If the mesh has several dimensions, sizes are unknown or differ between processes, or the
-            partition does not fit or differs.
-        ImportError: If `partition="metis"` and there is no `pymetis`.
+            partition does not fit or differs between processes.
+        ImportError: If `partition="metis"` and `pymetis` is not installed.
+
+    Example:
+        >>> import torch, gattn
+        >>> import torch.distributed as dist
+        >>> from gattn.distributed import shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> shard(gattn.CompleteGraph(4), mesh)
+        ShardedCompleteGraph(process 0 of 1: 4 of 4 targets, 4 of 4 sources, 0 more fetched)
+        >>> dist.destroy_process_group()
     """
     if not isinstance(mesh, DeviceMesh):
-        raise InputTypeError(f"mesh is a torch.distributed DeviceMesh; got {type(mesh).__name__}.")
+        raise InputTypeError(f"mesh must be a torch.distributed DeviceMesh; got {type(mesh).__name__}.")
     if mesh.ndim != 1:
         names = "" if mesh.mesh_dim_names is None else f", such as mesh[{mesh.mesh_dim_names[0]!r}]"
         raise InputError(
-            f"a graph is sharded along one dimension, but the mesh has {mesh.ndim}: pass one of them{names}."
+            f"a graph is sharded along one dimension, but the mesh has {mesh.ndim}: pass a submesh of one{names}."
         )
     whole = as_graph(graph, sharded=True)
     if whole.is_sharded:
         raise InputError("this graph is sharded already.")
     if whole.num_targets is None or whole.num_sources is None:
         raise InputError(
-            "which nodes a process owns follows from their number: give the graph num_targets and num_sources."
+            "the number of nodes decides which of them a process owns: make the graph with num_targets and num_sources."
         )
     group, sizes = mesh.get_group(), (whole.num_targets, whole.num_sources)
     device = torch.device(mesh.device_type)
     everybodys = _all_gather(torch.tensor(sizes, device=device), group)
     if (everybodys != everybodys[0]).any():
-        raise InputError(f"processes have graphs of different sizes, (targets, sources): {everybodys.tolist()}.")
+        raise InputError(
+            f"all processes must have graphs of the same size; got (targets, sources): {everybodys.tolist()}."
+        )
     if isinstance(whole, CompleteGraph):
         if partition is not None:
             raise InputError("a sequence is split into contiguous blocks: leave partition alone.")
@@ -107,7 +119,8 @@ def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tenso
     if isinstance(partition, str):
         if partition != "metis" or sizes[0] != sizes[1]:
             raise InputError(
-                f"partition is a tensor, a pair of them, or 'metis' for a graph whose targets are its sources; got "
+                "partition must be a tensor, a pair of them, or 'metis' for a graph whose targets are its sources; "
+                "got "
                 f"{partition!r} for {sizes[0]} targets and {sizes[1]} sources."
             )
         partition = _metis(whole, group, device)
@@ -115,12 +128,12 @@ def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tenso
         return ShardedSparseGraph(whole, *_blocks(sizes, group))
     parts = (partition, partition) if isinstance(partition, Tensor) else tuple(partition)
     if len(parts) != 2:
-        raise InputError(f"a partition is one tensor, or one for targets and one for sources; got {len(parts)}.")
+        raise InputError(f"a partition must be one tensor, or one for targets and one for sources; got {len(parts)}.")
     targets = _Parts("targets", parts[0], sizes[0], group)
     sources = targets if parts[1] is parts[0] and sizes[0] == sizes[1] else _Parts("sources", parts[1], sizes[1], group)
     digests = _all_gather(torch.stack([targets.digest(), sources.digest()]).to(device), group)
     if (digests != digests[0]).any():
-        raise InputError("processes have different partitions: make one with the same seed, or broadcast it.")
+        raise InputError("all processes must have the same partition: use the same seed, or broadcast it.")
     return ShardedSparseGraph(whole, targets, sources)
 
 
@@ -141,31 +154,31 @@ class _Blocks:
         return torch.arange(self.first, self.last, device=device)
 
     def locate(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """The owner of each node, and the node's place among the owner's."""
+        """The owner of each node, and the node's position among the owner's nodes."""
         starts = self._starts.to(nodes.device)
         owner = torch.searchsorted(starts, nodes, right=True) - 1
         return owner, nodes - starts[owner]
 
 
 def _blocks(sizes: tuple[int, int], group: dist.ProcessGroup) -> tuple[_Blocks, _Blocks]:
-    """Of targets and of sources, which are the same where there are as many."""
+    """The blocks of targets and of sources, which are the same if there are as many of each."""
     targets = _Blocks(sizes[0], group)
     return targets, targets if sizes[0] == sizes[1] else _Blocks(sizes[1], group)
 
 
 class _Parts:
-    """Nodes as a tensor of their owners says."""
+    """Nodes split as a tensor of their owners says."""
 
     def __init__(self, name: str, owner: Tensor, size: int, group: dist.ProcessGroup):
         if owner.shape != (size,) or owner.is_floating_point() or owner.is_complex() or owner.dtype == torch.bool:
             raise InputError(
-                f"a partition has the place in the mesh of each node's owner, integers [{size}] for the {name}; got "
-                f"{owner.dtype} of shape {list(owner.shape)}."
+                f"a partition must hold the position in the mesh of each node's owner, integers [{size}] for the "
+                f"{name}; got {owner.dtype} of shape {list(owner.shape)}."
             )
         if size and not (int(owner.min()) >= 0 and int(owner.max()) < group.size()):
             raise InputError(
-                f"a partition holds numbers from 0 to {group.size() - 1}, as there are {group.size()} processes; got "
-                f"some from {int(owner.min())} to {int(owner.max())}."
+                f"a partition of {group.size()} processes must hold numbers from 0 to {group.size() - 1}; got numbers "
+                f"from {int(owner.min())} to {int(owner.max())}."
             )
         self.size, self.group = size, group
         self._owner = owner.long()
@@ -181,11 +194,11 @@ class _Parts:
         return self._own.to(device)
 
     def locate(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """The owner of each node, and the node's place among the owner's."""
+        """The owner of each node, and the node's position among the owner's nodes."""
         return self._owner[nodes], self._place[nodes]
 
     def digest(self) -> Tensor:
-        """A number that other partitions hardly have."""
+        """A number that is unlikely to be that of another partition."""
         factors = torch.randint(1 << 62, (self.size,), generator=torch.Generator().manual_seed(0))
         return (self._owner * factors.to(self._owner.device)).sum()
 
@@ -201,16 +214,16 @@ def _metis(graph: SparseGraph, group: dist.ProcessGroup, device: torch.device) -
         pairs = graph.edge_index.cpu().numpy()
         is_edge = (pairs[0] != pairs[1]).astype("int32")
         adjacency = coo_array((is_edge, (pairs[0], pairs[1])), shape=(len(part), len(part))).tocsr()
-        adjacency = (adjacency + adjacency.T).tocsr()  # METIS takes undirected graphs
+        adjacency = (adjacency + adjacency.T).tocsr()  # METIS needs undirected graphs
         adjacency.eliminate_zeros()
         try:
             found = pymetis.part_graph(group.size(), xadj=adjacency.indptr, adjncy=adjacency.indices)[1]
             part.copy_(torch.as_tensor(found))
-        except Exception as error:  # the others must not wait for ever
+        except Exception as error:  # the other processes must not wait for ever
             problem = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(problem, group_src=0, group=group)
     if problem[0]:
-        raise InputError(f"METIS finds no partition ({problem[0]}): leave partition alone, or give a tensor.")
+        raise InputError(f"METIS found no partition ({problem[0]}): leave partition alone, or give a tensor.")
     dist.broadcast(part, group_src=0, group=group)
     return part
 
@@ -219,7 +232,7 @@ def _metis(graph: SparseGraph, group: dist.ProcessGroup, device: torch.device) -
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A tensor of each process, `[processes, ...]`."""
+    """The tensors of all processes, `[processes, ...]`."""
     gathered = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(gathered, x, group=group)
     return torch.stack(gathered)
@@ -233,8 +246,8 @@ class _AllToAll(torch.autograd.Function):
         ctx.way_back = received, sent, group
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        # Activation checkpointing recomputes as far as what was saved: this makes all processes repeat the exchange,
-        # those that save nothing else included.
+        # Activation checkpointing recomputes only what was saved. Saving something here makes all processes repeat the
+        # exchange, including those that save nothing else.
         ctx.save_for_backward(out.new_empty(0))
         return out
 
@@ -259,7 +272,7 @@ class Traffic(NamedTuple):
 
 
 class _Fetch:
-    """Fetches the rows of some nodes that others own.
+    """Fetches the rows of nodes that other processes own.
 
     Args:
         nodes: The nodes, ordered by their owners.
@@ -277,7 +290,7 @@ class _Fetch:
         self.traffic = Traffic(len(self._rows), len(nodes))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The rows of these nodes, along dimension 0, of a tensor that holds this process's own."""
+        """The rows of these nodes, along dimension 0, given a tensor of this process's own rows."""
         return _all_to_all(x.index_select(0, self._rows), self._sent, self._received, self._group)
 
 
@@ -291,7 +304,7 @@ class _Sharded:
     _targets: _Blocks | _Parts
     _sources: _Blocks | _Parts
     _fetch: _Fetch
-    _num_all_edges: int = 0  # a complete graph lists none
+    _num_all_edges: int = 0  # a complete graph has no list of edges
     target_ids: Tensor
     """The number, in the whole graph, of each of this process's targets."""
     source_ids: Tensor
@@ -300,7 +313,7 @@ class _Sharded:
     def _own(self, rows: Rows) -> Tensor:
         """The number, in the whole graph, of each of this process's rows."""
         if rows not in ("targets", "sources", "edges"):
-            raise InputError(f"rows is 'targets', 'sources' or 'edges', not {rows!r}.")
+            raise InputError(f"rows must be 'targets', 'sources' or 'edges'; got {rows!r}.")
         ids: Tensor | None = getattr(
             self, {"targets": "target_ids", "sources": "source_ids"}.get(rows, "edge_ids"), None
         )
@@ -309,15 +322,15 @@ class _Sharded:
         return ids
 
     def scatter(self, x: Tensor, rows: Rows = "targets", dim: int = 0) -> Tensor:
-        """This process's rows of a tensor that each process has as a whole. It copies and communicates nothing else.
+        """This process's rows of a tensor that each process has as a whole; there is no communication.
 
         Args:
             x: One row per node, or per edge in the order of the whole graph's `edge_index`.
-            rows: What a row belongs to; targets are the sources in most graphs. (default: `"targets"`)
+            rows: What the rows belong to; targets are the sources in most graphs. (default: `"targets"`)
             dim: The dimension of rows. (default: `0`)
 
         Raises:
-            ValueError: If the tensor has another number of rows than the whole graph.
+            ValueError: If the tensor does not have as many rows as the whole graph.
         """
         ids = self._own(rows)
         whole = {"targets": self._targets.size, "sources": self._sources.size}.get(rows, self._num_all_edges)
@@ -328,13 +341,16 @@ class _Sharded:
     def gather(self, x: Tensor, rows: Rows = "targets", dim: int = 0) -> Tensor:
         """The rows of all processes, in the order of the whole graph, on each of them.
 
-        A loss that each process computes of these has as many times the gradient: gather results, and compute losses of
-        each process's own rows.
+        If each process computes a loss from these, gradients are multiplied by the number of processes: gather results,
+        but compute losses from each process's own rows.
 
         Args:
             x: This process's rows.
-            rows: What a row belongs to. (default: `"targets"`)
+            rows: What the rows belong to. (default: `"targets"`)
             dim: The dimension of rows. (default: `0`)
+
+        Raises:
+            ValueError: If the tensor does not have as many rows as this process.
         """
         group, ids = self._targets.group, self._own(rows)
         if x.size(dim) != len(ids):
@@ -343,31 +359,31 @@ class _Sharded:
         copies, sent = group.size(), [len(ids)] * group.size()
         numbers, order = _all_to_all(ids.repeat(copies), sent, counts, group).sort()
         if (numbers.diff() == 0).any():
-            raise InputError(f"the {rows} of processes that loaded their own ones have no common order.")
+            raise InputError(f"processes that loaded their own {rows} have no common order of them.")
         moved = x.movedim(dim, 0)
         received = _all_to_all(moved.repeat(copies, *[1] * (x.dim() - 1)), sent, counts, group)
         return received.index_select(0, order).movedim(0, dim)
 
     @property
     def seen_ids(self) -> Tensor:
-        """The number, in the whole graph, of each source that this process has in attention, the fetched ones included.
+        """The number, in the whole graph, of each source that this process uses in attention, fetched ones included.
 
-        So are the sources in its `edge_index` numbered, and the columns of a complete graph's weights.
+        This is the order of the sources in its `edge_index`, and of the columns of a complete graph's weights.
         """
         raise NotImplementedError
 
     @property
     def num_all_sources(self) -> int:
-        """M of the whole graph: see `Graph.num_all_sources`."""
+        """M of the whole graph; see `Graph.num_all_sources`."""
         return self._sources.size
 
     @property
     def traffic(self) -> Traffic:
-        """How many rows of sources this process sends to others and receives from them for each tensor."""
+        """How many rows of sources this process sends and receives for each tensor."""
         return self._fetch.traffic
 
     def positions(self, side: Literal["target", "source"], first: int, count: int, device: torch.device) -> Tensor:
-        """See `Graph.positions`: those in the whole graph, whose last target stands where its last source does."""
+        """See `Graph.positions`: positions in the whole graph, whose last target has that of the last source."""
         if side == "source":
             return self.source_ids.to(device)
         return self.target_ids.to(device) + (self._sources.size - self._targets.size)
@@ -383,11 +399,32 @@ class _Sharded:
 
 
 class ShardedSparseGraph(_Sharded, SparseGraph):
-    """One process's part of a list of edges; `shard` makes it.
+    """One process's part of a list of edges, as returned by `shard`.
 
-    Its `edge_index` numbers this process's targets from 0, and its sources likewise, followed by those of others that
-    the edges need. Weights and whatever comes per edge belong to the edges of this process's targets: `scatter(...,
-    "edges")` picks them.
+    Its `edge_index` numbers this process's targets from 0, and its sources likewise, followed by those of other
+    processes that the edges need. Weights and all other values per edge belong to the edges of this process's targets:
+    `scatter(..., "edges")` selects them.
+
+    Args:
+        whole: The graph of all processes, with edges `[2, E]`.
+        targets: Which process owns which target.
+        sources: Which process owns which source.
+
+    Raises:
+        ValueError: If the number of nodes in `whole` is not known.
+
+    Example:
+        >>> import torch, gattn
+        >>> import torch.distributed as dist
+        >>> from gattn.distributed import shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> whole = gattn.SparseGraph(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, 3)
+        >>> graph = shard(whole, dist.init_device_mesh("cpu", (1,)))
+        >>> graph
+        ShardedSparseGraph(process 0 of 1: 3 of 3 targets, 3 of 3 sources, 0 more fetched)
+        >>> graph.traffic
+        Traffic(sent=0, received=0)
+        >>> dist.destroy_process_group()
     """
 
     _attributes: ClassVar[tuple[str, ...]] = (
@@ -406,7 +443,7 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
         source, target = source[self.edge_ids], place[self.edge_ids]
         owner, place = sources.locate(source)
         is_far = owner != rank
-        # Ordered by owner first, as they arrive.
+        # Ordered by owner first, as they are received.
         halo, where = torch.unique(owner[is_far] * sources.size + source[is_far], return_inverse=True)
         self._halo = halo % max(sources.size, 1)
         self._fetch = _Fetch(self._halo, sources)
@@ -426,7 +463,7 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
         """
         if self._targets is not self._sources:
             raise InputError(
-                "self-loops are not added to a sharded graph whose targets and sources are different nodes: add them "
+                "self-loops cannot be added to a sharded graph whose targets and sources are different nodes: add them "
                 "before, gattn.SparseGraph(..., self_loops=True), and make the layer with add_self_loops=False."
             )
         return super().with_self_loops()
@@ -444,15 +481,15 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
 
     @property
     def seen_ids(self) -> Tensor:
-        """Own sources, and then those of others."""
+        """This process's sources, followed by those of others."""
         return torch.cat([self.source_ids, self._halo])
 
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
-        """Raises `ValueError`: no process has all pairs."""
-        raise InputError("masks and biases of all pairs of nodes are not sharded: give gattn.attend those of edges.")
+        """Raises `ValueError`, because no process has all pairs."""
+        raise InputError("masks and biases for all pairs of nodes cannot be sharded: pass gattn.attend those of edges.")
 
     def distances(self, device: torch.device) -> Tensor:
-        """See `Graph.distances`; nodes have their places in the whole graph."""
+        """See `Graph.distances`; positions are those in the whole graph."""
         source, target = self.sources_and_targets()
         return self.seen_ids[source] - self.target_ids[target] - (self._sources.size - self._targets.size)
 
@@ -461,10 +498,29 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
 
 
 class ShardedCompleteGraph(_Sharded, CompleteGraph):
-    """One process's part of a complete graph, a contiguous block of its targets and one of its sources; see `shard`.
+    """One process's part of a complete graph: a contiguous block of its targets and one of its sources; see `shard`.
 
-    A bias or a mask has rows for this process's targets, and columns for all sources; weights have columns for the
-    sources that these targets see, `seen_ids`.
+    A bias or mask has rows for this process's targets and columns for all sources. Weights have columns for the sources
+    that these targets see, `seen_ids`.
+
+    Args:
+        whole: The graph of all processes.
+        targets: Which process owns which target.
+        sources: Which process owns which source.
+        device: The device of the nodes' numbers.
+
+    Raises:
+        ValueError: If the graph is packed, or it is causal or windowed and has lengths.
+
+    Example:
+        >>> import gattn
+        >>> import torch.distributed as dist
+        >>> from gattn.distributed import shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> graph = shard(gattn.CompleteGraph(4, causal=True), dist.init_device_mesh("cpu", (1,)))
+        >>> graph.seen_ids
+        tensor([0, 1, 2, 3])
+        >>> dist.destroy_process_group()
     """
 
     _attributes = (
@@ -476,21 +532,23 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
 
     def __init__(self, whole: CompleteGraph, targets: _Blocks, sources: _Blocks, device: torch.device):
         if whole.blocks is not None:
-            raise InputError("a packed graph is not sharded: give each process sequences of its own.")
+            raise InputError("a packed graph cannot be sharded: give each process its own sequences.")
         left, right = whole.reach
         if not whole.is_uniform and (left, right) != (None, None):
-            raise InputError("a causal or windowed graph is not sharded together with lengths: use a mask.")
+            raise InputError(
+                "a causal or windowed graph with lengths cannot be sharded: use a mask instead of lengths."
+            )
         own = (targets.last - targets.first, sources.last - sources.first)
         lengths = None if whole.target_lengths is None else (whole.target_lengths - targets.first).clamp(0, own[0])
         super().__init__(*own, causal=whole.causal, window=whole.window, target_lengths=lengths)
-        # Sources from first to last are seen by this process's targets.
+        # This process's targets see the sources from first to last.
         shift = sources.size - targets.size
         first = 0 if left is None else targets.first + shift - left
         last = sources.size if right is None else targets.last + shift + right
         first = min(max(first, 0), sources.size)
         last = max(min(last, sources.size), first) if own[0] else first
         self._seen = (first, last)
-        # Of all sources, unless there are no targets to see them.
+        # Lengths count all sources, unless there are no targets to see them.
         self.source_lengths = None if whole.source_lengths is None else whole.source_lengths.clamp(max=last - first)
         self._targets, self._sources = targets, sources
         self.target_ids, self.source_ids = targets.own(device), sources.own(device)
@@ -505,24 +563,28 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
 
     def with_self_loops(self) -> CompleteGraph:
         """See `CompleteGraph.with_self_loops`."""
-        if self._targets is not self._sources:  # of which this process may have as many
+        if self._targets is not self._sources:  # though their numbers may be equal in this process
             raise InputError("this graph's targets and sources are different nodes: set add_self_loops=False.")
         return self
 
     def with_causal(self) -> CompleteGraph:
-        """See `CompleteGraph.with_causal`; what is fetched was decided before."""
+        """See `CompleteGraph.with_causal`; what to fetch has been decided before."""
         if not self.causal:
-            raise InputError("a sharded graph is causal from the start: shard(CompleteGraph(..., causal=True), mesh).")
+            raise InputError(
+                "a graph has to be causal before it is sharded: shard(CompleteGraph(..., causal=True), mesh)."
+            )
         return self
 
     def with_source_lengths(self, lengths: Tensor) -> CompleteGraph:
-        """Raises `ValueError`: this process knows the padding of its own sources only."""
-        raise InputError("give lengths to the whole graph: shard(CompleteGraph(..., source_lengths=...), mesh).")
+        """Raises `ValueError`, because this process knows only the padding of its own sources."""
+        raise InputError(
+            "lengths have to be given before sharding: shard(CompleteGraph(..., source_lengths=...), mesh)."
+        )
 
     def _edges(self, device: torch.device | str | None) -> Tensor:
         raise InputError(
-            "a sharded complete graph is not listed edge by edge, as edge features need it: shard a SparseGraph with "
-            "these edges."
+            "a sharded complete graph has no list of edges, which edge features need: shard a SparseGraph with these "
+            "edges."
         )
 
     def fetch(
@@ -543,7 +605,7 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
             return term
         if term.size(-1) != self._sources.size:
             raise InputError(
-                f"{name} on a sharded complete graph has rows for this process's targets and columns for all "
+                f"{name} on a sharded complete graph must have rows for this process's targets and columns for all "
                 f"{self._sources.size} sources; got {list(term.shape)}."
             )
         return term[..., first:last]
@@ -556,7 +618,7 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
         return torch.cat([fetched[:before], kept, fetched[before:]])
 
     def distances(self, device: torch.device) -> Tensor:
-        """See `Graph.distances`: `[N, M]`, of this process's targets and all sources."""
+        """See `Graph.distances`: `[N, M]`, for this process's targets and all sources."""
         target, source = self.target_ids.to(device), torch.arange(self._sources.size, device=device)
         return source - target.unsqueeze(1) - (self._sources.size - self._targets.size)
 
@@ -569,7 +631,7 @@ ShardedGraph: TypeAlias = ShardedSparseGraph | ShardedCompleteGraph
 
 
 def _described(graph: ShardedGraph) -> str:
-    """What `repr` says of both kinds."""
+    """The text of `repr` for both kinds of graphs."""
     group = graph._targets.group
     return (
         f"process {group.rank()} of {group.size()}: {len(graph.target_ids)} of {graph._targets.size} targets, "

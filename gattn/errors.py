@@ -1,15 +1,15 @@
-"""What gattn raises beyond Python's own exceptions."""
+"""Exceptions of gattn in addition to Python's own."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError, AssertionError, RuntimeError):
-    """An argument that does not fit, in a drop-in for a layer of PyTorch or PyG.
+    """An invalid argument of a drop-in replacement for a layer of PyTorch or PyG.
 
-    For the same mistake the originals raise an `AssertionError` here and a `RuntimeError` there, where gattn has always
-    raised a `ValueError`. This is all three, so code that catches what the original raises keeps working.
+    For the same mistake, the original layers raise an `AssertionError` in some places and a `RuntimeError` in others,
+    where gattn has always raised a `ValueError`. This exception is all three, so existing `except` clauses still work.
     """
 
 
 class InputTypeError(InputError, TypeError):
-    """An argument of a type that is not taken, where the originals raise one of what `InputError` is."""
+    """An argument of the wrong type, where the originals raise one of the base classes of `InputError`."""

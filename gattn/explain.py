@@ -45,9 +45,14 @@ class AttentionExplainer(ExplainerAlgorithm):
     Whether attention explains predictions at all is disputed: see https://arxiv.org/abs/1902.10186.
 
     Args:
-        reduce: `"mean"`, `"max"` (PyG's default) or `"min"` over heads, then over layers. (default: `"mean"`)
+        reduce: `"mean"`, `"max"` (PyG's default) or `"min"`, applied over heads and then over layers.
+            (default: `"mean"`)
         node_type: The type of the nodes that the rows of the model's output stand for. Only `index` needs it, on graphs
             with several types of nodes. (default: `None`)
+
+    Shapes:
+        - **input:** features `[N, F]` and edge indices `[2, E]`, or dictionaries of them by type; **output:** an
+          explanation whose edge masks are `[E]`.
 
     Raises:
         ValueError: If `reduce` is unknown.
@@ -75,12 +80,12 @@ class AttentionExplainer(ExplainerAlgorithm):
     def __init__(self, reduce: str = "mean", node_type: str | None = None):
         super().__init__()
         if reduce not in _REDUCTIONS:
-            raise ValueError(f"reduce is one of {', '.join(map(repr, _REDUCTIONS))}; got {reduce!r}.")
+            raise ValueError(f"reduce must be one of {', '.join(map(repr, _REDUCTIONS))}; got {reduce!r}.")
         self.reduce = reduce
         self.node_type = node_type
 
     def supports(self) -> bool:
-        """Whether the `Explainer` asks for masks of edges that explain the model; if not, this is logged."""
+        """Whether the `Explainer` is configured for edge masks that explain the model; if not, this is logged."""
         config = self.explainer_config
         if config.explanation_type == ExplanationType.model and config.node_mask_type is None:
             return True
@@ -97,7 +102,7 @@ class AttentionExplainer(ExplainerAlgorithm):
         index: int | Tensor | None = None,
         **kwargs: Any,
     ) -> Explanation | HeteroExplanation:
-        """Runs the model once and reduces the weights that it attends with.
+        """Runs the model once and reduces its attention weights.
 
         Args:
             model: A model with layers of gattn.
@@ -114,7 +119,7 @@ class AttentionExplainer(ExplainerAlgorithm):
         """
         given: Mapping[Any, Any] = edge_index if isinstance(edge_index, Mapping) else {None: edge_index}
         if not all(isinstance(ends, Tensor) and ends.layout == torch.strided for ends in given.values()):
-            raise TypeError("edges are explained in the form of tensors [2, E], not of sparse matrices or graphs.")
+            raise TypeError("edges must be tensors [2, E] to be explained, not sparse matrices or graphs.")
         edges: _Edges = {edge_type: plain(ends).long() for edge_type, ends in given.items()}
         near = self._near(model, x, edges, index)
         found: dict[EdgeType | None, list[Tensor]] = {edge_type: [] for edge_type in edges}
@@ -122,7 +127,7 @@ class AttentionExplainer(ExplainerAlgorithm):
             fits = {t: w for t in types if t in edges and (w := _along(edges[t], ends, weights)) is not None}
             if not fits or (len(fits) > 1 and ends.numel()):
                 which = f"edges that {list(fits)} share" if fits else "edges other than those to explain"
-                remedy = "name it after its type in a ModuleDict" if fits else "leave it out by explain = False"
+                remedy = "name it after its type in a ModuleDict" if fits else "exclude it by explain = False"
                 raise ValueError(f"the layer {name!r} attends along {which}: {remedy}.")
             edge_type, weights = next(iter(fits.items()))
             found[edge_type].append(_REDUCTIONS[self.reduce](weights, -1))
@@ -181,14 +186,14 @@ def _recorded(
                 yield name, types, ends, weights
                 continue
             ends, last = ends if layer.flow == FLOWS[0] else ends.flip(0), 0
-            for edge_type in types:  # whose edges are joined in this order, with shifted numbers of nodes
+            for edge_type in types:  # their edges are joined in this order, with shifted node numbers
                 own = edges.get(edge_type, ends[:, :0])
                 part = slice(last, last := last + own.size(1))
                 yield name, [edge_type], ends[:, part] - ends[:, part][:, :1] + own[:, :1], weights[part]
 
 
 def _along(edge_index: Tensor, ends: Tensor, weights: Tensor) -> Tensor | None:
-    """The weights of the edges of `edge_index`; `None` if a layer's edges are others, self-loops aside."""
+    """The weights of the edges in `edge_index`; `None` if a layer has other edges, apart from self-loops."""
     if torch.equal(edge_index, ends):
         return weights
     is_loop, was_loop = edge_index[0] == edge_index[1], ends[0] == ends[1]

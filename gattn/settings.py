@@ -1,7 +1,7 @@
 """Settings that hold for a block of code: which backend computes, and whether inputs are checked for NaN.
 
-They are process-wide, as PyTorch's own flags are (`torch.compile` guards on them; a context variable would break its
-graph).
+They apply to the whole process, as PyTorch's own flags do: `torch.compile` guards on them, while a context variable
+would break its graph.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _settings = _Settings()
 
 
 def resolve_backend(name: str) -> Backend | None:
-    """What is asked for, by an argument or, where that is `"auto"`, by the block around it; `None` for `"auto"`.
+    """The backend requested by an argument, or, if that is `"auto"`, by the block around it; `None` for `"auto"`.
 
     Raises:
-        ValueError: If there is no backend of that name.
+        ValueError: If no backend has that name.
     """
     return backend_named(_settings.backend if name == "auto" else name)
 
@@ -38,18 +38,18 @@ def resolve_backend(name: str) -> Backend | None:
 def backend(name: str) -> Iterator[None]:
     """Chooses the backend for a block of code.
 
-    An explicit `backend=` argument inside the block still wins.
+    An explicit `backend=` argument inside the block takes precedence.
 
     Around `torch.export.export`, `"cpu"` and `"triton"` keep fused kernels in the program, as operators that `import
-    gattn` registers in the process that runs it; `"auto"` makes a program that needs no gattn.
+    gattn` registers in the process that runs it. With `"auto"`, the program does not need gattn.
 
     Args:
-        name: `"auto"` (the fastest that applies), `"dense"` (complete graphs, without their edges), `"cpu"` or
-            `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message passing). A backend that
-            cannot serve a call raises.
+        name: `"auto"` (the fastest one that can serve a call), `"dense"` (complete graphs, without a list of their
+            edges), `"cpu"` or `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message
+            passing). A backend that cannot serve a call raises an error.
 
     Raises:
-        ValueError: If there is no backend of that name.
+        ValueError: If no backend has that name.
 
     Example:
         >>> import gattn
@@ -67,9 +67,9 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def check_finite(enabled: bool = True) -> Iterator[None]:
-    """Inside the block, every attention call first checks its inputs and names the one that holds NaN or infinity.
+    """Makes every attention call in the block check its inputs first, and name the one that holds NaN or infinity.
 
-    Costs a pass over each input, so it is off unless asked for.
+    This costs one pass over each input, so it is off by default.
 
     Args:
         enabled: Set to `False` to switch an outer check off again. (default: `True`)
@@ -93,7 +93,7 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
 
 
 def require_finite(**tensors: Tensor | None) -> None:
-    """Inside a `check_finite` block, raises `ValueError` if one of these named tensors holds NaN or infinity."""
+    """Raises `ValueError` in a `check_finite` block if one of these named tensors holds NaN or infinity."""
     if not _settings.check_finite:
         return
     for name, tensor in tensors.items():
@@ -103,7 +103,7 @@ def require_finite(**tensors: Tensor | None) -> None:
             tensor = tensor.to_dense()
         bad = ~tensor.isfinite()
         if name == "bias":
-            bad &= tensor != -torch.inf  # which masks
+            bad &= tensor != -torch.inf  # which masks an edge
         if bad.any():
             count, first = int(bad.sum()), tuple(bad.nonzero()[0].tolist())
             what = "1 value that is" if count == 1 else f"{count} values that are"

@@ -1,4 +1,4 @@
-"""Comparisons, graph makers and invariance checks: for gattn's tests, and for yours.
+"""Comparisons, random graphs and invariance checks, for the tests of gattn and for your own.
 
 Example:
     >>> import torch, gattn
@@ -19,17 +19,23 @@ from torch import Tensor
 def random_edge_index(
     num_sources: int, num_targets: int | None = None, num_edges: int = 0, *, hub: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """A random graph with everything that real ones have: duplicate edges, self-loops, isolated nodes.
+    """A random graph with the features of real ones: duplicate edges, self-loops and isolated nodes.
 
     Args:
         num_sources: M.
         num_targets: N. (default: M)
         num_edges: E. (default: `0`)
         hub: Share of all edges that point to target 0. (default: `0.0`)
-        seed: Seed of a generator of its own. (default: `0`)
+        seed: Seed of the generator, which is separate from PyTorch's. (default: `0`)
 
     Returns:
-        `[2, E]`, sources above targets. The last target has no neighbour (if there is more than one).
+        `[2, E]`, sources above targets. The last target has no neighbour, if there is more than one target.
+
+    Example:
+        >>> from gattn.testing import random_edge_index
+        >>> edge_index = random_edge_index(num_sources=10, num_edges=30, hub=0.5)
+        >>> edge_index.shape, int(edge_index[1].max()) < 9
+        (torch.Size([2, 30]), True)
     """
     num_targets = num_sources if num_targets is None else num_targets
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
@@ -48,22 +54,31 @@ def assert_as_exact_as(
     scale: float | None = None,
     name: str = "result",
 ) -> None:
-    """Asserts that `actual` is no further from the exact result than a peer is, up to a small factor.
+    r"""Asserts that `actual` is no further from the exact result than a peer is, up to a small factor.
 
-    The budget is derived, not tuned: what the peer itself loses in this type against float64, at the worst element,
-    times `factor`, and never less than a few units in the last place at `scale`.
+    .. math::
+        \max |\mathrm{actual} - \mathrm{exact}| \le f \max |\mathrm{peer} - \mathrm{exact}| + 8 \, \epsilon \, s
+
+    The tolerance is derived, not tuned: it is the largest error of the peer in this type, times the factor :math:`f`,
+    and a few units in the last place of a number of size :math:`s`.
 
     Args:
-        actual: What is tested.
-        peer: The same computed by the reference in the same type.
-        exact: The same computed by the reference in float64.
-        factor: How many times the peer's error is allowed. (default: `4.0`)
-        scale: Magnitude of the terms that were summed, where that is more than the result's own. (default: `None`, the
-            result's largest element)
-        name: What to call it in the message.
+        actual: The result under test, `[...]`.
+        peer: The same result from the reference in the same type, `[...]`.
+        exact: The same result from the reference in float64, `[...]`.
+        factor: The factor :math:`f`. (default: `4.0`)
+        scale: The magnitude :math:`s` of the terms that were summed, if that is more than the result's own.
+            (default: `None`, the largest element of `exact`)
+        name: The name of the result in the message. (default: `"result"`)
 
     Raises:
-        AssertionError: If shapes or types differ, or the error exceeds the budget.
+        AssertionError: If shapes or types differ, or the error exceeds the tolerance.
+
+    Example:
+        >>> import torch
+        >>> from gattn.testing import assert_as_exact_as
+        >>> x = torch.randn(1000, dtype=torch.float64)
+        >>> assert_as_exact_as(x.float().flip(0).sum(), peer=x.float().sum(), exact=x.sum(), scale=x.abs().sum().item())
     """
     if actual.shape != peer.shape or actual.dtype != peer.dtype:
         raise AssertionError(
@@ -86,14 +101,20 @@ def assert_permutation_equivariant(
     """Asserts that permuting nodes permutes the output, and that permuting edges changes nothing.
 
     Args:
-        module: Called as `module(x, edge_index, **kwargs)`; must be deterministic (in eval mode, say).
+        module: Called as `module(x, edge_index, **kwargs)`; it must be deterministic (for example in eval mode).
         x: Node features, `[N, F]`.
-        edge_index: `[2, E]`.
+        edge_index: The edges, `[2, E]`.
         seed: Seed of the permutations. (default: `0`)
-        **kwargs: Passed on.
+        **kwargs: Further arguments of the module.
 
     Raises:
         AssertionError: If an output differs.
+
+    Example:
+        >>> import torch, gattn
+        >>> from gattn.testing import assert_permutation_equivariant
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> assert_permutation_equivariant(gattn.nn.GATConv(4, 8), torch.randn(3, 4), edge_index)
     """
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     nodes = torch.randperm(x.size(0), generator=generator)

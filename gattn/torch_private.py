@@ -1,6 +1,6 @@
-"""What gattn uses of PyTorch that PyTorch calls private, each with the reason, and nowhere else.
+"""The private parts of PyTorch that gattn uses, each with the reason; no other file uses private parts.
 
-A new version of PyTorch may change any of these; the tests of this file's users would show it.
+A new version of PyTorch may change any of them; the tests of the code that uses them would show it.
 """
 
 from __future__ import annotations
@@ -36,81 +36,81 @@ __all__ = [
     "uses_jit_trace",
 ]
 
-#: PyTorch's fused attention on the CPU: called directly, since through its public face it has no second derivative.
+#: PyTorch's fused attention on the CPU, called directly because its public function has no second derivative.
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-#: Which kernel `scaled_dot_product_attention` is about to choose: there is no public question for the CPU.
+#: Which kernel `scaled_dot_product_attention` would choose: there is no public way to ask for the CPU.
 scaled_dot_product_choice = torch._fused_sdp_choice
 
-#: Checks a condition when the device gets there, without waiting for it.
+#: Checks a condition when the device gets to it, without waiting for it.
 assert_later = torch._assert_async
 
 
 def uses_jit_trace() -> bool:
-    """Whether `torch.jit.trace` records: it warns about every Python branch, and has no public sign."""
+    """Whether `torch.jit.trace` is recording: it warns about every Python branch, and there is no public flag."""
     return torch._C._get_tracing_state() is not None
 
 
 def is_traced() -> bool:
-    """Whether tensors are stand-ins from which a program is made (compiled, traced), to run without this code."""
+    """Whether tensors are placeholders from which a program is made (compiled, traced) that runs without this code."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or uses_jit_trace()
 
 
 def is_transformed() -> bool:
-    """Whether this runs inside one of `torch.func`'s transforms, whose tensors must not outlive it."""
-    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()  # which the compiler can follow
+    """Whether this code runs inside a transform of `torch.func`, whose tensors must not outlive it."""
+    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()  # the compiler supports this one
     return depth > 0
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor stands for a batch or a gradient level of `torch.func`: its numbers cannot be read."""
+    """Whether a tensor represents a batch or a gradient level of `torch.func`, so its numbers cannot be read."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for a batch of them, as gradients do under `is_grads_batched=True`."""
+    """Whether a tensor represents a batch of tensors, as gradients do under `is_grads_batched=True`."""
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether a tensor's memory does not hold its numbers, but their negatives, or nothing for zeros."""
+    """Whether a tensor's memory holds the negatives of its numbers, or nothing for zeros, instead of the numbers."""
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def uses_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on: operators with a backward formula alone would drop the tangents."""
+    """Whether forward-mode differentiation is on: operators with only a backward formula would drop the tangents."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def needs_dispatcher() -> bool:
-    """Whether somebody looks at which operators are called: a compiler, a tracer, a mode or a profiler."""
+    """Whether something intercepts the operators that are called: a compiler, a tracer, a mode or a profiler."""
     return is_traced() or torch.autograd._profiler_enabled()
 
 
 def backward_pass() -> int:
-    """A number that tells this backward pass from others."""
+    """A number that identifies the current backward pass."""
     return torch._C._current_graph_task_id()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` made it."""
+    """Whether a module was compiled by `torch.compile(module)` or `module.compile()`."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its search of all arguments for tensors of `torch.func` transforms that have ended."""
+    """`function.apply`, without searching its arguments for tensors of `torch.func` transforms that have ended."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def is_context_parallel() -> bool:
-    """Whether PyTorch's `context_parallel` has taken over `scaled_dot_product_attention`: nothing public says so."""
+    """Whether PyTorch's `context_parallel` has replaced `scaled_dot_product_attention`; there is no public flag."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     return module is not None and F.scaled_dot_product_attention in module._replaced_functions
 
 
 def autograd_below(op: Any, keys: Any, *inputs: Any) -> Any:
-    """Calls an operator as if tensors had no gradients: `torch.library` does the same inside, several hops slower."""
+    """Calls an operator as if tensors had no gradients, like `torch.library` internally, but with less overhead."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)

@@ -562,7 +562,7 @@ def test_layers_that_attend_along_other_edges(graph):
     with pytest.raises(ValueError, match="batch of features over one graph"):
         explain(model.convs[0], torch.randn(2, NODES, F), graph[1], task="graph")
     for edge_index in (gattn.SparseGraph(graph[1]), to_torch_csr_tensor(graph[1], size=(NODES, NODES))):
-        with pytest.raises(TypeError, match="not of sparse matrices or graphs"):
+        with pytest.raises(TypeError, match="not sparse matrices or graphs"):
             explain(model.convs[0], graph[0], edge_index)
 
 

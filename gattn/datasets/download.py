@@ -54,18 +54,18 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
 
 
 def download_archive(url: str, member: str, folder: Path) -> None:
-    """Downloads a zip file, and puts the files of one folder in it where they belong.
+    """Downloads a zip file, and extracts the files of one folder in it.
 
     Args:
         url: The address of the zip file.
         member: The folder in it.
-        folder: Where to put the files of that folder. What is there already and not in the archive stays.
+        folder: Where to put the files of that folder. Existing files that are not in the archive stay.
 
     Raises:
         OSError: If the file cannot be downloaded, or has no such folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Unpacked in place, an archive could replace the files of other data sets.
+    # If it were unpacked in place, an archive could replace the files of other data sets.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         archive, unpacked = Path(temporary) / "archive.zip", Path(temporary) / "unpacked"
         download(url, archive)

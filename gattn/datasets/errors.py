@@ -1,4 +1,4 @@
-"""What goes wrong with data sets."""
+"""The error that data sets raise."""
 
 from __future__ import annotations
 

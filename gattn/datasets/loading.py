@@ -80,12 +80,12 @@ def load(
     - `cora`, `citeseer`, `pubmed`: `"public"` (20 nodes per class for training, 500 nodes for validation, 1000 for the
       test), `"full"` (as before, but all other nodes are for training), `"geom-gcn"` (ten fixed splits) and `"random"`
       (of the same sizes as the public one).
-    - `computers`, `photo` (Amazon), `cs`, `physics` (Coauthor): nobody published a split, so `"public"` and `"random"`
+    - `computers`, `photo` (Amazon), `cs`, `physics` (Coauthor): no split was published, so `"public"` and `"random"`
       are the same: 20 nodes per class for training, 30 times the number of classes for validation, and the rest for the
       test. `"60-20-20"` draws these percentages of all nodes.
     - `roman-empire`, `amazon-ratings`, `minesweeper`, `tolokers`, `questions`: `"public"` (ten fixed splits) and
       `"random"` (as for Amazon).
-    - `wikics`: `"public"` (twenty fixed splits; both published sets for validation are one) and `"random"` (as for
+    - `wikics`: `"public"` (twenty fixed splits; the two published validation sets are merged) and `"random"` (as for
       Amazon).
     - `zinc-12k` and the peptides of LRGB, `peptides-func` and `peptides-struct`: `"public"`. ZINC is published as
       pickles, so the first call needs `trust_files=True`, which downloads and converts them.
@@ -95,7 +95,7 @@ def load(
     Args:
         name: One of these names. Upper and lower case are the same, and so are `-` and `_`.
         split: One of the splits above. (default: `"public"`)
-        seed: Which of several fixed splits to take, counted in a circle, or the seed of a random split. (default: `0`)
+        seed: The number of a fixed split, modulo how many there are, or the seed of a random split. (default: `0`)
         root: The folder of the data. (default: `None`, the folder that `data_root` returns)
         trust_files: Whether files may run code while they are read. Use it only for files that are refused without it
             and whose source you trust. (default: `False`)

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, InMemoryDataset
 from gattn.datasets.checks import check_edges
 from gattn.datasets.safe_files import read_torch
 
-#: What PyG calls the parts of a split that has a file for each of them.
+#: PyG's names of the parts of a split that is published as one file per part.
 PARTS = ("train", "val", "test")
 
 
@@ -57,7 +57,7 @@ class JoinedDataset(InMemoryDataset):
     """The graphs of several data sets, one after the other.
 
     Args:
-        parts: Those for training, for validation and for the test.
+        parts: The parts for training, for validation and for the test.
 
     Raises:
         ValueError: If edges connect nodes that a graph does not have.

@@ -1,4 +1,4 @@
-"""Which data sets there are, and what each file in `gattn/datasets/sets/` has to say about its own."""
+"""Which data sets there are, and what each file in `gattn/datasets/sets/` defines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GraphFamily:
     names: ClassVar[Mapping[str, str]] = {}
     #: Other names, and the names in `names` that they stand for.
     aliases: ClassVar[Mapping[str, str]] = {}
-    #: How further names begin, if the family looks them up elsewhere.
+    #: The prefixes of further names, if the family looks them up elsewhere.
     prefixes: ClassVar[tuple[str, ...]] = ()
     #: The splits that `load` takes.
     splits: ClassVar[tuple[str, ...]]

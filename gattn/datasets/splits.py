@@ -29,7 +29,7 @@ def random_split_by_share(data: Data, seed: int) -> Data:
 
 
 def pick_split(data: Data, seed: int) -> Data:
-    """Keeps one of several published splits, which are the columns of the masks: number `seed`, counted in a circle."""
+    """Keeps one of several published splits, which are the columns of the masks: number `seed`, modulo their number."""
     for mask in ("train_mask", "val_mask", "test_mask"):
         columns = data[mask]
         data[mask] = columns[:, seed % columns.size(1)].bool()

@@ -20,9 +20,9 @@ from gattn.nn.linear import dropout
 class AttentiveFP(Module):
     r"""The network of `Attentive FP <https://pubs.acs.org/doi/10.1021/acs.jmedchem.9b00959>`_.
 
-    Atoms attend to their neighbours, first with the bonds between them (`GATEConv`), then without (`GATConv`); a GRU
-    updates an atom's state :math:`x_i` by what it attended to. Then each molecule attends to its atoms, several times,
-    beginning with their sum:
+    Atoms attend to their neighbours, first with the bonds between them (`GATEConv`), then without (`GATConv`), and a
+    GRU updates an atom's state :math:`x_i` with the result. Then each molecule attends to its atoms several times,
+    starting from their sum:
 
     .. math::
         x_i \leftarrow \mathrm{ReLU}\Big(\mathrm{GRU}\Big(\mathrm{ELU}\Big(b + \sum_{j \in \mathcal{N}(i)}
@@ -30,25 +30,26 @@ class AttentiveFP(Module):
         m \leftarrow \mathrm{ReLU}\Big(\mathrm{GRU}\Big(\mathrm{ELU}\Big(b + \sum_{i \in m}
         \alpha_{mi} W x_i\Big), \, m\Big)\Big)
 
-    A drop-in for `torch_geometric.nn.models.AttentiveFP`: the same arguments, parameter names and numbers. Beyond it:
-    the graph in every form that the layers take, `batch_size`, and float32 accumulation in half precision.
+    A drop-in replacement for `torch_geometric.nn.models.AttentiveFP`, with the same arguments, parameter names and
+    results. It also supports the graph in every form that the layers take, `batch_size`, and float32 accumulation in
+    half precision.
 
     Args:
         in_channels: Channels of the input.
         hidden_channels: Channels of the states of atoms and molecules.
         out_channels: Channels of the output.
         edge_dim: Channels of the edge features.
-        num_layers: Number of layers on atoms, the one with bonds included.
+        num_layers: Number of layers on atoms, including the one with bonds.
         num_timesteps: How many times a molecule attends to its atoms.
         dropout: Probability that a feature or an attention weight is dropped, in training. (default: `0.0`)
 
     Shapes:
         - **input:** features `[N, F_in]`, edge indices `[2, E]`, edge features `[E, D]`, the molecule of each atom
           `[N]`.
-        - **output:** `[B, F_out]`, a row for each molecule.
+        - **output:** `[B, F_out]`, one row per molecule.
 
     Raises:
-        ValueError: If an option is out of range.
+        ValueError: If an option is out of range, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -117,13 +118,13 @@ class AttentiveFP(Module):
         Args:
             x: Features of the atoms, `[N, F_in]`.
             edge_index: The bonds, in any form that `gattn.attend` takes.
-            edge_attr: Features of the bonds, `[E, D]`; `None` takes those that a sparse adjacency holds.
+            edge_attr: Features of the bonds, `[E, D]`; `None` uses those of a sparse adjacency.
             batch: The molecule of each atom, `[N]`.
             batch_size: Number of molecules, B, which code that is compiled as a whole has to know. (default: `None`,
-                as many as `batch` says)
+                one more than the largest number in `batch`)
 
         Raises:
-            TypeError: If something is no tensor.
+            TypeError: If an input is not a tensor.
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index is out of range (in compiled code, when the kernels run).
         """
@@ -138,7 +139,7 @@ class AttentiveFP(Module):
             batch_size = int(batch.max()) + 1 if batch.numel() else 0
         atoms = torch.arange(batch.size(0), device=batch.device)
         members = SparseGraph(torch.stack([atoms, batch.long()]), batch_size, batch.size(0))
-        members.edges()  # checks the indices, which the sum takes as they are
+        members.edges()  # checks the indices, which the sum does not
         out = global_add_pool(x, batch.long(), batch_size).relu()
         for _ in range(self.num_timesteps):
             out = self.mol_gru(self._drop(F.elu(self.mol_conv((x, out), members))), out).relu()
@@ -155,10 +156,10 @@ class AttentiveFP(Module):
             if not isinstance(tensor, Tensor):
                 raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         if x.dim() != 2 or x.size(-1) != self.in_channels:
-            raise InputError(f"x has shape [N, {self.in_channels}] here; got {list(x.shape)}.")
+            raise InputError(f"x must have shape [N, {self.in_channels}]; got {list(x.shape)}.")
         if batch.shape != x.shape[:1] or batch.is_floating_point():
             raise InputError(
-                f"batch holds the molecule of each atom, an integer: [{x.size(0)}] here; got {list(batch.shape)} of "
+                f"batch must hold the molecule of each atom, integers [{x.size(0)}]; got {list(batch.shape)} of "
                 f"type {batch.dtype}."
             )
 

@@ -20,10 +20,13 @@ def sample(
 ) -> Tensor:
     r"""Draws one token from each row of logits.
 
+    .. math::
+        p(y) = \mathrm{softmax}(\mathrm{logits} / T)_y
+
     Args:
         logits: The logits of the next token, `[..., V]`.
-        temperature: The logits are divided by it. Zero selects the most probable token. (default: `1.0`)
-        top_k: Samples from this many of the most probable tokens only. (default: `None`, all)
+        temperature: The divisor :math:`T` of the logits. Zero selects the most probable token. (default: `1.0`)
+        top_k: Samples only from this many of the most probable tokens. (default: `None`, all)
         top_p: Samples only from the smallest set of tokens whose probabilities sum to at least this (nucleus sampling,
             `Holtzman et al. <https://arxiv.org/abs/1904.09751>`_). (default: `None`, all)
         generator: The source of random numbers. (default: `None`, the global generator)
@@ -72,10 +75,15 @@ def beam_search(
     reorder: Callable[[Tensor], None] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Searches for the most probable sequences with this many hypotheses each; one hypothesis is greedy search.
+    r"""Searches for the most probable sequences, keeping several hypotheses for each; with one, it is greedy search.
 
-    Hypotheses of different lengths are compared by :math:`\log p(y) / |y|^{\alpha}`, with α the `length_penalty` and
-    :math:`|y|` counting the end token.
+    This is the decoding of `Sequence to Sequence Learning <https://arxiv.org/abs/1409.3215>`_. Hypotheses of different
+    lengths are compared by
+
+    .. math::
+        \mathrm{score}(y) = \frac{\log p(y)}{|y|^{\alpha}}
+
+    with the `length_penalty` α, where :math:`|y|` counts the end token.
 
     Args:
         step: Takes all tokens so far, `[B * beams, t]`, of which the first is `start`, and returns the logits of the
@@ -99,7 +107,7 @@ def beam_search(
     Example:
         >>> import torch
         >>> from gattn.models.decoding import beam_search
-        >>> logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])  # of four tokens, whatever came before
+        >>> logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])  # four tokens, with the same logits in each step
         >>> tokens, scores = beam_search(lambda tokens: logits.expand(len(tokens), -1), 1, start=0, end=1, max_length=3)
         >>> tokens
         tensor([[2, 2, 2]])

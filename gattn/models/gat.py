@@ -88,7 +88,7 @@ class GAT(BasicGNN):
         **kwargs: Any,
     ):
         if conv not in self.conv_types:
-            raise ValueError(f"conv must be 'gat', 'gatv2' or 'transformer', not {conv!r}.")
+            raise ValueError(f"conv must be 'gat', 'gatv2' or 'transformer'; got {conv!r}.")
         if heads < 1 or hidden_channels % heads != 0:
             raise ValueError(
                 f"hidden_channels counts all heads together, so it must be a multiple of heads: "

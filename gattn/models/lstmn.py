@@ -75,7 +75,7 @@ class LSTMN(Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Resets all parameters: embeddings and the output layer are normal with σ = 0.1, cells as they have it."""
+        """Resets all parameters: embeddings and the output layer are normal with σ = 0.1, cells reset themselves."""
         for layer in self.layers:
             layer.reset_parameters()  # type: ignore[operator]
         for module in (self.embedding, self.output):
@@ -103,7 +103,7 @@ class LSTMN(Module):
         Args:
             tokens: The tokens, `[B, T]`; with a state, only the new ones.
             state: The state after earlier tokens, one for each layer. (default: `None`, there are none)
-            lengths: The number of these tokens in each sequence without padding, `[B]`; padding leaves no trace in the
+            lengths: The number of these tokens in each sequence without padding, `[B]`; padding has no effect on the
                 state. (default: `None`, all)
 
         Returns:

@@ -156,9 +156,9 @@ class Seq2Seq(NotScriptable, Module):
         if form is None:
             form = "bahdanau" if attention == "additive" else "luong"
         if form not in FORMS:
-            raise ValueError(f"form must be 'bahdanau' or 'luong', not {form!r}.")
+            raise ValueError(f"form must be 'bahdanau' or 'luong'; got {form!r}.")
         if cell not in CELLS:
-            raise ValueError(f"cell must be 'gru' or 'lstm', not {cell!r}.")
+            raise ValueError(f"cell must be 'gru' or 'lstm'; got {cell!r}.")
         check_probability("dropout", dropout)
         for name, token in (("start", start), ("end", end)):
             if not 0 <= token < num_target_tokens:

@@ -51,7 +51,7 @@ class _Embedding(Module):
 
 def _inner_position(position: str, channels: int, heads: int) -> Module | None:
     if position not in _POSITIONS:
-        raise ValueError(f"position must be one of {', '.join(map(repr, _POSITIONS))}, not {position!r}.")
+        raise ValueError(f"position must be one of {', '.join(map(repr, _POSITIONS))}; got {position!r}.")
     if position == "rotary":
         return RotaryPositionalEncoding(channels // heads)
     return ALiBi(heads) if position == "alibi" else None

@@ -151,9 +151,9 @@ def test_wrong_inputs(molecules):
         make(num_timesteps=-1)
     with pytest.raises(TypeError, match="batch must be a tensor; got NoneType"):
         model(x, edge_index, edge_attr, None)
-    with pytest.raises(ValueError, match=r"x has shape \[N, 5\] here; got \[11, 4\]"):
+    with pytest.raises(ValueError, match=r"x must have shape \[N, 5\]; got \[11, 4\]"):
         model(x[:, :4], edge_index, edge_attr, batch)
-    with pytest.raises(ValueError, match=r"batch holds .*: \[11\] here; got \[3\] of type torch.int64"):
+    with pytest.raises(ValueError, match=r"batch must hold .* \[11\]; got \[3\] of type torch.int64"):
         model(x, edge_index, edge_attr, batch[:3])
     with pytest.raises(ValueError, match="got .* of type torch.float32"):
         model(x, edge_index, edge_attr, batch.float())

@@ -165,7 +165,7 @@ def test_it_learns():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"conv": "gcn"}, "conv must be 'gat', 'gatv2' or 'transformer', not 'gcn'"),
+        ({"conv": "gcn"}, "conv must be 'gat', 'gatv2' or 'transformer'; got 'gcn'"),
         ({"heads": 5}, "16 is not one of 5"),
         ({"num_layers": 0}, "at least one layer"),
     ],

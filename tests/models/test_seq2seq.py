@@ -496,9 +496,9 @@ class TestErrors:
         ("options", "message"),
         [
             ({"attention": "luong"}, "attention must be None, one of 'dot', .*, or a layer; got 'luong'"),
-            ({"form": "vaswani"}, "form must be 'bahdanau' or 'luong', not 'vaswani'"),
-            ({"cell": "rnn"}, "cell must be 'gru' or 'lstm', not 'rnn'"),
-            ({"dropout": -0.1}, "dropout is a probability"),
+            ({"form": "vaswani"}, "form must be 'bahdanau' or 'luong'; got 'vaswani'"),
+            ({"cell": "rnn"}, "cell must be 'gru' or 'lstm'; got 'rnn'"),
+            ({"dropout": -0.1}, "dropout must be a probability"),
             ({"hidden_channels": 7}, "hidden_channels must be even.*; got 7"),
             ({"hidden_channels": 0}, "hidden_channels must be even.*; got 0"),
             ({"num_layers": 0}, "must be at least 1"),

@@ -181,7 +181,7 @@ class TestLM:
             torch.testing.assert_close(other(tokens), model(tokens))
 
     def test_errors(self):
-        with pytest.raises(ValueError, match="not 'absolute'"):
+        with pytest.raises(ValueError, match="got 'absolute'"):
             TransformerLM(V, position="absolute")
         with pytest.raises(ValueError, match="at least 1"):
             TransformerLM(V, context=0)
@@ -383,7 +383,7 @@ class TestSeq2Seq:
             TransformerSeq2Seq(5, 6, end=6)
         with pytest.raises(ValueError, match="start must be a target token"):
             TransformerSeq2Seq(5, 6, start=-1)
-        with pytest.raises(ValueError, match="not 'absolute'"):
+        with pytest.raises(ValueError, match="got 'absolute'"):
             TransformerSeq2Seq(5, 6, position="absolute")
         with pytest.raises(ValueError, match="not one of 3"):
             TransformerSeq2Seq(5, 6, 16, heads=3)

@@ -80,7 +80,7 @@ def _check_complete(name: str, folder: Path, files: list[Path], release: Path, p
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise DatasetUnavailableError(
-            f"{folder / 'raw'} holds a part of {name}, but not {', '.join(missing)}. Get the missing files from "
+            f"{folder / 'raw'} holds only part of {name}, but not {', '.join(missing)}. Get the missing files from "
             f"{page}, or move the folder away and load again."
         )
     if not release.exists():
@@ -109,7 +109,7 @@ def _fetch(meta: dict[str, Any], folder: Path, root: Path, release: str) -> None
     if archive.exists() and not zipfile.is_zipfile(archive):
         archive.unlink()  # an interrupted download
     root.mkdir(parents=True, exist_ok=True)
-    # Unpacked into the root, as OGB does, an archive could replace the files of other data sets.
+    # If it were unpacked into the root, as OGB does, an archive could replace the files of other data sets.
     with tempfile.TemporaryDirectory(dir=root) as temporary:
         source, unpacked = archive, Path(temporary) / "unpacked"
         if not archive.exists():

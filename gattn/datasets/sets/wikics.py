@@ -39,7 +39,7 @@ class WikiCS(GraphFamily):
         """Reads the graph, undirected, with one of its twenty fixed splits or a random one."""
         folder = str(root / published_name)
         data = check_edges(_CheckedWikiCS(folder, is_undirected=True, trust_files=trust_files)[0])
-        # The publication stops early by one set and tunes by the other; here, nothing needs both.
+        # The publication uses one set for early stopping and the other for tuning; nothing here needs both.
         data.val_mask = data.val_mask | data.pop("stopping_mask")
         data.test_mask = data.test_mask.unsqueeze(1)
         return random_split_by_class(data, seed) if split == "random" else pick_split(data, seed)

@@ -14,13 +14,14 @@ from gattn.datasets.registry import GraphFamily, register
 
 
 class _CheckedZINC(CheckedDataset, datasets.ZINC):
-    """Reads the processed files safely; PyG makes them of pickles, which only `trust_files` lets it read."""
+    """Reads the processed files safely; PyG makes them from pickles, which it can only read with `trust_files`."""
 
     def _process(self) -> None:
         if not (self.trust_files or all(Path(path).exists() for path in self.processed_paths)):
             root = Path(self.root)
             raise DatasetUnavailableError(
-                f"zinc-12k is not under {root.parent}. Missing: {root.name}/subset/processed/*.pt, which PyG makes of "
+                f"zinc-12k is not under {root.parent}. Missing: {root.name}/subset/processed/*.pt, which PyG makes "
+                "from "
                 f"pickles, and these could run any code. If you trust {ZINC.page}, call "
                 "gattn.datasets.load('zinc-12k', trust_files=True) once, which downloads and converts them; or set "
                 "GATTN_DATA (or root=) to a folder that has them."
