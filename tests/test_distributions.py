@@ -682,7 +682,7 @@ class TestBackends:
     def test_packed_graphs_are_left_to_the_reference(self, distribution):
         graph = CompleteGraph.packed([1, 3])
         with pytest.raises(
-            ValueError, match="cannot serve this call: on packed graphs it knows the plain softmax, not "
+            ValueError, match="cannot serve this call: on packed graphs it supports the plain softmax, not "
         ):
             attend(self.x, self.x, self.x, graph, distribution=distribution, backend="dense")
         out = attend(self.x, self.x, self.x, graph, distribution=distribution)
@@ -698,7 +698,7 @@ class TestBackends:
         out = attend(self.x, self.x, self.x, CompleteGraph(4), distribution=mine)
         expected = attend(self.x, self.x, self.x, CompleteGraph(4), distribution=distribution)
         torch.testing.assert_close(out, 2 * expected)
-        with pytest.raises(ValueError, match="it knows gattn's own distributions, not "):
+        with pytest.raises(ValueError, match="it supports gattn's own distributions, not "):
             attend(self.x, self.x, self.x, CompleteGraph(4), distribution=mine, backend="dense")
 
     def test_of_other_scores(self, distribution):

@@ -1,1 +1,1 @@
-"""What the core computes with."""
+"""The computations behind the core."""

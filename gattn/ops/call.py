@@ -1,4 +1,4 @@
-"""One attention call, checked, and in the one form that all backends take."""
+"""One attention call, checked, in the one form that all backends take."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gattn.torch_private import guard_or_true, is_traced
 
 
 class Call(NamedTuple):
-    """What `gattn.attend` was asked for.
+    """The arguments of `gattn.attend`.
 
-    A scalar score's terms are vectors of one channel here: query `[..., N, H, 1]`, key `[..., M, H, 1]`, edge
-    `[..., E, H, 1]`. That `value is key`, or `edge_value is edge`, is part of the call.
+    Here, a scalar score's terms are vectors of one channel: query `[..., N, H, 1]`, key `[..., M, H, 1]`, edge
+    `[..., E, H, 1]`. Whether `value is key`, or `edge_value is edge`, is part of the call.
     """
 
     query: Tensor | None
@@ -28,27 +28,27 @@ class Call(NamedTuple):
     value: Tensor
     edge: Tensor | None
     bias: Tensor | None
-    """As the graph's users give it; `[..., E, H]` after `on_edges`."""
+    """In the form that users of the graph pass; `[..., E, H]` after `on_edges`."""
     mask: Tensor | None
-    """As the graph's users give it; `[..., E, H or 1]` after `on_edges`."""
+    """In the form that users of the graph pass; `[..., E, H or 1]` after `on_edges`."""
     edge_value: Tensor | None
     edge_projection: Tensor | None
-    """`[H, C, D]`, or `[H, 1, D]`; then `edge`, and an `edge_value` that is `edge`, are features `[E, D]`."""
+    """`[H, C, D]`, or `[H, 1, D]`; with it, `edge`, and an `edge_value` that is `edge`, are features `[E, D]`."""
     edge_type: Tensor | None
-    """`[E]`; then `edge` and `edge_value` have one entry per type instead."""
+    """`[E]`; with it, `edge` and `edge_value` have one entry per type instead of one per edge."""
     out_bias: Tensor | None
-    """`[H, V]`, added to the output, by backends that say so"""
+    """`[H, V]`, added to the output by backends that can"""
     graph: Graph
     score: Score
     distribution: Distribution
     dropout: float
-    """Probability that a weight is dropped, here and now: zero outside of training."""
+    """The probability of dropping a weight in this call: zero outside of training."""
     weights: bool | str
-    """`True` for the weights before dropout, `"dropped"` for those that make the output."""
+    """`True` for the weights before dropout, `"dropped"` for those that are applied."""
     dtype: torch.dtype
-    """The type of the output: what the inputs promote to."""
+    """The type of the output: the one that the inputs promote to."""
     law: Law | None
-    """What kernels know the distribution by."""
+    """How the kernels know the distribution."""
 
     @property
     def batch(self) -> torch.Size:
@@ -73,17 +73,17 @@ class Call(NamedTuple):
 
     @property
     def compute(self) -> torch.dtype:
-        """The type that is computed in: half precision in float32 throughout, rounded once, at the end."""
+        """The type of the computation: half precision is computed in float32 throughout and rounded once."""
         return compute_dtype(self.dtype)
 
     @property
     def has_edge_terms(self) -> bool:
-        """Whether something comes once per edge."""
+        """Whether any input has one entry per edge."""
         return any(term is not None for term in (self.edge, self.bias, self.mask, self.edge_value))
 
     @property
     def shares_vectors_of_edges(self) -> bool:
-        """Whether all elements of a batch share a vector of each edge."""
+        """Whether the elements of a batch share a vector per edge."""
         if not self.batch:
             return False
         terms = (None if self.score.scalar else self.edge, self.edge_value)
@@ -91,7 +91,7 @@ class Call(NamedTuple):
         return is_shared or self.edge_projection is not None
 
     def cast(self, dtype: torch.dtype) -> Call:
-        """The same call with vectors in `dtype`; scalars are in the type that is computed in."""
+        """The same call with vectors in `dtype`; scalars are in the type of the computation."""
         if dtype == self.compute or (self.bias is None and self.edge is None and not self.score.scalar):
             tensors = (self.query, self.key, self.value, self.edge, self.bias, self.edge_value, self.edge_projection)
             if {dtype, None}.issuperset([None if tensor is None else tensor.dtype for tensor in tensors]):
@@ -109,7 +109,7 @@ class Call(NamedTuple):
         )
 
     def with_edges(self) -> Call:
-        """The same call with vectors of edges, `[E, H, C]`, for whoever cannot make them edge by edge."""
+        """The same call with vectors of edges, `[E, H, C]`, for backends that cannot make them edge by edge."""
         if self.edge_type is not None:
             for table in (self.edge, self.edge_value):
                 if table is not None:
@@ -129,11 +129,11 @@ class Call(NamedTuple):
         return self._replace(edge=edge, edge_value=edge_value, edge_projection=None)
 
     def on_edges(self, edges: EdgeList, num_edges: int | None) -> Call:
-        """The same call with bias and mask per edge, after a check of all that comes per edge.
+        """The same call with bias and mask per edge, after a check of all inputs that have one entry per edge.
 
         Args:
             edges: The edges of the graph.
-            num_edges: E; `None` where only the kernels will see it, who check sizes themselves.
+            num_edges: E; `None` if only the kernels will use it, which check sizes themselves.
 
         Raises:
             ValueError: If an input does not fit the edges.
@@ -165,18 +165,19 @@ class Call(NamedTuple):
                 raise InputError(self._unfit(name, tensor, last, num_edges))
         if self.edge_type is not None and not _may_equal(self.edge_type.size(0), num_edges):
             raise InputError(
-                f"edge_type has one type per edge, in the order of graph.edge_index: [{num_edges}] for this graph; got "
+                f"edge_type must have one type per edge, in the order of graph.edge_index: [{num_edges}] for this "
+                "graph; got "
                 f"{list(self.edge_type.shape)}."
             )
         return self._replace(bias=bias, mask=mask)
 
     def _unfit(self, name: str, tensor: Tensor, last: tuple[int, ...], num_edges: int | None) -> str:
         given = list(tensor.shape)
-        if name == "edge" and self.score.scalar:  # as users know it
+        if name == "edge" and self.score.scalar:  # the shape that users know
             last, given = last[:-1], given[:-1]
         shape, where = ([*last], "for each edge of") if num_edges is None else ([num_edges, *last], "for")
         return (
-            f"{name} has one entry per edge, in the order of graph.edge_index: {shape} {where} this graph and "
+            f"{name} must have one entry per edge, in the order of graph.edge_index: {shape} {where} this graph and "
             f"{type(self.score).__name__}; got {given}."
         )
 
@@ -199,11 +200,11 @@ def checked_call(
     dropout: float,
     weights: bool | str,
 ) -> Call:
-    """The call of these arguments, after a check of all that does not depend on the edges.
+    """The call with these arguments, after all checks that do not depend on the edges.
 
     Raises:
         ValueError: If arguments do not fit each other or the graph.
-        TypeError: If a tensor is no tensor.
+        TypeError: If a tensor is not a tensor.
     """
     _check_nodes(query, key, value, score)
     _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, out_bias=out_bias)
@@ -215,7 +216,8 @@ def checked_call(
     if edge_type is not None:
         if edge_projection is not None:
             raise InputError(
-                "an edge's term is a projection of its features or the term of its type: pass edge_projection or "
+                "an edge's term is either a projection of its features or the term of its type: pass edge_projection "
+                "or "
                 "edge_type, not both."
             )
         edge_type = _checked_types(edge_type, edge, edge_value, key if query is None else query, value, score)
@@ -223,7 +225,7 @@ def checked_call(
     graph = graph.resolve(value.size(-3), num_targets, value.shape[:-3], value.device)
     if graph.is_sharded and distribution.with_sources(torch.empty(0, dtype=torch.int64)) is not distribution:
         raise InputError(
-            f"{distribution!r} looks at the numbers of sources, which are others on a sharded graph: attend on the "
+            f"{distribution!r} depends on the numbers of the sources, which differ on a sharded graph: attend on the "
             "whole graph, or with another distribution."
         )
     graph, key, value, bias, mask = graph.fetch(key, value, bias, mask)
@@ -240,13 +242,13 @@ def checked_call(
     if out_bias is not None and out_bias.shape != (call.heads, value.size(-1)):
         wanted = [call.heads, value.size(-1)]
         raise InputError(
-            f"out_bias has one entry per head and channel of the output, {wanted}; got {list(out_bias.shape)}."
+            f"out_bias must have one entry per head and channel of the output, {wanted}; got {list(out_bias.shape)}."
         )
     return call
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that tensors of `dtype` are computed in."""
+    """The type in which tensors of `dtype` are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -260,23 +262,23 @@ def _check_nodes(query: Tensor | None, key: Tensor, value: Tensor, score: Score)
         if tensor is not None and tensor.device != key.device:
             raise InputError(f"{name} is on {tensor.device}, but key is on {key.device}: move one of them.")
     if query is None and not score.scalar:
-        raise InputError(f"{type(score).__name__} needs a query; query=None is possible with GATScore only.")
+        raise InputError(f"{type(score).__name__} needs a query; only GATScore takes query=None.")
     batch = value.dim() - 3
     if batch not in (0, 1, 2):
         raise InputError(
-            f"value has shape [M, H, C], with at most two batch dimensions in front; got {list(value.shape)}."
+            f"value must have shape [M, H, C], with at most two batch dimensions in front; got {list(value.shape)}."
         )
     letters = "H" if score.scalar else "H, C"
     for name, tensor, nodes in (("query", query, "N"), ("key", key, "M")):
         if tensor is not None and tensor.dim() != value.dim() - score.scalar:
             raise InputError(
-                f"{type(score).__name__} takes a {name} of shape [{nodes}, {letters}] beside a value of shape "
+                f"{type(score).__name__} takes a {name} of shape [{nodes}, {letters}] and a value of shape "
                 f"[M, H, C] (and the same batch dimensions in front of each); got {list(tensor.shape)} and "
                 f"{list(value.shape)}."
             )
     if key.shape[: batch + 2] != value.shape[: batch + 2]:
         raise InputError(
-            f"key and value have the same batch, sources and heads; got {list(key.shape)} and {list(value.shape)}."
+            f"key and value must have the same batch, sources and heads; got {list(key.shape)} and {list(value.shape)}."
         )
     heads = shared = key.size(batch + 1)
     if query is not None:
@@ -285,29 +287,29 @@ def _check_nodes(query: Tensor | None, key: Tensor, value: Tensor, score: Score)
         if query.shape[:batch] != key.shape[:batch] or query.shape[batch + 2 :] != key.shape[batch + 2 :] or not fits:
             grouped = ", or key and value a number of heads that divides the query's" if score.grouped else ""
             raise InputError(
-                f"query and key have the same batch, heads and channels{grouped}; got {list(query.shape)} and "
+                f"query and key must have the same batch, heads and channels{grouped}; got {list(query.shape)} and "
                 f"{list(key.shape)}."
             )
     score.check(heads, 1 if score.scalar else key.size(-1))
 
 
 def _check_kinds(value: Tensor, **terms: Tensor | None) -> None:
-    """Checks types and devices of what is optional; what comes once per edge is measured when the edges are known."""
+    """Checks types and devices of optional inputs; sizes per edge are checked when the edges are known."""
     for name, term in terms.items():
         if term is None:
             continue
         if not isinstance(term, Tensor):
             raise InputTypeError(f"{name} must be a tensor; got {type(term).__name__}.")
         if name == "mask" and term.dtype != torch.bool:
-            raise InputError(f"mask is a tensor of booleans, True = may attend; got {term.dtype}.")
+            raise InputError(f"mask must be a tensor of booleans, True = may attend; got {term.dtype}.")
         if term.is_complex():
-            raise InputError(f"{name} is added to real numbers; got {term.dtype}.")
+            raise InputError(f"{name} must be of a floating-point type; got {term.dtype}.")
         if term.device != value.device:
             raise InputError(f"{name} is on {term.device}, the features are on {value.device}: move one of them.")
 
 
 def _check_devices(value: Tensor, part: Score | Distribution) -> None:
-    """Checks where the tensors of a score or a distribution are."""
+    """Checks on which device the tensors of a score or a distribution are."""
     for term in part.tensors():
         if term.device != value.device:
             raise InputError(
@@ -319,33 +321,33 @@ def _check_devices(value: Tensor, part: Score | Distribution) -> None:
 def _check_projection(
     projection: Tensor, edge: Tensor | None, edge_value: Tensor | None, end: Tensor, value: Tensor, score: Score
 ) -> None:
-    """Checks a projection of edge features against what it projects, and against one end of the edges."""
+    """Checks a projection of edge features against the features, and against one end of the edges."""
     if edge is None or edge.dim() != 2:
         given = "none" if edge is None else list(edge.shape)
-        raise InputError(f"edge_projection projects edge features [E, D], which edge has to hold; got {given}.")
+        raise InputError(f"edge_projection requires edge features [E, D] as edge; got {given}.")
     letters, ends = ("[H, D]", end.shape[-1:]) if score.scalar else ("[H, C, D]", end.shape[-2:])
     wanted = [*ends, edge.size(-1)]
     if list(projection.shape) != wanted:
         raise InputError(
-            f"edge_projection has shape {letters} for {type(score).__name__}, here {wanted}; got "
+            f"edge_projection must have shape {letters} for {type(score).__name__}, here {wanted}; got "
             f"{list(projection.shape)}."
         )
     if edge_value is edge and (score.scalar or value.size(-1) != end.size(-1)):
         raise InputError(
-            f"an edge_value that is edge is projected like it, to {wanted[:-1]} for each edge, but value has "
-            f"{list(value.shape[-2:])} for each node."
+            f"an edge_value that is edge is projected like it, to {wanted[:-1]} per edge, but value has "
+            f"{list(value.shape[-2:])} per node."
         )
 
 
 def _checked_types(
     edge_type: Tensor, edge: Tensor | None, edge_value: Tensor | None, end: Tensor, value: Tensor, score: Score
 ) -> Tensor:
-    """Checks types of edges and what has one entry for each; the types in 64 bits."""
+    """Checks the types of edges and the inputs with one entry per type; returns the types in 64 bits."""
     edge_type = checked_types(edge_type)
     if edge_type.device != value.device:
         raise InputError(f"edge_type is on {edge_type.device}, the features are on {value.device}: move one of them.")
     if edge is None and edge_value is None:
-        raise InputError("edge_type says which rows of edge and edge_value are an edge's, and there are none.")
+        raise InputError("edge_type selects rows of edge and edge_value, but neither is given.")
     heads = end.shape[-1:] if score.scalar else end.shape[-2:-1]
     of_edge = heads if score.scalar else end.shape[-2:]
     of_value = (*heads, value.size(-1))
@@ -353,10 +355,10 @@ def _checked_types(
         if table is not None and (table.shape[1:] != last or table.dim() != 1 + len(last)):
             letters = "[R, H]" if len(last) == 1 else "[R, H, C]"
             raise InputError(
-                f"with edge_type, {name} has one row for each of R types, {letters}, here [R, "
+                f"with edge_type, {name} must have one row for each of R types, {letters}, here [R, "
                 f"{', '.join(map(str, last))}]; got {list(table.shape)}."
             )
-        if table is not None and not is_traced():  # kernels check types, too, and with_edges() does
+        if table is not None and not is_traced():  # where kernels or with_edges() check the types
             check_types(edge_type, table.size(0))
     return edge_type
 
@@ -372,7 +374,7 @@ def _with_heads(mask: Tensor, batch: torch.Size, heads: int, num_edges: int | No
 
 
 def _fits(tensor: Tensor, last: tuple[int, ...], batch: torch.Size, num_edges: int | None, any_heads: bool) -> bool:
-    """Whether a tensor is `[E, *last]`, possibly with the batch in front."""
+    """Whether a tensor is `[E, *last]`, possibly with the batch dimensions in front."""
     inner = len(last)
     return (
         (tensor.shape[-inner:] == last or (any_heads and tensor.size(-1) == 1))
@@ -383,7 +385,7 @@ def _fits(tensor: Tensor, last: tuple[int, ...], batch: torch.Size, num_edges: i
 
 
 def _may_equal(size: int, num_edges: int | None) -> bool:
-    """Whether a size is E, as far as is known: compiled code does not know numbers of edges that depend on data."""
+    """Whether a size may be E: compiled code does not know numbers of edges that depend on data."""
     if num_edges is None:
         return True
     return guard_or_true(size == num_edges) if torch.compiler.is_compiling() else size == num_edges

@@ -1,19 +1,19 @@
-"""Computing something large a part at a time."""
+"""Large computations, one part at a time."""
 
 from __future__ import annotations
 
-#: By how much each part is smaller than the one before.
+#: How much smaller each part is than the one before.
 _STEP = 4
 
 
 def chunk_sizes(total: int, largest: int) -> list[int]:
     """Sizes of parts of `total`, each a little smaller than the one before, and larger than half of `largest`.
 
-    Memory that a part gave back serves the next: in glibc before 2.38, aligned memory never fits where equally much was
-    freed, so that equal parts would take new memory each.
+    The memory of a part can be reused by the next: in glibc before 2.38, aligned memory never fits where exactly as
+    much was freed, so parts of equal size would take new memory each time.
 
     Args:
-        total: What is divided.
+        total: The size to divide.
         largest: The size of the first part.
     """
     sizes: list[int] = []

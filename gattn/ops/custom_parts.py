@@ -1,7 +1,7 @@
-"""Scores and distributions that the kernels do not know, on lists of edges: their part is a bias, finished.
+"""Scores and distributions that the kernels do not know, on lists of edges: their part is passed as a finished bias.
 
-The logits of a score are computed for some edges at a time, and computed again in the backward pass, so that no
-`[E, H, C]` tensor of the whole graph is held. A distribution's weights take `[E, H]`.
+The logits of a score are computed for some of the edges at a time, and computed again in the backward pass, so no
+`[E, H, C]` tensor of the whole graph is kept. A distribution's weights take `[E, H]`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from gattn.ops.reference import logits, repeat_heads, weights_of
 from gattn.scores import GATScore
 from gattn.torch_private import backward_pass
 
-#: An eighth as many edges at a time as nodes, but not fewer: several gathered rows each take less than the nodes' own.
+#: An eighth as many edges at a time as nodes, but not fewer than this: so gathered rows take less memory than the
+#: nodes.
 _FEWEST = 1 << 12
 
 _IDENTITY, _LOGITS = Identity(), Logits()
 
 
 def with_finished(call: Call, edges: EdgeList, bias: Tensor) -> Call:
-    """The same call with a bias `[..., E, H]` instead of its score, edges' terms and own bias.
+    """The same call with a bias `[..., E, H]` instead of its score, its edge terms and its own bias.
 
-    Values of edges are vectors already.
+    Values of edges have to be vectors already.
     """
     return call._replace(
         query=None,
@@ -44,7 +45,7 @@ def with_finished(call: Call, edges: EdgeList, bias: Tensor) -> Call:
 
 
 def with_finished_weights(call: Call, edges: EdgeList, logits: Tensor) -> Call:
-    """The same call with the weights that its distribution makes of finished logits, `[..., E, H]`."""
+    """The same call with the weights of its distribution, computed from finished logits `[..., E, H]`."""
     source, target = edges.sources_and_targets()
     if call.mask is not None:
         logits = logits.masked_fill(~call.mask, -torch.inf)
@@ -54,25 +55,25 @@ def with_finished_weights(call: Call, edges: EdgeList, logits: Tensor) -> Call:
 
 
 def as_logits(call: Call) -> Call:
-    """A call of the same edges whose weights are the logits, unmasked, and which sums up nothing."""
+    """A call on the same edges whose weights are the logits, unmasked, and which computes no sums."""
     nothing = call.value.new_zeros(*call.value.shape[:-1], 0)
     asked = call._replace(value=nothing, mask=None, edge_value=None, out_bias=None, dropout=0.0, weights=True)
     return asked._replace(distribution=_LOGITS, law=_LOGITS.law())
 
 
 def finished_logits(call: Call, edges: EdgeList) -> Tensor:
-    """The logits of a call, bias included, `[..., E, H]`, in the type that is computed in.
+    """The logits of a call, including its bias, `[..., E, H]`, in the type of the computation.
 
     Args:
-        call: A call on these edges, bias and mask per edge, and with vectors of edges.
-        edges: The edges, self-loops included.
+        call: A call on these edges, with bias and mask per edge, and with vectors of edges.
+        edges: The edges, including self-loops.
     """
     logits = _logits(call.with_edges(), *edges.sources_and_targets())
     return logits if call.bias is None else logits + call.bias.to(call.compute)
 
 
 def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
-    """The logits of all edges, `[..., E, H]`, in the type that is computed in."""
+    """The logits of all edges, `[..., E, H]`, in the type of the computation."""
     score, compute, heads = call.score, call.compute, call.heads
 
     def of_edges(query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
@@ -91,7 +92,7 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
         query = None if query is None or gather_query is None else gather_query(query, target)
         return of_edges(query, gather_key(key, source), edge)
 
-    # Not narrow(), whose gradient has all edges for each chunk.
+    # Not narrow(), whose gradient would have the size of all edges for each chunk.
     edges = [None] * len(sizes) if call.edge is None else call.edge.split(sizes, -3)
     found = [
         checkpoint(chunk, call.query, call.key, *parts, use_reentrant=False)
@@ -101,10 +102,10 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
 
 
 class _Gathers:
-    """Gathers rows chunk by chunk; the gradient of all chunks is summed in one place.
+    """Gathers rows chunk by chunk, and sums the gradients of all chunks in one tensor.
 
     Args:
-        num_chunks: Number of gathers, all of the same tensor.
+        num_chunks: The number of gathers, all from the same tensor.
     """
 
     def __init__(self, num_chunks: int):
@@ -114,13 +115,13 @@ class _Gathers:
         self.backward_pass: int | None = None
 
     def __call__(self, rows: Tensor, index: Tensor) -> Tensor:
-        """The rows of an index."""
+        """The rows with these indices."""
         gathered: Tensor = _Gather.apply(rows, index, self)
         return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """`index_select`, whose gradients are summed by its `_Gathers`, and returned by the last of them."""
+    """`index_select`, whose gradients are summed by its `_Gathers` and returned by the last of them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, gathers: _Gathers) -> Tensor:
@@ -131,9 +132,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         gathers, (index,) = ctx.gathers, ctx.saved_tensors
-        if torch.is_grad_enabled():  # a derivative of this one is wanted, too
+        if torch.is_grad_enabled():  # a derivative of this gradient is also needed
             return grad.new_zeros(ctx.shape).index_add(grad.dim() - 3, index, grad), None, None
-        if gathers.sum is None or gathers.backward_pass != backward_pass():  # an earlier one may have failed midway
+        if gathers.sum is None or gathers.backward_pass != backward_pass():  # an earlier pass may have failed midway
             gathers.sum, gathers.num_summed = grad.new_zeros(ctx.shape), 0
             gathers.backward_pass = backward_pass()
         gathers.sum.index_add_(grad.dim() - 3, index, grad)

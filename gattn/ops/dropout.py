@@ -1,6 +1,6 @@
 """Dropout on attention weights, by a counter-based generator.
 
-One definition for every backend: whether a weight is kept depends on the seed and on the weight's position alone, so a
+All backends share one definition: whether a weight is kept depends only on the seed and on the weight's position. So a
 kernel can recompute it in the backward pass, in any order and on any number of threads, and tests can compare kernels
 under dropout.
 """
@@ -18,7 +18,7 @@ _LOW32 = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection on 32-bit integers that spreads every input bit; in int64, where its products cannot overflow."""
+    """A bijection on 32-bit integers in which every input bit counts; in int64, where its products cannot overflow."""
     for _ in range(2):
         x = (x ^ (x >> 16)).mul_(0x45D9F3B).bitwise_and_(_LOW32)
     return x ^ (x >> 16)
@@ -31,23 +31,23 @@ def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     high(seed))`, a uniform 32-bit integer, is at least `p * 2**32`.
 
     Args:
-        seed: A scalar int64 tensor in `[0, 2**63)`, on the device that the mask is for.
+        seed: A scalar int64 tensor in `[0, 2**63)`, on the device of the mask.
         shape: Shape of the weights, `[..., E, H]`.
         p: Probability that a weight is dropped.
     """
-    number = torch.arange(math.prod(shape), device=seed.device)  # numel() must know the sizes, which export leaves open
+    number = torch.arange(math.prod(shape), device=seed.device)  # numel() needs the sizes, which export leaves open
     random = _mix(_mix((number & _LOW32) ^ (seed & _LOW32)) ^ (number >> 32) ^ (seed >> 32))
     return (random >= int(p * 2**32)).view(shape)
 
 
 def check_probability(name: str, p: float) -> None:
-    """Raises `TypeError` or `ValueError` where `p` is no probability."""
+    """Raises `TypeError` or `ValueError` if `p` is not a probability."""
     try:
         valid = bool(0.0 <= p <= 1.0)
     except TypeError as error:
-        raise InputTypeError(f"{name} is a probability, a number between 0 and 1; got {p!r}.") from error
+        raise InputTypeError(f"{name} must be a probability, a number between 0 and 1; got {p!r}.") from error
     if not valid:
-        raise InputError(f"{name} is a probability between 0 and 1; got {p}.")
+        raise InputError(f"{name} must be a probability between 0 and 1; got {p}.")
 
 
 def draw_seed(device: torch.device) -> Tensor:

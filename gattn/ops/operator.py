@@ -1,6 +1,6 @@
-"""Attention as PyTorch operators: their inputs, their shape-only versions and their gradients, whoever computes them.
+"""Attention as PyTorch operators of any backend: their inputs, shape-only versions and gradients.
 
-An operator's backward pass is an operator, too; its own derivative goes through `gattn.ops.reference`.
+An operator's backward pass is also an operator, whose own derivative is computed by `gattn.ops.reference`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ library = torch.library.Library("gattn", "DEF")
 
 
 class Inputs(NamedTuple):
-    """What an operator gets; its schema is made of this, so an input is added here and nowhere else.
+    """The inputs of an operator, from which its schema is made: new inputs are added only here.
 
-    Node tensors and vectors of edges are of one type; the terms of a scalar score, the bias and the vector are of the
-    type that is computed in.
+    Node tensors and vectors of edges have one type; the terms of a scalar score, the bias and the vector have the type
+    of the computation.
     """
 
     query: Tensor | None
@@ -48,11 +48,11 @@ class Inputs(NamedTuple):
     vector: Tensor | None
     """`[H, C]`"""
     edge: Tensor | None
-    """`[..., E, H, C]`, or, if it is to be projected, `[E, D]`"""
+    """`[..., E, H, C]`, or `[E, D]` if it is to be projected"""
     edge_projection: Tensor | None
     """`[H, C, D]`"""
     edge_type: Tensor | None
-    """`[E]` in 64 bits; then `edge` has one entry per type"""
+    """`[E]` in 64 bits; with it, `edge` has one entry per type"""
     bias: Tensor | None
     """`[..., E, H]`"""
     mask: Tensor | None
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
     edge_value: Tensor | None
     """`[..., E, H, V]`"""
     edge_index: Tensor
-    """`[2, E]`, without the self-loops that `self_loops` asks for"""
+    """`[2, E]`, without the self-loops that `self_loops` adds"""
     num_targets: int
     self_loops: bool
     """Whether existing self-loops are replaced by one for each of the first min(N, M) nodes"""
@@ -79,16 +79,16 @@ class Inputs(NamedTuple):
     sink: Tensor | None
     """`[H]`, the logits of the softmax's sink"""
     out_bias: Tensor | None
-    """`[H, V]`, added to the output; only for backends that say so"""
+    """`[H, V]`, added to the output, for backends that can"""
     dropout: float
     seed: Tensor | None
-    """Of the dropout; `None` if nothing is dropped"""
+    """The seed of the dropout; `None` if nothing is dropped"""
     traced: bool
-    """Whether a compiled program calls, which edits memory without counting versions"""
+    """Whether a compiled program is calling, which edits memory without increasing versions"""
 
     @property
     def values(self) -> Tensor:
-        """The value, wherever it is."""
+        """The value, which may be the key."""
         return self.key if self.value is None else self.value
 
     @property
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 
     @property
     def most_edges(self) -> int:
-        """An upper bound of the number of edges that is known without looking at them."""
+        """An upper bound of the number of edges, known without looking at them."""
         return self.edge_index.size(1) + (min(self.num_sources, self.num_targets) if self.self_loops else 0)
 
     @property
@@ -117,7 +117,7 @@ class Inputs(NamedTuple):
         return (*self.front, self.num_targets, self.heads, self.values.size(-1))
 
     def check(self, num_edges: int) -> None:
-        """Checks what kernels rely on: compiled code calls operators without any other check.
+        """Checks what the kernels assume: compiled code calls operators without any other check.
 
         Raises:
             ValueError: If a size, a type or a device does not fit the graph and the other inputs.
@@ -129,14 +129,14 @@ class Inputs(NamedTuple):
         terms = compute if Score.class_of_family(self.family).scalar else dtype
         self.check_devices()
         if self.distribution not in LAWS:
-            raise ValueError(f"there is no distribution {self.distribution!r}.")
+            raise ValueError(f"no distribution is called {self.distribution!r}.")
         law = LAWS[self.distribution].law()
         if law is None or len(self.distribution_constants) != len(law.constants):
-            raise ValueError(f"the distribution {self.distribution!r} has other constants.")
+            raise ValueError(f"the distribution {self.distribution!r} has the wrong number of constants.")
         if self.sink is not None and self.distribution != "softmax":
-            raise ValueError("only the softmax has a sink.")
+            raise ValueError("only the softmax can have a sink.")
         if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
-            raise ValueError(f"{key_heads} heads of key and value do not divide the {heads} heads of query.")
+            raise ValueError(f"the {key_heads} heads of key and value must divide the {heads} heads of query.")
         for name, tensor, size, wanted in (
             ("query", self.query, (*front, self.num_targets, heads, channels), terms),
             ("key", self.key, (*front, self.num_sources, key_heads, channels), terms),
@@ -165,16 +165,16 @@ class Inputs(NamedTuple):
             self._check_types(self.edge_type, num_edges)
 
     def _check_types(self, types: Tensor, num_edges: int) -> None:
-        """Checks types of edges, and what has one row for each type; not which types there are."""
+        """Checks the types of edges and the tensors with one row per type, but not the range of the types."""
         if types.shape != (num_edges,) or types.dtype != torch.int64:
             raise ValueError(_UNFIT.format("edge_type", list(types.shape), types.dtype, [num_edges], torch.int64))
         is_value = self.edge_is_value and (self.vector is not None or self.values.size(-1) != self.key.size(-1))
         has_rows = self.edge is not None and self.edge.dim() == 3
         if not has_rows or self.edge_projection is not None or self.edge_value is not None or is_value:
-            raise ValueError("edge_type chooses rows [R, H, C] of edge; they are values only without a vector.")
+            raise ValueError("edge_type selects rows [R, H, C] of edge, which can be values only without a vector.")
 
     def _check_projection(self, projection: Tensor) -> None:
-        """Checks a projection, and that what it is to project are features."""
+        """Checks a projection, and that it has features to project."""
         size, compute = (self.heads, self.key.size(-1), *projection.shape[2:]), compute_dtype(self.values.dtype)
         if projection.dim() != 3 or projection.shape != size or projection.dtype != compute:
             given = list(projection.shape), projection.dtype
@@ -182,7 +182,7 @@ class Inputs(NamedTuple):
         is_value = self.edge_is_value and (self.vector is not None or self.values.size(-1) != size[1])
         if self.edge is None or self.edge.dim() != 2 or self.edge_value is not None or is_value:
             raise ValueError(
-                "edge_projection projects features [E, D] of edges; they are values only without a vector."
+                "edge_projection projects edge features [E, D], which can be values only without a vector."
             )
 
     def check_devices(self) -> None:
@@ -195,7 +195,7 @@ class Inputs(NamedTuple):
 
 
 def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
-    """The logit of the softmax's sink for each head, `[H]`."""
+    """The logit of the softmax's sink, per head, `[H]`."""
     if sink is None:
         return None
     if not isinstance(sink, Tensor):
@@ -203,10 +203,10 @@ def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
     return sink.to(call.compute).expand(call.heads)
 
 
-#: Compiled programs look at the edges to find their layout, which CUDA graphs cannot, and keep that from call to call.
+#: Compiled programs read the edges to find their layout, which CUDA graphs cannot do, and keep it between calls.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
-_UNFIT = "{} has shape {} and type {}, but the graph and the other inputs ask for {} and {}."
+_UNFIT = "{} has shape {} and type {}, but must have {} and {} to fit the graph and the other inputs."
 
 #: Inputs that have gradients.
 DIFFERENTIABLE = (
@@ -242,13 +242,13 @@ class AttentionOperator:
 
     Args:
         name: The operator's name.
-        devices: The devices whose tensors it takes, as PyTorch's dispatcher calls them.
-        forward: Takes `(inputs, keep, with_weights)`: the inputs, whether gradients will be asked for, and whether
-            weights are wanted; returns output, weights `[..., E, H]` (without edges, if they are not wanted) and all
-            that its backward pass needs.
-        backward: Takes `(inputs, grad_out, grad_weights, out, weights, kept, wanted)`: the inputs, the gradients that
-            come in, what `forward` returned, and the names of the inputs whose gradients are wanted; returns those.
-        kept: From the inputs and `keep`, the shapes and types of all that `forward` keeps.
+        devices: The devices whose tensors it takes, by the names in PyTorch's dispatcher.
+        forward: Takes `(inputs, keep, with_weights)`: the inputs, whether gradients will be needed, and whether weights
+            are requested. Returns the output, the weights `[..., E, H]` (without edges if they are not requested) and
+            everything that the backward pass needs.
+        backward: Takes `(inputs, grad_out, grad_weights, out, weights, kept, wanted)`: the inputs, the incoming
+            gradients, the results of `forward`, and the names of the inputs whose gradients are needed. Returns these.
+        kept: Returns the shapes and types of everything that `forward` keeps, given the inputs and `keep`.
     """
 
     def __init__(
@@ -285,12 +285,12 @@ class AttentionOperator:
         self._backward = Differentiated(f"{name}_backward", run_backward, _save_backward, _differentiate_twice)
 
     def __call__(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Output `[..., N, H, C]`, and weights `[..., E, H]` before dropout if the call asks for any.
+        """Output `[..., N, H, C]`, and weights `[..., E, H]` before dropout if the call requests weights.
 
         Args:
-            call: A call with everything in its place and type, whose score kernels know.
+            call: A call whose tensors have the right form and type, and whose score the kernels know.
             edges: The edges of its graph.
-            seed: Of the dropout, if there is any.
+            seed: The seed of the dropout, if there is any.
         """
         query, key, score = call.query, call.key, call.score
         if query is not None:
@@ -332,7 +332,7 @@ class AttentionOperator:
         return results[0], results[1] if call.weights else None
 
     def run(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
-        """What the backend's `forward` returns, with gradients."""
+        """The results of the backend's `forward`, with gradients."""
         if type(inputs.values) is not Tensor and is_distributed(inputs.values):
             return by_heads(self.run, inputs, with_weights)
         tensors: list[Any] = [inputs[place] for place in _PLACES]
@@ -360,9 +360,9 @@ class AttentionOperator:
         self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *others: None
     ) -> tuple[Tensor | None, ...]:
         inputs, out, weights, kept = _saved(ctx)
-        # Autograd itself notices other edits, but not `edge_index.data = ...`.
+        # Autograd notices other edits, but not `edge_index.data = ...`.
         if inputs.edge_index.shape != ctx.edge_index_shape:
-            raise RuntimeError("edge_index was given other data between the forward and the backward pass.")
+            raise RuntimeError("the data of edge_index was replaced between the forward and the backward pass.")
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grad_weights = grad_weights if ctx.with_weights else None
@@ -378,13 +378,13 @@ class AttentionOperator:
 
 
 class Differentiated:
-    """An operator with a gradient: what `torch.library.register_autograd` does, at a fraction of its cost per call.
+    """An operator with a gradient: like `torch.library.register_autograd`, at a fraction of its cost per call.
 
-    Called, it skips PyTorch's dispatcher where nobody looks at the operators that are called.
+    A call skips PyTorch's dispatcher unless something intercepts operators.
 
     Args:
         name: The operator's name, without its namespace.
-        compute: What it computes, without gradients.
+        compute: Its computation, without gradients.
         save: `save(ctx, inputs, output)` keeps what `differentiate` needs.
         differentiate: `differentiate(ctx, *grads)` returns the gradients of all inputs.
     """
@@ -422,7 +422,7 @@ class Differentiated:
         self._apply = apply_of(function)
 
     def __call__(self, *inputs: Any) -> Any:
-        """The operator's output."""
+        """The output of the operator."""
         if needs_dispatcher():
             return self._op(*inputs)
         tensors = self._tensors(inputs)
@@ -435,7 +435,7 @@ class Differentiated:
 
 
 def has_gradient(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether a gradient of what is computed from these tensors may be asked for."""
+    """Whether a gradient of a result of these tensors may be requested."""
     if torch.is_grad_enabled():
         for tensor in tensors:  # twice as fast as any()
             if tensor is not None and tensor.requires_grad:
@@ -444,9 +444,9 @@ def has_gradient(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def are_plain(inputs: Sequence[Any]) -> bool:
-    """Whether no tensor among the inputs is of a subclass, which may want to see every operator, a wrapper, or lazy.
+    """Whether no input is lazy, a wrapper, or of a tensor subclass, which may want to see every operator.
 
-    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them, and computes what is lazy.
+    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them and computes lazy tensors.
     """
     return _PLAIN.issuperset(map(type, inputs)) and not any(
         isinstance(value, Tensor) and (is_functorch_tensor(value) or is_lazy(value)) for value in inputs
@@ -467,14 +467,14 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 
 def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None]) -> None:
-    """Keeps tensors as autograd wants them kept, and the rest beside them."""
+    """Saves tensors through autograd, and other inputs as attributes."""
     ctx.places = [place for place in _TENSORS if inputs[place] is not None]
     ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
     ctx.save_for_backward(*(inputs[place] for place in ctx.places), *tensors)
 
 
 def _saved(ctx: Any) -> tuple[Inputs, Tensor, Tensor, list[Tensor]]:
-    """The inputs, and what the forward pass returned."""
+    """The inputs and the results of the forward pass."""
     inputs, (out, weights, *kept) = _split_saved(ctx)
     return inputs, out, weights, kept
 
@@ -488,7 +488,7 @@ def _split_saved(ctx: Any) -> tuple[Inputs, list[Any]]:
 
 
 def _in_place(grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients of all inputs, given those that are wanted."""
+    """Gradients of all inputs, given the requested ones."""
     result: list[Tensor | None] = [None] * len(Inputs._fields)
     remaining = iter(grads)
     for place, wants in zip(_PLACES, wanted, strict=True):
@@ -515,10 +515,10 @@ def _save_backward(ctx: Any, arguments: tuple[Any, ...], output: list[Tensor]) -
 
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The derivative of the backward pass: that of the reference's backward pass."""
+    """The derivative of the backward pass, which is that of the reference's backward pass."""
     inputs, (grad_out, grad_weights) = _split_saved(ctx)
     with torch.enable_grad():
-        # Views, so that what is differentiated begins here.
+        # Views, so that differentiation stops here.
         leaves = {
             name: tensor.view_as(tensor) for name in DIFFERENTIABLE if (tensor := getattr(inputs, name)) is not None
         }
@@ -554,7 +554,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
 
 
 def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
-    """The gradients of the inputs that are wanted, for batches of gradients, of which kernels know nothing."""
+    """The requested gradients of the inputs for a batch of gradients, which kernels do not support."""
     names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
     with torch.enable_grad():
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
@@ -565,7 +565,7 @@ def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], 
 
 
 def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What the operator computes, in plain PyTorch."""
+    """The operator's computation in plain PyTorch."""
     edge_index = inputs.edge_index
     if inputs.self_loops:
         edge_index = looped(edge_index, inputs.num_sources, inputs.num_targets, inputs.flow)

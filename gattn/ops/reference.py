@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: what every kernel must equal, gradients included.
+"""Attention in plain PyTorch, which every kernel must equal, including gradients.
 
-The core's hooks are made of `weights` and `messages`; kernels take their second derivatives from `attention`. A scalar
-score's terms are vectors of one channel here, `[..., H, 1]`.
+The core's hooks use `weights` and `messages`; kernels take their second derivatives from `attention`. Here, a scalar
+score's terms are vectors of one channel, `[..., H, 1]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gattn.scores import Score
 
 
 def logits(query: Tensor | None, key: Tensor, edge: Tensor | None, score: Score) -> Tensor:
-    """A score's logits `[..., E, H]`, given what the two ends of edges have, `[..., E, H, C]`."""
+    """A score's logits `[..., E, H]`, given the terms at both ends of the edges, `[..., E, H, C]`."""
     if score.scalar:
         query, edge = (None if x is None else x.squeeze(-1) for x in (query, edge))
         key = key.squeeze(-1)
@@ -30,10 +30,10 @@ def logits(query: Tensor | None, key: Tensor, edge: Tensor | None, score: Score)
 
 
 def weights_of(distribution: Distribution, logits: Tensor, index: Tensor, num_targets: int) -> Tensor:
-    """A distribution's weights of logits `[..., E, H]`."""
+    """A distribution's weights for logits `[..., E, H]`."""
     found = distribution.weights(logits, index, num_targets, logits.dim() - 2)
     if not _is_real(found) or found.shape != logits.shape:
-        raise InputError(_wrong(distribution, "weights", "a weight for each logit", list(logits.shape), found))
+        raise InputError(_wrong(distribution, "weights", "one weight per logit", list(logits.shape), found))
     return found
 
 
@@ -52,13 +52,13 @@ def broadcast_logits(query: Tensor | None, key: Tensor, score: Score, shape: tup
     Args:
         query: `[B, N, 1, H, C]`, for a scalar score `[B, N, 1, H]`.
         key: `[B, 1, M, H, C]`, for a scalar score `[B, 1, M, H]`.
-        score: One whose logits broadcast.
+        score: A score whose logits broadcast.
         shape: B, N, M and H.
     """
     found = score.logits(query, key, None)
     fits = _is_real(found) and found.dim() == 4 and found.size(-1) == shape[-1]
     if not fits or any(size not in (1, full) for size, full in zip(found.shape, shape, strict=True)):
-        note = f"{list(shape)} or broadcastable to it, as broadcasts = True says"
+        note = f"{list(shape)} or broadcastable to it, because it has broadcasts = True"
         raise InputError(_wrong(score, "logits", "one logit per pair of nodes and head", note, found))
     return found.expand(shape)
 
@@ -74,7 +74,7 @@ def weights(
     index: Tensor,
     num_targets: int,
 ) -> Tensor:
-    """Attention weights `[..., E, H]` of edges, given what their two ends have, `[..., E, H, C]`."""
+    """Attention weights `[..., E, H]` of edges, given the terms at their two ends, `[..., E, H, C]`."""
     found = logits(query, key, edge, score)
     if bias is not None:
         found = found + bias
@@ -91,7 +91,7 @@ def messages(value: Tensor, alpha: Tensor, edge_value: Tensor | None) -> Tensor:
 
 
 def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Grouped queries: each head of `tensor` serves several consecutive query heads."""
+    """Repeats heads for grouped queries: each head of `tensor` serves several consecutive query heads."""
     return tensor if tensor.size(-2) == heads else tensor.repeat_interleave(heads // tensor.size(-2), dim=-2)
 
 
@@ -113,7 +113,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output `[..., N, H, C]` and weights `[..., E, H]` before dropout.
 
-    Arguments are those of `gattn.ops.call.Call`; `edge_index` has sources above targets, and `seed` is the dropout's.
+    The arguments are those of `gattn.ops.call.Call`; `edge_index` has sources above targets, and `seed` is for dropout.
     """
     source, target = edge_index
     heads = (key if query is None else query).size(-2)

@@ -1,4 +1,4 @@
-"""Attention on PyTorch's distributed tensors: heads do not know of each other, so each rank computes its own."""
+"""Attention on PyTorch's distributed tensors: heads are independent, so each rank computes its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gattn.errors import InputError
 if TYPE_CHECKING:
     from gattn.ops.operator import Inputs
 
-#: Where each input has its heads, counted from the last dimension.
+#: The dimension of heads in each input, counted from the last.
 _HEADS = {
     "query": 2,
     "key": 2,
@@ -32,24 +32,24 @@ _HEADS = {
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a `DTensor`, which nobody has without its module."""
+    """Whether a tensor is a `DTensor`, which cannot exist before its module is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def by_heads(run: Callable[[Inputs, bool], list[Tensor]], inputs: Inputs, with_weights: bool) -> list[Tensor]:
-    """What `run` returns for this rank's heads, as distributed tensors: output and weights.
+    """The output and weights of `run` for this rank's heads, as distributed tensors.
 
-    Other inputs follow the value; what is no distributed tensor is taken to be the same on all ranks. With dropout,
-    ranks drop independently of each other if their seeds differ, and not what one process would.
+    Other inputs follow the value; inputs that are not distributed tensors are assumed to be the same on all ranks. With
+    dropout, ranks drop independently if their seeds differ, so the result is not that of a single process.
 
     Args:
-        run: Computes output `[..., N, H, V]` and weights `[..., E, H]` of plain tensors.
+        run: Computes output `[..., N, H, V]` and weights `[..., E, H]` from plain tensors.
         inputs: Inputs of which at least the value is distributed: replicated, or split along its heads.
-        with_weights: Whether weights are wanted.
+        with_weights: Whether weights are requested.
 
     Raises:
-        ValueError: If the value is split otherwise than by heads, or into more ranks than heads of the key.
+        ValueError: If the value is split along another dimension, or into more ranks than the key has heads.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -58,12 +58,12 @@ def by_heads(run: Callable[[Inputs, bool], list[Tensor]], inputs: Inputs, with_w
     is_split = [placement == Shard(heads_at) for placement in values.placements]
     if not all(split or placement == Replicate() for split, placement in zip(is_split, values.placements, strict=True)):
         raise InputError(
-            f"attention on distributed tensors is computed by heads: value is placed as {values.placements}, and may "
+            f"attention on distributed tensors is computed by heads: value is placed as {values.placements}, but must "
             f"be replicated or Shard({heads_at}) of [..., M, H, C]."
         )
     ranks = math.prod(mesh.size(dim) for dim, split in enumerate(is_split) if split)
     if values.size(heads_at) < ranks:
-        raise InputError(f"there are more ranks than heads: {values.size(heads_at)} heads of value for {ranks} ranks.")
+        raise InputError(f"each rank needs a head: got {values.size(heads_at)} heads of value for {ranks} ranks.")
 
     def place(tensor: Any, from_last: int, is_shared: bool = False) -> Any:
         at_heads = Shard(tensor.dim() - from_last)
@@ -71,7 +71,7 @@ def by_heads(run: Callable[[Inputs, bool], list[Tensor]], inputs: Inputs, with_w
             tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
         if not is_shared:
             return tensor.redistribute(mesh, [at_heads if split else Replicate() for split in is_split]).to_local()
-        # Each rank's gradient of what all heads share is that of its own heads.
+        # For an input that all heads share, each rank has the gradient from its own heads.
         of_grad = [Partial() if split else Replicate() for split in is_split]
         return tensor.redistribute(mesh, [Replicate()] * mesh.ndim).to_local(grad_placements=of_grad)
 

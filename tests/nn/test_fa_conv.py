@@ -231,5 +231,5 @@ def test_wrong_inputs(x, x_0, edge_index):
     for layer, weights in ((conv, None), (weighted, weight)):
         with pytest.raises(IndexError, match="edge_index holds"):
             layer(x, x_0, edge_index + N, weights)
-    with pytest.raises(ValueError, match="dropout is a probability"):
+    with pytest.raises(ValueError, match="dropout must be a probability"):
         FAConv(F, dropout=1.5)

@@ -181,7 +181,7 @@ def test_wrong_inputs(x, edge_index, edge_attr):
     conv = GATEConv(C, C, D)
     with pytest.raises(ValueError, match="the same positive number; got 6 and 5"):
         GATEConv(C, 5, D)
-    with pytest.raises(ValueError, match=r"dropout is a probability between 0 and 1; got 1\.5"):
+    with pytest.raises(ValueError, match=r"dropout must be a probability between 0 and 1; got 1\.5"):
         GATEConv(C, C, D, dropout=1.5)
     with pytest.raises(ValueError, match=r"GATEConv needs edge_attr, \[E, 3\]"):
         conv(x, edge_index)

@@ -631,8 +631,8 @@ class TestBadInput:
     def test_options_out_of_range(self, layer):
         for kwargs, message in (
             ({"heads": 0}, "heads must be at least 1"),
-            ({"dropout": -0.1}, "dropout is a probability"),
-            ({"value_dropout": 2}, "value_dropout is a probability"),
+            ({"dropout": -0.1}, "dropout must be a probability"),
+            ({"value_dropout": 2}, "value_dropout must be a probability"),
         ):
             with pytest.raises(ValueError, match=message):
                 layer(F, 4, **kwargs)

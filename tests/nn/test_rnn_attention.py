@@ -662,7 +662,7 @@ class TestErrors:
             (lambda: GeneralAttention(0, CM), "query_channels must be at least 1; got 0"),
             (lambda: GeneralAttention(CQ, -1), "memory_channels must be at least 1; got -1"),
             (lambda: AdditiveAttention(CQ, CM, 0), "hidden_channels must be at least 1; got 0"),
-            (lambda: DotProductAttention(dropout=1.5), "dropout is a probability between 0 and 1; got 1.5"),
+            (lambda: DotProductAttention(dropout=1.5), "dropout must be a probability between 0 and 1; got 1.5"),
             (lambda: LocalAttention(general, 0), "half-width D of .* must be positive; got 0"),
             (lambda: LocalAttention(general, -2.5), "the half-width D"),
             (lambda: LocalAttention(general, math.nan), "the half-width D"),
@@ -699,5 +699,5 @@ class TestErrors:
             attention(query[:2], memory)
 
     def test_channels(self):
-        with pytest.raises(ValueError, match="query and key have the same batch, heads and channels"):
+        with pytest.raises(ValueError, match="query and key must have the same batch, heads and channels"):
             DotProductAttention()(torch.randn(B, N, CQ), torch.randn(B, M, CM))

@@ -206,7 +206,7 @@ class TestSizesAtRunTime:
 
         x, edge_index = inputs(0)
         for wrong in (1, EDGES - 1):
-            with pytest.raises(ValueError, match=rf"{name} has one entry per edge.*\[{EDGES}, .*got \[{wrong}, "):
+            with pytest.raises(ValueError, match=rf"{name} must have one entry per edge.*\[{EDGES}, .*got \[{wrong}, "):
                 function(x, edge_index, torch.randn(wrong, *self.terms[name]))
 
     @pytest.mark.parametrize("backend", ["cpu", "triton"])

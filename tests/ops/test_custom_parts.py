@@ -327,7 +327,7 @@ def test_weights_that_are_wrong():
 
     query, key, value = (leaves()[name].detach() for name in ("query", "key", "value"))
     for graph in (GRAPH, CompleteGraph(N, M)):
-        with pytest.raises(ValueError, match=r"Few\.weights\(\) must return a weight for each logit"):
+        with pytest.raises(ValueError, match=r"Few\.weights\(\) must return one weight per logit"):
             attend(query, key, value, graph, distribution=Few())
 
 

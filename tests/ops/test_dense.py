@@ -513,7 +513,9 @@ class TestBiasAndMask:
         graph = CompleteGraph(4)
         tensors = make_tensors("dot", graph)
         for backend in ("dense", "auto", "reference"):
-            with pytest.raises(ValueError, match="mask is a tensor of booleans, True = may attend; got torch.float32"):
+            with pytest.raises(
+                ValueError, match="mask must be a tensor of booleans, True = may attend; got torch.float32"
+            ):
                 call("dot", tensors, graph, backend, mask=torch.ones(4, 4))
             with pytest.raises(ValueError, match=r"bias on this complete graph must be broadcastable to \[2, 4, 4\]"):
                 call("dot", tensors, graph, backend, bias=torch.ones(3, 4))
@@ -1024,7 +1026,7 @@ class TestChoice:
     @pytest.mark.parametrize("term", ["edge", "edge_value"])
     def test_edge_terms(self, term, calls):
         terms = {term: torch.randn(10, 2, 3)}
-        reason = "edge and edge_value come one per edge"
+        reason = "edge and edge_value have one entry per edge"
         self.refused(lambda: attend(self.x, self.x, self.x, self.graph, **terms), reason, calls)
 
     def test_own_scores(self, calls):
@@ -1032,7 +1034,9 @@ class TestChoice:
             def logits(self, query, key, edge):
                 return super().logits(query, key, edge) * 2
 
-        self.refused(lambda: attend(self.x, self.x, self.x, self.graph, score=Mine()), "Mine does not say so", calls)
+        self.refused(
+            lambda: attend(self.x, self.x, self.x, self.graph, score=Mine()), "Mine does not declare it", calls
+        )
 
     @pytest.mark.parametrize("grouped", [False, True])
     def test_own_scores_that_broadcast(self, grouped, calls):

@@ -272,7 +272,7 @@ class TestKeeping:
         x, index = torch.randn(9, 2, 8, requires_grad=True), random_edge_index(9, num_edges=40)
         out = attend(x, x, x, index)
         index.data = random_edge_index(9, num_edges=400)
-        with pytest.raises(RuntimeError, match="edge_index was given other data"):
+        with pytest.raises(RuntimeError, match="the data of edge_index was replaced"):
             out.sum().backward()
 
     def test_only_the_last_few_sizes(self):

@@ -274,7 +274,7 @@ class TestMissing:
 
         monkeypatch.setattr(native.ctypes, "CDLL", refuse)
         lose()
-        self.check("that is OpenMP's runtime: install libgomp1")
+        self.check("this is OpenMP's runtime: install libgomp1")
 
     def test_of_somebody_else(self, lose, monkeypatch):
         monkeypatch.setenv("GATTN_KERNELS", torch._C.__file__)

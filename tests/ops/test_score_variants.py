@@ -238,7 +238,7 @@ class TestTypes:
     def test_values_of_another_width_are_refused(self):
         query, value, table = torch.randn(N, 2, 1), torch.randn(N, 2, 4), torch.randn(R, 2, 1)
         edges = torch.randint(N, (2, E))
-        with pytest.raises(ValueError, match="edge_value has one row for each of R types"):
+        with pytest.raises(ValueError, match="edge_value must have one row for each of R types"):
             attend(query, query, value, edges, edge=table, edge_value=table, edge_type=TYPES, backend="reference")
 
     def test_many_types_are_expanded(self, monkeypatch):

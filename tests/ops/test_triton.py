@@ -600,7 +600,7 @@ class TestCapture:
     def test_weights_of_a_graph_with_self_loops(self, capture, monkeypatch):
         monkeypatch.setattr("gattn.ops.backends.base.draw_seed", lambda device: torch.tensor(12345))
         run = self.call(True)
-        with capture(), pytest.raises(RuntimeError, match="call the same with the same edge_index once before"):
+        with capture(), pytest.raises(RuntimeError, match="make the same call with this edge_index once before"):
             run(weights=True)
         expected = run(weights=True)
         with capture():

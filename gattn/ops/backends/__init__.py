@@ -1,4 +1,4 @@
-"""Who can compute attention: one object per backend, in the order in which `backend="auto"` asks them."""
+"""The backends: one object for each, in the order in which `backend="auto"` tries them."""
 
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import Cpu
@@ -15,10 +15,10 @@ BACKENDS: tuple[Backend, ...] = (Dense(), Cpu(), Triton(), REFERENCE)
 
 
 def backend_named(name: str) -> Backend | None:
-    """The backend of a name; `None` for `"auto"`.
+    """The backend of this name; `None` for `"auto"`.
 
     Raises:
-        ValueError: If there is no backend of that name.
+        ValueError: If no backend has this name.
     """
     if name == "auto":
         return None

@@ -1,4 +1,4 @@
-"""What a backend is."""
+"""The base class of backends."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ if TYPE_CHECKING:
 
 
 class Result(NamedTuple):
-    """What a call gives."""
+    """The result of a call."""
 
     out: Tensor
     """`[..., N, H, C]`"""
     weights: Any = None
-    """In the form that users of the graph get them; `None` if the call asks for none."""
+    """In the form that users of the graph get; `None` if the call does not request weights."""
 
 
 class Missing(NamedTuple):
-    """Something that a backend needs and this machine does not have."""
+    """Something that a backend needs and this machine lacks."""
 
     what: str
     why: str
-    """As a sentence about it, without its full stop."""
+    """The reason, as a sentence without its full stop."""
 
 
 class Backend(ABC):
     """Something that can compute attention.
 
-    To add one, write a class in a module of its own, and put an object of it into `gattn.ops.backends.BACKENDS`.
+    To add one, write a class in a module of its own, and add an object of it to `gattn.ops.backends.BACKENDS`.
     """
 
-    #: What users call it.
+    #: The name by which users request it.
     name: ClassVar[str]
 
     #: The types of devices on which `backend="auto"` chooses it; `None` for all.
     devices: ClassVar[tuple[str, ...] | None]
 
-    #: Whether it adds a call's `out_bias` itself.
+    #: Whether it can add a call's `out_bias` itself.
     adds_out_bias: ClassVar[bool] = False
 
-    #: Whether its results are made by operators of gattn's own, which an exported program has only if it is asked for.
+    #: Whether it uses operators of gattn's own, which an exported program contains only on request.
     has_operators: ClassVar[bool] = False
 
     def missing(self) -> Missing | None:
-        """What it needs that this machine does not have; `None` if it has all."""
+        """What it needs and this machine lacks; `None` if nothing is missing."""
         return None
 
     @abstractmethod
@@ -65,15 +65,15 @@ class Backend(ABC):
         """Computes a call.
 
         Args:
-            call: One that it does not refuse.
-            module: The module that attends, whose hooks the reference runs.
+            call: A call that it does not refuse.
+            module: The module that computes attention, whose hooks the reference runs.
         """
 
     def logits(self, call: Call) -> Any:
-        """The logits of a call, bias included and nothing masked, in the form that users of the graph get weights.
+        """The logits of a call, including its bias but without masks, in the form in which users get weights.
 
         Args:
-            call: One that it does not refuse.
+            call: A call that it does not refuse.
         """
         edges = call.graph.edge_list(call.value.device)
         call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
@@ -82,7 +82,7 @@ class Backend(ABC):
 
 
 def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
-    """Logits `[..., E, H]` in the form that users of the graph get weights: zero where a batch is padded."""
+    """Logits `[..., E, H]` in the form in which users of the graph get weights: zero where a batch is padded."""
     real = call.graph.real_edges(edges)
     if real is not None:
         logits = logits.masked_fill(~real, 0.0)
@@ -90,14 +90,14 @@ def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
 
 
 def on_ends(call: Call, edges: EdgeList) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """The terms of a call's score for each edge, `[..., E, H, C]`: the target's, the source's and the edge's own."""
+    """The terms of a call's score per edge, `[..., E, H, C]`: the target's, the source's and the edge's own."""
     source, target = edges.sources_and_targets()
     query = None if call.query is None else call.query.index_select(-3, target)
     return query, reference.repeat_heads(call.key.index_select(-3, source), call.heads), call.edge
 
 
 def needs_plain_pytorch() -> str | None:
-    """What asks for more than operators and kernels give, as the end of a sentence; `None` if nothing does."""
+    """Why operators and kernels are not enough, as the end of a sentence; `None` if they are."""
     if is_transformed():
         return "torch.func transforms need plain PyTorch"
     if uses_forward_mode():
@@ -115,15 +115,15 @@ def new_seed(call: Call) -> Tensor | None:
 def finish(
     call: Call, edges: EdgeList, out: Tensor, alpha: Tensor | None, dropped: Tensor | None, seed: Tensor | None
 ) -> Result:
-    """The result of a call that was computed edge by edge.
+    """The result of a call that was computed per edge.
 
     Args:
         call: The call.
         edges: Its edges.
         out: The output, in any type.
         alpha: Weights before dropout, `[..., E, H]`.
-        dropped: Weights after dropout; `None` if they are still to be made.
-        seed: Of the dropout.
+        dropped: Weights after dropout; `None` if they have not been computed.
+        seed: The seed of the dropout.
     """
     out = out.to(call.dtype)
     if not call.weights:

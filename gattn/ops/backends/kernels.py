@@ -1,4 +1,4 @@
-"""What the backends with fused kernels for lists of edges share."""
+"""What backends with fused kernels for lists of edges share."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from gattn.torch_private import is_traced
 if TYPE_CHECKING:
     from gattn.attention import Attention
 
-#: The types of tensors that kernels store, in the order of the CPU kernels' StorageType.
+#: The types that kernels can store, in the order of the CPU kernels' StorageType.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class KernelBackend(Backend):
-    """A backend that is an operator and a layout of the edges, which it caches."""
+    """A backend that consists of an operator and a layout of the edges, which it caches."""
 
     has_operators = True
     operator: ClassVar[AttentionOperator]
 
-    #: Whether vectors of edges that PyTorch makes from features or types are in the type that is computed in.
+    #: Whether vectors of edges that PyTorch makes from features or types have the type of the computation.
     widens_edges: ClassVar[bool] = False
 
-    #: `layout_of(edge_index, num_sources, num_targets, self_loops, flow)` has the number of edges, `num_edges`.
+    #: The layout that `layout_of(edge_index, num_sources, num_targets, self_loops, flow)` returns has `num_edges`.
     layout_of: ClassVar[Callable[..., Any]]
 
     def serves(self, device: torch.device) -> bool:
-        """Whether its kernels take tensors of a device."""
+        """Whether its kernels take tensors on this device."""
         return device.type in (self.devices or ())
 
     def knows(self, family: Family | None) -> bool:
@@ -49,7 +49,7 @@ class KernelBackend(Backend):
         return law is not None
 
     def projects_edges(self, call: Call) -> bool:
-        """Whether its kernels make the vectors of edges of a call whose family they know from features or types."""
+        """Whether its kernels make the vectors of edges from features or types, for a call whose family they know."""
         return call.edge_projection is None and call.edge_type is None
 
     def refuses(self, call: Call) -> str | None:
@@ -57,14 +57,14 @@ class KernelBackend(Backend):
         if not self.serves(call.value.device):
             return f"the tensors are on {call.value.device}"
         if call.value.dtype not in DTYPES:
-            return f"it knows float64, float32, bfloat16 and float16, not {call.value.dtype}"
+            return f"it supports float64, float32, bfloat16 and float16, not {call.value.dtype}"
         return None
 
     def attend(self, call: Call, module: Attention) -> Result:
         """See `Backend.attend`."""
         knows_score, knows_law = self._knows_score(call), self.knows_law(call.law)
-        # Kernels check indices and add self-loops themselves (but compiled code must know how many weights there are,
-        # and what is unknown to kernels is asked edge by edge).
+        # Kernels check indices and add self-loops themselves. But compiled code must know the number of weights, and
+        # parts that kernels do not know are computed per edge.
         raw = knows_score and knows_law and not (call.weights and torch.compiler.is_compiling())
         edges = call.graph.edge_list(call.value.device, raw=raw)
         call = call.on_edges(edges, self._num_edges(call, edges))
@@ -84,7 +84,7 @@ class KernelBackend(Backend):
         return dress_logits(call, edges, self._logits(call.on_edges(edges, edges.num_edges), edges))
 
     def _logits(self, call: Call, edges: EdgeList) -> Tensor:
-        """The logits of a call, bias included, `[..., E, H]`, in the type that is computed in."""
+        """The logits of a call, including its bias, `[..., E, H]`, in the type of the computation."""
         if not self._knows_score(call):
             return finished_logits(call, edges)
         _, logits = self._run(as_logits(call), edges, None)
@@ -95,10 +95,10 @@ class KernelBackend(Backend):
         return self.knows(family_of(call.score, call.channels))
 
     def _run(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Output and weights of a call of what kernels know, bias and mask per edge."""
+        """Output and weights of a call that the kernels fully know, with bias and mask per edge."""
         projects = self.projects_edges(call)
         is_made = not projects and (call.edge_projection is not None or call.edge_type is not None)
-        # Gradients that PyTorch sums over a batch, or over all edges, are summed before they are rounded.
+        # Gradients that PyTorch sums over a batch or over all edges are summed before they are rounded.
         is_summed = call.shares_vectors_of_edges or (self.widens_edges and is_made)
         if is_summed:
             call = call.cast(call.compute)
@@ -123,7 +123,7 @@ def flat(tensor: Tensor, inner: int) -> Tensor:
 
 
 def dense_rows(tensor: Tensor, inner: int) -> Tensor:
-    """`flat`, copied if a row is not dense."""
+    """`flat`, copied if its rows are not dense."""
     if tensor.is_contiguous():
         return flat(tensor, inner)
     tensor = flat(tensor, inner)

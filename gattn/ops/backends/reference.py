@@ -1,4 +1,4 @@
-"""The reference as a backend: PyG's message passing, with the hooks of the module that attends."""
+"""The reference as a backend: PyG's message passing, with the hooks of the module that computes attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Reference(Backend):
-    """Serves every call, on every device, in every type, with explainers, hooks and higher derivatives."""
+    """Serves every call on every device and in every type, with explainers, hooks and higher derivatives."""
 
     name = "reference"
     devices = None
 
     def refuses(self, call: Call) -> str | None:
-        """See `Backend.refuses`: never."""
+        """See `Backend.refuses`; it never refuses."""
         return None
 
     def attend(self, call: Call, module: Attention) -> Result:
@@ -31,7 +31,7 @@ class Reference(Backend):
         edges = call.graph.edge_list(call.value.device)
         call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
         seed = new_seed(call)
-        rows = edges.edge_index if edges.flow == module.flow else edges.edge_index.flip(0)  # as PyG goes by
+        rows = edges.edge_index if edges.flow == module.flow else edges.edge_index.flip(0)  # the order that PyG uses
         distribution = call.distribution.with_sources(edges.edge_index[FLOWS.index(edges.flow)])
         value = repeat_heads(call.value, call.heads)
         alpha = module.edge_updater(
@@ -52,14 +52,14 @@ class Reference(Backend):
             x = (value, _target_vectors(call, value))
         if module.flow != FLOWS[0]:
             size = size[::-1]
-            x = x[::-1] if module.explain and x is not value else x  # the generated code knows no flow there
+            x = x[::-1] if module.explain and x is not value else x  # the generated code ignores flow there
         terms = {"edge_value": call.edge_value} if "edge_value" in module.propagate_type else {}
         out = module.propagate(rows, x=x, alpha=dropped, size=size, **terms)
         return finish(call, edges, out, alpha, dropped, seed)
 
 
 def _target_vectors(call: Call, value: Tensor) -> Tensor:
-    """What explainers know targets by: vectors like those of the sources; zeros where there are none."""
+    """Vectors by which explainers represent targets, shaped like those of the sources; zeros if there are none."""
     if call.query is not None and not call.score.scalar and call.query.shape[-2:] == value.shape[-2:]:
         return call.query
     if value.size(-3) == call.num_targets:

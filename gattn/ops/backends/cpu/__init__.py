@@ -1,4 +1,4 @@
-"""Fused attention on the CPU: the C++ kernels of csrc/ as PyTorch operators."""
+"""Fused attention on the CPU: the C++ kernels in csrc/ as PyTorch operators."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gattn.ops.operator import AttentionOperator, Differentiated, Inputs, librar
 from gattn.scores import Family, Score, family_of
 from gattn.torch_private import is_batched
 
-# Below this many channels read, threads cost more than they give.
+# Below this many channels to read, threads cost more than they gain.
 _SERIAL_WORK = 1 << 16
 _HUGE_BYTES = 1 << 22
-# Each task, of some thousand edges, sums up gradients of all types. With more types, a vector for each edge takes less
-# memory.
+# Each task, of some thousand edges, sums the gradients of all types. With more types than this, a vector per edge takes
+# less memory.
 _MOST_TYPES = 512
 
-_load_error = native.load_error()  # asked once: compiled code cannot ask
+_load_error = native.load_error()  # read once, because compiled code cannot
 _families = frozenset() if _load_error else frozenset(filter(native.knows_family, Score.known_families()))
-# Where there are no kernels, that is what is said, and not that they do not know a distribution.
+# Without kernels, the error is that they are missing, not that they do not know a distribution.
 _laws = frozenset(name for name in LAWS if _load_error or native.distribution(name) >= 0)
 
 library.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
@@ -71,9 +71,9 @@ class Cpu(KernelBackend):
 
 
 class _Plan:
-    """What sizes, strides and types of inputs decide: that they fit, and the kernels' arguments but for addresses.
+    """Everything that follows from sizes, strides and types: that inputs fit, and the arguments except addresses.
 
-    A layout keeps its plans, so that a call like an earlier one is neither checked nor measured again.
+    A layout keeps its plans, so a call like an earlier one is not checked again.
     """
 
     def __init__(self, inputs: Inputs, layout: Layout, threads: int):
@@ -87,9 +87,9 @@ class _Plan:
         family, names = native.family(inputs.family)
         assert len(names) == len(inputs.constants)
         work = layout.num_edges * self.batch * self.heads * (self.value_channels + self.channels)
-        #: The names of tensors of which the kernels need a copy.
+        #: The names of the tensors that the kernels need as copies.
         self.copied: set[str] = set()
-        #: The kernels' arguments but for addresses, constants and dropout.
+        #: The kernels' arguments, except addresses, constants and dropout.
         self.arguments = arguments = native.Arguments(
             targets=inputs.num_targets,
             sources=inputs.num_sources,
@@ -141,23 +141,23 @@ class _Plan:
         self.names = [name for name in _READ if getattr(inputs, name) is not None]
 
     def _readable(self, name: str, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Notes whether what kernels read of a tensor, `rows`, is a copy; then it is one of the whole tensor."""
+        """Notes whether the kernels read a copy, `rows`, of a tensor, which is then a copy of the whole tensor."""
         if rows.data_ptr() == tensor.data_ptr():
             return rows
         self.copied.add(name)
         return rows
 
 
-#: The inputs whose memory kernels read.
+#: The inputs whose memory the kernels read.
 _READ = ("query", "key", "value", "vector", "edge", "edge_type", "bias", "mask", "edge_value", "sink", "out_bias")
 _PLANNED = operator.itemgetter(*(Inputs._fields.index(name) for name in (*_READ, "edge_projection")))
 _MOST_PLANS = 16
 
 
 class _Arguments:
-    """What forward and backward share: a plan, and the kernels' arguments as far as they are inputs.
+    """What forward and backward pass share: a plan, and those of the kernels' arguments that are inputs.
 
-    Tensors whose addresses are handed over are held here until the kernel is done.
+    Tensors whose addresses are passed are kept alive here until the kernel is done.
     """
 
     def __init__(self, inputs: Inputs):
@@ -204,24 +204,24 @@ class _Arguments:
             arguments.seed, arguments.threshold, arguments.keep_scale = dropout
 
     def hold(self, tensor: Tensor) -> int:
-        """The address of a tensor, which is held until the kernel is done."""
+        """The address of a tensor, which is kept alive until the kernel is done."""
         self.held.append(tensor)
         return tensor.data_ptr()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Fresh memory, without the price of touching it for the first time page by page."""
+        """Uninitialised memory, without the cost of touching its pages for the first time."""
         tensor = torch.empty(shape, dtype=self.plan.compute if dtype is None else dtype, device="cpu")
         if tensor.nbytes >= _HUGE_BYTES:
             native.library().gattn_use_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor
 
     def scratch(self, *shape: int) -> int | None:
-        """The address of memory that is needed until the kernel is done."""
+        """The address of memory that is only needed until the kernel is done."""
         return self.hold(self.empty(*shape)) if all(shape) else None
 
 
 def _dropout_arguments(p: float, seed: Tensor) -> tuple[int, int, float]:
-    """Seed, threshold and scale, as the kernels take them; with p = 1, a scale of zero drops everything."""
+    """Seed, threshold and scale in the form that the kernels take; with p = 1, a scale of zero drops everything."""
     return int(seed), min(int(p * 2**32), 2**32 - 1), 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -237,18 +237,18 @@ def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
 
 
 def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Statistics of the softmax, a record of what the logits were, and the output before it was rounded."""
+    """Statistics of the softmax, a record of the logits, and the output before it was rounded."""
     compute, batch = compute_dtype(inputs.values.dtype), math.prod(inputs.front)
     kept: list[tuple[tuple[int, ...], torch.dtype]] = [((batch, inputs.num_targets, 2, inputs.heads), compute)]
     if keep:
         kept.append(((batch * inputs.most_edges * _record_bytes(inputs),), torch.uint8))
-        if inputs.values.dtype != compute:  # rounded to half precision, an output is too coarse for the backward pass
+        if inputs.values.dtype != compute:  # an output in half precision is too coarse for the backward pass
             kept.append((inputs.out_shape, compute))
     return kept
 
 
 def _record_bytes(inputs: Inputs) -> int:
-    """How many bytes per edge the forward pass leaves for the backward pass."""
+    """The number of bytes per edge that the forward pass keeps for the backward pass."""
     (family, _), dtype = native.family(inputs.family), DTYPES.index(inputs.key.dtype)
     channels, made = inputs.key.size(-1), (inputs.edge_projection, inputs.edge_type)
     has_edge = inputs.edge is not None and made == (None, None)
@@ -314,7 +314,7 @@ def _backward(
     arguments.partial = call.scratch(plan.batch * slots, 2 * width)
 
     projection, grads = inputs.edge_projection, dict[str, Tensor]()
-    # With a record, the edges' part of the vector's gradient comes from that of their projection.
+    # With a record, the edges' part of the vector's gradient follows from that of their projection.
     if projection is not None and ("edge_projection" in wanted or ("vector" in wanted and plan.record_bytes)):
         sums = call.empty(by_source.num_tasks * plan.batch, projection.size(-1), plan.heads * plan.channels)
         grads["edge_projection"] = sums
@@ -327,10 +327,10 @@ def _backward(
         tensor: Tensor = getattr(inputs, name)
         if name in ("edge_projection", "sink", "out_bias") or (name == "edge" and table is not None):
             continue
-        if name == "vector":  # each task has a sum of its own
+        if name == "vector":  # each task has its own sum
             tasks = layout.by_target.num_tasks + by_source.num_tasks
             grads[name] = tensor.new_zeros(tasks * plan.batch, plan.heads, plan.channels, dtype=plan.compute)
-        elif name in _PER_EDGE:  # what a batch shares gets a gradient for each element first
+        elif name in _PER_EDGE:  # an input that a batch shares gets one gradient per element first
             grads[name] = call.empty(plan.batch, *tensor.shape[-_edge_dims(inputs, name) :], dtype=tensor.dtype)
         else:
             grads[name] = call.empty(*tensor.shape, dtype=tensor.dtype)
@@ -368,7 +368,7 @@ def _backward(
     return [grads[name] for name in wanted]
 
 
-#: Inputs that come once per edge, and how many dimensions they have without those of the batch.
+#: Inputs with one entry per edge, and how many dimensions they have without those of the batch.
 _PER_EDGE = {"edge": 3, "bias": 2, "edge_value": 3}
 
 
@@ -380,7 +380,7 @@ Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _ke
 
 
 def can_drop(x: Tensor) -> bool:
-    """Whether `drop` takes a tensor, here and now."""
+    """Whether `drop` can be called on a tensor now."""
     if torch.compiler.is_exporting() or needs_plain_pytorch() is not None:
         return False
     return x.device.type == "cpu" and x.dtype in DTYPES and _load_error is None

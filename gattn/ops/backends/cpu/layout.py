@@ -1,6 +1,7 @@
-"""A graph as the CPU kernels read it: the edges of each target side by side, and those of each source.
+"""A graph as the CPU kernels read it: the edges of each target are contiguous, and so are those of each source.
 
-Built by counting sort from an edge list, once for each version of the tensor, and kept as long as that lives.
+It is built by counting sort from an edge list, once for each version of the tensor, and kept as long as the tensor
+lives.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Layout:
         edge_index: `[2, E]`.
         num_sources: M.
         num_targets: N.
-        self_loops: Whether existing loops go out and one for each of the first min(N, M) nodes comes in.
+        self_loops: Whether to replace existing loops by one for each of the first min(N, M) nodes.
         flow: Which row of `edge_index` holds the targets.
 
     Raises:
@@ -100,14 +101,14 @@ class Layout:
         #: The number of the edge at each position by target; `None` where that is the position.
         self.edge = None if is_sorted.value else edge
         self.by_target = RowTable(start, node)
-        #: What the calls on this graph have in common, by what tells them apart.
+        #: What calls on this graph have in common, by the properties that distinguish them.
         self.plans: dict[Hashable, Any] = {}
         self._by_source: SourceRows | None = None
         self._lock = threading.Lock()
 
     @property
     def by_source(self) -> SourceRows:
-        """Rows by source, made when they are first asked for."""
+        """Rows by source, made when they are first needed."""
         with self._lock:
             if self._by_source is None:
                 self._by_source = SourceRows(self)
@@ -115,7 +116,7 @@ class Layout:
 
 
 class SourceRows(RowTable):
-    """The edges of each source, and where each edge is in the one order and in the other."""
+    """The edges of each source, and the position of each edge in both orders."""
 
     def __init__(self, layout: Layout):
         start = torch.empty(layout.num_sources + 1, dtype=torch.int32, device="cpu")
@@ -145,8 +146,8 @@ def layout_of(
 ) -> Layout:
     """The layout of a graph, made once for each version of its `edge_index`.
 
-    A compiled or traced program writes to memory again and again without counting versions: called from one
-    (`traced`), it is the edges themselves that are compared, by their hash.
+    A compiled or traced program writes to memory repeatedly without increasing versions. A call from one (`traced`)
+    compares the edges themselves, by their hash.
     """
     key = ("layout", num_sources, num_targets, self_loops, flow)
     contents = _hash(edge_index) if traced else None

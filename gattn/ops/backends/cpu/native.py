@@ -1,7 +1,7 @@
-"""The compiled library of CPU kernels: found, loaded once, and asked what it can do.
+"""The compiled library of CPU kernels: finding it, loading it once, and asking for its features.
 
-For tests: `GATTN_KERNELS` names another build of the library (with sanitizers, say), `GATTN_INSTRUCTION_SET` another
-instruction set than the best (`baseline`, `avx2`, `avx512`).
+For tests, `GATTN_KERNELS` names another build of the library (for example with sanitizers), and `GATTN_INSTRUCTION_SET`
+an instruction set other than the best one (`baseline`, `avx2`, `avx512`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PADDING = 64
 
 _OMP_PAUSE_HARD = 2
 
-_OPENMP_HINT = "; that is OpenMP's runtime: install libgomp1 (Linux) or libomp (macOS: `brew install libomp`)"
+_OPENMP_HINT = "; this is OpenMP's runtime: install libgomp1 (Linux) or libomp (macOS: `brew install libomp`)"
 
 _errors: dict[int, str] = {
     -1: "an index of the graph is out of range",
@@ -30,7 +30,7 @@ class NativeLibraryError(RuntimeError):
 
 
 class Rows(ctypes.Structure):
-    """The edges of each row, side by side; mirrors `Rows` in csrc/arguments.h."""
+    """The edges of each row, contiguous; mirrors `Rows` in csrc/arguments.h."""
 
     _fields_ = [
         ("start", ctypes.c_void_p),
@@ -49,7 +49,7 @@ def _fields(names: str, kind: type) -> list[tuple[str, type]]:
 
 
 class Arguments(ctypes.Structure):
-    """Everything that a kernel gets; mirrors `Arguments` in csrc/arguments.h."""
+    """All arguments of a kernel; mirrors `Arguments` in csrc/arguments.h."""
 
     _fields_ = [
         *_fields("targets sources edges heads key_heads channels value_channels batch", ctypes.c_int64),
@@ -87,13 +87,13 @@ def library() -> ctypes.CDLL:
     Raises:
         NativeLibraryError: If it was not built, or cannot be loaded.
     """
-    # A compiled module's place is known to the import system, in an editable install too.
+    # The import system knows where a compiled module is, also in an editable install.
     spec = find_spec("gattn.ops.backends.cpu._kernels")
     path = os.environ.get("GATTN_KERNELS") or (None if spec is None else spec.origin)
     if path is None:
         raise NativeLibraryError(
             "they were not built when gattn was installed (that needs a C++17 compiler, GCC or Clang, with OpenMP): "
-            "install gattn again where there is one"
+            "install gattn again where one is available"
         )
     try:
         loaded = ctypes.CDLL(path)  # after PyTorch, whose OpenMP it shares
@@ -130,10 +130,10 @@ def library() -> ctypes.CDLL:
     loaded.gattn_instruction_set.restype = loaded.gattn_constants.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")
     if wanted and not loaded.gattn_use_instruction_set(wanted.encode()):
-        raise NativeLibraryError(f"GATTN_INSTRUCTION_SET={wanted} is not possible on this machine, or with this build")
+        raise NativeLibraryError(f"GATTN_INSTRUCTION_SET={wanted} is not available on this machine or in this build")
     if hasattr(os, "register_at_fork"):
         # OpenMP's threads don't survive a fork, and a child would wait for them for ever, in PyTorch's loops too: they
-        # are ended before, and started anew where they are needed.
+        # are ended before a fork, and started again where they are needed.
         os.register_at_fork(before=lambda: loaded.omp_pause_resource_all(_OMP_PAUSE_HARD))
     return loaded
 
@@ -165,7 +165,7 @@ def family(name: str) -> tuple[int, tuple[str, ...]]:
 
 
 def load_error() -> str | None:
-    """Why the library cannot be used; `None` if it can."""
+    """Why the library cannot be used; `None` if it can be."""
     try:
         library()
     except NativeLibraryError as error:

@@ -1,9 +1,9 @@
-"""Attention on complete graphs, without their edges: no list of N·M edges, no `[N, M, C]` tensor.
+"""Attention on complete graphs without their edges: there is not a list of N·M edges, and no `[N, M, C]` tensor.
 
-Dot products go through PyTorch's `scaled_dot_product_attention`, with its own flag where causal, so that its fused
-kernels are hit. The other scores are computed for a few targets at a time, and once more in the backward pass. A window
-becomes blocks of targets, each with the sources that its targets see. Of a ragged batch, elements of the same lengths
-are computed together, and padding never.
+Dot products use PyTorch's `scaled_dot_product_attention`, with its own flag for causal graphs, so that its fused
+kernels are used. Other scores are computed for a few targets at a time, and again in the backward pass. A window is
+computed as blocks of targets, each with the sources that its targets see. In a ragged batch, elements of the same
+lengths are computed together, and padding is never computed.
 
 Inside, tensors have one batch dimension and nodes come before heads: query `[B, N, H, C]`, key `[B, M, H, C]` (`[B, N,
 H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadcastable to `[B, H, N, M]`.
@@ -38,10 +38,11 @@ from gattn.torch_private import is_context_parallel, statically_known_true
 if TYPE_CHECKING:
     from gattn.attention import Attention
 
-#: Scores that are no dot product make this many channels of their hidden layer at a time.
+#: Scores other than dot products compute this many channels of their hidden layer at a time.
 _CHUNK = 2**20
 
-#: Targets in a block of a window: about as many as one of them sees sources, within these bounds.
+#: The number of targets in a block of a window: about as many as the sources that one of them sees, within these
+#: bounds.
 _BLOCK = (32, 128)
 
 
@@ -54,16 +55,16 @@ class Dense(Backend):
     def refuses(self, call: Call) -> str | None:
         """See `Backend.refuses`."""
         graph, score, distribution = call.graph, call.score, call.distribution
-        if not isinstance(graph, CompleteGraph):  # this backend is about that one kind of graph
+        if not isinstance(graph, CompleteGraph):  # this backend serves only this kind of graph
             return "it serves complete graphs, not lists of edges"
         if call.edge is not None or call.edge_value is not None:
-            return "edge and edge_value come one per edge"
+            return "edge and edge_value have one entry per edge"
         if not says(score, "broadcasts", "logits"):
-            return f"it needs a score whose logits broadcast, and {type(score).__name__} does not say so"
+            return f"it needs a score whose logits broadcast, and {type(score).__name__} does not declare it"
         if graph.blocks is not None and not is_plain_softmax(distribution):
-            return f"on packed graphs it knows the plain softmax, not {distribution}"
+            return f"on packed graphs it supports the plain softmax, not {distribution}"
         if not says(distribution, "respects_infinity", "weights"):
-            return f"it knows gattn's own distributions, not {distribution}"
+            return f"it supports gattn's own distributions, not {distribution}"
         return None
 
     def logits(self, call: Call) -> Any:
@@ -85,8 +86,8 @@ class Dense(Backend):
     def _result(self, call: Call) -> Result:
         if not torch.compiler.is_compiling() and is_context_parallel():
             raise InputError(
-                "PyTorch's context_parallel splits sequences behind the back of graphs, masks and positions, so that "
-                "gattn's layers would compute something else inside it. Shard the graph instead: "
+                "PyTorch's context_parallel splits sequences without the knowledge of graphs, masks and positions, so "
+                "gattn's layers would give wrong results inside it. Shard the graph instead: "
                 "gattn.distributed.shard(gattn.CompleteGraph(...), mesh)."
             )
         graph = call.graph
@@ -108,16 +109,16 @@ class Dense(Backend):
 
 def _is_dot(score: Score) -> TypeGuard[DotScore]:
     """Whether a score is the plain dot product; a subclass with another formula is not."""
-    if type(score) is DotScore:  # by far the most frequent, and asked for several times a call
+    if type(score) is DotScore:  # by far the most frequent, and checked several times per call
         return score.is_product and "logits" not in vars(score)
     return isinstance(score, DotScore) and score.is_product and family_of(score, 1) is not None
 
 
 def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
-    """Output `[..., N, H, C]`, and weights `[..., H, N, M]` if asked for (of a packed graph a list, one per block).
+    """Output `[..., N, H, C]`, and weights `[..., H, N, M]` if requested (a list with one per block of a packed graph).
 
     Args:
-        call: All of one type.
+        call: A call whose tensors all have one type.
         graph: The call's graph.
     """
     query, key, value = call.query, call.key, call.value
@@ -138,7 +139,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
         is_softmax = is_plain_softmax(distribution)
         if not is_softmax or with_weights == "dropped":
-            # The fused kernels know the softmax only, and do not say which weights they used.
+            # The fused kernels support only the softmax, and do not return their weights.
             weights = list(_matrices(_alpha if is_softmax else _logits, query, key, graph, score, bias, mask))
             if not is_softmax:
                 weights = [_distribute(distribution, weights[0], front)]
@@ -165,7 +166,7 @@ def _is_autocast_on(device_type: str) -> bool:
 
 
 def _nodes_in_one_batch(x: Tensor, front: torch.Size) -> Tensor:
-    """Nodes' `[..., N, ...]` as `[B, N, ...]`."""
+    """The nodes' `[..., N, ...]` as `[B, N, ...]`."""
     return x.reshape(math.prod(front), *x.shape[len(front) :])
 
 
@@ -225,7 +226,7 @@ def _matrices(
     bias: Tensor | None,
     mask: Tensor | None,
 ) -> Iterator[Tensor]:
-    """What the function makes for some targets, weights before dropout or logits, for all: `[B, H, N, M]` by block."""
+    """What a function computes per target, weights before dropout or logits, for all: `[B, H, N, M]` by block."""
     lengths = _length_mask(graph, key.device)
     blocks = ((graph.num_targets, graph.num_sources),) if graph.blocks is None else graph.blocks
     queries = [None] * len(blocks) if query is None else _blocks(query, graph, 0)
@@ -235,14 +236,14 @@ def _matrices(
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
             allowed = _both(allowed, graph.visible(n, m, graph.offset(n, m), key.device)[None, None])
-        if _is_dot(score):  # which makes nothing larger than these matrices
+        if _is_dot(score):  # which needs nothing larger than these matrices
             yield function(q, k, score, b, allowed, n)
         else:
             yield torch.cat(_by_targets(function, n, q, k, score, b, allowed), 2)
 
 
 def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
-    """The nodes of each block of a packed graph; all of them of another."""
+    """The nodes of each block of a packed graph; for other graphs, all nodes."""
     return (x,) if graph.blocks is None else x.split([sizes[side] for sizes in graph.blocks], 1)
 
 
@@ -258,10 +259,10 @@ def _uniform(
     mask: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """The output of elements of one size, where target i is at the place of source i + offset."""
+    """The output for elements of one size, where target i has the position of source i + offset."""
     left, right = graph.reach
     plain = bias is None and mask is None
-    if torch.compiler.is_exporting():  # sizes that are left open must not decide
+    if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
         if plain and left is None and right == 0 and statically_known_true(offset == 0) and _is_dot(score):
             assert query is not None
             return dot_product_attention(query, key, value, score, None, None, dropout, causal=True)
@@ -306,7 +307,7 @@ def _rectangle(
     mask: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """The output where every target sees every source that the mask leaves."""
+    """The output if every target sees every source that the mask allows."""
     if _is_dot(score) and key.size(-1) > 0:
         assert query is not None
         return dot_product_attention(query, key, value, score, bias, mask, dropout)
@@ -321,7 +322,7 @@ def _rectangle(
 
 
 def _zeros(query: Tensor | None, key: Tensor, value: Tensor, num_targets: int) -> Tensor:
-    """The output where there is nothing to attend to; it has gradients, of zeros."""
+    """The output if there is nothing to attend to; its gradients are zeros."""
     heads = key.size(2) if query is None else query.size(2)
     nothing = sum(x[:0].sum() for x in (query, key, value) if x is not None)
     return value.new_zeros(value.size(0), num_targets, heads, value.size(-1)) + nothing
@@ -340,7 +341,7 @@ def _by_targets(
 
     Intermediate results are not kept for the backward pass, which computes them again.
     """
-    if torch.compiler.is_exporting():  # sizes that are left open must not decide
+    if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
         return [function(query, key, score, bias, mask, num_targets)]
     count = max(_CHUNK // max(key.numel(), 1), 1)
     counts = chunk_sizes(num_targets, count) or [0]
@@ -356,7 +357,7 @@ def _by_targets(
 
 
 def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    if torch.compiler.is_compiling():  # which cannot make a split again in the backward pass
+    if torch.compiler.is_compiling():  # which cannot recompute a split in the backward pass
         return [x.narrow(dim, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
     return list(x.split(sizes, dim))
 
@@ -364,7 +365,7 @@ def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
 def _logits(
     query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
 ) -> Tensor:
-    """The logits of `count` targets, `[B, H, count, M]`, minus infinity where masked."""
+    """The logits of `count` targets, `[B, H, count, M]`, with masked ones at minus infinity."""
     if _is_dot(score):
         assert query is not None
         keys = repeat_heads(key, query.size(2)).to(compute_dtype(key.dtype))
@@ -384,7 +385,7 @@ def _logits(
 def _alpha(
     query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
 ) -> Tensor:
-    """The softmax of `_logits`, zeros where a target sees nothing."""
+    """The softmax of `_logits`; zeros for targets that see nothing."""
     logits = _logits(query, key, score, bias, mask, count)
     if bias is None and mask is None:
         return logits.softmax(-1)
@@ -393,7 +394,7 @@ def _alpha(
 
 
 def _distribute(distribution: Distribution, logits: Tensor, front: torch.Size) -> Tensor:
-    """Weights of another distribution than the plain softmax, of the shape of the logits, `[B, H, N, M]`."""
+    """The weights of a distribution other than the plain softmax, in the shape of the logits, `[B, H, N, M]`."""
     if says(distribution, "of_matrix", "weights") is not None:
         weights = distribution.of_matrix(logits)
         if weights is not None:
@@ -407,7 +408,7 @@ def _distribute(distribution: Distribution, logits: Tensor, front: torch.Size) -
 
 
 def _weighted(weights: Tensor, value: Tensor) -> Tensor:
-    """The sums of values `[B, M, H, C]` by weights `[B, H, N, M]`: `[B, N, H, C]`."""
+    """The sums of values `[B, M, H, C]` with weights `[B, H, N, M]`: `[B, N, H, C]`."""
     value = repeat_heads(value, weights.size(1)).to(weights.dtype)
     return (weights @ value.transpose(1, 2)).transpose(1, 2)
 
@@ -423,13 +424,13 @@ def _banded(
     score: Score,
     dropout: float,
 ) -> Tensor:
-    """A window: blocks of targets as further elements of the batch, each with the sources that it sees."""
+    """Computes a window: blocks of targets become elements of the batch, each with the sources that it sees."""
     batch, num_sources = value.shape[:2]
     size = _block_targets(left, right)
     span = size + left + right
     blocks = -(-num_targets // size)
     rest = blocks * size - num_targets
-    before, after = left - offset, offset + blocks * size + right - num_sources  # negative: fewer than there are
+    before, after = left - offset, offset + blocks * size + right - num_sources  # negative: remove nodes
     if query is not None:
         query = _pad_nodes(query, 0, rest).unflatten(1, (blocks, size)).flatten(0, 1)
     key, value = (_pad_nodes(x, before, after).unfold(1, span, size).movedim(-1, 2).flatten(0, 1) for x in (key, value))

@@ -1,4 +1,4 @@
-"""Dot products, by PyTorch's fused kernels."""
+"""Dot products by PyTorch's fused kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gattn.torch_private import (
     scaled_dot_product_choice,
 )
 
-#: The devices on which PyTorch has attention of variable length.
+#: The devices on which PyTorch has attention for sequences of various lengths.
 _PACKED = ("cuda",)
 
 
@@ -33,7 +33,7 @@ def is_packed_flash(
     mask: Tensor | None,
     dropout: float,
 ) -> bool:
-    """Whether PyTorch's attention of variable length serves the dot product: a flash kernel, for what that knows."""
+    """Whether PyTorch's attention for various lengths, a flash kernel, can compute this dot product."""
     if graph.blocks is None or query is None or value.device.type not in _PACKED:
         return False
     if bias is not None or mask is not None or dropout or value.dtype not in (torch.float16, torch.bfloat16):
@@ -42,7 +42,7 @@ def is_packed_flash(
         return False
     if value.is_cuda and torch.cuda.get_device_capability(value.device) < (8, 0):
         return False
-    # Every target sees a source: flash kernels leave open what others get.
+    # Every target must see a source: flash kernels leave the result of others undefined.
     is_seen = all(m > 0 and (n <= m or graph.reach == (None, None)) for n, m in graph.blocks)
     return is_seen and value.size(-1) % 8 == 0 and value.size(-1) <= 256
 
@@ -70,8 +70,8 @@ def packed_flash(query: Tensor | None, key: Tensor, value: Tensor, graph: Comple
 
 @lru_cache(maxsize=64)
 def _starts(sizes: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
-    """Where each block begins, and the last one ends; of a batch, one element after another."""
-    with torch.inference_mode(False):  # what is kept must serve training too
+    """Where each block begins and the last one ends; for a batch, one element after another."""
+    with torch.inference_mode(False):  # what is kept must also serve training
         return torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32, device=device)
 
 
@@ -85,7 +85,7 @@ def dot_product_attention(
     dropout: float,
     causal: bool = False,
 ) -> Tensor:
-    """Attention `[B, N, H, C]` with a softmax of scaled dot products; a target that sees nothing gets zeros."""
+    """Attention `[B, N, H, C]` with a softmax of scaled dot products; targets that see nothing get zeros."""
     heads, shape = query.size(2), (query.size(1), key.size(1))
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     terms, empty = None, None
@@ -115,19 +115,19 @@ def _is_flash_on_cpu(
     scale: float,
     grouped: dict[str, bool],
 ) -> bool:
-    """Whether PyTorch would call the kernel that `_Flash` wraps, and gradients are wanted."""
+    """Whether PyTorch would call the kernel that `_Flash` wraps, and gradients are needed."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or query.device.type != "cpu":
         return False
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
-    if query.numel() * value.numel() == 0:  # the kernel divides by the sizes
+    if query.numel() * value.numel() == 0:  # because the kernel divides by the sizes
         return False
     choice = scaled_dot_product_choice(query, key, value, terms, dropout, causal, scale=scale, **grouped)
     return choice == SDPBackend.FLASH_ATTENTION.value
 
 
 class _Flash(torch.autograd.Function):
-    """PyTorch's fused attention on the CPU. Its gradient has none of its own, so there plain PyTorch steps in."""
+    """PyTorch's fused attention on the CPU. Its gradient has no gradient, so plain PyTorch computes that."""
 
     @staticmethod
     def forward(
@@ -158,7 +158,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _open_empty_rows(bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One tensor for both, and which targets see nothing; as no kernel likes such rows, they see everything."""
+    """Bias and mask as one tensor, and which targets see nothing; these see everything here, as kernels require."""
     if bias is None:
         assert mask is not None
         empty = ~mask.any(-1, keepdim=True)

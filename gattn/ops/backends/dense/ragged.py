@@ -1,4 +1,4 @@
-"""Ragged batches: elements of the same sizes are computed together, and padding never is."""
+"""Ragged batches: elements of the same sizes are computed together, and padding is never computed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Group(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Where the nodes of the groups lie among all nodes."""
+    """The positions of the groups' nodes among all nodes."""
 
     order: Tensor | None
-    """The place of each node, group by group; `None` if that is their order already."""
+    """The position of each node, group by group; `None` if this is their order already."""
     inverse: Tensor | None
-    """Where each place's node is in `order`; its length, if nowhere."""
+    """The index in `order` of the node at each position; the length of `order` if it is not there."""
     sizes: list[int]
-    """Number of nodes in each group."""
+    """The number of nodes in each group."""
 
     def take(self, x: Tensor) -> tuple[Tensor, ...]:
         """The nodes of each group."""
@@ -38,7 +38,7 @@ class _Rows(NamedTuple):
         return x.split(self.sizes)
 
     def put(self, parts: list[Tensor]) -> Tensor:
-        """All nodes again, zeros for those in no group."""
+        """All nodes in their order, with zeros for those in no group."""
         x = torch.cat(parts)
         if self.order is not None and self.inverse is not None:
             x = _apply(_Put, x, self.order.to(x.device), self.inverse.to(x.device))
@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:
-    # The compiler finds gradients by itself, and stumbles over such functions.
+    # The compiler derives gradients itself, and does not support such functions.
     return function.forward(*arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
 
 
@@ -67,7 +67,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """The inverse of `_Take`, with zeros in the places that it left out."""
+    """The inverse of `_Take`, with zeros in the positions that it left out."""
 
     @staticmethod
     def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class _Put(torch.autograd.Function):
 def elements_of(graph: CompleteGraph, batch: int) -> tuple[tuple[int, int, int, int, int], ...] | None:
     """First target, number of targets, first source, number of sources and offset of each element of a ragged batch.
 
-    `None` if it has no lengths, or reading them would wait for a device.
+    `None` if the graph has no lengths, or reading them would wait for a device.
     """
     n, m = graph.num_targets, graph.num_sources
     if graph.blocks is not None:
@@ -111,14 +111,14 @@ def elements_of(graph: CompleteGraph, batch: int) -> tuple[tuple[int, int, int, 
 def grouped(
     elements: tuple[tuple[int, int, int, int, int], ...], num_targets: int, num_sources: int
 ) -> tuple[_Rows, _Rows, list[Group]]:
-    """Elements in groups of one size, and where the nodes of each group lie."""
+    """The elements in groups of one size, and the positions of each group's nodes."""
 
     def sizes(place: int) -> tuple[int, int, int]:
         _, n, _, m, offset = elements[place]
         return n, m, offset
 
     order = list(range(len(elements)))
-    # In their own order nothing need be copied, so that is left only where it saves many calls.
+    # In their own order, nothing has to be copied, so the order is changed only if that saves many calls.
     runs = sum(1 for _ in groupby(order, key=sizes))
     if runs > 1.5 * len({sizes(place) for place in order}):
         order.sort(key=sizes)
@@ -134,7 +134,7 @@ def grouped(
 
 
 def _rows(pieces: list[tuple[int, int]], total: int) -> _Rows:
-    with torch.inference_mode(False):  # they are kept, and must serve training too
+    with torch.inference_mode(False):  # they are kept, and must also serve training
         ranges = [torch.arange(start, start + size, device="cpu") for start, size in pieces or [(0, 0)]]
         order = torch.cat(ranges)
         ends = [0, *accumulate(size for _, size in pieces)]
@@ -157,5 +157,5 @@ def of_group(x: Tensor | None, group: Group) -> Tensor | None:
 
 
 def crop(x: Tensor, dim: int, first: int, last: int) -> Tensor:
-    """Some places of a dimension, unless it is there to be broadcast."""
+    """Part of a dimension, unless it has size 1 for broadcasting."""
     return x if x.size(dim) == 1 else x.narrow(dim, first, last - first)

@@ -21,43 +21,43 @@ from gattn.ops.operator import AttentionOperator, Inputs
 from gattn.scores import Family
 
 _WIDTH = 256
-"""This many heads × channels belong to one program; more where a single head has more.
+"""The number of heads × channels that one program computes; more if a single head has more.
 
-A program is one warp, which has no barriers to wait at.
+A program is one warp, so there are no barriers to wait at.
 """
 
 _LOADED = 512
-"""This many bytes a warp loads at a time, 16 for each thread: from several tasks where rows are shorter.
+"""The number of bytes that a warp loads at a time, 16 per thread: from several tasks if rows are shorter.
 
-More would take registers from other warps. The degrees of a graph make no difference, as tasks are sorted by length.
+More would need the registers of other warps. The degrees of a graph make no difference, as tasks are sorted by length.
 """
 
 _LOOSE_WIDTH = 32
-"""This many numbers where rows do not begin at multiples of 16 bytes: threads load single ones, and the compiler would
-move more of them between layouts through shared memory."""
+"""The number of elements if rows do not begin at multiples of 16 bytes: threads then load single ones, and the compiler
+would move more of them between layouts through shared memory."""
 
 _WARP_WIDTH = 512
-"""Heads of more channels than this take several warps."""
+"""Heads with more channels than this take several warps."""
 
 _MOST_PROGRAMS = 4096
-"""Sums over all edges are made of this many parts at most: more than a GPU has room for at once."""
+"""The largest number of parts of a sum over all edges: more than a GPU can run at once."""
 
 _PARTS = 16
-"""This many partial sums are added at a time."""
+"""The number of partial sums that are added at a time."""
 
 _COMBINING_WARPS = 4
-"""Of a program that adds up partial sums."""
+"""The number of warps of a program that adds partial sums."""
 
 _WIDEST_LOAD = 16
-"""Rows that are multiples of this many numbers can be loaded as wide as it gets, 16 bytes, in any type."""
+"""Rows of multiples of this many numbers can be loaded with the widest loads, 16 bytes, in any type."""
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's interpreter runs the kernels, on the CPU: slow, and good for tests."""
+"""Whether Triton's interpreter runs the kernels on the CPU, which is slow but good for tests."""
 
 _loaded: set[Any] = set()
-"""Variants of kernels for rows of several tasks that ran without any."""
+"""Variants of kernels for rows of several tasks that have run although there were no such rows."""
 
-_is_installed = find_spec("triton") is not None  # asked once: compiled code cannot ask
+_is_installed = find_spec("triton") is not None  # read once, because compiled code cannot
 
 
 class Triton(KernelBackend):
@@ -95,12 +95,12 @@ def _knows_law(law: str) -> bool:
 
 
 class _Launches:
-    """What forward and backward share: sizes, the inputs as the kernels take them, and launches."""
+    """What forward and backward pass share: sizes, the inputs in the form that the kernels take, and launches."""
 
     def __init__(self, inputs: Inputs):
         if inputs.edge_projection is not None or inputs.edge_type is not None:
             raise ValueError(
-                "the Triton kernels do not project edge features, nor look up types: they take edges [E, H, C]."
+                "the Triton kernels neither project edge features nor look up types: they take edges [E, H, C]."
             )
         edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
         self.layout = layout = layout_of(*edges, traced=inputs.traced)
@@ -117,7 +117,7 @@ class _Launches:
         self.group = self.heads // max(key.size(-2), 1)
         self.channels, self.value_channels = key.size(-1), values.size(-1)
         self.dtype, self.compute, self.device = values.dtype, compute_dtype(values.dtype), values.device
-        #: E, as far as it is needed to tell a batch's elements apart and not read on the device.
+        #: E, as far as it is needed to separate the elements of a batch without reading it on the device.
         self.num_edges = 0
         is_counted = self.batch > 1 and inputs.seed is not None
         if is_counted and layout.edge_count is None:
@@ -139,7 +139,7 @@ class _Launches:
             self.inputs[name] = tensor
             batch, row = (0, 0) if tensor is None else tensor.stride()[:2]
             if tensor is not None and tensor.size(1) == 1:
-                row = tensor.size(2) * tensor.size(3)  # as of other graphs: a single row may have any stride
+                row = tensor.size(2) * tensor.size(3)  # as for other graphs: a single row may have any stride
             if self.batch == 1:
                 batch = 0
             unit = math.gcd(_WIDEST_LOAD, batch, row)
@@ -149,14 +149,14 @@ class _Launches:
             tensor = getattr(inputs, name)
             tensor = None if tensor is None else flat(tensor, inner).contiguous()
             self.inputs[name] = tensor
-            #: By how many edges a batch's elements lie apart.
+            #: The distance between the elements of a batch, in edges.
             self.inputs[f"{name}_batch"] = 0 if tensor is None or tensor.size(0) == 1 else tensor.size(1)
         mask = None if inputs.mask is None else flat(inputs.mask, 1).view(torch.uint8)
         self.inputs["mask"] = mask
         for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
             self.inputs[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
 
-        #: How many edges what is computed for each of them has room for.
+        #: The number of edges for which results per edge have room.
         self.num_terms = next(
             (
                 term.size(-inner)
@@ -192,31 +192,31 @@ class _Launches:
         return torch.empty(shape, dtype=self.compute if dtype is None else dtype, device=self.device)
 
     def partial(self, rows: Rows, channels: int) -> Tensor:
-        """Memory for the sums that tasks of the same row leave."""
+        """Memory for the partial sums of rows of several tasks."""
         return self.empty(self.batch, rows.num_slots, self.heads, channels)
 
     def weights(self, logits: Tensor, maximum: Tensor) -> Tensor:
-        """Weights of logits, but for the scale of each target."""
+        """Weights from logits, except for the scale of each target."""
         if self.is_softmax:
             return logits.sub_(maximum).exp_()
         return from_law(Law(self.distribution, (0.0, 0.0))).weights(logits, self.layout.target(), self.num_targets, 1)
 
     def unflat(self, tensor: Tensor) -> Tensor:
-        """With the batch dimensions that were given."""
+        """The tensor with the batch dimensions of the inputs."""
         return tensor.view(*self.front, *tensor.shape[1:])
 
     def num_blocks(self, rows: Rows, block: int) -> int:
-        """How many blocks of tasks all rows have."""
+        """The number of blocks of tasks in all rows."""
         return -(-rows.tasks.size(1) // block) * self.batch
 
     def launch(self, name: str, rows: Rows, *, programs: int | None = None, **arguments: Any) -> None:
-        """Runs a kernel over the tasks of `rows`; inputs that it takes are there already.
+        """Runs a kernel over the tasks of `rows`, with the inputs that it takes.
 
         Args:
-            name: Its name.
-            rows: What it goes through.
-            programs: How many programs share the blocks of tasks. (default: `None`, one for each)
-            **arguments: What it takes beside or instead of them.
+            name: The name of the kernel.
+            rows: The rows to go through.
+            programs: The number of programs that share the blocks of tasks. (default: `None`, one per block)
+            **arguments: Its arguments in addition to the inputs, or instead of them.
         """
         num_tasks = rows.tasks.size(1)
         arguments = {
@@ -240,14 +240,14 @@ class _Launches:
         run(kernel, (blocks if programs is None else programs, heads), arguments["num_warps"], given)
 
     def backward_by_source(self, tensors: dict[str, Tensor], given: dict[str, Any]) -> dict[str, Tensor]:
-        """Gradients of those of the inputs `tensors` that sources and edges have, of the vector, and `"logits"`.
+        """Gradients of those of the inputs `tensors` that belong to sources and edges, of the vector, and `"logits"`.
 
-        These are gradients of logits, or, of a scalar score, each edge's part of the query's where that will do.
+        The last are gradients of logits, or, for a scalar score, each edge's part of the query's if that is enough.
         """
         rows, grads = self.layout.by_source, {}
         channels = {"key": self.channels, "value": self.value_channels}
         for name in (name for name in channels if name in tensors):
-            # Sums over query heads that share a key head are rounded once.
+            # Sums over query heads that share a key head are rounded only once.
             dtype = _stored(tensors[name].dtype) if self.group == 1 else self.compute
             grads[name] = self.empty(self.batch, self.num_sources, self.heads, channels[name], dtype=dtype)
         partial = {name: self.partial(rows, channels[name]) for name in channels if name in grads}
@@ -277,11 +277,11 @@ class _Launches:
         return grads
 
     def stores_by_query(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether gradients of the query are sums of numbers that the pass by source has."""
+        """Whether gradients of the query are sums of numbers that are known in the pass by source."""
         return self.channels == 1 and "query" in tensors and "bias" not in tensors
 
     def backward_by_target(self, grad_logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-        """The gradient of the query, from what `backward_by_source` calls `"logits"`."""
+        """The gradient of the query, from the `"logits"` of `backward_by_source`."""
         dtype = _stored(tensors["query"].dtype)
         if self.stores_by_query(tensors):
             return self.sum_by_target(grad_logits, dtype)
@@ -305,7 +305,7 @@ class _Launches:
         return result
 
     def as_gradient(self, grad: Tensor, name: str, of: Tensor) -> Tensor:
-        """A gradient in the shape and the type of what it is the gradient of."""
+        """A gradient in the shape and type of its tensor."""
         if name in ("edge", "bias", "edge_value"):
             inner = 2 if name == "bias" else 3
             grad = grad.view(*self.front, *of.shape[-inner:]).sum_to_size(of.shape)
@@ -314,7 +314,7 @@ class _Launches:
         return grad.to(of.dtype).view(of.shape)
 
     def combine(self, rows: Rows, **results: Tensor | None) -> None:
-        """Makes the results of targets of several tasks out of what the tasks left."""
+        """Combines the results of tasks to those of targets with several tasks."""
         constants = self.constants
         arguments = {
             "sink": self.inputs["sink"],
@@ -328,7 +328,7 @@ class _Launches:
         self._run_over_split(_kernels().combine, rows, -(-self.heads // constants["BLOCK_H"]), arguments)
 
     def add_partial(self, rows: Rows, partial: Tensor, out: Tensor) -> None:
-        """Adds up what tasks of the same row left."""
+        """Adds the partial sums of tasks of the same row."""
         width = self.heads * out.size(-1)
         block = min(_power_of_two(width), 128)
         arguments = {
@@ -343,10 +343,10 @@ class _Launches:
         self._run_over_split(_kernels().add_partial, rows, -(-width // block), arguments)
 
     def _run_over_split(self, kernel: Any, rows: Rows, programs: int, arguments: dict[str, Any]) -> None:
-        """Runs a kernel over rows of several tasks, with so many programs for each.
+        """Runs a kernel over rows of several tasks, with this many programs for each.
 
-        Without such rows it runs once all the same, over one that is none: a CUDA graph that is captured later must
-        expect them, and cannot load a kernel.
+        Without such rows, it runs once over a row that does not exist: a CUDA graph that is captured later must be able
+        to handle such rows, and cannot load a kernel.
         """
         split = rows.split
         if split.size(1) == 0:
@@ -355,7 +355,7 @@ class _Launches:
                 *(
                     x.dtype if isinstance(x, Tensor) else x
                     for name, x in arguments.items()
-                    if not isinstance(x, int) or name.isupper()  # as Triton tells them apart
+                    if not isinstance(x, int) or name.isupper()  # as Triton distinguishes them
                 ),
             )
             if variant in _loaded:
@@ -368,13 +368,13 @@ class _Launches:
 
 
 def run(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any]) -> None:
-    """Runs a kernel: all launches come by here.
+    """Runs a kernel; all launches use this function.
 
     Args:
-        kernel: It.
-        grid: How many programs there are, of which none may be.
-        warps: How many warps each has.
-        arguments: What it takes, by name.
+        kernel: The kernel.
+        grid: The number of programs, which may be zero.
+        warps: The number of warps per program.
+        arguments: The arguments of the kernel, by name.
     """
     if min(grid) > 0:
         kernel[grid](**arguments, num_warps=warps)
@@ -461,8 +461,8 @@ def _backward(
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
-    """The type in which kernels store what is to be of type `dtype`."""
-    # The interpreter cuts bfloat16 off instead of rounding it; PyTorch rounds.
+    """The type in which kernels store results of type `dtype`."""
+    # The interpreter truncates to bfloat16 instead of rounding; PyTorch rounds.
     return torch.float32 if dtype == torch.bfloat16 and _INTERPRETED else dtype
 
 
@@ -481,14 +481,14 @@ def _triton_type(dtype: torch.dtype) -> Any:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest one that is no less, and at least 1."""
+    """The smallest power of two that is not less than the number, and at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def _blocks(heads: int, channels: int, value_channels: int, dtype: torch.dtype) -> dict[str, int]:
-    """How many tasks, heads and channels a program takes, and with how many warps: a rule instead of trials.
+    """The numbers of tasks, heads and channels of a program, and of its warps, by a rule instead of trials.
 
-    Trials would compile each kernel up to eight times, and what is best for one graph would be kept for all.
+    Trials would compile each kernel up to eight times, and keep the best choice for one graph for all others.
     """
     block_c, block_v = _power_of_two(channels), _power_of_two(value_channels)
     widest = max(block_c, block_v)
@@ -496,11 +496,11 @@ def _blocks(heads: int, channels: int, value_channels: int, dtype: torch.dtype) 
     if widest == 1 or heads * max(channels, value_channels) * dtype.itemsize % 16 != 0:
         width = _LOOSE_WIDTH
     else:
-        is_padded = widest > max(channels, value_channels)  # which takes registers as well
+        is_padded = widest > max(channels, value_channels)  # padding takes registers as well
         width = _LOADED // (max(dtype.itemsize, 4) if is_padded else dtype.itemsize)
     block_r = max(1, width // (block_h * widest))
     if _INTERPRETED:
-        block_r = 16  # which takes it as long as one
+        block_r = 16  # which takes as long as one
     warps = max(1, widest // _WARP_WIDTH)
     return {"BLOCK_R": block_r, "BLOCK_H": block_h, "BLOCK_C": block_c, "BLOCK_V": block_v, "num_warps": warps}
 

@@ -1,19 +1,19 @@
-"""The GPU kernels, in Triton: scores and distributions differ in one function each: see `FAMILIES` and `LAWS`.
+"""The GPU kernels, in Triton. Scores and distributions differ in one function each: see `FAMILIES` and `LAWS`.
 
-A row (a target's edges, or a source's) is cut into tasks of a few edges (see layout.py beside this file). A program
-takes `BLOCK_R` tasks of about the same length in lockstep, one edge of each at a time, for `BLOCK_H` heads: its tiles
-are `[R, H, C]`. Rows of several tasks leave partial sums, which `combine` and `add_partial` add up in a fixed order: no
-atomics, so every run gives the same bits.
+A row (a target's edges, or a source's) is split into tasks of a few edges (see layout.py beside this file). A program
+computes `BLOCK_R` tasks of about the same length in lockstep, one edge of each at a time, for `BLOCK_H` heads: its
+tiles are `[R, H, C]`. Rows of several tasks give partial sums, which `combine` and `add_partial` add in a fixed order:
+without atomics, every run gives the same bits.
 
 GAT's score is the additive one with a single channel and no vector.
 
-Letters: R tasks of a program, H heads, C channels (of the value, too), P partial sums.
+Letters: R tasks of a program, H heads, C channels (also of the value), P partial sums.
 """
 
 import triton
 import triton.language as tl
 
-#: Numbers that differ from graph to graph. Triton would compile a kernel again for multiples of 16, and for 1.
+#: Numbers that differ between graphs. Otherwise, Triton would compile a kernel again for multiples of 16, and for 1.
 _OF_THE_GRAPH = (
     "num_blocks num_tasks num_slots num_rows num_sources num_targets num_edges num_terms num_split threshold "
     "query_row query_batch key_row key_batch value_row value_batch "
@@ -31,17 +31,17 @@ def _mix(x):
 
 @triton.jit
 def _is_kept(seed, number, threshold):
-    """As `gattn.ops.dropout.keep_mask` defines it."""
+    """The rule of `gattn.ops.dropout.keep_mask`."""
     differing = number ^ seed
     random = _mix(_mix(differing.to(tl.uint32)) ^ (differing >> 32).to(tl.uint32))
     return random.to(tl.int64) >= threshold
 
 
-# Families of scores, one function each. q and k are a target's and a source's terms, [R, H, C] (an edge's own is part
-# of k: added or, with MULTIPLIES, multiplied), a is the additive score's vector, [1, H, C], the constants come in the
-# order in which `FAMILIES` names them. Without `grad` a function returns the logits, [R, H]; with their gradients,
-# [R, H, 1], those of q, k and a for each edge: for a, anything if the formula has no vector. An edge's gradient follows
-# from that of k. The compiler drops what a kernel does not use.
+# Families of scores, one function each. q and k are the terms of target and source, [R, H, C] (an edge's own is part of
+# k: added, or with MULTIPLIES multiplied), a is the additive score's vector, [1, H, C], and constants have the order in
+# which `FAMILIES` names them. Without `grad`, a function returns the logits, [R, H]; with their gradients, [R, H, 1],
+# it returns those of q, k and a per edge; for a, anything if the formula has no vector. An edge's gradient follows from
+# that of k. The compiler drops what a kernel does not use.
 
 
 @triton.jit
@@ -104,11 +104,11 @@ def _dot(q, k, a, grad, CONSTANTS: tl.constexpr):
 
 @triton.jit
 def _sum(q, k, a, grad, CONSTANTS: tl.constexpr):
-    """Not a score: adds up what is taken for gradients of logits."""
+    """Not a score: sums the numbers that are passed as gradients of logits."""
     return grad, grad, grad
 
 
-#: By name: the function, and what its constants are called.
+#: By name: the function, and the names of its constants.
 FAMILIES = {
     "gat": (_leaky_relu, ("negative_slope",)),
     "leaky_relu": (_leaky_relu, ("negative_slope",)),
@@ -118,8 +118,8 @@ FAMILIES = {
 }
 
 
-# Distributions that look at each logit alone, one function each: weights and their derivatives, but for the scale of a
-# target. Minus infinity is no edge, and its weight is zero. The softmax is part of the kernels.
+# Distributions of each logit alone, one function each: weights and their derivatives, except for the scale of a target.
+# Minus infinity means no edge, and its weight is zero. The softmax is part of the kernels.
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def _logits_law(s):
     return s, tl.full(s.shape, 1.0, s.dtype)
 
 
-#: By name; the softmax has none.
+#: By name; the softmax has no function.
 LAWS = {
     "softmax": None,
     "sigmoid": _sigmoid_law,
@@ -170,7 +170,7 @@ LAWS = {
 
 @triton.jit
 def _scale(total, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr):
-    """What sums of weighted values are multiplied by, from the sums of weights."""
+    """The factor of the sums of weighted values, given the sums of weights."""
     if NORMALIZED:
         total += EPSILON
         return tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
@@ -180,7 +180,7 @@ def _scale(total, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr):
 
 @triton.jit
 def _cap(s, SOFTCAP: tl.constexpr):
-    """Logits between -SOFTCAP and SOFTCAP, if it is not zero."""
+    """Logits bounded to ±SOFTCAP, unless it is zero."""
     if SOFTCAP == 0.0:
         return s
     else:
@@ -189,7 +189,7 @@ def _cap(s, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _load(base, row, stride, offset, is_row, is_offset, COMPUTE: tl.constexpr):
-    """Rows of several heads, `[R, H, C]`; zeros where there is none."""
+    """Rows of several heads, `[R, H, C]`; zeros where there are none."""
     place = row.to(tl.int64)[:, None, None] * stride + offset[None]
     return tl.load(base + place, mask=is_row[:, None, None] & is_offset[None], other=0.0).to(COMPUTE)
 
@@ -198,13 +198,13 @@ def _load(base, row, stride, offset, is_row, is_offset, COMPUTE: tl.constexpr):
 def _load_nodes(
     base, batch, row, batch_stride, row_stride, offset, is_row, is_offset, UNIT: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """`_load` with strides in units of UNIT elements: the compiler takes its addresses to be multiples of that."""
+    """`_load` with strides in units of UNIT elements: the compiler may assume addresses to be multiples of that."""
     return _load(base + batch * (batch_stride * UNIT), row, row_stride * UNIT, offset, is_row, is_offset, COMPUTE)
 
 
 @triton.jit
 def _load_scalars(base, row, stride, h, is_row, HEADS: tl.constexpr, COMPUTE: tl.constexpr):
-    """One number a head, `[R, H]`; zeros where there is none."""
+    """One number per head, `[R, H]`; zeros where there are none."""
     place = row.to(tl.int64)[:, None] * stride + h[None]
     return tl.load(base + place, mask=is_row[:, None] & (h < HEADS)[None], other=0.0).to(COMPUTE)
 
@@ -223,14 +223,14 @@ def _store_scalars(base, row, stride, h, is_row, HEADS: tl.constexpr, tile):
 
 @triton.jit
 def _store_sums(base, partial, row, slot, offset, is_offset, tile, WIDTH: tl.constexpr):
-    """Rows of one task get their result, the others a partial one."""
+    """Stores the result of rows with one task, and the partial sums of the others."""
     _store(base, row, WIDTH, offset, (row >= 0) & (slot < 0), is_offset, tile)
     _store(partial, slot, WIDTH, offset, (row >= 0) & (slot >= 0), is_offset, tile)
 
 
 @triton.jit
 def _tasks(tasks, num_tasks, block, BLOCK_R: tl.constexpr):
-    """A block's batch element, and its tasks' rows (-1 where there is none), edges and slots."""
+    """A block's batch element, and the rows (-1 if there is none), edges and slots of its tasks."""
     blocks = tl.cdiv(num_tasks, BLOCK_R)
     batch = (block // blocks).to(tl.int64)
     place = block % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -250,7 +250,7 @@ def _tasks(tasks, num_tasks, block, BLOCK_R: tl.constexpr):
 def _heads(
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Where this program's heads and channels lie in a row that has all heads, and in one with fewer (key heads)."""
+    """The positions of this program's heads and channels in a row of all heads, and in one of fewer (key heads)."""
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_C)
     offset = h[:, None] * CHANNELS + c[None]
@@ -272,7 +272,7 @@ def _finish(
     s, bias, mask, batch, number, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head,
     SOFTCAP: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Logits with their bias and cap, minus infinity where there is no edge, or a masked one."""
+    """Logits with their bias and cap, minus infinity for missing and masked edges."""
     is_edge = is_edge[:, None] & (h < HEADS)[None]
     if bias is not None:
         place = (batch * bias_batch + number)[:, None] * HEADS + h[None]
@@ -301,7 +301,7 @@ def forward(
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of all targets, with the maximum and the scale of each; logits if they are wanted."""
+    """Outputs of all targets, with the maximum and the scale of each; logits if they are requested."""
     batch, row, first, last, slot = _tasks(tasks, num_tasks, tl.program_id(0), BLOCK_R)
     h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
     _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
@@ -319,7 +319,7 @@ def forward(
         maximum = tl.full([BLOCK_R, BLOCK_H], -float("inf"), COMPUTE)
     total = tl.zeros([BLOCK_R, BLOCK_H], COMPUTE)
     if sink is not None:
-        # Of a row of several tasks, `combine` adds the sink.
+        # If a row has several tasks, `combine` adds the sink.
         first_logit = tl.load(sink + h, mask=h < HEADS, other=-float("inf")).to(COMPUTE)[None]
         maximum = tl.where((slot < 0)[:, None], first_logit, maximum)
         total = tl.where(maximum == -float("inf"), total, 1.0)
@@ -391,7 +391,7 @@ def combine(
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of targets of several tasks, out of their parts."""
+    """Outputs of targets with several tasks, from their parts."""
     batch = (tl.program_id(0) // num_split).to(tl.int64)
     place = tl.program_id(0) % num_split
     row = tl.load(split + place)
@@ -437,7 +437,7 @@ def add_partial(
     split, partial, out, num_split, num_slots, num_rows,
     WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of rows of several tasks, out of their parts."""
+    """Sums of rows with several tasks, from their parts."""
     batch = (tl.program_id(0) // num_split).to(tl.int64)
     place = tl.program_id(0) % num_split
     row = tl.load(split + place)
@@ -470,7 +470,7 @@ def backward_by_source(
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what sources and edges have, of the logits, and this program's part of the vector's."""
+    """Gradients of the terms of sources and edges, of the logits, and this program's part of the vector's."""
     h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
     _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
     a = _weight_vector(vector, offset, is_offset, COMPUTE)

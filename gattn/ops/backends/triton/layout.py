@@ -1,7 +1,7 @@
-"""A graph as the GPU kernels read it: the edges of each target side by side, and those of each source.
+"""A graph as the GPU kernels read it: the edges of each target are contiguous, and so are those of each source.
 
-Built by PyTorch on the graph's own device, once for each version of the tensor, and kept as long as that lives. What
-waits for the device is the check of the indices, and the sizes of what is built.
+PyTorch builds it on the graph's own device, once for each version of the tensor, and it is kept as long as the tensor
+lives. Only the check of the indices and the sizes of the result wait for the device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from gattn.graphs.edge_lists import OnStream, already_derived, check_range, deri
 from gattn.torch_private import assert_later
 
 LONG_ROW = 128
-"""Longer rows are split, so that no program has more edges than that to go through."""
+"""Longer rows are split, so that no program has to go through more edges than this."""
 
 
 class Rows:
     """The edges of each row, cut into tasks of at most `LONG_ROW`, the longest first.
 
-    While a CUDA graph is captured, numbers that only the device knows are replaced by upper bounds; of what is left
-    over, tasks and rows of several tasks are -1, and edges come last.
+    While a CUDA graph is captured, numbers that only the device knows are replaced by upper bounds. In the room that is
+    left over, tasks and rows of several tasks are -1, and edges come last.
 
     Args:
         row: The row of each edge, int32; edges of row `num_rows` are left out.
-        node: What is at each edge's other end, int32.
+        node: The node at each edge's other end, int32.
         number: The number of each edge, int32.
         num_rows: Number of rows.
         is_captured: Whether nothing may wait for the device.
@@ -40,7 +40,7 @@ class Rows:
         bounds = torch.arange(num_rows + 1, device=row.device, dtype=torch.int32)
         #: `[rows + 1]`: the first edge of each row, and the number of edges.
         self.start = start = torch.searchsorted(row, bounds, out_int32=True)
-        parts = ((start.diff() + length - 1) // length).clamp(min=1)  # an empty row has a task, too: zeros are written
+        parts = ((start.diff() + length - 1) // length).clamp(min=1)  # an empty row also has a task, which writes zeros
         is_long = parts > 1
         last_task, last_slot = parts.cumsum(0), (parts * is_long).cumsum(0)
         if is_captured:
@@ -51,7 +51,7 @@ class Rows:
             num_edges, num_tasks, num_slots, num_split = torch.stack(sizes).tolist()
         order = order[:num_edges]
         self.node, self.number = node[order], number[order]
-        #: How many partial sums tasks of rows of several tasks leave.
+        #: The number of partial sums of rows of several tasks.
         self.num_slots = num_slots
 
         task = torch.arange(num_tasks, device=row.device)
@@ -64,7 +64,7 @@ class Rows:
         slot = torch.where(is_long[row], last_slot[row] - parts[row] + part, -1)
         tasks = torch.stack([torch.where(is_task, row, -1), first, last, slot]).int()
         longest_first = torch.where(is_task, last - first, -1).argsort(descending=True, stable=True)
-        #: `[4, tasks]`: row, first and last edge, and where the partial sum goes (-1: the row has a single task).
+        #: `[4, tasks]`: row, first and last edge, and the slot of the partial sum (-1 if the row has a single task).
         self.tasks = tasks[:, longest_first].contiguous()
 
         row = is_long.byte().argsort(descending=True, stable=True)[:num_split]
@@ -74,25 +74,25 @@ class Rows:
         self.split = split.int()
 
     def row_of_edges(self) -> Tensor:
-        """The row of each edge, in the order of `node`; the number of rows for what is left over."""
+        """The row of each edge, in the order of `node`; the number of rows for room that is left over."""
         place = torch.arange(self.node.numel(), device=self.node.device, dtype=torch.int32)
         return torch.searchsorted(self.start, place, right=True, out_int32=True) - 1
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory of it."""
+        """All of its memory."""
         return (value for value in vars(self).values() if isinstance(value, Tensor))
 
 
 class Layout:
-    """Rows by target, and by source for the backward pass: 16 bytes an edge.
+    """Rows by target, and by source for the backward pass: 16 bytes per edge.
 
     Args:
         edge_index: `[2, E]`.
         num_sources: M.
         num_targets: N.
-        self_loops: Whether existing loops go out and one for each of the first min(N, M) nodes comes in.
+        self_loops: Whether to replace existing loops by one for each of the first min(N, M) nodes.
         flow: Which row of `edge_index` holds the targets.
-        known_edges: While a CUDA graph is captured that adds self-loops, E if it is known from before.
+        known_edges: E, if it is known from before, for a CUDA graph that is captured and adds self-loops.
 
     Raises:
         IndexError: If an index is out of range (a CUDA graph that is being captured reports it when it runs).
@@ -121,7 +121,7 @@ class Layout:
         else:
             check_range(edge_index, num_sources, num_targets, flow)
         self._num_sources, self._num_targets = num_sources, num_targets
-        # Copies: what is cached for a tensor must hold no view of it.
+        # Copies, because the value cached for a tensor must not hold a view of it.
         source, target = source.to(torch.int32, copy=True), target.to(torch.int32, copy=True)
         number = torch.arange(self.most_edges, device=edge_index.device, dtype=torch.int32)
         if self_loops:
@@ -131,7 +131,7 @@ class Layout:
             source, target = torch.cat([source, node]), torch.cat([target, node])
             target = target.where(is_edge, num_targets)
         self.by_target = Rows(target, source, number, num_targets, self._is_captured)
-        #: E on the device, if edges may be fewer than there were; a copy, whose address is aligned.
+        #: E on the device, if edges may be fewer than before; a copy, whose address is aligned.
         self.edge_count = self.by_target.start[-1:].clone() if self_loops else None
         self._is_counted = self.edge_count is not None and self._is_captured
         self._num_edges = known_edges if self._is_counted else self.by_target.node.numel()
@@ -140,7 +140,7 @@ class Layout:
 
     @property
     def by_source(self) -> Rows:
-        """Rows by source, made once; of each, edges come by target."""
+        """Rows by source, made once; the edges of each are ordered by target."""
         with self._lock:
             if self._by_source is None:
                 target = self.by_target.row_of_edges()
@@ -156,21 +156,21 @@ class Layout:
         """E.
 
         Raises:
-            RuntimeError: If a CUDA graph is captured that adds self-loops, and nothing is known from before.
+            RuntimeError: If a CUDA graph is captured that adds self-loops, and E is not known from before.
         """
         if self._num_edges is None:
             raise RuntimeError(
-                "a CUDA graph is captured, which cannot wait for the number of edges that are left once self-loops are "
-                "replaced: call the same with the same edge_index once before, or add the self-loops before."
+                "a CUDA graph that is being captured cannot wait for the number of edges after replacing self-loops: "
+                "make the same call with this edge_index once before, or add the self-loops before."
             )
         return self.expect(self._num_edges)
 
     def expect(self, num_edges: int) -> int:
-        """E, which inputs take to be `num_edges`: a CUDA graph that is being captured checks that when it runs."""
+        """E, assumed to be `num_edges`: a CUDA graph that is being captured checks it when it runs."""
         if not self._is_counted:
             return self.by_target.node.numel()
         assert self.edge_count is not None
-        assert_later((self.edge_count == num_edges).all(), "the graph's edges are not as many as before.")
+        assert_later((self.edge_count == num_edges).all(), "the number of the graph's edges has changed.")
         return num_edges
 
     def target(self) -> Tensor:
@@ -180,7 +180,7 @@ class Layout:
         return target.scatter_(0, rows.number[:num_edges].long(), rows.row_of_edges()[:num_edges].long())
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory of it, but for `by_source`, which is made when it is asked for."""
+        """All of its memory, except for `by_source`, which is made when it is needed."""
         yield from self.by_target.tensors()
         if self.edge_count is not None:
             yield self.edge_count
@@ -191,9 +191,9 @@ def layout_of(
 ) -> Layout:
     """The layout of a graph, made once for each version of its `edge_index`.
 
-    A compiled or traced program writes to memory again and again without counting versions: called from one
-    (`traced`), it is the edges themselves that are compared, by their hash, which waits for the device. A CUDA graph
-    that is being captured makes its own, so that it can be replayed with other edges in the same memory.
+    A compiled or traced program writes to memory repeatedly without increasing versions. A call from one (`traced`)
+    compares the edges themselves, by their hash, which waits for the device. A CUDA graph that is being captured makes
+    its own layout, so that it can be replayed with other edges in the same memory.
     """
     graph = num_sources, num_targets, self_loops, flow
     key = ("rows", *graph)
@@ -205,7 +205,7 @@ def layout_of(
 
 
 def _hash(edge_index: Tensor) -> int:
-    """Of the edges in their order; products and sums wrap around."""
+    """A hash of the edges in their order; products and sums wrap around."""
     source, target = edge_index.long()
     hashed = _mix(source * 0x1E3779B97F4A7C15 + target)
     return int(_mix(hashed + torch.arange(hashed.numel(), device=hashed.device)).sum())
