@@ -35,6 +35,8 @@ from gattn.scores import AdditiveScore, DotScore, Score
 from gattn.scripting import NotScriptable
 from gattn.settings import require_finite, resolve_backend
 
+__all__ = ["Attention", "Weights", "attend", "fused", "unrecorded"]
+
 #: Weights as users get them: a tensor, or for a packed graph a list with one tensor per block.
 Weights: TypeAlias = Tensor | list[Tensor]
 

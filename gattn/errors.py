@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["InputError", "InputTypeError"]
+
 
 class InputError(ValueError, AssertionError, RuntimeError):
     """An invalid argument of a drop-in replacement for a layer of PyTorch or PyG.

@@ -23,6 +23,8 @@ from gattn.nn import HANConv, HGTConv
 from gattn.nn.hetero_conv import EdgeType
 from gattn.recording import record_attention
 
+__all__ = ["AttentionExplainer"]
+
 #: Edges `[2, E]` by edge type; those of a homogeneous graph are of the type `None`.
 _Edges: TypeAlias = dict[EdgeType | None, Tensor]
 _REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "max": torch.amax, "min": torch.amin}

@@ -16,6 +16,8 @@ from torch.nn import Module
 from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
 from gattn.torch_private import is_compiled
 
+__all__ = ["AttentionRecord", "record_attention", "recorded"]
+
 _Attend = TypeVar("_Attend", bound=Callable[..., Any])
 
 

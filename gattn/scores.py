@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = ["AdditiveScore", "CosineScore", "DotScore", "Family", "GATScore", "Score", "family_of", "says"]
+
 
 class Family(NamedTuple):
     """How the kernels identify a score."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["NotScriptable"]
+
 
 class NotScriptable:
     """A module that refuses `torch.jit.script` with an explanation, alone or inside another module."""

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gattn.ops.backends import Backend, backend_named
 
+__all__ = ["backend", "check_finite", "require_finite", "resolve_backend"]
+
 
 @dataclass
 class _Settings:

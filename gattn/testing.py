@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["assert_as_exact_as", "assert_permutation_equivariant", "random_edge_index"]
+
 
 def random_edge_index(
     num_sources: int, num_targets: int | None = None, num_edges: int = 0, *, hub: float = 0.0, seed: int = 0

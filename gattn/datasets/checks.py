@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
+__all__ = ["check_edges", "csr_matrix"]
+
 
 def check_edges(data: Data) -> Data:
     """Returns `data` after checking that all of its edges connect nodes of its own.

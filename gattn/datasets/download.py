@@ -14,6 +14,8 @@ from typing import TypeVar
 
 from gattn.datasets.errors import DatasetUnavailableError
 
+__all__ = ["download", "download_archive", "read_dataset"]
+
 _TIMEOUT_SECONDS = 30.0
 _HEADERS = {"User-Agent": "gattn"}  # some servers refuse Python's default
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DatasetUnavailableError"]
+
 
 class DatasetUnavailableError(FileNotFoundError):
     """A data set is missing, cannot be downloaded, or cannot be read.

@@ -10,6 +10,8 @@ from torch_geometric.data import Data, InMemoryDataset
 
 from gattn.datasets.registry import families, sentence_pairs, texts
 
+__all__ = ["available", "canonical_name", "data_root", "load", "load_pairs", "load_text"]
+
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder that data sets are read from.

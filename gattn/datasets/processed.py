@@ -13,6 +13,8 @@ from torch_geometric.data import Data, InMemoryDataset
 from gattn.datasets.checks import check_edges
 from gattn.datasets.safe_files import read_torch
 
+__all__ = ["PARTS", "CheckedDataset", "JoinedDataset"]
+
 #: PyG's names of the parts of a split that is published as one file per part.
 PARTS = ("train", "val", "test")
 

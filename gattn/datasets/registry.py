@@ -18,6 +18,8 @@ from torch_geometric.data import Data, InMemoryDataset
 from gattn.datasets.download import download, read_dataset, remove_traces
 from gattn.datasets.errors import DatasetUnavailableError
 
+__all__ = ["GraphFamily", "SentencePairs", "Text", "families", "register", "sentence_pairs", "texts"]
+
 _Content = TypeVar("_Content")
 _UNREADABLE = (OSError, KeyError, ValueError, zipfile.BadZipFile)
 

@@ -28,6 +28,8 @@ from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
 from gattn.datasets.checks import csr_matrix
 from gattn.datasets.errors import DatasetUnavailableError
 
+__all__ = ["read_pickle", "read_torch"]
+
 # Pickles -------------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomNodeSplit
 
+__all__ = ["pick_split", "random_split", "random_split_by_class", "random_split_by_share"]
+
 # Where no split is published: the numbers of nodes per class of Shchur et al., https://arxiv.org/abs/1811.05868.
 _TRAIN_PER_CLASS = 20
 _VALIDATION_PER_CLASS = 30

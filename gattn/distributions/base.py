@@ -8,6 +8,8 @@ from torch import Tensor
 
 from gattn.scores import says
 
+__all__ = ["Distribution", "Law", "check_number", "law_of"]
+
 
 class Law(NamedTuple):
     """How the kernels identify a distribution."""

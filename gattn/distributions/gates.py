@@ -11,6 +11,8 @@ from torch_geometric.utils import scatter
 from gattn.distributions.base import Distribution, Law, check_number
 from gattn.scores import says
 
+__all__ = ["Gate", "Identity", "Logits", "Sigmoid", "Tanh"]
+
 
 class Gate(Distribution):
     r"""Base class of weights without competition: a function of each logit alone.

@@ -9,6 +9,8 @@ from torch_geometric.utils import scatter
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import segment_reduce, softmax
 
+__all__ = ["Hard"]
+
 
 class Hard(Distribution):
     r"""One neighbour per target and head, drawn with the softmax's probabilities: *hard* attention.

@@ -10,6 +10,8 @@ from torch import Tensor
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import softmax
 
+__all__ = ["LocalGaussian"]
+
 
 class LocalGaussian(Distribution):
     r"""A softmax whose weights fall with their distance from a centre and are not normalised again.

@@ -9,6 +9,8 @@ from torch_geometric.utils import scatter
 from gattn.distributions.base import Distribution, Law, check_number
 from gattn.scores import says
 
+__all__ = ["Softmax", "is_plain_softmax", "segment_reduce", "softmax"]
+
 
 def softmax(logits: Tensor, index: Tensor, num_targets: int, dim: int = 0) -> Tensor:
     r"""A softmax over the edges of each target: the scatter-softmax.

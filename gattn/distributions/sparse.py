@@ -11,6 +11,8 @@ from torch_geometric.utils import scatter
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import segment_reduce, softmax
 
+__all__ = ["Entmax15", "Sparsemax", "TopK"]
+
 
 class _Rows:
     """The rows of a list of edges: each holds the edges of one target.

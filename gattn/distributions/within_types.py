@@ -10,6 +10,8 @@ from gattn.distributions.softmax import Softmax
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs.edge_lists import check_types, checked_types
 
+__all__ = ["WithinTypes"]
+
 
 class WithinTypes(Distribution):
     r"""Weights that compete only with those of the same type, that is, within each relation of a typed graph.

@@ -11,6 +11,8 @@ from torch import Tensor
 from gattn.errors import InputError, InputTypeError
 from gattn.torch_private import uses_jit_trace
 
+__all__ = ["FLOWS", "EdgeList", "Graph", "check_size"]
+
 FLOWS = ("source_to_target", "target_to_source")
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from gattn.errors import InputError
 from gattn.graphs.base import EdgeList, Graph, check_size
 
+__all__ = ["CompleteGraph"]
+
 
 class CompleteGraph(Graph):
     r"""A graph in which every target attends to every source, as in the self-attention of a Transformer.

@@ -17,6 +17,24 @@ from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import FLOWS
 from gattn.torch_private import assert_later, is_functorch_tensor, is_traced, is_transformed
 
+__all__ = [
+    "INTEGER_DTYPES",
+    "OnStream",
+    "add_loops",
+    "already_derived",
+    "check_later",
+    "check_range",
+    "check_types",
+    "checked",
+    "checked_types",
+    "derived",
+    "derived_tensors",
+    "has_loops",
+    "is_capturing",
+    "looped",
+    "plain",
+]
+
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 # For a tensor that is used with many numbers of nodes, only what was derived for the last few is kept.

@@ -31,6 +31,8 @@ from gattn.graphs.edge_lists import (
     plain,
 )
 
+__all__ = ["Edges", "SparseGraph", "as_graph"]
+
 
 class Edges(NamedTuple):
     """The edges of a graph, checked and ready to compute with."""

@@ -15,6 +15,8 @@ from gattn.graphs.base import Graph
 from gattn.graphs.edge_lists import check_types, checked_types
 from gattn.graphs.sparse import SparseGraph, as_graph
 
+__all__ = ["TypedGraph"]
+
 
 class TypedGraph(SparseGraph):
     r"""A graph whose edges, and possibly nodes, have types: several relations as one list of edges.

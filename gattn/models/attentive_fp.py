@@ -16,6 +16,8 @@ from gattn.nn.gat_conv import GATConv
 from gattn.nn.gate_conv import GATEConv
 from gattn.nn.linear import dropout
 
+__all__ = ["AttentiveFP"]
+
 
 class AttentiveFP(Module):
     r"""The network of `Attentive FP <https://pubs.acs.org/doi/10.1021/acs.jmedchem.9b00959>`_.

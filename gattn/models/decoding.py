@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+__all__ = ["beam_search", "sample"]
+
 
 def sample(
     logits: Tensor,

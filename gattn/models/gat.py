@@ -14,6 +14,8 @@ from gattn.graphs import Graph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.nn.linear import FeatureDropout
 
+__all__ = ["GAT"]
+
 
 class GAT(BasicGNN):
     r"""A graph attention network of any depth, after `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_.

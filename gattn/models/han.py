@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from gattn.models.tokens import check_tokens
 from gattn.nn.pooling import AttentionPooling
 
+__all__ = ["HAN"]
+
 
 class HAN(Module):
     r"""A hierarchical attention network for the classification of documents.

@@ -12,6 +12,8 @@ from gattn.models.tokens import check_tokens
 from gattn.nn.lstmn_cell import LSTMNCell, LSTMNState
 from gattn.ops.dropout import check_probability
 
+__all__ = ["LSTMN"]
+
 
 class LSTMN(Module):
     r"""A language model of stacked `gattn.nn.LSTMNCell`: LSTMs with attention to all of their earlier states.

@@ -26,6 +26,8 @@ from gattn.nn.rnn_attention import (
 from gattn.ops.dropout import check_probability
 from gattn.scripting import NotScriptable
 
+__all__ = ["ATTENTIONS", "FORMS", "Seq2Seq"]
+
 ATTENTIONS = ("dot", "scaled_dot", "general", "additive", "local-m", "local-p", "hard", "hard-st")
 FORMS = ("bahdanau", "luong")
 CELLS = {"gru": (GRU, GRUCell), "lstm": (LSTM, LSTMCell)}

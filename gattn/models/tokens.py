@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = ["check_tokens", "shift"]
+
 
 def check_tokens(name: str, tokens: Tensor, num_tokens: int, shape: str = "[B, T]") -> None:
     """Checks that tokens are integers of this shape and in the vocabulary.

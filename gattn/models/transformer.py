@@ -26,6 +26,8 @@ from gattn.nn.transformer_layers import (
     TransformerEncoderLayer,
 )
 
+__all__ = ["TransformerLM", "TransformerSeq2Seq"]
+
 _POSITIONS = ("learned", "sinusoidal", "rotary", "alibi")
 
 

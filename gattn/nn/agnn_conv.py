@@ -14,6 +14,8 @@ from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.scores import DotScore
 
+__all__ = ["AGNNConv"]
+
 
 class AGNNConv(BaseConv):
     r"""The layer of `Attention-based Graph Neural Network <https://arxiv.org/abs/1803.03735>`_.

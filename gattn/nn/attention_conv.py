@@ -15,6 +15,8 @@ from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore, Score
 from gattn.settings import require_finite
 
+__all__ = ["AttentionConv", "AttentionWeights", "BaseConv", "check_positive"]
+
 #: What PyG's layers return together with the output: `(edge_index, weights)`, whose graph may also be a sparse
 #: adjacency or a `CompleteGraph`; for a `SparseTensor`, the one that holds the weights.
 AttentionWeights: TypeAlias = Any

@@ -14,6 +14,8 @@ from gattn.nn.linear import Linear
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 
+__all__ = ["DenseGATConv"]
+
 
 class DenseGATConv(BaseConv):
     r"""The layer of `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_ on adjacency matrices.

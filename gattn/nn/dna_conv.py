@@ -22,6 +22,8 @@ from gattn.nn.linear import dropout
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore, GATScore
 
+__all__ = ["DNAConv"]
+
 
 class DNAConv(BaseConv):
     r"""The layer of `Just Jump <https://arxiv.org/abs/1904.04849>`_ (dynamic neighborhood aggregation).

@@ -10,6 +10,8 @@ from gattn.errors import InputError, InputTypeError
 from gattn.graphs import Graph
 from gattn.settings import require_finite
 
+__all__ = ["checked_features"]
+
 
 def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...]) -> tuple[Graph, Tensor]:
     """The graph and its edge features `[..., E, D]`, either those given or the vectors that a sparse adjacency holds.

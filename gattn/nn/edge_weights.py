@@ -8,6 +8,8 @@ from gattn.attention import _core, unrecorded
 from gattn.graphs import Graph
 from gattn.scores import Score
 
+__all__ = ["edge_weights"]
+
 
 def edge_weights(
     query: Tensor, key: Tensor, graph: Graph, score: Score, distribution: str, dropout: float = 0.0

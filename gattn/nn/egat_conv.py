@@ -17,6 +17,8 @@ from gattn.nn.linear import Linear
 from gattn.scores import AdditiveScore
 from gattn.settings import require_finite
 
+__all__ = ["EGATConv"]
+
 _SLOPE = 0.01
 
 

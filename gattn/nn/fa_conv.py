@@ -20,6 +20,8 @@ from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 
+__all__ = ["FAConv"]
+
 
 class _Normalized(NamedTuple):
     """A graph, and the factors of its messages besides the attention weights."""

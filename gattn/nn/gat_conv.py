@@ -19,6 +19,8 @@ from gattn.ops import reference
 from gattn.scores import GATScore
 from gattn.torch_private import is_traced
 
+__all__ = ["GATConv"]
+
 
 class GATConv(AttentionConv):
     r"""The graph attention layer of `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_.

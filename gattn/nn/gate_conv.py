@@ -19,6 +19,8 @@ from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, GATScore
 from gattn.settings import require_finite
 
+__all__ = ["GATEConv"]
+
 _SLOPE = 0.01
 
 

@@ -17,6 +17,8 @@ from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import FeatureDropout, Linear
 from gattn.scores import GATScore
 
+__all__ = ["GatedGCNConv"]
+
 _GATE = Sigmoid(normalize=True, eps=1e-6)
 
 

@@ -17,6 +17,8 @@ from gattn.nn.linear import Linear
 from gattn.ops import reference
 from gattn.scores import AdditiveScore
 
+__all__ = ["GATv2Conv"]
+
 
 class GATv2Conv(AttentionConv):
     r"""The layer of `How Attentive are Graph Attention Networks? <https://arxiv.org/abs/2105.14491>`_.

@@ -18,6 +18,8 @@ from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear, is_autocast
 from gattn.scores import DotScore, GATScore, Score
 
+__all__ = ["GeneralConv"]
+
 _SLOPE = 0.2
 
 

@@ -15,6 +15,8 @@ from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
 from gattn.nn.multihead_attention import MultiheadAttention
 
+__all__ = ["GPSConv"]
+
 
 class GPSConv(torch_geometric.nn.GPSConv):
     r"""A graph layer on the edges in parallel with attention between all nodes of the same graph.

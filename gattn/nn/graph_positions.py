@@ -11,6 +11,8 @@ from torch import Tensor
 from gattn.graphs import Graph
 from gattn.nn.positional import RelativePosition
 
+__all__ = ["position_bias"]
+
 
 def position_bias(position: RelativePosition, graph: Graph, heads: int, device: torch.device) -> Tensor:
     """The bias of each edge, `[E, H]`; on a complete graph `[H, N, M]`, and on a packed one `[B, H, N, M]`.

@@ -17,6 +17,8 @@ from gattn.nn.linear import Linear
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 
+__all__ = ["HANConv"]
+
 
 class HANConv(HeteroBaseConv):
     r"""The layer of `Heterogeneous Graph Attention Network <https://arxiv.org/abs/1903.07293>`_.

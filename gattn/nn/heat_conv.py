@@ -21,6 +21,8 @@ from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 from gattn.torch_private import is_traced
 
+__all__ = ["HEATConv"]
+
 
 class HEATConv(BaseConv):
     r"""The layer of `Heterogeneous Edge-Enhanced Graph Attention Network <https://arxiv.org/abs/2106.07161>`_.

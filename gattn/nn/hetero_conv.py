@@ -12,6 +12,8 @@ from gattn.graphs import Graph, as_graph
 from gattn.nn.attention_conv import BaseConv
 from gattn.settings import require_finite
 
+__all__ = ["EdgeType", "HeteroBaseConv", "Metadata"]
+
 #: The type of the sources, the relation and the type of the targets.
 EdgeType: TypeAlias = tuple[str, str, str]
 #: All node types, and all edge types.

@@ -21,6 +21,8 @@ from gattn.nn.hetero_conv import EdgeType, HeteroBaseConv, Metadata
 from gattn.scores import DotScore
 from gattn.torch_private import is_traced
 
+__all__ = ["HGTConv"]
+
 
 class HGTConv(HeteroBaseConv):
     r"""The layer of `Heterogeneous Graph Transformer <https://arxiv.org/abs/2003.01332>`_.

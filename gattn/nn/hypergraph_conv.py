@@ -22,6 +22,8 @@ from gattn.nn.linear import Linear
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 
+__all__ = ["HypergraphConv"]
+
 
 class HypergraphConv(BaseConv):
     r"""The layer of `Hypergraph Convolution and Hypergraph Attention <https://arxiv.org/abs/1901.08150>`_.

@@ -10,6 +10,8 @@ from torch.nn import Module
 
 from gattn.torch_private import is_traced, is_transformed
 
+__all__ = ["KeyValueCache"]
+
 
 class KeyValueCache:
     r"""Keys and values of the tokens so far, for decoding one token (or a few) at a time.

@@ -14,6 +14,8 @@ from gattn.graphs.edge_lists import derived
 from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
 
+__all__ = ["FeatureDropout", "Linear", "dropout", "is_autocast", "is_plain"]
+
 
 class Linear(PyGLinear):
     """PyG's `Linear`, with the same parameters, initialisation and lazy sizes, whose input may be sparse.

@@ -19,6 +19,8 @@ from gattn.graphs import CompleteGraph
 from gattn.scores import AdditiveScore
 from gattn.scripting import NotScriptable
 
+__all__ = ["LSTMNCell", "LSTMNState"]
+
 
 class LSTMNState(NamedTuple):
     """The state of an `LSTMNCell` after t tokens."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 
+__all__ = ["apply", "flatten", "is_nested", "packed_graph", "pad_weights", "restore"]
+
 
 def is_nested(*tensors: Any) -> bool:
     """Whether one of the arguments is a nested tensor."""

@@ -15,6 +15,8 @@ from gattn.nn.linear import Linear
 from gattn.scores import GATScore
 from gattn.settings import require_finite
 
+__all__ = ["PointTransformerConv"]
+
 
 class PointTransformerConv(BaseConv):
     r"""The layer of `Point Transformer <https://arxiv.org/abs/2012.09164>`_: vector attention on a cloud of points.

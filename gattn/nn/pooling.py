@@ -18,6 +18,8 @@ from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 from gattn.scripting import NotScriptable
 
+__all__ = ["AttentionPooling"]
+
 
 class AttentionPooling(NotScriptable, Aggregation):
     r"""Averages the elements of a set, with attention weights from a learned query.

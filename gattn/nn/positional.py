@@ -16,6 +16,16 @@ from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkP
 
 from gattn.scripting import NotScriptable
 
+__all__ = [
+    "ALiBi",
+    "GraphPositionalEncoding",
+    "LearnedPositionalEncoding",
+    "RelativePosition",
+    "RelativePositionBias",
+    "RotaryPositionalEncoding",
+    "SinusoidalPositionalEncoding",
+]
+
 
 class SinusoidalPositionalEncoding(Module):
     r"""Adds sines and cosines of the positions, as in `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.

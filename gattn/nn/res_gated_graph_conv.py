@@ -20,6 +20,8 @@ from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
 from gattn.scores import GATScore
 
+__all__ = ["ResGatedGraphConv"]
+
 
 class ResGatedGraphConv(BaseConv):
     r"""The layer of `Residual Gated Graph ConvNets <https://arxiv.org/abs/1711.07553>`_.

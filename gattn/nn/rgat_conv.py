@@ -23,6 +23,8 @@ from gattn.recording import recorded
 from gattn.scores import GATScore
 from gattn.torch_private import is_functorch_tensor, is_traced
 
+__all__ = ["RGATConv"]
+
 _MECHANISMS = ("within-relation", "across-relation")
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
 _MODS = (None, "additive", "scaled", "f-additive", "f-scaled")

@@ -22,6 +22,18 @@ from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, DotScore, Score
 from gattn.scripting import NotScriptable
 
+__all__ = [
+    "AdditiveAttention",
+    "Choice",
+    "DotProductAttention",
+    "GeneralAttention",
+    "HardAttention",
+    "LocalAttention",
+    "Memory",
+    "MemoryAttention",
+    "ReinforceLoss",
+]
+
 
 class Memory(NamedTuple):
     """A memory that has been prepared once for any number of queries."""

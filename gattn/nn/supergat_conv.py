@@ -24,6 +24,8 @@ from gattn.nn.edge_weights import edge_weights
 from gattn.nn.linear import Linear
 from gattn.scores import DotScore, GATScore
 
+__all__ = ["SuperGATConv"]
+
 
 class SuperGATConv(AttentionConv):
     r"""The layer of `How to Find Your Friendly Neighborhood <https://openreview.net/forum?id=Wi5KUNlqWty>`_.

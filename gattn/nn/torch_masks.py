@@ -13,6 +13,8 @@ from torch import Tensor
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph, SparseGraph
 
+__all__ = ["add", "check_mask", "is_causal_mask", "mask_terms"]
+
 
 def check_mask(name: str, mask: Any) -> None:
     """Checks the type of a mask, and of its elements.

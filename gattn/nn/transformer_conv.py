@@ -12,6 +12,8 @@ from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear
 from gattn.scores import DotScore
 
+__all__ = ["TransformerConv"]
+
 
 class TransformerConv(AttentionConv):
     r"""The graph Transformer layer of `Masked Label Prediction <https://arxiv.org/abs/2009.03509>`_.

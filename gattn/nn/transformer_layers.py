@@ -21,6 +21,14 @@ from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.torch_masks import is_causal_mask
 
+__all__ = [
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+]
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 

@@ -1,1 +1,3 @@
 """The computations behind the core."""
+
+__all__: list[str] = []

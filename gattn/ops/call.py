@@ -15,6 +15,8 @@ from gattn.graphs.edge_lists import check_later, check_types, checked_types
 from gattn.scores import Score
 from gattn.torch_private import guard_or_true, is_traced
 
+__all__ = ["Call", "checked_call", "compute_dtype"]
+
 
 class Call(NamedTuple):
     """The arguments of `gattn.attend`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["chunk_sizes"]
+
 #: How much smaller each part is than the one before.
 _STEP = 4
 

@@ -20,6 +20,8 @@ from gattn.ops.reference import logits, repeat_heads, weights_of
 from gattn.scores import GATScore
 from gattn.torch_private import backward_pass
 
+__all__ = ["as_logits", "finished_logits", "with_finished", "with_finished_weights"]
+
 #: An eighth as many edges at a time as nodes, but not fewer than this: so gathered rows take less memory than the
 #: nodes.
 _FEWEST = 1 << 12

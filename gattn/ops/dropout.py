@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError
 
+__all__ = ["check_probability", "draw_seed", "drop", "keep_mask"]
+
 _LOW32 = 0xFFFFFFFF
 
 

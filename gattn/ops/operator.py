@@ -29,6 +29,8 @@ from gattn.torch_private import (
     needs_dispatcher,
 )
 
+__all__ = ["DIFFERENTIABLE", "AttentionOperator", "Differentiated", "Inputs", "library"]
+
 library = torch.library.Library("gattn", "DEF")
 
 

@@ -16,6 +16,8 @@ from gattn.errors import InputError
 from gattn.ops.dropout import drop
 from gattn.scores import Score
 
+__all__ = ["attention", "broadcast_logits", "logits", "messages", "repeat_heads", "weights", "weights_of"]
+
 
 def logits(query: Tensor | None, key: Tensor, edge: Tensor | None, score: Score) -> Tensor:
     """A score's logits `[..., E, H]`, given the terms at both ends of the edges, `[..., E, H, C]`."""

@@ -15,6 +15,8 @@ from gattn.errors import InputError
 if TYPE_CHECKING:
     from gattn.ops.operator import Inputs
 
+__all__ = ["by_heads", "is_distributed"]
+
 #: The dimension of heads in each input, counted from the last.
 _HEADS = {
     "query": 2,

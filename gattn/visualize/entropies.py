@@ -13,6 +13,8 @@ from gattn.graphs import GraphLike
 from gattn.visualize.inputs import ArrayLike, complete_weights, edge_list, edge_weights, select_head
 from gattn.visualize.style import COLOURS, add_title_and_colorbar
 
+__all__ = ["attention_entropy", "entropy"]
+
 _MAX_HEADS = 24
 _UNIFORM_COLOUR = "#C8C8C8"
 

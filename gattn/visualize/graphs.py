@@ -29,6 +29,19 @@ from gattn.visualize.style import (
     printable,
 )
 
+__all__ = [
+    "Positions",
+    "attention_graph",
+    "check_size",
+    "draw_edges",
+    "draw_nodes",
+    "drawable",
+    "edges_towards",
+    "graph_size",
+    "positions",
+    "shared_layout",
+]
+
 #: Where nodes are: `[N, 2]`, or what a layout of networkx returns.
 Positions: TypeAlias = ArrayLike | Mapping[int, Any]
 

@@ -18,6 +18,8 @@ from gattn.visualize.inputs import Layers, complete_weights, edge_list, edge_wei
 from gattn.visualize.matrices import attention_matrix
 from gattn.visualize.style import EDGES, WEIGHT_LABEL, WEIGHTS, add_colorbar, legend_style
 
+__all__ = ["attention_grid"]
+
 _MAX_PANELS = 150
 
 

@@ -11,6 +11,17 @@ from torch import Tensor
 
 from gattn.graphs import GraphLike, SparseGraph, as_graph
 
+__all__ = [
+    "ArrayLike",
+    "Layers",
+    "complete_weights",
+    "edge_list",
+    "edge_weights",
+    "edges_within",
+    "named_layers",
+    "select_head",
+]
+
 #: Numbers: a tensor, an array, or nested lists.
 ArrayLike: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
 #: A graph in any form that `gattn.attend` takes.

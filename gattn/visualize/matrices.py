@@ -21,6 +21,8 @@ from gattn.visualize.style import (
     printable,
 )
 
+__all__ = ["attention_matrix", "draw_matrix"]
+
 _MAX_LABELS = 80
 
 

@@ -35,6 +35,8 @@ from gattn.visualize.inputs import (
 from gattn.visualize.matrices import draw_matrix
 from gattn.visualize.style import SHARE_LABEL, WEIGHTS, add_title_and_colorbar, colour_scale
 
+__all__ = ["attention_rollout", "rollout"]
+
 
 def rollout(weights_by_layer: Layers, edge_index: GraphLike | None = None, *, residual: float = 0.5) -> Tensor:
     r"""Computes how large a share each input has in each output, through the attention of all layers.

@@ -11,6 +11,18 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+__all__ = [
+    "COLOURS",
+    "EDGES",
+    "WEIGHTS",
+    "add_colorbar",
+    "add_title_and_colorbar",
+    "as_list",
+    "colour_scale",
+    "legend_style",
+    "printable",
+]
+
 #: Okabe and Ito's palette, for classes and heads.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
 

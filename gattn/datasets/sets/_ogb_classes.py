@@ -12,6 +12,8 @@ from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.safe_files import read_torch
 
+__all__ = ["PygGraphPropPredDataset", "PygNodePropPredDataset", "read_dictionary"]
+
 
 def _import_ogb() -> tuple[Any, Any]:
     # Where `outdated` cannot be imported, ogb starts no thread that looks for a newer version on the network.

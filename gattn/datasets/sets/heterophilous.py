@@ -14,6 +14,8 @@ from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.splits import pick_split, random_split_by_class
 
+__all__ = ["Heterophilous"]
+
 _NAMES = ("roman_empire", "amazon_ratings", "minesweeper", "tolokers", "questions")
 
 

@@ -10,6 +10,8 @@ from torch_geometric.datasets import KarateClub
 
 from gattn.datasets.registry import GraphFamily, register
 
+__all__ = ["Karate"]
+
 
 @register
 class Karate(GraphFamily):

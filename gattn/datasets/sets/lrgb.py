@@ -12,6 +12,8 @@ from gattn.datasets.processed import PARTS, CheckedDataset, JoinedDataset
 from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.safe_files import read_torch
 
+__all__ = ["LRGB"]
+
 
 class _CheckedPeptides(CheckedDataset, LRGBDataset):
     """Reads the raw files safely."""

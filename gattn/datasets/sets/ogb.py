@@ -17,6 +17,8 @@ from gattn.datasets.download import download, read_dataset
 from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.registry import GraphFamily, register
 
+__all__ = ["OGB"]
+
 
 @register
 class OGB(GraphFamily):

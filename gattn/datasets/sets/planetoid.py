@@ -19,6 +19,8 @@ from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.safe_files import read_pickle
 from gattn.datasets.splits import pick_split, random_split
 
+__all__ = ["Planetoid"]
+
 _PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 
 

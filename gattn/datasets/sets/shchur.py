@@ -15,6 +15,8 @@ from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.splits import random_split_by_class, random_split_by_share
 
+__all__ = ["Amazon", "Coauthor"]
+
 _PAGE = "https://github.com/shchur/gnn-benchmark/tree/master/data/npz"
 
 

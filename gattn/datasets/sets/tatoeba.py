@@ -8,6 +8,8 @@ from pathlib import Path
 
 from gattn.datasets.registry import SentencePairs, register
 
+__all__ = ["Tatoeba"]
+
 #: Soft hyphens and spaces without width.
 _INVISIBLE = dict.fromkeys((0xAD, 0x200B, 0xFEFF))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from gattn.datasets.registry import Text, register
 
+__all__ = ["TinyShakespeare"]
+
 
 @register
 class TinyShakespeare(Text):

@@ -12,6 +12,8 @@ from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.splits import pick_split, random_split_by_class
 
+__all__ = ["WikiCS"]
+
 
 class _CheckedWikiCS(CheckedDataset, PyGWikiCS):
     pass

@@ -12,6 +12,8 @@ from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.processed import PARTS, CheckedDataset, JoinedDataset
 from gattn.datasets.registry import GraphFamily, register
 
+__all__ = ["ZINC"]
+
 
 class _CheckedZINC(CheckedDataset, datasets.ZINC):
     """Reads the processed files safely; PyG makes them from pickles, which it can only read with `trust_files`."""

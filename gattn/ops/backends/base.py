@@ -16,6 +16,8 @@ from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trac
 if TYPE_CHECKING:
     from gattn.attention import Attention
 
+__all__ = ["Backend", "Missing", "Result", "dress_logits", "finish", "needs_plain_pytorch", "new_seed", "on_ends"]
+
 
 class Result(NamedTuple):
     """The result of a call."""

@@ -20,6 +20,8 @@ from gattn.torch_private import is_traced
 if TYPE_CHECKING:
     from gattn.attention import Attention
 
+__all__ = ["DTYPES", "KernelBackend", "dense_rows", "flat"]
+
 #: The types that kernels can store, in the order of the CPU kernels' StorageType.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -15,6 +15,8 @@ from gattn.ops.reference import repeat_heads
 if TYPE_CHECKING:
     from gattn.attention import Attention
 
+__all__ = ["Reference"]
+
 
 class Reference(Backend):
     """Serves every call on every device and in every type, with explainers, hooks and higher derivatives."""

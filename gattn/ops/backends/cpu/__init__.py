@@ -23,6 +23,8 @@ from gattn.ops.operator import AttentionOperator, Differentiated, Inputs, librar
 from gattn.scores import Family, Score, family_of
 from gattn.torch_private import is_batched
 
+__all__ = ["Cpu", "can_drop", "drop"]
+
 # Below this many channels to read, threads cost more than they gain.
 _SERIAL_WORK = 1 << 16
 _HUGE_BYTES = 1 << 22

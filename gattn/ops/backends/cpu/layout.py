@@ -18,6 +18,8 @@ from gattn.graphs import FLOWS
 from gattn.graphs.edge_lists import check_range, derived
 from gattn.ops.backends.cpu import native
 
+__all__ = ["Layout", "layout_of"]
+
 
 class RowTable:
     """The edges of each row, and how they are shared among threads."""

@@ -11,6 +11,18 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+__all__ = [
+    "PADDING",
+    "Arguments",
+    "Rows",
+    "distribution",
+    "family",
+    "knows_family",
+    "library",
+    "load_error",
+    "raise_for",
+]
+
 # Part of the C interface: see csrc/arguments.h.
 PADDING = 64
 

@@ -38,6 +38,8 @@ from gattn.torch_private import is_context_parallel, statically_known_true
 if TYPE_CHECKING:
     from gattn.attention import Attention
 
+__all__ = ["Dense", "attention"]
+
 #: Scores other than dot products compute this many channels of their hidden layer at a time.
 _CHUNK = 2**20
 

@@ -20,6 +20,8 @@ from gattn.torch_private import (
     scaled_dot_product_choice,
 )
 
+__all__ = ["dot_product_attention", "is_packed_flash", "packed_flash"]
+
 #: The devices on which PyTorch has attention for sequences of various lengths.
 _PACKED = ("cuda",)
 

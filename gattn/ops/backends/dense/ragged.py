@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gattn.graphs import CompleteGraph
 
+__all__ = ["Group", "crop", "elements_of", "grouped", "of_group"]
+
 
 class Group(NamedTuple):
     """Elements of a ragged batch that have the same sizes."""

@@ -20,6 +20,8 @@ from gattn.ops.call import compute_dtype
 from gattn.ops.operator import AttentionOperator, Inputs
 from gattn.scores import Family
 
+__all__ = ["Triton", "run"]
+
 _WIDTH = 256
 """The number of heads × channels that one program computes; more if a single head has more.
 

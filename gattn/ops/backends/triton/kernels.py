@@ -13,6 +13,8 @@ Letters: R tasks of a program, H heads, C channels (also of the value), P partia
 import triton
 import triton.language as tl
 
+__all__ = ["FAMILIES", "LAWS", "add_partial", "backward_by_source", "backward_by_target", "combine", "forward"]
+
 #: Numbers that differ between graphs. Otherwise, Triton would compile a kernel again for multiples of 16, and for 1.
 _OF_THE_GRAPH = (
     "num_blocks num_tasks num_slots num_rows num_sources num_targets num_edges num_terms num_split threshold "

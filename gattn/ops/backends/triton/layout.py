@@ -16,6 +16,8 @@ from gattn.graphs import FLOWS
 from gattn.graphs.edge_lists import OnStream, already_derived, check_range, derived, is_capturing
 from gattn.torch_private import assert_later
 
+__all__ = ["LONG_ROW", "Layout", "Rows", "layout_of"]
+
 LONG_ROW = 128
 """Longer rows are split, so that no program has to go through more edges than this."""
 
