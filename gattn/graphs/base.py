@@ -13,6 +13,7 @@ from gattn.torch_private import uses_jit_trace
 
 __all__ = ["FLOWS", "EdgeList", "Graph", "check_size"]
 
+#: The directions of messages: which row of an `edge_index` holds the sources. PyG calls them `flow`.
 FLOWS = ("source_to_target", "target_to_source")
 
 

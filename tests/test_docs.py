@@ -1,0 +1,220 @@
+"""What the documentation must say of every public name; `--runxfail` prints what the incomplete ones still lack."""
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import gattn
+
+PACKAGE = Path(gattn.__file__).parent
+NAMES = ["gattn"] + [
+    ".".join(("gattn", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path != PACKAGE / "__init__.py"
+]
+
+#: The modules whose `__all__` is meant for users; that of another module is what the rest of gattn takes from it.
+PUBLIC = (
+    "gattn",
+    "gattn.datasets",
+    "gattn.distributed",
+    "gattn.explain",
+    "gattn.graphs",
+    "gattn.models",
+    "gattn.models.decoding",
+    "gattn.nn",
+    "gattn.testing",
+    "gattn.visualize",
+)
+
+#: What is still incomplete. This list only shrinks: a name that is complete fails the test until it is removed.
+INCOMPLETE = {
+    "gattn.Attention",
+    "gattn.CosineScore",
+    "gattn.Distribution",
+    "gattn.GATScore",
+    "gattn.Identity",
+    "gattn.Sigmoid",
+    "gattn.Tanh",
+    "gattn.distributed.ShardedCompleteGraph",
+    "gattn.distributed.ShardedSparseGraph",
+    "gattn.distributed.shard",
+    "gattn.explain.AttentionExplainer",
+    "gattn.graphs.Graph",
+    "gattn.graphs.as_graph",
+    "gattn.nn.AGNNConv",
+    "gattn.nn.ALiBi",
+    "gattn.nn.LearnedPositionalEncoding",
+    "gattn.nn.MemoryAttention",
+    "gattn.nn.RelativePosition",
+    "gattn.nn.RelativePositionBias",
+    "gattn.nn.Transformer",
+    "gattn.nn.TransformerDecoder",
+    "gattn.nn.TransformerEncoder",
+    "gattn.testing.assert_as_exact_as",
+    "gattn.testing.assert_permutation_equivariant",
+    "gattn.testing.random_edge_index",
+}
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("networkx")
+
+
+def public():
+    """Every public object, once, by the first of its names."""
+    found = {}
+    for module in map(importlib.import_module, PUBLIC):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not inspect.ismodule(thing):
+                found.setdefault(id(thing), (f"{module.__name__}.{name}", thing))
+    return dict(found.values())
+
+
+OBJECTS = public()
+
+
+def is_documentable(thing):
+    return inspect.isclass(thing) or inspect.isroutine(thing)
+
+
+def sections(docstring):
+    """The text of each of a docstring's sections, by title; the part before them is the section ""."""
+    parts = re.split(r"^(Args|Example|Raises|Returns|Shapes|Yields):$", docstring, flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def documented_parameters(docstring):
+    text = textwrap.dedent(sections(docstring).get("Args", ""))
+    lines = re.findall(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \([^)]*\))?:", text, flags=re.MULTILINE)
+    return {name.lstrip("*") for line in lines for name in line.split(", ")}
+
+
+def parameters(thing):
+    """The named parameters, and `*args` and `**kwargs` where gattn takes them itself."""
+    inherited = inspect.isclass(thing) and not getattr(thing.__init__, "__module__", "").startswith("gattn")
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(thing).parameters.items()
+        if name != "self" and not name.startswith("_") and not (inherited and "VAR_" in parameter.kind.name)
+    }
+
+
+def functions_of(thing):
+    """The functions of gattn that run when `thing` is called, or made and called."""
+    if not inspect.isclass(thing):
+        yield inspect.unwrap(thing)
+        return
+    for base in thing.__mro__:
+        for name in ("__init__", "__post_init__", "forward", "__call__"):
+            function = vars(base).get(name)
+            if inspect.isfunction(function) and function.__module__.startswith("gattn"):
+                yield function
+
+
+def can_raise(thing):
+    """Whether it raises or checks something in its own code. (What it calls is not followed.)"""
+    for function in functions_of(thing):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except OSError:  # generated, as a dataclass's methods are
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and "NotImplementedError" not in ast.unparse(node):
+                return True
+            if isinstance(node, ast.Call) and re.search(r"(^|[._])check(ed)?(_|$)", ast.unparse(node.func)):
+                return True
+    return False
+
+
+def is_part_of_attention(thing):
+    """Whether it is a layer, a model, a score or a distribution: something that has an equation or a paper."""
+    return inspect.isclass(thing) and issubclass(thing, torch.nn.Module | gattn.Score | gattn.Distribution)
+
+
+def lacks(thing):
+    """What a name's docstring does not say."""
+    docstring = inspect.cleandoc(thing.__doc__ or "")
+    parts = sections(docstring)
+    if not docstring.split("\n\n")[0].endswith((".", ":")):
+        yield "a summary that ends with a full stop"
+    if inspect.isclass(thing) and issubclass(thing, Exception | tuple):
+        return
+    if ">>>" not in parts.get("Example", ""):
+        yield "an Example that runs"
+    takes, says = parameters(thing), documented_parameters(docstring)
+    if missing := sorted(takes.keys() - says):
+        yield f"Args: {', '.join(missing)}"
+    if unknown := sorted(says - takes.keys()):
+        yield f"no Args that do not exist: {', '.join(unknown)}"
+    if "Raises" not in parts and can_raise(thing):
+        yield "Raises"
+    if is_part_of_attention(thing) and not re.search(r"\.\. math::|:math:`|https://", docstring):
+        yield "an equation, or the link of its paper"
+    takes_tensors = any("Tensor" in str(parameter.annotation) for parameter in takes.values())
+    if inspect.isclass(thing) and issubclass(thing, torch.nn.Module):
+        if "Shapes" not in parts:
+            yield "Shapes"
+    elif takes_tensors and not re.search(r"`\(?\[[^`]*\]", docstring):
+        yield "the shapes of its tensors, such as `[E, H]`"
+
+
+def marked(names):
+    strict = pytest.mark.xfail(strict=True, reason="its documentation is incomplete")
+    return [pytest.param(name, marks=[strict] if name in INCOMPLETE else []) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(name for name, thing in OBJECTS.items() if is_documentable(thing)))
+def test_docstring_is_complete(name):
+    missing = list(lacks(OBJECTS[name]))
+    assert not missing, f"{name} lacks {'; '.join(missing)}."
+
+
+def test_incomplete_names_exist():
+    assert set(OBJECTS) >= INCOMPLETE
+
+
+@pytest.mark.parametrize("name", [name for name, thing in OBJECTS.items() if not is_documentable(thing)])
+def test_constants_have_a_comment(name):
+    module = importlib.import_module(name.rpartition(".")[0])
+    sources = [module, *(value for value in vars(module).values() if inspect.ismodule(value))]
+    constant = name.rpartition(".")[2]
+    assert any(
+        re.search(rf"^#: .*\n(#: .*\n)*{constant}\b", inspect.getsource(each), flags=re.MULTILINE)
+        for each in sources
+        if each.__name__.startswith("gattn.")
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, thing in OBJECTS.items() if inspect.isclass(thing)])
+def test_methods_say_what_they_do_and_document_no_argument_that_they_lack(name):
+    """Of the methods that a class defines itself."""
+    for method, function in vars(OBJECTS[name]).items():
+        function = inspect.unwrap(getattr(function, "__func__", getattr(function, "fget", function)))
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        docstring = inspect.cleandoc(function.__doc__ or "")
+        assert docstring, f"{name}.{method} has no docstring."
+        unknown = documented_parameters(docstring) - parameters(function).keys()
+        assert not unknown, f"{name}.{method} takes no {unknown}."
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_has_a_docstring_and_lists_its_names(name):
+    path = PACKAGE.joinpath(*name.split(".")[1:])
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    assert ast.get_docstring(tree)
+    assigned = [ast.unparse(target) for node in tree.body for target in getattr(node, "targets", [])]
+    assigned += [ast.unparse(node.target) for node in tree.body if isinstance(node, ast.AnnAssign)]
+    assert assigned.count("__all__") == 1
+
+
+@pytest.mark.parametrize("docstring", ["Does.\n\nArgs:\n    a: One.\n    b, c: Two.\n    **kwargs: More."])
+def test_parameters_are_read_from_a_docstring(docstring):
+    assert documented_parameters(docstring) == {"a", "b", "c", "kwargs"}
