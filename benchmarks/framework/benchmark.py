@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from benchmarks import summary
 from benchmarks.framework import parallel, reports
 from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine, unreadable
@@ -136,7 +137,7 @@ class Benchmark(Generic[C]):
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Reads the command line."""
-        about = (sys.modules[cls.__module__].__doc__ or "").split("\n\n")[0].split(":")[0].rstrip(".") + "."
+        about = summary(sys.modules[cls.__module__].__doc__)
         parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{cls.name}", description=about)
         cls.add_options(parser)
         options = parser.parse_args(arguments)
