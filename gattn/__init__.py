@@ -1,4 +1,33 @@
-"""gattn: all attention is message passing."""
+"""Attention as message passing, for PyTorch and PyTorch Geometric.
+
+`gattn.attend(query, key, value, graph, score=..., distribution=...)` computes attention over any graph. Its choices are
+independent of each other:
+
+- *graph*, who attends to whom: a `CompleteGraph` (a sequence), a `SparseGraph` or a bare `edge_index`, a `TypedGraph`;
+- *score*, how two nodes compare: `DotScore`, `AdditiveScore`, `GATScore`, `CosineScore`, or a `Score` of your own;
+- *distribution*, how scores become weights: `Softmax`, `Sparsemax`, `Entmax15`, `TopK`, `Hard`, `LocalGaussian`,
+  `WithinTypes`, the gates `Sigmoid`, `Tanh` and `Identity`, or a `Distribution` of your own.
+
+The rest of the package:
+
+- `gattn.nn`: layers with the arguments and parameters of PyG's and `torch.nn`'s, attention in recurrent networks,
+  pooling, and positional encodings;
+- `gattn.models`: whole networks, such as `GAT`, `Seq2Seq` and `TransformerLM`;
+- `gattn.datasets`: data sets by name;
+- `record_attention` collects the weights of a whole model, `gattn.visualize` draws them, and `gattn.explain` provides
+  attention as an algorithm for PyG's explainers;
+- `backend` chooses the backend that computes, and `check_finite` looks for NaN in inputs;
+- `gattn.distributed`: graphs that are split among processes;
+- `gattn.testing`: comparisons and invariance checks for tests.
+
+Example:
+    >>> import torch, gattn
+    >>> query, key, value = torch.randn(3, 4, 2, 8).unbind()  # 4 nodes, 2 heads, 8 channels
+    >>> gattn.attend(query, key, value, torch.tensor([[0, 1, 2], [1, 2, 3]])).shape  # over three edges
+    torch.Size([4, 2, 8])
+    >>> gattn.attend(query, key, value, gattn.CompleteGraph(4, causal=True)).shape  # over everything earlier
+    torch.Size([4, 2, 8])
+"""
 
 from importlib import import_module
 from types import ModuleType
@@ -60,7 +89,15 @@ __all__ = [
 ]
 
 
+#: Modules that are imported when they are first used, since they need what nothing else does, such as matplotlib.
+_LATE = ("distributed", "explain", "testing", "visualize")
+
+
 def __getattr__(name: str) -> ModuleType:
-    if name in ("distributed", "explain", "visualize"):  # which need what nobody else does, such as matplotlib
+    if name in _LATE:
         return import_module(f"gattn.{name}")
     raise AttributeError(f"module 'gattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})
