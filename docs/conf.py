@@ -56,6 +56,9 @@ nitpick_ignore_regex += [
     ("py:class", r"Tensor|DeviceMesh|Layers|MessagePassing|Metadata|Module|gattn\.distributed\._.*")
 ]
 
+linkcheck_timeout = 20
+linkcheck_anchors = False
+
 # Looks. Nothing is loaded from another server.
 html_theme = "furo"
 html_title = f"gattn {version}"
@@ -97,6 +100,18 @@ def read_as_prose(app: Sphinx, what: str, name: str, thing: Any, options: Any, l
         lines.insert(i, " " * (len(lines[i]) - len(lines[i].lstrip())) + "\\")  # an escaped line break
 
 
+def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Links the code in the text of pages that is the name of a class, or the whole name of a function."""
+    domain = app.env.domains.python_domain
+    known = {name: entry for name, entry in domain.objects.items() if name.count(".") < 3 and not entry.aliased}
+    known |= {name.rpartition(".")[2]: entry for name, entry in known.items() if entry.objtype == "class"}
+    for code in list(doctree.findall(lambda node: isinstance(node, nodes.literal) and not node["classes"])):
+        entry = known.get(code.astext())
+        if entry and entry.docname != page and not isinstance(code.parent, nodes.reference | nodes.title):
+            url = app.builder.get_relative_uri(page, entry.docname)
+            code.replace_self(nodes.reference("", "", code.deepcopy(), internal=True, refuri=f"{url}#{entry.node_id}"))
+
+
 def break_equations(app: Sphinx, doctree: nodes.document) -> None:
     r"""Puts the parts of a long equation below each other, where `\qquad` stands between them."""
     for equation in doctree.findall(nodes.math_block):
@@ -120,5 +135,6 @@ def setup(app: Sphinx) -> None:
     app.add_role("name", NameRole())
     app.connect("builder-inited", forget_overloads)
     app.connect("autodoc-process-docstring", read_as_prose, priority=400)  # before napoleon
+    app.connect("doctree-resolved", link_names)
     app.connect("doctree-read", break_equations)
     app.connect("missing-reference", resolve)

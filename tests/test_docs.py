@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import textwrap
@@ -12,26 +13,19 @@ import torch
 
 import gattn
 
+pytest.importorskip("matplotlib")
+pytest.importorskip("networkx")
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("build", ROOT / "docs" / "build.py")
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
 PACKAGE = Path(gattn.__file__).parent
 NAMES = ["gattn"] + [
     ".".join(("gattn", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     for path in sorted(PACKAGE.rglob("*.py"))
     if path != PACKAGE / "__init__.py"
 ]
-
-#: The modules whose `__all__` is meant for users; that of another module is what the rest of gattn takes from it.
-PUBLIC = (
-    "gattn",
-    "gattn.datasets",
-    "gattn.distributed",
-    "gattn.explain",
-    "gattn.graphs",
-    "gattn.models",
-    "gattn.models.decoding",
-    "gattn.nn",
-    "gattn.testing",
-    "gattn.visualize",
-)
 
 #: What is still incomplete. This list only shrinks: a name that is complete fails the test until it is removed.
 INCOMPLETE = {
@@ -62,22 +56,8 @@ INCOMPLETE = {
     "gattn.testing.random_edge_index",
 }
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("networkx")
 
-
-def public():
-    """Every public object, once, by the first of its names."""
-    found = {}
-    for module in map(importlib.import_module, PUBLIC):
-        for name in module.__all__:
-            thing = getattr(module, name)
-            if not inspect.ismodule(thing):
-                found.setdefault(id(thing), (f"{module.__name__}.{name}", thing))
-    return dict(found.values())
-
-
-OBJECTS = public()
+OBJECTS = build.public_names()
 
 
 def is_documentable(thing):
@@ -218,3 +198,48 @@ def test_every_module_has_a_docstring_and_lists_its_names(name):
 @pytest.mark.parametrize("docstring", ["Does.\n\nArgs:\n    a: One.\n    b, c: Two.\n    **kwargs: More."])
 def test_parameters_are_read_from_a_docstring(docstring):
     assert documented_parameters(docstring) == {"a", "b", "c", "kwargs"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The pages that Sphinx is given."""
+    folder = tmp_path_factory.mktemp("source")
+    build.stage(folder)
+    return folder
+
+
+def test_every_public_name_is_in_the_reference_once(source):
+    pages = [path.read_text() for path in (source / "docs" / "reference").rglob("*.*")]
+    documented = re.findall(
+        r"^\.\. auto(?:class|exception|function|data):: (\S+)$", "\n".join(pages), flags=re.MULTILINE
+    )
+    assert sorted(documented) == sorted(OBJECTS)
+
+
+def test_a_name_without_a_page_is_an_error():
+    with pytest.raises(ValueError, match=r"gattn.AdditiveScore is defined in gattn.scores, which no page"):
+        build.reference({Path("docs/reference/layers.md"): "<!-- names: gattn.nn -->"})
+
+
+def test_pages_are_found_and_so_is_what_they_link_to(source):
+    links = {
+        f"{path.relative_to(source)}: {link}"
+        for path in source.rglob("*.md")
+        for link in re.findall(
+            r"\]\(([^)\s#:]+)\)", re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
+        )
+        if not (path.parent / link).exists()
+    }
+    assert not links
+    assert (source / "notebooks" / "01_attention_is_message_passing.ipynb").exists()
+    assert (source / "benchmarks" / "results" / "citation" / "table.md").exists()
+    assert "docs/explorers" not in (source / "index.md").read_text()
+
+
+def test_interactive_pages_are_embedded(tmp_path):
+    pages = tmp_path / "explorers"
+    pages.mkdir()
+    (pages / "cora.html").write_text("<p>attention")
+    build.stage(tmp_path / "source", pages)
+    assert "docs/explorers" in (tmp_path / "source" / "index.md").read_text()
+    assert 'src="../explorers/cora.html"' in (tmp_path / "source" / "docs" / "explorers.md").read_text()
