@@ -22,8 +22,9 @@ def outputs(script):
     return [output for cell in cells(script.with_suffix(".ipynb"), "code") for output in cell.outputs]
 
 
-def test_each_notebook_has_a_script():
-    assert len(SCRIPTS) == 3
+def test_each_notebook_has_a_script_and_a_paragraph():
+    described = re.findall(r"\]\((\w+)\.ipynb\)", (FOLDER / "README.md").read_text())
+    assert sorted(described) == [script.stem for script in SCRIPTS]
     assert [path.stem for path in sorted(FOLDER.glob("*.ipynb"))] == [script.stem for script in SCRIPTS]
 
 
