@@ -502,10 +502,10 @@ title = f"layer {layer}, head {head}"
 ax = attention_matrix(weights[layer, head].detach(), range(12), range(12), ax=right, maximum=1.0, title=title)
 
 # %% [markdown]
-# With positions, the network solves the task within a few hundred steps; the picture on the right shows how, in the
-# head that looks most consistently at the right place: the weights lie on the other diagonal, from the last token for
-# the first to the first for the last. Without positions, the network knows which digits occur but not where, and
-# stays far behind. (It beats guessing because it can name the digit that occurs most often in the other eleven
+# With positions, the network solves the task within about a hundred steps. The picture on the right shows how, by the
+# head that looks most consistently at the right place: its weights lie on the other diagonal, which joins the first
+# token to the last and the last to the first. Without positions, the network knows which digits occur but not where,
+# and stays far behind. (It beats guessing because it can name the digit that occurs most often in the other eleven
 # places. The last line printed above says how far this trick gets.)
 
 # %% [markdown]

@@ -24,8 +24,9 @@
 #
 # **About the numbers.** Times depend on the machine, on its load, and on the versions of everything. The text
 # therefore says what to look at, not what the clock showed; the outputs are from the machine that made this page,
-# which ran other programs at the same time, on one thread. Times are medians with quartiles, and no cell fails
-# because something was slow. What does *not* depend on the machine, such as sizes of tensors, is checked.
+# which ran other programs at the same time, on one thread. Times are the processor's, which other programs disturb
+# less than the clock; they are given as medians with quartiles, and no cell fails because something was slow. What
+# does *not* depend on the machine, such as sizes of tensors, is checked.
 #
 # You need the basics of PyTorch and should know what a graph attention layer is ([notebook
 # 5](05_a_transformer_and_a_gat_from_scratch.ipynb) builds one). No data are downloaded. The page faults need Linux or
@@ -139,9 +140,9 @@ assert all(row[3] < per_edge for row in made["gattn"])
 
 
 # %%
-def kept(layer, x, edge_index):
-    """What autograd keeps between forward and backward pass, besides parameters and inputs: shapes and bytes."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in (x, edge_index, *layer.parameters())}
+def kept(call, *given):
+    """What autograd keeps of a call for its backward pass, besides what it was given: shapes and bytes."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
     storages = {}
 
     def pack(tensor):
@@ -155,12 +156,17 @@ def kept(layer, x, edge_index):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = layer(x, edge_index)
+        out = call()
     del out
     return sorted(((shape, size) for shape, size, _ in storages.values()), key=lambda row: -row[1])
 
 
-keeps = {"PyG": kept(theirs, x, edge_index), "gattn": kept(ours, x, edge_index)}
+def kept_by(layer, x, edge_index):
+    """What autograd keeps of a layer's call."""
+    return kept(lambda: layer(x, edge_index), x, edge_index, *layer.parameters())
+
+
+keeps = {"PyG": kept_by(theirs, x, edge_index), "gattn": kept_by(ours, x, edge_index)}
 for name, rows in keeps.items():
     print(
         f"{name:6} keeps {sum(size for _, size in rows) / MB:5.1f} MB:",
@@ -199,13 +205,13 @@ legend = figure.legend(handles, labels, loc="outside lower center", ncols=2, fra
 
 # %%
 def seconds(call, repeats=9, at_least=3):
-    """The quartiles of a call's time: (first, median, third). Slow calls are repeated less often."""
+    """The quartiles of a call's processor time: (first, median, third). Slow calls are repeated less often."""
     call()  # a warm-up
-    times, start = [], time.perf_counter()
-    while len(times) < repeats and (len(times) < at_least or time.perf_counter() - start < 3.0):
-        before = time.perf_counter()
+    times, start = [], time.process_time()
+    while len(times) < repeats and (len(times) < at_least or time.process_time() - start < 3.0):
+        before = time.process_time()
         call()
-        times.append(time.perf_counter() - before)
+        times.append(time.process_time() - before)
     return tuple(statistics.quantiles(times, n=4, method="inclusive"))
 
 
@@ -215,7 +221,7 @@ for e in edges:
     features, graph = torch.randn(e // 15, 64), torch.randint(e // 15, (2, e))
     for name, layer in (("PyG", theirs), ("gattn", ours)):
         times[name].append(seconds(lambda layer=layer, inputs=(features, graph): step(layer, *inputs)))
-        memory[name].append(sum(size for _, size in kept(layer, features, graph)))
+        memory[name].append(sum(size for _, size in kept_by(layer, features, graph)))
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.6), layout="constrained")
 for (name, rows), colour in zip(times.items(), COLOURS[1::-1], strict=True):
@@ -265,10 +271,10 @@ def faults():
 print("                first fill                second fill")
 for _ in range(3):
     tensor = torch.empty(64 * 2**20 // 4)
-    marks = [(faults(), time.perf_counter())]
+    marks = [(faults(), time.process_time())]
     for value in (1.0, 2.0):
         tensor.fill_(value)
-        marks.append((faults(), time.perf_counter()))
+        marks.append((faults(), time.process_time()))
     parts = [f"{b[0] - a[0]:6} faults {1e3 * (b[1] - a[1]):7.1f} ms" for a, b in pairwise(marks)]
     print("   tensor", "        ".join(parts))
     del tensor
@@ -309,9 +315,9 @@ x, edge_index = torch.randn(8000, 64), torch.randint(8000, (2, 120_000))
 before = peak()
 times, faults = [], []
 for call in range(10):
-    start, count = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    start, count = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     layer(x, edge_index).square().mean().backward()
-    times.append(time.perf_counter() - start)
+    times.append(time.process_time() - start)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - count)
     if call == 0:
         memory = peak() - before
@@ -611,7 +617,8 @@ for name, way in ways.items():
         for found, wanted in zip(torch.autograd.grad(way().square().sum(), (q, k, v)), expected, strict=True):
             equal(found, wanted, atol=1e-3, rtol=1e-3)
     own_times[name] = seconds(lambda way=way: way().sum().backward())
-    print(f"{name:30} " + "{1:7.1f} ms ({0:.1f} – {2:.1f})".format(*(1e3 * t for t in own_times[name])))
+    quartiles = "{1:6.1f} ms ({0:.1f} – {2:.1f})".format(*(1e3 * t for t in own_times[name]))
+    print(f"{name:30} {quartiles:28} keeps {sum(size for _, size in kept(way, q, k, v, edge_index)) / MB:5.1f} MB")
 
 figure, ax = plt.subplots(figsize=(6.2, 1.8), layout="constrained")
 for place, (low, middle, high) in enumerate(own_times.values()):
@@ -623,6 +630,10 @@ ax.set_xlabel("ms, forward + backward (median, quartiles)")
 ax.spines["left"].set_visible(False)
 
 # %% [markdown]
+# Look at the second line and at the second bar. The part-by-part computation keeps far less than the reference,
+# although both compute the same formula with the same plain operations of PyTorch, and it does so twice because of
+# the backward pass. That formula is most of its time: in the third bar it is inside a kernel.
+#
 # ## 8. What `torch.compile` adds
 #
 # `torch.compile` takes Python code, records the operations, and generates code that fuses them where it can. A
@@ -651,8 +662,8 @@ for name, layer in (("PyG", theirs), ("gattn", ours)):
 # of the results and where to find the gradient, so that nothing breaks the graph (with `fullgraph=True`, a break
 # would be an error).
 #
-# Now PyTorch's real compiler, Inductor, which needs a C++ compiler. Compiling takes some seconds, once (the first
-# time includes starting the compiler). Then we look at time and at memory:
+# Now PyTorch's real compiler, Inductor, which needs a C++ compiler. Compiling takes its time, but only once (the
+# first time includes starting the compiler). Then we look at the time of a call and at memory:
 
 # %%
 if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
@@ -667,17 +678,19 @@ if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
             quartiles = seconds(lambda version=version: step(version, x, edge_index))
             spread = "{1:.0f} ms ({0:.0f} – {2:.0f})".format(*(1e3 * t for t in quartiles))
             total = sum(row[3] for row in allocations(version)) / MB
-            held = sum(size for _, size in kept(version, x, edge_index)) / MB
+            held = sum(size for _, size in kept_by(version, x, edge_index)) / MB
             print(f"{name + ', ' + kind:18} {wait:>10} {spread:>26} {total:9.0f} MB {held:7.1f} MB")
 else:
     print("no C++ compiler was found")
 
 # %% [markdown]
 # Compare PyG's two rows: the compiler removes many of the intermediate tensors, and what it saves in memory shows in
-# the time. But a compiler that fuses operations does not change the algorithm: the sums over edges are still
-# scattered. Look also at what is kept for the backward pass: the compiler chooses it among the tensors of the program
-# that it was given. gattn's rows differ less, since little was left to fuse. In a whole model, compiling also fuses
-# what lies around attention, such as activations, norms and dropout, and there it helps both.
+# the time. (PyG's eager row need not repeat the time of section 2: what the allocator has learnt since then decides
+# whether its tensors of 30.7 MB cost page faults.) But a compiler that fuses operations does not change the
+# algorithm: the sums over edges are still scattered. Look also at what is kept for the backward pass: the compiler
+# chooses it among the tensors of the program that it was given. gattn's rows differ less, since little was left to
+# fuse. In a whole model, compiling also fuses what lies around attention, such as activations, norms and dropout, and
+# there it helps both.
 #
 # ## What to remember
 #
