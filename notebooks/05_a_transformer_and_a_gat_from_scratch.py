@@ -109,9 +109,8 @@ naive = torch.cat(heads, dim=-1) @ w_o
 # dimension, which `attention` accepts already. The numbers are the same, but a few large products replace many small
 # ones, which is what processors are good at.
 
+
 # %%
-
-
 def side_by_side(matrices):
     """`[H, d, C]` as one matrix `[d, H * C]`."""
     return matrices.transpose(0, 1).flatten(1)

@@ -10,6 +10,9 @@
 # s_{ij} = \mathrm{LeakyReLU}\big(a_{dst}^\top h_i + a_{src}^\top h_j\big).
 # $$
 #
+# Here $h_i = W x_i$ are the projected features of node $i$, which also serve as its value, $v_i = h_i$. The vectors
+# $a_{dst}$ and $a_{src}$ are learnt, and $s_{ij}$ is the logit of the edge from $j$ to $i$.
+#
 # This notebook follows one call of such a layer down to the memory pages: in PyTorch Geometric (PyG), which computes
 # it with PyTorch's general operations, and in gattn, which has kernels for it. The questions are
 #
@@ -23,10 +26,10 @@
 # 8. What does `torch.compile` add?
 #
 # **About the numbers.** Times depend on the machine, on its load, and on the versions of everything. The text
-# therefore says what to look at, not what the clock showed; the outputs are from the machine that made this page,
-# which ran other programs at the same time, on one thread. Times are the processor's, which other programs disturb
-# less than the clock; they are given as medians with quartiles, and no cell fails because something was slow. What
-# does *not* depend on the machine, such as sizes of tensors, is checked.
+# therefore says what to look at, not what the clock showed; the outputs come from one thread of the machine that made
+# this page, which ran other programs at the same time. Times are the processor's, which other programs disturb less
+# than the clock; they are given as medians with quartiles, and no cell fails because something was slow. What does
+# *not* depend on the machine, such as sizes of tensors, is checked.
 #
 # You need the basics of PyTorch and should know what a graph attention layer is ([notebook
 # 5](05_a_transformer_and_a_gat_from_scratch.ipynb) builds one). No data are downloaded. The page faults need Linux or
