@@ -21,7 +21,7 @@ from gattn.graphs import FLOWS, CompleteGraph
 from gattn.graphs.edge_lists import plain
 from gattn.nn import HANConv, HGTConv
 from gattn.nn.hetero_conv import EdgeType
-from gattn.recording import record_attention
+from gattn.recording import record_own_layers
 
 __all__ = ["AttentionExplainer"]
 
@@ -171,7 +171,7 @@ def _recorded(
         types = list(options["edge_index_dict"] if "edge_index_dict" in options else args[1])
         calls[layer] += [types] if isinstance(layer, HGTConv) else [[edge_type] for edge_type in types]
 
-    with ExitStack() as hooks, torch.no_grad(), record_attention(model) as records:
+    with ExitStack() as hooks, torch.no_grad(), record_own_layers(model) as records:
         for typed in (module for module in model.modules() if isinstance(module, (HANConv, HGTConv))):
             hooks.enter_context(typed.register_forward_pre_hook(note, with_kwargs=True))
         model(x, edge_index, **kwargs)

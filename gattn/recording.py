@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, MultiheadAttention, TransformerEncoderLayer
+from torch_geometric.utils import to_edge_index
 
-from gattn.graphs import FLOWS, CompleteGraph, Graph, as_graph
+from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.torch_private import is_compiled
 
 __all__ = ["AttentionRecord", "record_attention", "recorded"]
@@ -41,22 +43,26 @@ class AttentionRecord(NamedTuple):
 
 @contextmanager
 def record_attention(model: Module, *, detach: bool = True) -> Iterator[dict[str, list[AttentionRecord]]]:
-    """Inside the block, gathers the weights of every attention layer of a model, whenever it runs.
+    """Gathers the weights of every attention layer of a model, whenever it runs inside the block.
 
-    Outputs, gradients and random numbers are those without it. Weights are those before dropout (after it, where the
-    layer itself returns those). A compiled model records nothing, so it is refused.
+    These layers are gattn's own, modules that call `gattn.attend`, `torch.nn.MultiheadAttention` (also inside
+    `torch.nn.TransformerEncoderLayer`), and PyG's layers with the argument `return_attention_weights`, such as
+    `GATConv`. Outputs, gradients and random numbers are the same as without recording. Weights are those before
+    dropout, unless the layer itself returns those after it, as PyG's `GATConv` does. A compiled model records nothing,
+    so it is refused.
 
     Args:
-        model: Any module with gattn's layers inside, or whose own modules call `gattn.attend`.
+        model: Any module that contains such layers.
         detach: Whether weights are cut off from the graph of gradients. (default: `True`)
 
     Returns:
         Records by the name of the layer in the model, as in `model.named_modules()` (the model itself is `""`), in the
-        order of their first calls: a list with one `AttentionRecord` a call.
+        order of their first calls: a list with one `AttentionRecord` per call.
 
     Raises:
-        TypeError: If `model` is no module.
-        ValueError: If it is compiled.
+        TypeError: If `model` is not a module.
+        ValueError: If it is compiled; at the end of the block, if nothing was recorded because the model has no layer
+            that can be.
 
     Example:
         >>> import torch, gattn
@@ -68,12 +74,19 @@ def record_attention(model: Module, *, detach: bool = True) -> Iterator[dict[str
         >>> records["layers.0.self_attn"][0].weights.shape
         torch.Size([1, 4, 5, 5])
     """
-    recorder = _Recorder(model, detach)
-    _switch(recorder, True)
-    try:
+    recorder = _Recorder(model, detach, _replacements(model))
+    with recorder.switched_on():
         yield recorder.records
-    finally:
-        _switch(recorder, False)
+    if not recorder.records:
+        _check_has_attention(model)
+
+
+@contextmanager
+def record_own_layers(model: Module) -> Iterator[dict[str, list[AttentionRecord]]]:
+    """Gathers the weights of gattn's layers alone, if there are any, as `record_attention` does."""
+    recorder = _Recorder(model, True, {})
+    with recorder.switched_on():
+        yield recorder.records
 
 
 def recorded(attend: _Attend) -> _Attend:
@@ -100,7 +113,7 @@ def recorded(attend: _Attend) -> _Attend:
 class _Recorder:
     """What one block gathers."""
 
-    def __init__(self, model: Module, detach: bool):
+    def __init__(self, model: Module, detach: bool, replacements: _Replacements):
         if not isinstance(model, Module):
             raise TypeError(f"record_attention takes a torch.nn.Module; got {type(model).__name__}.")
         self.names: dict[Module, str] = {module: name for name, module in model.named_modules()}
@@ -111,6 +124,7 @@ class _Recorder:
                     "the same ones; torch.compile(model)._orig_mod is the model)."
                 )
         self.detach = detach
+        self.replacements = replacements
         self.records: dict[str, list[AttentionRecord]] = {}
 
     def name_of(self, layer: Module) -> str | None:
@@ -131,9 +145,24 @@ class _Recorder:
             weights = [x.detach() for x in weights] if isinstance(weights, list) else weights.detach()
         self.records.setdefault(name, []).append(AttentionRecord(weights, graph))
 
+    @contextmanager
+    def switched_on(self) -> Iterator[None]:
+        """Gathers weights inside the block."""
+        _switch(self, True)
+        try:
+            yield
+        finally:
+            _switch(self, False)
+
+
+#: How the layers of others are recorded: what takes the place of a class's `forward`, given the original.
+_Replacements = dict[type[Module], Callable[..., Any]]
 
 #: Who records at the moment; replaced, never changed, so that other threads may read it.
 _recorders: tuple[_Recorder, ...] = ()
+#: The methods that are replaced at the moment. Classes are changed, not layers: a copy of a layer is then a layer of
+#: its own, and PyTorch's fast paths, which hooks would switch off, give the same outputs.
+_originals: dict[type[Module], Callable[..., Any]] = {}
 _lock = threading.Lock()
 
 
@@ -142,9 +171,121 @@ def _switch(recorder: _Recorder, on: bool) -> None:
     with _lock:
         others = tuple(other for other in _recorders if other is not recorder)
         _recorders = (*others, recorder) if on else others
+        needed = {cls: new for other in _recorders for cls, new in other.replacements.items()}
+        for cls, new in needed.items():
+            if cls not in _originals:
+                _originals[cls] = cls.forward
+                cls.forward = _recorded_forward(cls.forward, new)  # type: ignore[method-assign]
+        for cls in _originals.keys() - needed.keys():
+            cls.forward = _originals.pop(cls)  # type: ignore[method-assign]
 
 
 def _sized(layer: Any, query: Tensor | None, key: Tensor, value: Tensor, graph: Any, **kwargs: Any) -> Graph:
     """The graph with its sizes known, as `attend` finds them."""
     num_targets = None if query is None else query.size(value.dim() - 3)
     return as_graph(graph, layer.flow, sharded=True).resolve(value.size(-3), num_targets)
+
+
+def _recorded_forward(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes another's layer known to `record_attention`."""
+    signature = inspect.signature(forward)
+
+    @wraps(forward)
+    def method(self: Module, *args: Any, **kwargs: Any) -> Any:
+        layers = [(recorder, recorder.names[self]) for recorder in _recorders if self in recorder.names]
+        if not layers or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return replacement(partial(forward, self), self, signature.bind(self, *args, **kwargs), layers)
+
+    return method
+
+
+def _replacements(model: Module) -> _Replacements:
+    """What must be replaced so that the layers of PyTorch and PyG in a model are recorded."""
+    found: _Replacements = {}
+    for module in model.modules() if isinstance(model, Module) else ():
+        for cls in type(module).__mro__:
+            forward = cls.__dict__.get("forward")
+            if cls in (MultiheadAttention, TransformerEncoderLayer):
+                found[cls] = _call_of_multihead if cls is MultiheadAttention else _call_of_encoder_layer
+            elif cls.__module__.startswith("torch_geometric.") and inspect.isfunction(forward):
+                if "return_attention_weights" not in inspect.signature(forward).parameters:
+                    continue
+                found[cls] = _call_of_pyg
+            else:
+                continue
+            break  # a class further up is called by this one
+    return found
+
+
+_Layers = list[tuple[_Recorder, str]]
+
+
+def _call_of_pyg(forward: Any, layer: Any, call: inspect.BoundArguments, layers: _Layers) -> Any:
+    """Calls one of PyG's layers, which returns its weights."""
+    is_asked = isinstance(call.arguments.get("return_attention_weights"), bool)  # they return weights for False, too
+    call.arguments["return_attention_weights"] = True
+    result = forward(*call.args[1:], **call.kwargs)
+    out, edges = result[0], result[1]
+    edges, weights = edges if isinstance(edges, tuple) else (edges, None)
+    if not isinstance(edges, Tensor):  # a torch_sparse.SparseTensor
+        row, column, weights = edges.coo()
+        edges = torch.stack([column, row])
+    elif edges.layout != torch.strided:
+        edges = to_edge_index(edges)[0].flip(0)  # of an adjacency, rows are targets
+    x = call.arguments["x"]
+    ends = [None if part is None else part.size(layer.node_dim) for part in ((x, x) if isinstance(x, Tensor) else x)]
+    num_sources, num_targets = ends if layer.flow == FLOWS[0] else ends[::-1]
+    graph = SparseGraph(edges, num_targets, num_sources, flow=layer.flow)
+    for recorder, name in layers:
+        recorder.add(name, weights if weights.dim() > 1 else weights.unsqueeze(-1), graph)
+    return result if is_asked else out
+
+
+def _call_of_multihead(forward: Any, layer: Any, call: inspect.BoundArguments, layers: _Layers) -> Any:
+    """Calls `torch.nn.MultiheadAttention` as asked, and then a copy without dropout for the weights."""
+    out = forward(*call.args[1:], **call.kwargs)
+    plain = copy.copy(layer)
+    plain.training = False
+    call.arguments |= {"need_weights": True, "average_attn_weights": False}
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not all(recorder.detach for recorder, _ in layers)):
+        weights = forward.func(plain, *call.args[1:], **call.kwargs)[1]
+    num_targets, num_sources = weights.shape[-2:]
+    is_causal = call.arguments.get("is_causal", False) and num_targets == num_sources
+    for recorder, name in layers:
+        recorder.add(name, weights, CompleteGraph(num_targets, num_sources, causal=is_causal))
+    return out
+
+
+def _call_of_encoder_layer(forward: Any, layer: Any, call: inspect.BoundArguments, layers: _Layers) -> Any:
+    """Calls `torch.nn.TransformerEncoderLayer`, and its self-attention too if its fast path leaves that out."""
+
+    def count() -> int:
+        return sum(len(recorder.records.get(recorder.names[layer.self_attn], ())) for recorder, _ in layers)
+
+    before = count()
+    out = forward(*call.args[1:], **call.kwargs)
+    if isinstance(layer.self_attn, MultiheadAttention) and count() == before:
+        x, mask, padding, is_causal = (
+            call.arguments.get(name) for name in ("src", "src_mask", "src_key_padding_mask", "is_causal")
+        )
+        if x.is_nested:  # torch.nn.TransformerEncoder leaves out padding
+            lengths = torch.tensor([len(sequence) for sequence in x.unbind()], device=x.device)
+            x = x.to_padded_tensor(0.0)
+            padding = torch.arange(x.size(1), device=x.device) >= lengths.unsqueeze(1)
+        x = layer.norm1(x) if layer.norm_first else x
+        layer.self_attn(x, x, x, padding, attn_mask=mask, need_weights=False, is_causal=bool(is_causal))
+    return out
+
+
+def _check_has_attention(model: Module) -> None:
+    """Raises an error if nothing could be recorded of a model."""
+    if _replacements(model) or any(
+        cls.__module__.startswith("gattn.") for module in model.modules() for cls in type(module).__mro__
+    ):
+        return
+    raise ValueError(
+        f"{type(model).__name__} has no attention layer that record_attention can record: a layer of gattn, a module "
+        "that calls gattn.attend, torch.nn.MultiheadAttention, or a layer of PyG with the argument "
+        "return_attention_weights. For PyG's other attention layers, gattn.nn has drop-in replacements."
+    )

@@ -1,11 +1,14 @@
 """Recording changes nothing, and gathers the very weights that layers return."""
 
+import copy
 import threading
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from torch.nn import Module, Sequential
 from torch_geometric.nn import Sequential as GraphSequential
+from torch_geometric.utils import to_torch_coo_tensor, to_torch_csr_tensor
 
 import gattn
 from gattn import recording
@@ -63,8 +66,13 @@ def model_and_inputs(request):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
+    forwards = [cls.forward for cls in (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, pyg.GATConv)]
     yield
     assert recording._recorders == ()
+    assert recording._originals == {}
+    assert forwards == [
+        cls.forward for cls in (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, pyg.GATConv)
+    ]
 
 
 def run(model, inputs):
@@ -286,7 +294,7 @@ def test_a_functional_call_in_another_thread_is_not_taken_for_a_layers():
             thread.join()
 
     model = Waiting()
-    with record_attention(model) as records:
+    with pytest.raises(ValueError, match="no attention layer"), record_attention(model) as records:
         model()
     assert not records
 
@@ -312,3 +320,211 @@ def test_compiles_without_a_break_beside_it():
     with record_attention(gattn.nn.GATConv(8, 4)) as records:
         torch.testing.assert_close(compiled(x, edge_index), expected)
     assert not records
+
+
+# Layers of PyG and PyTorch -------------------------------------------------------------------------------------------
+
+
+class PyGStack(Module):
+    """PyG's layers, called in each of their ways, and PyTorch's inside of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.gat = pyg.GATConv(8, 4, heads=2, dropout=0.5)
+        self.gatv2 = pyg.GATv2Conv(8, 8, dropout=0.5)
+        self.transformer = pyg.TransformerConv(8, 4, heads=2, dropout=0.5)
+        self.fa = pyg.FAConv(8, dropout=0.5)
+        self.gps = pyg.GPSConv(8, pyg.GATConv(8, 8), heads=2, attn_kwargs={"dropout": 0.5})
+
+    def forward(self, x, edge_index):
+        start = x
+        x, _ = self.gat(x, edge_index, return_attention_weights=True)
+        x = self.gatv2(x, edge_index)
+        x = self.fa(self.transformer((x, x), edge_index=edge_index), start, edge_index)
+        return self.gps(x, edge_index)
+
+
+def encoder(**options):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=not options)
+
+
+def sequences():
+    return (torch.randn(3, 5, 8),)
+
+
+OTHERS = {
+    "pyg": (PyGStack, graph_inputs),
+    "encoder": (encoder, sequences),
+    "norm first": (lambda: encoder(norm_first=True), sequences),
+    "transformer": (
+        lambda: torch.nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+        lambda: (torch.randn(3, 5, 8),) * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("training", [False, True])
+def test_others_layers_change_nothing(name, training):
+    make, inputs = OTHERS[name]
+    model, inputs = make().train(training), inputs()
+    out, gradients, state = run(model, inputs)
+    with record_attention(model) as records:
+        recorded, recorded_gradients, recorded_state = run(model, inputs)
+    assert all(calls for calls in records.values())
+    assert torch.equal(recorded, out)
+    assert torch.equal(recorded_state, state)
+    assert all(torch.equal(*pair) for pair in zip(recorded_gradients, gradients, strict=True))
+
+
+def test_pyg_layers_by_name():
+    model, inputs = PyGStack().eval(), graph_inputs()
+    with record_attention(model) as records:
+        model(*inputs)
+    assert list(records) == ["gat", "gatv2", "transformer", "fa", "gps.conv", "gps.attn"]
+    for name in ("gat", "gatv2", "transformer", "gps.conv"):
+        (call,) = records[name]
+        assert (call.graph.num_sources, call.graph.num_targets) == (NODES, NODES)
+        target = call.edge_index[1]
+        total = torch.zeros(NODES, call.weights.size(1)).index_add(0, target, call.weights)
+        torch.testing.assert_close(total[target], torch.ones(len(target), call.weights.size(1)))
+    assert records["fa"][0].weights.shape == (records["fa"][0].edge_index.size(1), 1)
+    assert records["gps.attn"][0].weights.shape == (1, 2, NODES, NODES)
+
+
+@pytest.mark.parametrize("form", ["edge_index", "csr", "coo", "flow"])
+def test_pyg_weights_are_those_of_the_same_edges(form):
+    x = torch.randn(NODES, 8)
+    edge_index = torch.unique(random_edge_index(NODES, num_edges=EDGES), dim=1)
+    ours = gattn.nn.GATConv(8, 4, heads=3, add_self_loops=False).eval()
+    theirs = pyg.GATConv(8, 4, heads=3, add_self_loops=False).eval()
+    graph = edge_index
+    if form in ("csr", "coo"):
+        transposed = {"csr": to_torch_csr_tensor, "coo": to_torch_coo_tensor}[form]
+        graph = transposed(edge_index.flip(0), size=(NODES, NODES))
+    if form == "flow":
+        theirs.flow, graph = "target_to_source", edge_index.flip(0)
+    theirs.load_state_dict(ours.state_dict())
+    with record_attention(ours) as expected, record_attention(theirs) as actual:
+        torch.testing.assert_close(ours(x, edge_index), theirs(x, graph))
+
+    def matrix(record):
+        source, target = record.edge_index
+        return torch.zeros(NODES, NODES, 3).index_put((target, source), record.weights, accumulate=True)
+
+    torch.testing.assert_close(matrix(actual[""][0]), matrix(expected[""][0]))
+
+
+def test_a_bipartite_graph_of_pyg_has_its_sizes():
+    layer = pyg.GATv2Conv((8, 4), 4, add_self_loops=False)
+    with record_attention(layer) as records:
+        layer((torch.randn(5, 8), torch.randn(7, 4)), torch.tensor([[0, 1], [1, 0]]))
+    graph = records[""][0].graph
+    assert (graph.num_sources, graph.num_targets) == (5, 7)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_torch_multihead_weights(training, need_weights):
+    layer = torch.nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).train(training)
+    query, key = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [1]])
+    with record_attention(layer) as records, record_attention(layer, detach=False) as attached:
+        layer(query, key, key, padding, need_weights=need_weights)
+    weights = layer.eval()(query, key, key, padding, average_attn_weights=False)[1]
+    (call,) = records[""]
+    torch.testing.assert_close(call.weights, weights)
+    assert (call.graph.num_targets, call.graph.num_sources, call.edge_index) == (4, 6, None)
+    assert not call.weights.requires_grad
+    attached[""][0].weights.square().sum().backward()
+    assert layer.in_proj_weight.grad.abs().sum() > 0
+
+
+def test_torch_causal_attention():
+    layer, x = torch.nn.MultiheadAttention(8, 2), torch.randn(5, 8)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    with record_attention(layer) as records:
+        layer(x, x, x, attn_mask=mask, need_weights=False, is_causal=True)
+    (call,) = records[""]
+    assert call.graph.causal
+    assert call.weights.shape == (2, 5, 5)
+    assert (call.weights.triu(1) == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_torch_fast_path_is_recorded(options, is_padded):
+    model, (x,) = encoder(**options).eval(), sequences()
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [1]]) if is_padded else None
+    with torch.no_grad():
+        out = model(x, src_key_padding_mask=padding)
+        with record_attention(model) as records:
+            torch.testing.assert_close(model(x, src_key_padding_mask=padding), out, rtol=0, atol=0)
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with record_attention(model) as slow:
+                model(x, src_key_padding_mask=padding)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+    assert list(records) == list(slow) == ["layers.0.self_attn", "layers.1.self_attn"]
+    real = torch.ones(3, 5, dtype=torch.bool) if padding is None else ~padding
+    for name, (call,) in records.items():
+        assert len(slow[name]) == 1
+        for row, weights, expected in zip(real, call.weights, slow[name][0].weights, strict=True):
+            torch.testing.assert_close(weights[:, row][:, :, row], expected[:, row][:, :, row])
+
+
+def test_a_copy_that_is_made_while_recording_is_a_layer_of_its_own():
+    x, edge_index = graph_inputs()
+    layer = pyg.GATConv(8, 4)
+    with record_attention(layer) as records:
+        other = copy.deepcopy(layer)
+        torch.nn.init.zeros_(other.lin.weight)
+        assert (other(x, edge_index) == 0).all()
+        assert not records
+        layer(x, edge_index)
+    assert len(records[""]) == 1
+
+
+def test_subclasses_of_others_layers():
+    class Scaled(pyg.GATConv):
+        def forward(self, x, edge_index, scale=2.0):
+            return super().forward(x, edge_index) * scale
+
+    x, edge_index = graph_inputs()
+    layer = Scaled(8, 4).eval()
+    expected = layer(x, edge_index)
+    with record_attention(layer) as records:
+        torch.testing.assert_close(layer(x, edge_index), expected)
+    assert len(records[""]) == 1
+
+
+def test_errors_restore_others_layers():
+    x, edge_index = graph_inputs()
+    layer = pyg.GATConv(8, 4)
+    with pytest.raises(ValueError, match="as expected"), record_attention(layer):
+        layer(x, edge_index)
+        raise ValueError("as expected")
+    with pytest.raises(IndexError), record_attention(layer):
+        layer(x, edge_index + NODES)
+    assert not isinstance(layer(x, edge_index), tuple)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(8, 8), pyg.SuperGATConv(8, 8), pyg.GCNConv(8, 8)])
+def test_a_model_without_attention_is_an_error(model):
+    x, edge_index = graph_inputs()
+    with pytest.raises(ValueError, match=rf"{type(model).__name__} has no attention layer .* drop-in"):
+        with record_attention(model):
+            model(x, edge_index) if not isinstance(model, torch.nn.Linear) else model(x)
+    with pytest.raises(RuntimeError, match="its own"), record_attention(model):
+        raise RuntimeError("its own")
+
+
+@pytest.mark.parametrize("make", [lambda: gattn.nn.GATConv(8, 8), lambda: pyg.GATConv(8, 8)])
+def test_a_model_that_did_not_run_has_no_records(make):
+    with record_attention(make()) as records:
+        pass
+    assert records == {}
