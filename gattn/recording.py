@@ -175,9 +175,9 @@ def _switch(recorder: _Recorder, on: bool) -> None:
         for cls, new in needed.items():
             if cls not in _originals:
                 _originals[cls] = cls.forward
-                cls.forward = _recorded_forward(cls.forward, new)  # type: ignore[method-assign]
+                cls.forward = _recorded_forward(cls.forward, new)
         for cls in _originals.keys() - needed.keys():
-            cls.forward = _originals.pop(cls)  # type: ignore[method-assign]
+            cls.forward = _originals.pop(cls)
 
 
 def _sized(layer: Any, query: Tensor | None, key: Tensor, value: Tensor, graph: Any, **kwargs: Any) -> Graph:
@@ -266,9 +266,8 @@ def _call_of_encoder_layer(forward: Any, layer: Any, call: inspect.BoundArgument
     before = count()
     out = forward(*call.args[1:], **call.kwargs)
     if isinstance(layer.self_attn, MultiheadAttention) and count() == before:
-        x, mask, padding, is_causal = (
-            call.arguments.get(name) for name in ("src", "src_mask", "src_key_padding_mask", "is_causal")
-        )
+        x, given = call.arguments["src"], call.arguments.get
+        mask, padding, is_causal = given("src_mask"), given("src_key_padding_mask"), given("is_causal")
         if x.is_nested:  # torch.nn.TransformerEncoder leaves out padding
             lengths = torch.tensor([len(sequence) for sequence in x.unbind()], device=x.device)
             x = x.to_padded_tensor(0.0)
