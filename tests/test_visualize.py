@@ -1,8 +1,15 @@
 """What is drawn, not only that something is."""
 
+import ast
+import inspect
 import itertools
+import re
 import subprocess
 import sys
+import time
+import warnings
+from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -11,17 +18,20 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+import torch_geometric.nn
 from matplotlib.colors import to_rgba
-from matplotlib.patches import FancyArrowPatch, StepPatch
+from matplotlib.patches import StepPatch
 from torch_geometric.datasets import KarateClub
 
 import gattn
 from gattn import visualize
+from gattn.recording import AttentionRecord
 from gattn.testing import random_edge_index
 from gattn.visualize import (
     COLOURS,
     EDGES,
     WEIGHTS,
+    attention_arcs,
     attention_entropy,
     attention_graph,
     attention_grid,
@@ -30,6 +40,7 @@ from gattn.visualize import (
     entropy,
     rollout,
 )
+from gattn.visualize.graphs import Arrows
 
 TOKENS = ["attention", "is", "message", "passing"]
 
@@ -176,25 +187,42 @@ def test_matrix_errors(error, message, arguments):
 # Graphs --------------------------------------------------------------------------------------------------------------
 
 
+class Arrow(NamedTuple):
+    ends: list
+    width: float
+    colour: tuple
+
+
 def arrows_of(ax):
-    """Drawn arrows by the places that they join, rounded."""
-    return [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
-
-
-def ends(arrow):
-    return [tuple(round(float(x), 6) for x in place) for place in arrow._posA_posB]
+    """All arrows, in the order in which they are drawn."""
+    (arrows,) = [item for item in ax.collections if isinstance(item, Arrows)]
+    colours = np.resize(arrows.get_facecolors(), (len(arrows.ends), 4))
+    return [Arrow(*one) for one in zip(arrows.ends.round(6).tolist(), arrows.widths, map(tuple, colours), strict=True)]
 
 
 def node_at(place):
-    return [tuple(x) for x in PLACES.tolist()].index(place)
+    return PLACES.tolist().index(place)
 
 
 def as_edges(ax):
-    return {tuple(node_at(end) for end in ends(arrow)): arrow for arrow in arrows_of(ax)}
+    return {tuple(node_at(end) for end in arrow.ends): arrow for arrow in arrows_of(ax)}
 
 
 def nodes_of(ax):
-    return next(item for item in ax.collections if len(item.get_offsets()))
+    return next(item for item in ax.collections if len(item.get_offsets()) and not is_arrows_or_rims(item))
+
+
+def is_arrows_or_rims(item):
+    return isinstance(item, Arrows) or item.get_label() == "_rims"
+
+
+def rims_of(ax):
+    """The rings of self-loops, by node: width and colour."""
+    for item in ax.collections:
+        if item.get_label() == "_rims":
+            looks = zip(item.get_linewidths(), map(tuple, item.get_edgecolors()), strict=True)
+            return dict(zip(map(node_at, item.get_offsets().tolist()), looks, strict=True))
+    return {}
 
 
 def test_graph_draws_weights_as_width_and_colour():
@@ -202,17 +230,15 @@ def test_graph_draws_weights_as_width_and_colour():
     drawn = as_edges(ax)
     assert set(drawn) == set(ARROWS)
     for edge, alpha in ARROWS.items():
-        assert drawn[edge].get_linewidth() == pytest.approx(0.4 + 3.6 * alpha)
-        assert drawn[edge].get_edgecolor() == pytest.approx(EDGES(alpha), abs=0.02)
-    widths = [arrow.get_linewidth() for arrow in arrows_of(ax)]
+        assert drawn[edge].width == pytest.approx(0.4 + 3.6 * alpha)
+        assert drawn[edge].colour == pytest.approx(EDGES(alpha), abs=0.02)
+    widths = [arrow.width for arrow in arrows_of(ax)]
     assert widths == sorted(widths)  # the heaviest lies on top
-    nodes = nodes_of(ax)
-    np.testing.assert_array_equal(nodes.get_offsets(), PLACES)
-    for node in range(4):
-        alpha = RIMS.get(node, 0.0)
-        assert nodes.get_linewidths()[node] == pytest.approx(0.4 + 3.6 * alpha)
-        if node in RIMS:
-            assert tuple(nodes.get_edgecolors()[node]) == pytest.approx(EDGES(alpha), abs=0.02)
+    np.testing.assert_array_equal(nodes_of(ax).get_offsets(), PLACES)
+    rims = rims_of(ax)
+    assert set(rims) == set(RIMS)
+    for node, alpha in RIMS.items():
+        assert rims[node] == (pytest.approx(0.4 + 3.6 * alpha), pytest.approx(EDGES(alpha), abs=0.02))
     assert texts(ax.texts) == ["0", "1", "2", "3"]
     assert ax.figure.axes[1].get_ylim() == (0.0, 1.0)
 
@@ -220,15 +246,15 @@ def test_graph_draws_weights_as_width_and_colour():
 def test_graph_scale():
     half = as_edges(attention_graph(EDGE_INDEX, ALPHA / 2, pos=PLACES))
     fixed = as_edges(attention_graph(EDGE_INDEX, ALPHA / 2, pos=PLACES, maximum=1.0))
-    assert half[3, 0].get_linewidth() == pytest.approx(0.4 + 3.6 * 0.7)
-    assert fixed[3, 0].get_linewidth() == pytest.approx(0.4 + 3.6 * 0.35)
+    assert half[3, 0].width == pytest.approx(0.4 + 3.6 * 0.7)
+    assert fixed[3, 0].width == pytest.approx(0.4 + 3.6 * 0.35)
 
 
 def test_graph_chooses_a_head():
     weights = torch.stack([ALPHA, ALPHA / 2, torch.zeros(8)], 1)
     for head, expected in ((0, 0.7), (1, 0.35), (2, 0.0), ("mean", 0.35)):
         drawn = as_edges(attention_graph(EDGE_INDEX, weights, head=head, pos=PLACES, maximum=1.0))
-        assert drawn[3, 0].get_linewidth() == pytest.approx(0.4 + 3.6 * expected)
+        assert drawn[3, 0].width == pytest.approx(0.4 + 3.6 * expected)
     with pytest.raises(ValueError, match="3 heads: choose head=0"):
         attention_graph(EDGE_INDEX, weights)
     with pytest.raises(IndexError, match="no head 3"):
@@ -300,7 +326,7 @@ def test_other_forms_of_a_graph(form):
         graph = torch.sparse_coo_tensor(edges.flip(0), alpha, (4, 4)).to_sparse_csr()
         alpha = alpha[[1, 2, 0, 3]]
     drawn = as_edges(attention_graph(graph, alpha, pos=PLACES))
-    assert {edge: round((arrow.get_linewidth() - 0.4) / 3.6, 5) for edge, arrow in drawn.items()} == {
+    assert {edge: round((arrow.width - 0.4) / 3.6, 5) for edge, arrow in drawn.items()} == {
         (0, 2): 1.0,
         (2, 0): 0.3,
         (3, 0): 0.7,
@@ -348,8 +374,7 @@ def test_graph_in_pieces_fits():
         (ValueError, "classes must .* 4 nodes; got 3", {"classes": [0, 1, 2]}),
         (ValueError, "labels must .* 5 nodes; got 4", {"classes": [0] * 5, "labels": TOKENS}),
         (ValueError, r"pos is \[N, 2\]", {"pos": torch.rand(4, 3)}),
-        (ValueError, "not where node 1 is", {"pos": {0: (0, 0)}}),
-        (ValueError, "9 classes cannot be told apart", {"classes": range(9)}),
+        (ValueError, "does not say where node 1 is", {"pos": {0: (0, 0)}}),
         (IndexError, "no node 4: the graph has 4", {"node": 4}),
         (IndexError, "no node -1", {"node": -1}),
         (ValueError, "hops must be at least 1", {"node": 0, "hops": 0}),
@@ -408,7 +433,7 @@ def test_grid_of_graphs():
     assert [[ax.get_visible() for ax in row] for row in axes] == [[True, True], [True, False]]
     places = [nodes_of(ax).get_offsets() for ax in axes.flat if ax.get_visible()]
     assert all(np.array_equal(place, places[0]) for place in places)
-    widest = [max(arrow.get_linewidth() for arrow in arrows_of(ax)) for ax in axes.flat if ax.get_visible()]
+    widest = [max(arrow.width for arrow in arrows_of(ax)) for ax in axes.flat if ax.get_visible()]
     assert widest[0] == pytest.approx(0.4 + 3.6 * 0.7)
     assert widest[2] == pytest.approx(0.4 + 3.6 * 0.7 / 4)
     assert all(ax.get_legend() is None for ax in axes.flat)
@@ -419,8 +444,8 @@ def test_grid_of_graphs():
 def test_grid_of_ego_networks_has_their_scale():
     axes = attention_grid([ALPHA], EDGE_INDEX, node=0, pos=PLACES)
     drawn = as_edges(axes[0, 0])
-    assert drawn[3, 0].get_linewidth() == pytest.approx(4.0)
-    assert drawn[2, 0].get_linewidth() == pytest.approx(0.4 + 3.6 * 3 / 7)
+    assert drawn[3, 0].width == pytest.approx(4.0)
+    assert drawn[2, 0].width == pytest.approx(0.4 + 3.6 * 3 / 7)
 
 
 def test_grid_of_recorded_layers():
@@ -485,6 +510,12 @@ def test_entropy_of_uniform_attention_and_what_is_masked():
     assert nats.tolist() == uniform.tolist() == [0.0, 0.0]
 
 
+def histograms(ax):
+    """The shares of targets in each bin, by head, and the edges of the bins."""
+    steps = [patch.get_data() for patch in ax.patches if isinstance(patch, StepPatch)]
+    return [(baseline - values) / 0.85 for values, _, baseline in steps], steps[0][1]
+
+
 def test_entropy_picture():
     weights = torch.ones(3, 20, 20)
     weights[1] = torch.eye(20)
@@ -492,18 +523,44 @@ def test_entropy_picture():
     ax = attention_entropy(weights, title="Do they choose?")
     assert texts(ax.get_yticklabels()) == ["head 0", "head 1", "head 2"]
     assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first is on top
-    assert texts(ax.get_legend().get_texts()) == ["attention", "uniform"]
-    steps = [patch for patch in ax.patches if isinstance(patch, StepPatch)]
-    assert len(steps) == 6
-    for head, expected in enumerate((np.log(20), 0.0, np.log(2))):
-        uniform, own = steps[2 * head : 2 * head + 2]
-        assert own.get_facecolor()[:3] == to_rgba(COLOURS[0])[:3]
-        for patch, nats in ((uniform, np.log(20)), (own, expected)):
-            values, edges, baseline = patch.get_data()
-            heights = baseline - values
-            (place,) = heights.nonzero()[0]
-            assert edges[place] - 1e-9 <= nats <= edges[place + 1] + 1e-9
-            assert baseline == head
+    assert ax.get_xlim() == (0.0, 1.0)
+    heights, edges = histograms(ax)
+    for share, expected in zip(heights, (1.0, 0.0, np.log(2) / np.log(20)), strict=True):
+        (place,) = share.nonzero()[0]
+        assert edges[place] - 1e-9 <= expected <= edges[place + 1] + 1e-9
+        assert share[place] == pytest.approx(1.0)
+    assert texts(ax.texts) == ["uniform", "mean 0.00", f"mean {np.log(2) / np.log(20):.2f}"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_entropy_picture_says_uniform_whatever_the_degrees(dtype):
+    edge_index = random_edge_index(60, num_edges=500)
+    degree = edge_index[1].bincount(minlength=60)
+    uniform = (1.0 / degree[edge_index[1]]).to(dtype).unsqueeze(1).expand(-1, 2)
+    ax = attention_entropy(uniform, edge_index)
+    assert texts(ax.texts) == ["uniform", "uniform"]
+    for share in histograms(ax)[0]:
+        assert share[-1] == pytest.approx(1.0)
+        assert (share[:-1] == 0).all()
+
+
+def test_entropy_picture_of_untrained_heads_is_alike():
+    data = KarateClub()[0]
+    conv = gattn.nn.GATConv(34, 8, heads=4)
+    with gattn.record_attention(conv) as records:
+        conv(data.x, data.edge_index)
+    heights, _ = histograms(attention_entropy(records[""]))
+    assert len(heights) == 4
+    for share in heights:  # nearly every target is in one of the last two bins, and none far from them
+        assert share[-2:].sum() > 0.9
+        assert share[-5:].sum() == pytest.approx(1.0)
+
+
+def test_entropy_picture_has_one_scale_for_all_heads():
+    weights = torch.eye(4).repeat(2, 1, 1) + 1e-9
+    weights[1, :2] = 1.0
+    heights, _ = histograms(attention_entropy(weights))
+    assert [share.max() for share in heights] == pytest.approx([1.0, 0.5])
 
 
 def test_entropy_picture_leaves_out_who_has_no_choice():
@@ -511,12 +568,12 @@ def test_entropy_picture_leaves_out_who_has_no_choice():
         attention_entropy(torch.ones(3), torch.tensor([[0, 1, 2], [0, 1, 2]]))
     ax = attention_entropy(torch.stack([ALPHA] * 2, 1), EDGE_INDEX, head=1)
     assert texts(ax.get_yticklabels()) == ["head 1"]
+    assert "(2 of 4 targets have no choice and are left out)" in ax.get_xlabel()
     _, own = plt.subplots()
     assert attention_entropy(torch.stack([ALPHA] * 2, 1), EDGE_INDEX, head="mean", ax=own) is own
-    steps = [patch for patch in ax.patches if isinstance(patch, StepPatch)]
-    values, _, baseline = steps[1].get_data()
-    assert (baseline - values)[0] == 0  # nodes 1 and 3 would be there
-    assert ((baseline - values) > 0).sum() == 2
+    (share,) = histograms(ax)[0]
+    assert share[0] == 0  # nodes 1 and 3 would be there
+    assert share[22] == pytest.approx(1.0)  # 0.61 / ln 2 and 1.47 / ln 5 are between 0.88 and 0.92
 
 
 @pytest.mark.parametrize(
@@ -610,6 +667,290 @@ def test_rollout_picture_of_a_graph():
         attention_rollout([ALPHA], EDGE_INDEX, node=7)
 
 
+# Records -------------------------------------------------------------------------------------------------------------
+
+
+def recorded_gat():
+    data, model = KarateClub()[0], gattn.models.GAT(34, 8, 2, 4, heads=2).eval()
+    with gattn.record_attention(model) as records:
+        model(data.x, data.edge_index)
+    return records
+
+
+def recorded_transformer(batch=1, calls=1):
+    model = gattn.models.TransformerLM(10, 16, 2, 4).eval()
+    with gattn.record_attention(model) as records:
+        for call in range(calls):
+            model(torch.randint(0, 10, (batch, 5 + call)))
+    return records
+
+
+def test_records_of_sequences():
+    records = recorded_transformer(calls=2)
+    name, (first, last) = next(iter(records.items()))
+    (image,) = attention_matrix(records[name], head=1).images
+    np.testing.assert_array_equal(image.get_array(), last.weights[0, 1].double())
+    for given in (attention_matrix(first, head=1), attention_matrix(records[name], head=1, call=0)):
+        np.testing.assert_array_equal(given.images[0].get_array(), first.weights[0, 1].double())
+    axes = attention_grid(records)
+    assert [row[0].get_ylabel() for row in axes] == list(records)
+    np.testing.assert_array_equal(axes[0, 1].images[0].get_array(), last.weights[0, 1].double())
+    by_call = attention_grid(records[name])
+    assert [row[0].get_ylabel() for row in by_call] == ["call 0", "call 1"]
+    np.testing.assert_array_equal(by_call[0, 1].images[0].get_array(), first.weights[0, 1].double())
+    torch.testing.assert_close(entropy(records[name])[0], entropy(last.weights[0])[0])
+    torch.testing.assert_close(rollout(records), rollout([calls[-1].weights[0] for calls in records.values()]))
+    assert attention_rollout(records).images
+    assert attention_entropy(last).patches
+    assert attention_arcs(last, "abcdef", head=0).collections
+
+
+def test_records_of_graphs():
+    records = recorded_gat()
+    (call,) = records["convs.0"]
+    ax = attention_graph(records["convs.0"], head=1)
+    expected = attention_graph(call.edge_index, call.weights, head=1)
+    assert arrows_of(ax) == arrows_of(expected)
+    assert arrows_of(attention_graph(call, head=1)) == arrows_of(expected)
+    matrix = attention_matrix(call, head=1).images[0].get_array()
+    source, target = call.edge_index
+    np.testing.assert_array_equal(matrix[target, source], call.weights[:, 1].double())
+    assert matrix.astype(bool).sum() == len(source)
+    assert attention_grid(records, node=33).shape == (2, 2)
+    torch.testing.assert_close(entropy(call)[0], entropy(call.weights, call.edge_index)[0])
+    layers = [calls[0].weights for calls in records.values()]
+    torch.testing.assert_close(rollout(records), rollout(layers, call.graph))
+    assert len(arrows_of(attention_rollout(records, node=0))) > 0
+
+
+def test_records_of_layers_with_different_graphs():
+    first = AttentionRecord(ALPHA, gattn.SparseGraph(EDGE_INDEX, 4, 4))
+    second = AttentionRecord(ALPHA[:2], gattn.SparseGraph(EDGE_INDEX[:, 3:5], 4, 4))
+    axes = attention_grid({"a": [first], "b": [second]}, pos=PLACES)
+    assert [set(as_edges(ax)) for ax in axes[:, 0]] == [set(ARROWS), {(3, 2)}]
+    step = [rollout([record]).to_dense() for record in (first, second)]
+    torch.testing.assert_close(rollout([[first], [second]]).to_dense(), step[1] @ step[0])
+
+
+def test_records_of_pyg_and_torch():
+    data = KarateClub()[0]
+    model = torch_geometric.nn.GATConv(34, 8, heads=2)
+    with gattn.record_attention(model) as records:
+        model(data.x, data.edge_index)
+    assert len(arrows_of(attention_graph(records[""], head=0))) == data.num_edges
+    model, x = torch.nn.MultiheadAttention(8, 2), torch.randn(5, 8)
+    with gattn.record_attention(model) as records:
+        model(x, x, x)
+    assert attention_matrix(records[""], head=0).images
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "batch of 3: choose element=0 to element=2", lambda: attention_matrix(BATCH, head=0)),
+        (ValueError, "batch of 3: choose element=0 to element=2", lambda: attention_grid({"a": [BATCH]})),
+        (IndexError, "no element 3: the batch has 3", lambda: attention_matrix(BATCH, head=0, element=3)),
+        (IndexError, "no call 1: the layer was called 1 times", lambda: attention_matrix([BATCH], head=0, call=1)),
+        (ValueError, "not called with a batch", lambda: attention_graph(SPARSE, element=0)),
+        (ValueError, r"2 layers: choose one of 'a', 'b', such as records\['a'\]", lambda: attention_matrix(BOTH)),
+        (ValueError, "a record has its own graph", lambda: attention_entropy(SPARSE, EDGE_INDEX)),
+        (ValueError, "on a CompleteGraph: draw its weights with attention_matrix", lambda: attention_graph(ONE)),
+        (ValueError, "weights are missing", lambda: attention_graph(EDGE_INDEX)),
+        (ValueError, r"along edges \(b\), others between all nodes \(a\)", lambda: attention_grid(BOTH)),
+    ],
+)
+def test_record_errors(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+SPARSE = AttentionRecord(ALPHA, gattn.SparseGraph(EDGE_INDEX, 4, 4))
+BATCH = AttentionRecord(weights_of(3, 2, 4, 4), gattn.CompleteGraph(4))
+ONE = AttentionRecord(weights_of(2, 4, 4), gattn.CompleteGraph(4))
+BOTH = {"a": [ONE], "b": [SPARSE]}
+
+
+def test_element_of_a_batch_and_of_a_packed_graph():
+    image = attention_matrix(BATCH, head=1, element=2).images[0].get_array()
+    np.testing.assert_array_equal(image, BATCH.weights[2, 1].double())
+    np.testing.assert_array_equal(attention_matrix(BATCH.weights, head=1, element=2).images[0].get_array(), image)
+    layer, x = gattn.nn.MultiheadAttention(8, 2), torch.randn(5, 8)
+    with gattn.record_attention(layer) as records:
+        layer(x, x, x, graph=gattn.CompleteGraph.packed([2, 3]))
+    assert attention_matrix(records[""], head=0, element=1).images[0].get_array().shape == (3, 3)
+
+
+# What is large, long or foreign --------------------------------------------------------------------------------------
+
+
+def test_any_number_of_classes():
+    ax = attention_graph(torch.arange(40).expand(2, -1), torch.ones(40), classes=range(40))
+    looks = set()
+    for item in ax.collections:
+        if not is_arrows_or_rims(item):
+            outline = item.get_paths()[0].vertices.round(6).tobytes()
+            looks |= {(outline, tuple(colour)) for colour in item.get_facecolors()}
+    assert len(looks) == 40
+    handles = ax.get_legend().legend_handles
+    assert len({(handle.get_color(), handle.get_marker()) for handle in handles[:-1]}) == 24
+    assert texts(ax.get_legend().get_texts())[-1] == "and 16 more classes"
+
+
+def test_rings_of_self_loops_are_seen_on_every_colour():
+    ax = attention_graph(EDGE_INDEX, ALPHA, pos=PLACES, classes=range(4))
+    (rings,) = [item for item in ax.collections if item.get_label() == "_rims"]
+    nodes = nodes_of(ax)
+    assert rings.get_zorder() < nodes.get_zorder()
+    assert (rings.get_facecolors() == 1).all()  # white lies between the node and its ring
+    inner = np.sqrt(rings.get_sizes()) - rings.get_linewidths()
+    assert (inner >= np.sqrt(nodes.get_sizes()[[2, 3]]) + 2).all()
+
+
+def test_thousands_of_arrows_are_one_artist():
+    edge_index = random_edge_index(150, num_edges=4500)
+    start = time.perf_counter()
+    ax = attention_graph(edge_index, torch.rand(4500), pos=torch.rand(150, 2))
+    ax.figure.canvas.draw()
+    assert time.perf_counter() - start < 10  # patches of their own took more than 20
+    assert len(ax.collections) <= 3
+    assert not ax.patches
+
+
+def test_arrows_end_at_their_nodes_on_the_canvas():
+    ax = attention_graph(torch.tensor([[0], [1]]), torch.ones(1), pos=PLACES[:2])
+    ax.figure.canvas.draw()
+    (arrows,) = [item for item in ax.collections if isinstance(item, Arrows)]
+    (outline,) = arrows.outlines()
+    source, target = ax.transData.transform(PLACES[:2].numpy())
+    point = ax.figure.dpi / 72
+    radius = 0.5 * nodes_of(ax).get_sizes()[0] ** 0.5 * point
+    away = np.linalg.norm(outline - target, axis=1)
+    assert radius <= away.min() <= radius + 3 * point
+    assert np.linalg.norm(outline - source, axis=1).min() == pytest.approx(radius, abs=2 * point)
+
+
+def test_a_layout_that_takes_minutes_is_refused():
+    edge_index = torch.arange(2000).view(2, 1000)
+    with pytest.raises(ValueError, match="place 2000 nodes would take minutes"):
+        attention_graph(edge_index, torch.ones(1000), max_nodes=2000)
+    assert attention_graph(edge_index, torch.ones(1000), max_nodes=2000, pos=torch.rand(2000, 2))
+
+
+def test_long_labels_leave_room_for_the_matrix():
+    ax = attention_matrix(weights_of(4, 4), ["x" * 56] * 4, ["y" * 56] * 4)
+    assert texts(ax.get_yticklabels()) == ["x" * 23 + "…"] * 4
+    ax.figure.canvas.draw()
+    assert ax.get_window_extent().width > 80
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_grids_fit_a_page(layers):
+    names = [f"token{number}" for number in range(40)]
+    axes = attention_grid([weights_of(8, 40, 40)] * layers, row_labels=names, column_labels=names)
+    width, height = axes[0, 0].figure.get_size_inches()
+    assert width <= 11
+    assert height <= 13
+    axes[0, 0].figure.canvas.draw()
+    named = axes[0, 0].get_yticklabels()
+    assert 5 <= len(named) < 40
+    assert texts(named) == [names[int(place)] for place in axes[0, 0].get_yticks()]
+    assert not overlap(named)
+
+
+def test_matrices_fit_a_page():
+    width, height = attention_matrix(weights_of(80, 80), range(80), range(80)).figure.get_size_inches()
+    assert width <= 11
+    assert height <= 13
+
+
+def test_characters_that_the_font_lacks_are_replaced_with_one_warning():
+    words = ["日本", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "cafe\u0301", "the"]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        ax = attention_matrix(weights_of(4, 4), words)
+        ax.figure.canvas.draw()
+    assert texts(ax.get_yticklabels()) == ["□□", "□□□", "café", "the"]
+    (warning,) = said
+    assert "lacks 5 of the characters" in str(warning.message)
+
+
+# Arcs ----------------------------------------------------------------------------------------------------------------
+
+
+def arcs_of(ax):
+    (curves,) = ax.collections
+    return list(zip(curves.get_segments(), curves.get_linewidths(), curves.get_colors(), strict=True))
+
+
+def test_arcs_join_words():
+    weights = torch.tensor([[0.0, 0.0, 0.0], [0.8, 0.2, 0.0], [0.0, 0.5, 0.5]])
+    weights[0, 2] = 1.0
+    ax = attention_arcs(weights, ["a", "long$ word", "c"], title="Arcs")
+    words = {text.get_text(): text.get_position()[0] for text in ax.texts}
+    assert list(words) == ["a", "long$ word", "c"]
+    assert not any(text.get_parse_math() for text in ax.texts)
+    assert sorted(words.values()) == list(words.values())
+    places = list(words.values())
+    drawn = {}
+    for curve, width, colour in arcs_of(ax):
+        ends = curve[[0, -1], 0]
+        target, source = (int(np.abs(np.array(places) - end).argmin()) for end in ends)
+        drawn[target, source] = (width, tuple(colour), curve[:, 1].mean())
+        if target != source:
+            np.testing.assert_allclose(ends, [places[target], places[source]])
+    looks = {(1, 0): 0.8, (1, 1): 0.2, (2, 1): 0.5, (2, 2): 0.5, (0, 2): 1.0}
+    assert set(drawn) == set(looks)
+    for (target, source), alpha in looks.items():
+        width, colour, height = drawn[target, source]
+        assert width == pytest.approx(0.4 + 3.6 * alpha)
+        assert colour == pytest.approx(EDGES(alpha), abs=0.02)
+        assert (height < 0) == (source > target)  # ahead is below
+    assert [other.get_ylabel() for other in ax.figure.axes[1:]] == ["attention weight α"]
+    assert ax.get_title() == "Arcs"
+
+
+def test_arcs_of_one_target_and_large_weights_alone():
+    weights = torch.tensor([[0.7, 0.3, 0.0], [0.05, 0.9, 0.05], [0.2, 0.2, 0.6]])
+    assert len(arcs_of(attention_arcs(weights, "abc"))) == 6
+    assert len(arcs_of(attention_arcs(weights, "abc", minimum=0.25))) == 4
+    ax = attention_arcs(weights, "abc", target=2)
+    assert len(arcs_of(ax)) == 3
+    assert [text.get_fontweight() for text in ax.texts] == ["normal", "normal", "bold"]
+    assert len(arcs_of(attention_arcs(torch.full((5, 5), 0.2), "abcde"))) == 25  # all of uniform attention
+
+
+def test_arcs_between_two_lines():
+    ax = attention_arcs(torch.eye(2, 3), ["der", "Hund"], ["the", "dog", "barks"])
+    assert texts(ax.texts) == ["der", "Hund", "the", "dog", "barks"]
+    lines = {text.get_text(): text.get_position() for text in ax.texts}
+    assert lines["the"][1] > lines["der"][1]
+    ends = [(round(curve[0, 0], 6), round(curve[-1, 0], 6)) for curve, _, _ in arcs_of(ax)]
+    expected = [(lines["der"], lines["the"]), (lines["Hund"], lines["dog"])]
+    assert ends == [(round(below[0], 6), round(above[0], 6)) for below, above in expected]
+
+
+def test_words_on_a_line_do_not_overlap():
+    ax = attention_arcs(weights_of(60, 60), ["Donaudampfschifffahrt"[: 3 + i % 18] for i in range(60)])
+    assert ax.figure.get_size_inches()[0] <= 11
+    ax.figure.canvas.draw()
+    assert not overlap(ax.texts)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "one word for each of the 3", {"weights": weights_of(3, 3), "tokens": "ab"}),
+        (ValueError, "pass their words as source_tokens", {"weights": weights_of(3, 2), "tokens": "abc"}),
+        (ValueError, "61 words do not fit on a line", {"weights": weights_of(61, 61), "tokens": range(61)}),
+        (IndexError, "no target 3", {"weights": weights_of(3, 3), "tokens": "abc", "target": 3}),
+        (ValueError, "2 heads: choose", {"weights": weights_of(2, 3, 3), "tokens": "abc"}),
+    ],
+)
+def test_arcs_errors(error, message, arguments):
+    with pytest.raises(error, match=message):
+        attention_arcs(**arguments)
+
+
 # The module ----------------------------------------------------------------------------------------------------------
 
 
@@ -622,9 +963,26 @@ def test_plotting_is_imported_by_visualize_alone_and_may_be_missing():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode != 0
-    assert 'pip install "gattn[notebooks]"' in result.stderr
+    assert "pip install matplotlib networkx" in result.stderr
 
 
-def test_everything_public_explains_itself():
-    for name in ("matrix", "graph", "grid", "entropy", "rollout"):
-        assert "Example:" in getattr(visualize, f"attention_{name}").__doc__
+FUNCTIONS = [name for name in visualize.__all__ if inspect.isfunction(getattr(visualize, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_everything_public_explains_itself(name):
+    function = getattr(visualize, name)
+    text = inspect.getdoc(function)
+    for section in ("Args:", "Returns:", "Raises:", "Example:"):
+        assert section in text
+    for argument in inspect.signature(function).parameters:
+        assert re.search(rf"^    (\*\*)?{argument}: ", text, re.MULTILINE), argument
+
+
+def test_no_message_asks_for_an_extra():
+    """Which can be installed by name only where an index has gattn; its packages can be anywhere."""
+    for path in Path(gattn.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert "gattn[" not in node.value, f"{path}:{node.lineno}"

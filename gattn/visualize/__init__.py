@@ -1,9 +1,9 @@
-"""Attention as pictures: on a graph, as a matrix, head by head, and through all layers.
+"""Attention as pictures: on a graph, as a matrix, as arcs over words, head by head, and through all layers.
 
 Weights are taken as gattn's layers return them: `[E, H]` beside an `edge_index`, or `[H, N, M]` for a complete graph.
-`gattn.record_attention` collects those of a whole model. Every function draws into `ax`, or into a new figure, and
-returns the axes. All pictures show weights on one scale of blue. Classes and heads have the colours of Okabe and Ito,
-which colour-blind readers can tell apart.
+Or pass what `gattn.record_attention` gathers, `records[name]` of one layer or `records` of all. Every function draws
+into `ax`, or into a new figure, and returns the axes. All pictures show weights on one scale of blue. Classes and heads
+have the colours of Okabe and Ito, which colour-blind readers can tell apart.
 
 Example:
     >>> import torch
@@ -16,8 +16,9 @@ try:
     import matplotlib as _matplotlib  # noqa: F401
     import networkx as _networkx  # noqa: F401
 except ImportError as error:
-    raise ImportError('gattn.visualize draws with matplotlib and networkx: pip install "gattn[notebooks]"') from error
+    raise ImportError("gattn.visualize needs matplotlib and networkx: pip install matplotlib networkx") from error
 
+from gattn.visualize.arcs import attention_arcs
 from gattn.visualize.entropies import attention_entropy, entropy
 from gattn.visualize.graphs import attention_graph
 from gattn.visualize.grids import attention_grid
@@ -29,6 +30,7 @@ __all__ = [
     "COLOURS",
     "EDGES",
     "WEIGHTS",
+    "attention_arcs",
     "attention_entropy",
     "attention_graph",
     "attention_grid",

@@ -10,16 +10,19 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from gattn.graphs import GraphLike
-from gattn.visualize.inputs import ArrayLike, complete_weights, edge_list, edge_weights, select_head
+from gattn.visualize.inputs import Weights, complete_weights, edge_list, edge_weights, select_head, unpack
 from gattn.visualize.style import COLOURS, add_title_and_colorbar
 
 __all__ = ["attention_entropy", "entropy"]
 
 _MAX_HEADS = 24
-_UNIFORM_COLOUR = "#C8C8C8"
+_BINS = 25
+_ROUNDING = 1e-4  # a relative entropy this close to 1 is that of uniform weights in half precision
 
 
-def entropy(weights: ArrayLike, edge_index: GraphLike | None = None) -> tuple[Tensor, Tensor]:
+def entropy(
+    weights: Weights, edge_index: GraphLike | None = None, *, call: int = -1, element: int | None = None
+) -> tuple[Tensor, Tensor]:
     r"""Computes the entropy of each target's weights, and that of the uniform distribution over the same neighbours.
 
     .. math::
@@ -28,9 +31,13 @@ def entropy(weights: ArrayLike, edge_index: GraphLike | None = None) -> tuple[Te
     Weights that do not sum to one are first divided by their sum.
 
     Args:
-        weights: `[N, M]` or `[H, N, M]`, or with `edge_index` `[E]` or `[E, H]`.
+        weights: `[N, M]` or `[H, N, M]`, or with `edge_index` `[E]` or `[E, H]`, or what `gattn.record_attention`
+            gathered of one layer.
         edge_index: The graph that the weights belong to, as in `attention_graph`. (default: `None`, a complete
-            graph, in which a source that has no weight in any head, such as one behind a causal mask, is no neighbour)
+            graph, in which a source that has no weight in any head, such as one behind a causal mask, is not a
+            neighbour; recorded weights know their graph)
+        call: Which call of a recorded layer to take. (default: `-1`, the last one)
+        element: Which element of a batch to take. (default: `None`, the only one)
 
     Returns:
         Two float64 tensors, in nats: the entropies `[N]` or `[H, N]` (with `edge_index`, `[N]` or `[N, H]`), and the
@@ -38,6 +45,7 @@ def entropy(weights: ArrayLike, edge_index: GraphLike | None = None) -> tuple[Te
 
     Raises:
         ValueError: If weights and graph do not fit each other.
+        IndexError: If there is no such call or element.
 
     Example:
         >>> import torch
@@ -45,6 +53,7 @@ def entropy(weights: ArrayLike, edge_index: GraphLike | None = None) -> tuple[Te
         >>> entropy(torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]))
         (tensor([0.6931, 0.0000], dtype=torch.float64), tensor([0.6931, 0.0000], dtype=torch.float64))
     """
+    weights, edge_index = unpack(weights, edge_index, call=call, element=element)
     if edge_index is None:
         matrices = complete_weights(weights)
         total = matrices.sum(-1, keepdim=True)
@@ -63,31 +72,39 @@ def entropy(weights: ArrayLike, edge_index: GraphLike | None = None) -> tuple[Te
 
 
 def attention_entropy(
-    weights: ArrayLike,
+    weights: Weights,
     edge_index: GraphLike | None = None,
     *,
     head: int | str | None = None,
+    call: int = -1,
+    element: int | None = None,
     ax: Axes | None = None,
     title: str | None = None,
 ) -> Axes:
-    """Draws how strongly heads choose: a histogram of the entropies of all targets, in front of uniform attention's.
+    r"""Draws how strongly heads choose: per head, a histogram of each target's entropy relative to uniform attention.
 
-    A head that weighs all neighbours equally covers the grey histogram, and one that selects a single neighbour lies at
-    zero. Targets with fewer than two neighbours have no choice and are left out.
+    The relative entropy :math:`H_i / \ln |\mathcal{N}(i)|` is 1 if a target weighs all its neighbours equally, however
+    many they are, and 0 if it selects a single one. Heights are shares of targets, on one scale for all heads; the mean
+    is written beside each head, or "uniform" if no target prefers any neighbour. Targets with fewer than two neighbours
+    have no choice and are left out; the axis says how many.
 
     Args:
-        weights: `[N, M]` or `[H, N, M]`, or with `edge_index` `[E]` or `[E, H]`.
-        edge_index: The graph that the weights belong to, as in `attention_graph`. (default: `None`, a complete graph)
+        weights: `[N, M]` or `[H, N, M]`, or with `edge_index` `[E]` or `[E, H]`, or what `gattn.record_attention`
+            gathered of one layer.
+        edge_index: The graph that the weights belong to, as in `attention_graph`. (default: `None`, a complete graph,
+            or that of the record)
         head: The number of the only head to draw, or `"mean"` for the mean of all heads. (default: `None`, every head)
+        call: Which call of a recorded layer to draw. (default: `-1`, the last one)
+        element: Which element of a batch to draw. (default: `None`, the only one)
         ax: The axes to draw into. (default: `None`, a new figure)
         title: The title of the axes. (default: `None`)
 
-    Raises:
-        ValueError: If weights and graph do not fit each other, no target has a choice, or there are too many heads.
-        IndexError: If there is no such head.
-
     Returns:
         The axes.
+
+    Raises:
+        ValueError: If weights and graph do not fit each other, no target has a choice, or there are too many heads.
+        IndexError: If there is no such head, call or element.
 
     Example:
         >>> import torch, gattn
@@ -98,6 +115,7 @@ def attention_entropy(
         >>> _, (edge_index, weights) = conv(torch.randn(50, 4), edge_index, return_attention_weights=True)
         >>> ax = attention_entropy(weights, edge_index)
     """
+    weights, edge_index = unpack(weights, edge_index, call=call, element=element)
     if edge_index is None:
         weights, dim = complete_weights(weights), 0
     else:
@@ -111,26 +129,33 @@ def attention_entropy(
             f"{len(names)} heads are too many for one picture of at most {_MAX_HEADS}: choose one, such as head=0."
         )
     nats, uniform = entropy(weights, edge_index)
-    nats = nats if dim == 0 else nats.t()
     has_choice = uniform > 0
     if not bool(has_choice.any()):
         raise ValueError("no target has two neighbours to choose from, so there is no choice to draw.")
+    relative = ((nats if dim == 0 else nats.t())[:, has_choice] / uniform[has_choice]).clamp(0.0, 1.0)
     if ax is None:
-        _, ax = plt.subplots(figsize=(5.6, 1.0 + 0.5 * len(names)), layout="constrained")
-    edges = np.linspace(0.0, 1.02 * float(uniform.max()), 33)
-    counts = [np.histogram(values[has_choice].numpy(), edges)[0] for values in (uniform, *nats)]
-    for row, count in enumerate(counts[1:]):
-        for heights, colour in ((counts[0], _UNIFORM_COLOUR), (count, COLOURS[0])):
-            ax.stairs(row - 0.85 * heights / heights.max(), edges, baseline=row, fill=True, color=colour, alpha=0.85)
+        _, ax = plt.subplots(figsize=(5.6, 1.3 + 0.5 * len(names)), layout="constrained")
+    edges = np.linspace(0.0, 1.0, _BINS + 1)
+    shares = [np.histogram(values.numpy(), edges)[0] / relative.size(1) for values in relative]
+    largest = max(share.max() for share in shares)
+    for row, (share, values) in enumerate(zip(shares, relative, strict=True)):
+        ax.stairs(row - 0.85 * share / largest, edges, baseline=row, fill=True, color=COLOURS[0])
         ax.axhline(row, color="black", linewidth=0.5)
+        is_uniform = bool((values > 1.0 - _ROUNDING).all())
+        said = "uniform" if is_uniform else f"mean {float(values.mean()):.2f}"
+        ax.annotate(said, (1.0, row), (4, 2), xycoords=ax.get_yaxis_transform(), textcoords="offset points", fontsize=8)
     ax.set_ylim(len(names) - 0.95, -1.0)  # the first head is on top
     ax.set_yticks(range(len(names)), names)
-    ax.set_xlim(0.0, edges[-1])
-    ax.set_xlabel("entropy of a target's weights, nats", fontsize=9)
+    ax.set_xlim(0.0, 1.0)
+    ax.set_xticks([0.0, 0.25, 0.5, 0.75, 1.0], ["0\none neighbour", "0.25", "0.5", "0.75", "1\nuniform"])
+    left_out = int((~has_choice).sum())
+    ax.set_xlabel(
+        "entropy of a target's weights, H / ln|N|"
+        + f"\n({left_out} of {len(uniform)} targets have no choice and are left out)" * (left_out > 0),
+        fontsize=9,
+    )
     ax.tick_params(labelsize=8)
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[0], _UNIFORM_COLOUR)]
-    ax.legend(handles, ["attention", "uniform"], loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     add_title_and_colorbar(ax, title, None)
     return ax

@@ -11,27 +11,33 @@ from matplotlib.axis import XAxis, YAxis
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from gattn.visualize.inputs import ArrayLike, complete_weights, select_head
+from gattn.visualize.inputs import Weights, matrices, select_head, unpack
 from gattn.visualize.style import (
+    MAX_HEIGHT,
+    MAX_WIDTH,
     WEIGHT_LABEL,
     WEIGHTS,
     add_title_and_colorbar,
     as_list,
     colour_scale,
+    label_size,
     printable,
 )
 
 __all__ = ["attention_matrix", "draw_matrix"]
 
 _MAX_LABELS = 80
+_CHARACTER = 0.07  # the width of a character of a label, in inches
 
 
 def attention_matrix(
-    weights: ArrayLike,
+    weights: Weights,
     row_labels: Sequence[Any] | None = None,
     column_labels: Sequence[Any] | None = None,
     *,
     head: int | str | None = None,
+    call: int = -1,
+    element: int | None = None,
     ax: Axes | None = None,
     title: str | None = None,
     maximum: float | None = None,
@@ -39,23 +45,28 @@ def attention_matrix(
 ) -> Axes:
     """Draws weights as a matrix with one row per target and one column per source.
 
+    Long labels end in an ellipsis. Where labels are too many for the axes, only every second, third, ... is shown.
+
     Args:
-        weights: `[N, M]`, or `[H, N, M]` with `head`.
+        weights: `[N, M]`, or `[H, N, M]` with `head`, or what `gattn.record_attention` gathered of one layer. Recorded
+            weights of edges are drawn as a matrix, too, with zeros where the graph has no edge.
         row_labels: The names of the N targets, such as tokens. (default: `None`, numbers)
         column_labels: The names of the M sources. (default: `None`, numbers)
         head: The number of a head, or `"mean"` for the mean over heads. It can be left out if there is only one head.
             (default: `None`)
+        call: Which call of a recorded layer to draw. (default: `-1`, the last one)
+        element: Which element of a batch to draw, or which block of a packed graph. (default: `None`, the only one)
         ax: The axes to draw into. (default: `None`, a new figure)
         title: The title of the axes. (default: `None`)
         maximum: The weight that gets the darkest colour. (default: `None`, the largest weight)
         colorbar: Whether to show the scale of colours. (default: `None`, in a new figure only)
 
-    Raises:
-        ValueError: If shapes and labels do not fit each other, or there are too many labels to read.
-        IndexError: If there is no such head.
-
     Returns:
         The axes.
+
+    Raises:
+        ValueError: If shapes and labels do not fit each other, or there are too many labels to read.
+        IndexError: If there is no such head, call or element.
 
     Example:
         >>> import torch, gattn
@@ -66,7 +77,7 @@ def attention_matrix(
         >>> tokens = ["attention", "is", "message", "passing"]
         >>> ax = attention_matrix(weights, tokens, tokens, head=0)
     """
-    matrix = select_head(complete_weights(weights), head, 0)
+    matrix = select_head(matrices(*unpack(weights, call=call, element=element)), head, 0)
     return draw_matrix(matrix, row_labels, column_labels, ax, title, maximum, colorbar, WEIGHT_LABEL)
 
 
@@ -81,11 +92,16 @@ def draw_matrix(
     label: str,
 ) -> Axes:
     """Draws a matrix of weights, or of shares in the output, as `label` says."""
-    num_targets, num_sources = matrix.shape
     colorbar = ax is None if colorbar is None else colorbar
     if ax is None:
-        _, ax = plt.subplots(figsize=_matrix_size(matrix, row_labels, column_labels), layout="constrained")
+        (width, height), margins = _matrix_size(matrix, row_labels, column_labels)
+        _, ax = plt.subplots(figsize=(width + margins[0], height + margins[1]), layout="constrained")
+    else:
+        height, width = (size / ax.figure.dpi for size in (ax.bbox.height, ax.bbox.width))
     is_narrow = max(matrix.shape) > 4 * min(matrix.shape)
+    if not is_narrow:  # cells are squares
+        cell = min(height / matrix.size(0), width / matrix.size(1))
+        height, width = cell * matrix.size(0), cell * matrix.size(1)
     image = ax.imshow(
         matrix.numpy(),
         cmap=WEIGHTS,
@@ -93,8 +109,8 @@ def draw_matrix(
         aspect="auto" if is_narrow else "equal",
         interpolation="nearest",
     )
-    _name_ticks(ax.yaxis, row_labels, num_targets, "row_labels")
-    _name_ticks(ax.xaxis, column_labels, num_sources, "column_labels")
+    _name_ticks(ax.yaxis, row_labels, matrix.size(0), "row_labels", height)
+    _name_ticks(ax.xaxis, column_labels, matrix.size(1), "column_labels", width)
     ax.set_xlabel("source", fontsize=9)
     ax.set_ylabel("target", fontsize=9)
     add_title_and_colorbar(ax, title, image if colorbar else None, label)
@@ -103,30 +119,38 @@ def draw_matrix(
 
 def _matrix_size(
     matrix: Tensor, labels: Sequence[Any] | None, other_labels: Sequence[Any] | None
-) -> tuple[float, float]:
-    """The size of a new figure in inches, with enough room for the labels, if there are any."""
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The size of a new figure's matrix, and of the room around it for labels and colours, both in inches."""
     num_targets, num_sources = matrix.shape
     cell = 0.24 if labels is not None or other_labels is not None else 4.0 / max(matrix.shape)
-    return max(cell * num_sources, 1.5) + 1.9, max(cell * num_targets, 1.0) + 1.1
+    left, below = (
+        _CHARACTER * max((len(name) for name in printable(as_list(names))), default=0) if names is not None else 0.2
+        for names in (labels, other_labels)
+    )
+    margins = 1.5 + left, 0.8 + below
+    cell = min(cell, (MAX_WIDTH - margins[0]) / num_sources, (MAX_HEIGHT - margins[1]) / num_targets)
+    return (max(cell * num_sources, 1.5), max(cell * num_targets, 1.0)), margins
 
 
-def _name_ticks(axis: XAxis | YAxis, labels: Sequence[Any] | None, count: int, name: str) -> None:
+def _name_ticks(axis: XAxis | YAxis, labels: Sequence[Any] | None, count: int, name: str, inches: float) -> None:
     """Labels the rows or columns of a matrix with names, or with numbers if there are none."""
     axis.set_tick_params(labelsize=8, length=2)
     if labels is None:
         axis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
         return
-    names = [printable(label) for label in as_list(labels)]
-    if len(names) != count:
+    given = as_list(labels)
+    if len(given) != count:
         rows = "rows" if axis.axis_name == "y" else "columns"
-        raise ValueError(f"{name} must have one entry for each of the {count} {rows}; got {len(names)}.")
+        raise ValueError(f"{name} must have one entry for each of the {count} {rows}; got {len(given)}.")
     if count > _MAX_LABELS:
         raise ValueError(
             f"{count} labels are too many to read; at most {_MAX_LABELS} can be: draw a part of the matrix, or leave "
             f"out {name}."
         )
+    names = printable(given)
+    size, step = label_size(count, inches)
     # In a label, a dollar sign is a token and does not start a formula.
-    axis.set_ticks(range(count), names, parse_math=False)
+    axis.set_ticks(range(0, count, step), names[::step], parse_math=False, fontsize=size)
     if axis.axis_name == "x" and max(map(len, names)) > 1:
         vertical = {"rotation": 90, "ha": "center", "va": "top"}
         slanted = {"rotation": 45, "ha": "right", "va": "top", "rotation_mode": "anchor"}

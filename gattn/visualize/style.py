@@ -1,13 +1,17 @@
-"""How pictures look: colours, scales, legends and labels."""
+"""How pictures look: colours, scales, sizes, legends and labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unicodedata
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
@@ -35,6 +39,12 @@ EDGES = LinearSegmentedColormap.from_list("gattn_edges", WEIGHTS([0.2, 0.4, 0.6,
 #: The labels of colour bars.
 WEIGHT_LABEL, SHARE_LABEL = "attention weight α", "part in the output"
 
+#: The largest figure that is made, in inches: what fits a page.
+MAX_WIDTH, MAX_HEIGHT = 11.0, 13.0
+
+_MAX_CHARACTERS = 24
+_MISSING = "□"
+
 
 def colour_scale(weights: Tensor, maximum: float | None) -> Normalize:
     """Maps weights from zero to `maximum`, or to the largest one, to the range of a scale of colours."""
@@ -61,10 +71,10 @@ def add_colorbar(mappable: ScalarMappable, figure: Any, axes: Any, label: str) -
     bar.outline.set_visible(False)
 
 
-def legend_style(names: Sequence[str]) -> dict[str, Any]:
-    """The options of a legend with these names."""
+def legend_style(count: int, columns: int = 4) -> dict[str, Any]:
+    """The options of a legend with this many entries."""
     return {
-        "ncols": min(len(names), 4),
+        "ncols": min(count, columns),
         "fontsize": 8,
         "frameon": False,
         "handletextpad": 0.1,
@@ -77,9 +87,39 @@ def as_list(labels: Any) -> list[Any]:
     return labels.tolist() if hasattr(labels, "tolist") else list(labels)
 
 
-def printable(label: Any) -> str:
-    """Returns a label that is visible: spaces and line breaks may be tokens."""
-    text = str(label)
-    for invisible, symbol in (("\n", "↵"), ("\t", "⇥")):
-        text = text.replace(invisible, symbol)
-    return text.replace(" ", "␣") if text.isspace() else text
+def printable(labels: Iterable[Any], limit: int = _MAX_CHARACTERS) -> list[str]:
+    """Returns labels that can be seen: spaces, line breaks, characters that the font lacks, and long texts.
+
+    Args:
+        labels: What is to be written.
+        limit: How many characters a label may have; an ellipsis replaces the rest.
+    """
+    fonts = [findfont(FontProperties(family=[family])) for family in mpl.rcParams["font.family"]]
+    glyphs = {code for font in fonts for code in get_font(font).get_charmap()}
+    missing: dict[str, None] = {}
+    visible = []
+    for label in map(str, labels):
+        text = label.replace("\n", "↵").replace("\t", "⇥")
+        text = text.replace(" ", "␣") if text.isspace() else text
+        known = []
+        for character in unicodedata.normalize("NFC", text):
+            if unicodedata.category(character) == "Cf":  # joins others, and has no width
+                continue
+            if ord(character) not in glyphs:
+                missing[character] = None
+            known.append(_MISSING if character in missing else character)
+        visible.append("".join(known) if len(known) <= limit else "".join(known[: limit - 1]).rstrip() + "…")
+    if missing:
+        warnings.warn(
+            f"the font {', '.join(mpl.rcParams['font.family'])} lacks {len(missing)} of the characters to be drawn, "
+            f"such as {next(iter(missing))!r}; they are drawn as {_MISSING}. Add a font that has them to "
+            "matplotlib.rcParams['font.family'].",
+            stacklevel=4,
+        )
+    return visible
+
+
+def label_size(count: int, inches: float) -> tuple[float, int]:
+    """The size of font, in points, for this many labels on an axis, and which of them fit: every k-th."""
+    step = max(1, -int(-count * 6.0 // (72.0 * inches)))
+    return max(5.0, min(8.0, 0.8 * 72.0 * inches * step / count)), step

@@ -24,7 +24,7 @@ def _import_ogb() -> tuple[Any, Any]:
         import ogb.graphproppred
         import ogb.nodeproppred
     except ImportError as error:
-        raise ImportError('OGB\'s data sets need its package: pip install "gattn[ogb]".') from error
+        raise ImportError("OGB's data sets need its package: pip install ogb.") from error
     finally:
         if hide_outdated:
             del sys.modules["outdated"]

@@ -83,7 +83,7 @@ class Triton(KernelBackend):
 
     def missing(self) -> Missing | None:
         """See `Backend.missing`."""
-        return None if _is_installed else Missing("Triton", 'it is not installed: pip install "gattn[triton]"')
+        return None if _is_installed else Missing("Triton", "it is not installed: pip install triton")
 
 
 @torch.compiler.assume_constant_result  # compiled code cannot import
