@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.framework import reports
 from benchmarks.framework.measuring import MODES
@@ -20,6 +21,7 @@ from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.kernel_cases import ALLOCATORS, SHAPES, Case
 
 COLOURS = {"gattn": BLUE, "pyg-scatter": ORANGE, "pyg-compile": RED, "dgl": GREEN}
+MARKERS = {"gattn": "o", "pyg-scatter": "s", "pyg-compile": "^", "dgl": "D"}
 LAYER_COLOURS = {"gat": BLUE, "gatv2": ORANGE, "transformer": GREEN}
 
 #: The least number of feature rows that a kernel must fetch per edge, forward and backward.
@@ -194,59 +196,61 @@ def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
 
 
 def draw_speedup(report: Report) -> Figure:
-    """Bars: the speedup over PyG eager under the same allocator, forward + backward."""
+    """Points: how many times faster than PyG eager under the same allocator; a panel per part, a line per layer."""
     parts = [("attention", False), ("layer", False), ("layer", True)]
-    present = {(case.part, case.edge_features) for case in report.rows}
-    parts = [part for part in parts if part in present] or parts[:1]
-    cases = [case for case in report.rows if case.part != "gather"]
-    compared = [case for case in cases if report.peer(case, peer="pyg", dtype="float32") is not None]
-    groups = list(dict.fromkeys((case.shape, case.layer) for case in compared or cases))
-    measured_peers = {(case.peer, case.allocator) for case in report.rows}
-    shown = [pair for pair in itertools.product(COLOURS, ALLOCATORS) if pair in measured_peers]
-    size = max(6.0, max(1.1, 0.2 * len(shown)) * len(groups) + 1.5), 2.7 * len(parts) + 0.4
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(parts), 1, squeeze=False, sharex=True)
-    colours = [to_rgba(COLOURS[peer], 0.5 if name == "kept" else 1.0) for peer, name in shown]
-    for (part, has_features), axis in zip(parts, axes[:, 0], strict=True):
+    panels: dict[tuple[str, bool], dict[tuple[str, str], list[tuple[Case, float]]]] = {}
+    failed: dict[Any, str] = {}
+    for part in parts:
+        lines = panels.setdefault(part, {})
         for case, row in report.rows.items():
-            is_shown = (case.part, case.edge_features, case.dtype) == (part, has_features, "float32")
-            if not is_shown or (case.shape, case.layer) not in groups:
+            if (case.part, case.edge_features, case.dtype) != (*part, "float32"):
                 continue
-            group = groups.index((case.shape, case.layer))
-            eager, own = report.peer(case, peer="pyg"), median(row, "forward_backward")
-            reference_time = median(eager, "forward_backward")
+            eager = median(report.peer(case, peer="pyg"), "forward_backward")
+            own = median(row, "forward_backward")
+            line = case.shape.name, case.layer
             if case.peer == "pyg" and row["outcome"] != "ok":
-                middle = group + 0.4 * (report.allocators.index(case.allocator) - (len(report.allocators) - 1) / 2)
-                axis.text(middle, 1.1, f"PyG:\n{row['outcome']}", ha="center", va="bottom", fontsize=7)
-            elif (case.peer, case.allocator) in shown and reference_time and own:
-                number = shown.index((case.peer, case.allocator))
-                place = group + (number - (len(shown) - 1) / 2) * 0.8 / len(shown)
-                factor = reference_time / own
-                axis.bar(place, factor - 1, 0.8 / len(shown), bottom=1, color=colours[number])
-                above = factor >= 1
-                axis.annotate(
-                    f"{factor:.3g}×",
-                    (place, factor),
-                    xytext=(0, 2 if above else -2),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom" if above else "top",
-                    fontsize=8 if len(shown) < 4 else 7,
-                    rotation=0 if len(shown) < 4 else 90,
-                )
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_yscale("log", subs=[])
-        axis.margins(y=0.2)
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, 0.9), max(high, 12))
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-        title = {"attention": "attention alone", "layer": "whole layer"}[part]
-        axis.set(title=title + ", with edge features" * has_features, ylabel="times faster")
-        axis.grid(axis="y", alpha=0.25)
-        axis.set_xticks(range(len(groups)), [f"{shape.name}\n{layer}" for shape, layer in groups], fontsize=8)
-    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
-    labels = [peer + ", kept memory" * (name == "kept") for peer, name in shown]
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
+                lines.setdefault(line, [])
+                failed[part, line] = row["outcome"]
+            elif case.peer in COLOURS and eager and own:
+                lines.setdefault(line, []).append((case, eager / own))
+    sizes = {case.shape.name: case.shape.edges for case in report.rows}
+    panels = {
+        part: dict(sorted(lines.items(), key=lambda item: sizes[item[0][0]])) for part, lines in panels.items() if lines
+    } or {parts[0]: {}}
+    heights = [max(1, len(lines)) for lines in panels.values()]
+    figure = Figure(figsize=(7.5, 0.24 * sum(heights) + 0.7 * len(panels) + 0.7), dpi=110, layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=[1 + x for x in heights])[:, 0]
+    shown: dict[str, Line2D] = {}
+    for (panel, lines), axis in zip(panels.items(), axes, strict=True):
+        for place, (line, points) in enumerate(lines.items()):
+            points.sort(key=lambda point: list(ALLOCATORS).index(point[0].allocator))
+            for case, factor in points:
+                is_kept = case.allocator == "kept"
+                style = {"markerfacecolor": "white" if is_kept else COLOURS[case.peer], "color": COLOURS[case.peer]}
+                label = case.peer + ", kept memory" * is_kept
+                (shown[label],) = axis.plot(factor, place, MARKERS[case.peer], markersize=6, **style)
+            said = [f"{factor:.3g}×" for case, factor in points if case.peer == "gattn"]
+            if (panel, line) in failed:
+                said.append(f"PyG: {failed[panel, line]}")
+            where = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+            axis.annotate(" / ".join(said), (1.0, place), (6, 0), fontsize=8, color=COLOURS["gattn"], **where)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(lines)), [f"{shape}, {layer}" for shape, layer in lines], fontsize=8)
+        axis.set_ylim(len(lines) - 0.4, -0.6)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        axis.tick_params(axis="x", labelsize=8, labelbottom=True)
+        axis.margins(x=0.04)
+        title = {"attention": "attention alone", "layer": "whole layer"}[panel[0]]
+        axis.set_title(title + ", with edge features" * panel[1], fontsize=10, loc="left")
+        axis.grid(alpha=0.25)
+    numbers = "gattn" + ", without and with kept memory" * ("gattn, kept memory" in shown)
+    axes[-1].set_xlabel(f"how many times faster than PyG eager (numbers: {numbers})", fontsize=9)
+    peers = sorted(shown, key=lambda label: (list(COLOURS).index(label.split(",")[0]), label))
+    handles = [shown[label] for label in peers]
+    figure.legend(handles, peers, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
     figure.suptitle("Forward + backward, compared with PyG eager", fontsize=10)
     return figure
 
@@ -254,8 +258,13 @@ def draw_speedup(report: Report) -> Figure:
 def draw_roofline(report: Report) -> Figure:
     """Operations per second against operations per byte, and the machine's limits, with one panel per shape."""
     yardsticks = report.rooflines()
-    figure = Figure(figsize=(max(3.1 * len(yardsticks) + 0.6, 6.0), 3.4), layout="constrained")
-    axes = figure.subplots(1, max(len(yardsticks), 1), squeeze=False, sharey=True)[0]
+    columns = min(max(len(yardsticks), 1), 4)
+    lines = max(1, -(-len(yardsticks) // columns))
+    size = max(2.6 * columns + 0.6, 6.0), 2.5 * lines + 0.8
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    axes = list(grid.flat)
+    names = Counter(case.shape.name for case in yardsticks)
     markers = {"forward": "o", "forward_backward": "s"}
     for yardstick, axis in zip(yardsticks, axes, strict=False):
         limits = report.rows[yardstick]
@@ -274,9 +283,15 @@ def draw_roofline(report: Report) -> Figure:
         places = [low / 2, limits["operation_rate"] / limits["copy_rate"], high * 2]
         roof = [min(x * limits["copy_rate"], limits["operation_rate"]) / 1e9 for x in sorted(places)]
         axis.plot(sorted(places), roof, color=BLACK, linewidth=0.8)
-        axis.set(xscale="log", yscale="log", title=yardstick.shape.name, xlabel="operations per byte")
+        name = yardstick.shape.name
+        repeats = f", {yardstick.repeats} repeats" * (names[name] > 1)
+        axis.set_title(name + repeats, fontsize=10)
+        axis.set(xscale="log", yscale="log", xlabel="operations per byte")
         axis.grid(alpha=0.25)
-    axes[0].set_ylabel("10⁹ operations per second")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    for axis in axes[len(yardsticks) :]:
+        axis.set_visible(len(yardsticks) == 0)
+    for line in grid:
+        line[0].set_ylabel("10⁹ operations / s")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle("○ forward, □ forward + backward; line: what copies and matrix products reach", fontsize=9)
     return figure

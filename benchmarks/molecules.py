@@ -472,6 +472,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         axis.set(title=TASKS[dataset].title or dataset, xlabel="epoch", ylabel=f"validation {TASKS[dataset].metric}")
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
+    figure.suptitle("Mean over seeds", fontsize=10)
     return figure
 
 

@@ -420,6 +420,7 @@ def draw(rows: Mapping[Case, Row]) -> Figure:
         axis.grid(alpha=0.25)
     if figure.axes[0].lines:
         figure.axes[0].legend(fontsize=8)
+    figure.suptitle("× where memory or time ran out, at the height where the line would have gone on", fontsize=10)
     return figure
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.lines import Line2D
 
 import gattn
 from benchmarks.framework import measuring, reports
@@ -72,6 +73,7 @@ MODEL_NAMES = {
     "lstmn": "LSTMN, gattn",
 }
 """The name of each row in tables with recurrent models."""
+MARKERS = {"gattn": "o-", "torch": "s-", "sdpa": "^-", "gattn-padded": "D-"}
 MODEL_COLOURS = {"gattn": reports.BLUE, "torch": reports.RED, "lstm": reports.ORANGE, "lstmn": reports.GREEN}
 GRAPH_COLOURS = {"full": reports.RED, "causal": reports.ORANGE, "window": reports.BLUE, "sparse": reports.GREEN}
 
@@ -256,7 +258,7 @@ GRAPH_NOTES = (
 
 def draw_curves(rows: Sequence[Row]) -> Figure:
     """Validation loss against iterations."""
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.5, 3.6), dpi=110, layout="constrained")
     axis = figure.subplots()
     for row in rows:
         name = MODEL_NAMES[row["layers"]] if is_mixed(rows) else row["layers"]
@@ -276,7 +278,7 @@ def draw_curves(rows: Sequence[Row]) -> Figure:
         va="top",
         fontsize=8,
     )
-    axis.set(xlabel="iteration", ylabel="cross entropy a character", title="Tiny Shakespeare")
+    axis.set(xlabel="iteration", ylabel="cross entropy per character, nats", title="Tiny Shakespeare")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
     return figure
@@ -286,34 +288,38 @@ def draw_speed(report: Report) -> Figure:
     """Forward + backward against length, with one panel per graph; the ragged batch is shown as bars."""
     cases = {case: row for case, row in report.of("speed").items() if case.graph != "decode"}
     graphs = list(dict.fromkeys(case.graph for case in cases))
-    figure = Figure(figsize=(2.9 * len(graphs) + 0.4, 3.1), layout="constrained")
+    figure = Figure(figsize=(2.9 * len(graphs) + 0.4, 3.3), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(graphs), squeeze=False)
     for graph, axis in zip(graphs, axes[0], strict=True):
-        for place, peer in enumerate(COLOURS):
-            points = [
-                (case.length, seconds)
-                for case, row in cases.items()
-                if (case.graph, case.peer) == (graph, peer) and (seconds := median(row, "forward_backward"))
-            ]
-            if not points:
-                continue
-            milliseconds = [1000 * seconds for _, seconds in points]
-            if graph == "ragged":
-                axis.bar(place, milliseconds[0], color=COLOURS[peer])
-            else:
-                axis.plot([length for length, _ in points], milliseconds, "o-", markersize=3, color=COLOURS[peer])
+        found = {
+            (case.peer, case.batch, case.length): 1000 * seconds
+            for case, row in cases.items()
+            if case.graph == graph and (seconds := median(row, "forward_backward"))
+        }
         axis.set(title=graph)
-        axis.grid(axis="y" if graph == "ragged" else "both", alpha=0.25)
         if graph == "ragged":
-            axis.set_xticks([])
-        else:
-            axis.set(xlabel="T", xscale="log", yscale="log")
-            lengths = sorted({case.length for case in cases if case.graph == graph})
-            axis.set_xticks(lengths, [str(length) for length in lengths], fontsize=7)
-            axis.minorticks_off()
+            bars = [(peer, time) for peer in COLOURS for (other, *_), time in found.items() if other == peer]
+            for place, (peer, time) in enumerate(bars):
+                axis.bar(place, time, color=COLOURS[peer])
+                axis.text(place, time, f"{time:.0f}", ha="center", va="bottom", fontsize=8)
+            axis.set_xticks(range(len(bars)), [peer.replace("-", "\n") for peer, _ in bars], fontsize=8)
+            axis.set_xlabel("how the batch is computed")
+            axis.margins(y=0.1)
+            axis.grid(axis="y", alpha=0.25)
+            continue
+        for peer, batch in dict.fromkeys((peer, batch) for peer, batch, _ in found):
+            points = sorted((key[2], time) for key, time in found.items() if key[:2] == (peer, batch))
+            axis.plot(*zip(*points, strict=True), MARKERS[peer], markersize=4, color=COLOURS[peer])
+        batches = {length: batch for _, batch, length in found}
+        usual = statistics.mode(batches.values()) if batches else 0
+        names = [f"{x}" + f"\n(batch {batch})" * (batch != usual) for x, batch in batches.items()]
+        axis.set(xlabel=f"T, batch of {usual}", xscale="log", yscale="log")
+        axis.set_xticks(list(batches), names, fontsize=7)
+        axis.grid(alpha=0.25)
+        axis.minorticks_off()
     axes[0, 0].set_ylabel("forward + backward, ms")
     shown = [peer for peer in COLOURS if any(case.peer == peer for case in cases)]
-    handles = [Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in shown]
+    handles = [Line2D([], [], color=COLOURS[peer], marker=MARKERS[peer][0]) for peer in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=8)
     return figure
 
@@ -321,7 +327,7 @@ def draw_speed(report: Report) -> Figure:
 def draw_graphs(report: Report) -> Figure:
     """Forward + backward and memory against the number of nodes, with the slope of the last piece of each line."""
     cases = report.of("graphs")
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = Figure(figsize=(8, 3.4), dpi=110, layout="constrained")
     axes = figure.subplots(1, 2)
     for axis, label in zip(axes, ("forward + backward, ms", "peak memory, MB"), strict=True):
         for graph, colour in GRAPH_COLOURS.items():

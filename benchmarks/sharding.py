@@ -264,6 +264,7 @@ def draw(rows: Mapping[Case, Row]) -> Figure:
         axis.set_xticks(sorted({case.processes for case in rows}))
         axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
+    figure.suptitle("The busiest process", fontsize=10)
     return figure
 
 

@@ -93,8 +93,11 @@ def draw_matrix(
 ) -> Axes:
     """Draws a matrix of weights, or of shares in the output, as `label` says."""
     colorbar = ax is None if colorbar is None else colorbar
+    row_names, column_names = (
+        None if labels is None else printable(as_list(labels)) for labels in (row_labels, column_labels)
+    )
     if ax is None:
-        (width, height), margins = _matrix_size(matrix, row_labels, column_labels)
+        (width, height), margins = _matrix_size(matrix, row_names, column_names)
         _, ax = plt.subplots(figsize=(width + margins[0], height + margins[1]), layout="constrained")
     else:
         height, width = (size / ax.figure.dpi for size in (ax.bbox.height, ax.bbox.width))
@@ -109,8 +112,8 @@ def draw_matrix(
         aspect="auto" if is_narrow else "equal",
         interpolation="nearest",
     )
-    _name_ticks(ax.yaxis, row_labels, matrix.size(0), "row_labels", height)
-    _name_ticks(ax.xaxis, column_labels, matrix.size(1), "column_labels", width)
+    _name_ticks(ax.yaxis, row_names, matrix.size(0), "row_labels", height)
+    _name_ticks(ax.xaxis, column_names, matrix.size(1), "column_labels", width)
     ax.set_xlabel("source", fontsize=9)
     ax.set_ylabel("target", fontsize=9)
     add_title_and_colorbar(ax, title, image if colorbar else None, label)
@@ -118,36 +121,33 @@ def draw_matrix(
 
 
 def _matrix_size(
-    matrix: Tensor, labels: Sequence[Any] | None, other_labels: Sequence[Any] | None
+    matrix: Tensor, row_names: list[str] | None, column_names: list[str] | None
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """The size of a new figure's matrix, and of the room around it for labels and colours, both in inches."""
     num_targets, num_sources = matrix.shape
-    cell = 0.24 if labels is not None or other_labels is not None else 4.0 / max(matrix.shape)
+    cell = 0.24 if row_names is not None or column_names is not None else 4.0 / max(matrix.shape)
     left, below = (
-        _CHARACTER * max((len(name) for name in printable(as_list(names))), default=0) if names is not None else 0.2
-        for names in (labels, other_labels)
+        0.2 if names is None else _CHARACTER * max(map(len, names), default=0) for names in (row_names, column_names)
     )
     margins = 1.5 + left, 0.8 + below
     cell = min(cell, (MAX_WIDTH - margins[0]) / num_sources, (MAX_HEIGHT - margins[1]) / num_targets)
     return (max(cell * num_sources, 1.5), max(cell * num_targets, 1.0)), margins
 
 
-def _name_ticks(axis: XAxis | YAxis, labels: Sequence[Any] | None, count: int, name: str, inches: float) -> None:
+def _name_ticks(axis: XAxis | YAxis, names: list[str] | None, count: int, name: str, inches: float) -> None:
     """Labels the rows or columns of a matrix with names, or with numbers if there are none."""
     axis.set_tick_params(labelsize=8, length=2)
-    if labels is None:
+    if names is None:
         axis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
         return
-    given = as_list(labels)
-    if len(given) != count:
+    if len(names) != count:
         rows = "rows" if axis.axis_name == "y" else "columns"
-        raise ValueError(f"{name} must have one entry for each of the {count} {rows}; got {len(given)}.")
+        raise ValueError(f"{name} must have one entry for each of the {count} {rows}; got {len(names)}.")
     if count > _MAX_LABELS:
         raise ValueError(
             f"{count} labels are too many to read; at most {_MAX_LABELS} can be: draw a part of the matrix, or leave "
             f"out {name}."
         )
-    names = printable(given)
     size, step = label_size(count, inches)
     # In a label, a dollar sign is a token and does not start a formula.
     axis.set_ticks(range(0, count, step), names[::step], parse_math=False, fontsize=size)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
 from benchmarks.framework import results
+from benchmarks.framework.reports import write_file
 from benchmarks.framework.results import Machine, ResultsFile, lock, problem_of, replace_file
 
 
@@ -186,3 +189,16 @@ class TestLock:
         time.sleep(0.2)
         with lock(tmp_path):
             pass
+
+
+def test_a_picture_keeps_the_colours_of_its_curves(tmp_path):
+    colours = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#FFFFFF"]
+    figure = Figure(figsize=(6, 3))
+    axis = figure.subplots()
+    for height, colour in enumerate(colours):
+        axis.plot([0, 1], [height, height + 1], color=colour, linewidth=3)
+    write_file(tmp_path / "picture.png", figure)
+    picture = Image.open(tmp_path / "picture.png")
+    assert picture.mode == "P"
+    drawn = {f"#{red:02X}{green:02X}{blue:02X}" for _, (red, green, blue) in picture.convert("RGB").getcolors()}
+    assert set(colours) <= drawn
