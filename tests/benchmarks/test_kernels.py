@@ -467,8 +467,12 @@ class TestReport:
         assert compiled["forward, ms, kept"] == compiled["× PyG, kept"] == "–"
         line = report.memory(kept[CASE], rows[kept[CASE]])
         assert (line["allocator"], line["memory, PyG's ÷"], line["forward, gathers"]) == ("kept", "0.5×", "1.0")
-        labels = [text.get_text() for text in kernel_reports.draw_speedup(report).axes[0].texts]
-        assert labels == ["10×", "5×"]
+        figure = kernel_reports.draw_speedup(report)
+        assert [text.get_text() for text in figure.axes[0].texts] == ["10× / 5×"]
+        points = {line.get_xdata()[0]: line.get_markerfacecolor() for line in figure.axes[0].lines[:-1]}
+        assert (points[10.0], points[5.0]) == (kernel_reports.COLOURS["gattn"], "white")
+        for axis in figure.axes:  # a line that holds no point is left out
+            assert len(axis.get_yticks()) == len(axis.texts)
         write(rows, tmp_path)
         assert "fwd, ms, kept" in capsys.readouterr().out
         assert "MALLOC_TOP_PAD_=268435456" in (tmp_path / "table.md").read_text()
@@ -513,7 +517,7 @@ class TestReport:
         case = replace(CASE, peer="pyg")
         row = {**asdict(case), "outcome": "out of memory", "reason": "killed", **machine()}
         figure = kernel_reports.draw_speedup(kernel_reports.Report({CASE: row_of(CASE), case: row}))
-        assert [text.get_text() for text in figure.axes[0].texts] == ["PyG:\nout of memory"]
+        assert [text.get_text() for text in figure.axes[0].texts] == ["PyG: out of memory"]
 
     def test_hubs_and_half_precision_have_their_ratios(self):
         plain = replace(CASE, shape=kernel_cases.SHAPES["arxiv"][0])

@@ -488,6 +488,14 @@ class TestReport:
         rows[1]["outcome"] = "WRONG"
         assert sequence.merge(rows)["outcome"] == "WRONG"
 
+    def test_picture_of_speed_names_what_it_compares(self):
+        figure = sequence.draw_speed(sequence.Report(self.report()))
+        panels = {axis.get_title(): axis for axis in figure.axes}
+        bars = [text.get_text() for text in panels["ragged"].get_xticklabels()]
+        assert bars == ["gattn", "torch", "gattn\npadded"]  # sdpa has no time
+        assert len(panels["ragged"].patches) == len(panels["ragged"].texts) == len(bars)
+        assert all(axis.get_xlabel() and axis.get_xticklabels() for axis in figure.axes)
+
     def test_speed(self):
         report = sequence.Report(self.report())
         lines = {(line["graph"], line["peer"]): line for line in sequence.speed_lines(report)}
