@@ -227,7 +227,7 @@ class Attention(NotScriptable, MessagePassing):
         return result._replace(out=result.out + out_bias)
 
     def _edge_outputs(self, call: Call, kind: bool | str, wanted: Backend | None, argument: str) -> Any:
-        """What `return_edges` asks for."""
+        """The result that `return_edges` requests."""
         if kind not in ("logits", "vectors"):
             kind = "vectors" if isinstance(call.score, AdditiveScore) else "logits"
         if kind == "logits":

@@ -331,7 +331,7 @@ class TestHalfThere:
         for file in (raw / "edge.csv.gz", raw / "my_notes.txt", raw.parent / "RELEASE_v1.txt"):
             file.write_text("mine")
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(DatasetUnavailableError, match=r"a part of ogbn-products, but not node-feat.csv.gz"):
+        with pytest.raises(DatasetUnavailableError, match=r"part of ogbn-products, but not node-feat.csv.gz"):
             datasets.load("ogbn-products", root=tmp_path)
         assert sorted(tmp_path.rglob("*")) == before
 

@@ -42,9 +42,8 @@ class GeneralConv(BaseConv):
 
     A drop-in replacement for `torch_geometric.nn.GeneralConv`, with the same arguments, parameter names and results. It
     also supports features `[B, N, F]` over one graph, `SparseGraph` and `CompleteGraph`, and float32 accumulation in
-    half precision. Where it
-    differs: with `flow="target_to_source"` a pair `x` gives as many rows as there are targets; `edge_attr` without
-    `in_edge_channels`, or the reverse, is an error; `reset_parameters()` also resets :math:`W_i`.
+    half precision. Differences: with `flow="target_to_source"` a pair `x` gives as many rows as there are targets;
+    `edge_attr` without `in_edge_channels`, or the reverse, is an error; `reset_parameters()` also resets :math:`W_i`.
 
     Args:
         in_channels: Channels of the input; `-1` infers them from the first call; a pair for a bipartite graph

@@ -492,9 +492,9 @@ class HardAttention(_Wrapper):
         c_i = m_j, \qquad j \sim \mathrm{softmax}_j(s(q_i, m_j))
 
     `"reinforce"` trains it through `choose` and :class:`ReinforceLoss`, whose gradient is unbiased but has a high
-    `"reinforce"` trains it through `choose` and :class:`ReinforceLoss`, whose gradient is unbiased but has a high
-    variance.
-    soft attention. Its gradient has a lower variance but is biased: it is the gradient of a softmax that was not used.
+    variance. `"straight_through"` (`Gumbel-softmax <https://arxiv.org/abs/1611.01144>`_) trains it through the context
+    like any soft attention. Its gradient has a lower variance but is biased: it is the gradient of a softmax that was
+    not used.
 
     Args:
         attention: The layer whose score is used.

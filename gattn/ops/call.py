@@ -206,7 +206,7 @@ def checked_call(
 
     Raises:
         ValueError: If arguments do not fit each other or the graph.
-        TypeError: If a tensor is not a tensor.
+        TypeError: If an input is not a tensor.
     """
     _check_nodes(query, key, value, score)
     _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, out_bias=out_bias)

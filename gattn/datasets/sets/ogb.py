@@ -82,7 +82,7 @@ def _check_complete(name: str, folder: Path, files: list[Path], release: Path, p
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise DatasetUnavailableError(
-            f"{folder / 'raw'} holds only part of {name}, but not {', '.join(missing)}. Get the missing files from "
+            f"{folder / 'raw'} holds part of {name}, but not {', '.join(missing)}. Get the missing files from "
             f"{page}, or move the folder away and load again."
         )
     if not release.exists():
