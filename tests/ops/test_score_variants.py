@@ -216,7 +216,7 @@ class TestTypes:
         edges = torch.randint(N, (2, E))
         with pytest.raises(ValueError, match=r"one row for each of R types, \[R, H, C\], here \[R, 2, 4\]"):
             attend(x, x, x, edges, edge=torch.randn(R, 2, 5), edge_type=TYPES)
-        with pytest.raises(ValueError, match="there are none"):
+        with pytest.raises(ValueError, match="neither is given"):
             attend(x, x, x, edges, edge_type=TYPES)
         with pytest.raises(ValueError, match="edge_projection or edge_type, not both"):
             attend(x, x, x, edges, edge=torch.randn(R, 3), edge_projection=torch.randn(2, 4, 3), edge_type=TYPES)
