@@ -151,8 +151,7 @@ def learning_rate(setting: Setting, iteration: int, iterations: int) -> float:
 
 
 class LSTM(torch.nn.Module):
-    """A language model with PyTorch's LSTM. Except for attention, it equals `gattn.models.LSTMN`, also when
-    initialised.
+    """A language model with PyTorch's LSTM: `gattn.models.LSTMN` without attention, with the same initial weights.
 
     Args:
         num_tokens: The size of the vocabulary.

@@ -197,8 +197,9 @@ class Sharding(Benchmark[Case]):
         remarks = reports.machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s) per process")
         remarks += [
             "A step is forward, backward and the sum of all parameters' gradients. Times are medians with quartiles.",
-            "Edges, rows fetched (in addition to those owned), processor time, bytes sent per step, and the memory of a "
-            "step above its inputs are the largest over all processes. Numbers in brackets are relative to one process.",
+            "Edges, rows fetched (in addition to those owned), processor time, bytes sent per step, and the memory of "
+            "a step above its inputs are the largest over all processes. Numbers in brackets are relative to one "
+            "process.",
         ]
         self.publish("Sharded attention", lines, remarks, {"sharding.png": draw(rows)})
 

@@ -177,8 +177,8 @@ class TestCommandLine:
         table = (quick / "table.md").read_text()
         for text in (printed, table):
             text = text.replace("\n", " ")
-            assert "GATv2 and Transformer rows use GAT's hyper-parameters" in text
-            assert "Cut off after 25 epochs" in text
+            assert "GATv2 and Transformer use GAT's hyper-parameters" in text
+            assert "limited to 25 epochs" in text
             assert f"torch {torch.__version__}" in text
         assert "gattn, sparse features" in table
         assert "pyg, dense features" in table

@@ -95,7 +95,7 @@ def test_options(capsys):
     assert {(case.layer, case.architecture) for case in cases} == {("gat", 90)}
     assert {case.kernel for case in cases} == set(PASSES)
     assert {case.dtype for case in cases} == {"float32", "bfloat16"}
-    for wrong, words in (([], "is for --device cuda"), (["--device", "cuda", "--peers", "pyg"], "--peers is for")):
+    for wrong, words in (([], "only with --device cuda"), (["--device", "cuda", "--peers", "pyg"], "--peers is for")):
         with pytest.raises(SystemExit):
             Kernels.parse(["--compile-only", *wrong])
         assert words in capsys.readouterr().err

@@ -335,7 +335,7 @@ class TestOnAGpu:
         with pytest.raises(SystemExit) as exit_info:
             Kernels.main(["--device", "cuda", "--out", str(tmp_path / "out")])
         assert exit_info.value.code == 2
-        assert capsys.readouterr().err == "error: --device cuda needs a GPU that PyTorch can use, and finds none\n"
+        assert capsys.readouterr().err == "error: --device cuda needs a GPU that PyTorch can use, but there is none\n"
         assert not (tmp_path / "out").exists()
 
     def test_the_plan(self, monkeypatch):
@@ -360,7 +360,7 @@ class TestOnAGpu:
         assert "this machine's GPU" in capsys.readouterr().out
         table = (tmp_path / "memory.md").read_text()
         assert "driver 5.5" in table
-        assert "memory that PyTorch has handed out" in table
+        assert "memory that PyTorch has allocated" in table
         assert "(0 GB/s)" in table
 
 
@@ -525,8 +525,8 @@ class TestReport:
         rows = [row_of(plain, 0.3), row_of(hub, 0.33), row_of(half, 0.2)]
         remarks = kernel_reports.Report(dict(zip([plain, hub, half], rows, strict=True))).remarks()
         assert remarks == [
-            "hub first attention gat float32 gattn: 1.10× the time of the plain graph, forward + backward.",
-            "arxiv attention gat bfloat16 gattn: forward 1.50× as fast as float32.",
+            "hub first attention gat float32 gattn: forward + backward takes 1.10× the time of the plain graph.",
+            "arxiv attention gat bfloat16 gattn: forward is 1.50× as fast as in float32.",
         ]
 
 
@@ -539,7 +539,7 @@ class TestCommandLine:
         assert {row["peer"] for row in rows if row["dtype"] == "bfloat16"} == {"gattn"}
         table = (tmp_path / "table.md").read_text()
         assert "| tiny | layer | gatv2 + edge features | float32 | pyg |" in table
-        assert "as fast as float32" in table
+        assert "as fast as in float32" in table
         assert "gatv2 + edges" in capsys.readouterr().out
 
     def test_the_plan(self, monkeypatch):
@@ -592,7 +592,7 @@ class TestCommandLine:
         assert Kernels.parse([]).allocator == "default"
         with pytest.raises(SystemExit):
             Kernels.parse(["--allocator", "both"])
-        assert "--allocator both is for the CPU, where the C library is glibc" in capsys.readouterr().err
+        assert "--allocator both works only on the CPU, if the C library is glibc" in capsys.readouterr().err
 
     def test_quick_gives_defaults_only(self):
         quick = Kernels.parse(["--quick"])

@@ -309,7 +309,7 @@ class TestBenchmark:
             "--datasets", "zinc-12k", "--models", "gatv2", "--seeds", 3, "--epochs", 1, "--layers", "pyg"
         )
         assert "| zinc-12k | GAT, published | MAE | 0.384 ± 0.007 | – |" in table
-        assert "Published: https://arxiv.org/abs/2003.00982" in table
+        assert "Published results: https://arxiv.org/abs/2003.00982" in table
 
     def test_another_computation_is_an_error(self, benchmark, monkeypatch):
         class Wrong(molecules.PyGGatedGCNConv):
@@ -332,7 +332,7 @@ class TestBenchmark:
             MoleculeProperties.main(["--datasets", dataset, "--out", str(tmp_path / "out")])
         assert exit_info.value.code.startswith(f"error: {dataset} is not under ")
         assert "\n" not in exit_info.value.code
-        assert "(--datasets names those to do without it)" in exit_info.value.code
+        assert "(use --datasets to leave it out)" in exit_info.value.code
 
 
 def curves(runs, folder):

@@ -39,7 +39,7 @@ class TestCases:
 
 
 def test_other_benchmarks_refuse(of_two, tmp_path):
-    with pytest.raises(SystemExit, match="^error: benchmarks.citation does not run on several processes: start it "):
+    with pytest.raises(SystemExit, match="^error: benchmarks.citation runs on one process only: start it "):
         Citation.main(["--out", str(tmp_path)])
 
 
