@@ -24,6 +24,8 @@ from gattn.visualize.style import (
     printable,
 )
 
+__all__ = ["attention_arcs"]
+
 _MAX_TOKENS = 60
 _MAX_CHARACTERS = 16
 _LEAST_SHARE = 0.1  # of the largest weight
