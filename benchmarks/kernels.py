@@ -67,7 +67,7 @@ class Kernels(Benchmark[Case | Compilation]):
         add("--peers", nargs="+", choices=PEERS, help="implementations to measure (default: all that are installed)")
         text = "whether whole layers have edge features; hub graphs have no whole layers (default: both)"
         add("--edge-features", choices=EDGE_FEATURES, help=text)
-        text = "number types; those except float32 are only for gattn (default: float32; with --compile-only all)"
+        text = "number types; all but float32 are measured for gattn only (default: float32; with --compile-only all)"
         add("--dtypes", nargs="+", choices=DTYPES, help=text)
         text = "how glibc treats freed memory (default: both; with --quick or on a GPU, default)"
         add("--allocator", choices=("both", *ALLOCATORS), help=text)
