@@ -20,6 +20,7 @@ except ImportError as error:
 
 from gattn.visualize.arcs import attention_arcs
 from gattn.visualize.entropies import attention_entropy, entropy
+from gattn.visualize.explorer import Exploration, explore
 from gattn.visualize.graphs import attention_graph
 from gattn.visualize.grids import attention_grid
 from gattn.visualize.matrices import attention_matrix
@@ -30,6 +31,7 @@ __all__ = [
     "COLOURS",
     "EDGES",
     "WEIGHTS",
+    "Exploration",
     "attention_arcs",
     "attention_entropy",
     "attention_graph",
@@ -37,5 +39,6 @@ __all__ = [
     "attention_matrix",
     "attention_rollout",
     "entropy",
+    "explore",
     "rollout",
 ]

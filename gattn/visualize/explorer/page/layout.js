@@ -1,0 +1,97 @@
+// Where nodes are: as given, or by D3's forces, which are computed in slices between frames.
+const SLICE = 12; // milliseconds per frame, so that the page stays responsive
+
+class Layout {
+  constructor(onMove) {
+    this.onMove = onMove;
+    this.x = this.y = new Float32Array(0);
+    this.nodes = new Uint32Array(0);
+    this.isSettled = true;
+  }
+
+  /** Places these nodes of a graph; others have no position. */
+  place(graph, nodes) {
+    const { space } = graph;
+    const isNewSpace = this.space !== space;
+    const before = { x: this.x, y: this.y };
+    Object.assign(this, { space, nodes, simulation: null, isSettled: true });
+    if (isNewSpace || !before.x.length) this.x = new Float32Array(space.size).fill(NaN);
+    if (isNewSpace || !before.y.length) this.y = new Float32Array(space.size).fill(NaN);
+    if (space.pos) {
+      for (const node of nodes) {
+        this.x[node] = space.pos[2 * node];
+        this.y[node] = -space.pos[2 * node + 1];
+      }
+    } else if (!space.sequence) this.start(graph);
+    this.tree = null;
+  }
+
+  start(graph) {
+    const bodies = Array.from(this.nodes, (node) => ({ node }));
+    const places = new Map(bodies.map((body, place) => [body.node, place]));
+    for (const body of bodies) {
+      if (Number.isFinite(this.x[body.node])) Object.assign(body, { x: this.x[body.node], y: this.y[body.node] });
+    }
+    const pairs = new Set();
+    const links = [];
+    for (let edge = 0; edge < graph.size; edge++) {
+      const a = places.get(graph.source[edge]), b = places.get(graph.target[edge]);
+      const key = a < b ? a * bodies.length + b : b * bodies.length + a;
+      if (a === undefined || b === undefined || a === b || pairs.has(key)) continue;
+      pairs.add(key);
+      links.push({ source: a, target: b });
+    }
+    const isSmall = bodies.length <= 150;
+    this.simulation = d3
+      .forceSimulation(bodies)
+      .force("link", d3.forceLink(links).distance(isSmall ? 46 : 26))
+      .force("charge", d3.forceManyBody().strength(isSmall ? -260 : -38).distanceMax(isSmall ? 600 : 320))
+      .force("x", d3.forceX().strength(isSmall ? 0.05 : 0.06))
+      .force("y", d3.forceY().strength(isSmall ? 0.065 : 0.06))
+      .alphaDecay(isSmall ? 0.02 : 0.035)
+      .stop();
+    if (isSmall) this.simulation.force("link").strength(0.9);
+    this.isSettled = false;
+    this.advance(performance.now() + 150); // small graphs are settled when they are first seen
+    if (!this.isSettled) this.schedule(this.simulation);
+  }
+
+  schedule(simulation) {
+    requestAnimationFrame(() => {
+      if (this.simulation !== simulation) return; // another one has begun
+      this.advance(performance.now() + SLICE);
+      this.onMove();
+      if (!this.isSettled) this.schedule(simulation);
+    });
+  }
+
+  advance(deadline) {
+    const { simulation } = this;
+    do simulation.tick();
+    while (simulation.alpha() > simulation.alphaMin() && performance.now() < deadline);
+    for (const { node, x, y } of simulation.nodes()) {
+      this.x[node] = x;
+      this.y[node] = y;
+    }
+    this.tree = null;
+    this.isSettled = simulation.alpha() <= simulation.alphaMin();
+  }
+
+  /** The node nearest to a position, if it is within a distance. */
+  nearest(x, y, distance) {
+    this.tree ??= d3.quadtree(Array.from(this.nodes), (node) => this.x[node], (node) => this.y[node]);
+    return this.tree.find(x, y, distance) ?? null;
+  }
+
+  /** `[left, top, right, bottom]` of all nodes. */
+  bounds() {
+    let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
+    for (const node of this.nodes) {
+      left = Math.min(left, this.x[node]);
+      right = Math.max(right, this.x[node]);
+      top = Math.min(top, this.y[node]);
+      bottom = Math.max(bottom, this.y[node]);
+    }
+    return [left, top, right, bottom];
+  }
+}
