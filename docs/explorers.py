@@ -35,7 +35,7 @@ def cora(folder: Path) -> None:
     """A GAT with two layers of eight heads, trained on Cora."""
     torch.manual_seed(0)
     data = NormalizeFeatures()(gattn.datasets.load("Cora"))
-    x, y, edge_index = data.x.to_sparse_csr(), data.y, data.edge_index
+    x, y, edge_index = data.x, data.y, data.edge_index
     model = gattn.models.GAT(data.num_features, 64, 2, 7, heads=8, out_heads=8, dropout=0.6, value_dropout=0.6)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=0.0005)
     for _ in range(150):
@@ -91,15 +91,15 @@ def molecule(folder: Path) -> None:
             F.binary_cross_entropy_with_logits(logits, batch.y.view(-1).float()).backward()
             optimizer.step()
     data = next(data for data in molecules if 20 <= data.num_nodes <= 28 and len(data.x[:, 0].unique()) >= 4)
-    atoms = [ELEMENTS.get(number + 1, str(number + 1)) for number in data.x[:, 0].tolist()]
+    elements = [ELEMENTS.get(number + 1, str(number + 1)) for number in data.x[:, 0].tolist()]
     bonds = [BONDS[kind] if kind < len(BONDS) else "other" for kind in data.edge_attr[:, 0].tolist()]
     explore(
         model,
         data.x[:, 0],
         data.edge_index,
         data.edge_attr[:, 0],
-        classes=atoms,
-        labels=atoms,
+        classes=elements,
+        labels=[f"{element}{number}" for number, element in enumerate(elements)],
         edge_labels=dict(zip(map(tuple, data.edge_index.t().tolist()), bonds, strict=True)),
         pos=nx.kamada_kawai_layout(to_networkx(data, to_undirected=True)),
         title="A molecule from BACE: GATv2 with bonds as edge features",
@@ -116,10 +116,10 @@ def sentence(folder: Path) -> None:
     """A Transformer that translates short German sentences into English."""
     torch.manual_seed(0)
     pairs = [(words(german), words(english)) for german, english in gattn.datasets.load_pairs("tatoeba")]
-    pairs = [pair for pair in pairs if max(map(len, pair)) <= 9]
+    pairs = [pair for pair in pairs if max(map(len, pair)) <= 8]
     vocabularies = []
     for side in range(2):
-        frequent = Counter(word for pair in pairs for word in pair[side]).most_common(1200)
+        frequent = Counter(word for pair in pairs for word in pair[side]).most_common(800)
         vocabularies.append({word: number for number, (word, _) in enumerate(frequent, 3)})
     pairs = [pair for pair in pairs if all(set(pair[side]) <= set(vocabularies[side]) for side in range(2))]
     source, target = (
@@ -129,11 +129,11 @@ def sentence(folder: Path) -> None:
     lengths = (source > 0).sum(1)
     sizes = [len(vocabulary) + 3 for vocabulary in vocabularies]
     model = gattn.models.TransformerSeq2Seq(*sizes, channels=64, num_layers=2, heads=4, start=START, end=END)
-    steps = 700
+    steps = 300
     optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.004, steps)
     for _ in range(steps):
-        chosen = torch.randint(len(pairs), (96,))
+        chosen = torch.randint(len(pairs), (64,))
         optimizer.zero_grad()
         logits = model(source[chosen], target[chosen], lengths[chosen])
         F.cross_entropy(logits.transpose(1, 2), target[chosen], ignore_index=0).backward()
@@ -141,7 +141,10 @@ def sentence(folder: Path) -> None:
         schedule.step()
     german = words("Ich habe das Buch noch nicht gelesen.")
     english = words("I haven't read the book yet.")
-    ids = [torch.tensor([[*map(vocabularies[side].__getitem__, text), END]]) for side, text in enumerate((german, english))]
+    ids = [
+        torch.tensor([[*map(vocabulary.__getitem__, text), END]])
+        for vocabulary, text in zip(vocabularies, (german, english), strict=True)
+    ]
     explore(
         model,
         *ids,

@@ -57,10 +57,11 @@ def node_sets(layers: Sequence[Layer], labels: Any, has_tokens: bool) -> list[No
 
 def as_pair(labels: Any) -> tuple[list[Any], list[Any]] | None:
     """Returns the labels of sources and those of targets, if they are given apart."""
-    if isinstance(labels, tuple) and len(labels) == 2:
-        if all(isinstance(part, (list, tuple)) or hasattr(part, "tolist") for part in labels):
-            return as_list(labels[0]), as_list(labels[1])
-    return None
+    if not isinstance(labels, tuple) or len(labels) != 2:
+        return None
+    if not all(isinstance(part, (list, tuple)) or hasattr(part, "tolist") for part in labels):
+        return None
+    return as_list(labels[0]), as_list(labels[1])
 
 
 def names(labels: Any, sets: Sequence[Nodes], argument: str) -> list[list[str] | None]:
@@ -144,7 +145,7 @@ def vocabulary(words: Sequence[Hashable]) -> tuple[list[Any], list[int]]:
 
 def instructive_target(layer: Layer) -> int:
     """Returns a target whose weights are uneven, among those with a few neighbours, which can be read at a glance."""
-    source, target = layer.edges
+    target = layer.edges[1]
     alpha = layer.weights.mean(1)
     degree = target.bincount(minlength=layer.num_targets)
     total = scatter(alpha, target, 0, layer.num_targets, reduce="sum")

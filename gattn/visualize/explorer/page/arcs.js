@@ -1,5 +1,5 @@
 // Sequences: tokens on a line with arcs over it, or two lines with curves between them.
-const TOKEN_FONT = 13;
+const TOKEN_FONT = 12.5;
 
 /** How far apart tokens are, and where their lines run. */
 function sequenceGeometry(view, space) {
@@ -8,7 +8,7 @@ function sequenceGeometry(view, space) {
   const longest = Math.max(...Array.from({ length: space.size }, (_, node) => context.measureText(shortened(nodeName(space, node), 18)).width));
   const columns = Math.max(space.sources, space.targets);
   const step = (width - 60) / Math.max(columns, 1);
-  const isTurned = longest + 10 > step * view.transform.k;
+  const isTurned = longest + 4 > step * view.transform.k;
   const room = isTurned ? longest * 0.8 + 22 : 34;
   const { graph } = shownField();
   const isDown = space.shared && graph.source.some((source, edge) => source > graph.target[edge]);
@@ -112,7 +112,7 @@ function drawArcs(view, context) {
     view.text(words, x + (isTurned ? 3 : 0), y + (isAbove ? -16 : 19), { align, angle, bold, colour, size: TOKEN_FONT, halo: bold });
   }
   if (!space.shared) {
-    view.text("sources", 8, top, { align: "left", colour: theme.soft, size: 11 });
-    view.text("targets", 8, bottom, { align: "left", colour: theme.soft, size: 11 });
+    view.text("sources", 8, top + 18, { align: "left", colour: theme.soft, size: 11 });
+    view.text("targets", 8, bottom - 18, { align: "left", colour: theme.soft, size: 11 });
   }
 }

@@ -1,6 +1,8 @@
 // What is said about the selected node. All text is set as text, never as markup.
 const FIRST_ROWS = 20;
 const number = (value) => value.toFixed(4);
+/** The end of a name, where those of layers differ. */
+const ending = (text, length) => (text.length > length ? `…${text.slice(1 - length)}` : text);
 const percent = (share) => `${Math.round(100 * share)} %`;
 const counted = (count, noun) => `${count.toLocaleString("en").replaceAll(",", "\u202f")} ${noun}${count === 1 ? "" : "s"}`;
 
@@ -166,7 +168,7 @@ function headsTable(node) {
       button.addEventListener("click", () => change({ layer: number, head }));
       return element("td", {}, button);
     });
-    table.append(element("tr", {}, element("th", { scope: "row", title: layer.name }, layer.name), ...cells));
+    table.append(element("tr", {}, element("th", { scope: "row", title: layer.name }, ending(layer.name, 15)), ...cells));
   }
   return [heading("Entropy by layer and head", "% of uniform"), element("div", { className: "scroller" }, table)];
 }

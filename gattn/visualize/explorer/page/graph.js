@@ -133,7 +133,10 @@ class View {
 class GraphView extends View {
   constructor(canvas) {
     super(canvas);
-    this.layout = new Layout(() => this.invalidate());
+    this.layout = new Layout(
+      () => this.invalidate(),
+      () => canvas.clientHeight > canvas.clientWidth,
+    );
   }
 
   /** Fits all nodes into the picture; zooming starts from there. */
@@ -233,7 +236,7 @@ class GraphView extends View {
       } else bins[binOf(share)].push(edge);
     }
     context.lineCap = "round";
-    const fade = shares ? 0.35 : isSmall ? 0.75 : 0.5;
+    const fade = shares ? 0.35 : isSmall ? 0.55 : 0.4;
     bins.forEach((members, bin) => {
       if (!members.length) return;
       context.globalAlpha = fade;
@@ -246,17 +249,19 @@ class GraphView extends View {
     });
     context.globalAlpha = 1;
     chosen.sort((a, b) => values[a] - values[b]);
-    for (const edge of chosen) this.highlighted(context, graph, edge, radius, theme.ramp(0.25 + 0.75 * (values[edge] / maximum)), 1.2 + 4.5 * (values[edge] / maximum));
+    for (const edge of chosen) this.highlighted(context, graph, edge, radius, theme.ramp(0.4 + 0.6 * (values[edge] / maximum)), 1.4 + 4.5 * (values[edge] / maximum));
     for (const edge of shares ? [] : [state.hover?.edge, state.cursor]) {
       if (edge !== undefined && edge !== null && graph.source[edge] !== graph.target[edge]) {
         if (isShown(graph.source[edge]) && isShown(graph.target[edge])) this.highlighted(context, graph, edge, radius, theme.mark, 2.5);
       }
     }
-    this.drawNodes(context, radius, loops);
+    this.drawNodes(context, radius, loops, new Set([selected, ...chosen.map((edge) => graph.source[edge])]));
     if (graph.names && chosen.length <= 14) {
       for (const edge of chosen) {
-        const [x, y] = onCurve(this.curve(graph.source[edge], graph.target[edge]), 0.5);
-        if (graph.name(edge)) this.text(shortened(graph.name(edge), 16), x, y, { size: 11, colour: theme.soft });
+        const curve = this.curve(graph.source[edge], graph.target[edge]);
+        const words = shortened(graph.name(edge), 16);
+        const room = Math.hypot(curve[4] - curve[0], curve[5] - curve[1]) - 2.5 * radius;
+        if (words && room > 6 * words.length) this.text(words, ...onCurve(curve, 0.45), { size: 11, colour: theme.soft });
       }
     }
     this.drawNames(named, radius);
@@ -292,31 +297,35 @@ class GraphView extends View {
     context.fill();
   }
 
-  drawNodes(context, radius, loops) {
+  drawNodes(context, radius, loops, foreground) {
     const { space } = this.layout;
     const groups = new Map(); // nodes of one colour and shape are drawn together
     const fill = nodeFill();
+    const isCrowded = this.layout.nodes.length > 400; // then the selected node and its neighbours stand out
     for (const node of this.layout.nodes) {
       const shape = SHAPES[(space.classes ? space.classes[node] : 0) % SHAPES.length];
-      const key = `${shape} ${fill(node)}`;
+      const key = `${Number(isCrowded && foreground.has(node))} ${shape} ${fill(node)}`;
       if (!groups.has(key)) groups.set(key, []);
       groups.get(key).push(node);
     }
     const rim = radius > 4 ? 1 : 0.5;
-    for (const [key, members] of groups) {
-      const [shape] = key.split(" ", 1);
+    for (const [key, members] of [...groups].sort(([a], [b]) => a.localeCompare(b))) {
+      const [isInFront, shape] = key.split(" ", 2);
+      const r = radius * (isInFront === "1" ? 1.9 : 1);
+      context.globalAlpha = isCrowded && isInFront === "0" && !nodeWeights() ? 0.6 : 1;
       context.beginPath();
       for (const node of members) {
         const [x, y] = this.at(node);
         if (x < -20 || y < -20 || x > this.width + 20 || y > this.height + 20) continue;
-        trace(context, shape, x, y, node === state.node ? 1.45 * radius : radius);
+        trace(context, shape, x, y, node === state.node ? 1.45 * r : r);
       }
-      context.fillStyle = key.slice(shape.length + 1);
+      context.fillStyle = key.slice(shape.length + 3);
       context.fill();
       context.lineWidth = rim;
       context.strokeStyle = fill.isClass ? theme.ground : theme["node-line"];
       context.stroke();
     }
+    context.globalAlpha = 1;
     for (const [node, share] of loops) {
       if (radius < 4 && node !== state.node) continue;
       const [x, y] = this.at(node);
@@ -347,13 +356,23 @@ class GraphView extends View {
     const all = inPicture.length <= 60 || (nodes.length <= 60 && this.transform.k >= 1);
     if (named.size > 16 && !all) named = new Set([state.node]);
     const fill = nodeFill();
-    for (const node of inPicture) {
-      if (!all && !named.has(node) && node !== state.hover?.node) continue;
+    const taken = []; // names do not cover one another; the selected node's comes first
+    const first = (node) => (node === state.node ? 0 : node === state.hover?.node || node === cursorNode() ? 1 : named.has(node) ? 2 : 3);
+    for (const node of inPicture.filter((node) => all || first(node) < 3).sort((a, b) => first(a) - first(b))) {
       const [x, y] = this.at(node);
+      const isSelected = node === state.node;
       const name = shortened(nodeName(space, node), 22);
-      const r = node === state.node ? 1.45 * radius : radius;
-      if (name.length <= 2 && r >= 9) this.text(name, x, y + 0.5, { halo: false, colour: readable(fill(node)), bold: node === state.node, size: 11 });
-      else this.text(name, x, y + r + 9 + (node === state.node ? 4 : 0), { bold: node === state.node, size: node === state.node ? 12.5 : 11.5 });
+      const r = isSelected ? 1.45 * radius : radius;
+      if (name.length <= 3 && r >= 9) {
+        this.text(name, x, y + 0.5, { halo: false, colour: readable(fill(node)), bold: isSelected, size: name.length < 3 ? 11 : 9.5 });
+        continue;
+      }
+      const below = y + r + (isSelected ? 15 : 9);
+      const half = 3.4 * name.length;
+      const box = [x - half, below - 7, x + half, below + 7];
+      if (taken.some((other) => box[0] < other[2] && box[2] > other[0] && box[1] < other[3] && box[3] > other[1])) continue;
+      taken.push(box);
+      this.text(name, x, below, { bold: isSelected, size: isSelected ? 12.5 : 11.5 });
     }
   }
 }

@@ -2,8 +2,8 @@
 const SLICE = 12; // milliseconds per frame, so that the page stays responsive
 
 class Layout {
-  constructor(onMove) {
-    this.onMove = onMove;
+  constructor(onMove, isUpright) {
+    Object.assign(this, { onMove, isUpright });
     this.x = this.y = new Float32Array(0);
     this.nodes = new Uint32Array(0);
     this.isSettled = true;
@@ -53,7 +53,25 @@ class Layout {
     if (isSmall) this.simulation.force("link").strength(0.9);
     this.isSettled = false;
     this.advance(performance.now() + 150); // small graphs are settled when they are first seen
+    if (this.isSettled) this.turn();
     if (!this.isSettled) this.schedule(this.simulation);
+  }
+
+  /** Turns the layout so that its longer side is upright or level, as the picture's is. */
+  turn() {
+    let [xx, xy, yy] = [0, 0, 0];
+    for (const { x, y } of this.simulation.nodes()) {
+      xx += x * x;
+      xy += x * y;
+      yy += y * y;
+    }
+    const axis = 0.5 * Math.atan2(2 * xy, xx - yy);
+    const angle = (this.isUpright() ? Math.PI / 2 : 0) - axis;
+    const [cos, sin] = [Math.cos(angle), Math.sin(angle)];
+    for (const { node, x, y } of this.simulation.nodes()) {
+      this.x[node] = cos * x - sin * y;
+      this.y[node] = sin * x + cos * y;
+    }
   }
 
   schedule(simulation) {

@@ -17,10 +17,13 @@ class MatrixView extends View {
     context.font = `11px ${theme.font}`;
     const label = (nodes) => Math.max(...nodes.slice(0, 80).map((node) => context.measureText(shortened(nodeName(this.space, node), 14)).width));
     const hasNames = most <= 60;
-    this.left = hasNames ? label(this.rows) + 16 : 26;
-    this.top = hasNames ? label(this.columns) * 0.87 + 22 : 26;
-    const [wide, high] = [this.width - this.left - 10, this.height - this.top - 10];
+    this.hasNames = hasNames;
+    const upright = hasNames ? label(this.columns) : 0;
+    this.left = hasNames ? label(this.rows) + 20 : 26;
+    this.top = hasNames ? upright * 0.87 + 22 : 26;
+    const [wide, high] = [this.width - this.left - 10 - upright / 2, this.height - this.top - 10];
     this.cell = Math.min(wide / this.columns.length, high / this.rows.length, 46);
+    this.top += Math.max((high - this.cell * this.rows.length) / 2 - 20, 0);
   }
 
   x(column) {
@@ -133,7 +136,7 @@ class MatrixView extends View {
     const { classes } = this.space;
     const strip = classes && !this.space.sequence ? 5 : 0;
     const spaced = Math.max(1, Math.ceil(12 / size)); // every so many rows have a name
-    const isNamed = size >= 11 || this.rows.length <= 60;
+    const here = this.rowOf.get(state.node);
     this.rows.forEach((node, row) => {
       const y = this.y(row + 0.5);
       if (y < this.top || y > this.height) return;
@@ -141,11 +144,10 @@ class MatrixView extends View {
         context.fillStyle = classColour(classes[node]);
         context.fillRect(this.left - strip - 2, y - Math.max(size, 1) / 2, strip, Math.max(size, 1));
       }
-      const isHere = node === state.node;
-      if ((isNamed && row % spaced === 0) || isHere) {
-        const most = isNamed || this.left > 40 ? 14 : 4;
-        if (isNamed && this.left > 40) this.text(shortened(nodeName(this.space, node), most), this.left - strip - 6, y, { align: "right", size: 11, bold: isHere, colour: isHere ? theme.text : theme.soft, halo: isHere });
-      }
+      const isHere = row === here;
+      if (!this.hasNames || (!isHere && (row % spaced || Math.abs(row - here) < spaced))) return;
+      const colour = isHere ? theme.text : theme.soft;
+      this.text(shortened(nodeName(this.space, node), 14), this.left - strip - 6, y, { align: "right", size: 11, bold: isHere, colour });
     });
     this.columns.forEach((node, column) => {
       const x = this.x(column + 0.5);
@@ -154,11 +156,12 @@ class MatrixView extends View {
         context.fillStyle = classColour(classes[node]);
         context.fillRect(x - Math.max(size, 1) / 2, this.top - strip - 2, Math.max(size, 1), strip);
       }
-      if (isNamed && this.left > 40 && column % spaced === 0) this.text(shortened(nodeName(this.space, node), 14), x, this.top - strip - 6, { align: "left", angle: -Math.PI / 3, size: 11, colour: theme.soft, halo: false });
+      if (!this.hasNames || column % spaced) return;
+      const words = shortened(nodeName(this.space, node), 14);
+      this.text(words, x, this.top - strip - 6, { align: "left", angle: -Math.PI / 3, size: 11, colour: theme.soft, halo: false });
     });
-    if (!isNamed || this.left <= 40) {
-      this.text("sources →", this.left + 2, 11, { align: "left", size: 11, colour: theme.soft, halo: false });
-      this.text("← targets", 10, this.top + 2, { align: "right", angle: -Math.PI / 2, size: 11, colour: theme.soft, halo: false });
-    }
+    if (this.hasNames) return;
+    this.text("sources →", this.left + 2, this.top - 15, { align: "left", size: 11, colour: theme.soft, halo: false });
+    this.text("← targets", this.left - 16, this.top + 2, { align: "right", angle: -Math.PI / 2, size: 11, colour: theme.soft, halo: false });
   }
 }
