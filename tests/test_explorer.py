@@ -3,9 +3,7 @@
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from torch import nn
 
 import gattn
 from gattn.testing import random_edge_index
-from gattn.visualize import explore, rollout
+from gattn.visualize import explore
 from gattn.visualize.explorer import encoding, page
 
 HOSTILE = "<script>alert(1)</script>"
@@ -31,11 +29,15 @@ def unpacked(text, dtype):
 
 
 def edges_of(graph):
-    return torch.tensor(np.stack([unpacked(graph[end]["base64"], graph[end]["type"]) for end in ("source", "target")]).astype(int))
+    return torch.tensor(
+        np.stack([unpacked(graph[end]["base64"], graph[end]["type"]) for end in ("source", "target")]).astype(int)
+    )
 
 
 def weights_of(layer, num_edges):
-    return torch.tensor(unpacked(layer["base64"], "u2").astype(float).reshape(layer["heads"], num_edges).T * layer["step"])
+    return torch.tensor(
+        unpacked(layer["base64"], "u2").astype(float).reshape(layer["heads"], num_edges).T * layer["step"]
+    )
 
 
 @pytest.fixture
@@ -81,9 +83,7 @@ class TestInput:
         for layer, record in zip(data["layers"], flat, strict=True):
             edges = edges_of(data["graphs"][layer["graph"]])
             assert edges.equal(record.edge_index)
-            torch.testing.assert_close(
-                weights_of(layer, edges.size(1)), record.weights.double(), atol=1e-5, rtol=0
-            )
+            torch.testing.assert_close(weights_of(layer, edges.size(1)), record.weights.double(), atol=1e-5, rtol=0)
 
     def test_a_model_and_its_inputs(self, graph):
         model, inputs, records = graph
@@ -194,7 +194,12 @@ class TestErrors:
             ((nn.Linear(2, 2),), {}, ValueError, "needs the model's inputs"),
             ((torch.ones(3, 3),), {"batch": 1}, ValueError, "no batch dimension"),
             ((torch.ones(2, 1, 3, 3),), {"batch": 2}, IndexError, "there is no batch=2"),
-            ((torch.ones(3, 3),), {"tokens": ["a"]}, ValueError, "tokens must have one entry for each of the 3 nodes; got 1"),
+            (
+                (torch.ones(3, 3),),
+                {"tokens": ["a"]},
+                ValueError,
+                "tokens must have one entry for each of the 3 nodes; got 1",
+            ),
             ((torch.ones(3, 3),), {"labels": "abc", "tokens": "abc"}, ValueError, "labels and tokens both"),
             ((torch.ones(3, 3),), {"classes": [1]}, ValueError, "classes must have one entry"),
             ((torch.ones(3, 3),), {"pos": [[0.0, 0.0]]}, ValueError, "pos must have one entry"),
@@ -244,7 +249,11 @@ class TestPage:
     def test_libraries_are_those_of_their_packages(self):
         folder = Path(page.__file__).parent / "page" / "d3"
         sums = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().splitlines())
-        assert set(sums) == {path.name for path in folder.glob("*.js")} == {f"d3-{name}.min.js" for name in page._LIBRARIES}
+        assert (
+            set(sums)
+            == {path.name for path in folder.glob("*.js")}
+            == {f"d3-{name}.min.js" for name in page._LIBRARIES}
+        )
         for name, expected in sums.items():
             assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected
         assert (folder / "LICENSE").read_text() in explore(torch.ones(1, 1), path=None).html

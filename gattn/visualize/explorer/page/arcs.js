@@ -50,7 +50,8 @@ function drawArcs(view, context) {
   const focus = hovered !== undefined && hovered !== null && (space.shared || hovered >= space.sources) ? hovered : state.node;
   const asSource = hovered !== undefined && hovered !== null && !space.shared && hovered < space.sources ? hovered : null;
   const isChosen = (edge) => (asSource === null ? graph.target[edge] === focus : graph.source[edge] === asSource);
-  const up = (isDown ? view.height / 2 : line) - 34, across = Math.max(space.size - 1, 1) * step * view.transform.k;
+  const up = line - 34, down = view.height - line - view.sequence.room - 6;
+  const across = Math.max(space.size - 1, 1) * step * view.transform.k;
   const draw = (edge, colour, width) => {
     const [x0, y0] = tokenPlace(view, graph.source[edge]), [x1, y1] = tokenPlace(view, graph.target[edge]);
     context.strokeStyle = colour;
@@ -61,8 +62,8 @@ function drawArcs(view, context) {
       context.bezierCurveTo(x0, y0 + 0.4 * (y1 - y0), x1, y1 - 0.4 * (y1 - y0), x1, y1 - 8);
     } else if (x0 === x1) context.arc(x0, y0 - 12, 6, 0.75 * Math.PI, 2.25 * Math.PI);
     else {
-      const height = Math.min(up, 0.55 * Math.abs(x1 - x0) + 14) * (0.55 + 0.45 * (Math.abs(x1 - x0) / across));
       const side = x0 < x1 ? -1 : 1; // what comes later is below the line
+      const height = Math.min(side < 0 ? up : down, 0.55 * Math.abs(x1 - x0) + 14) * (0.55 + 0.45 * (Math.abs(x1 - x0) / across));
       const y = y0 + side * (side < 0 ? 8 : view.sequence.room - 4);
       context.moveTo(x0, y);
       context.bezierCurveTo(x0, y + side * height * 1.25, x1, y + side * height * 1.25, x1, y);

@@ -3,6 +3,13 @@ const FIRST_ROWS = 20;
 const number = (value) => value.toFixed(4);
 /** The end of a name, where those of layers differ. */
 const ending = (text, length) => (text.length > length ? `…${text.slice(1 - length)}` : text);
+/** Names without the parts at their ends that all of them share. */
+function withoutCommonEnd(names) {
+  const parts = names.map((name) => name.split("."));
+  while (names.length > 1 && parts.every((some) => some.length > 1 && some.at(-1) === parts[0].at(-1))) parts.forEach((some) => some.pop());
+  return parts.map((some) => some.join("."));
+}
+
 const percent = (share) => `${Math.round(100 * share)} %`;
 const counted = (count, noun) => `${count.toLocaleString("en").replaceAll(",", "\u202f")} ${noun}${count === 1 ? "" : "s"}`;
 
@@ -101,7 +108,7 @@ function showDetails() {
   const hasItself = space.shared && into.some((edge) => graph.source[edge] === node);
   const facts = [space.classes ? data.classes[space.classes[node]] : null];
   if (space.names && space.shared) facts.push(`number ${node}`);
-  facts.push(isSource ? `attended to by ${counted(graph.source.filter((source) => source === node).length, "target")}` : counted(into.length, "neighbour") + (hasItself ? ", itself included" : ""));
+  facts.push(isSource ? `attended to by ${counted(graph.source.filter((source) => source === node).length, "target")}` : (space.sequence ? `attends to ${counted(into.length, "token")}` : counted(into.length, "neighbour")) + (hasItself ? ", itself included" : ""));
   document.getElementById("node-facts").textContent = facts.filter(Boolean).join(" · ");
   const shown = { weights: weightDetails, rollout: rolloutDetails, gatt: attributionDetails }[state.show];
   const details = document.getElementById("details");
@@ -156,7 +163,8 @@ function headsTable(node) {
   if (!here.length || (here.length === 1 && most === 1)) return [];
   const table = element("table", { className: "heads-table" });
   table.append(element("tr", {}, element("td"), ...Array.from({ length: most }, (_, head) => element("th", { scope: "col" }, String(head)))));
-  for (const { layer, number } of here) {
+  const names = withoutCommonEnd(here.map(({ layer }) => layer.name));
+  for (const [place, { layer, number }] of here.entries()) {
     const cells = Array.from({ length: layer.heads }, (_, head) => {
       const into = layer.graph.into(node);
       const { nats, uniform } = entropy(layer.weights(head), into);
@@ -168,7 +176,7 @@ function headsTable(node) {
       button.addEventListener("click", () => change({ layer: number, head }));
       return element("td", {}, button);
     });
-    table.append(element("tr", {}, element("th", { scope: "row", title: layer.name }, ending(layer.name, 15)), ...cells));
+    table.append(element("tr", {}, element("th", { scope: "row", title: layer.name }, ending(names[place], 15)), ...cells));
   }
   return [heading("Entropy by layer and head", "% of uniform"), element("div", { className: "scroller" }, table)];
 }

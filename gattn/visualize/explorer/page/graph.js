@@ -162,6 +162,11 @@ class GraphView extends View {
     return [t.applyX(base.x + base.k * layout.x[node]), t.applyY(base.y + base.k * layout.y[node])];
   }
 
+  /** Whether the selected node and its neighbours must stand out against many others. */
+  isCrowded() {
+    return this.layout.nodes.length > 400;
+  }
+
   radius() {
     const count = this.layout.nodes.length;
     const usual = count <= 40 ? 10 : count <= 120 ? 7.5 : count <= 500 ? 5 : 3;
@@ -249,7 +254,11 @@ class GraphView extends View {
     });
     context.globalAlpha = 1;
     chosen.sort((a, b) => values[a] - values[b]);
-    for (const edge of chosen) this.highlighted(context, graph, edge, radius, theme.ramp(0.4 + 0.6 * (values[edge] / maximum)), 1.4 + 4.5 * (values[edge] / maximum));
+    const least = this.isCrowded() ? 0.75 : 0.4; // the lightest of the highlighted edges
+    for (const edge of chosen) {
+      const share = values[edge] / maximum;
+      this.highlighted(context, graph, edge, radius, theme.ramp(least + (1 - least) * share), 2 * least + 0.6 + 4.5 * share);
+    }
     for (const edge of shares ? [] : [state.hover?.edge, state.cursor]) {
       if (edge !== undefined && edge !== null && graph.source[edge] !== graph.target[edge]) {
         if (isShown(graph.source[edge]) && isShown(graph.target[edge])) this.highlighted(context, graph, edge, radius, theme.mark, 2.5);
@@ -301,7 +310,7 @@ class GraphView extends View {
     const { space } = this.layout;
     const groups = new Map(); // nodes of one colour and shape are drawn together
     const fill = nodeFill();
-    const isCrowded = this.layout.nodes.length > 400; // then the selected node and its neighbours stand out
+    const isCrowded = this.isCrowded();
     for (const node of this.layout.nodes) {
       const shape = SHAPES[(space.classes ? space.classes[node] : 0) % SHAPES.length];
       const key = `${Number(isCrowded && foreground.has(node))} ${shape} ${fill(node)}`;
@@ -354,7 +363,7 @@ class GraphView extends View {
       return x > 0 && y > 0 && x < this.width && y < this.height;
     });
     const all = inPicture.length <= 60 || (nodes.length <= 60 && this.transform.k >= 1);
-    if (named.size > 16 && !all) named = new Set([state.node]);
+    if ((named.size > 16 || (this.isCrowded() && this.transform.k < 2)) && !all) named = new Set([state.node]);
     const fill = nodeFill();
     const taken = []; // names do not cover one another; the selected node's comes first
     const first = (node) => (node === state.node ? 0 : node === state.hover?.node || node === cursorNode() ? 1 : named.has(node) ? 2 : 3);

@@ -23,7 +23,7 @@ class MatrixView extends View {
     this.top = hasNames ? upright * 0.87 + 22 : 26;
     const [wide, high] = [this.width - this.left - 10 - upright / 2, this.height - this.top - 10];
     this.cell = Math.min(wide / this.columns.length, high / this.rows.length, 46);
-    this.top += Math.max((high - this.cell * this.rows.length) / 2 - 20, 0);
+    this.top += Math.max((high - this.cell * this.rows.length) / 3 - 12, 0);
   }
 
   x(column) {
