@@ -402,8 +402,9 @@ def test_classes_differ_by_colour_and_shape(show, model):
 def test_large_graphs(show):
     """As many nodes and edges as are drawn as a whole; nothing is drawn more often than something changes."""
     edge_index = random_edge_index(3000, num_edges=15000)
-    page = show(explore(edge_index, torch.rand(15000), node=5, path=None))
+    page = show(explore(edge_index, torch.rand(15000), node=5, pos=torch.randn(3000, 2), path=None))
     assert page.locator("#reach").input_value() == "0"
+    assert len(page.evaluate("gattnExplorer.visible()")) == 15000
     before = page.evaluate("gattnExplorer.draws().graph")
     page.wait_for_timeout(300)
     assert page.evaluate("gattnExplorer.draws().graph") == before

@@ -1,5 +1,6 @@
 // The two pictures have in common: a canvas that is drawn when something changed, zoom, and colours.
 const BINS = 16; // edges are drawn together by weight, which is what makes thousands of them fast
+const SKETCHED_EDGES = 4000;
 const SHAPES = ["circle", "square", "triangle", "diamond", "cross", "pentagon", "wedge", "star"];
 
 const theme = {};
@@ -45,6 +46,29 @@ function trace(context, shape, x, y, r) {
   }
 }
 
+const stamps = new Map();
+/** A small picture of a node, since copying it is much faster than tracing thousands of shapes. */
+function stamp(shape, r, colour, line) {
+  const ratio = window.devicePixelRatio || 1;
+  const key = [shape, r.toFixed(1), colour, line, ratio].join();
+  if (!stamps.has(key)) {
+    if (stamps.size > 500) stamps.clear(); // each step of zoom makes others
+    const half = 1.4 * r + 2;
+    const image = element("canvas", { width: Math.ceil(2 * half * ratio), height: Math.ceil(2 * half * ratio) });
+    const context = image.getContext("2d");
+    context.scale(image.width / (2 * half), image.height / (2 * half));
+    context.beginPath();
+    trace(context, shape, half, half, r);
+    context.fillStyle = colour;
+    context.fill();
+    context.lineWidth = r > 4 ? 1 : 0.5;
+    context.strokeStyle = line;
+    context.stroke();
+    stamps.set(key, { image, half });
+  }
+  return stamps.get(key);
+}
+
 class View {
   constructor(canvas) {
     this.canvas = canvas;
@@ -56,6 +80,11 @@ class View {
       .scaleExtent([0.5, 60])
       .on("zoom", ({ transform }) => {
         this.transform = transform;
+        clearTimeout(this.moving);
+        this.moving = setTimeout(() => {
+          this.moving = null;
+          if (this.isSketch) this.invalidate();
+        }, 150);
         this.invalidate();
       });
     d3.select(canvas).call(this.zoom).on("dblclick.zoom", null);
@@ -241,6 +270,12 @@ class GraphView extends View {
       } else bins[binOf(share)].push(edge);
     }
     context.lineCap = "round";
+    // While the picture moves, the lightest of many edges are left out.
+    this.isSketch = Boolean(this.moving) && edges.length > SKETCHED_EDGES;
+    for (let bin = BINS - 1, count = 0; this.isSketch && bin >= 0; bin--) {
+      bins[bin].splice(Math.max(SKETCHED_EDGES - count, 0));
+      count += bins[bin].length;
+    }
     const fade = shares ? 0.35 : isSmall ? 0.55 : 0.4;
     bins.forEach((members, bin) => {
       if (!members.length) return;
@@ -317,22 +352,19 @@ class GraphView extends View {
       if (!groups.has(key)) groups.set(key, []);
       groups.get(key).push(node);
     }
-    const rim = radius > 4 ? 1 : 0.5;
     for (const [key, members] of [...groups].sort(([a], [b]) => a.localeCompare(b))) {
       const [isInFront, shape] = key.split(" ", 2);
+      const colour = key.slice(shape.length + 3);
       const r = radius * (isInFront === "1" ? 1.9 : 1);
+      const line = fill.isClass ? theme.ground : theme["node-line"];
       context.globalAlpha = isCrowded && isInFront === "0" && !nodeWeights() ? 0.6 : 1;
-      context.beginPath();
+      const usual = stamp(shape, r, colour, line);
       for (const node of members) {
         const [x, y] = this.at(node);
         if (x < -20 || y < -20 || x > this.width + 20 || y > this.height + 20) continue;
-        trace(context, shape, x, y, node === state.node ? 1.45 * r : r);
+        const { image, half } = node === state.node ? stamp(shape, 1.45 * r, colour, line) : usual;
+        context.drawImage(image, x - half, y - half, 2 * half, 2 * half);
       }
-      context.fillStyle = key.slice(shape.length + 3);
-      context.fill();
-      context.lineWidth = rim;
-      context.strokeStyle = fill.isClass ? theme.ground : theme["node-line"];
-      context.stroke();
     }
     context.globalAlpha = 1;
     for (const [node, share] of loops) {

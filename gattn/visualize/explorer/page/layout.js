@@ -1,5 +1,6 @@
 // Where nodes are: as given, or by D3's forces, which are computed in slices between frames.
 const SLICE = 12; // milliseconds per frame, so that the page stays responsive
+const SHOWN_EVERY = 120; // milliseconds between pictures of a layout that is not settled
 
 class Layout {
   constructor(onMove, isUpright) {
@@ -45,10 +46,11 @@ class Layout {
     this.simulation = d3
       .forceSimulation(bodies)
       .force("link", d3.forceLink(links).distance(isSmall ? 46 : 26))
-      .force("charge", d3.forceManyBody().strength(isSmall ? -260 : -38).distanceMax(isSmall ? 600 : 320))
+      .force("charge", d3.forceManyBody().strength(isSmall ? -260 : -38).distanceMax(isSmall ? 600 : 320).theta(isSmall ? 0.9 : 1.1))
       .force("x", d3.forceX().strength(isSmall ? 0.05 : 0.06))
       .force("y", d3.forceY().strength(isSmall ? 0.065 : 0.06))
-      .alphaDecay(isSmall ? 0.02 : 0.035)
+      .alphaDecay(isSmall ? 0.02 : 0.04)
+      .alphaMin(isSmall ? 0.001 : 0.004)
       .stop();
     if (isSmall) this.simulation.force("link").strength(0.9);
     this.isSettled = false;
@@ -77,8 +79,12 @@ class Layout {
   schedule(simulation) {
     requestAnimationFrame(() => {
       if (this.simulation !== simulation) return; // another one has begun
-      this.advance(performance.now() + SLICE);
-      this.onMove();
+      const now = performance.now();
+      this.advance(now + SLICE);
+      if (this.isSettled || now - (this.shown ?? 0) > SHOWN_EVERY) {
+        this.shown = now;
+        this.onMove();
+      }
       if (!this.isSettled) this.schedule(simulation);
     });
   }
