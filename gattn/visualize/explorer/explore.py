@@ -234,8 +234,8 @@ def _surroundings(
     num_nodes = sets[0].size
     together = torch.cat([layer.edges for layer in layers], 1)
     reached = edges_towards(together, num_nodes, node, hops)
-    nodes = torch.cat([torch.tensor([node]), together[:, reached].flatten()]).unique()
-    masks = list(reached.split([layer.edges.size(1) for layer in layers]))
+    nodes = torch.unique(torch.cat([torch.tensor([node]), together[:, reached].flatten()]))
+    masks = list(torch.split(reached, [layer.edges.size(1) for layer in layers]))
     return nodes, masks, int((nodes == node).nonzero())
 
 

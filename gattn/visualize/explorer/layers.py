@@ -80,22 +80,24 @@ class _Batch:
     def of(self, weights: Any, dims: int) -> Tensor:
         """Selects the element in weights that have `dims` dimensions without a batch."""
         if not isinstance(weights, (list, tuple)):
-            weights = torch.as_tensor(weights).detach().cpu()
-            if weights.dim() == dims + 1:
-                return self._select(weights)
-            if weights.dim() > dims + 1:
+            tensor: Tensor = torch.as_tensor(weights).detach().cpu()
+            if tensor.dim() == dims + 1:
+                weights = tensor.unbind()
+            elif tensor.dim() > dims + 1:
                 raise ValueError(
-                    f"weights of shape {list(weights.shape)} have several batch dimensions: explore takes one, which "
+                    f"weights of shape {list(tensor.shape)} have several batch dimensions: explore takes one, which "
                     "batch= selects from. Index the others first."
                 )
-            return weights
-        return torch.as_tensor(self._select(weights)).detach().cpu()
+            else:
+                return tensor
+        return self._select(weights)
 
-    def _select(self, elements: Any) -> Any:
+    def _select(self, elements: Sequence[Any]) -> Tensor:
         self.size, self.seen = len(elements), True
         if not 0 <= self.element < self.size:
             raise IndexError(f"there is no batch={self.element}: the batch has {self.size} elements, from 0.")
-        return elements[self.element]
+        element: Tensor = torch.as_tensor(elements[self.element]).detach().cpu()
+        return element
 
     def check(self) -> None:
         if self.element and not self.seen:
@@ -127,9 +129,9 @@ def _layer(name: str, call: Any, batch: _Batch) -> Layer:
         if not isinstance(graph, CompleteGraph):
             edges, (num_sources, num_targets) = edge_list(graph)
             return Layer(name, edges, edge_weights(batch.of(weights, 2), edges), num_sources, num_targets, False)
+        matrices = complete_weights(batch.of(weights, 3))
         lengths = [None if x is None else int(x[batch.element]) for x in (graph.target_lengths, graph.source_lengths)]
-        matrices = complete_weights(batch.of(weights, 3))[:, : lengths[0], : lengths[1]]
-        return _from_matrices(name, matrices)
+        return _from_matrices(name, matrices[:, : lengths[0], : lengths[1]])
     if _is_pair(call):
         edges, (num_sources, num_targets) = edge_list(call[0])
         num_sources = num_targets = max(num_sources, num_targets)  # PyG's pairs do not tell a bipartite graph

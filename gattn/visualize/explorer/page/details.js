@@ -137,8 +137,8 @@ function weightDetails(graph, node, into) {
   const rows = neighbours().map((edge) => ({
     edge,
     node: graph.source[edge],
-    words: nodeName(space, graph.source[edge]) + (graph.source[edge] === node && space.shared ? " (itself)" : ""),
-    label: graph.name(edge),
+    words: nodeName(space, graph.source[edge]),
+    label: [graph.name(edge), space.shared && graph.source[edge] === node ? "itself" : ""].filter(Boolean).join(", "),
     value: values[edge],
     maximum,
     uniform: 1 / into.length,
@@ -184,7 +184,7 @@ function headsTable(node) {
 function rolloutDetails(graph, node) {
   const { shares } = shownField();
   const { space } = graph;
-  const rows = Array.from(shares, (value, other) => ({ value, node: other, words: nodeName(space, other) + (other === node ? " (itself)" : ""), mark: markOf(space, other) }))
+  const rows = Array.from(shares, (value, other) => ({ value, node: other, words: nodeName(space, other), label: other === node ? "itself" : "", mark: markOf(space, other) }))
     .filter(({ value }) => value > 0)
     .sort((a, b) => b.value - a.value);
   const maximum = rows[0]?.value || 1;

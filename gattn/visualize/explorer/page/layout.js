@@ -1,6 +1,6 @@
-// Where nodes are: as given, or by D3's forces, which are computed in slices between frames.
-const SLICE = 12; // milliseconds per frame, so that the page stays responsive
-const SHOWN_EVERY = 120; // milliseconds between pictures of a layout that is not settled
+// Where nodes are: as given, or by D3's forces, which are computed in slices.
+const SLICE = 12; // milliseconds at a time, so that the page stays responsive
+const SHOWN_EVERY = 300; // milliseconds between pictures of a layout that is not settled
 
 class Layout {
   constructor(onMove, isUpright) {
@@ -77,7 +77,7 @@ class Layout {
   }
 
   schedule(simulation) {
-    requestAnimationFrame(() => {
+    setTimeout(() => {
       if (this.simulation !== simulation) return; // another one has begun
       const now = performance.now();
       this.advance(now + SLICE);
@@ -86,7 +86,7 @@ class Layout {
         this.onMove();
       }
       if (!this.isSettled) this.schedule(simulation);
-    });
+    }, 3); // in between, the page answers clicks and keys
   }
 
   advance(deadline) {
