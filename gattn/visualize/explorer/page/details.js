@@ -176,7 +176,7 @@ function headsTable(node) {
       button.addEventListener("click", () => change({ layer: number, head }));
       return element("td", {}, button);
     });
-    table.append(element("tr", {}, element("th", { scope: "row", title: layer.name }, ending(names[place], 15)), ...cells));
+    table.append(element("tr", {}, element("th", { scope: "row", title: layer.name }, ending(names[place], 14)), ...cells));
   }
   return [heading("Entropy by layer and head", "% of uniform"), element("div", { className: "scroller" }, table)];
 }

@@ -242,7 +242,7 @@ function update(isFirst = false) {
   byId("shown").textContent = `Showing ${counted(edges.length, noun)} of ${counted(all.size, noun).split(" ")[0]}${cut}${state.reach ? `, ${counted(nodes.length, "node")}` : ""}.`;
   const shown = byId("show").selectedOptions[0].textContent;
   for (const [name, view] of Object.entries(views)) {
-    view.canvas.setAttribute("aria-label", `${shown}, ${layer.name}, ${headName(state.head)}, as a ${name}: ${counted(nodes.length, "node")}, ${counted(edges.length, noun)}. Selected: ${nodeName(space, state.node)}.`);
+    view.canvas.setAttribute("aria-label", `${shown}, ${layer.name}, ${headName(state.show === "weights" ? state.head : -1)}, as a ${name}: ${counted(nodes.length, "node")}, ${counted(edges.length, noun)}. Selected: ${nodeName(space, state.node)}.`);
   }
   invalidateViews();
 }
@@ -276,11 +276,9 @@ function showControls(layer, space) {
       ),
     );
   }
-  const chosen = layer.heads === 1 ? 0 : isSingle ? state.head : -1;
-  for (const input of heads.querySelectorAll("input")) {
-    input.checked = Number(input.value) === chosen;
-    input.disabled = !isSingle && Number(input.value) >= 0 && layer.heads > 1;
-  }
+  byId("head-field").hidden = !isSingle; // rollout and attribution average heads
+  const chosen = layer.heads === 1 ? 0 : state.head;
+  for (const input of heads.querySelectorAll("input")) input.checked = Number(input.value) === chosen;
 }
 
 function showLegend(space) {
