@@ -30,7 +30,7 @@ def browser():
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        missing("needs Playwright: pip install gattn[browser]")
+        missing("needs Playwright: pip install playwright")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         missing("needs Chromium among the programs")
@@ -431,3 +431,21 @@ def test_on_a_phone(show, model):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     click_node(page, 7)
     assert page.locator("#node-name").inner_text() == "7"
+
+
+def test_in_the_frame_of_a_notebook(browser, tmp_path, model):
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html>{explore(model, node=3, path=None)._repr_html_()}", encoding="utf-8")
+    page = browser.new_page()
+    complaints = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(path.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("#layer").select_option("convs.1")
+    edge_index, weights = layer(model, 1)
+    expected = [weight for _, weight in expected_neighbours(edge_index, weights[:, 0], 3)]
+    shown = [float(value) for value in frame.locator("#details ol .value").all_inner_texts()]
+    assert shown == pytest.approx(expected, abs=1.1e-4)
+    assert not complaints
+    page.close()
