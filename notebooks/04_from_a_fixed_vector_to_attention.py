@@ -132,12 +132,12 @@ for (above, below), width in zip(axes.T, (2.0, 0.3, 0.03), strict=True):
     above.plot(keys, values, "o", markersize=3, color="#999999", label="memory")
     above.plot(queries, estimate, color=COLOURS[1], label="estimate f(q)")
     above.set_title(f"width h = {width}")
-    above.set(xlabel="query q", ylim=(-0.5, 5.2))
+    above.set(xlabel="query q")
     image = below.imshow(
         weights[::4], cmap=WEIGHTS, vmin=0, vmax=1, aspect="auto", extent=(0, 40, 5, 0), interpolation="nearest"
     )
     below.set(xlabel="key number j")
-axes[0, 0].legend(frameon=False, loc="upper left")
+axes[0, 2].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 axes[1, 0].set_ylabel("query q")
 bar = figure.colorbar(image, ax=axes[1], label="attention weight α", aspect=12)
 
@@ -509,7 +509,7 @@ ax.set_xticks(range(6), [f"{low} to {high}\n({count})" for (low, high), count in
 ax.set(xlabel="words in the German number (how many are tested)", ylabel="translated without a mistake", ylim=(0, 1.05))
 ax.set_title("one seed")
 ax.grid(axis="y", alpha=0.25)
-ax.legend(frameon=False)
+legend = ax.legend(frameon=False)
 
 # %% [markdown]
 # This is the bottleneck in miniature. With one vector, a little more than half of the numbers of up to six words are
