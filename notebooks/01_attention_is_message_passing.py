@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Attention is message passing
 #
-# A Transformer's attention is usually written as three matrix products, a graph network's as messages along edges. They
-# are the same computation. A target $i$ compares itself with each source $j$ that it has an edge from, turns the scores
-# into weights, and averages:
+# A Transformer's attention is usually written as three matrix products, and a graph network's as messages along edges.
+# They are the same computation. A target $i$ compares itself with each source $j$ from which it has an edge, turns the
+# scores into weights, and averages:
 #
 # $$
 # \mathrm{out}_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij}\, v_j,
@@ -11,9 +11,10 @@
 # \alpha_{ij} = \frac{\exp s(q_i, k_j)}{\sum_{l \in \mathcal{N}(i)} \exp s(q_i, k_l)}
 # $$
 #
-# In a Transformer $\mathcal{N}(i)$ is everybody. This notebook takes five words and computes that in five ways, draws
-# the $n \times n$ matrix as the graph that it is, takes edges away, and then looks at what is left to choose: the
-# scale, heads, positions, and the score $s$. Wherever the text says that two things are equal, a cell checks it.
+# In a Transformer, $\mathcal{N}(i)$ contains every token. This notebook takes five words, computes their attention in
+# five ways, draws the $n \times n$ matrix as the graph that it is, and removes edges from it. It then turns to the
+# choices that remain: the scale, the heads, the positions, and the score $s$. Wherever the text says that two results
+# are equal, a cell checks it.
 
 # %%
 import math
@@ -26,14 +27,14 @@ import gattn
 from gattn.visualize import COLOURS, WEIGHTS, attention_graph, attention_grid, attention_matrix
 
 torch.manual_seed(0)
-plt.rcParams.update({"figure.dpi": 80, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update({"figure.dpi": 120, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 equal = torch.testing.assert_close
 
 # %% [markdown]
-# ## Five words, with a pencil
+# ## Five words and a pencil
 #
-# Each word gets four numbers that we can read: is it an article, a noun, a verb, a human?
-# Trained models learn such features (and less readable ones); ours are made up so that a pencil suffices.
+# Each word gets four numbers that we can read: is it an article, a noun, a verb, a human? Trained models learn such
+# features, and many less readable ones. Ours are made up so that a pencil is enough.
 
 # %%
 words = ["The", "man", "walked", "the", "dog"]
@@ -49,10 +50,10 @@ x = torch.tensor(
 n, d = x.shape
 
 # %% [markdown]
-# A word's **query** says what it looks for, its **key** what it offers, its **value** what it hands over. All three are
-# linear maps of its features, $q_i = x_i W^Q$ and so on. Here keys and values are the features themselves, and queries
-# say: an article looks for nouns, a noun for verbs and, less, for articles, a verb for nouns, more so if they are
-# human.
+# A word's **query** says what it looks for, its **key** what it offers, and its **value** what it hands over. All three
+# are linear maps of its features: $q_i = x_i W^Q$, and likewise for keys and values. In our example, keys and values
+# are the features themselves, and the queries are as follows. An article looks for nouns. A noun looks for verbs and,
+# with less weight, for articles. A verb looks for nouns, and more so if they are human.
 
 # %%
 w_query = torch.tensor(
@@ -66,8 +67,9 @@ w_query = torch.tensor(
 query, key, value = x @ w_query, x, x
 
 # %% [markdown]
-# Now "walked" looks around. Its query is $(0, 4, 0, 2)$, so "man" scores $4 + 2 = 6$, "dog" 4, the others 0. Scores are
-# divided by $\sqrt{d} = 2$ (why, we shall see), and weights are $e^3, e^2, e^0$ over their sum.
+# Consider "walked". Its query is $(0, 4, 0, 2)$, so "man" scores $4 + 2 = 6$, "dog" scores 4, and the other words score
+# 0. The scores are divided by $\sqrt{d} = 2$ (we shall see why), and the weights are $e^3$, $e^2$ and $e^0$, divided by
+# their sum.
 
 # %%
 walked = words.index("walked")
@@ -77,8 +79,8 @@ for word, s in zip(words, scores, strict=True):
     print(f"{word:8} score {s:.0f}   weight {math.exp(s) / total:.3f}")
 
 # %% [markdown]
-# The output of "walked" is the average of all values under these weights. Its last number, 0.659, was 0 before: the
-# word now knows that a human did it. All five words at once, by nothing but loops:
+# The output of "walked" is the average of all values under these weights. Its last number was 0 before and is 0.659
+# now: the word has learnt that a human did it. Here are all five words, computed with nothing but loops:
 
 # %%
 by_hand = torch.zeros(n, d)
@@ -92,7 +94,7 @@ for word, row in zip(words, by_hand.tolist(), strict=True):
     print(f"{word:8}", "  ".join(f"{number:.3f}" for number in row))
 
 # %% [markdown]
-# ## The same as matrices
+# ## The same computation with matrices
 #
 # $$\mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{d}}\right) V$$
 
@@ -102,28 +104,30 @@ as_matrices = matrix @ value
 equal(as_matrices, by_hand)
 
 # %% [markdown]
-# ## The same as messages
+# ## The same computation with messages
 #
-# A graph is a list of edges: sources above, targets below. Here it has all 25. Attention along edges is three steps,
-# the three of every message-passing network: **gather** what lies at the two ends of each edge, make one weight an edge
-# (the softmax runs over the edges that share a target), **scatter** the weighted values to the targets.
+# A graph is a list of edges, with the sources in its first row and the targets in its second. This one has all 25
+# edges. Attention along edges takes three steps, which are those of every message-passing network: **gather** the
+# vectors at the two ends of each edge, compute one weight per edge (the softmax runs over the edges that share a
+# target), and **scatter** the weighted values to the targets.
 
 # %%
 target, source = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
 edge_index = torch.stack([source.flatten(), target.flatten()])
 source, target = edge_index
 
-logits = (query[target] * key[source]).sum(-1) / math.sqrt(d)  # one an edge
+logits = (query[target] * key[source]).sum(-1) / math.sqrt(d)  # one per edge
 weights = gattn.softmax(logits, target, num_targets=n)
 as_messages = torch.zeros(n, d).index_add(0, target, weights.unsqueeze(-1) * value[source])
 equal(as_messages, by_hand)
 
 # %% [markdown]
-# ## The same with `gattn.attend`
+# ## The same computation with `gattn.attend`
 #
-# `attend` is this computation with fast kernels beneath; who attends to whom is its fourth argument. A `CompleteGraph`
-# is everybody to everybody without a list of edges: the Transformer's way, through PyTorch's fused attention. An
-# `edge_index` is the graph network's way. (Tensors are `[nodes, heads, channels]`; we have one head so far.)
+# `attend` performs this computation with fast kernels. Its fourth argument says who attends to whom. A `CompleteGraph`
+# connects every node with every other without listing the edges. This is the Transformer's way, and PyTorch's fused
+# attention computes it. An `edge_index` is the graph network's way. (Tensors are `[nodes, heads, channels]`; so far we
+# have one head.)
 
 # %%
 q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -143,8 +147,9 @@ for name, out in {
 # %% [markdown]
 # ## The matrix is a graph
 #
-# An $n \times n$ matrix of weights *is* a weighted graph: row $i$, column $j$ is an arrow from $j$ to $i$. Both
-# pictures below show the same 25 numbers; an entry of the diagonal is a loop, drawn as the rim of its node.
+# An $n \times n$ matrix of weights *is* a weighted graph: the entry in row $i$ and column $j$ is an arrow from $j$ to
+# $i$. Both pictures below show the same 25 numbers. An entry on the diagonal is a self-loop, which is drawn as the rim
+# of its node.
 
 # %%
 circle = torch.tensor([[math.sin(2 * math.pi * i / n), math.cos(2 * math.pi * i / n)] for i in range(n)])
@@ -157,15 +162,15 @@ for i in range(n):
         left.text(j, i, f"{matrix[i, j]:.2f}", ha="center", va="center", color=colour, fontsize=8)
 
 # %% [markdown]
-# "walked" hears from "man" and "dog", the nouns from "walked", the articles from the nouns, as their queries asked. One
-# more thing shows: the rows of "The" and "the" are equal, and no arrow cares which noun stands next to which article. A
-# graph has no order. We shall come back to that.
+# The weights are what the queries asked for: "walked" attends to "man" and "dog", the nouns attend to "walked", and the
+# articles attend to the nouns. The picture also shows what is missing. The rows of "The" and "the" are equal: neither
+# article knows which noun stands next to it, because a graph has no order. We shall come back to this.
 
 # %% [markdown]
-# ## Causal means fewer edges
+# ## Causal attention has fewer edges
 #
-# A language model must not look ahead: word $i$ attends to $j \le i$. With matrices one adds a mask of $-\infty$ before
-# the softmax. With a graph there is nothing to mask: those edges are not there.
+# A language model must not look ahead: word $i$ attends to the words $j \le i$. With matrices, we add a mask of
+# $-\infty$ before the softmax. With a graph there is nothing to mask, because the edges are simply absent.
 
 # %%
 ahead = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -176,15 +181,16 @@ equal(gattn.attend(q, k, v, gattn.CompleteGraph(n, causal=True)).squeeze(1), mas
 print(f"{edge_index.size(1)} edges, causal {earlier.size(1)}")
 
 # %% [markdown]
-# Any other list of edges does as well. A window of one word to each side is what long-sequence models use; and a
-# sentence has a graph of its own, its syntax: each article belongs to its noun, both nouns to the verb. Attention over
-# such a graph is what *graph attention networks* do. Queries, keys and values stay the same; only the edges change.
+# Any other list of edges works as well. Models of long sequences use a window; ours has a radius of 1, so each word
+# attends to itself and to one neighbour on each side. A sentence also has a graph of its own, its syntax: each article
+# belongs to its noun, and both nouns belong to the verb. Attention over such a graph is what *graph attention networks*
+# compute. Queries, keys and values stay the same, and only the edges change.
 
 # %%
 near = edge_index[:, (source - target).abs() <= 1]
 syntax = torch.tensor([[0, 1, 3, 4], [1, 2, 4, 2]])
 syntax = torch.cat([syntax, syntax.flip(0), torch.arange(n).expand(2, -1)], dim=1)
-graphs = {"complete": edge_index, "causal": earlier, "window of 1": near, "syntax": syntax}
+graphs = {"complete": edge_index, "causal": earlier, "window, radius 1": near, "syntax": syntax}
 
 figure, axes = plt.subplots(2, 4, figsize=(9, 4.9), layout="constrained")
 for (name, edges), (above, below) in zip(graphs.items(), axes.T, strict=True):
@@ -204,57 +210,88 @@ bar.set_label("attention weight α")
 bar.outline.set_visible(False)
 
 # %% [markdown]
-# × stands where there is no edge. What a missing edge leaves is shared out among those that remain, since each row
-# still sums to one: a causal "The" has nobody but itself and gives itself a weight of 1, although its query asks for
-# nouns. On the syntax graph "The" hears from "man" and not from "dog": the graph says what the vectors cannot.
+# A cross marks a missing edge. Its weight is shared out among the edges that remain, since each row still sums to one.
+# In the causal graph, "The" has no source but itself and therefore gives itself a weight of 1, although its query asks
+# for nouns. On the syntax graph, "The" attends to "man" and not to "dog": the graph supplies what the vectors cannot
+# express.
 
 # %% [markdown]
 # ## Why divide by √d?
 #
-# If entries of $q$ and $k$ are independent, with mean 0 and variance 1, then $q^\top k$ is a sum of $d$ products of
-# variance 1, so its standard deviation is $\sqrt{d}$. Large logits make the softmax pick one neighbour and ignore the
-# rest, and a softmax that has picked hardly changes: its derivative $\partial \alpha_i / \partial s_j = \alpha_i
-# (\delta_{ij} - \alpha_j)$ vanishes, and with it what queries and keys learn from. We draw queries and 32 keys at
-# random and look at all three.
+# If the entries of $q$ and $k$ are independent, with mean 0 and variance 1, then $q^\top k$ is a sum of $d$ products of
+# variance 1, so its standard deviation is $\sqrt{d}$. Large logits make the softmax select one neighbour and ignore the
+# rest. What does this do to learning? A query learns through the derivative of its weights,
+#
+# $$
+# \frac{\partial \alpha_j}{\partial q} = c\, \alpha_j \Big(k_j - \sum_l \alpha_l k_l\Big),
+# $$
+#
+# where the logits are $c\, q^\top k_j$ and $c$ is either $1/\sqrt{d}$ or 1. Once one weight is close to 1, every term
+# is close to zero: for the selected key the bracket vanishes, and for all others $\alpha_j$ does. But where two keys
+# are nearly tied for the first place, nothing cancels, and the derivative is as large as the difference between two
+# keys, which grows with $\sqrt{d}$. We draw 500 queries with 32 keys each and compute the norm of this Jacobian matrix
+# for every draw. The lines are medians, and the bands extend from the 5th to the 95th percentile.
+
 
 # %%
-channels = [2**power for power in range(11)]
-curves: dict[str, list[list[float]]] = {"with 1/√d": [], "without": []}
-for c in channels:
-    products = torch.einsum("nc,njc->nj", torch.randn(500, c), torch.randn(500, 32, c))
-    for name, s in (("with 1/√d", products / math.sqrt(c)), ("without", products)):
-        alpha = s.softmax(-1)
-        jacobian = torch.diag_embed(alpha) - alpha.unsqueeze(-1) * alpha.unsqueeze(-2)
-        curves[name].append([s.std().item(), alpha.amax(-1).mean().item(), jacobian.norm(dim=(1, 2)).mean().item()])
+def derivative(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+    """Logits and weights, `[draws, keys]`, and the derivative of the weights, `[draws, keys, channels]`."""
+    s = scale * torch.einsum("nc,njc->nj", queries, keys)
+    alpha = s.softmax(-1)
+    mean_key = torch.einsum("nj,njc->nc", alpha, keys)
+    return s, alpha, scale * alpha.unsqueeze(-1) * (keys - mean_key.unsqueeze(1))
 
-figure, axes = plt.subplots(1, 3, figsize=(9, 2.7), layout="constrained")
-titles = ["standard deviation of logits", "largest of 32 weights", "size of the softmax's derivative"]
+
+one_query, its_keys = torch.randn(8), torch.randn(32, 8)
+by_autograd = torch.autograd.functional.jacobian(lambda q: (q @ its_keys.T).softmax(-1), one_query)
+equal(derivative(one_query.unsqueeze(0), its_keys.unsqueeze(0), 1.0)[2].squeeze(0), by_autograd)
+
+channels = [2**power for power in range(11)]
+percentiles = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+curves: dict[str, list[list[torch.Tensor]]] = {"with 1/√d": [], "without": []}
+for c in channels:
+    random_queries, random_keys = torch.randn(500, c), torch.randn(500, 32, c)
+    for name, scale in (("with 1/√d", 1 / math.sqrt(c)), ("without", 1.0)):
+        s, alpha, jacobian = derivative(random_queries, random_keys, scale)
+        curves[name].append([s.std(-1), alpha.amax(-1), jacobian.norm(dim=(1, 2))])
+
+figure, axes = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
+titles = ["standard deviation of 32 logits", "largest of 32 weights", "norm of ∂α/∂q"]
 for number, (ax, title) in enumerate(zip(axes, titles, strict=True)):
     for (name, rows), colour in zip(curves.items(), COLOURS, strict=False):
-        ax.plot(channels, [row[number] for row in rows], "o-", color=colour, label=name, markersize=3)
+        low, _, median, _, high = torch.stack([row[number].quantile(percentiles) for row in rows], dim=1)
+        ax.plot(channels, median, "o-", color=colour, label=name, markersize=3)
+        ax.fill_between(channels, low, high, color=colour, alpha=0.2, linewidth=0)
     ax.set_xscale("log", base=2)
     ax.set_title(title, fontsize=10)
     ax.set_xlabel("channels d")
 axes[0].plot(channels, [math.sqrt(c) for c in channels], ":", color="black", label="√d")
 axes[0].set_yscale("log", base=2)
 axes[0].legend(frameon=False)
-axes[1].set_ylim(0, 1)
-axes[2].set_ylim(0, None)
+axes[1].set_ylim(0, 1.02)
+axes[2].set_yscale("log")
+axes[2].set_ylim(1e-9, 1e2)
+
+print("d = 1024     largest weight    norm of ∂α/∂q:   mean        5 %       25 %     median       75 %       95 %")
 for name, rows in curves.items():
-    deviation, largest, derivative = rows[-1]
-    print(f"{name:10} d = 1024: logits ± {deviation:.1f}, largest weight {largest:.2f}, derivative {derivative:.3f}")
+    _, weight, norm = rows[-1]
+    spread = " ".join(f"{value:10.2g}" for value in norm.quantile(percentiles).tolist())
+    print(f"{name:10} {weight.mean():16.2f} {norm.mean():24.2f} {spread}")
 
 # %% [markdown]
-# Divided by $\sqrt{d}$, attention behaves alike for any number of channels. Without it, at $d = 1024$ nearly the
-# whole weight lies on one of 32 neighbours, and the derivative is a quarter of what the division keeps. (With few
-# channels it is larger: logits of a standard deviation of two or three would not hurt yet.)
+# With the division, attention behaves in the same way for any number of channels, and all draws are alike. Without it,
+# at $d = 1024$, 95 % of the weight lies on one of the 32 neighbours on average, and the derivative is **almost always
+# nothing, and now and then a blow**. Its median is more than fifty times smaller than with the division, and for one
+# query in four it is smaller by a factor of more than 200 000. Yet its mean is eight times *larger*, because in one
+# draw out of twenty it reaches about 14 or more. An optimiser that sees such gradients either stands still or is thrown
+# about. The mean alone would hide the first half of this, and the median the second.
 
 # %% [markdown]
 # ## Several heads
 #
-# One head asks one question. With $H$ heads a word asks several at the same time, each with queries, keys and values of
-# its own. In terms of the graph: each edge carries $H$ weights instead of one. Heads don't see each other, so
-# one at a time is the same as all at once.
+# One head asks one question. With $H$ heads, a word asks several questions at the same time, each with queries, keys
+# and values of its own. In terms of the graph, each edge carries $H$ weights instead of one. Heads do not see each
+# other, so computing them one at a time gives the same result as computing all of them at once.
 
 # %%
 same_kind = 6.0 * torch.eye(4)  # each word looks for words like itself
@@ -277,9 +314,9 @@ for ax, name in zip(axes[0], ["as before", "like to like", "to nouns", "nouns to
     ax.set_title(name, fontsize=10)
 
 # %% [markdown]
-# With learnt maps before and a linear map after it, this is the multi-head attention of [Attention Is All You
-# Need](https://arxiv.org/abs/1706.03762). `gattn.nn.MultiheadAttention` takes the parameters of PyTorch's and gives the
-# same numbers; beyond PyTorch's it takes a graph, and so becomes a layer of a graph Transformer.
+# With learnt maps before it and a linear map after it, this is the multi-head attention of [Attention Is All You
+# Need](https://arxiv.org/abs/1706.03762). `gattn.nn.MultiheadAttention` accepts the parameters of PyTorch's layer and
+# computes the same numbers. In addition, it accepts a graph, which makes it a layer of a graph Transformer.
 
 # %%
 pytorch = torch.nn.MultiheadAttention(16, num_heads=4)
@@ -290,14 +327,14 @@ expected, _ = pytorch(tokens, tokens, tokens)
 equal(ours(tokens, tokens, tokens)[0], expected)
 equal(ours(tokens, tokens, tokens, graph=edge_index)[0], expected)
 on_syntax, _ = ours(tokens, tokens, tokens, graph=syntax)
-print(f"over the syntax graph other numbers: they differ by up to {(on_syntax - expected).abs().max():.2f}")
+print(f"on the syntax graph, the outputs differ by up to {(on_syntax - expected).abs().max():.2f}")
 
 # %% [markdown]
 # ## Positions
 #
-# Renumber the nodes of a graph, and the outputs are renumbered with them; nothing else happens. For attention over a
-# complete graph this means: shuffle the words, and each keeps its output. "The" and "the" have the same features, so
-# they have the same output, whatever stands beside them.
+# If we renumber the nodes of a graph, the outputs are renumbered in the same way, and nothing else changes. For
+# attention over a complete graph, this means that we can shuffle the words, and each keeps its output. "The" and "the"
+# have the same features, so they have the same output, whatever stands beside them.
 
 # %%
 shuffled = torch.tensor([4, 2, 0, 3, 1])
@@ -305,22 +342,25 @@ equal(gattn.attend(q[shuffled], k[shuffled], v[shuffled], gattn.CompleteGraph(n)
 equal(as_transformer[0], as_transformer[3])
 
 # %% [markdown]
-# Who needs order must put it in. Three ways, from the oldest: add a vector that depends on the place to each word's
-# features (*sinusoidal*, [Vaswani et al.](https://arxiv.org/abs/1706.03762)); add a learnt number to the logit of each
-# distance (*relative*, [Shaw et al.](https://arxiv.org/abs/1803.02155), [Raffel et
-# al.](https://arxiv.org/abs/1910.10683)); rotate queries and keys by angles that grow with the place (*rotary*, [Su et
-# al.](https://arxiv.org/abs/2104.09864)). In terms of the graph the first is a node feature, the second an edge
-# feature, and the third turns a node's place into something that depends on the edge alone.
+# If order matters, it must be supplied. There are three common ways. *Sinusoidal* encodings add a vector that depends
+# on the position to the features of each word ([Vaswani et al.](https://arxiv.org/abs/1706.03762)). *Relative*
+# positions depend on the distance between the two words: [Shaw et al.](https://arxiv.org/abs/1803.02155) add a learnt
+# vector per distance to the keys (and another one to the values), and [Raffel et al.](https://arxiv.org/abs/1910.10683)
+# (T5) simplify this to a learnt number per distance and head, which is added to the logit. *Rotary* encodings rotate
+# queries and keys by angles that are proportional to the position ([Su et al.](https://arxiv.org/abs/2104.09864)). In
+# terms of the graph, the first is a node feature and the second an edge feature. The third starts from a node feature,
+# but its effect on the logit depends only on the edge, because two rotations differ by their distance.
 #
-# What that buys shows in the smallest task that needs order: *name the token before you*, in random sequences of 16
-# letters out of 16. One layer, one head, complete graph. A test on sequences four times as long follows.
+# The smallest task that needs order shows what each of them achieves: *name the previous token*, in random sequences of
+# 16 letters from an alphabet of 16. The model is one layer with one head on a complete graph; "relative" is the learnt
+# number of Raffel et al. We then test each model on sequences that are four times as long.
 
 # %%
 alphabet = 16
 
 
 class PreviousToken(torch.nn.Module):
-    """One layer of attention that is to name the token before each."""
+    """One layer of attention, trained to name the token before each token."""
 
     def __init__(self, add: torch.nn.Module | None = None, position: torch.nn.Module | None = None):
         super().__init__()
@@ -337,7 +377,7 @@ class PreviousToken(torch.nn.Module):
 
 
 def accuracy(model: PreviousToken, length: int) -> float:
-    """The part of 256 sequences' letters that the model names; the first one has none before it."""
+    """The fraction of letters that the model names correctly, in 256 sequences and without the first letter of each."""
     letters = torch.randint(alphabet, (256, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         named = model(letters)[0].argmax(-1)
@@ -370,29 +410,32 @@ for ax, (name, make) in zip(axes, models.items(), strict=True):
     ax.set_ylabel("target" if name == "none" else "")
 
 # %% [markdown]
-# Without positions the layer knows which letters are there, not where, and attends to all alike. With them it learns
-# the same graph in three ways: the line below the diagonal is a list of edges, each letter's from the one before it,
-# learnt this time. (The first letter has none before it, and may look anywhere.)
+# Without positions, the layer knows which letters occur but not where, and it attends to all of them equally. With
+# positions, all three models learn the same graph: the line below the diagonal is a list of edges, one from each letter
+# to the next, and this time it was learnt. (The first letter has no predecessor and may attend to anything.)
 #
-# On four times the length, relative and rotary positions mostly hold: they know distances, and a distance of one
-# was there in training. Sinusoidal ones are new from the 17th place on. That was one seed each of a toy; its order
-# says little about large models.
+# On sequences four times as long, relative and rotary positions mostly hold, since they depend on distances, and a
+# distance of one occurred in training. Sinusoidal encodings are new to the model from the 17th position on. These are
+# single runs, with one seed each, on a toy problem; their order says little about large models.
 
 # %% [markdown]
 # ## Which score?
 #
-# So far $s$ was a dot product. It is the last thing to choose, and the literature chose differently:
+# So far, $s$ was a dot product. Other scores have been used as well:
 #
 # | score | $s(q, k)$ | from |
 # | --- | --- | --- |
-# | dot | $q^\top k \,/ \sqrt{d}$ | [Luong et al.](https://arxiv.org/abs/1508.04025), Vaswani et al. |
+# | dot | $q^\top k$ | [Luong et al.](https://arxiv.org/abs/1508.04025) |
+# | scaled dot | $q^\top k \,/ \sqrt{d}$ | [Vaswani et al.](https://arxiv.org/abs/1706.03762) |
 # | general | $q^\top W k$, with $W = W_q^\top W_k$ | Luong et al.; divided by $\sqrt{d}$, a Transformer's |
 # | additive | $a^\top \tanh(W_q q + W_k k)$ | [Bahdanau et al.](https://arxiv.org/abs/1409.0473) |
 # | GAT | $\mathrm{LeakyReLU}(a^\top W_q q + a^\top W_k k)$ | [Veličković et al.](https://arxiv.org/abs/1710.10903) |
 # | GATv2 | $a^\top \mathrm{LeakyReLU}(W_q q + W_k k)$ | [Brody et al.](https://arxiv.org/abs/2105.14491) |
 #
-# We take vectors in the plane, two queries and five keys, and give all scores the same $W_q$, $W_k$ ($8 \times 2$) and
-# $a$, drawn at random (with a seed that shows the differences well). Formulas first, for the first query and key:
+# To compare them, we take vectors in the plane, two queries and five keys, and give all scores the same $W_q$ and $W_k$
+# ($8 \times 2$) and the same $a$, drawn at random with a seed that shows the differences well. (The unscaled dot
+# product differs from the scaled one only by the factor $\sqrt{2}$ and is left out.) We begin with the formulas, for
+# the first query and the first key:
 
 # %%
 torch.manual_seed(40)
@@ -403,7 +446,7 @@ keys = 1.6 * torch.stack([angles.cos(), angles.sin()], dim=1)
 
 first, other = queries[0], keys[0]
 formulas = {
-    "dot": first @ other / math.sqrt(2),
+    "scaled dot": first @ other / math.sqrt(2),
     "general": first @ w_q.T @ w_k @ other,
     "additive": a @ (w_q @ first + w_k @ other).tanh(),
     "GAT": leaky_relu(a @ w_q @ first + a @ w_k @ other, 0.2),
@@ -411,15 +454,17 @@ formulas = {
 }
 
 # %% [markdown]
-# In gattn a score is an object that compares what lies at the two ends of an edge. *General* is a dot product of
-# projected vectors; *additive* and *GATv2* are one class; *GAT* compares two scalars, which is what makes it cheap.
+# In gattn, a score is an object that compares the vectors at the two ends of an edge. *General* is a dot product of
+# projected vectors, *additive* and *GATv2* are one class with two activations, and *GAT* compares two scalars, which is
+# why it is cheap. The last column of the output counts in how many different orders 1000 random queries put the five
+# keys.
 
 # %%
 hidden = (lambda q: (q @ w_q.T).unsqueeze(1), lambda k: (k @ w_k.T).unsqueeze(1))  # [N, 1, 8]
 scalars = (lambda q: (q @ w_q.T @ a).unsqueeze(1), lambda k: (k @ w_k.T @ a).unsqueeze(1))  # [N, 1]
 plain = (lambda q: q.unsqueeze(1), lambda k: k.unsqueeze(1))  # [N, 1, 2]
 score_functions = {
-    "dot": (gattn.DotScore(), *plain),
+    "scaled dot": (gattn.DotScore(), *plain),
     "general": (gattn.DotScore(scale=1.0), *hidden),
     "additive": (gattn.AdditiveScore(a.unsqueeze(0), activation="tanh"), *hidden),
     "GAT": (gattn.GATScore(), *scalars),
@@ -435,7 +480,7 @@ def compare(name: str, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
 
 
 many = torch.randn(1000, 2)
-print("          first query, first key   weights of the five keys       rankings of them by 1000 queries")
+print("            first query, first key   weights of the five keys       orders for 1000 queries")
 for name, (score, of_query, of_key) in score_functions.items():
     s = compare(name, queries, keys)
     equal(s[0, 0], formulas[name])
@@ -444,18 +489,18 @@ for name, (score, of_query, of_key) in score_functions.items():
         of_query(queries), of_key(keys), torch.zeros(5, 1, 1), everybody, score=score, return_weights=True
     )
     equal(alpha.squeeze(0), s.softmax(-1))
-    rankings = len(compare(name, many, keys).argsort(-1).unique(dim=0))
-    print(f"{name:9} {s[0, 0]:22.3f}   {' '.join(f'{weight:.2f}' for weight in alpha[0, 0].tolist())} {rankings:38}")
+    orders = len(compare(name, many, keys).argsort(-1).unique(dim=0))
+    print(f"{name:11} {s[0, 0]:22.3f}   {' '.join(f'{weight:.2f}' for weight in alpha[0, 0].tolist())} {orders:29}")
 
 # %% [markdown]
-# The last column is a difference in kind. GAT's query and key are added before anything bends, and the LeakyReLU after
-# it is monotone: the key with the largest $a^\top W_k k$ wins with *every* query. Brody et al. call such attention
-# static. GATv2 has the same parameters and swaps the order of $a$ and LeakyReLU, and its queries disagree here. (They
-# need not: that depends on the parameters.)
+# The last column shows a difference in kind. GAT adds a number from the query to a number from the key, and the
+# LeakyReLU that follows is monotone. The key with the largest $a^\top W_k k$ therefore wins for *every* query, and the
+# other keys follow in the same order. Brody et al. call such attention static. GATv2 has the same parameters but
+# applies $a$ after the LeakyReLU, and its queries disagree here. (Whether they do depends on the parameters.)
 #
-# The picture shows it. Each panel is the plane of keys, darker where a key would score higher; the arrow is the query,
-# the dots are our five keys, and the orange one wins. Turn the query (from the first row to the second) and see what
-# turns with it.
+# The picture shows this. Each panel is the plane of keys, darker where a key would score higher. The arrow is the
+# query, the dots are our five keys, and the orange dot is the key with the highest score. Compare the first row with
+# the second, where the query has turned: what turns with it?
 
 # %%
 side = torch.linspace(-2.2, 2.2, 60)
@@ -477,13 +522,13 @@ for row, name in enumerate(("first", "second")):
     axes[row, 0].set_ylabel(f"{name} query")
 
 # %% [markdown]
-# *Dot* and *general* climb in one direction, which turns with the query. *GAT* climbs in one direction, too, but it is
-# the same in both rows, and so is the winner. *Additive* and *GATv2* are bent, and where they bend depends on the
-# query.
+# The scores of *scaled dot* and *general* increase in one direction, which turns with the query. The score of *GAT*
+# also increases in one direction, but that direction is the same in both rows, and so is the winner. The landscapes of
+# *additive* and *GATv2* are curved, and their shape depends on the query.
 #
-# ## In one sentence
+# ## Summary
 #
-# Attention has a graph (who attends to whom), a score (how the two ends of an edge compare) and a distribution (how
-# scores become weights); a Transformer and a graph attention network differ in the first two answers, not in the
-# computation. [The second notebook](02_graph_attention_on_cora.ipynb) trains graph attention and looks at what it
-# attends to; [the third](03_graph_vs_sequence_attention.ipynb) sets graphs and sequences side by side.
+# Attention is defined by a graph (who attends to whom), a score (how the two ends of an edge are compared) and a
+# distribution (how scores become weights). A Transformer and a graph attention network differ in the first two choices,
+# not in the computation. [The second notebook](02_graph_attention_on_cora.ipynb) trains graph attention and examines
+# what it attends to; [the third](03_graph_vs_sequence_attention.ipynb) compares graphs with sequences.
