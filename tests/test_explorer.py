@@ -122,7 +122,7 @@ class TestInput:
         model = gattn.models.TransformerSeq2Seq(9, 9, 8, 1, 2).eval()
         with gattn.record_attention(model) as records:
             model(torch.randint(3, 9, (2, 5)), torch.randint(3, 9, (2, 4)), torch.tensor([5, 3]))
-        exploration = explore(records, tokens=(["a", "b", "c"], list("wxyz")), batch=1, path=None)
+        exploration = explore(records, tokens=(["a", "b", "c"], list("wxyz")), element=1, path=None)
         data = stored(exploration)
         assert data["batch"] == {"element": 1, "size": 2}
         assert [space["names"] for space in data["spaces"]] == [list("abc"), list("wxyz"), list("abcwxyz")]
@@ -136,7 +136,7 @@ class TestInput:
         x = torch.randn(5, 8)
         with gattn.record_attention(layer) as records:
             layer(x, x, x, graph=gattn.CompleteGraph.packed([2, 3]))
-        data = stored(explore(records, tokens=list("abc"), batch=1, path=None))
+        data = stored(explore(records, tokens=list("abc"), element=1, path=None))
         assert data["spaces"][0]["names"] == list("abc")
         torch.testing.assert_close(
             weights_of(data["layers"][0], 9).T.reshape(2, 3, 3), records[""][0].weights[1].double(), atol=1e-5, rtol=0
@@ -189,11 +189,11 @@ class TestErrors:
         ("arguments", "options", "error", "message"),
         [
             ((3,), {}, TypeError, "explore takes a model and its inputs"),
-            (({},), {}, ValueError, "there is no layer"),
-            ((nn.Linear(2, 2), torch.ones(1, 2)), {}, ValueError, "none of its layers recorded"),
+            (({},), {}, ValueError, "there is no layer that attended"),
+            ((nn.Linear(2, 2), torch.ones(1, 2)), {}, ValueError, "has no attention layer"),
             ((nn.Linear(2, 2),), {}, ValueError, "needs the model's inputs"),
-            ((torch.ones(3, 3),), {"batch": 1}, ValueError, "no batch dimension"),
-            ((torch.ones(2, 1, 3, 3),), {"batch": 2}, IndexError, "there is no batch=2"),
+            ((torch.ones(3, 3),), {"element": 1}, ValueError, "no batch dimension"),
+            ((torch.ones(2, 1, 3, 3),), {"element": 2}, IndexError, "there is no element 2"),
             (
                 (torch.ones(3, 3),),
                 {"tokens": ["a"]},

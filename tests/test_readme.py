@@ -13,7 +13,8 @@ def blocks(language, page=README):
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_runs(code):
+def test_python_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
 
 

@@ -966,19 +966,6 @@ def test_plotting_is_imported_by_visualize_alone_and_may_be_missing():
     assert "pip install matplotlib networkx" in result.stderr
 
 
-FUNCTIONS = [name for name in visualize.__all__ if inspect.isfunction(getattr(visualize, name))]
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_everything_public_explains_itself(name):
-    function = getattr(visualize, name)
-    text = inspect.getdoc(function)
-    for section in ("Args:", "Returns:", "Raises:", "Example:"):
-        assert section in text
-    for argument in inspect.signature(function).parameters:
-        assert re.search(rf"^    (\*\*)?{argument}: ", text, re.MULTILINE), argument
-
-
 def test_no_message_asks_for_an_extra():
     """Which can be installed by name only where an index has gattn; its packages can be anywhere."""
     for path in Path(gattn.__file__).parent.rglob("*.py"):

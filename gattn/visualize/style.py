@@ -25,6 +25,7 @@ __all__ = [
     "colour_scale",
     "legend_style",
     "printable",
+    "visible",
 ]
 
 #: Okabe and Ito's palette, for classes and heads.
@@ -87,8 +88,14 @@ def as_list(labels: Any) -> list[Any]:
     return labels.tolist() if hasattr(labels, "tolist") else list(labels)
 
 
+def visible(label: Any) -> str:
+    """Returns a label that can be seen: spaces and line breaks may be tokens."""
+    text = str(label).replace("\n", "↵").replace("\t", "⇥")
+    return text.replace(" ", "␣") if text.isspace() else text
+
+
 def printable(labels: Iterable[Any], limit: int = _MAX_CHARACTERS) -> list[str]:
-    """Returns labels that can be seen: spaces, line breaks, characters that the font lacks, and long texts.
+    """Returns labels that can be seen and that matplotlib's font has, cut to a limit.
 
     Args:
         labels: What is to be written.
@@ -97,18 +104,16 @@ def printable(labels: Iterable[Any], limit: int = _MAX_CHARACTERS) -> list[str]:
     fonts = [findfont(FontProperties(family=[family])) for family in mpl.rcParams["font.family"]]
     glyphs = {code for font in fonts for code in get_font(font).get_charmap()}
     missing: dict[str, None] = {}
-    visible = []
-    for label in map(str, labels):
-        text = label.replace("\n", "↵").replace("\t", "⇥")
-        text = text.replace(" ", "␣") if text.isspace() else text
+    found = []
+    for label in labels:
         known = []
-        for character in unicodedata.normalize("NFC", text):
+        for character in unicodedata.normalize("NFC", visible(label)):
             if unicodedata.category(character) == "Cf":  # joins others, and has no width
                 continue
             if ord(character) not in glyphs:
                 missing[character] = None
             known.append(_MISSING if character in missing else character)
-        visible.append("".join(known) if len(known) <= limit else "".join(known[: limit - 1]).rstrip() + "…")
+        found.append("".join(known) if len(known) <= limit else "".join(known[: limit - 1]).rstrip() + "…")
     if missing:
         warnings.warn(
             f"the font {', '.join(mpl.rcParams['font.family'])} lacks {len(missing)} of the characters to be drawn, "
@@ -116,7 +121,7 @@ def printable(labels: Iterable[Any], limit: int = _MAX_CHARACTERS) -> list[str]:
             "matplotlib.rcParams['font.family'].",
             stacklevel=4,
         )
-    return visible
+    return found
 
 
 def label_size(count: int, inches: float) -> tuple[float, int]:

@@ -61,7 +61,7 @@ def explore(
     pos: Positions | None = None,
     node: int | None = None,
     hops: int | None = None,
-    batch: int = 0,
+    element: int = 0,
     title: str = "Attention explorer",
     path: str | Path | None = "attention.html",
 ) -> Exploration:
@@ -97,7 +97,7 @@ def explore(
         node: The node that is selected at first. (default: `None`, one with a few neighbours and uneven weights)
         hops: Keeps only what reaches `node` within this many hops, for graphs that are too large for one file.
             (default: `None`, everything)
-        batch: The element of a batch, or the block of a packed graph, that is explored. (default: `0`)
+        element: Which element of a batch to explore, or which block of a packed graph. (default: `0`)
         title: The title of the page. (default: `"Attention explorer"`)
         path: The file to write. (default: `"attention.html"`; `None` writes no file)
 
@@ -131,7 +131,7 @@ def explore(
         given = (given, *inputs)
     elif inputs:
         raise TypeError(f"explore takes inputs for a model only, and weights after an edge_index; got {len(inputs)}.")
-    layers, batch_size = as_layers(given, batch)
+    layers, batch_size = as_layers(given, element)
     given_names, argument = (labels, "labels") if tokens is None else (tokens, "tokens")
     sets = node_sets.node_sets(layers, given_names, tokens is not None)
     spaces = list(dict.fromkeys(sets))
@@ -213,7 +213,7 @@ def explore(
         "title": title,
         "colours": COLOURS,
         "classes": class_names,
-        "batch": {"element": batch, "size": batch_size},
+        "batch": {"element": element, "size": batch_size},
         "hops": hops,
         "spaces": stored_spaces,
         "graphs": graphs,

@@ -43,15 +43,10 @@ def run(model: Module, inputs: tuple[Any, ...]) -> dict[str, list[AttentionRecor
     finally:
         for module, was_training in training.items():
             module.training = was_training
-    if not records:
-        raise ValueError(
-            f"{type(model).__name__} ran, but none of its layers recorded attention weights: explore takes models that "
-            "gattn.record_attention can record."
-        )
     return records
 
 
-def as_layers(given: Any, batch: int) -> tuple[list[Layer], int]:
+def as_layers(given: Any, element: int) -> tuple[list[Layer], int]:
     """Returns layers in the order of their first calls, and the size of the batch (1 without one)."""
     if isinstance(given, AttentionRecord) or _is_pair(given) or hasattr(given, "shape"):
         given = [given]
@@ -64,8 +59,8 @@ def as_layers(given: Any, batch: int) -> tuple[list[Layer], int]:
         records_only = all(isinstance(call, AttentionRecord) for call in given)
         given = {"layer": given} if records_only and given else {f"layer {i}": x for i, x in enumerate(given)}
     if not given:
-        raise ValueError("there is no layer: run the model inside gattn.record_attention(model), then explore.")
-    chosen = _Batch(batch)
+        raise ValueError("there is no layer that attended: run the model inside gattn.record_attention(model).")
+    chosen = _Batch(element)
     layers = [layer for name, calls in given.items() for layer in _calls(str(name) or "model", calls, chosen)]
     chosen.check()
     return layers, chosen.size
@@ -86,7 +81,7 @@ class _Batch:
             elif tensor.dim() > dims + 1:
                 raise ValueError(
                     f"weights of shape {list(tensor.shape)} have several batch dimensions: explore takes one, which "
-                    "batch= selects from. Index the others first."
+                    "element= selects from. Index the others first."
                 )
             else:
                 return tensor
@@ -95,13 +90,13 @@ class _Batch:
     def _select(self, elements: Sequence[Any]) -> Tensor:
         self.size, self.seen = len(elements), True
         if not 0 <= self.element < self.size:
-            raise IndexError(f"there is no batch={self.element}: the batch has {self.size} elements, from 0.")
+            raise IndexError(f"there is no element {self.element}: the batch has {self.size}.")
         element: Tensor = torch.as_tensor(elements[self.element]).detach().cpu()
         return element
 
     def check(self) -> None:
         if self.element and not self.seen:
-            raise ValueError(f"batch={self.element} selects from a batch, but these weights have no batch dimension.")
+            raise ValueError(f"there is no element {self.element}: these weights have no batch dimension.")
 
 
 def _is_pair(given: Any) -> bool:

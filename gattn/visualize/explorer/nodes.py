@@ -12,7 +12,7 @@ from torch_geometric.utils import scatter
 from gattn.visualize.explorer.layers import Layer
 from gattn.visualize.graphs import Positions
 from gattn.visualize.inputs import ArrayLike
-from gattn.visualize.style import as_list, printable
+from gattn.visualize.style import as_list, visible
 
 
 class Nodes(NamedTuple):
@@ -79,7 +79,7 @@ def names(labels: Any, sets: Sequence[Nodes], argument: str) -> list[list[str] |
             chosen = next((part for part in pair if len(part) == nodes.size), None)
         elif (len(pair[0]), len(pair[1])) == (nodes.num_sources, nodes.num_targets):
             chosen = pair[0] + pair[1]
-        found.append(None if chosen is None else [printable(label) for label in chosen])
+        found.append(None if chosen is None else [visible(label) for label in chosen])
     if not any(found):
         given = len(plain or ()) if pair is None else f"{len(pair[0])} and {len(pair[1])}"
         raise ValueError(f"{argument} must have one entry for each of the {_sizes(sets)}; got {given}.")
