@@ -1,9 +1,7 @@
 """What is drawn, not only that something is."""
 
 import ast
-import inspect
 import itertools
-import re
 import subprocess
 import sys
 import time
@@ -24,7 +22,6 @@ from matplotlib.patches import StepPatch
 from torch_geometric.datasets import KarateClub
 
 import gattn
-from gattn import visualize
 from gattn.recording import AttentionRecord
 from gattn.testing import random_edge_index
 from gattn.visualize import (
