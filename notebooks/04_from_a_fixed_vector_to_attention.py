@@ -748,7 +748,7 @@ styles = {"general": ("soft (general)", "o"), "hard (REINFORCE)": (None, "<"), "
 for (name, (label, marker)), colour in zip(styles.items(), COLOURS, strict=False):
     axes[0].plot(range(25, 251, 25), curves[name], marker=marker, color=colour, markersize=4, label=label or name)
 axes[0].set(xlabel="training steps", ylabel="loss on test numbers, nats per word", yscale="log", title="one seed each")
-axes[0].legend(frameon=False, fontsize=7, loc="lower left")
+axes[0].legend(frameon=False, fontsize=7, loc="upper right")
 for ax, name in zip(axes[1:], list(styles)[1:], strict=True):
     draw_alignment(models[name], ax, name)
 
