@@ -14,7 +14,7 @@ from torch import nn
 import gattn
 from gattn.testing import random_edge_index
 from gattn.visualize import explore
-from gattn.visualize.explorer import encoding, page
+from gattn.visualize.explorer import build, encoding
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -247,12 +247,12 @@ class TestPage:
         assert not re.search(r'(src|href)="', html)
 
     def test_libraries_are_those_of_their_packages(self):
-        folder = Path(page.__file__).parent / "page" / "d3"
+        folder = Path(build.__file__).parent / "page" / "d3"
         sums = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().splitlines())
         assert (
             set(sums)
             == {path.name for path in folder.glob("*.js")}
-            == {f"d3-{name}.min.js" for name in page._LIBRARIES}
+            == {f"d3-{name}.min.js" for name in build._LIBRARIES}
         )
         for name, expected in sums.items():
             assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected

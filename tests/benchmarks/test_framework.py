@@ -417,7 +417,7 @@ class TestOptionTypes:
     @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e7", "", "soon"])
     def test_no_seconds(self, text):
         assert options.seconds("0.5") == 0.5
-        with pytest.raises(options.argparse.ArgumentTypeError, match="is not a number of seconds"):
+        with pytest.raises(options.argparse.ArgumentTypeError, match="is not a positive number of seconds"):
             options.seconds(text)
 
     @pytest.mark.parametrize("text", ["", "meta", "cuda:99", "cpu:x", "nothing"])

@@ -253,7 +253,7 @@ class TestCommandLine:
         assert table.count("| 97.73 ± 0.73 | 92.01 ± 0.68, sep 93.91 ± 0.35 |") == 2
         assert table.count("| – | – |") == 4
         assert table.count("| ROC AUC |") == 6
-        assert "GATv2 and Transformer use the same, untuned" in table
+        assert "GATv2 and Transformer use the same ones, untuned" in table
         capsys.readouterr()
         Nodes.main([*arguments, "--epochs", "3", "--runs", "1", "--out", str(tmp_path / "out")])
         assert "| 3 of 12 |" in (tmp_path / "out" / "table.md").read_text()

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+__all__ = ["json_in_html", "packed", "packed_indices", "quantised"]
+
 _STEPS = 65535  # of 16 bits: errors below 0.000008 for weights up to 1
 
 

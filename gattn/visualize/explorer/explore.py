@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from gattn.visualize.explorer import nodes as node_sets
+from gattn.visualize.explorer.build import build
 from gattn.visualize.explorer.encoding import packed, packed_indices, quantised
 from gattn.visualize.explorer.layers import Layer, as_layers, run
-from gattn.visualize.explorer.page import build
 from gattn.visualize.graphs import Positions, edges_towards
 from gattn.visualize.inputs import ArrayLike
 from gattn.visualize.style import COLOURS
+
+__all__ = ["Exploration", "explore"]
 
 _MAX_NUMBERS = 12_000_000  # about 32 MB as a file, which browsers still open quickly
 
@@ -28,6 +30,13 @@ class Exploration:
     Args:
         html: The page.
         path: Where it was written, if anywhere. (default: `None`)
+
+    Example:
+        >>> import torch
+        >>> from gattn.visualize import Exploration, explore
+        >>> explorer = explore(torch.eye(3), path=None)
+        >>> isinstance(explorer, Exploration), explorer.path
+        (True, None)
     """
 
     def __init__(self, html: str, path: Path | None = None):
@@ -35,7 +44,11 @@ class Exploration:
         self.path = path
 
     def save(self, path: str | Path) -> Path:
-        """Writes the page to a file, and returns its path."""
+        """Writes the page to a file, and returns its path.
+
+        Args:
+            path: The file.
+        """
         self.path = Path(path)
         self.path.write_text(self.html, encoding="utf-8")
         return self.path

@@ -13,6 +13,8 @@ from gattn.graphs import CompleteGraph, Graph
 from gattn.recording import AttentionRecord, record_attention
 from gattn.visualize.inputs import complete_weights, edge_list, edge_weights
 
+__all__ = ["Layer", "as_layers", "run"]
+
 
 class Layer(NamedTuple):
     """The weights of one layer on a list of edges."""

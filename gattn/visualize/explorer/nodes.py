@@ -14,6 +14,17 @@ from gattn.visualize.graphs import Positions
 from gattn.visualize.inputs import ArrayLike
 from gattn.visualize.style import as_list, visible
 
+__all__ = [
+    "Nodes",
+    "class_numbers",
+    "coordinates",
+    "edge_names",
+    "instructive_target",
+    "names",
+    "node_sets",
+    "vocabulary",
+]
+
 
 class Nodes(NamedTuple):
     """Nodes as the page has them: sources, followed by targets where those are others."""

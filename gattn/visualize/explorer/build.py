@@ -12,6 +12,8 @@ from typing import Any
 
 from gattn.visualize.explorer.encoding import json_in_html
 
+__all__ = ["build"]
+
 _LIBRARIES = (  # each after those that it uses
     *("color", "dispatch", "ease", "quadtree", "selection", "timer"),
     *("interpolate", "force", "drag", "transition", "zoom"),
