@@ -9,6 +9,7 @@ with float64.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 import tempfile
@@ -31,7 +32,7 @@ from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import MIN_REPEATS, Times, check, measured, peak_above, peak_of_process, spread
 from benchmarks.framework.options import add_measuring, unique, whole
-from benchmarks.framework.processes import Message
+from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
 from gattn.distributed import shard
@@ -176,16 +177,23 @@ class Sharding(Benchmark[Case]):
         parser.set_defaults(threads=1)
 
     def cases(self) -> list[Case]:
-        """All cases, graph by graph."""
+        """All cases, graph by graph.
+
+        Raises:
+            BenchmarkError: If METIS is requested but `pymetis` is not installed.
+        """
         options = self.options
         fixed = ("step", "gattn", options.threads, options.repeats, options.seconds, "kept", 64)
-        return [
+        cases = [
             Case(GRAPHS[name], *fixed, partition, processes)
             for name in unique(options.graphs)
             for partition in unique(options.partitions)
             for processes in unique(options.processes)
             if processes > 1 or partition == "blocks"
         ]
+        if any(case.partition == "metis" for case in cases) and importlib.util.find_spec("pymetis") is None:
+            raise BenchmarkError("METIS needs its package: pip install pymetis (--partitions blocks does not need it)")
+        return cases
 
     def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
         """Measures."""

@@ -1,5 +1,6 @@
 """The benchmark of sharded graphs."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,15 @@ def test_processes_agree_with_float64(tmp_path):
     references[""]["gradient of 1.bias"]["exact"] += 1
     torch.save(references, reference)
     assert case.measure(reference)["outcome"] == "WRONG"
+
+
+def test_a_missing_package_is_named_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="error: METIS needs its package: pip install pymetis"):
+        sharding.Sharding.main(["--out", str(tmp_path)])
+    for arguments in (["--partitions", "blocks"], ["--processes", "1"]):
+        options = sharding.Sharding.parse([*arguments, "--out", str(tmp_path)])
+        assert sharding.Sharding(options, None, None).cases()
 
 
 def test_report():
