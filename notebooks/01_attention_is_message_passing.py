@@ -219,8 +219,9 @@ bar.outline.set_visible(False)
 # ## Why divide by √d?
 #
 # If the entries of $q$ and $k$ are independent, with mean 0 and variance 1, then $q^\top k$ is a sum of $d$ products of
-# variance 1, so its standard deviation is $\sqrt{d}$. Large logits make the softmax select one neighbour and ignore the
-# rest. What does this do to learning? A query learns through the derivative of its weights,
+# variance 1, so its standard deviation is $\sqrt{d}$. Large *logits*, which is what the numbers that enter a softmax
+# are called, make it select one neighbour and ignore the rest. What does this do to learning? A query learns through
+# the derivative of its weights,
 #
 # $$
 # \frac{\partial \alpha_j}{\partial q} = c\, \alpha_j \Big(k_j - \sum_l \alpha_l k_l\Big),
@@ -280,11 +281,12 @@ for name, rows in curves.items():
 
 # %% [markdown]
 # With the division, attention behaves in the same way for any number of channels, and all draws are alike. Without it,
-# at $d = 1024$, 95 % of the weight lies on one of the 32 neighbours on average, and the derivative is **almost always
+# at $d = 1024$, 95 % of the weight lies on one of the 32 neighbours on average, and the derivative is **often next to
 # nothing, and now and then a blow**. Its median is more than fifty times smaller than with the division, and for one
-# query in four it is smaller by a factor of more than 200 000. Yet its mean is eight times *larger*, because in one
-# draw out of twenty it reaches about 14 or more. An optimiser that sees such gradients either stands still or is thrown
-# about. The mean alone would hide the first half of this, and the median the second.
+# query in four it is smaller by a factor of more than 200 000. Yet its mean is eight times *larger*: for another query
+# in four, the derivative is more than three times as large, and in one draw out of twenty it reaches about 14 or more.
+# An optimiser that sees such gradients either stands still or is thrown about. The mean alone would hide the first half
+# of this, and the median the second.
 
 # %% [markdown]
 # ## Several heads
@@ -410,9 +412,11 @@ for ax, (name, make) in zip(axes, models.items(), strict=True):
     ax.set_ylabel("target" if name == "none" else "")
 
 # %% [markdown]
-# Without positions, the layer knows which letters occur but not where, and it attends to all of them equally. With
-# positions, all three models learn the same graph: the line below the diagonal is a list of edges, one from each letter
-# to the next, and this time it was learnt. (The first letter has no predecessor and may attend to anything.)
+# Without positions, the layer knows which letters occur but not where, and it attends to all of them about equally.
+# With positions, all three models learn the same graph: the line below the diagonal is a list of edges, one from each
+# letter to the next, and this time it was learnt. Two of them are less sharp: the sinusoidal model also gives weight to
+# the places next to that line, and the relative one spreads a part over all letters. (The first letter has no
+# predecessor and may attend to anything.)
 #
 # On sequences four times as long, relative and rotary positions mostly hold, since they depend on distances, and a
 # distance of one occurred in training. Sinusoidal encodings are new to the model from the 17th position on. These are

@@ -377,9 +377,9 @@ for task, value in chance.items():
 # - **papers**: the citations help most. The other graphs add little to what a paper's own words say. A window over the
 #   order of a file contains mostly unrelated papers, although not quite at random. On the complete graph, each paper
 #   could look for similar papers by their words, but the layer did not learn this from 140 examples.
-# - **board**: without the edges, the score is that of guessing, however many squares each square sees: on the complete
-#   graph, the layer cannot tell neighbours from other squares. The window, which contains two of a square's eight
-#   neighbours, helps partly.
+# - **board**: where a graph does not say which squares touch, the score is that of guessing, however many squares each
+#   square sees: on the causal and on the complete graph, the layer cannot tell neighbours from other squares. The
+#   window, which contains two of a square's eight neighbours, helps partly.
 # - **text**: the window of eight characters is no worse than the whole past, in such a short training run. The complete
 #   graph shows why language models are causal: the next character is among those that it sees, so it copies it.
 #
@@ -546,8 +546,8 @@ for number, ax in enumerate(right.subplots(2, 2).flat):
 # Another encoding says what the surroundings of a node look like instead of where the node is: the probabilities that a
 # random walk has returned after 1, 2, ..., $k$ steps ([Dwivedi et al.](https://arxiv.org/abs/2110.07875)). Decalin, two
 # rings of six atoms, and bicyclopentyl, two rings of five, are the textbook example of two molecules that message
-# passing cannot tell apart: neighbours, and their neighbours, look alike from every atom. But a walk of five steps can
-# return to its start in only one of them.
+# passing cannot tell apart: for every atom of one there is an atom of the other whose neighbours, and their neighbours,
+# and so on, look the same. But a walk of five steps can return to its start in only one of them.
 
 # %%
 decalin = nx.cycle_graph(10)
@@ -702,4 +702,5 @@ for name, weights in heads.items():
 # %% [markdown]
 # The heads were not told what to do, and they have taken on different roles: some look at the character itself, some at
 # the one before, some back to the last space, where a word begins, and some spread their weight over all earlier
-# characters.
+# characters. The [next notebook](04_from_a_fixed_vector_to_attention.ipynb) goes back to where attention began, in
+# translation.

@@ -634,10 +634,11 @@ bar = figure.colorbar(axes[0].images[0], ax=axes, label="attention weight α", s
 # %% [markdown]
 # All three learn the task almost completely, but local-m does so in spite of its window, which the grey frames show.
 # English falls behind German by one word per *und*, so that the word to be translated drifts to the right edge of the
-# window and then out of it ("sixty" and "twenty"). There, the decoder looks at a neighbour of the right word, whose
-# state knows about the word from the recurrent encoder. So its largest weight is on the right word in 74 % of the
-# cases only, against 100 % for global attention, although 95 % of its translations are right. The guess $p_t = t$
-# suits languages with the same word order and sentences of nearly the same length.
+# window and then out of it ("sixty" and "twenty"). There, the decoder looks at a word near the right one, whose state
+# knows about that one from the recurrent encoder. It also looks elsewhere for each "hundred", although the right word
+# is within the window: as above, it hardly needs to look for this one. So its largest weight is on the right word in
+# only 74 % of the cases, against 100 % for global attention, although 95 % of its translations are right. The guess
+# $p_t = t$ suits languages with the same word order and sentences of nearly the same length.
 #
 # Local-p has learnt to move its window with the word to be translated, including the steps forward and back. Its
 # weights are paler where the predicted centre is not quite at the word. It is a little less accurate than global
@@ -963,8 +964,8 @@ for turn in range(4):
 
 # %% [markdown]
 # The model never saw what is under the blue. Orange numbers say in which glimpse it looked at a patch. (These are the
-# first images of each digit among the test images; an orange title marks a mistake. With three, they are unluckier
-# than the rest.)
+# first images of each digit among the test images; an orange title marks a mistake. With three mistakes in ten, they
+# are unluckier than the rest.)
 #
 # Choosing pays: with four glimpses, hard attention is right on 92 % of the images, and random glimpses on 65 %. (With
 # 500 test images and one seed, two or three points mean nothing.) Soft glimpses are right on 75 %, although each of

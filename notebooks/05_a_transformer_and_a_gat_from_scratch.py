@@ -864,11 +864,11 @@ for k, ax in enumerate(axes, start=1):
     ax.set_axis_off()
 
 # %% [markdown]
-# White members have no influence on the circled one; the darker a member, the more it has (on a square-root scale,
-# for random weights and one seed). The field grows by one hop per layer; the member farthest away would need a fifth
-# layer. Look also at the last row of the table. The eight members four hops away are seen, but together they
-# contribute little more than one per cent of the gradient, since every layer averages over more and more members.
-# Depth alone is therefore no cure for distance, which is related to what is known as *over-squashing* ([Alon and
+# White members have no influence on the circled one; the darker a member, the more it has (on a square-root scale, for
+# random weights and one seed). The field grows by one hop per layer; the members farthest away would need a fifth
+# layer. Look also at the last row of the table. The eight members four hops away are seen, but together they contribute
+# little more than one per cent of the gradient, since every layer averages over more and more members. Depth alone is
+# therefore no cure for distance, which is related to what is known as *over-squashing* ([Alon and
 # Yahav](https://arxiv.org/abs/2006.05205)).
 #
 # The Transformer is the case in which every token is a neighbour of every other. Its receptive field is complete
@@ -900,6 +900,6 @@ for k, ax in enumerate(axes, start=1):
 # 6. Turn `attention` into GAT: build the $N \times N$ matrix `allowed` of the karate club, replace the score, and
 #    check that you get the numbers of `GATLayer`.
 # 7. Write the decoder's *cross-attention*: queries from one sequence, keys and values from another. Which line of
-#    `MultiHead` has to change? Compare with `gattn.nn.MultiheadAttention(d, H)(x, memory, memory)`.
+#    `MultiHead` has to change? Compare with `gattn.nn.MultiheadAttention(d, H, batch_first=True)(x, memory, memory)`.
 # 8. Add a residual connection to `GATLayer`, stack ten of them, and repeat the experiment of section 10. What happens
 #    to the gradients of the node itself, and of those far away?

@@ -634,8 +634,9 @@ ax.spines["left"].set_visible(False)
 
 # %% [markdown]
 # Look at the second line and at the second bar. The part-by-part computation keeps far less than the reference,
-# although both compute the same formula with the same plain operations of PyTorch, and it does so twice because of
-# the backward pass. That formula is most of its time: in the third bar it is inside a kernel.
+# although both compute the same formula with the same plain operations of PyTorch. It computes it twice, the second
+# time in the backward pass; compare the bars to see whether that made it slower. That formula is most of its time: in
+# the third bar it is inside a kernel.
 #
 # ## 8. What `torch.compile` adds
 #
