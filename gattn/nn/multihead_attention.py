@@ -70,6 +70,7 @@ class MultiheadAttention(Attention):
     Raises:
         ValueError: If `embed_dim` is not a multiple of `num_heads`, or an option is out of range. Code that catches the
             error of PyTorch's layer catches this one as well (see `gattn.errors.InputError`).
+        TypeError: If `position` is something else, such as a name.
 
     Example:
         >>> import torch, gattn
@@ -116,6 +117,11 @@ class MultiheadAttention(Attention):
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}.")
         check_probability("dropout", dropout)
+        if not (position is None or isinstance(position, RotaryPositionalEncoding | RelativePosition)):
+            raise TypeError(
+                "position must be None, a RotaryPositionalEncoding or a RelativePosition, such as gattn.nn.ALiBi(8); "
+                f"got {position!r}. Encodings of other kinds are added to the features before the layer."
+            )
         factory = {"device": device, "dtype": dtype}
         self.embed_dim = embed_dim
         self.kdim = embed_dim if kdim is None else kdim

@@ -13,7 +13,14 @@ from torch_geometric.utils import coalesce, to_torch_csr_tensor
 
 from gattn import CompleteGraph, SparseGraph
 from gattn.graphs import as_graph
-from gattn.nn import ALiBi, KeyValueCache, MultiheadAttention, RelativePositionBias, RotaryPositionalEncoding
+from gattn.nn import (
+    ALiBi,
+    KeyValueCache,
+    MultiheadAttention,
+    RelativePositionBias,
+    RotaryPositionalEncoding,
+    SinusoidalPositionalEncoding,
+)
 from gattn.testing import assert_as_exact_as, assert_permutation_equivariant, random_edge_index
 
 E, H, B, N, M = 16, 4, 3, 6, 8
@@ -1112,3 +1119,9 @@ def test_positions_for_other_heads(position, graph):
     attention = MultiheadAttention(E, H, position=position)
     with pytest.raises(ValueError, match="heads|bias"):
         attention(*[torch.randn(N, E)] * 3, graph=graph)
+
+
+@pytest.mark.parametrize("position", ["rotary", SinusoidalPositionalEncoding(8)])
+def test_positions_of_another_kind_are_not_ignored(position):
+    with pytest.raises(TypeError, match="position must be None, a RotaryPositionalEncoding or a RelativePosition"):
+        MultiheadAttention(8, 2, position=position)
