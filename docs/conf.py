@@ -53,7 +53,7 @@ smartquotes_action = "D"  # dashes, but no quotes: prose may quote code
 nitpick_ignore_regex = [("py:.*", r"(torch|torch_geometric|numpy|matplotlib|collections|os|pathlib)\..*")]
 # Neither are types of annotations that autodoc cannot evaluate, and those of private parameters.
 nitpick_ignore_regex += [
-    ("py:class", r"Tensor|DeviceMesh|Layers|MessagePassing|Metadata|Module|gattn\.distributed\._.*")
+    ("py:class", r"Tensor|DeviceMesh|Layers|MessagePassing|Metadata|Module|Path|_\w+|gattn\.distributed\._.*")
 ]
 
 linkcheck_timeout = 20

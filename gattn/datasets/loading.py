@@ -61,7 +61,8 @@ def canonical_name(name: str) -> str:
             return key
     prefixes = [f"{prefix}..." for family in families() for prefix in family.prefixes]
     raise ValueError(
-        f"unknown data set {name!r}: gattn has {', '.join(available())}, and those of OGB ({', '.join(prefixes)})."
+        f"unknown data set {name!r}: gattn has {', '.join(available())}, and those of OGB ({', '.join(prefixes)}). "
+        f"Texts ({', '.join(texts())}) have load_text, and sentence pairs ({', '.join(sentence_pairs())}) load_pairs."
     )
 
 
