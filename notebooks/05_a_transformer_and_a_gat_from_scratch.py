@@ -47,7 +47,7 @@ plt.rcParams.update({"figure.dpi": 120, "font.size": 8, "axes.spines.top": False
 equal = torch.testing.assert_close
 
 # %% [markdown]
-# # Part one: a Transformer
+# ## Part one: a Transformer
 #
 # ## 1. One head
 #
@@ -666,7 +666,7 @@ ax.grid(alpha=0.25)
 # fewer, the first input has no influence at all.)
 
 # %% [markdown]
-# # Part two: a graph attention network
+# ## Part two: a graph attention network
 #
 # ## 8. GAT, and two ways to merge its heads
 #
