@@ -217,7 +217,7 @@ class TestErrors:
             explore(*arguments, path=None, **options)
 
     def test_too_large(self, monkeypatch):
-        monkeypatch.setitem(explore.__globals__, "_MAX_NUMBERS", 10)
+        monkeypatch.setattr("gattn.visualize.explorer.content._MAX_NUMBERS", 10)
         with pytest.raises(ValueError, match=r"27 weights and edges are too many .* at most 10"):
             explore(torch.ones(3, 3), path=None)
 

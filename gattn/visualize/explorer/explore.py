@@ -7,21 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 
 from gattn.visualize.explorer import nodes as node_sets
 from gattn.visualize.explorer.build import build
-from gattn.visualize.explorer.encoding import packed, packed_indices, quantised
-from gattn.visualize.explorer.layers import Layer, as_layers, run
-from gattn.visualize.graphs import Positions, edges_towards
+from gattn.visualize.explorer.content import Content
+from gattn.visualize.explorer.layers import as_layers, run
+from gattn.visualize.graphs import Positions
 from gattn.visualize.inputs import ArrayLike
 from gattn.visualize.style import COLOURS
 
 __all__ = ["Exploration", "explore"]
-
-_MAX_NUMBERS = 12_000_000  # about 32 MB as a file, which browsers still open quickly
 
 
 class Exploration:
@@ -148,123 +144,27 @@ def explore(
     given_names, argument = (labels, "labels") if tokens is None else (tokens, "tokens")
     sets = node_sets.node_sets(layers, given_names, tokens is not None)
     spaces = list(dict.fromkeys(sets))
-    names = node_sets.names(given_names, spaces, argument)
     class_names, class_numbers = node_sets.class_numbers(classes, spaces)
-    coordinates = node_sets.coordinates(pos, spaces)
-    kept = None if hops is None or node is None else _surroundings(layers, sets, int(node), hops)
-    named = [None if edge_labels is None else node_sets.edge_names(edge_labels, layer) for layer in layers]
-    if edge_labels is not None and not any(x is not None for x in named):
-        raise ValueError(
-            f"edge_labels must have one entry for each of the {layers[0].edges.size(1)} edges of a layer, self-loops "
-            f"that it added included; got {len(edge_labels)}. Or map pairs of nodes to labels: {{(source, target): "
-            "label}."
-        )
-    if kept is not None:
-        nodes, masks, node = kept
-        spaces = [space._replace(num_sources=len(nodes), num_targets=len(nodes)) for space in spaces]
-        sets = spaces * len(layers)
-        numbers = nodes.tolist()
-        given = names[0]
-        names = [[str(i) for i in numbers] if given is None else [given[i] for i in numbers]]
-        class_numbers = None if class_numbers is None else [class_numbers[i] for i in numbers]
-        coordinates = None if coordinates is None else coordinates[nodes]
-        position = torch.zeros(int(nodes.max()) + 1, dtype=torch.int64)
-        position[nodes] = torch.arange(len(nodes))
-        named = [
-            None if x is None else [x[i] for i in mask.nonzero().flatten().tolist()]
-            for x, mask in zip(named, masks, strict=True)
-        ]
-        layers = [
-            layer._replace(
-                edges=position[layer.edges[:, mask]],
-                weights=layer.weights[mask],
-                num_sources=len(nodes),
-                num_targets=len(nodes),
-            )
-            for layer, mask in zip(layers, masks, strict=True)
-        ]
-    numbers_stored = sum(layer.weights.numel() + 2 * layer.edges.size(1) for layer in layers)
-    if numbers_stored > _MAX_NUMBERS:
-        raise ValueError(
-            f"{numbers_stored:,} weights and edges are too many for one page of at most {_MAX_NUMBERS:,}: keep what "
-            "reaches one node (node=..., hops=2), or fewer layers."
-        )
-    graphs: list[dict[str, Any]] = []
-    by_graph: list[tuple[node_sets.Nodes, Layer, list[str] | None]] = []
-    stored_layers = []
-    for layer, nodes_of, edge_names in zip(layers, sets, named, strict=True):
-        number = next((i for i, x in enumerate(by_graph) if _same_graph(x, (nodes_of, layer, edge_names))), None)
-        if number is None:
-            number = len(by_graph)
-            by_graph.append((nodes_of, layer, edge_names))
-            graphs.append(_stored_graph(layer, nodes_of, spaces.index(nodes_of), edge_names))
-        weights = quantised(layer.weights)
-        stored_layers.append({"name": layer.name, "graph": number, "heads": layer.weights.size(1), **weights})
-    stored_spaces = []
-    for space, name in zip(spaces, names, strict=True):
-        layer = layers[sets.index(space)]
-        start = node_sets.instructive_target(layer)
-        if node is not None and space == sets[0]:
-            start = int(node)
-            if not 0 <= start < space.num_targets:
-                raise IndexError(f"there is no node {node}: the graph has {space.num_targets}, from 0.")
-        fits = space.is_shared and class_numbers is not None and len(class_numbers) == space.size
-        placed = space.is_shared and coordinates is not None and coordinates.size(0) == space.size
-        stored_spaces.append(
-            {
-                "sources": space.num_sources,
-                "targets": space.num_targets,
-                "shared": space.is_shared,
-                "sequence": space.is_sequence,
-                "start": start + space.first_target,
-                "names": name,
-                "classes": packed(class_numbers, "u2") if fits else None,
-                "pos": packed(coordinates.numpy(), "f4") if placed and coordinates is not None else None,
-            }
-        )
+    content = Content(
+        layers,
+        sets,
+        dict(zip(spaces, node_sets.names(given_names, spaces, argument), strict=True)),
+        class_numbers,
+        node_sets.coordinates(pos, spaces),
+        node_sets.edge_names(edge_labels, layers),
+        None if node is None else int(node),
+    )
+    if hops is not None and node is not None:
+        content = content.around(int(node), hops)
     data = {
         "title": title,
         "colours": COLOURS,
         "classes": class_names,
         "batch": {"element": element, "size": batch_size},
         "hops": hops,
-        "spaces": stored_spaces,
-        "graphs": graphs,
-        "layers": stored_layers,
+        **content.stored(),
     }
     exploration = Exploration(build(title, data))
     if path is not None:
         exploration.save(path)
     return exploration
-
-
-def _surroundings(
-    layers: Sequence[Layer], sets: Sequence[node_sets.Nodes], node: int, hops: int
-) -> tuple[Tensor, list[Tensor], int]:
-    """Returns the nodes that reach a node, which edges of each layer are kept, and the new number of the node."""
-    if len(set(sets)) > 1 or not sets[0].is_shared:
-        raise ValueError("hops= needs layers whose sources and targets are the same nodes: explore such layers only.")
-    num_nodes = sets[0].size
-    together = torch.cat([layer.edges for layer in layers], 1)
-    reached = edges_towards(together, num_nodes, node, hops)
-    nodes = torch.unique(torch.cat([torch.tensor([node]), together[:, reached].flatten()]))
-    masks = list(torch.split(reached, [layer.edges.size(1) for layer in layers]))
-    return nodes, masks, int((nodes == node).nonzero())
-
-
-def _same_graph(one: tuple[Any, Layer, Any], other: tuple[Any, Layer, Any]) -> bool:
-    return one[0] == other[0] and one[2] == other[2] and torch.equal(one[1].edges, other[1].edges)
-
-
-def _stored_graph(layer: Layer, nodes: node_sets.Nodes, space: int, edge_names: list[str] | None) -> dict[str, Any]:
-    source, target = layer.edges
-    stored: dict[str, Any] = {
-        "space": space,
-        "source": packed_indices(source.numpy()),
-        "target": packed_indices((target + nodes.first_target).numpy()),
-        "names": None,
-    }
-    if edge_names is not None:
-        words, index = node_sets.vocabulary(edge_names)
-        stored["names"] = {"words": words, "index": packed_indices(index)}
-    return stored

@@ -139,12 +139,19 @@ def _check_length(argument: str, length: int, sets: Sequence[Nodes]) -> None:
         raise ValueError(f"{argument} must have one entry for each of the {_sizes(sets)}; got {length}.")
 
 
-def edge_names(edge_labels: Any, layer: Layer) -> list[str] | None:
-    """Returns the name of each edge of a layer, `""` where it has none; `None` if the labels are for other edges."""
+def edge_names(edge_labels: Any, layers: Sequence[Layer]) -> list[list[str] | None]:
+    """Returns the name of each edge, `""` where it has none, by layer; `None` if the labels are for other layers."""
+    if edge_labels is None:
+        return [None] * len(layers)
     if isinstance(edge_labels, Mapping):
-        return [str(edge_labels.get(edge, "")) for edge in map(tuple, layer.edges.t().tolist())]
-    labels = as_list(edge_labels)
-    return [str(label) for label in labels] if len(labels) == layer.edges.size(1) else None
+        return [[str(edge_labels.get(edge, "")) for edge in map(tuple, layer.edges.t().tolist())] for layer in layers]
+    labels = [str(label) for label in as_list(edge_labels)]
+    if all(layer.edges.size(1) != len(labels) for layer in layers):
+        raise ValueError(
+            f"edge_labels must have one entry for each of the {layers[0].edges.size(1)} edges of a layer, self-loops "
+            f"that it added included; got {len(labels)}. Or map pairs of nodes to labels: {{(source, target): label}}."
+        )
+    return [labels if layer.edges.size(1) == len(labels) else None for layer in layers]
 
 
 def vocabulary(words: Sequence[Hashable]) -> tuple[list[Any], list[int]]:
