@@ -365,7 +365,7 @@ def test_graph_in_pieces_fits():
         (TypeError, "a graph must be an edge_index tensor", {"edge_index": [[0], [1]]}),
         (
             ValueError,
-            "same nodes; this graph has 4 and 3",
+            "same nodes; this graph has 4 and 3 of them. For other graphs, there are attention_matrix",
             {"edge_index": gattn.SparseGraph(EDGE_INDEX[:, 5:7], num_sources=4, num_targets=3)},
         ),
         (ValueError, "classes must .* 4 nodes; got 3", {"classes": [0, 1, 2]}),
@@ -459,7 +459,7 @@ def test_grid_of_recorded_layers():
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("there is no layer", ([],)),
+        ("there is no layer: run the model inside gattn.record_attention", ([],)),
         ("16 layers of up to 12 heads would be more than", ([torch.ones(12, 2, 2)] * 16,)),
         ("graph's 8 edges", ([ALPHA, ALPHA[1:]], EDGE_INDEX)),
         ("batch: take one element", ([weights_of(1, 2, 3, 3)],)),

@@ -179,7 +179,8 @@ def edges_within(edge_index: GraphLike, **per_node: Any) -> tuple[Tensor, int]:
     edges, (num_sources, num_targets) = edge_list(edge_index, max(counts.values(), default=0))
     if num_sources != num_targets:
         raise ValueError(
-            f"sources and targets must be the same nodes; this graph has {num_sources} and {num_targets} of them."
+            f"sources and targets must be the same nodes; this graph has {num_sources} and {num_targets} of them. "
+            "For other graphs, there are attention_matrix and attention_entropy."
         )
     for name, count in counts.items():
         if count != num_targets:
@@ -197,7 +198,10 @@ def named_layers(weights_by_layer: Layers) -> dict[str, Weights]:
     else:
         layers = {f"layer {number}": weights for number, weights in enumerate(weights_by_layer)}
     if not layers:
-        raise ValueError("there is no layer: pass the weights of at least one layer, in a list or by name.")
+        raise ValueError(
+            "there is no layer: run the model inside gattn.record_attention(model), or pass the weights of at least one "
+            "layer, in a list or by name."
+        )
     return layers
 
 
