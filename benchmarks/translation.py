@@ -66,12 +66,15 @@ HELD_OUT_LONG = 1 / 3
 BINS = ((1, 4), (5, 8), (9, 12), (13, 16), (17, 20), (21, 25), (26, None))
 """The smallest and the largest number of words of the source; BLEU is shown for each of these bins."""
 
-#: Test sentences whose alignments are drawn: a short one, one whose words change places, and a long one.
-EXAMPLES = (
-    "Wo hast du deine Ferien verbracht?",
-    "Ich habe vor sechs Monaten aufgehört zu rauchen.",
-    "Als Tom einen Blick auf seine Armbanduhr warf, war er überrascht, wie spät es war.",
-)
+#: Test sentences whose alignments are drawn, each with a reference: a short one, one whose words change places, and a
+#: long one.
+EXAMPLES = {
+    "Wo hast du deine Ferien verbracht?": "Where did you spend your vacation?",
+    "Ich habe vor sechs Monaten aufgehört zu rauchen.": "I quit smoking six months ago.",
+    "Als Tom einen Blick auf seine Armbanduhr warf, war er überrascht, wie spät es war.": (
+        "When Tom looked at his watch, he was surprised to see how late it was."
+    ),
+}
 LONGEST_EXAMPLE = 50
 """The largest number of tokens in the translation of an example."""
 
@@ -720,7 +723,9 @@ def draw_alignments(rows: Sequence[Row], number: int) -> Figure:
     for row, example, axis in zip(rows, examples, axes.flat, strict=False):
         weights = torch.tensor(example["weights"])
         attention_matrix(weights, example["translation"], example["source"], ax=axis, title=row["row"], maximum=1.0)
-        axis.set(xlabel="", ylabel="")
+        axis.set(xlabel="German, read", ylabel="English, written")
+    german, english = list(EXAMPLES.items())[number]
+    figure.suptitle(f"{german}\nreference: {english}", fontsize=10)
     return figure
 
 
