@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
-from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
+from torch_geometric.typing import OptPairTensor
 
 from gattn.distributions import Distribution, resolve_distribution
 from gattn.errors import InputError
@@ -36,6 +36,8 @@ from gattn.scripting import NotScriptable
 from gattn.settings import require_finite, resolve_backend
 
 __all__ = ["Attention", "Weights", "attend", "fused", "unrecorded"]
+# Code that PyG generates for the hooks imports * from here, and needs the names in their annotations.
+__all__ += ["Any", "Distribution", "OptPairTensor", "Optional", "Score", "SparseGraph", "Tensor"]
 
 #: Weights as users get them: a tensor, or for a packed graph a list with one tensor per block.
 Weights: TypeAlias = Tensor | list[Tensor]

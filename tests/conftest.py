@@ -93,3 +93,23 @@ def end(process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def generated_code():
+    """PyG falls back to slower code in silence where it cannot generate some; for gattn's layers, that is a failure."""
+    from torch_geometric.nn.conv import message_passing
+
+    generate = message_passing.module_from_template
+
+    def loudly(module_name, **kwargs):
+        try:
+            return generate(module_name=module_name, **kwargs)
+        except Exception as error:
+            if module_name.startswith("gattn."):
+                pytest.fail(f"PyG cannot generate {module_name}: {error}")  # which PyG does not catch
+            raise
+
+    message_passing.module_from_template = loudly
+    yield
+    message_passing.module_from_template = generate

@@ -199,8 +199,8 @@ def named_layers(weights_by_layer: Layers) -> dict[str, Weights]:
         layers = {f"layer {number}": weights for number, weights in enumerate(weights_by_layer)}
     if not layers:
         raise ValueError(
-            "there is no layer: run the model inside gattn.record_attention(model), or pass the weights of at least one "
-            "layer, in a list or by name."
+            "there is no layer: run the model inside gattn.record_attention(model), or pass the weights of at least "
+            "one layer, in a list or by name."
         )
     return layers
 

@@ -198,8 +198,8 @@ class TestInstructionSets:
         )
         assert done.returncode == 0, done.stderr
         warning, error = done.stdout.splitlines()
-        assert "GATTN_INSTRUCTION_SET=mmx is not possible" in warning
-        assert "GATTN_INSTRUCTION_SET=mmx is not possible" in error
+        assert "GATTN_INSTRUCTION_SET=mmx is not available" in warning
+        assert "GATTN_INSTRUCTION_SET=mmx is not available" in error
 
 
 def available():

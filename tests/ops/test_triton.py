@@ -825,7 +825,7 @@ class TestChoice:
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(kernels, "_is_installed", False)
-        with pytest.raises(RuntimeError, match=r"needs Triton, but it is not installed: pip install .gattn\[triton\]"):
+        with pytest.raises(RuntimeError, match=r"needs Triton, but it is not installed: pip install triton"):
             attend(self.x, self.x, self.x, self.edge_index, backend="triton")
 
     def test_other_scores_and_distributions(self):

@@ -38,9 +38,7 @@ class Content:
     def around(self, node: int, hops: int) -> Content:
         """Keeps only what reaches a node within this many hops."""
         if len(self.names) > 1 or not self.sets[0].is_shared:
-            raise ValueError(
-                "hops= needs layers whose sources and targets are the same nodes: explore only such ones."
-            )
+            raise ValueError("hops= needs layers whose sources and targets are the same nodes: explore only such ones.")
         nodes_before, (names, *_) = self.sets[0].size, self.names.values()
         together = torch.cat([layer.edges for layer in self.layers], 1)
         reached = edges_towards(together, nodes_before, node, hops)
