@@ -112,6 +112,12 @@ def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
             code.replace_self(nodes.reference("", "", code.deepcopy(), internal=True, refuri=f"{url}#{entry.node_id}"))
 
 
+def skip_generated(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Leaves out the methods that PyG generates, and puts on a class once it is used."""
+    code = getattr(thing, "__code__", None)
+    return True if code and not Path(code.co_filename).is_relative_to(Path(gattn.__file__).parent) else None
+
+
 def break_equations(app: Sphinx, doctree: nodes.document) -> None:
     r"""Puts the parts of a long equation below each other, where `\qquad` stands between them."""
     for equation in doctree.findall(nodes.math_block):
@@ -136,5 +142,6 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", forget_overloads)
     app.connect("autodoc-process-docstring", read_as_prose, priority=400)  # before napoleon
     app.connect("doctree-resolved", link_names)
+    app.connect("autodoc-skip-member", skip_generated)
     app.connect("doctree-read", break_equations)
     app.connect("missing-reference", resolve)
