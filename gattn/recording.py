@@ -18,7 +18,7 @@ from torch_geometric.utils import to_edge_index
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.torch_private import is_compiled
 
-__all__ = ["AttentionRecord", "record_attention", "recorded"]
+__all__ = ["AttentionRecord", "record_attention", "record_own_layers", "recorded"]
 
 _Attend = TypeVar("_Attend", bound=Callable[..., Any])
 

@@ -158,6 +158,18 @@ def test_every_module_has_a_docstring_and_lists_its_names(name):
     assert assigned.count("__all__") == 1
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_other_modules_import_is_listed(name):
+    path = PACKAGE.joinpath(*name.split(".")[1:])
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("gattn"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                is_listed = alias.name in module.__all__ or f"{node.module}.{alias.name}" in NAMES
+                assert is_listed or alias.name.startswith("_"), f"{node.module}: {alias.name}"
+
+
 @pytest.mark.parametrize("docstring", ["Does.\n\nArgs:\n    a: One.\n    b, c: Two.\n    **kwargs: More."])
 def test_parameters_are_read_from_a_docstring(docstring):
     assert documented_parameters(docstring) == {"a", "b", "c", "kwargs"}

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gattn.datasets.errors import DatasetUnavailableError
 
-__all__ = ["download", "download_archive", "read_dataset"]
+__all__ = ["download", "download_archive", "read_dataset", "remove_traces"]
 
 _TIMEOUT_SECONDS = 30.0
 _HEADERS = {"User-Agent": "gattn"}  # some servers refuse Python's default

@@ -15,12 +15,17 @@ from gattn.recording import AttentionRecord
 __all__ = [
     "ArrayLike",
     "Layers",
+    "Recorded",
+    "Weights",
     "complete_weights",
     "edge_list",
     "edge_weights",
     "edges_within",
+    "matrices",
     "named_layers",
     "select_head",
+    "unpack",
+    "unpacked_layers",
 ]
 
 #: Numbers: a tensor, an array, or nested lists.
