@@ -413,8 +413,10 @@ class Call:
         return self.tensors[name].size(-2 if SCORES[self.score].wide else -1)
 
     @property
-    def results_dtype(self) -> torch.dtype:
-        return functools.reduce(torch.promote_types, (tensor.dtype for tensor in self.tensors.values()))
+    def dtype(self) -> torch.dtype:
+        """The call's type; a distribution's tensors and `out_bias` do not change it."""
+        own = (tensor.dtype for name, tensor in self.tensors.items() if name not in ("sink", "out_bias"))
+        return functools.reduce(torch.promote_types, own)
 
     @property
     def undropped(self) -> Tensor:
@@ -442,14 +444,16 @@ def compare(call: Call, backend: str = "cpu", alter: Alter = None) -> None:
     assert list(actual) == list(peer)
     if alter is not None:
         alter(actual)
-    compute = torch.finfo(torch.float64 if actual["out"].dtype == torch.float64 else torch.float32).eps
+    compute, rounded = torch.finfo(compute_dtype(call.dtype)).eps, torch.finfo(call.dtype).eps
     for name, result in actual.items():
         if result.numel() == 0:
             assert result.shape == peer[name].shape
             continue
-        # Terms are added up in the type that is computed in, and rounded to the result's own at the end.
-        largest = exact[name].abs().max().item()
-        scale = max(largest, magnitudes[name] * compute / torch.finfo(result.dtype).eps)
+        # Terms are added up in the type that is computed in, and rounded to the result's own at the end; the output is
+        # rounded to the call's before an `out_bias` of a wider type is added.
+        own = torch.finfo(result.dtype).eps
+        last = max(own, rounded) if name == "out" else own
+        scale = max(exact[name].abs().max().item() * last, magnitudes[name] * compute) / own
         if result.dtype == torch.float16:
             scale = max(scale, torch.finfo(torch.float16).tiny)
         assert_as_exact_as(result, peer[name], exact[name], scale=scale, name=name)

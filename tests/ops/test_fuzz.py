@@ -122,6 +122,11 @@ def test_results_in_float64_are_held_to_it():
         fuzz.compare_types(run, torch.float64, 8, alter)
 
 
+def test_an_output_of_a_wider_type_does_not_narrow_the_tolerance():
+    """An `out_bias` in float64 is added to what was computed in float32; gradients are as exact as float32."""
+    fuzz.case(552393952, "call")
+
+
 def test_a_number_for_a_term_of_a_wrong_size_is_found(monkeypatch):
     """The function leaves its term out, which must show both where that is right and where it is wrong."""
     function = fuzz_compiled.attention(1)
