@@ -37,6 +37,7 @@ from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.framework.training import Training, num_parameters
 from benchmarks.pyg_layers import PyGGatedGCNConv
+from gattn.datasets.sets.ogb import import_ogb
 
 MODELS = ("gatv2", "transformer", "gatedgcn", "complete", "gps")
 LAYERS = ("gattn", "pyg")
@@ -219,9 +220,8 @@ def score(name: str, logits: Tensor, labels: Tensor) -> float:
         from sklearn.metrics import average_precision_score
 
         return 100 * float(average_precision_score(labels.numpy(), logits.numpy(), average="macro"))
-    from ogb.graphproppred import Evaluator
-
-    return 100 * float(Evaluator(name).eval({"y_true": labels.numpy(), "y_pred": logits.numpy()})["rocauc"])
+    evaluator = import_ogb("ogb.graphproppred").Evaluator(name)
+    return 100 * float(evaluator.eval({"y_true": labels.numpy(), "y_pred": logits.numpy()})["rocauc"])
 
 
 # The network ---------------------------------------------------------------------------------------------------------
@@ -274,9 +274,8 @@ class Network(torch.nn.Module):
                 for kinds, channels in ((28, setting.channels), (4, bond_channels))
             )
         else:
-            from ogb.graphproppred.mol_encoder import AtomEncoder, BondEncoder
-
-            self.atoms, self.bonds = AtomEncoder(setting.channels), BondEncoder(bond_channels)
+            encoders = import_ogb("ogb.graphproppred.mol_encoder")
+            self.atoms, self.bonds = encoders.AtomEncoder(setting.channels), encoders.BondEncoder(bond_channels)
         self.walks = torch.nn.Sequential(
             torch.nn.BatchNorm1d(setting.walks), torch.nn.Linear(setting.walks, setting.channels)
         )
@@ -516,14 +515,14 @@ class MoleculeProperties(Benchmark[Run]):
         text = "epochs for timing one seed on both libraries' layers; 0 disables timing (default: %(default)s)"
         add("--timed-epochs", type=whole(0, 10**6), default=3, help=text)
         text = "runs at once, each on one thread; timed runs always run alone (default: %(default)s)"
-        add("--jobs", type=whole(1, MOST), default=1, help=text)
+        add("--workers", type=whole(1, MOST), default=1, help=text)
         add("--out", type=folder, default=Path("runs/molecules"), help="folder of results (default: %(default)s)")
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         """Refuses options that torchrun excludes."""
-        if parallel.size() > 1 and options.jobs > 1:
-            parser.error("the processes of torchrun share each run: leave --jobs at 1")
+        if parallel.size() > 1 and options.workers > 1:
+            parser.error("the processes of torchrun share each run: leave --workers at 1")
 
     def cases(self) -> list[Run]:
         """All runs, ending with the timed ones.
@@ -551,12 +550,12 @@ class MoleculeProperties(Benchmark[Run]):
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
         """Trains."""
         work = functools.partial(train, checkpoints=self.options.out)
-        for purpose, jobs in (("scores", self.options.jobs), ("times", 1)):
-            yield from in_processes([case for case in cases if case.purpose == purpose], work, jobs)
+        for purpose, workers in (("scores", self.options.workers), ("times", 1)):
+            yield from in_processes([case for case in cases if case.purpose == purpose], work, workers)
 
     def extra_columns(self) -> Row:
         """The number of runs at once."""
-        return {"jobs": self.options.jobs}
+        return {"jobs": self.options.workers}
 
     def report(self, rows: dict[Run, Row]) -> None:
         """The table and the learning curves."""

@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from dataclasses import asdict, replace
@@ -254,6 +255,17 @@ class TestScores:
         assert molecules.score("peptides-func", logits, labels) == pytest.approx(100 * (1 + 2 / 3) / 2)
         assert molecules.score("zinc-12k", logits, labels) == pytest.approx((0.1 + 0.1 + 0.4 + 0.8) / 4)
 
+    def test_no_search_for_a_newer_ogb(self):
+        """Importing ogb would otherwise start a thread that asks the network."""
+        lines = (
+            "import sys, torch",
+            "from benchmarks import molecules",
+            "assert molecules.score('ogbg-molhiv', torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [0.0]])) == 100",
+            "molecules.Network('ogbg-molhiv', 'gatv2', 'gattn', molecules.TASKS['ogbg-molhiv'].setting)",
+            "assert 'outdated' not in sys.modules",
+        )
+        subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=Path(__file__).parents[2])
+
     @pytest.mark.parametrize(("dataset", "best"), [("zinc-12k", 1), ("peptides-func", 2)])
     def test_the_epoch_is_chosen_on_validation(self, dataset, best, root, tmp_path):
         trainer = Trainer(run_of("peptides-struct"), Molecules("peptides-struct", 3), tmp_path)
@@ -373,8 +385,8 @@ class TestProcesses:
     def test_jobs_do_not_go_with_torchrun(self, monkeypatch, capsys):
         monkeypatch.setattr(parallel, "size", lambda: 2)
         with pytest.raises(SystemExit):
-            MoleculeProperties.parse(["--jobs", "2"])
-        assert "leave --jobs at 1" in capsys.readouterr().err
+            MoleculeProperties.parse(["--workers", "2"])
+        assert "leave --workers at 1" in capsys.readouterr().err
 
 
 class TestResuming:

@@ -1,8 +1,7 @@
-"""OGB's classes of data sets, reading files safely. Only this file imports the package `ogb`."""
+"""OGB's classes of data sets, reading files safely; importing this file needs the package `ogb`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,13 @@ from torch_geometric.data import InMemoryDataset
 from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.safe_files import read_torch
+from gattn.datasets.sets.ogb import import_ogb
 
 __all__ = ["PygGraphPropPredDataset", "PygNodePropPredDataset", "read_dictionary"]
 
 
-def _import_ogb() -> tuple[Any, Any]:
-    # Where `outdated` cannot be imported, ogb starts no thread that looks for a newer version on the network.
-    hide_outdated = "ogb" not in sys.modules and "outdated" not in sys.modules
-    if hide_outdated:
-        sys.modules["outdated"] = None  # type: ignore[assignment]
-    try:
-        import ogb.graphproppred
-        import ogb.nodeproppred
-    except ImportError as error:
-        raise ImportError("OGB's data sets need its package: pip install ogb.") from error
-    finally:
-        if hide_outdated:
-            del sys.modules["outdated"]
-    return ogb.nodeproppred.dataset_pyg, ogb.graphproppred.dataset_pyg
-
-
-node_module, graph_module = _import_ogb()
+node_module = import_ogb("ogb.nodeproppred").dataset_pyg
+graph_module = import_ogb("ogb.graphproppred").dataset_pyg
 _Node: Any = node_module.PygNodePropPredDataset
 _Graph: Any = graph_module.PygGraphPropPredDataset
 
