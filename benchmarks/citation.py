@@ -322,8 +322,8 @@ class Citation(Benchmark[Run]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--dataset", nargs="+", metavar="NAME", help="data sets by gattn's names (default: karate and cora)")
-        add("--model", nargs="+", default=["gat"], choices=MODELS, help="kinds of attention layer (default: gat)")
+        add("--datasets", nargs="+", metavar="NAME", help="data sets by gattn's names (default: karate and cora)")
+        add("--models", nargs="+", default=["gat"], choices=MODELS, help="kinds of attention layer (default: gat)")
         add(
             "--layers",
             nargs="+",
@@ -354,10 +354,10 @@ class Citation(Benchmark[Run]):
         if options.features == "sparse" and "pyg" in options.layers:
             parser.error("--features sparse does not work with --layers pyg, because PyG's layers take dense features")
         try:
-            options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
+            options.datasets = options.datasets and unique(map(gattn.datasets.canonical_name, options.datasets))
         except ValueError as error:
             parser.error(str(error))
-        options.model, options.layers = unique(options.model), unique(options.layers)
+        options.models, options.layers = unique(options.models), unique(options.layers)
 
     def densities(self) -> dict[str, float]:
         """The density of each data set's features; data sets that cannot be loaded are skipped.
@@ -365,7 +365,7 @@ class Citation(Benchmark[Run]):
         Raises:
             BenchmarkError: If one of them was requested by name.
         """
-        return densities(self.options.dataset or DEFAULT_DATASETS, None if self.options.dataset else self.skip)
+        return densities(self.options.datasets or DEFAULT_DATASETS, None if self.options.datasets else self.skip)
 
     def cases(self) -> list[Run]:
         """All runs, seed by seed, so that an interrupted benchmark has some runs of each kind."""
@@ -373,7 +373,7 @@ class Citation(Benchmark[Run]):
         runs = []
         for seed in range(options.seed, options.seed + options.runs):
             for dataset, density in densities.items():
-                for model in options.model:
+                for model in options.models:
                     for layers in options.layers:
                         features = options.features if options.features != "auto" else storage(layers, density)
                         protocol = protocol_for(dataset, layers, options.max_epochs)

@@ -100,7 +100,7 @@ class Shape:
         return self.nodes if self.targets is None else self.targets
 
 
-#: The shapes by their names for `--shape`; the hub graph has two variants.
+#: The shapes by their names for `--shapes`; the hub graph has two variants.
 SHAPES = {
     "tiny": (Shape("tiny", 10, 30, 8, 8, in_channels=64),),
     "thousand": (Shape("thousand", 1_000, 4_000, 8, 8),),

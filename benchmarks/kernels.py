@@ -61,7 +61,7 @@ class Kernels(Benchmark[Case | Compilation]):
         """Adds the options."""
         add = parser.add_argument
         text = f"graphs and widths (default: all; on a CPU all except {', '.join(LARGE)})"
-        add("--shape", nargs="+", choices=SHAPES, help=text)
+        add("--shapes", nargs="+", choices=SHAPES, help=text)
         add("--device", default="cpu", choices=BACKENDS, help="device that computes (default: cpu)")
         add("--layers", nargs="+", default=CONVS, choices=CONVS, help="kinds of attention layer (default: all)")
         add("--peers", nargs="+", choices=PEERS, help="implementations to measure (default: all that are installed)")
@@ -111,11 +111,11 @@ class Kernels(Benchmark[Case | Compilation]):
             peers = [peer for peer in PEERS if peer != "pyg-compile"]
             fill(options, {"peers": peers, "allocator": "default", "repeats": 10, "seconds": 0.3})
         fill(options, {"peers": PEERS, "allocator": "both", "repeats": 30, "seconds": 20.0})
-        if options.shape is None and options.quick:
+        if options.shapes is None and options.quick:
             options.shapes = [*SHAPES["cora"], SMALL]
         else:
             usual = [name for name in SHAPES if options.device != "cpu" or name not in LARGE]
-            options.shapes = [shape for name in unique(options.shape or usual) for shape in SHAPES[name]]
+            options.shapes = [shape for name in unique(options.shapes or usual) for shape in SHAPES[name]]
         if options.edge_features is not None and all(shape.hub is not None for shape in options.shapes):
             parser.error("--edge-features is for whole layers, but hub graphs have none")
 

@@ -106,8 +106,11 @@ BORROWED = {
 #: Binary tasks with unbalanced classes are scored by the area under the ROC curve, all others by accuracy.
 BY_ROC_AUC = ("minesweeper", "tolokers", "questions")
 
-SPLITS = dict.fromkeys(("computers", "photo", "cs", "physics"), ("60-20-20", "random"))
-"""The splits of `gattn.datasets.load` that are used instead of the public one."""
+SPLITS = {
+    **dict.fromkeys(("cora", "citeseer", "pubmed"), ("public", "random")),
+    **dict.fromkeys(("computers", "photo", "cs", "physics"), ("60-20-20", "random")),
+}
+"""The splits of `gattn.datasets.load` that are used if not only the public one is."""
 
 RUNS = {"wikics": 20, "cora": 5, "citeseer": 5, "pubmed": 5, "ogbn-arxiv": 5, "ogbn-products": 5}
 """The number of splits or seeds, if it is not ten."""
@@ -470,10 +473,11 @@ class Nodes(Benchmark[Run]):
         add = parser.add_argument
         text = f"data sets by gattn's names (default: {', '.join(DEFAULT_DATASETS)}; others: "
         others = ", ".join(name for name in RECIPES if name not in DEFAULT_DATASETS)
-        add("--dataset", nargs="+", metavar="NAME", help=f"{text}{others})")
-        text = "splits, which every data set must have (default: public; for Amazon and Coauthor 60-20-20 and random)"
-        add("--split", nargs="+", choices=("public", "60-20-20", "random"), help=text)
-        add("--model", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention layer (default: all)")
+        add("--datasets", nargs="+", metavar="NAME", help=f"{text}{others})")
+        text = "splits, which every data set must have (default: public; for Planetoid also random; for Amazon and "
+        text += "Coauthor 60-20-20 and random)"
+        add("--splits", nargs="+", choices=("public", "60-20-20", "random"), help=text)
+        add("--models", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention layer (default: all)")
         add(
             "--layers",
             nargs="+",
@@ -501,16 +505,16 @@ class Nodes(Benchmark[Run]):
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         """Replaces aliases of data sets, and refuses those without a recipe or without the requested splits."""
         try:
-            options.dataset = options.dataset and unique(map(gattn.datasets.canonical_name, options.dataset))
+            options.datasets = options.datasets and unique(map(gattn.datasets.canonical_name, options.datasets))
         except ValueError as error:
             parser.error(str(error))
-        for dataset in options.dataset or DEFAULT_DATASETS:
+        for dataset in options.datasets or DEFAULT_DATASETS:
             if dataset not in RECIPES:
                 parser.error(f"there is no recipe for {dataset}: choose from {', '.join(RECIPES)}")
-            for split in options.split or ():
+            for split in options.splits or ():
                 if split not in splits_of(dataset):
                     parser.error(f"{dataset} has no split {split}: it has {', '.join(splits_of(dataset))}")
-        options.model, options.layers = unique(options.model), unique(options.layers)
+        options.models, options.layers = unique(options.models), unique(options.layers)
         if parallel.size() > 1 and options.workers > 1:
             parser.error("the processes of torchrun share each run: leave --workers at 1")
         if parallel.size() > 1 and "pyg" in options.layers:
@@ -519,7 +523,7 @@ class Nodes(Benchmark[Run]):
     def cases(self) -> list[Run]:
         """All runs, seed by seed, so that an interrupted benchmark has some runs of each kind."""
         options = self.options
-        found = densities(options.dataset or DEFAULT_DATASETS, None if options.dataset else self.skip)
+        found = densities(options.datasets or DEFAULT_DATASETS, None if options.datasets else self.skip)
         most = options.runs or max((RUNS.get(dataset, 10) for dataset in found), default=0)
         runs = []
         for seed, (dataset, density) in itertools.product(range(most), found.items()):
@@ -527,8 +531,8 @@ class Nodes(Benchmark[Run]):
                 continue
             recipe = RECIPES[dataset]
             recipe = replace(recipe, epochs=options.epochs or recipe.epochs)
-            splits = unique(options.split or SPLITS.get(dataset, ("public",)))
-            for split, model, layers in itertools.product(splits, options.model, options.layers):
+            splits = unique(options.splits or SPLITS.get(dataset, ("public",)))
+            for split, model, layers in itertools.product(splits, options.models, options.layers):
                 fixed = (options.evaluate_every, options.patience, options.device, options.threads)
                 more = (*fixed, storage(layers, density), recipe)
                 runs.append(Run(dataset, split, model, layers, seed, *more, processes=parallel.size()))

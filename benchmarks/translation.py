@@ -748,7 +748,7 @@ class Translation(Benchmark[Run]):
         add("--quick", action="store_true", help="the same as --setting quick")
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
         text = "runs at once, each on one thread; the numbers stay the same (default: one a core, one on a GPU)"
-        add("--jobs", type=whole(1, MOST), help=text)
+        add("--workers", type=whole(1, MOST), help=text)
         add("--report", action="store_true", help="no training: table and pictures of what there is")
         text = "folder of results, checkpoints, table and pictures (default: runs/translation; of a setting other than "
         add("--out", type=folder, help=text + "the default one, with its name)")
@@ -760,11 +760,11 @@ class Translation(Benchmark[Run]):
             if options.setting not in ("default", "quick"):
                 parser.error(f"--quick is the setting quick; leave it out, or --setting {options.setting}")
             options.setting = "quick"
-        for name in ("rows", "seeds", "jobs"):
+        for name in ("rows", "seeds", "workers"):
             if options.report and getattr(options, name) is not None:
                 parser.error(f"--report shows every finished run of the setting; leave --{name} out")
-        if options.jobs is None:
-            options.jobs = 1 if options.device.startswith("cuda") else os.cpu_count() or 1
+        if options.workers is None:
+            options.workers = 1 if options.device.startswith("cuda") else os.cpu_count() or 1
         options.rows = [row for row in ROWS if row in (options.rows or ROWS)]
         options.seeds = list(dict.fromkeys(options.seeds or (0, 1)))
         if options.out is None:
@@ -789,12 +789,12 @@ class Translation(Benchmark[Run]):
 
     def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
         """Trains."""
-        return in_processes(cases, functools.partial(train, folder=self.options.out), self.options.jobs)
+        return in_processes(cases, functools.partial(train, folder=self.options.out), self.options.workers)
 
     def extra_columns(self) -> Row:
         """The number of runs at once, and the versions of what makes tokens and scores."""
         libraries = {"sentencepiece": sentencepiece.__version__, "sacrebleu": sacrebleu.__version__}
-        return {"jobs": self.options.jobs, **libraries}
+        return {"jobs": self.options.workers, **libraries}
 
     def rows(self, cases: Sequence[Run]) -> dict[Run, Row]:
         """The newest row of each run in the setting, whether it was asked for now or earlier, in the table's order.

@@ -14,7 +14,7 @@ from benchmarks import citation
 from benchmarks.framework.node_data import check_task
 from benchmarks.framework.results import ResultsFile
 
-QUICK = ["--dataset", "karate", "--model", "gat", "gatv2", "--runs", "2", "--max-epochs", "25"]
+QUICK = ["--datasets", "karate", "--models", "gat", "gatv2", "--runs", "2", "--max-epochs", "25"]
 EXACT = (
     "dataset",
     "model",
@@ -119,7 +119,7 @@ class TestResuming:
 
     @pytest.mark.slow
     def test_a_killed_process_loses_nothing(self, tmp_path, start):
-        arguments = ["--dataset", "karate", "--runs", "6", "--max-epochs", "150", "--out"]
+        arguments = ["--datasets", "karate", "--runs", "6", "--max-epochs", "150", "--out"]
         whole, killed = tmp_path / "whole", tmp_path / "killed"
         citation.Citation.main([*arguments, str(whole)])
         process = start("-m", "benchmarks.citation", *arguments, killed, stdout=subprocess.DEVNULL)
@@ -133,7 +133,7 @@ class TestResuming:
     @pytest.mark.slow
     def test_a_run_killed_half_way_goes_on_to_the_same_row(self, tmp_path, kill, one_process):
         """Whose dropout is not seeded epoch by epoch."""
-        arguments = ["--dataset", "karate", "--runs", "1", "--max-epochs", "400"]
+        arguments = ["--datasets", "karate", "--runs", "1", "--max-epochs", "400"]
         assert 0 < kill("citation", arguments, tmp_path / "killed") < 400
         for out in ("killed", "whole"):
             citation.Citation.main([*arguments, "--out", str(tmp_path / out)])
@@ -150,7 +150,7 @@ class TestResuming:
     @pytest.mark.slow
     @pytest.mark.parametrize("workers", [1, 2])
     def test_an_interruption_from_the_keyboard(self, tmp_path, workers, start):
-        arguments = ["--dataset", "karate", "--runs", "99", "--max-epochs", "100", "--workers", workers]
+        arguments = ["--datasets", "karate", "--runs", "99", "--max-epochs", "100", "--workers", workers]
         process = start("-m", "benchmarks.citation", *arguments, "--out", tmp_path, stdout=subprocess.PIPE)
         wait_for_rows(tmp_path / "runs.jsonl", 1)
         os.killpg(process.pid, signal.SIGINT)
@@ -167,7 +167,7 @@ class TestResuming:
         metrics = dict.fromkeys(("train_loss", "val_loss", "val_accuracy", "test_accuracy"), math.nan)
         monkeypatch.setattr(citation.Classifier, "evaluate", lambda self: metrics)
         with pytest.raises(SystemExit, match="error: karate gat gattn seed 0: .*the validation loss became nan"):
-            citation.Citation.main(["--dataset", "karate", "--runs", "1", "--out", str(tmp_path)])
+            citation.Citation.main(["--datasets", "karate", "--runs", "1", "--out", str(tmp_path)])
 
 
 class TestCommandLine:
@@ -213,30 +213,30 @@ class TestCommandLine:
             "socket.getaddrinfo", lambda *arguments, **kwargs: (_ for _ in ()).throw(OSError("offline"))
         )
         with pytest.raises(SystemExit, match="error: cora is not under"):
-            citation.Citation.main(["--dataset", "karate", "cora", "--out", str(tmp_path)])
+            citation.Citation.main(["--datasets", "karate", "cora", "--out", str(tmp_path)])
 
     def test_data_sets_that_are_no_node_classification(self, load, tmp_path):
         load("ogbg-molbace")
         with pytest.raises(SystemExit, match="error: ogbg-molbace has many graphs"):
-            citation.Citation.main(["--dataset", "ogbg-molbace", "--out", str(tmp_path)])
+            citation.Citation.main(["--datasets", "ogbg-molbace", "--out", str(tmp_path)])
         with pytest.raises(ValueError, match="no node features"):
             check_task("x", Data(y=torch.zeros(3, dtype=torch.long)))
         with pytest.raises(ValueError, match="does not have one class per node"):
             check_task("x", Data(x=torch.zeros(3, 1), y=torch.zeros(3, 2)))
 
     def test_names_are_made_one(self):
-        options = citation.Citation.parse(["--dataset", "Karate_Club", "karate", "PubMed", "--model", "gat", "gat"])
-        assert options.dataset == ["karate", "pubmed"]
-        assert options.model == ["gat"]
+        options = citation.Citation.parse(["--datasets", "Karate_Club", "karate", "PubMed", "--models", "gat", "gat"])
+        assert options.datasets == ["karate", "pubmed"]
+        assert options.models == ["gat"]
 
     @pytest.mark.parametrize(
         "arguments",
         [
             ["--runs", "0"],
-            ["--model", "gcn"],
+            ["--models", "gcn"],
             ["--features", "sparse", "--layers", "pyg"],
             ["--workers", "-1"],
-            ["--dataset", "corra"],
+            ["--datasets", "corra"],
             ["--device", "nonsense"],
             ["--seed", "-1"],
             ["--device", "meta"],

@@ -27,13 +27,13 @@ def leave_this_process_as_it_was(monkeypatch):
 
 @pytest.fixture
 def tiny(monkeypatch, one_process):
-    """`--shape` with one small random graph in the place of Cora's."""
+    """`--shapes` with one small random graph in the place of Cora's."""
     monkeypatch.setattr(kernels, "SHAPES", {**kernel_cases.SHAPES, "cora": (TINY,)})
     monkeypatch.setattr(measuring, "peak_above", lambda function, device: (function(), 10**6))  # collects no garbage
 
 
 def arguments(out, *more):
-    quick = ["--quick", "--shape", "cora", "--peers", "gattn", "pyg", "--seconds", "0.01"]
+    quick = ["--quick", "--shapes", "cora", "--peers", "gattn", "pyg", "--seconds", "0.01"]
     return [*quick, "--threads", "1", *more, "--out", str(out)]
 
 
@@ -125,14 +125,14 @@ class TestGraphs:
 
     def test_photo(self, load):
         load("photo")
-        (shape,) = benchmark("--shape", "photo").find_shapes()
+        (shape,) = benchmark("--shapes", "photo").find_shapes()
         assert (shape.nodes, shape.edges) == (7_650, 238_162)
         assert kernel_cases.draw_edges(shape).shape == (2, 238_162)
 
     def test_missing_data_are_named(self, monkeypatch, tmp_path):
         monkeypatch.setenv("GATTN_DATA", str(tmp_path))
         monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("offline")))
-        some = benchmark("--shape", "cora", "photo")
+        some = benchmark("--shapes", "cora", "photo")
         assert some.find_shapes() == [*kernel_cases.SHAPES["cora"]]
         assert "photo is not under" in some.skipped["photo"]
 
@@ -344,7 +344,7 @@ class TestOnAGpu:
         gpu = benchmark("--device", "cuda", "--peers", "gattn")
         assert [shape.name for shape in gpu.options.shapes][-2:] == ["sampled", "products"]
         assert {(case.device, case.allocator) for case in gpu.cases()} == {("cuda", "default")}
-        assert [shape.name for shape in Kernels.parse(["--shape", "products"]).shapes] == ["products"]
+        assert [shape.name for shape in Kernels.parse(["--shapes", "products"]).shapes] == ["products"]
 
     def test_shares_of_a_copy(self, monkeypatch, tmp_path, capsys):
         gather = replace(self.case, part="gather", layer="", peer="embedding_bag")
@@ -544,7 +544,7 @@ class TestCommandLine:
 
     def test_the_plan(self, monkeypatch):
         monkeypatch.setattr(Kernels, "find_peers", lambda self: ["gattn", "pyg", "dgl"])
-        some = benchmark("--shape", "hub", "cora", "--layers", "gat", "--allocator", "default")
+        some = benchmark("--shapes", "hub", "cora", "--layers", "gat", "--allocator", "default")
         tasks = [(case.shape.name, case.part, case.edge_features, case.peer) for case in some.cases()]
         assert tasks == [
             ("hub first", "gather", False, "embedding_bag"),
@@ -563,7 +563,7 @@ class TestCommandLine:
 
     def test_peers_follow_each_other_under_each_allocator(self, monkeypatch):
         monkeypatch.setattr(Kernels, "find_peers", lambda self: ["gattn", "pyg"])
-        some = benchmark("--shape", "sampled", "tiny", "--layers", "gat", "--edge-features", "without")
+        some = benchmark("--shapes", "sampled", "tiny", "--layers", "gat", "--edge-features", "without")
         assert [(case.shape.name, case.part, case.allocator, case.peer) for case in some.cases()] == [
             ("sampled", "layer", "default", "gattn"),
             ("sampled", "layer", "default", "pyg"),
@@ -585,7 +585,7 @@ class TestCommandLine:
         assert Kernels.parse([]).allocator == "both"
         assert Kernels.parse(["--quick"]).allocator == "default"
         assert Kernels.parse(["--quick", "--allocator", "kept"]).allocator == "kept"
-        (case, *_) = benchmark("--shape", "cora", "--peers", "gattn", "--allocator", "kept").cases()
+        (case, *_) = benchmark("--shapes", "cora", "--peers", "gattn", "--allocator", "kept").cases()
         assert case.environment["MALLOC_TOP_PAD_"] == "268435456"
         assert str(case).endswith(", kept memory")
         monkeypatch.setattr(kernels.platform, "libc_ver", lambda: ("", ""))
@@ -598,7 +598,7 @@ class TestCommandLine:
         quick = Kernels.parse(["--quick"])
         assert [shape.name for shape in quick.shapes] == ["cora", "small"]
         assert "pyg-compile" not in quick.peers
-        chosen = Kernels.parse(["--quick", "--shape", "mid", "--peers", "pyg-compile", "--repeats", "7"])
+        chosen = Kernels.parse(["--quick", "--shapes", "mid", "--peers", "pyg-compile", "--repeats", "7"])
         assert [shape.name for shape in chosen.shapes] == ["mid"]
         assert chosen.peers == ["pyg-compile"]
         assert chosen.repeats == 7
@@ -633,7 +633,7 @@ class TestCommandLine:
         "wrong",
         [
             ["--repeats", "0"],
-            ["--shape", "big"],
+            ["--shapes", "big"],
             ["--layers", "gcn"],
             ["--peers", "jraph"],
             ["--dtypes", "int8"],
@@ -645,7 +645,7 @@ class TestCommandLine:
             ["--threads", "9999999999"],
             ["--seconds", "inf"],
             ["--timeout", "1e10"],
-            ["--shape", "hub", "--edge-features", "with"],
+            ["--shapes", "hub", "--edge-features", "with"],
         ],
     )
     def test_wrong_arguments(self, wrong, capsys):

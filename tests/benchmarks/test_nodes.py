@@ -160,7 +160,7 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_a_run_killed_half_way_goes_on_to_the_same_row(self, board, tmp_path, kill, one_process):
-        arguments = ["--dataset", "minesweeper", "--model", "gat", "--runs", "1", "--epochs", "200"]
+        arguments = ["--datasets", "minesweeper", "--models", "gat", "--runs", "1", "--epochs", "200"]
         assert 0 < kill("nodes", arguments, tmp_path / "killed", {"GATTN_DATA": str(board)}) < 200
         for out in ("killed", "whole"):
             Nodes.main([*arguments, "--out", str(tmp_path / out)])
@@ -201,7 +201,7 @@ class TestProcesses:
     @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
     def test_a_killed_worker_ends_the_job_which_goes_on_to_the_same_row(self, board, tmp_path, start):
         module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.nodes"]
-        arguments = [*module, "--dataset", "minesweeper", "--model", "gat", "--runs", "1", "--epochs", "60"]
+        arguments = [*module, "--datasets", "minesweeper", "--models", "gat", "--runs", "1", "--epochs", "60"]
         arguments += ["--evaluate-every", "3", "--save-every", "0.001", "--out"]
         job = start(*arguments, tmp_path / "killed", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 120
@@ -240,7 +240,7 @@ class TestProcesses:
 class TestCommandLine:
     def test_everything(self, board, one_process, tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(RECIPES, "minesweeper", RECIPE)
-        arguments = ["--dataset", "Minesweeper", "--layers", "gattn", "pyg", "--runs", "2", "--evaluate-every", "5"]
+        arguments = ["--datasets", "Minesweeper", "--layers", "gattn", "pyg", "--runs", "2", "--evaluate-every", "5"]
         Nodes.main([*arguments, "--out", str(tmp_path / "out")])
         rows = ResultsFile(tmp_path / "out" / "runs.jsonl").rows()
         assert [(row["seed"], row["model"], row["layers"]) for row in rows] == [
@@ -260,7 +260,7 @@ class TestCommandLine:
 
     def test_cases(self, monkeypatch):
         monkeypatch.setattr(nodes, "densities", lambda names, skip: dict.fromkeys(names, 0.01))
-        arguments = ["--dataset", "photo", "wikics", "cora", "--model", "gat"]
+        arguments = ["--datasets", "photo", "wikics", "cora", "--models", "gat"]
         options = Nodes.parse([*arguments, "--evaluate-every", "7", "--patience", "30"])
         runs = Nodes(options, None, None).cases()
         counts = {}
@@ -271,6 +271,7 @@ class TestCommandLine:
             ("photo", "random"): 10,
             ("wikics", "public"): 20,
             ("cora", "public"): 5,
+            ("cora", "random"): 5,
         }
         assert {(run.evaluate_every, run.patience) for run in runs} == {(7, 30)}
         assert {run.seed for run in runs[:4]} == {0}
@@ -287,10 +288,10 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "reason"),
         [
-            (["--dataset", "corra"], "unknown data set 'corra'"),
-            (["--dataset", "karate"], "there is no recipe for karate"),
-            (["--dataset", "minesweeper", "--split", "60-20-20"], "minesweeper has no split 60-20-20"),
-            (["--model", "gcn"], "invalid choice"),
+            (["--datasets", "corra"], "unknown data set 'corra'"),
+            (["--datasets", "karate"], "there is no recipe for karate"),
+            (["--datasets", "minesweeper", "--splits", "60-20-20"], "minesweeper has no split 60-20-20"),
+            (["--models", "gcn"], "invalid choice"),
             (["--epochs", "0"], "is not a whole number"),
         ],
     )
@@ -307,5 +308,5 @@ class TestCommandLine:
 
         monkeypatch.setattr("socket.getaddrinfo", offline)
         with pytest.raises(SystemExit, match="error: photo is not under") as error:
-            Nodes.main(["--dataset", "photo", "--out", str(tmp_path / "out")])
+            Nodes.main(["--datasets", "photo", "--out", str(tmp_path / "out")])
         assert os.linesep not in str(error.value)

@@ -455,15 +455,15 @@ class TestCommandLine:
             ["--rows", "all"],
             ["--setting", "small"],
             ["--quick", "--setting", "large"],
-            ["--jobs", "0"],
+            ["--workers", "0"],
             ["--seeds", "-1"],
             ["--seeds"],
             ["--device", "nothing"],
             ["--device", "meta"],
             ["--seeds", "one"],
             ["--seeds", "4294967296"],
-            ["--jobs", "9999999999"],
-            ["--report", "--jobs", "2"],
+            ["--workers", "9999999999"],
+            ["--report", "--workers", "2"],
             ["--report", "--rows", "dot"],
             ["--report", "--seeds", "0"],
         ],
@@ -557,7 +557,7 @@ def test_in_processes(published, tmp_path, monkeypatch, in_this_process):
     wrong = replace(SETTING, heads=3)
     monkeypatch.setitem(translation.SETTINGS, "quick", wrong)
     chosen = ["--rows", "none", "transformer", "--seeds", "0"]
-    Translation.main(arguments(tmp_path, *chosen, "--jobs", "2"))
+    Translation.main(arguments(tmp_path, *chosen, "--workers", "2"))
     with pytest.raises(SystemExit, match="error: transformer seed 0: InputError: "):
         Translation.main(arguments(tmp_path, "--rows", "transformer", "--seeds", "0", "--quick"))
     rows = {row["row"]: row for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows()}
