@@ -1,8 +1,10 @@
-"""Exceptions of gattn in addition to Python's own."""
+"""Exceptions of gattn in addition to Python's own, and a check that its layers share."""
 
 from __future__ import annotations
 
-__all__ = ["InputError", "InputTypeError"]
+from typing import Any
+
+__all__ = ["InputError", "InputTypeError", "check_at_least"]
 
 
 class InputError(ValueError, AssertionError, RuntimeError):
@@ -15,3 +17,12 @@ class InputError(ValueError, AssertionError, RuntimeError):
 
 class InputTypeError(InputError, TypeError):
     """An argument of the wrong type, where the originals raise one of the base classes of `InputError`."""
+
+
+def check_at_least(least: int, **numbers: Any) -> None:
+    """Raises `TypeError` or `ValueError` if a number is no integer, or too small."""
+    for name, number in numbers.items():
+        if not hasattr(number, "__index__"):
+            raise InputTypeError(f"{name} must be an integer; got {number!r}.")
+        if number < least:
+            raise InputError(f"{name} must be at least {least}; got {number}.")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import GRUCell, Linear, Module, ModuleList
 from torch_geometric.nn.pool import global_add_pool
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import GraphLike, SparseGraph, as_graph
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.gate_conv import GATEConv
@@ -72,9 +72,8 @@ class AttentiveFP(Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        for name, number, least in (("num_layers", num_layers, 1), ("num_timesteps", num_timesteps, 0)):
-            if number < least:
-                raise InputError(f"{name} must be at least {least}; got {number}.")
+        check_at_least(1, num_layers=num_layers)
+        check_at_least(0, num_timesteps=num_timesteps)
         self.in_channels = in_channels
         self.hidden_channels = hidden_channels
         self.out_channels = out_channels

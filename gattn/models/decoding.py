@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gattn.errors import check_at_least
+
 __all__ = ["beam_search", "sample"]
 
 
@@ -47,8 +49,8 @@ def sample(
     """
     if temperature < 0:
         raise ValueError(f"temperature must be at least 0; got {temperature}.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1; got {top_k}.")
+    if top_k is not None:
+        check_at_least(1, top_k=top_k)
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be a probability above 0; got {top_p}.")
     if temperature == 0:
@@ -114,8 +116,7 @@ def beam_search(
         >>> tokens
         tensor([[2, 2, 2]])
     """
-    if beams < 1 or max_length < 1:
-        raise ValueError(f"beams and max_length must be at least 1; got {beams} and {max_length}.")
+    check_at_least(1, beams=beams, max_length=max_length)
     if length_penalty < 0:
         raise ValueError(f"length_penalty must be at least 0; got {length_penalty}.")
     tokens = torch.full((batch * beams, 1), start, device=device)

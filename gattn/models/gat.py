@@ -10,6 +10,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.typing import Adj
 
+from gattn.errors import check_at_least
 from gattn.graphs import Graph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.nn.linear import FeatureDropout
@@ -91,13 +92,12 @@ class GAT(BasicGNN):
     ):
         if conv not in self.conv_types:
             raise ValueError(f"conv must be 'gat', 'gatv2' or 'transformer'; got {conv!r}.")
-        if heads < 1 or hidden_channels % heads != 0:
+        check_at_least(1, hidden_channels=hidden_channels, num_layers=num_layers, heads=heads)
+        if hidden_channels % heads != 0:
             raise ValueError(
                 f"hidden_channels counts all heads together, so it must be a multiple of heads: "
                 f"{hidden_channels} is not one of {heads}."
             )
-        if num_layers < 1:
-            raise ValueError(f"a GAT must have at least one layer; got num_layers={num_layers}.")
         if residual is not None:
             kwargs["root_weight" if conv == "transformer" else "residual"] = residual
         super().__init__(

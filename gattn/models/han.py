@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import GRU, Dropout, Embedding, Linear, Module
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from gattn.errors import check_at_least
 from gattn.models.tokens import check_tokens
 from gattn.nn.pooling import AttentionPooling
 
@@ -65,8 +66,8 @@ class HAN(Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        if min(num_tokens, num_classes, embedding_channels, hidden_channels) < 1:
-            raise ValueError("num_tokens, num_classes and the numbers of channels must be at least 1.")
+        check_at_least(1, num_tokens=num_tokens, num_classes=num_classes)
+        check_at_least(1, embedding_channels=embedding_channels, hidden_channels=hidden_channels)
         self.num_tokens = num_tokens
         self.embedding = Embedding(num_tokens, embedding_channels)
         self.words = _Encoder(embedding_channels, hidden_channels, attention_channels)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Embedding, Linear, Module, ModuleList
 
+from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import sample
 from gattn.models.tokens import check_tokens
@@ -62,8 +63,7 @@ class LSTMN(Module):
         tie_weights: bool = True,
     ):
         super().__init__()
-        if min(num_tokens, channels, num_layers) < 1:
-            raise ValueError("num_tokens, channels and num_layers must be at least 1.")
+        check_at_least(1, num_tokens=num_tokens, channels=channels, num_layers=num_layers)
         check_probability("dropout", dropout)
         self.num_tokens = num_tokens
         self.embedding = Embedding(num_tokens, channels)
@@ -166,8 +166,7 @@ class LSTMN(Module):
         check_tokens("tokens", tokens, self.num_tokens)
         if tokens.size(1) < 1:
             raise ValueError("generate() needs at least one token to begin with.")
-        if num_new_tokens < 0:
-            raise ValueError(f"num_new_tokens must be at least 0; got {num_new_tokens}.")
+        check_at_least(0, num_new_tokens=num_new_tokens)
         new, state = tokens, None
         for _ in range(num_new_tokens):
             logits, state = self.advance(new, state)

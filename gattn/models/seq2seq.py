@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import GRU, LSTM, Dropout, Embedding, GRUCell, Linear, LSTMCell, Module, ModuleList
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from gattn.errors import check_at_least
 from gattn.models.decoding import beam_search
 from gattn.models.tokens import check_tokens, shift
 from gattn.nn.rnn_attention import (
@@ -498,9 +499,9 @@ def _make_attention(attention: str | MemoryAttention | None, channels: int, wind
 def _check_options(
     num_source_tokens: int, num_target_tokens: int, embedding_channels: int, hidden_channels: int, num_layers: int
 ) -> None:
-    if min(num_source_tokens, num_target_tokens, embedding_channels, num_layers) < 1:
-        raise ValueError("the numbers of tokens, channels and layers must be at least 1.")
-    if hidden_channels < 2 or hidden_channels % 2:
+    check_at_least(1, num_source_tokens=num_source_tokens, num_target_tokens=num_target_tokens)
+    check_at_least(1, embedding_channels=embedding_channels, hidden_channels=hidden_channels, num_layers=num_layers)
+    if hidden_channels % 2:
         raise ValueError(
             f"hidden_channels must be even, as each direction of the encoder has half; got {hidden_channels}."
         )

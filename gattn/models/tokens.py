@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,12 @@ def check_tokens(name: str, tokens: Tensor, num_tokens: int, shape: str = "[B, T
     """Checks that tokens are integers of this shape and in the vocabulary.
 
     Raises:
-        ValueError: If the tokens are not integers of this shape.
+        TypeError: If the tokens are not a tensor.
+        ValueError: If they are not integers of this shape.
         IndexError: If a token is not in the vocabulary.
     """
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name} must be a tensor of integers, {shape}; got {reprlib.repr(tokens)}.")
     is_integer = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
     if tokens.dim() != shape.count(",") + 1 or not is_integer:
         raise ValueError(f"{name} must be integers, {shape}; got {tokens.dtype} of shape {list(tokens.shape)}.")

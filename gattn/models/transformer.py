@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Embedding, LayerNorm, Linear, Module
 
+from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import beam_search, sample
 from gattn.models.tokens import check_tokens, shift
@@ -113,8 +114,7 @@ class TransformerLM(Module):
         layer: Callable[..., Module] = TransformerEncoderLayer,
     ):
         super().__init__()
-        if min(num_tokens, num_layers, context) < 1:
-            raise ValueError("num_tokens, num_layers and context must be at least 1.")
+        check_at_least(1, num_tokens=num_tokens, channels=channels, num_layers=num_layers, heads=heads, context=context)
         self.num_tokens = num_tokens
         self.context = context
         inner = _inner_position(position, channels, heads)
@@ -210,10 +210,10 @@ class TransformerLM(Module):
         Raises:
             ValueError: If there is no first token, or an option is out of range.
         """
+        check_tokens("tokens", tokens, self.num_tokens)
         if tokens.size(1) < 1:
             raise ValueError("generate() needs at least one token to begin with.")
-        if num_new_tokens < 0:
-            raise ValueError(f"num_new_tokens must be at least 0; got {num_new_tokens}.")
+        check_at_least(0, num_new_tokens=num_new_tokens)
         use_cache = use_cache and isinstance(self.layers[0], TransformerEncoderLayer)
         cache = KeyValueCache() if use_cache else None
         for _ in range(num_new_tokens):

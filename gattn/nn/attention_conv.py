@@ -8,25 +8,18 @@ import torch
 from torch import Tensor
 
 from gattn.attention import Attention, Weights, unrecorded
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore, Score
 from gattn.settings import require_finite
 
-__all__ = ["AttentionConv", "AttentionWeights", "BaseConv", "check_positive"]
+__all__ = ["AttentionConv", "AttentionWeights", "BaseConv"]
 
 #: What PyG's layers return together with the output: `(edge_index, weights)`, whose graph may also be a sparse
 #: adjacency or a `CompleteGraph`; for a `SparseTensor`, the one that holds the weights.
 AttentionWeights: TypeAlias = Any
-
-
-def check_positive(**sizes: int) -> None:
-    """Raises `ValueError` if a size of a layer is not positive."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{name} must be at least 1; got {size}.")
 
 
 class BaseConv(Attention):
@@ -178,7 +171,7 @@ class AttentionConv(BaseConv):
         self.dropout = dropout
         self.value_dropout = value_dropout
         self.edge_dim = edge_dim
-        check_positive(heads=heads, out_channels=out_channels)
+        check_at_least(1, heads=heads, out_channels=out_channels)
         for name in ("dropout", "value_dropout"):
             check_probability(name, getattr(self, name))
 

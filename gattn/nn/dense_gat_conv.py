@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.inits import glorot
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.linear import Linear
@@ -64,8 +64,7 @@ class DenseGATConv(BaseConv):
         bias: bool = True,
     ):
         super().__init__()
-        if heads < 1 or out_channels < 1:
-            raise InputError(f"heads and out_channels must be at least 1; got {heads} and {out_channels}.")
+        check_at_least(1, heads=heads, out_channels=out_channels)
         check_probability("dropout", dropout)
         self.in_channels = in_channels
         self.out_channels = out_channels

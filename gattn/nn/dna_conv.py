@@ -13,7 +13,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
 from gattn.nn.attention_conv import BaseConv
@@ -85,13 +85,12 @@ class DNAConv(BaseConv):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        counts = {"channels": channels, "heads": heads, "groups": groups}
-        for name, count in counts.items():
-            if count < 1:
-                raise InputError(f"{name} must be at least 1; got {count}.")
+        check_at_least(1, channels=channels, heads=heads, groups=groups)
         if channels % heads or channels % groups or max(heads, groups) % min(heads, groups):
-            given = ", ".join(f"{name}={count}" for name, count in counts.items())
-            raise InputError(f"heads and groups must divide channels, and one of them the other; got {given}.")
+            raise InputError(
+                "heads and groups must divide channels, and one of them the other; got "
+                f"{channels=}, {heads=}, {groups=}."
+            )
         check_probability("dropout", dropout)
         self.in_channels = channels
         self.bias = bias

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv, check_positive
+from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
 from gattn.scores import AdditiveScore
@@ -72,8 +72,8 @@ class EGATConv(BaseConv):
     ):
         super().__init__(**kwargs)
         sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
-        check_positive(in_channels=min(sources, targets), edge_channels=edge_channels, out_channels=out_channels)
-        check_positive(out_edge_channels=out_edge_channels, heads=heads)
+        check_at_least(1, in_channels=min(sources, targets), edge_channels=edge_channels, out_channels=out_channels)
+        check_at_least(1, out_edge_channels=out_edge_channels, heads=heads)
         self.in_channels = in_channels
         self.edge_channels = edge_channels
         self.out_channels = out_channels

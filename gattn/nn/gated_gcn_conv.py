@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.distributions import Sigmoid
-from gattn.errors import InputError
+from gattn.errors import InputError, check_at_least
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv, check_positive
+from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import FeatureDropout, Linear
 from gattn.scores import GATScore
@@ -81,7 +81,7 @@ class GatedGCNConv(BaseConv):
         self.in_channels = in_channels
         self.edge_channels = edge_channels
         self.out_channels = out_channels
-        check_positive(out_channels=out_channels)
+        check_at_least(1, out_channels=out_channels)
         self.dropout = FeatureDropout(dropout)
         self.batch_norm = batch_norm
         self.residual = residual

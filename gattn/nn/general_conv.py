@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.inits import glorot
 
-from gattn.errors import InputError
+from gattn.errors import InputError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
@@ -96,9 +96,7 @@ class GeneralConv(BaseConv):
         **kwargs: Any,
     ):
         super().__init__(aggr, **kwargs)
-        for name, count in (("heads", heads), ("out_channels", out_channels)):
-            if count < 1:
-                raise InputError(f"{name} must be at least 1; got {count}.")
+        check_at_least(1, heads=heads, out_channels=out_channels)
         if attention and attention_type not in ("additive", "dot_product"):
             raise InputError(f"attention_type must be 'additive' or 'dot_product'; got {attention_type!r}.")
         self.in_channels = in_channels

@@ -12,7 +12,7 @@ from torch_geometric.nn.dense import HeteroLinear
 
 from gattn.attention import unrecorded
 from gattn.distributions import Identity
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
@@ -102,9 +102,7 @@ class HEATConv(BaseConv):
         self.negative_slope = negative_slope
         self.dropout = dropout
         self.root_weight = root_weight
-        for name in ("heads", "out_channels"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        check_at_least(1, heads=heads, out_channels=out_channels)
         check_probability("dropout", dropout)
 
         self.hetero_lin = HeteroLinear(in_channels, out_channels, num_node_types, bias=bias)

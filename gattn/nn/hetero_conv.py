@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, as_graph
 from gattn.nn.attention_conv import BaseConv
 from gattn.settings import require_finite
@@ -58,10 +58,11 @@ class HeteroBaseConv(BaseConv):
                 "metadata must be a pair (node types, edge types), as HeteroData.metadata() gives it; got "
                 f"{metadata!r}."
             )
-        if heads < 1 or out_channels < 1 or out_channels % heads:
+        check_at_least(1, heads=heads, out_channels=out_channels)
+        if out_channels % heads:
             raise InputError(
-                "out_channels are divided among the heads, so both must be positive, and heads a divisor; got "
-                f"out_channels={out_channels} and heads={heads}."
+                f"out_channels are divided among the heads, so heads must be a divisor; got {out_channels=} and "
+                f"{heads=}."
             )
         self.in_channels = in_channels if isinstance(in_channels, dict) else dict.fromkeys(metadata[0], in_channels)
         self.out_channels = out_channels

@@ -12,7 +12,7 @@ from torch_geometric.experimental import is_experimental_mode_enabled
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.inits import glorot, zeros
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph, as_graph
 from gattn.graphs.base import check_size
 from gattn.graphs.edge_lists import derived
@@ -96,9 +96,7 @@ class HypergraphConv(BaseConv):
         super().__init__(flow=FLOWS[0], **kwargs)
         if attention_mode not in ("node", "edge"):
             raise InputError(f"attention_mode must be 'node' or 'edge'; got {attention_mode!r}.")
-        for name, count in (("heads", heads), ("out_channels", out_channels)):
-            if count < 1:
-                raise InputError(f"{name} must be at least 1; got {count}.")
+        check_at_least(1, heads=heads, out_channels=out_channels)
         check_probability("dropout", dropout)
         self.in_channels = in_channels
         self.out_channels = out_channels

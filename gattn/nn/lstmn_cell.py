@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from gattn.attention import attend
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.scores import AdditiveScore
 from gattn.scripting import NotScriptable
@@ -95,10 +95,9 @@ class LSTMNCell(NotScriptable, Module):
     ):
         super().__init__()
         attention_size = hidden_size if attention_size is None else attention_size
-        sizes = {"input_size": input_size, "hidden_size": hidden_size, "attention_size": attention_size}
-        for name, size in (sizes if window is None else sizes | {"window": window}).items():
-            if size < 1:
-                raise InputError(f"{name} must be at least 1; got {size}.")
+        check_at_least(1, input_size=input_size, hidden_size=hidden_size, attention_size=attention_size)
+        if window is not None:
+            check_at_least(1, window=window)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.attention_size = attention_size

@@ -14,7 +14,7 @@ from torch.nn import Linear, Module, Parameter
 from torch_geometric.typing import Adj
 
 from gattn.attention import Attention
-from gattn.errors import InputError
+from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
 from gattn.nn.graph_positions import position_bias
@@ -106,15 +106,14 @@ class MultiheadAttention(Attention):
         position: RotaryPositionalEncoding | RelativePosition | None = None,
     ):
         super().__init__()
-        if embed_dim < 1 or num_heads < 1:
-            raise ValueError(f"embed_dim and num_heads must be at least 1; got {embed_dim} and {num_heads}.")
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_at_least(1, embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if embed_dim % num_heads != 0:
             raise InputError(
                 f"embed_dim counts all heads together, so it must be a multiple of num_heads: {embed_dim} is not one "
                 f"of {num_heads}."
             )
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+        if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}; got {num_kv_heads}.")
         check_probability("dropout", dropout)
         if not (position is None or isinstance(position, RotaryPositionalEncoding | RelativePosition)):

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch_geometric.nn.inits import reset
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, GraphLike, SparseGraph
-from gattn.nn.attention_conv import BaseConv, check_positive
+from gattn.nn.attention_conv import BaseConv
 from gattn.nn.linear import Linear
 from gattn.scores import GATScore
 from gattn.settings import require_finite
@@ -75,7 +75,7 @@ class PointTransformerConv(BaseConv):
         super().__init__(**kwargs)
         self.in_channels = in_channels
         self.out_channels = out_channels
-        check_positive(out_channels=out_channels)
+        check_at_least(1, out_channels=out_channels)
         self.add_self_loops = add_self_loops
 
         source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels

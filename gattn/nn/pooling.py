@@ -13,6 +13,7 @@ from torch.nn import Linear, Parameter
 from torch_geometric.nn.aggr import Aggregation
 
 from gattn.attention import attend
+from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
@@ -62,9 +63,7 @@ class AttentionPooling(NotScriptable, Aggregation):
     def __init__(self, in_channels: int, attention_channels: int | None = None, *, dropout: float = 0.0):
         super().__init__()
         attention_channels = in_channels if attention_channels is None else attention_channels
-        for name, channels in (("in_channels", in_channels), ("attention_channels", attention_channels)):
-            if channels < 1:
-                raise ValueError(f"{name} must be at least 1; got {channels}.")
+        check_at_least(1, in_channels=in_channels, attention_channels=attention_channels)
         check_probability("dropout", dropout)
         self.in_channels = in_channels
         self.attention_channels = attention_channels

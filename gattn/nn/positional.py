@@ -14,6 +14,7 @@ from torch.nn import Embedding, Linear, Module
 from torch_geometric.data import Data
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 
+from gattn.errors import check_at_least
 from gattn.scripting import NotScriptable
 
 __all__ = [
@@ -53,8 +54,7 @@ class SinusoidalPositionalEncoding(Module):
 
     def __init__(self, channels: int, dropout: float = 0.0, base: float = 10000.0):
         super().__init__()
-        if channels < 1:
-            raise ValueError(f"channels must be at least 1; got {channels}.")
+        check_at_least(1, channels=channels)
         self.channels = channels
         self.base = base
         self.dropout = torch.nn.Dropout(dropout)
@@ -246,8 +246,7 @@ class ALiBi(NotScriptable, RelativePosition):
 
     def __init__(self, heads: int):
         super().__init__()
-        if heads < 1:
-            raise ValueError(f"heads must be at least 1; got {heads}.")
+        check_at_least(1, heads=heads)
         power = 2 ** math.floor(math.log2(heads))
         slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
         slopes += [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)][: heads - power]
@@ -285,8 +284,8 @@ class RelativePositionBias(RelativePosition):
 
     def __init__(self, heads: int, max_distance: int):
         super().__init__()
-        if heads < 1 or max_distance < 0:
-            raise ValueError(f"heads must be at least 1 and max_distance at least 0; got {heads} and {max_distance}.")
+        check_at_least(1, heads=heads)
+        check_at_least(0, max_distance=max_distance)
         self.max_distance = max_distance
         self.weight = torch.nn.Parameter(torch.empty(2 * max_distance + 1, heads))
         self.reset_parameters()
@@ -336,8 +335,7 @@ class GraphPositionalEncoding(Module):
         super().__init__()
         if kind not in ("laplacian", "random_walk"):
             raise ValueError(f"kind must be 'laplacian' or 'random_walk', not {kind!r}.")
-        if k < 1:
-            raise ValueError(f"k must be at least 1; got {k}.")
+        check_at_least(1, k=k)
         self.kind = kind
         self.k = k
         self.random_signs = random_signs

@@ -13,9 +13,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch_geometric.nn.inits import zeros
 
 from gattn.distributions import Gate, Identity, Sigmoid, Tanh
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv, check_positive
+from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
 from gattn.scores import GATScore
@@ -85,7 +85,7 @@ class ResGatedGraphConv(BaseConv):
             raise InputTypeError(f"act must be a callable such as torch.nn.Sigmoid(); got {act!r}.")
         self.in_channels = in_channels
         self.out_channels = out_channels
-        check_positive(out_channels=out_channels)
+        check_at_least(1, out_channels=out_channels)
         self.act = act
         self.edge_dim = edge_dim
         self.root_weight = root_weight

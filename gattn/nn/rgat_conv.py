@@ -14,7 +14,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, scatter, to_edge_index
 
 from gattn.attention import fused, unrecorded
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import check_later
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights
@@ -181,9 +181,8 @@ class RGATConv(AttentionConv):
 
     def _check_options(self) -> None:
         for name in ("in_channels", "num_relations", "num_bases", "num_blocks", "dim"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise InputError(f"{name} must be at least 1; got {number}.")
+            if getattr(self, name) is not None:
+                check_at_least(1, **{name: getattr(self, name)})
         for name, known in (("attention_mechanism", _MECHANISMS), ("attention_mode", _MODES), ("mod", _MODS)):
             if getattr(self, name) not in known:
                 choices = ", ".join(repr(choice) for choice in known)

@@ -17,6 +17,7 @@ from torch.nn import Linear, Module, Parameter
 
 from gattn.attention import attend
 from gattn.distributions import Distribution, Hard, LocalGaussian
+from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, DotScore, Score
@@ -294,7 +295,7 @@ class GeneralAttention(MemoryAttention):
 
     def __init__(self, query_channels: int, memory_channels: int, dropout: float = 0.0):
         super().__init__(dropout)
-        _check_positive(query_channels=query_channels, memory_channels=memory_channels)
+        check_at_least(1, query_channels=query_channels, memory_channels=memory_channels)
         self.query_proj = Linear(query_channels, memory_channels, bias=False)
 
     def score(self, query: Tensor) -> tuple[Tensor, Score]:
@@ -341,7 +342,9 @@ class AdditiveAttention(MemoryAttention):
     ):
         super().__init__(dropout)
         hidden_channels = memory_channels if hidden_channels is None else hidden_channels
-        _check_positive(query_channels=query_channels, memory_channels=memory_channels, hidden_channels=hidden_channels)
+        check_at_least(
+            1, query_channels=query_channels, memory_channels=memory_channels, hidden_channels=hidden_channels
+        )
         self.query_proj = Linear(query_channels, hidden_channels, bias=False)
         self.key_proj = Linear(memory_channels, hidden_channels, bias=bias)
         self.vector = Parameter(torch.empty(hidden_channels))
@@ -446,7 +449,7 @@ class LocalAttention(_Wrapper):
         self.gaussian = is_predictive if gaussian is None else gaussian
         if query_channels is not None:
             hidden_channels = query_channels if hidden_channels is None else hidden_channels
-            _check_positive(query_channels=query_channels, hidden_channels=hidden_channels)
+            check_at_least(1, query_channels=query_channels, hidden_channels=hidden_channels)
             self.place_hidden = Linear(query_channels, hidden_channels, bias=False)
             self.place = Linear(hidden_channels, 1, bias=False)
 
@@ -646,9 +649,3 @@ class ReinforceLoss(NotScriptable, Module):
             self.baseline.mul_(decay).add_((1 - decay) * reward.mean().to(self.baseline.dtype))
             self.is_new.fill_(False)
         return loss.sum() / max(reward.numel(), 1)
-
-
-def _check_positive(**channels: int) -> None:
-    for name, count in channels.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1; got {count}.")

@@ -167,7 +167,7 @@ def test_it_learns():
     [
         ({"conv": "gcn"}, "conv must be 'gat', 'gatv2' or 'transformer'; got 'gcn'"),
         ({"heads": 5}, "16 is not one of 5"),
-        ({"num_layers": 0}, "at least one layer"),
+        ({"num_layers": 0}, "num_layers must be at least 1; got 0"),
     ],
 )
 def test_bad_arguments(kwargs, message):

@@ -500,7 +500,7 @@ class TestErrors:
             ({"cell": "rnn"}, "cell must be 'gru' or 'lstm'; got 'rnn'"),
             ({"dropout": -0.1}, "dropout must be a probability"),
             ({"hidden_channels": 7}, "hidden_channels must be even.*; got 7"),
-            ({"hidden_channels": 0}, "hidden_channels must be even.*; got 0"),
+            ({"hidden_channels": 0}, "hidden_channels must be at least 1; got 0"),
             ({"num_layers": 0}, "must be at least 1"),
             ({"embedding_channels": 0}, "must be at least 1"),
             ({"num_source_tokens": 0}, "must be at least 1"),

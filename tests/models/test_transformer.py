@@ -207,6 +207,10 @@ class TestLM:
             model.generate(torch.zeros(1, 0, dtype=torch.long), 3)
         with pytest.raises(ValueError, match="num_new_tokens"):
             model.generate(torch.zeros(1, 1, dtype=torch.long), -1)
+        with pytest.raises(TypeError, match="num_new_tokens must be an integer; got '3'"):
+            model.generate(torch.zeros(1, 1, dtype=torch.long), "3")
+        with pytest.raises(TypeError, match="tokens must be a tensor of integers.*; got 'abc'"):
+            model.generate("abc", 3)
         with pytest.raises(ValueError, match="temperature"):
             model.generate(torch.zeros(1, 1, dtype=torch.long), 1, temperature=-1.0)
 

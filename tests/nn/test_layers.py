@@ -636,6 +636,12 @@ class TestBadInput:
         ):
             with pytest.raises(ValueError, match=message):
                 layer(F, 4, **kwargs)
+        for kwargs, message in (
+            ({"heads": 2.5}, "heads must be an integer; got 2.5"),
+            ({"out_channels": "4"}, "out_channels must be an integer; got '4'"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                layer(F, **{"out_channels": 4} | kwargs)
 
     def test_shared_weights_of_different_sizes(self):
         with pytest.raises(ValueError, match="share_weights=True needs"):

@@ -166,7 +166,7 @@ class TestRelativePositionBias:
         assert not torch.equal(position.weight, before)
 
     def test_errors(self):
-        with pytest.raises(ValueError, match="max_distance at least 0"):
+        with pytest.raises(ValueError, match="max_distance must be at least 0; got -1"):
             RelativePositionBias(2, -1)
         with pytest.raises(ValueError, match="heads must be at least 1"):
             RelativePositionBias(0, 2)
