@@ -13,17 +13,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from gattn.errors import check_at_least
 from gattn.models.decoding import beam_search
 from gattn.models.tokens import check_tokens, shift
-from gattn.nn.rnn_attention import (
-    AdditiveAttention,
-    Choice,
-    DotProductAttention,
-    GeneralAttention,
-    HardAttention,
-    LocalAttention,
-    Memory,
-    MemoryAttention,
-    ReinforceLoss,
-)
+from gattn.nn.hard_attention import Choice, HardAttention, ReinforceLoss
+from gattn.nn.local_attention import LocalAttention
+from gattn.nn.rnn_attention import AdditiveAttention, DotProductAttention, GeneralAttention, Memory, MemoryAttention
 from gattn.ops.dropout import check_probability
 from gattn.scripting import NotScriptable
 
@@ -265,7 +257,7 @@ class Seq2Seq(NotScriptable, Module):
 
         Returns:
             The output :math:`o_i`, `[B, C]`, the new state, and the alignment: for hard attention a
-            `gattn.nn.rnn_attention.Choice`, otherwise weights `[B, 1, S]` with `return_weights`, or `None`.
+            `gattn.nn.hard_attention.Choice`, otherwise weights `[B, 1, S]` with `return_weights`, or `None`.
         """
         if self.form == "bahdanau":
             context, alpha = self._context(state.layers[-1][0], source, state.place, return_weights)

@@ -12,10 +12,12 @@ from gattn.nn.gatv2_conv import GATv2Conv
 from gattn.nn.general_conv import GeneralConv
 from gattn.nn.gps_conv import GPSConv
 from gattn.nn.han_conv import HANConv
+from gattn.nn.hard_attention import HardAttention, ReinforceLoss
 from gattn.nn.heat_conv import HEATConv
 from gattn.nn.hgt_conv import HGTConv
 from gattn.nn.hypergraph_conv import HypergraphConv
 from gattn.nn.key_value_cache import KeyValueCache
+from gattn.nn.local_attention import LocalAttention
 from gattn.nn.lstmn_cell import LSTMNCell
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.point_transformer_conv import PointTransformerConv
@@ -31,15 +33,7 @@ from gattn.nn.positional import (
 )
 from gattn.nn.res_gated_graph_conv import ResGatedGraphConv
 from gattn.nn.rgat_conv import RGATConv
-from gattn.nn.rnn_attention import (
-    AdditiveAttention,
-    DotProductAttention,
-    GeneralAttention,
-    HardAttention,
-    LocalAttention,
-    MemoryAttention,
-    ReinforceLoss,
-)
+from gattn.nn.rnn_attention import AdditiveAttention, DotProductAttention, GeneralAttention, MemoryAttention
 from gattn.nn.supergat_conv import SuperGATConv
 from gattn.nn.transformer_conv import TransformerConv
 from gattn.nn.transformer_layers import (
