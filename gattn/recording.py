@@ -61,8 +61,8 @@ def record_attention(model: Module, *, detach: bool = True) -> Iterator[dict[str
 
     Raises:
         TypeError: If `model` is not a module.
-        ValueError: If it is compiled; at the end of the block, if nothing was recorded because the model has no layer
-            that can be.
+        ValueError: If it is compiled; at the end of the block, if nothing was recorded and no layer of the model is
+            known to attend.
 
     Example:
         >>> import torch, gattn
@@ -284,7 +284,8 @@ def _check_has_attention(model: Module) -> None:
     ):
         return
     raise ValueError(
-        f"{type(model).__name__} has no attention layer that record_attention can record: a layer of gattn, a module "
-        "that calls gattn.attend, torch.nn.MultiheadAttention, or a layer of PyG with the argument "
-        "return_attention_weights. For PyG's other attention layers, gattn.nn has drop-in replacements."
+        f"nothing was recorded: either {type(model).__name__} did not run inside the block, or it has no attention "
+        "layer that record_attention can record, which is a layer of gattn, a module that calls gattn.attend, "
+        "torch.nn.MultiheadAttention, or a layer of PyG with the argument return_attention_weights. For PyG's other "
+        "attention layers, gattn.nn has drop-in replacements."
     )

@@ -190,7 +190,7 @@ class TestErrors:
         [
             ((3,), {}, TypeError, "explore takes a model and its inputs"),
             (({},), {}, ValueError, "there is no layer that attended"),
-            ((nn.Linear(2, 2), torch.ones(1, 2)), {}, ValueError, "has no attention layer"),
+            ((nn.Linear(2, 2), torch.ones(1, 2)), {}, ValueError, "it has no attention layer"),
             ((nn.Linear(2, 2),), {}, ValueError, "needs the model's inputs"),
             ((torch.ones(3, 3),), {"element": 1}, ValueError, "no batch dimension"),
             ((torch.ones(2, 1, 3, 3),), {"element": 2}, IndexError, "there is no element 2"),
