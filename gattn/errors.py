@@ -1,10 +1,10 @@
-"""Exceptions of gattn in addition to Python's own, and a check that its layers share."""
+"""Exceptions of gattn in addition to Python's own, and the checks of numbers that its layers share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["InputError", "InputTypeError", "check_at_least"]
+__all__ = ["InputError", "InputTypeError", "check_at_least", "check_integers"]
 
 
 class InputError(ValueError, AssertionError, RuntimeError):
@@ -19,10 +19,16 @@ class InputTypeError(InputError, TypeError):
     """An argument of the wrong type, where the originals raise one of the base classes of `InputError`."""
 
 
-def check_at_least(least: int, **numbers: Any) -> None:
-    """Raises `TypeError` or `ValueError` if a number is no integer, or too small."""
+def check_integers(**numbers: Any) -> None:
+    """Raises `TypeError` if a number is not an integer."""
     for name, number in numbers.items():
         if not hasattr(number, "__index__"):
             raise InputTypeError(f"{name} must be an integer; got {number!r}.")
+
+
+def check_at_least(least: int, **numbers: Any) -> None:
+    """Raises `TypeError` or `ValueError` if a number is not an integer, or too small."""
+    check_integers(**numbers)
+    for name, number in numbers.items():
         if number < least:
             raise InputError(f"{name} must be at least {least}; got {number}.")

@@ -208,13 +208,26 @@ class TestErrors:
             ((torch.ones(3, 3),), {"node": 3}, IndexError, "there is no node 3"),
             ((torch.ones(3, 3),), {"hops": 1}, ValueError, "say of which one"),
             ((-torch.ones(3, 3),), {}, ValueError, "not negative"),
+            ((torch.ones(3, 3),), {"node": 1.5}, TypeError, "node must be an integer; got 1.5"),
+            ((torch.ones(3, 3),), {"element": "a"}, TypeError, "element must be an integer; got 'a'"),
+            ((torch.ones(3, 3),), {"node": 1, "hops": 1.5}, TypeError, "hops must be an integer; got 1.5"),
+            ((torch.ones(3, 3),), {"classes": torch.eye(3)}, ValueError, "classes must be one text or number per node"),
+            ((torch.ones(3, 3, dtype=torch.complex64),), {}, ValueError, "must be real numbers; got torch.complex64"),
             ((torch.ones(1, 2), 3, 4), {}, TypeError, "inputs for a model only"),
+            ((torch.ones(2, 4), torch.ones(4, 1)), {}, TypeError, "integers .* or another graph; got torch.float32"),
+            (("abc", torch.ones(4, 1)), {}, TypeError, "integers .* or another graph; got str"),
             (([torch.ones(2, 2)] * 2,), {"tokens": (["a", "b"], ["c", "d"])}, ValueError, "one layer at a time"),
         ],
     )
     def test_what_is_wrong_is_said(self, arguments, options, error, message):
         with pytest.raises(error, match=message):
             explore(*arguments, path=None, **options)
+
+    def test_arrays_of_numpy_are_edges_too(self):
+        edge_index, weights = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0.5, 0.25, 1.0])
+        expected = explore(edge_index, weights, path=None).html
+        assert explore(edge_index.numpy(), weights.numpy(), path=None).html == expected
+        assert explore((edge_index.numpy(), weights.numpy()), path=None).html == expected
 
     def test_too_large(self, monkeypatch):
         monkeypatch.setattr("gattn.visualize.explorer.content._MAX_NUMBERS", 10)

@@ -516,7 +516,10 @@ def test_errors_restore_others_layers():
 def test_a_model_without_attention_is_an_error(model):
     x, edge_index = graph_inputs()
     inputs = (x,) if isinstance(model, torch.nn.Linear) else (x, edge_index)
-    with pytest.raises(ValueError, match="did not run .* or it has no attention layer .* drop-in"), record_attention(model):
+    with (
+        pytest.raises(ValueError, match="did not run .* or it has no attention .* drop-in"),
+        record_attention(model),
+    ):
         model(*inputs)
     with pytest.raises(RuntimeError, match="its own"), record_attention(model):
         raise RuntimeError("its own")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -115,7 +117,13 @@ def _as_weights(weights: ArrayLike) -> Tensor:
             f"got {len(weights)} tensors, such as the weights of a packed graph's blocks: take one of them, "
             "weights[0], or choose element=0."
         )
-    weights = torch.as_tensor(weights).detach().cpu().double()
+    try:
+        weights = torch.as_tensor(weights)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise TypeError(f"attention weights must be numbers; got {reprlib.repr(weights)} ({error}).") from None
+    if weights.is_complex():
+        raise ValueError(f"attention weights must be real numbers; got {weights.dtype}.")
+    weights = weights.detach().cpu().double()
     if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
         raise ValueError(
             "attention weights must be finite and not negative: if these are logits, take their softmax first."
@@ -156,9 +164,9 @@ def edge_weights(weights: ArrayLike, edges: Tensor) -> Tensor:
     return weights if weights.dim() == 2 else weights.unsqueeze(1)
 
 
-def edge_list(edge_index: GraphLike, at_least: int = 0) -> tuple[Tensor, tuple[int, int]]:
+def edge_list(edge_index: GraphLike | NDArray[Any], at_least: int = 0) -> tuple[Tensor, tuple[int, int]]:
     """Returns sources and targets on the CPU, `[2, E]`, and their numbers, which are `at_least` this if unknown."""
-    graph = as_graph(edge_index)
+    graph = as_graph(torch.as_tensor(edge_index) if isinstance(edge_index, np.ndarray) else edge_index)
     if not isinstance(graph, SparseGraph):  # pictures of graphs draw edges
         raise ValueError(
             "a CompleteGraph has no list of edges: its weights, [N, M] or [H, N, M], come without a graph. Draw them "

@@ -33,7 +33,7 @@ def build(title: str, data: dict[str, Any]) -> str:
     )
     parts = {
         "policy": policy,
-        "title": html.escape(title),
+        "title": html.escape(str(title)),
         "licence": _read("d3/LICENSE"),
         "style": style,
         "data": json_in_html(data),

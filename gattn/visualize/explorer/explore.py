@@ -9,10 +9,11 @@ from typing import Any
 
 from torch.nn import Module
 
+from gattn.errors import check_integers
 from gattn.visualize.explorer import nodes as node_sets
 from gattn.visualize.explorer.build import build
 from gattn.visualize.explorer.content import Content
-from gattn.visualize.explorer.layers import as_layers, run
+from gattn.visualize.explorer.layers import as_layers, is_edges, run
 from gattn.visualize.graphs import Positions
 from gattn.visualize.inputs import ArrayLike
 from gattn.visualize.style import COLOURS
@@ -131,12 +132,19 @@ def explore(
     """
     if labels is not None and tokens is not None:
         raise ValueError("labels and tokens both name the nodes: pass tokens for a sequence, labels otherwise.")
+    numbers = {"element": element, "node": node, "hops": hops}
+    check_integers(**{name: number for name, number in numbers.items() if number is not None})
     if hops is not None and node is None:
         raise ValueError(f"hops={hops} keeps the surroundings of a node: say of which one, with node=.")
     given = model_or_records
     if isinstance(given, Module):
         given = run(given, inputs)
     elif len(inputs) == 1:
+        if not is_edges(given):
+            raise TypeError(
+                "before weights, explore takes their edge_index, integers [2, E], or another graph; got "
+                f"{getattr(given, 'dtype', type(given).__name__)}."
+            )
         given = (given, *inputs)
     elif inputs:
         raise TypeError(f"explore takes inputs for a model only, and weights after an edge_index; got {len(inputs)}.")

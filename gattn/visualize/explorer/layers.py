@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch_geometric.utils import is_sparse
 
 from gattn.graphs import CompleteGraph, Graph
 from gattn.recording import AttentionRecord, record_attention
 from gattn.visualize.inputs import complete_weights, edge_list, edge_weights
 
-__all__ = ["Layer", "as_layers", "run"]
+__all__ = ["Layer", "as_layers", "is_edges", "run"]
 
 
 class Layer(NamedTuple):
@@ -72,7 +74,7 @@ class _Batch:
     """The element of a batch that is explored."""
 
     def __init__(self, element: int):
-        self.element, self.size, self.seen = int(element), 1, False
+        self.element, self.size, self.seen = element, 1, False
 
     def of(self, weights: Any, dims: int) -> Tensor:
         """Selects the element in weights that have `dims` dimensions without a batch."""
@@ -105,11 +107,15 @@ def _is_pair(given: Any) -> bool:
     """Whether this is `(edge_index, weights)`, as PyG's layers return them."""
     if not isinstance(given, (tuple, list)) or isinstance(given, AttentionRecord) or len(given) != 2:
         return False
-    graph = given[0]
-    if isinstance(graph, Graph):
+    return is_edges(given[0])
+
+
+def is_edges(graph: Any) -> bool:
+    """Whether this is a graph, or indices `[2, E]`."""
+    if isinstance(graph, Graph) or is_sparse(graph):
         return True
-    is_indices = isinstance(graph, Tensor) and not graph.is_floating_point()
-    return is_indices and (graph.layout != torch.strided or (graph.dim() == 2 and graph.size(0) == 2))
+    is_indices = isinstance(graph, (Tensor, np.ndarray)) and not torch.as_tensor(graph).is_floating_point()
+    return is_indices and graph.ndim == 2 and len(graph) == 2
 
 
 def _calls(name: str, calls: Any, batch: _Batch) -> Iterator[Layer]:

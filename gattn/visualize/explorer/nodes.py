@@ -113,6 +113,8 @@ def class_numbers(classes: ArrayLike | None, sets: Sequence[Nodes]) -> tuple[lis
         return [], None
     values = as_list(classes)
     _check_length("classes", len(values), sets)
+    if any(isinstance(value, list) for value in values):
+        raise ValueError(f"classes must be one text or number per node; got {values[0]!r} for the first one.")
     present = sorted(set(values))
     numbers = {value: number for number, value in enumerate(present)}
     return [value if isinstance(value, str) else f"class {value}" for value in present], [numbers[x] for x in values]
