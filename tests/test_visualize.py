@@ -973,7 +973,7 @@ def test_no_message_asks_for_an_extra():
 
 
 def test_arrays_of_numpy_and_what_is_no_weights():
-    edge_index, weights = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0.5, 0.25, 1.0])
+    edge_index, weights = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 0]]), torch.tensor([1.0, 1.0, 0.75, 0.25])
     expected = attention_entropy(weights, edge_index).patches[0].get_height()
     assert attention_entropy(weights.numpy(), edge_index.numpy()).patches[0].get_height() == expected
     for given in (None, "abc"):
