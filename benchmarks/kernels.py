@@ -97,7 +97,7 @@ class Kernels(Benchmark[Case | Compilation]):
                 parser.error("--compile-only works only with --device cuda: the CPU kernels are compiled already")
             if importlib.util.find_spec("triton") is None:
                 parser.error("--compile-only needs Triton, which is not installed")
-            for name in ("shape", "peers", "allocator", "repeats", "seconds"):
+            for name in ("shapes", "peers", "allocator", "repeats", "seconds"):
                 if getattr(options, name) is not None:
                     parser.error(f"--{name} is for measurements, but --compile-only makes none")
         elif options.device == "cuda" and not torch.cuda.is_available():
