@@ -208,7 +208,9 @@ class TransformerLM(Module):
             All tokens, `[B, T + num_new_tokens]`.
 
         Raises:
+            TypeError: If tokens are not a tensor, or a number is not an integer.
             ValueError: If there is no first token, or an option is out of range.
+            IndexError: If a token is out of range.
         """
         check_tokens("tokens", tokens, self.num_tokens)
         if tokens.size(1) < 1:
