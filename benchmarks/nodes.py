@@ -474,8 +474,10 @@ class Nodes(Benchmark[Run]):
         text = f"data sets by gattn's names (default: {', '.join(DEFAULT_DATASETS)}; others: "
         others = ", ".join(name for name in RECIPES if name not in DEFAULT_DATASETS)
         add("--datasets", nargs="+", metavar="NAME", help=f"{text}{others})")
-        text = "splits, which every data set must have (default: public; for Planetoid also random; for Amazon and "
-        text += "Coauthor 60-20-20 and random)"
+        text = (
+            "splits, which every data set must have (default: public; for Planetoid also random; for Amazon and "
+            "Coauthor 60-20-20 and random)"
+        )
         add("--splits", nargs="+", choices=("public", "60-20-20", "random"), help=text)
         add("--models", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention layer (default: all)")
         add(

@@ -245,6 +245,7 @@ class TestPage:
         assert frame.count("<") == 2  # the frame alone: its page is quoted
         assert 'sandbox="allow-scripts"' in frame
         assert explore(torch.ones(2, 2), path=None).path is None
+        assert "<title>7</title>" in explore(torch.ones(2, 2), path=None, title=7).html
 
     def test_only_its_own_scripts_may_run(self):
         html = explore(torch.ones(2, 2), path=None).html

@@ -979,3 +979,6 @@ def test_arrays_of_numpy_and_what_is_no_weights():
     for given in (None, "abc"):
         with pytest.raises(TypeError, match="attention weights must be numbers; got"):
             attention_matrix(given)
+    for options, name in (({"node": 0.5}, "node"), ({"node": 0, "hops": 1.5}, "hops")):
+        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+            attention_graph(edge_index, weights, **options)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.utils import coalesce
 
+from gattn.errors import check_at_least, check_integers
 from gattn.graphs import GraphLike
 from gattn.visualize.inputs import ArrayLike, Recorded, Weights, edge_weights, edges_within, select_head, unpack
 from gattn.visualize.style import (
@@ -119,7 +120,9 @@ def attention_graph(
         >>> _, (edge_index, weights) = conv(data.x, data.edge_index, return_attention_weights=True)
         >>> ax = attention_graph(edge_index, weights, head=0, classes=data.y, node=0)
     """
-    node = None if node is None else int(node)  # it may be a tensor, such as the result of argmax()
+    if node is not None:
+        check_integers(node=node)
+        node = int(node)  # it may be a tensor, such as the result of argmax()
     edge_index, weights = _unpacked(edge_index, weights, call, element)
     edges, num_nodes = edges_within(edge_index, classes=classes, labels=labels, pos=pos)
     alpha = select_head(edge_weights(weights, edges), head, 1)
@@ -164,8 +167,7 @@ def edges_towards(edges: Tensor, num_nodes: int, node: int | None, hops: int) ->
         return torch.ones(edges.size(1), dtype=torch.bool)
     if not 0 <= node < num_nodes:
         raise IndexError(f"there is no node {node}: the graph has {num_nodes}, from 0 to {num_nodes - 1}.")
-    if hops < 1:
-        raise ValueError(f"hops must be at least 1; got {hops}.")
+    check_at_least(1, hops=hops)
     source, target = edges
     reached = torch.zeros(num_nodes, dtype=torch.bool)
     reached[node] = True
@@ -243,7 +245,9 @@ def shared_layout(
     graphs: Sequence[GraphLike], *, node: int | None = None, hops: int = 1, max_nodes: int = 150, **others: Any
 ) -> tuple[list[Tensor], Mapping[int, Any]]:
     """Marks the edges of each layer that panels of a grid show, and returns the position of each node in all panels."""
-    node = None if node is None else int(node)
+    if node is not None:
+        check_integers(node=node)
+        node = int(node)
     per_node = {name: others.get(name) for name in ("classes", "labels")}
     layers = [edges_within(graph, **per_node) for graph in graphs]
     num_nodes = max(count for _, count in layers)

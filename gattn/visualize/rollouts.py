@@ -14,6 +14,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch_geometric.utils import coalesce, scatter
 
+from gattn.errors import check_integers
 from gattn.graphs import GraphLike
 from gattn.visualize.graphs import (
     Positions,
@@ -172,6 +173,7 @@ def attention_rollout(
         if graphs:
             check_size(shares.size(0), max_nodes)
         return draw_matrix(shares.to_dense(), labels, labels, ax, title, maximum, colorbar, SHARE_LABEL)
+    check_integers(node=node)
     node = int(node)
     edges = torch.cat([edges_within(graph, labels=labels, pos=pos)[0] for graph in graphs], 1)
     num_nodes = shares.size(0)

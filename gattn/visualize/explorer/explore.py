@@ -115,7 +115,8 @@ def explore(
         An `Exploration` with the `html` and its `path`. As the last expression of a notebook's cell, it is shown.
 
     Raises:
-        TypeError: If the first argument is none of the above.
+        TypeError: If the first argument is none of the above, weights are not numbers, or `node`, `hops` or `element`
+            is not an integer.
         ValueError: If no weights were recorded, weights, labels, classes, positions or edge labels do not fit the
             graph, or the graph is too large for one file.
         IndexError: If there is no such node or element of the batch.
@@ -132,8 +133,7 @@ def explore(
     """
     if labels is not None and tokens is not None:
         raise ValueError("labels and tokens both name the nodes: pass tokens for a sequence, labels otherwise.")
-    numbers = {"element": element, "node": node, "hops": hops}
-    check_integers(**{name: number for name, number in numbers.items() if number is not None})
+    check_integers(element=element, node=0 if node is None else node)
     if hops is not None and node is None:
         raise ValueError(f"hops={hops} keeps the surroundings of a node: say of which one, with node=.")
     given = model_or_records
