@@ -222,10 +222,10 @@ class GATConv(AttentionConv):
         self, x: Tensor, lin: Any, vectors: tuple[Tensor, ...], projected: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The score's terms of each node, `[..., N, H]`: products of vectors and W x, which may be given."""
-        # Unless the layer has many more input than output channels, a⊤(W x) costs less as (a⊤W) x.
-        is_narrow = x.layout == torch.strided and x.size(-1) <= 2 * self.heads * self.out_channels
-        is_uniform = x.dtype == vectors[0].dtype and not is_autocast(x)
-        folds = is_narrow and is_plain(lin) and lin.weight.dtype == x.dtype and is_uniform
+        # a⊤(W x) costs less as (a⊤W) x, unless W x is given and has fewer channels than x.
+        is_cheaper = projected is None or x.size(-1) <= self.heads * self.out_channels
+        is_dense = x.layout == torch.strided and x.dtype == vectors[0].dtype and not is_autocast(x)
+        folds = is_cheaper and is_dense and is_plain(lin) and lin.weight.dtype == x.dtype
         if projected is None and not folds:
             projected = self._heads(lin(x))
         if projected is not None:
