@@ -140,10 +140,10 @@ def compilations(options: Any) -> list[Compilation]:
     ]
 
 
-def compiled(cases: Sequence[Compilation], jobs: int, timeout: float) -> Generator[Message[Compilation], None, None]:
+def compiled(cases: Sequence[Compilation], workers: int, timeout: float) -> Generator[Message[Compilation], None, None]:
     """Compiles each case in its own process, without Triton's interpreter; see `in_processes`."""
     environment = {"TRITON_INTERPRET": "0"} if os.environ.get("TRITON_INTERPRET") == "1" else {}
-    return in_processes(cases, _compile, jobs=jobs, timeout=timeout, environment=environment)
+    return in_processes(cases, _compile, workers=workers, timeout=timeout, environment=environment)
 
 
 def _compile(case: Compilation, show: Show) -> Compiled:

@@ -555,7 +555,7 @@ class MoleculeProperties(Benchmark[Run]):
 
     def extra_columns(self) -> Row:
         """The number of runs at once."""
-        return {"jobs": self.options.workers}
+        return {"workers": self.options.workers}
 
     def report(self, rows: dict[Run, Row]) -> None:
         """The table and the learning curves."""
@@ -572,7 +572,7 @@ class MoleculeProperties(Benchmark[Run]):
                 }
             ),
             *sorted(settings),
-            *reports.machines(found, (*VERSIONS, "python"), ", one thread, {jobs} run(s) at once"),
+            *reports.machines(found, (*VERSIONS, "python"), ", one thread, {workers} run(s) at once"),
             *parallel.notes(found),
         ]
         self.publish("Molecules", summarise(found), remarks, {"curves.png": draw(found)})

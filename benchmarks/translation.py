@@ -417,7 +417,7 @@ class Result(TypedDict):
     long: Tested
     bins: list[Bin]
     examples: list[Example]
-    jobs: int
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -656,7 +656,7 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
 def remarks(rows: Sequence[Row]) -> list[str]:
     """What a reader of the table must know."""
     names = (*VERSIONS, "python", "sentencepiece", "sacrebleu")
-    described = reports.machines(rows, names, ", {device}, {jobs} run(s) at once")
+    described = reports.machines(rows, names, ", {device}, {workers} run(s) at once")
     settings = {", ".join(f"{name} {value}" for name, value in row["setting"].items()) for row in rows}
     sizes = {f"{row['test']['sentences']} test sentences, {row['long']['sentences']} long ones" for row in rows}
     return [*NOTES, *sorted(sizes), *(f"Setting: {setting}" for setting in sorted(settings)), *described]
@@ -794,7 +794,7 @@ class Translation(Benchmark[Run]):
     def extra_columns(self) -> Row:
         """The number of runs at once, and the versions of what makes tokens and scores."""
         libraries = {"sentencepiece": sentencepiece.__version__, "sacrebleu": sacrebleu.__version__}
-        return {"jobs": self.options.workers, **libraries}
+        return {"workers": self.options.workers, **libraries}
 
     def rows(self, cases: Sequence[Run]) -> dict[Run, Row]:
         """The newest row of each run in the setting, whether it was asked for now or earlier, in the table's order.

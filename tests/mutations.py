@@ -563,7 +563,7 @@ def main() -> int:
         help="run only mutations whose name or file contains one of these",
     )
     parser.add_argument("--tests", nargs="+", help="tests to run (default: those of each file)")
-    parser.add_argument("--jobs", type=int, default=1, help="number of mutations that are tested at once (default: 1)")
+    parser.add_argument("--workers", type=int, default=1, help="number of mutations tested at once (default: 1)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run is ended (default: 600)")
     parser.add_argument("--folder", type=Path, help="folder for the build, which is kept (default: a temporary folder)")
     parser.add_argument("--output", type=Path, help="CSV file for the table")
@@ -603,7 +603,8 @@ def main() -> int:
             raise SystemExit(f"Without a mutation: {outcome}, {test}")
         print(f"{seconds:6.0f} s  without a mutation all tests pass", flush=True)
         results = []
-        with ThreadPoolExecutor(arguments.jobs) as pool, open(arguments.output or os.devnull, "w", newline="") as file:
+        output = arguments.output or os.devnull
+        with ThreadPoolExecutor(arguments.workers) as pool, open(output, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(Result._fields)
             for result in pool.map(run, *zip(*chosen, strict=True)):

@@ -49,7 +49,7 @@ class BenchmarkError(Exception):
 def in_processes(
     cases: Sequence[C],
     work: Callable[[C, Show], Any],
-    jobs: int = 1,
+    workers: int = 1,
     timeout: float = math.inf,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Generator[Message[C], None, None]:
@@ -60,7 +60,7 @@ def in_processes(
     Args:
         cases: What to work on.
         work: The work; it is pickled.
-        jobs: The number of processes that run at once. (default: 1)
+        workers: The number of processes that run at once. (default: 1)
         timeout: The seconds after which a process is ended. (default: never)
         environment: Additional environment variables, set before the processes start, when the C library reads them.
             (default: none)
@@ -85,7 +85,7 @@ def in_processes(
     running: dict[Connection, tuple[C, BaseProcess, float]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
+            while waiting and len(running) < workers:
                 case = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
                 child = context.Process(target=_call, args=(sender, work, case, {**os.environ, **environment}))

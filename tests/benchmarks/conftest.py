@@ -11,7 +11,7 @@ from benchmarks import citation, molecules, nodes, training, translation
 from benchmarks.framework import processes
 
 
-def run_here(cases, work, jobs=1, timeout=math.inf, environment=None):
+def run_here(cases, work, workers=1, timeout=math.inf, environment=None):
     """In place of `in_processes`: one case after the other, here."""
     for case in cases:
         shown = []

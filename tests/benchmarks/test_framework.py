@@ -667,7 +667,7 @@ class TestProcesses:
             (fail, AssertionError()): ("failed", f"AssertionError: {place_in(fail, 1)}"),
             (fail, BenchmarkError("delete it")): ("failed", "delete it"),
         }
-        assert ends(*expected, jobs=2) == expected
+        assert ends(*expected, workers=2) == expected
         ((outcome, reason),) = ends((torch.ones, 2**50)).values()
         assert outcome == "out of memory"
         assert "can't allocate memory" in reason
@@ -690,7 +690,7 @@ class TestProcesses:
 
     def test_closing_ends_them(self):
         started = time.monotonic()
-        messages = in_processes([(time.sleep, 1000)] * 2, answer, jobs=2)
+        messages = in_processes([(time.sleep, 1000)] * 2, answer, workers=2)
         assert next(messages)[1] == "progress"
         messages.close()
         assert time.monotonic() - started < 100

@@ -382,7 +382,7 @@ class TestProcesses:
         assert run.key() == run.key_of({**asdict(run), **run.machine()}) != replace(run, processes=2).key()
         assert ResultsFile(Path(molecules.__file__).parent / "results/molecules/runs.jsonl").rows(Run, Run.result_of)
 
-    def test_jobs_do_not_go_with_torchrun(self, monkeypatch, capsys):
+    def test_workers_do_not_go_with_torchrun(self, monkeypatch, capsys):
         monkeypatch.setattr(parallel, "size", lambda: 2)
         with pytest.raises(SystemExit):
             MoleculeProperties.parse(["--workers", "2"])

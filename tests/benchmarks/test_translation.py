@@ -493,7 +493,7 @@ class TestReport:
                 example["weights"] = [[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]
             row = asdict(Run(name, seed, "corpus", "cpu", SETTING))
             row |= {"parameters": 1000, "curve": curve, "seconds": 60.0 + 120 * seed, "test": result, "long": result}
-            row |= {"bins": bins, "examples": [example] * 3, "jobs": 2, "sacrebleu": "2"}
+            row |= {"bins": bins, "examples": [example] * 3, "workers": 2, "sacrebleu": "2"}
             rows.append({**row, **machine()})
         return rows
 
