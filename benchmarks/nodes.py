@@ -388,7 +388,7 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
         groups.setdefault((row["dataset"], row["split"], row["model"], row["layers"]), []).append(row)
     lines = []
     for (dataset, split, model, layers), group in groups.items():
-        is_gat = model == "gat"
+        is_published = model == "gat" and all(row["recipe"]["epochs"] == RECIPES[dataset].epochs for row in group)
         lines.append(
             {
                 "data set": dataset,
@@ -398,8 +398,8 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
                 "runs": str(len(group)),
                 "score": metric_of(dataset),
                 "test, %": reports.mean_and_deviation([100 * row["test_score"] for row in group], digits=2),
-                "Luo et al., GAT": LUO.get((dataset, split), "–") if is_gat else "–",
-                "other GATs": OTHERS.get((dataset, split), "–") if is_gat else "–",
+                "Luo et al., GAT": LUO.get((dataset, split), "–") if is_published else "–",
+                "other GATs": OTHERS.get((dataset, split), "–") if is_published else "–",
                 "best epoch": f"{statistics.mean(row['best_epoch'] for row in group):.0f}",
                 "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f} of {RECIPES[dataset].epochs}",
                 "seconds/epoch (quartiles)": reports.median_and_quartiles([row["seconds_per_epoch"] for row in group]),
@@ -417,12 +417,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ", {device}, {threads} thread(s) per process, evaluated every {evaluate_every} epochs",
     )
     patience = sorted({str(row["patience"]) for row in rows if row["patience"]})
+    limits = sorted({epochs for row in rows if (epochs := row["recipe"]["epochs"]) != RECIPES[row["dataset"]].epochs})
+    is_sparse = any(row["features"] == "sparse" for row in rows)
     return [
         *described,
         "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
         "The recipes are those of Luo et al. for GAT, https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the "
         "same ones, untuned.",
         *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
+        *(f"Some runs were limited to {epochs} epochs: compare their times, not their scores." for epochs in limits),
+        *(["gattn's layers take sparse features where at most a tenth of them are nonzero."] if is_sparse else []),
         *parallel.notes(rows),
         *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),
         "The other GATs are those of Veličković et al., https://arxiv.org/abs/1710.10903 (Planetoid), and of Platonov "
@@ -444,13 +448,16 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(5 * columns, 2.8 * lines), dpi=110, layout="constrained")
     for place, ((dataset, split), groups) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(lines, columns, place)
+        lowest = 100.0
         for (model, layers), group in groups.items():
             curves = [[100 * score for score in row["curve"]["val"]] for row in group]
+            lowest = min(lowest, *(min(curve[len(curve) // 10 :]) for curve in curves))
             every, last = group[0]["evaluate_every"], group[0]["recipe"]["epochs"]
             epochs = [min(every * number, last) for number in range(1, len(curves[0]) + 1)]
             style = "-" if layers == "gattn" else "--"
             reports.draw_quartiles(axis, epochs, curves, COLOURS[model], style, f"{model} ({layers})")
         axis.set(xlabel="epoch", ylabel=f"validation {metric_of(dataset)}, %", title=f"{dataset}, {split} split")
+        axis.set_ylim(bottom=lowest - 1)  # the steep first tenth would flatten the rest
         axis.grid(alpha=0.25)
         axis.legend(loc="lower right", fontsize=8)
     figure.suptitle("Median over runs and their middle half, as long as all of them last", fontsize=10)

@@ -256,7 +256,10 @@ class TestCommandLine:
         assert "GATv2 and Transformer use the same ones, untuned" in table
         capsys.readouterr()
         Nodes.main([*arguments, "--epochs", "3", "--runs", "1", "--out", str(tmp_path / "out")])
-        assert "| 3 of 12 |" in (tmp_path / "out" / "table.md").read_text()
+        table = (tmp_path / "out" / "table.md").read_text()
+        assert "| 3 of 12 |" in table
+        assert "limited to 3 epochs" in table
+        assert "97.73" not in table
 
     def test_cases(self, monkeypatch):
         monkeypatch.setattr(nodes, "densities", lambda names, skip: dict.fromkeys(names, 0.01))
