@@ -184,6 +184,7 @@ class FAConv(BaseConv):
             out = out + self.eps * x_0
         if not is_wanted:
             return out
+        # On a list, PyG's weights are [E]; matrices keep the dimension of heads.
         return out, graph.with_weights(alpha.squeeze(-1) if isinstance(graph, SparseGraph) else alpha)
 
     def _check(self, x: Tensor, x_0: Tensor) -> None:
@@ -278,7 +279,7 @@ def _normalized_values(graph: SparseGraph, add_self_loops: bool, dtype: torch.dt
 
 def _values(graph: Graph) -> Tensor | None:
     """The values of a sparse adjacency, `[E]`; `None` if the graph has none."""
-    adjacency = graph.edges().adjacency if isinstance(graph, SparseGraph) else None
+    adjacency = graph.edges().adjacency if isinstance(graph, SparseGraph) else None  # others have no values
     values: Tensor | None = None
     if isinstance(adjacency, SparseTensor):
         values = adjacency.coo()[2]

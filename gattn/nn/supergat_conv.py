@@ -192,7 +192,7 @@ class SuperGATConv(AttentionConv):
     def _mixed(self, x: Tensor, graph: Graph) -> tuple[Tensor, Tensor | None]:
         """The logits of MX as a bias, and the dot products for a list of edges."""
         left, right = ((x * vector).sum(-1) for vector in (self.att_l, self.att_r))  # [..., N, H]
-        if isinstance(graph, CompleteGraph):
+        if isinstance(graph, CompleteGraph):  # all pairs by one matrix product
             products = torch.einsum("...ihc,...jhc->...hij", x, x)
             sums = right.transpose(-1, -2).unsqueeze(-1) + left.transpose(-1, -2).unsqueeze(-2)
             logits = F.leaky_relu(sums * products.sigmoid(), self.negative_slope)
