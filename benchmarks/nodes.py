@@ -417,7 +417,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ", {device}, {threads} thread(s) per process, evaluated every {evaluate_every} epochs",
     )
     patience = sorted({str(row["patience"]) for row in rows if row["patience"]})
-    limits = sorted({epochs for row in rows if (epochs := row["recipe"]["epochs"]) != RECIPES[row["dataset"]].epochs})
+    others = sorted({epochs for row in rows if (epochs := row["recipe"]["epochs"]) != RECIPES[row["dataset"]].epochs})
     is_sparse = any(row["features"] == "sparse" for row in rows)
     return [
         *described,
@@ -425,7 +425,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "The recipes are those of Luo et al. for GAT, https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the "
         "same ones, untuned.",
         *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
-        *(f"Some runs were limited to {epochs} epochs: compare their times, not their scores." for epochs in limits),
+        *(f"Some runs had {n} epochs, not the recipe's: compare their times, not their scores." for n in others),
         *(["gattn's layers take sparse features where at most a tenth of them are nonzero."] if is_sparse else []),
         *parallel.notes(rows),
         *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),

@@ -258,7 +258,7 @@ class TestCommandLine:
         Nodes.main([*arguments, "--epochs", "3", "--runs", "1", "--out", str(tmp_path / "out")])
         table = (tmp_path / "out" / "table.md").read_text()
         assert "| 3 of 12 |" in table
-        assert "limited to 3 epochs" in table
+        assert "Some runs had 3 epochs" in table
         assert "97.73" not in table
 
     def test_cases(self, monkeypatch):
