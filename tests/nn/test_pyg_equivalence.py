@@ -203,6 +203,22 @@ def test_layer_equals_pyg(layer, options):
             assert_as_exact_as(value, expected[name], exact[name], scale=scale, name=name)
 
 
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("in_channels", [8, 40])
+def test_terms_of_gat_on_many_nodes(in_channels, is_pair):
+    """Their products are ordered by cost, which depends on the channels and on whether W x is needed as well."""
+    edge_index = random_edge_index(2000, 2000, 6000)
+    x = torch.randn(2000, in_channels, dtype=torch.double, requires_grad=True)
+    conv = pyg.GATConv((in_channels, in_channels) if is_pair else in_channels, 6, heads=3).double()
+    ours = gattn.nn.GATConv((in_channels, in_channels) if is_pair else in_channels, 6, heads=3).double()
+    ours.load_state_dict(conv.state_dict())
+    results = []
+    for layer in (conv, ours):
+        out = layer((x, x) if is_pair else x, edge_index)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    torch.testing.assert_close(results[1], results[0])
+
+
 @pytest.mark.parametrize("layer", OPTIONS)
 def test_same_seed_gives_same_parameters(layer):
     kwargs = {"heads": 3, "edge_dim": 4}
