@@ -12,7 +12,7 @@ from torch_geometric.nn.inits import glorot, zeros
 
 from gattn.attention import _core, unrecorded
 from gattn.distributions import Identity
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.ops.dropout import check_probability
@@ -51,6 +51,7 @@ class GATEConv(BaseConv):
         - **output:** `[N, F]`.
 
     Raises:
+        TypeError: If a number of channels is not an integer.
         ValueError: If an option is out of range, or `in_channels` and `out_channels` differ; or (in `forward`) features
             and graph do not fit.
 
@@ -67,10 +68,12 @@ class GATEConv(BaseConv):
 
     def __init__(self, in_channels: int, out_channels: int, edge_dim: int, dropout: float = 0.0, **kwargs: Any):
         super().__init__(**kwargs)
-        if in_channels != out_channels or in_channels < 1:
+        check_at_least(1, in_channels=in_channels, out_channels=out_channels)
+        check_at_least(0, edge_dim=edge_dim)
+        if in_channels != out_channels:
             raise InputError(
-                "GATEConv does not change the number of channels, so in_channels and out_channels must be the same "
-                f"positive number; got {in_channels} and {out_channels}."
+                "GATEConv does not change the number of channels, so in_channels and out_channels must be the same; "
+                f"got {in_channels} and {out_channels}."
             )
         check_probability("dropout", dropout)
         self.in_channels = in_channels

@@ -15,7 +15,7 @@ from gattn.errors import InputError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
-from gattn.nn.linear import Linear, is_autocast
+from gattn.nn.linear import Linear, is_affine, is_autocast
 from gattn.scores import DotScore, GATScore, Score
 
 __all__ = ["GeneralConv"]
@@ -236,9 +236,8 @@ class GeneralConv(BaseConv):
         return x.view(*x.shape[:-1], self.heads, self.out_channels)
 
     def _can_project(self, lin: Linear, graph: Graph, edge_attr: Tensor, value: Tensor) -> bool:
-        """Whether the kernels can project the edge features: by a plain matrix, and not for a product."""
-        is_watched = type(lin) is not Linear or "forward" in vars(lin)
-        if is_watched or lin._forward_pre_hooks or lin._forward_hooks or lin._backward_hooks:
+        """Whether the kernels can project the edge features: by a matrix, and not for a product."""
+        if not is_affine(lin):
             return False
         is_uniform = edge_attr.dtype == lin.weight.dtype == value.dtype and not is_autocast(edge_attr)
         return is_uniform and edge_attr.dim() == 2 and isinstance(graph, SparseGraph) and not self._is_product

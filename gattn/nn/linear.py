@@ -14,7 +14,7 @@ from gattn.graphs.edge_lists import derived
 from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
 
-__all__ = ["FeatureDropout", "Linear", "dropout", "is_autocast", "is_plain"]
+__all__ = ["FeatureDropout", "Linear", "dropout", "is_affine", "is_autocast", "is_plain"]
 
 
 class Linear(PyGLinear):
@@ -42,11 +42,16 @@ class Linear(PyGLinear):
         return out if self.bias is None else out + self.bias
 
 
-def is_plain(lin: Any) -> bool:
-    """Whether a layer is only its weight: initialised, and without bias or hook, not wrapped, patched or pruned."""
-    if type(lin) is not Linear or lin.bias is not None or "forward" in vars(lin):
+def is_affine(lin: Any) -> bool:
+    """Whether a layer is only its weight and bias: initialised, without hooks, not wrapped, patched or pruned."""
+    if type(lin) is not Linear or "forward" in vars(lin):
         return False
     return not (lin._forward_pre_hooks or lin._forward_hooks or lin._backward_hooks)
+
+
+def is_plain(lin: Any) -> bool:
+    """Whether a layer is only its weight."""
+    return is_affine(lin) and lin.bias is None
 
 
 def is_autocast(x: Tensor) -> bool:

@@ -179,8 +179,12 @@ def test_other_forms_of_edge_features(x, edge_index, edge_attr):
 
 def test_wrong_inputs(x, edge_index, edge_attr):
     conv = GATEConv(C, C, D)
-    with pytest.raises(ValueError, match="the same positive number; got 6 and 5"):
+    with pytest.raises(ValueError, match="must be the same; got 6 and 5"):
         GATEConv(C, 5, D)
+    with pytest.raises(TypeError, match=r"in_channels must be an integer; got 2\.5"):
+        GATEConv(2.5, 2.5, D)
+    with pytest.raises(ValueError, match="edge_dim must be at least 0; got -1"):
+        GATEConv(C, C, -1)
     with pytest.raises(ValueError, match=r"dropout must be a probability between 0 and 1; got 1\.5"):
         GATEConv(C, C, D, dropout=1.5)
     with pytest.raises(ValueError, match=r"GATEConv needs edge_attr, \[E, 3\]"):
