@@ -316,7 +316,6 @@ class Citation(Benchmark[Run]):
     """Trains each model on each data set with each seed."""
 
     name = "citation"
-    keeps_checkpoints = False
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

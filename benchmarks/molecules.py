@@ -482,7 +482,6 @@ class MoleculeProperties(Benchmark[Run]):
     """Trains each model with each seed, and times it beside the same model on PyG's layers."""
 
     name = "molecules"
-    keeps_checkpoints = False
     is_parallel = True
 
     @classmethod

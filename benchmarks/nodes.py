@@ -471,7 +471,6 @@ class Nodes(Benchmark[Run]):
     """Trains each model on each data set and split."""
 
     name = "nodes"
-    keeps_checkpoints = False
     is_parallel = True
 
     @classmethod

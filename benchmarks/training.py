@@ -214,7 +214,6 @@ class Train(Benchmark[Run]):
     """Trains each network with both libraries' layers."""
 
     name = "training"
-    keeps_checkpoints = False
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -94,8 +94,6 @@ class Benchmark(Generic[C]):
 
     name: ClassVar[str]
     """`python -m benchmarks.<name>` runs it."""
-    keeps_checkpoints: ClassVar[bool] = True
-    """Whether the checkpoint of a finished run stays in the folder of results."""
     is_parallel: ClassVar[bool] = False
     """Whether several processes of torchrun can train a run together."""
 
@@ -262,7 +260,10 @@ class Benchmark(Generic[C]):
         return outcome in FINAL and not (outcome == "timed out" and has_more_time)
 
     def add(self, case: C, columns: Row) -> str | None:
-        """Appends a row, unless it could not be read back as a row of this case; then returns the reason."""
+        """Appends a row and deletes the case's checkpoint.
+
+        A row that could not be read back as a row of this case is not appended; then it returns the reason.
+        """
         own = asdict(case)
         try:
             row = json.loads(json.dumps({**own, **columns, **self.extra_columns(), **case.machine()}))
@@ -274,8 +275,7 @@ class Benchmark(Generic[C]):
         problem = unreadable(row, type(case), case.result_of, Machine)
         if problem is None:
             self.results.append(row)
-            if not self.keeps_checkpoints:
-                case.checkpoint(self.options.out).unlink(missing_ok=True)
+            case.checkpoint(self.options.out).unlink(missing_ok=True)
         return problem
 
     def rows(self, cases: Sequence[C]) -> dict[C, Row]:

@@ -416,7 +416,7 @@ class TestCommandLine:
         ]
         names = {"runs.jsonl", "table.md", "lengths.png", "times.png", *(f"alignment-{i}.png" for i in (1, 2, 3))}
         written = {path.name for path in (tmp_path / "out").iterdir()}
-        assert {name for name in written if not name.endswith((".pt", ".model"))} == names
+        assert {name for name in written if not name.endswith(".model")} == names
         table = (tmp_path / "out" / "table.md").read_text().splitlines()
         assert [line.split(" | ")[0] for line in table[2:5]] == ["| none", "| general", ""]
         assert "German to English" in capsys.readouterr().out
