@@ -1,7 +1,11 @@
 import itertools
 import json
 import math
+import os
 import random
+import signal
+import subprocess
+import time
 import zipfile
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -13,9 +17,11 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import gattn
-from benchmarks import translation
+from benchmarks import translation, translation_data, translation_models
 from benchmarks.framework.results import ResultsFile, machine
-from benchmarks.translation import END, PAD, START, Batches, Corpus, Item, Run, Setting, Translation, Translator
+from benchmarks.translation import Translation
+from benchmarks.translation_data import END, PAD, START, Batches, Corpus, Item
+from benchmarks.translation_models import Run, Setting, Translator
 
 WORDS = {
     "Tom sieht": "Tom sees",
@@ -97,7 +103,7 @@ class TestSplit:
         # Some translations more, so that there are components of more than one pair.
         pairs = PAIRS + [(german, english.replace("sees", "looks at")) for german, english in PAIRS[::2]]
         pairs += [(german.replace("den Hund", "den Köter"), english) for german, english in PAIRS[::3]]
-        split = translation.split_pairs(pairs)
+        split = translation_data.split_pairs(pairs)
         parts = sentences(split)
         assert sorted(itertools.chain(*parts.values())) == sorted(set(pairs))
         assert all(parts.values())
@@ -105,29 +111,31 @@ class TestSplit:
             if some is parts["test"] and others is parts["long"]:
                 continue
             for side in range(2):
-                assert not {translation.form(x[side]) for x in some} & {translation.form(x[side]) for x in others}
+                ours, theirs = ({translation_data.form(x[side]) for x in part} for part in (some, others))
+                assert not ours & theirs
 
     def test_case_and_punctuation_connect(self):
         chain = [("Geh!", "Go."), ("geh", "Leave!"), ("Lauf weg!", "leave"), ("Lauf weg.", "Run away.")]
         for number in range(200):
             pairs = [(f"{a} {number}", f"{b} {number}") for a, b in chain]
-            filled = [part for part in sentences(translation.split_pairs(pairs)).values() if part]
+            filled = [part for part in sentences(translation_data.split_pairs(pairs)).values() if part]
             assert [sorted(part) for part in filled] == [sorted(pairs)]
-        assert translation.form("Das ist's, ja?") == translation.form("das ist s ja!")
-        assert translation.form("?!") == "?!"
+        assert translation_data.form("Das ist's, ja?") == translation_data.form("das ist s ja!")
+        assert translation_data.form("?!") == "?!"
 
     def test_languages_do_not_connect(self):
-        split = translation.split_pairs([(f"{i}", f"{i + 1}") for i in range(400)])
+        split = translation_data.split_pairs([(f"{i}", f"{i + 1}") for i in range(400)])
         assert split.validation
         assert split.test
 
     def test_the_order_of_pairs_does_not_matter(self):
         shuffled = [*PAIRS, *PAIRS[:7]]
         random.Random(0).shuffle(shuffled)
-        assert translation.split_pairs(shuffled) == translation.split_pairs(PAIRS)
+        assert translation_data.split_pairs(shuffled) == translation_data.split_pairs(PAIRS)
 
     def test_a_new_pair_changes_its_own_component_only(self):
-        before, after = (sentences(translation.split_pairs(pairs)) for pairs in (PAIRS, [*PAIRS, ("Neu.", "New.")]))
+        more = [*PAIRS, ("Neu.", "New.")]
+        before, after = (sentences(translation_data.split_pairs(pairs)) for pairs in (PAIRS, more))
         for name, part in before.items():
             assert set(part) == set(after[name]) - {("Neu.", "New.")}
 
@@ -136,7 +144,7 @@ class TestSplit:
         assert Item(fifteen, ("x",)).is_long
         assert Item("x", ("y", fifteen)).is_long
         assert not Item("x", (fifteen[:-2],)).is_long
-        split = translation.split_pairs(PAIRS)
+        split = translation_data.split_pairs(PAIRS)
         assert all(item.is_long for item in split.long)
         assert not any(item.is_long for item in split.test)
         long = sum(Item(german, (english,)).is_long for german, english in PAIRS)
@@ -144,13 +152,13 @@ class TestSplit:
 
     def test_references(self):
         pairs = [(f"Satz {i}", f"{word} {i}") for i in range(300) for word in ("b", "a", "c")]
-        split = translation.split_pairs(pairs)
+        split = translation_data.split_pairs(pairs)
         number = split.test[0].source.split()[1]
         assert split.test[0].references == (f"a {number}", f"b {number}", f"c {number}")
         assert len({item.source for item in split.test}) == len(split.test)
 
     def test_shares(self):
-        split = translation.split_pairs([(f"Satz {i}", f"Sentence {i}") for i in range(20_000)])
+        split = translation_data.split_pairs([(f"Satz {i}", f"Sentence {i}") for i in range(20_000)])
         deviation = math.sqrt(20_000 * 0.0125)
         assert abs(len(split.test) - 250) < 4 * deviation
         assert abs(len(split.validation) - 250) < 4 * deviation
@@ -158,7 +166,7 @@ class TestSplit:
     @pytest.mark.slow
     def test_tatoeba(self):
         try:
-            split = translation.split_pairs(gattn.datasets.load_pairs("tatoeba"))
+            split = translation_data.split_pairs(gattn.datasets.load_pairs("tatoeba"))
         except gattn.datasets.DatasetUnavailableError as error:
             pytest.skip(str(error))
         assert [len(part) for part in (split.train, split.validation, split.test, split.long)] == [
@@ -167,8 +175,8 @@ class TestSplit:
             1976,
             1006,
         ]
-        assert set(translation.EXAMPLES) <= {item.source for item in (*split.test, *split.long)}
-        words = [len(text.split()) for text in translation.EXAMPLES]
+        assert set(translation_data.EXAMPLES) <= {item.source for item in (*split.test, *split.long)}
+        words = [len(text.split()) for text in translation_data.EXAMPLES]
         assert words == sorted(words)
         assert words[-1] == 15
 
@@ -178,7 +186,7 @@ class TestTokens:
         texts = [german for german, _ in corpus.split.train[:20]]
         sequences = corpus.encode(texts)
         assert all(sequence[-1] == END and (sequence[:-1] > END).all() for sequence in sequences)
-        tokens, lengths = translation.padded(sequences, "cpu")
+        tokens, lengths = translation_data.padded(sequences, "cpu")
         assert lengths.tolist() == [len(sequence) for sequence in sequences]
         tokens[tokens == PAD] = END
         assert corpus.decode(tokens) == texts
@@ -191,16 +199,16 @@ class TestTokens:
     def test_pieces(self, corpus):
         (sequence,) = corpus.encode(["Tom, xyz"])
         assert "".join(corpus.pieces(sequence.tolist())).endswith("end")
-        assert [translation.visible(piece) for piece in ("▁Tom", "m", ".", "▁")] == ["Tom", "-m", ".", "▁"]
+        assert [translation_data.visible(piece) for piece in ("▁Tom", "m", ".", "▁")] == ["Tom", "-m", ".", "▁"]
 
     def test_the_vocabulary_is_learnt_from_the_training_pairs_only(self, corpus, monkeypatch):
-        seen, learn = [], translation.train_vocabulary
+        seen, learn = [], translation_data.train_vocabulary
 
         def listen(texts, size):
             seen.extend(texts)
             return learn(seen, size)
 
-        monkeypatch.setattr(translation, "train_vocabulary", listen)
+        monkeypatch.setattr(translation_data, "train_vocabulary", listen)
         Corpus(PAIRS, 120)
         assert sorted(seen) == sorted(text for pair in corpus.split.train for text in pair)
 
@@ -209,7 +217,7 @@ class TestTokens:
         assert len(list(tmp_path.iterdir())) == 1
         shuffled = random.Random(0).sample(PAIRS, len(PAIRS))
         assert Corpus(shuffled, 120).processor.serialized_model_proto() == first.processor.serialized_model_proto()
-        monkeypatch.setattr(translation, "train_vocabulary", None)
+        monkeypatch.setattr(translation_data, "train_vocabulary", None)
         assert Corpus(PAIRS, 120, tmp_path).encode(["Hund"])[0].equal(corpus.encode(["Hund"])[0])
 
 
@@ -239,7 +247,7 @@ class TestBatches:
 
     def test_a_batch(self):
         pairs = [(torch.tensor([5, 2]), torch.tensor([7, 8, 2])), (torch.tensor([6, 6, 2]), torch.tensor([2]))]
-        batch = translation.make_batch(pairs, "cpu")
+        batch = translation_data.make_batch(pairs, "cpu")
         assert batch.source.tolist() == [[5, 2, PAD], [6, 6, 2]]
         assert batch.target.tolist() == [[7, 8, 2], [2, PAD, PAD]]
         assert (batch.source_lengths.tolist(), batch.target_lengths.tolist()) == ([2, 3], [3, 1])
@@ -249,60 +257,60 @@ class TestModels:
     def test_a_like_number_of_parameters(self):
         setting = translation.SETTINGS["default"]
         counts = {}
-        for row in translation.ROWS:
-            width = translation.find_width(row, setting, setting.vocabulary)
+        for row in translation_models.ROWS:
+            width = translation_models.find_width(row, setting, setting.vocabulary)
             with torch.device("meta"):
                 counts[row], *others = (
-                    translation.num_parameters(translation.make_model(row, width + change, setting, 4000))
+                    translation_models.num_parameters(translation_models.make_model(row, width + change, setting, 4000))
                     for change in (0, -4, 4)
                 )
             assert all(abs(counts[row] - setting.parameters) <= abs(x - setting.parameters) for x in others)
         assert max(counts.values()) < 1.05 * min(counts.values())
 
-    @pytest.mark.parametrize("row", translation.ROWS)
+    @pytest.mark.parametrize("row", translation_models.ROWS)
     def test_rows(self, row, corpus, run):
-        model = translation.build_model(replace(run, row=row), corpus.size)
+        model = translation_models.build_model(replace(run, row=row), corpus.size)
         kind = gattn.models.TransformerSeq2Seq if row == "transformer" else gattn.models.Seq2Seq
         assert type(model) is kind
         assert (model.start, model.end) == (START, END)
-        same, other = (translation.build_model(replace(run, row=row, seed=seed), corpus.size) for seed in (0, 1))
+        same, other = (translation_models.build_model(replace(run, row=row, seed=seed), corpus.size) for seed in (0, 1))
         name, weight = next(iter(model.state_dict().items()))
         assert torch.equal(weight, same.state_dict()[name])
         assert not torch.equal(weight, other.state_dict()[name])
 
     @pytest.mark.parametrize("row", ["none", "local-p", "hard", "transformer"])
     def test_padding_does_not_count(self, row, corpus, run):
-        model = translation.build_model(replace(run, row=row), corpus.size).double().eval()
+        model = translation_models.build_model(replace(run, row=row), corpus.size).double().eval()
         pairs = corpus.train[::60][:5]
         total = 0.0
         for source, target in pairs:
             logits = model(source.unsqueeze(0), target.unsqueeze(0))[0]
             total -= logits.log_softmax(-1)[torch.arange(len(target)), target].sum().item()
-        batch = translation.make_batch(pairs, "cpu")
-        assert translation.cross_entropy(model, batch, "sum").item() == pytest.approx(total, rel=1e-9)
+        batch = translation_data.make_batch(pairs, "cpu")
+        assert translation_models.cross_entropy(model, batch, "sum").item() == pytest.approx(total, rel=1e-9)
         mean = total / sum(len(target) for _, target in pairs)
-        assert translation.cross_entropy(model, batch).item() == pytest.approx(mean, rel=1e-9)
-        assert translation.loss_of(model, batch).item() == pytest.approx(mean, rel=1e-9)
+        assert translation_models.cross_entropy(model, batch).item() == pytest.approx(mean, rel=1e-9)
+        assert translation_models.loss_of(model, batch).item() == pytest.approx(mean, rel=1e-9)
 
     def test_translations_come_in_their_order(self, corpus, run):
-        model = translation.build_model(run, corpus.size).eval()
+        model = translation_models.build_model(run, corpus.size).eval()
         texts = [german for german, _ in PAIRS[::100]][::-1]
-        one_by_one = [translation.translate(model, corpus, [text], 2, "cpu")[0] for text in texts]
+        one_by_one = [translation_models.translate(model, corpus, [text], 2, "cpu")[0] for text in texts]
         # Texts of one length in a batch, so that each may be as long as it may alone.
         lengths = [len(sequence) for sequence in corpus.encode(texts)]
         for length in set(lengths):
             inside = [i for i, other in enumerate(lengths) if other == length]
-            found = translation.translate(model, corpus, [texts[i] for i in inside], 2, "cpu", size=3)
+            found = translation_models.translate(model, corpus, [texts[i] for i in inside], 2, "cpu", size=3)
             assert found == [one_by_one[i] for i in inside]
-        assert len(translation.translate(model, corpus, texts, 1, "cpu")) == len(texts)
+        assert len(translation_models.translate(model, corpus, texts, 1, "cpu")) == len(texts)
 
 
 class TestScores:
     def test_perfect_and_useless(self):
         items = [Item("a", ("this is a small house", "it is a little house")), Item("b", ("we go home now",))]
         for translations in (["this is a small house", "we go home now"], ["it is a little house", "we go home now"]):
-            assert translation.scores(translations, items) == {"bleu": 100.0, "chrf": 100.0}
-        result = translation.scores(["x y z w", "q q q q"], items)
+            assert translation_models.scores(translations, items) == {"bleu": 100.0, "chrf": 100.0}
+        result = translation_models.scores(["x y z w", "q q q q"], items)
         assert result["bleu"] == 0.0
         assert result["chrf"] < 5
 
@@ -310,27 +318,27 @@ class TestScores:
         """Of five words four are right, of four pairs three, of three triples two, of two quadruples one."""
         items = [Item("s", ("the cat sat on mats",))]
         expected = 100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
-        assert translation.scores(["the cat sat on rugs"], items)["bleu"] == pytest.approx(expected, abs=1e-3)
+        assert translation_models.scores(["the cat sat on rugs"], items)["bleu"] == pytest.approx(expected, abs=1e-3)
 
     def test_bins(self):
         items = [Item(" ".join(["x"] * n), (f"one two three four {n}",)) for n in (4, 5, 8, 30, 26)]
         right = [item.references[0] for item in items]
-        bins = translation.bins_of([*right[:3], "no", "no"], items)
+        bins = translation_models.bins_of([*right[:3], "no", "no"], items)
         assert [(part["low"], part["high"], part["count"]) for part in bins] == [(1, 4, 1), (5, 8, 2), (26, None, 2)]
         assert [part["bleu"] for part in bins] == [100.0, 100.0, 0.0]
         assert [part["words"] for part in bins] == [4, 6.5, 28]
 
     def test_every_length_has_one_bin(self):
-        highs = [high for _, high in translation.BINS]
-        assert translation.BINS[0][0] == 1
+        highs = [high for _, high in translation_models.BINS]
+        assert translation_models.BINS[0][0] == 1
         assert highs[-1] is None
-        assert all(low == high + 1 for (low, _), high in zip(translation.BINS[1:], highs[:-1], strict=True))
+        assert all(low == high + 1 for (low, _), high in zip(translation_models.BINS[1:], highs[:-1], strict=True))
 
 
 class TestTraining:
     def test_learning_rate(self):
         setting = Setting(iterations=100, warm_up=20)
-        rates = [translation.learning_rate(3.0, setting, iteration) for iteration in range(101)]
+        rates = [translation_models.learning_rate(3.0, setting, iteration) for iteration in range(101)]
         assert rates[0] == pytest.approx(3 / 21)
         assert rates[20] == max(rates) == 3.0
         assert rates[60] == pytest.approx(1.5)
@@ -390,7 +398,7 @@ class TestTraining:
             count += len(target)
         assert training.curve[-1]["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
-    @pytest.mark.parametrize("row", translation.ROWS)
+    @pytest.mark.parametrize("row", translation_models.ROWS)
     def test_results(self, row, corpus, run, tmp_path):
         training = Translator(replace(run, row=row, setting=replace(SETTING, test_sentences=3)), corpus, tmp_path)
         row = training.result()
@@ -442,7 +450,7 @@ class TestCommandLine:
 
     def test_defaults(self):
         options = Translation.parse([])
-        assert (options.rows, options.seeds, options.setting) == (list(translation.ROWS), [0, 1], "default")
+        assert (options.rows, options.seeds, options.setting) == (list(translation_models.ROWS), [0, 1], "default")
         assert str(options.out) == "runs/translation"
         quick = Translation.parse(["--quick"])
         assert (quick.setting, str(quick.out)) == ("quick", "runs/translation-quick")
@@ -547,8 +555,8 @@ class TestReport:
         assert {path.name for path in tmp_path.iterdir()} == {"table.md", "lengths.png", "times.png"}
 
     def test_styles(self):
-        assert set(translation.STYLES) == set(translation.ROWS)
-        assert len({style["marker"] for style in translation.STYLES.values()}) == len(translation.ROWS)
+        assert set(translation.STYLES) == set(translation_models.ROWS)
+        assert len({style["marker"] for style in translation.STYLES.values()}) == len(translation_models.ROWS)
 
 
 @pytest.mark.slow
@@ -568,3 +576,38 @@ def test_in_processes(published, tmp_path, monkeypatch, in_this_process):
         assert {name: row[name] for name in ("test", "long", "bins", "examples")} == {
             name: rows[row["row"]][name] for name in ("test", "long", "bins", "examples")
         }
+
+
+TINY = """
+import sys
+sys.path.insert(0, "tests/benchmarks")
+import test_translation
+from benchmarks import translation
+translation.SETTINGS = {"default": test_translation.LONGER}
+translation.Translation.main(sys.argv[1:])
+"""
+LONGER = replace(SETTING, iterations=120, evaluate_every=10)
+
+
+@pytest.mark.slow
+def test_a_run_killed_half_way_goes_on_to_the_same_row(published, corpus, tmp_path, monkeypatch, one_process, start):
+    chosen = ["--rows", "dot", "--seeds", "0"]
+    out = tmp_path / "killed" / "out"
+    process = start("-c", TINY, *arguments(tmp_path / "killed", *chosen, "--workers", "1"), stdout=subprocess.DEVNULL)
+    checkpoint = Run("dot", 0, corpus.name, "cpu", LONGER).checkpoint(out)
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not ResultsFile(out / "runs.jsonl").rows()
+    assert 0 < torch.load(checkpoint, weights_only=True)["iteration"] < 120
+
+    monkeypatch.setattr(translation, "SETTINGS", {"default": LONGER})
+    for name in ("killed", "whole"):
+        Translation.main(arguments(tmp_path / name, *chosen))
+    killed, whole = (ResultsFile(tmp_path / name / "out" / "runs.jsonl").rows()[0] for name in ("killed", "whole"))
+    for name in ("test", "long", "bins", "examples"):
+        assert killed[name] == whole[name]
+    assert [x["val_loss"] for x in killed["curve"]] == [x["val_loss"] for x in whole["curve"]]
+    assert len(whole["curve"]) == 12
