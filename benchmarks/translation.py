@@ -4,6 +4,9 @@ Tatoeba's pairs, split so that no sentence of a test pair was seen in training, 
 sentences of 15 words and more. The rows are a recurrent encoder and decoder without attention, with each kind of it,
 and a Transformer, all with a similar number of parameters, on the same batches.
 
+Each row's learning rate and dropout (and the window of local-p) are chosen from the same small grid by the loss on the
+validation set, in trials: the first thirds of runs with another seed.
+
 Every run, one row and one seed, is trained on one thread. Training time is processor time, of training steps only, so
 that it means the same when other things run on the machine. (On a GPU, it is the clock's.)
 """
@@ -15,7 +18,7 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ from benchmarks.framework.processes import BenchmarkError, Message, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Machine, Row
 from benchmarks.translation_data import EXAMPLES, LONG, PAIRS, Corpus
-from benchmarks.translation_models import ROWS, SETTINGS, Result, Run, train
+from benchmarks.translation_models import GRIDS, ROWS, SETTINGS, Choice, Result, Run, Trial, TrialResult, train
 from gattn.visualize import attention_matrix
 
 #: Colours, and markers for those who cannot tell the colours apart.
@@ -57,8 +60,14 @@ STYLES: dict[str, dict[str, Any]] = {
 NOTES = (
     "BLEU and chrF (SacreBLEU's defaults) by beam search, against all references. Greedy: without beam search. Long: "
     f"sentences of {LONG} words and more, or with such a reference. Mean ± standard deviation over seeds.",
-    "Every row is the model after its last iteration; nothing is chosen on the validation set. Training: processor "
-    "time of training steps only, one thread (on a GPU, the clock's time).",
+    "Every row is the model after its last iteration; learning rate and dropout (and the window of local-p) are those "
+    "of the trial with the lowest loss on the validation set (grid.md). Training: processor time of training steps "
+    "only, one thread (on a GPU, the clock's time).",
+)
+
+TRIAL_NOTES = (
+    "Loss on the validation set (cross entropy for each token, in nats) after the first third of a run with another "
+    "seed; bold: chosen; inf: the loss became infinite or NaN.",
 )
 
 
@@ -71,13 +80,34 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
     """The table's lines."""
     lines = []
     for name, group in groups_of(rows).items():
-        line = {"attention": name, "parameters": str(group[0]["parameters"]), "seeds": str(len(group))}
+        choice = group[0]["choice"]
+        line = {"attention": name, "rate": f"{choice['learning_rate']:g}", "dropout": f"{choice['dropout']:g}"}
+        if choice["window"] is not None:
+            line["attention"] += f", window {choice['window']}"
+        line |= {"parameters": str(group[0]["parameters"]), "seeds": str(len(group))}
         for part in ("test", "long"):
             for metric, title in (("bleu", "BLEU"), ("chrf", "chrF")):
                 line[f"{part} {title}"] = reports.mean_and_deviation([row[part]["beam"][metric] for row in group])
             line[f"{part} BLEU, greedy"] = reports.mean_and_deviation([row[part]["greedy"]["bleu"] for row in group])
         line["training, min"] = reports.mean_and_deviation([row["seconds"] / 60 for row in group])
         lines.append(line)
+    return lines
+
+
+def summarise_grid(trials: Mapping[str, Mapping[Choice, Row]]) -> list[Line]:
+    """The validation loss of each choice; the lowest of a row is marked."""
+    columns = sorted({(x.learning_rate, x.dropout) for some in trials.values() for x in some}, key=lambda x: x[::-1])
+    lines = []
+    for name, some in trials.items():
+        losses = {x: math.inf if row["val_loss"] is None else row["val_loss"] for x, row in some.items()}
+        for window in dict.fromkeys(choice.window for choice in some):
+            line = {"attention": name if window is None else f"{name}, window {window}"}
+            for rate, dropout in columns:
+                loss = losses.get(Choice(rate, dropout, window), math.nan)
+                mark = "**" if loss == min(losses.values()) else ""
+                text = "" if math.isnan(loss) else f"{mark}{loss:.3f}{mark}"
+                line[f"rate {rate:g}, dropout {dropout:g}"] = text
+            lines.append(line)
     return lines
 
 
@@ -160,7 +190,7 @@ def draw_alignments(rows: Sequence[Row], number: int) -> Figure:
 # The benchmark -------------------------------------------------------------------------------------------------------
 
 
-class Translation(Benchmark[Run]):
+class Translation(Benchmark[Run | Trial]):
     """Trains each row with each seed."""
 
     name = "translation"
@@ -170,8 +200,8 @@ class Translation(Benchmark[Run]):
         """Adds the options."""
         add = parser.add_argument
         add("--rows", nargs="+", choices=ROWS, help="rows of the table (default: all)")
-        add("--seeds", nargs="+", type=whole(0, 2**32 - 1), help="seeds of each (default: 0 1)")
-        text = "sizes and training: an hour a seed on two cores; a few minutes; or for a GPU (default: %(default)s)"
+        add("--seeds", nargs="+", type=whole(0, 2**32 - 1), help="seeds of each (default: 0 1 2)")
+        text = "sizes and training: two hours on two cores; a few minutes; or for a GPU (default: %(default)s)"
         add("--setting", default="default", choices=SETTINGS, help=text)
         add("--quick", action="store_true", help="the same as --setting quick")
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
@@ -194,28 +224,61 @@ class Translation(Benchmark[Run]):
         if options.workers is None:
             options.workers = 1 if options.device.startswith("cuda") else os.cpu_count() or 1
         options.rows = [row for row in ROWS if row in (options.rows or ROWS)]
-        options.seeds = list(dict.fromkeys(options.seeds or (0, 1)))
+        options.seeds = list(dict.fromkeys(options.seeds or (0, 1, 2)))
         if options.out is None:
             suffix = "" if options.setting == "default" else f"-{options.setting}"
             options.out = Path(f"runs/translation{suffix}")
 
-    def cases(self) -> list[Run]:
-        """All runs, seed by seed; none for `--report`.
+    def cases(self) -> list[Trial]:
+        """The trials, row by row.
 
         Raises:
             BenchmarkError: If the data are missing.
         """
         options, setting = self.options, SETTINGS[self.options.setting]
-        if options.report:
-            return []
         try:
             pairs = gattn.datasets.load_pairs(PAIRS)
         except gattn.datasets.DatasetUnavailableError as error:
             raise BenchmarkError(str(error)) from error
         corpus = Corpus(pairs, setting.vocabulary, options.out)  # so that processes find the vocabulary
-        return [Run(row, seed, corpus.name, options.device, setting) for seed in options.seeds for row in options.rows]
+        choices = [(row, choice) for row in options.rows for choice in GRIDS[options.setting].choices(row)]
+        return [Trial(row, corpus.name, options.device, setting, choice) for row, choice in choices]
 
-    def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
+    def phases(self) -> Iterator[Sequence[Run | Trial]]:
+        """The trials, then the runs of what they chose, seed by seed; neither for `--report`."""
+        if self.options.report:
+            yield []
+            return
+        trials = self.cases()
+        yield trials
+        corpus, device, setting = trials[0].corpus, self.options.device, SETTINGS[self.options.setting]
+        chosen = self.chosen()
+        rows = [row for row in self.options.rows if row in chosen]
+        yield [Run(row, seed, corpus, device, setting, chosen[row]) for seed in self.options.seeds for row in rows]
+
+    def recorded(self, kind: type[Run | Trial], result: type) -> list[Row]:
+        """The rows of the setting on the device."""
+        setting, device = asdict(SETTINGS[self.options.setting]), self.options.device
+        rows = self.results.rows(kind, result, Machine)
+        return [row for row in rows if row["setting"] == setting and row["device"] == device and row["row"] in ROWS]
+
+    def trials(self) -> dict[str, dict[Choice, Row]]:
+        """The newest trial of each choice of the grid, by row."""
+        newest = {(row["row"], Choice(**row["choice"])): row for row in self.recorded(Trial, TrialResult)}
+        choices = {name: GRIDS[self.options.setting].choices(name) for name in ROWS}
+        return {name: {x: newest[name, x] for x in some if (name, x) in newest} for name, some in choices.items()}
+
+    def chosen(self) -> dict[str, Choice]:
+        """The choice with the lowest validation loss, for each row whose trials are complete."""
+        grid = GRIDS[self.options.setting]
+        losses = {
+            name: {choice: row["val_loss"] for choice, row in trials.items() if row["val_loss"] is not None}
+            for name, trials in self.trials().items()
+            if len(trials) == len(grid.choices(name))
+        }
+        return {name: min(some, key=some.__getitem__) for name, some in losses.items() if some}
+
+    def run(self, cases: Sequence[Run | Trial]) -> Generator[Message[Run | Trial], None, None]:
         """Trains."""
         return in_processes(cases, functools.partial(train, folder=self.options.out), self.options.workers)
 
@@ -224,25 +287,31 @@ class Translation(Benchmark[Run]):
         libraries = {"sentencepiece": sentencepiece.__version__, "sacrebleu": sacrebleu.__version__}
         return {"workers": self.options.workers, **libraries}
 
-    def rows(self, cases: Sequence[Run]) -> dict[Run, Row]:
-        """The newest row of each run in the setting, whether it was asked for now or earlier, in the table's order.
+    def rows(self, cases: Sequence[Run | Trial]) -> dict[Run | Trial, Row]:
+        """The trials; or the newest row of each run with its row's choice, whether it was asked for now or earlier.
 
         Raises:
             BenchmarkError: If there is none for `--report`.
         """
+        if cases and isinstance(cases[0], Trial):
+            return super().rows(cases)
         setting, device = SETTINGS[self.options.setting], self.options.device
+        chosen = {name: asdict(choice) for name, choice in self.chosen().items()}
         newest = {
-            Run(row["row"], row["seed"], "", device, setting): row
-            for row in self.results.rows(Run, Result, Machine)
-            if row["setting"] == asdict(setting) and row["device"] == device and row["row"] in ROWS
+            Run(row["row"], row["seed"], "", device, setting, Choice(**row["choice"])): row
+            for row in self.recorded(Run, Result)
+            if row["choice"] == chosen.get(row["row"])
         }
         if self.options.report and not newest:
             text = f"{self.results.path} has no runs of the setting {self.options.setting} on {device}"
             raise BenchmarkError(text)
         return {run: newest[run] for run in sorted(newest, key=lambda run: (ROWS.index(run.row), run.seed))}
 
-    def report(self, rows: dict[Run, Row]) -> None:
-        """The table, BLEU against length and time, and the alignments of the examples."""
+    def report(self, rows: dict[Run | Trial, Row]) -> None:
+        """The table of the grid; or the table, BLEU against length and time, and the alignments of the examples."""
+        self.publish("Trials", summarise_grid(self.trials()), TRIAL_NOTES, {}, name="grid.md")
+        if isinstance(next(iter(rows)), Trial):
+            return
         everything = list(rows.values())
         pictures = {"lengths.png": draw_lengths(everything), "times.png": draw_times(everything)}
         attentive = [group[0] for group in groups_of(everything).values() if "weights" in group[0]["examples"][0]]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 import numpy as np
 import sacrebleu
@@ -42,6 +43,9 @@ BINS = ((1, 4), (5, 8), (9, 12), (13, 16), (17, 20), (21, 25), (26, None))
 LONGEST_EXAMPLE = 50
 """The largest number of tokens in the translation of an example."""
 
+WINDOW = 10
+"""Where it is not chosen: local attention sees this many tokens before and after its centre."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -52,17 +56,13 @@ class Setting:
     transformer_channels: int = 160
     transformer_layers: int = 2
     heads: int = 4
-    window: int = 10
-    dropout: float = 0.1
-    batch: int = 96
+    batch: int = 64
     longest: int = 64
     """Pairs with a longer side are left out of training."""
-    iterations: int = 2800
-    learning_rate: float = 3e-3
-    transformer_learning_rate: float = 2e-3
-    warm_up: int = 400
+    iterations: int = 1500
+    warm_up: int = 210
     clip: float = 1.0
-    evaluate_every: int = 400
+    evaluate_every: int = 250
     curve_sentences: int = 500
     """This many validation sentences are translated at every evaluation."""
     test_sentences: int | None = None
@@ -76,7 +76,6 @@ SETTINGS = {
         vocabulary=1000,
         parameters=400_000,
         transformer_channels=64,
-        batch=64,
         iterations=150,
         warm_up=30,
         evaluate_every=50,
@@ -90,16 +89,44 @@ SETTINGS = {
         transformer_channels=384,
         transformer_layers=4,
         heads=6,
-        dropout=0.3,
         batch=256,
         iterations=20_000,
-        learning_rate=1e-3,
-        transformer_learning_rate=1e-3,
         warm_up=2000,
         evaluate_every=2500,
     ),
 }
 
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen for each row, on the validation set."""
+
+    learning_rate: float
+    dropout: float
+    window: int | None
+    """The window D of local-p, whose Gaussian has the standard deviation D / 2; `None` in all other rows."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values to choose from, the same for all rows."""
+
+    rates: tuple[float, ...]
+    dropouts: tuple[float, ...]
+    windows: tuple[int, ...]
+
+    def choices(self, row: str) -> list[Choice]:
+        """All choices of a row."""
+        windows = self.windows if row == "local-p" else (None,)
+        return [Choice(*values) for values in itertools.product(self.rates, self.dropouts, windows)]
+
+
+#: The grid of each setting.
+GRIDS = {
+    "default": Grid((3e-3, 6e-3, 1.2e-2), (0.0, 0.1), (10, 20)),
+    "quick": Grid((3e-3, 1e-2), (0.1,), (10,)),
+    "large": Grid((5e-4, 1e-3, 2e-3), (0.1, 0.3), (10, 20)),
+}
 
 Model = gattn.models.Seq2Seq | gattn.models.TransformerSeq2Seq
 
@@ -157,6 +184,15 @@ class Result(TypedDict):
     workers: int
 
 
+class TrialResult(TypedDict):
+    """The columns that a trial adds."""
+
+    val_loss: float | None
+    """`None` if the loss was not finite."""
+    seconds: float
+    workers: int
+
+
 @dataclass(frozen=True)
 class Run(Case):
     """One training run; equal runs have equal results."""
@@ -168,15 +204,36 @@ class Run(Case):
     corpus: str
     device: str
     setting: Setting
+    choice: Choice
 
     def __str__(self) -> str:
         return f"{self.row} seed {self.seed}"
 
 
-def make_model(row: str, width: int, setting: Setting, num_tokens: int) -> Model:
+@dataclass(frozen=True)
+class Trial(Case):
+    """The first third of a run, with a seed of its own: it shows what to choose."""
+
+    result = TrialResult
+    noun = "trials"
+    seed: ClassVar[int] = 100
+
+    row: str
+    corpus: str
+    device: str
+    setting: Setting
+    choice: Choice
+
+    def __str__(self) -> str:
+        window = "" if self.choice.window is None else f", window {self.choice.window}"
+        return f"{self.row}: rate {self.choice.learning_rate:g}, dropout {self.choice.dropout:g}{window}"
+
+
+def make_model(run: Run | Trial, width: int, num_tokens: int) -> Model:
     """The model of a row; the width is that of states and embeddings, in the Transformer of feed-forward layers."""
+    row, setting = run.row, run.setting
     options: dict[str, Any] = {
-        "dropout": setting.dropout,
+        "dropout": run.choice.dropout,
         "start": START,
         "end": END,
         "share_embeddings": True,
@@ -185,21 +242,21 @@ def make_model(row: str, width: int, setting: Setting, num_tokens: int) -> Model
     if row == "transformer":
         sizes = (setting.transformer_channels, setting.transformer_layers, setting.heads)
         return gattn.models.TransformerSeq2Seq(num_tokens, num_tokens, *sizes, feedforward=width, **options)
-    options |= {"attention": None if row == "none" else row, "window": setting.window}
+    options |= {"attention": None if row == "none" else row, "window": run.choice.window or WINDOW}
     return gattn.models.Seq2Seq(num_tokens, num_tokens, width, width, **options)
 
 
-def find_width(row: str, setting: Setting, num_tokens: int) -> int:
+def find_width(run: Run | Trial, num_tokens: int) -> int:
     """The multiple of four whose model's number of parameters is nearest to the setting's."""
-    return nearest_width(setting.parameters, lambda width: make_model(row, width, setting, num_tokens))
+    return nearest_width(run.setting.parameters, lambda width: make_model(run, width, num_tokens))
 
 
-def build_model(run: Run, num_tokens: int) -> Model:
+def build_model(run: Run | Trial, num_tokens: int) -> Model:
     """The model; its weights depend on row, setting and seed."""
-    width = find_width(run.row, run.setting, num_tokens)
+    width = find_width(run, num_tokens)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(run.seed)
-        return make_model(run.row, width, run.setting, num_tokens).to(run.device)
+        return make_model(run, width, num_tokens).to(run.device)
 
 
 def cross_entropy(model: Model, batch: Batch, reduction: str = "mean") -> Tensor:
@@ -263,19 +320,18 @@ def learning_rate(largest: float, setting: Setting, iteration: int) -> float:
     return largest * (setting.iterations - iteration) / (setting.iterations - warm_up)
 
 
-class Translator(Training[Run]):
+class Translator(Training[Run | Trial]):
     """The model under training.
 
     Args:
-        run: What to train.
+        run: What to train; a trial ends after a third of the iterations, on a whole run's schedule.
         corpus: The pairs.
         folder: The folder of checkpoints.
     """
 
-    def __init__(self, run: Run, corpus: Corpus, folder: Path):
+    def __init__(self, run: Run | Trial, corpus: Corpus, folder: Path):
         self.corpus = corpus
         self.setting = setting = run.setting
-        self.largest_rate = setting.transformer_learning_rate if run.row == "transformer" else setting.learning_rate
         self.pairs = [pair for pair in corpus.train if max(map(len, pair)) <= setting.longest]
         lengths = np.array([[len(source), len(target)] for source, target in self.pairs])
         self.batches = Batches(lengths, setting.batch, run.seed)
@@ -286,11 +342,14 @@ class Translator(Training[Run]):
         model = build_model(run, corpus.size)
         optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=True)
         clock = functools.partial(computing_time, run.device)
-        super().__init__(run, folder, model, optimizer, setting.iterations, setting.evaluate_every, setting.clip, clock)
+        iterations, evaluate_every = setting.iterations, setting.evaluate_every
+        if isinstance(run, Trial):
+            iterations = evaluate_every = iterations // 3
+        super().__init__(run, folder, model, optimizer, iterations, evaluate_every, setting.clip, clock)
 
     def learning_rate(self) -> float:
         """The learning rate of this iteration."""
-        return learning_rate(self.largest_rate, self.setting, self.iteration)
+        return learning_rate(self.case.choice.learning_rate, self.setting, self.iteration)
 
     def loss(self) -> Tensor:
         """The loss on this iteration's pairs."""
@@ -316,6 +375,8 @@ class Translator(Training[Run]):
 
     def result(self) -> Row:
         """The columns of the model after the last iteration."""
+        if isinstance(self.case, Trial):
+            return {"val_loss": self.curve[-1]["val_loss"], "seconds": round(sum(self.seconds), 1)}
         start = self.clock()
         self.model.eval()
         row: Row = {}
@@ -353,8 +414,14 @@ class Translator(Training[Run]):
         return row
 
 
-def train(run: Run, show: Show, folder: Path) -> Row:
-    """Trains and tests; the folder has the vocabulary and the checkpoints."""
+def train(run: Run | Trial, show: Show, folder: Path) -> Row:
+    """Trains, and tests unless it is a trial; the folder has the vocabulary and the checkpoints."""
     torch.set_num_threads(1)
     corpus = Corpus(gattn.datasets.load_pairs(PAIRS), run.setting.vocabulary, folder)
-    return Translator(run, corpus, folder).run(show)
+    translator = Translator(run, corpus, folder)
+    try:
+        return translator.run(show)
+    except FloatingPointError:
+        if isinstance(run, Run):
+            raise
+        return {"val_loss": None, "seconds": round(sum(translator.seconds), 1)}

@@ -10,7 +10,7 @@ import itertools
 import json
 import reprlib
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -118,6 +118,10 @@ class Benchmark(Generic[C]):
         """The cases, in the order of the table, grouped by type."""
         raise NotImplementedError
 
+    def phases(self) -> Iterable[Sequence[C]]:
+        """The cases of one type, then those of the next. Yielded one by one, they may depend on earlier results."""
+        return [list(group) for _, group in itertools.groupby(self.cases(), type)] or [[]]
+
     def run(self, cases: Sequence[C]) -> Generator[Message[C], None, None]:
         """Runs cases of one type; yields what `in_processes` does."""
         raise NotImplementedError
@@ -158,7 +162,7 @@ class Benchmark(Generic[C]):
         options, console = parallel.of_first(cls.parse(arguments)), Console(markup=False)
         with cls.session(options, console) as benchmark:
             failures = []
-            for cases in [list(group) for _, group in itertools.groupby(benchmark.cases(), type)] or [[]]:
+            for cases in benchmark.phases():
                 failures += benchmark.execute(cases)
                 if rows := benchmark.rows(cases):
                     try:

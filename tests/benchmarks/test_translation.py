@@ -21,7 +21,7 @@ from benchmarks import translation, translation_data, translation_models
 from benchmarks.framework.results import ResultsFile, machine
 from benchmarks.translation import Translation
 from benchmarks.translation_data import END, PAD, START, Batches, Corpus, Item
-from benchmarks.translation_models import Run, Setting, Translator
+from benchmarks.translation_models import Choice, Grid, Run, Setting, Translator, Trial
 
 WORDS = {
     "Tom sieht": "Tom sees",
@@ -51,6 +51,8 @@ SETTING = Setting(
     test_sentences=4,
     beams=2,
 )
+CHOICE = Choice(0.01, 0.1, None)
+GRID = Grid((0.003, 0.01), (0.1,), (5, 10))
 
 
 def make_pairs():
@@ -73,7 +75,7 @@ def corpus():
 
 @pytest.fixture
 def run(corpus):
-    return Run("general", 0, corpus.name, "cpu", SETTING)
+    return Run("general", 0, corpus.name, "cpu", SETTING, CHOICE)
 
 
 @pytest.fixture
@@ -84,6 +86,7 @@ def published(tmp_path, monkeypatch):
         archive.writestr("deu.txt", "".join(f"{english}\t{german}\n" for german, english in PAIRS))
     monkeypatch.setenv("GATTN_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(translation, "SETTINGS", dict.fromkeys(translation.SETTINGS, SETTING))
+    monkeypatch.setattr(translation, "GRIDS", dict.fromkeys(translation.GRIDS, GRID))
 
 
 def arguments(path, *more):
@@ -254,14 +257,15 @@ class TestBatches:
 
 
 class TestModels:
-    def test_a_like_number_of_parameters(self):
+    def test_a_like_number_of_parameters(self, run):
         setting = translation.SETTINGS["default"]
         counts = {}
         for row in translation_models.ROWS:
-            width = translation_models.find_width(row, setting, setting.vocabulary)
+            some = replace(run, row=row, setting=setting)
+            width = translation_models.find_width(some, setting.vocabulary)
             with torch.device("meta"):
                 counts[row], *others = (
-                    translation_models.num_parameters(translation_models.make_model(row, width + change, setting, 4000))
+                    translation_models.num_parameters(translation_models.make_model(some, width + change, 4000))
                     for change in (0, -4, 4)
                 )
             assert all(abs(counts[row] - setting.parameters) <= abs(x - setting.parameters) for x in others)
@@ -347,7 +351,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("row", ["none", "additive", "local-p", "hard", "hard-st", "transformer"])
     def test_it_learns(self, row, corpus, run, tmp_path):
-        setting = replace(SETTING, iterations=24, learning_rate=0.01, transformer_learning_rate=0.01, evaluate_every=12)
+        setting = replace(SETTING, iterations=24, evaluate_every=12)
         training = Translator(replace(run, row=row, setting=setting), corpus, tmp_path)
         training.advance(100)
         assert training.is_finished
@@ -419,25 +423,39 @@ class TestCommandLine:
         chosen = ["--rows", "general", "none"]
         Translation.main(arguments(tmp_path, *chosen, "--seeds", "1", "0"))
         rows = ResultsFile(tmp_path / "out" / "runs.jsonl").rows()
-        assert [(row["row"], row["seed"]) for row in rows] == [
-            (row, seed) for seed in (1, 0) for row in ("none", "general")
+        assert [(row["row"], row.get("seed")) for row in rows] == [
+            *(("none", None), ("none", None), ("general", None), ("general", None)),
+            *((row, seed) for seed in (1, 0) for row in ("none", "general")),
         ]
-        names = {"runs.jsonl", "table.md", "lengths.png", "times.png", *(f"alignment-{i}.png" for i in (1, 2, 3))}
+        names = {
+            "runs.jsonl",
+            "table.md",
+            "grid.md",
+            "lengths.png",
+            "times.png",
+            *(f"alignment-{i}.png" for i in (1, 2, 3)),
+        }
         written = {path.name for path in (tmp_path / "out").iterdir()}
         assert {name for name in written if not name.endswith(".model")} == names
         table = (tmp_path / "out" / "table.md").read_text().splitlines()
         assert [line.split(" | ")[0] for line in table[2:5]] == ["| none", "| general", ""]
         assert "German to English" in capsys.readouterr().out
+        for name in ("none", "general"):
+            trials, runs = ([x for x in rows if x["row"] == name and ("seed" in x) == is_run] for is_run in (0, 1))
+            best = min(trials, key=lambda row: row["val_loss"])
+            assert [run["choice"] for run in runs] == [best["choice"]] * 2
 
         monkeypatch.setattr(translation, "train", lambda *args, **options: pytest.fail("trained again"))
-        Translation.main(arguments(tmp_path, *chosen))
-        assert "4 of 4 runs" in capsys.readouterr().out
+        Translation.main(arguments(tmp_path, *chosen, "--seeds", "0", "1"))
+        out = capsys.readouterr().out
+        assert "4 of 4 trials" in out
+        assert "4 of 4 runs" in out
         assert (tmp_path / "out" / "table.md").read_text().splitlines() == table
         (tmp_path / "out" / "table.md").unlink()
         monkeypatch.delenv("GATTN_DATA")
         Translation.main(arguments(tmp_path, "--report"))
         assert (tmp_path / "out" / "table.md").read_text().splitlines() == table
-        assert len(ResultsFile(tmp_path / "out" / "runs.jsonl").rows()) == 4
+        assert len(ResultsFile(tmp_path / "out" / "runs.jsonl").rows()) == 8
 
     def test_missing_data(self, tmp_path, monkeypatch):
         monkeypatch.setenv("GATTN_DATA", str(tmp_path))
@@ -450,7 +468,7 @@ class TestCommandLine:
 
     def test_defaults(self):
         options = Translation.parse([])
-        assert (options.rows, options.seeds, options.setting) == (list(translation_models.ROWS), [0, 1], "default")
+        assert (options.rows, options.seeds, options.setting) == (list(translation_models.ROWS), [0, 1, 2], "default")
         assert str(options.out) == "runs/translation"
         quick = Translation.parse(["--quick"])
         assert (quick.setting, str(quick.out)) == ("quick", "runs/translation-quick")
@@ -482,6 +500,76 @@ class TestCommandLine:
         assert "error:" in capsys.readouterr().err
 
 
+def trials(name, losses=(2.5, 2.0), grid=GRID):
+    """Rows of a row's trials; the last of the two is the better one."""
+    rows = []
+    for choice, loss in zip(grid.choices(name), losses, strict=True):
+        case = asdict(Trial(name, "corpus", "cpu", SETTING, choice))
+        rows.append({**case, "val_loss": loss, "seconds": 3.0, "workers": 2, **machine()})
+    return rows
+
+
+class TestTrials:
+    def benchmark(self, rows, path, monkeypatch):
+        monkeypatch.setattr(translation, "SETTINGS", {"default": SETTING})
+        monkeypatch.setattr(translation, "GRIDS", {"default": GRID})
+        results = ResultsFile(path / "runs.jsonl")
+        for row in rows:
+            results.append(row)
+        return Translation(Translation.parse(["--out", str(path)]), results, Console(quiet=True))
+
+    def test_only_local_p_has_windows(self):
+        assert GRID.choices("dot") == [Choice(0.003, 0.1, None), Choice(0.01, 0.1, None)]
+        assert GRID.choices("local-p") == [Choice(rate, 0.1, window) for rate in (0.003, 0.01) for window in (5, 10)]
+        assert set(translation_models.GRIDS) == set(translation_models.SETTINGS)
+
+    def test_the_window_and_the_dropout_reach_the_model(self, corpus, run):
+        local = replace(run, row="local-p", choice=Choice(0.01, 0.3, 7))
+        model = translation_models.build_model(local, corpus.size)
+        assert "7" in repr(model)
+        rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+        assert rates == {0.3}
+
+    def test_a_trial_is_the_first_third_of_a_run(self, corpus, run, tmp_path, monkeypatch):
+        monkeypatch.setattr(Trial, "seed", run.seed)
+        trial = Translator(Trial(run.row, corpus.name, "cpu", SETTING, CHOICE), corpus, tmp_path)
+        whole = Translator(run, corpus, tmp_path)
+        trial.advance(100)
+        assert trial.is_finished
+        assert [point["iteration"] for point in trial.curve] == [4]
+        whole.advance(4)
+        for name, weight in whole.model.state_dict().items():
+            assert torch.equal(weight, trial.model.state_dict()[name])
+        whole.add_point()
+        assert trial.result()["val_loss"] == whole.curve[-1]["val_loss"]
+
+    def test_a_rate_that_diverges_is_never_chosen(self, corpus, published, tmp_path, monkeypatch):
+        case = Trial("dot", corpus.name, "cpu", SETTING, Choice(math.inf, 0.1, None))
+        assert translation_models.train(case, lambda *args: None, tmp_path)["val_loss"] is None
+        run = Run("dot", 0, corpus.name, "cpu", SETTING, case.choice)
+        with pytest.raises(FloatingPointError):
+            translation_models.train(run, lambda *args: None, tmp_path)
+        some = self.benchmark([*trials("dot", (2.5, None)), *trials("hard", (None, None))], tmp_path, monkeypatch)
+        assert some.chosen() == {"dot": GRID.choices("dot")[0]}
+
+    def test_nothing_is_chosen_before_all_trials_are_done(self, tmp_path, monkeypatch):
+        some = self.benchmark([*trials("dot"), *trials("none")[:1]], tmp_path, monkeypatch)
+        assert some.chosen() == {"dot": GRID.choices("dot")[1]}
+
+    def test_the_table_of_trials(self, tmp_path, monkeypatch):
+        rows = [*trials("dot", (2.5, None)), *trials("local-p", (4.0, 3.0, 2.0, 5.0))]
+        lines = translation.summarise_grid(self.benchmark(rows, tmp_path, monkeypatch).trials())
+        assert lines == [
+            {"attention": "dot", "rate 0.003, dropout 0.1": "**2.500**", "rate 0.01, dropout 0.1": "inf"},
+            {
+                "attention": "local-p, window 5",
+                "rate 0.003, dropout 0.1": "4.000",
+                "rate 0.01, dropout 0.1": "**2.000**",
+            },
+            {"attention": "local-p, window 10", "rate 0.003, dropout 0.1": "3.000", "rate 0.01, dropout 0.1": "5.000"},
+        ]
+
+
 class TestReport:
     def rows(self):
         rows = []
@@ -499,7 +587,7 @@ class TestReport:
             example = {"source": ["a$", "end"], "translation": ["x", "y", "end"]}
             if name == "dot":
                 example["weights"] = [[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]
-            row = asdict(Run(name, seed, "corpus", "cpu", SETTING))
+            row = asdict(Run(name, seed, "corpus", "cpu", SETTING, CHOICE))
             row |= {"parameters": 1000, "curve": curve, "seconds": 60.0 + 120 * seed, "test": result, "long": result}
             row |= {"bins": bins, "examples": [example] * 3, "workers": 2, "sacrebleu": "2"}
             rows.append({**row, **machine()})
@@ -512,18 +600,22 @@ class TestReport:
         assert lines[0]["test BLEU, greedy"] == "9.0 ± 0.0"
         assert lines[0]["training, min"] == "2.0 ± 1.4"
         assert (lines[0]["seeds"], lines[0]["parameters"]) == ("2", "1000")
+        assert (lines[0]["rate"], lines[0]["dropout"]) == ("0.01", "0.1")
         assert translation.summarise(self.rows()[:1])[0]["test BLEU"] == "10.0"
 
     def test_the_newest_row_of_each_run_in_the_setting(self, tmp_path, monkeypatch):
         monkeypatch.setitem(translation.SETTINGS, "quick", SETTING)
+        monkeypatch.setitem(translation.GRIDS, "quick", GRID)
         results = ResultsFile(tmp_path / "runs.jsonl")
         rows = self.rows()
-        for row in (*rows, {**rows[0], "parameters": 7}, {**rows[1], "setting": asdict(translation.SETTINGS["large"])}):
+        large = {**rows[1], "setting": asdict(translation.SETTINGS["large"])}
+        not_chosen = {**rows[1], "parameters": 8, "choice": asdict(GRID.choices("dot")[0])}
+        for row in (*rows, {**rows[0], "parameters": 7}, large, not_chosen, *trials("none"), *trials("dot")):
             results.append(row)
         some = Translation(Translation.parse(["--quick"]), results, None)
         chosen = list(some.rows([]).values())
         assert [(row["row"], row["seed"]) for row in chosen] == [("none", 0), ("none", 1), ("dot", 0), ("dot", 1)]
-        assert chosen[2]["parameters"] == 7
+        assert [row["parameters"] for row in chosen] == [1000, 1000, 7, 1000]
         some.options.device = "cuda"
         assert some.rows([]) == {}
 
@@ -535,7 +627,10 @@ class TestReport:
         assert times.lines[0].get_xydata().tolist() == [[0.1, 1.5], [0.2, 2.5]]
 
     def report(self, rows, out):
-        some = Translation(Translation.parse(["--out", str(out)]), None, Console(markup=False, width=60))
+        results = ResultsFile(out / "runs.jsonl")
+        for row in trials("dot"):
+            results.append({**row, "setting": asdict(translation.SETTINGS["default"])})
+        some = Translation(Translation.parse(["--out", str(out)]), results, Console(markup=False, width=60))
         some.report(dict(enumerate(rows)))
 
     def test_what_is_written(self, tmp_path, capsys):
@@ -545,14 +640,20 @@ class TestReport:
         assert "iterations 12" in text
         assert machine()["machine"] in text
         assert "2 run(s) at once" in text
-        assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".png"}
-        assert len(list(tmp_path.iterdir())) == 6
+        names = {"runs.jsonl", "grid.md", "table.md", "lengths.png", "times.png"}
+        assert {path.name for path in tmp_path.iterdir()} == names | {f"alignment-{i}.png" for i in (1, 2, 3)}
         out = capsys.readouterr().out
         assert "11.0 ± 1.4" in out  # nothing is cut off
 
     def test_without_weights_no_alignments(self, tmp_path):
         self.report(self.rows()[2:], tmp_path)
-        assert {path.name for path in tmp_path.iterdir()} == {"table.md", "lengths.png", "times.png"}
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "runs.jsonl",
+            "grid.md",
+            "table.md",
+            "lengths.png",
+            "times.png",
+        }
 
     def test_styles(self):
         assert set(translation.STYLES) == set(translation_models.ROWS)
@@ -566,13 +667,13 @@ def test_in_processes(published, tmp_path, monkeypatch, in_this_process):
     monkeypatch.setitem(translation.SETTINGS, "quick", wrong)
     chosen = ["--rows", "none", "transformer", "--seeds", "0"]
     Translation.main(arguments(tmp_path, *chosen, "--workers", "2"))
-    with pytest.raises(SystemExit, match="error: transformer seed 0: InputError: "):
+    with pytest.raises(SystemExit, match="error: transformer: rate 0.003, dropout 0.1: InputError: "):
         Translation.main(arguments(tmp_path, "--rows", "transformer", "--seeds", "0", "--quick"))
-    rows = {row["row"]: row for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows()}
+    rows = {row["row"]: row for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows(Run)}
     assert set(rows) == {"none", "transformer"}
     monkeypatch.setattr(translation, "in_processes", in_this_process)
     Translation.main(arguments(tmp_path / "here", *chosen))
-    for row in ResultsFile(tmp_path / "here" / "out" / "runs.jsonl").rows():
+    for row in ResultsFile(tmp_path / "here" / "out" / "runs.jsonl").rows(Run):
         assert {name: row[name] for name in ("test", "long", "bins", "examples")} == {
             name: rows[row["row"]][name] for name in ("test", "long", "bins", "examples")
         }
@@ -584,9 +685,11 @@ sys.path.insert(0, "tests/benchmarks")
 import test_translation
 from benchmarks import translation
 translation.SETTINGS = {"default": test_translation.LONGER}
+translation.GRIDS = {"default": test_translation.ONE}
 translation.Translation.main(sys.argv[1:])
 """
 LONGER = replace(SETTING, iterations=120, evaluate_every=10)
+ONE = Grid((0.01,), (0.1,), (10,))
 
 
 @pytest.mark.slow
@@ -594,19 +697,20 @@ def test_a_run_killed_half_way_goes_on_to_the_same_row(published, corpus, tmp_pa
     chosen = ["--rows", "dot", "--seeds", "0"]
     out = tmp_path / "killed" / "out"
     process = start("-c", TINY, *arguments(tmp_path / "killed", *chosen, "--workers", "1"), stdout=subprocess.DEVNULL)
-    checkpoint = Run("dot", 0, corpus.name, "cpu", LONGER).checkpoint(out)
+    checkpoint = Run("dot", 0, corpus.name, "cpu", LONGER, CHOICE).checkpoint(out)
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert not ResultsFile(out / "runs.jsonl").rows()
+    assert not ResultsFile(out / "runs.jsonl").rows(Run)
     assert 0 < torch.load(checkpoint, weights_only=True)["iteration"] < 120
 
     monkeypatch.setattr(translation, "SETTINGS", {"default": LONGER})
+    monkeypatch.setattr(translation, "GRIDS", {"default": ONE})
     for name in ("killed", "whole"):
         Translation.main(arguments(tmp_path / name, *chosen))
-    killed, whole = (ResultsFile(tmp_path / name / "out" / "runs.jsonl").rows()[0] for name in ("killed", "whole"))
+    killed, whole = (ResultsFile(tmp_path / name / "out" / "runs.jsonl").rows(Run)[0] for name in ("killed", "whole"))
     for name in ("test", "long", "bins", "examples"):
         assert killed[name] == whole[name]
     assert [x["val_loss"] for x in killed["curve"]] == [x["val_loss"] for x in whole["curve"]]
