@@ -4,8 +4,8 @@ Tatoeba's pairs, split so that no sentence of a test pair was seen in training, 
 sentences of 15 words and more. The rows are a recurrent encoder and decoder without attention, with each kind of it,
 and a Transformer, all with a similar number of parameters, on the same batches.
 
-Each row's learning rate and dropout (and the window of local-p) are chosen from the same small grid by the loss on the
-validation set, in trials: the first thirds of runs with another seed.
+Each row's learning rate and dropout (also local-p's window, and whether dot products are scaled) are chosen from the
+same small grid by the loss on the validation set, in trials: the first thirds of runs with another seed.
 
 Every run, one row and one seed, is trained on one thread. Training time is processor time, of training steps only, so
 that it means the same when other things run on the machine. (On a GPU, it is the clock's.)
@@ -60,9 +60,9 @@ STYLES: dict[str, dict[str, Any]] = {
 NOTES = (
     "BLEU and chrF (SacreBLEU's defaults) by beam search, against all references. Greedy: without beam search. Long: "
     f"sentences of {LONG} words and more, or with such a reference. Mean ± standard deviation over seeds.",
-    "Every row is the model after its last iteration; learning rate and dropout (and the window of local-p) are those "
-    "of the trial with the lowest loss on the validation set (grid.md). Training: processor time of training steps "
-    "only, one thread (on a GPU, the clock's time).",
+    "Every row is the model after its last iteration. Learning rate and dropout, the window of local-p, and whether "
+    "dot products are scaled by 1/√C are those of the trial with the lowest loss on the validation set (grid.md). "
+    "Training: processor time of training steps only, one thread (on a GPU, the clock's time).",
 )
 
 TRIAL_NOTES = (
@@ -80,10 +80,9 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
     """The table's lines."""
     lines = []
     for name, group in groups_of(rows).items():
-        choice = group[0]["choice"]
-        line = {"attention": name, "rate": f"{choice['learning_rate']:g}", "dropout": f"{choice['dropout']:g}"}
-        if choice["window"] is not None:
-            line["attention"] += f", window {choice['window']}"
+        choice = Choice(**group[0]["choice"])
+        line = {"attention": name + choice.variant}
+        line |= {"rate": f"{choice.learning_rate:g}", "dropout": f"{choice.dropout:g}"}
         line |= {"parameters": str(group[0]["parameters"]), "seeds": str(len(group))}
         for part in ("test", "long"):
             for metric, title in (("bleu", "BLEU"), ("chrf", "chrF")):
@@ -100,10 +99,11 @@ def summarise_grid(trials: Mapping[str, Mapping[Choice, Row]]) -> list[Line]:
     lines = []
     for name, some in trials.items():
         losses = {x: math.inf if row["val_loss"] is None else row["val_loss"] for x, row in some.items()}
-        for window in dict.fromkeys(choice.window for choice in some):
-            line = {"attention": name if window is None else f"{name}, window {window}"}
+        for variant in dict.fromkeys(choice.variant for choice in some):
+            found = {(x.learning_rate, x.dropout): loss for x, loss in losses.items() if x.variant == variant}
+            line = {"attention": name + variant}
             for rate, dropout in columns:
-                loss = losses.get(Choice(rate, dropout, window), math.nan)
+                loss = found.get((rate, dropout), math.nan)
                 mark = "**" if loss == min(losses.values()) else ""
                 text = "" if math.isnan(loss) else f"{mark}{loss:.3f}{mark}"
                 line[f"rate {rate:g}, dropout {dropout:g}"] = text

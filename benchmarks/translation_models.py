@@ -37,6 +37,9 @@ from benchmarks.translation_data import (
 #: The rows of the table: the attention of `gattn.models.Seq2Seq`, except in the last, which is another model.
 ROWS = ("none", "dot", "general", "additive", "local-m", "local-p", "hard", "hard-st", "transformer")
 
+#: The rows whose scores are dot products that Luong et al. do not scale.
+PRODUCTS = ("dot", "general", "local-m", "local-p", "hard", "hard-st")
+
 BINS = ((1, 4), (5, 8), (9, 12), (13, 16), (17, 20), (21, 25), (26, None))
 """The smallest and the largest number of words of the source; BLEU is shown for each of these bins."""
 
@@ -105,6 +108,13 @@ class Choice:
     dropout: float
     window: int | None
     """The window D of local-p, whose Gaussian has the standard deviation D / 2; `None` in all other rows."""
+    scaled: bool | None
+    """Whether dot products are divided by the square root of their number of channels; `None` in rows without them."""
+
+    @property
+    def variant(self) -> str:
+        """What only some rows choose, as a suffix of their names."""
+        return ("" if self.window is None else f", window {self.window}") + (", scaled" if self.scaled else "")
 
 
 @dataclass(frozen=True)
@@ -114,16 +124,18 @@ class Grid:
     rates: tuple[float, ...]
     dropouts: tuple[float, ...]
     windows: tuple[int, ...]
+    scaled: tuple[bool, ...] = (False, True)
 
     def choices(self, row: str) -> list[Choice]:
         """All choices of a row."""
         windows = self.windows if row == "local-p" else (None,)
-        return [Choice(*values) for values in itertools.product(self.rates, self.dropouts, windows)]
+        scaled = self.scaled if row in PRODUCTS else (None,)
+        return [Choice(*values) for values in itertools.product(self.rates, self.dropouts, windows, scaled)]
 
 
 #: The grid of each setting.
 GRIDS = {
-    "default": Grid((3e-3, 6e-3, 1.2e-2), (0.0, 0.1), (10, 20)),
+    "default": Grid((1.5e-3, 3e-3, 6e-3, 1.2e-2), (0.0, 0.1), (10, 20)),
     "quick": Grid((3e-3, 1e-2), (0.1,), (10,)),
     "large": Grid((5e-4, 1e-3, 2e-3), (0.1, 0.3), (10, 20)),
 }
@@ -225,8 +237,7 @@ class Trial(Case):
     choice: Choice
 
     def __str__(self) -> str:
-        window = "" if self.choice.window is None else f", window {self.choice.window}"
-        return f"{self.row}: rate {self.choice.learning_rate:g}, dropout {self.choice.dropout:g}{window}"
+        return f"{self.row}{self.choice.variant}: rate {self.choice.learning_rate:g}, dropout {self.choice.dropout:g}"
 
 
 def make_model(run: Run | Trial, width: int, num_tokens: int) -> Model:
@@ -243,6 +254,7 @@ def make_model(run: Run | Trial, width: int, num_tokens: int) -> Model:
         sizes = (setting.transformer_channels, setting.transformer_layers, setting.heads)
         return gattn.models.TransformerSeq2Seq(num_tokens, num_tokens, *sizes, feedforward=width, **options)
     options |= {"attention": None if row == "none" else row, "window": run.choice.window or WINDOW}
+    options["scale"] = None if run.choice.scaled else 1.0
     return gattn.models.Seq2Seq(num_tokens, num_tokens, width, width, **options)
 
 

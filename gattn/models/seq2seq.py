@@ -105,6 +105,9 @@ class Seq2Seq(NotScriptable, Module):
         num_layers: The number of recurrent layers of the encoder, and of the decoder. (default: `1`)
         dropout: The probability of dropping a feature during training. (default: `0.0`)
         window: The half-width of the window of local attention. (default: `10`)
+        scale: The factor of the scores of `"dot"`, `"general"`, local and hard attention; `None` means
+            :math:`1 / \sqrt{C}`, as in `"scaled_dot"`. With Adam, the general score trains better with `None`; see
+            `gattn.nn.GeneralAttention`. (default: `1.0`, as in Luong et al.)
         start: The token with which every target starts. (default: `1`)
         end: The token with which every target ends. (default: `2`)
         share_embeddings: Whether source and target share one vocabulary and one embedding. (default: `False`)
@@ -141,6 +144,7 @@ class Seq2Seq(NotScriptable, Module):
         num_layers: int = 1,
         dropout: float = 0.0,
         window: float = 10,
+        scale: float | None = 1.0,
         start: int = 1,
         end: int = 2,
         share_embeddings: bool = False,
@@ -188,7 +192,7 @@ class Seq2Seq(NotScriptable, Module):
         self.bridge = Linear(channels, channels)
         sizes = [embedding_channels + channels, *[channels] * (num_layers - 1)]
         self.decoder = ModuleList(step(size, channels) for size in sizes)
-        layer = _make_attention(attention, channels, window)
+        layer = _make_attention(attention, channels, window, scale)
         self.attention = layer if isinstance(attention, str) else None
         self.combine = Linear(2 * channels + (embedding_channels if form == "bahdanau" else 0), channels)
         self.output = Linear(channels, num_target_tokens)
@@ -462,16 +466,22 @@ def _weights(alignment: Alignment) -> Tensor:
     return alignment
 
 
-def _make_attention(attention: str | MemoryAttention | None, channels: int, window: float) -> MemoryAttention | None:
+def _make_attention(
+    attention: str | MemoryAttention | None, channels: int, window: float, scale: float | None
+) -> MemoryAttention | None:
+    if scale != 1.0 and (not isinstance(attention, str) or attention in ("scaled_dot", "additive")):
+        raise ValueError(
+            "scale applies to 'dot', 'general', and local and hard attention by name; leave it at 1 for all others."
+        )
     if attention is None or isinstance(attention, MemoryAttention):
         return attention
     if not isinstance(attention, str):
         raise TypeError(
             f"attention must be a name, a gattn.nn.MemoryAttention or None; got {type(attention).__name__}."
         )
-    general = GeneralAttention(channels, channels)
+    general = GeneralAttention(channels, channels, scale=scale)
     made: dict[str, MemoryAttention] = {
-        "dot": DotProductAttention(scale=1.0),
+        "dot": DotProductAttention(scale),
         "scaled_dot": DotProductAttention(),
         "general": general,
         "additive": AdditiveAttention(channels, channels),

@@ -271,12 +271,17 @@ class GeneralAttention(MemoryAttention):
     r"""The *general* score of `Luong et al. <https://arxiv.org/abs/1508.04025>`_: a learnt bilinear form.
 
     .. math::
-        s(q, m) = q^{\top} W m
+        s(q, m) = c \cdot q^{\top} W m
+
+    The paper has no factor :math:`c`. With an optimizer such as Adam, which changes every entry of :math:`W` by about
+    the learning rate in each step, the scores of many channels then change so much that the softmax soon saturates.
+    `scale=None` prevents that.
 
     Args:
         query_channels: The number of channels of the queries, Cq.
         memory_channels: The number of channels of the memory, Cm.
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
+        scale: The factor :math:`c`; `None` means :math:`1 / \sqrt{C_m}`. (default: `1.0`)
 
     Shapes:
         - **input:** queries `[B, N, Cq]`, memory `[B, M, Cm]`; **output:** contexts `[B, N, Cm]`.
@@ -290,14 +295,19 @@ class GeneralAttention(MemoryAttention):
         torch.Size([2, 3, 8])
     """
 
-    def __init__(self, query_channels: int, memory_channels: int, dropout: float = 0.0):
+    def __init__(self, query_channels: int, memory_channels: int, dropout: float = 0.0, *, scale: float | None = 1.0):
         super().__init__(dropout)
         check_at_least(1, query_channels=query_channels, memory_channels=memory_channels)
+        self.scale = scale
         self.query_proj = Linear(query_channels, memory_channels, bias=False)
 
     def score(self, query: Tensor) -> tuple[Tensor, Score]:
         """Returns the queries as the score compares them with the keys, and the score."""
-        return self.query_proj(query), DotScore(1.0)
+        return self.query_proj(query), DotScore(self.scale)
+
+    def extra_repr(self) -> str:
+        """Returns the options that `repr` shows."""
+        return f"scale={self.scale}"
 
 
 class AdditiveAttention(MemoryAttention):

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from dataclasses import asdict, replace
@@ -51,8 +52,8 @@ SETTING = Setting(
     test_sentences=4,
     beams=2,
 )
-CHOICE = Choice(0.01, 0.1, None)
-GRID = Grid((0.003, 0.01), (0.1,), (5, 10))
+CHOICE = Choice(0.01, 0.1, None, False)
+GRID = Grid((0.003, 0.01), (0.1,), (5, 10), (False,))
 
 
 def make_pairs():
@@ -518,17 +519,34 @@ class TestTrials:
             results.append(row)
         return Translation(Translation.parse(["--out", str(path)]), results, Console(quiet=True))
 
-    def test_only_local_p_has_windows(self):
-        assert GRID.choices("dot") == [Choice(0.003, 0.1, None), Choice(0.01, 0.1, None)]
-        assert GRID.choices("local-p") == [Choice(rate, 0.1, window) for rate in (0.003, 0.01) for window in (5, 10)]
+    def test_only_local_p_has_windows_and_only_products_are_scaled(self):
+        assert GRID.choices("none") == [Choice(0.003, 0.1, None, None), Choice(0.01, 0.1, None, None)]
+        assert GRID.choices("dot") == [Choice(0.003, 0.1, None, False), CHOICE]
+        scaled = replace(GRID, rates=(0.01,), scaled=(False, True))
+        assert scaled.choices("dot") == [CHOICE, replace(CHOICE, scaled=True)]
+        assert scaled.choices("additive") == [replace(CHOICE, scaled=None)]
+        assert len(scaled.choices("local-p")) == 4
+        of_local = [Choice(rate, 0.1, window, False) for rate in (0.003, 0.01) for window in (5, 10)]
+        assert GRID.choices("local-p") == of_local
         assert set(translation_models.GRIDS) == set(translation_models.SETTINGS)
 
     def test_the_window_and_the_dropout_reach_the_model(self, corpus, run):
-        local = replace(run, row="local-p", choice=Choice(0.01, 0.3, 7))
+        local = replace(run, row="local-p", choice=Choice(0.01, 0.3, 7, False))
         model = translation_models.build_model(local, corpus.size)
-        assert "7" in repr(model)
+        assert model.attention.window == 7
         rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
         assert rates == {0.3}
+
+    @pytest.mark.parametrize("row", translation_models.ROWS)
+    def test_the_scale_reaches_the_model(self, corpus, run, row):
+        scales = []
+        for scaled in (False, True) if row in translation_models.PRODUCTS else (None,):
+            model = translation_models.build_model(
+                replace(run, row=row, choice=Choice(0.01, 0.1, 7, scaled)), corpus.size
+            )
+            attention = getattr(model, "attention", None)
+            scales.append(getattr(getattr(attention, "attention", attention), "scale", 0))
+        assert scales == ([1.0, None] if row in translation_models.PRODUCTS else [0])
 
     def test_a_trial_is_the_first_third_of_a_run(self, corpus, run, tmp_path, monkeypatch):
         monkeypatch.setattr(Trial, "seed", run.seed)
@@ -544,7 +562,7 @@ class TestTrials:
         assert trial.result()["val_loss"] == whole.curve[-1]["val_loss"]
 
     def test_a_rate_that_diverges_is_never_chosen(self, corpus, published, tmp_path, monkeypatch):
-        case = Trial("dot", corpus.name, "cpu", SETTING, Choice(math.inf, 0.1, None))
+        case = Trial("dot", corpus.name, "cpu", SETTING, Choice(math.inf, 0.1, None, False))
         assert translation_models.train(case, lambda *args: None, tmp_path)["val_loss"] is None
         run = Run("dot", 0, corpus.name, "cpu", SETTING, case.choice)
         with pytest.raises(FloatingPointError):
@@ -569,6 +587,24 @@ class TestTrials:
             {"attention": "local-p, window 10", "rate 0.003, dropout 0.1": "3.000", "rate 0.01, dropout 0.1": "5.000"},
         ]
 
+    def test_scaled_products_have_lines_of_their_own(self, tmp_path, monkeypatch):
+        grid = replace(GRID, rates=(0.01,), scaled=(False, True))
+        monkeypatch.setattr(sys.modules[__name__], "GRID", grid)
+        some = self.benchmark(
+            [*trials("dot", grid=grid), *trials("local-p", (4, 3, 2, 5), grid)], tmp_path, monkeypatch
+        )
+        assert some.chosen() == {"dot": grid.choices("dot")[1], "local-p": grid.choices("local-p")[2]}
+        assert {
+            line["attention"]: line["rate 0.01, dropout 0.1"] for line in translation.summarise_grid(some.trials())
+        } == {
+            "dot": "2.500",
+            "dot, scaled": "**2.000**",
+            "local-p, window 5": "4.000",
+            "local-p, window 5, scaled": "3.000",
+            "local-p, window 10": "**2.000**",
+            "local-p, window 10, scaled": "5.000",
+        }
+
 
 class TestReport:
     def rows(self):
@@ -587,7 +623,7 @@ class TestReport:
             example = {"source": ["a$", "end"], "translation": ["x", "y", "end"]}
             if name == "dot":
                 example["weights"] = [[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]
-            row = asdict(Run(name, seed, "corpus", "cpu", SETTING, CHOICE))
+            row = asdict(Run(name, seed, "corpus", "cpu", SETTING, GRID.choices(name)[1]))
             row |= {"parameters": 1000, "curve": curve, "seconds": 60.0 + 120 * seed, "test": result, "long": result}
             row |= {"bins": bins, "examples": [example] * 3, "workers": 2, "sacrebleu": "2"}
             rows.append({**row, **machine()})
@@ -689,7 +725,7 @@ translation.GRIDS = {"default": test_translation.ONE}
 translation.Translation.main(sys.argv[1:])
 """
 LONGER = replace(SETTING, iterations=120, evaluate_every=10)
-ONE = Grid((0.01,), (0.1,), (10,))
+ONE = Grid((0.01,), (0.1,), (10,), (False,))
 
 
 @pytest.mark.slow

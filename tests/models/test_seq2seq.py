@@ -363,7 +363,7 @@ class TestOptions:
         [
             ("dot", DotProductAttention, {"scale": 1.0}),
             ("scaled_dot", DotProductAttention, {"scale": None}),
-            ("general", GeneralAttention, {}),
+            ("general", GeneralAttention, {"scale": 1.0}),
             ("additive", AdditiveAttention, {}),
             ("local-m", LocalAttention, {"alignment": "monotonic", "window": 1.5, "gaussian": False}),
             ("local-p", LocalAttention, {"alignment": "predictive", "window": 1.5, "gaussian": True}),
@@ -377,6 +377,17 @@ class TestOptions:
         assert {key: getattr(attention, key) for key in attributes} == attributes
         if kind in (LocalAttention, HardAttention):
             assert type(attention.attention) is GeneralAttention
+
+    @pytest.mark.parametrize("name", ["dot", "general", "local-m", "local-p", "hard", "hard-st"])
+    def test_the_scale_of_products(self, name):
+        for scale in (None, 0.5):
+            attention = make(name, scale=scale)[0].attention
+            assert getattr(attention, "attention", attention).scale == scale
+
+    @pytest.mark.parametrize("attention", ["scaled_dot", "additive", None, DotProductAttention()])
+    def test_a_scale_that_would_be_ignored(self, attention):
+        with pytest.raises(ValueError, match=r"scale applies to 'dot', 'general', .*; leave it at 1"):
+            make(attention, scale=None)
 
     def test_one_of_your_own(self):
         class Projected(MemoryAttention):

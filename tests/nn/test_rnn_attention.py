@@ -27,6 +27,8 @@ SCORES = {
     "scaled_dot": (DotProductAttention, CM),
     "dot of any scale": (lambda: DotProductAttention(scale=0.3), CM),
     "general": (lambda: GeneralAttention(CQ, CM), CQ),
+    "scaled general": (lambda: GeneralAttention(CQ, CM, scale=None), CQ),
+    "general of any scale": (lambda: GeneralAttention(CQ, CM, scale=0.3), CQ),
     "additive": (lambda: AdditiveAttention(CQ, CM, hidden_channels=5), CQ),
     "additive without bias": (lambda: AdditiveAttention(CQ, CM, bias=False), CQ),
 }
@@ -67,10 +69,9 @@ def make(layer, score="general", window=1.5):
 
 def logit(attention, q, m):
     """The score of one query and one place, with a layer's own parameters."""
-    if isinstance(attention, DotProductAttention):
-        return (q * m).sum() * (1 / math.sqrt(CM) if attention.scale is None else attention.scale)
-    if isinstance(attention, GeneralAttention):
-        return q @ (attention.query_proj.weight.t() @ m)
+    if isinstance(attention, DotProductAttention | GeneralAttention):
+        scale = 1 / math.sqrt(CM) if attention.scale is None else attention.scale
+        return scale * ((attention.query_proj.weight @ q if isinstance(attention, GeneralAttention) else q) @ m)
     hidden = attention.query_proj.weight @ q + attention.key_proj.weight @ m
     if attention.key_proj.bias is not None:
         hidden = hidden + attention.key_proj.bias
