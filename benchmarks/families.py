@@ -1,4 +1,4 @@
-"""Speed and memory of attention with every score and distribution: `python -m benchmarks.families`.
+"""Speed and memory of attention with most scores and distributions: `python -m benchmarks.families`.
 
 Attention alone (from projected features to the output) runs on one graph, by default *mid* of `benchmarks.kernels`.
 Each family is compared with the nearest of the three that `benchmarks.kernels` measures: the scores of GAT and GATv2
