@@ -454,8 +454,9 @@ def attend(
         value: What is averaged: `[M, H, Cv]`. With `DotScore`, key and value may have fewer heads, a number that
             divides H. All three may have one or two leading batch dimensions. Tensors `[B, H, N, C]`, which many
             Transformers use, can be passed and returned as `x.transpose(1, 2)`, without a copy.
-        graph: Who attends to whom: a `SparseGraph`, a `CompleteGraph`, or a bare `edge_index` in any of PyG's forms.
-        score: How the two ends of an edge compare: `GATScore`, `AdditiveScore`, `DotScore` or your own.
+        graph: Who attends to whom: a `SparseGraph`, `TypedGraph` or `CompleteGraph`, one that `gattn.distributed.shard`
+            returned, or a bare `edge_index` in any of PyG's forms.
+        score: How the two ends of an edge compare: `GATScore`, `AdditiveScore`, `DotScore`, `CosineScore` or your own.
             (default: `DotScore()`)
         edge: Per-edge term inside the score, in `edge_index` order: `[E, H, C]`; for `GATScore` `[E, H]`.
             (default: `None`)
@@ -474,8 +475,9 @@ def attend(
             the output when the CPU kernels compute it. (default: `None`)
         distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, `"sparsemax"`,
             `"entmax15"`, or a `Distribution`, such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
-        dropout: Probability of dropping a weight in training. PyTorch's generator draws which ones, so forked
-            processes that inherit its state drop the same weights until they are seeded. (default: `0.0`)
+        dropout: Probability of dropping a weight; it has no effect unless `training=True`. PyTorch's generator draws
+            which ones, so forked processes that inherit its state drop the same weights until they are seeded.
+            (default: `0.0`)
         training: Whether dropout applies. (default: `False`)
         return_weights: `True` also returns the weights before dropout; `"dropped"` returns those that were applied.
             (default: `False`)

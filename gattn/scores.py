@@ -149,7 +149,7 @@ def says(instance: Any, attribute: str, method: str) -> Any:
     return getattr(cls, attribute) if is_same else None
 
 
-def _check_slope(negative_slope: float) -> None:
+def _check_slope(negative_slope: float | None) -> None:
     if isinstance(negative_slope, Tensor):
         raise TypeError(
             "negative_slope must be a number, as it gets no gradient; for a learnt slope, subclass Score and write "
@@ -238,15 +238,15 @@ class AdditiveScore(Score):
         vector: The vector :math:`a` of each head, `[H, C]`.
         activation: `"leaky_relu"`, `"tanh"`, `"relu"`, `"elu"`, `"gelu"`, `"silu"` or `"identity"`.
             (default: `"leaky_relu"`)
-        negative_slope: Slope of the LeakyReLU for negative inputs. (default: `0.2`)
+        negative_slope: Slope of the LeakyReLU for negative inputs. (default: `None`, 0.2)
 
     Shapes:
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`.
 
     Raises:
         TypeError: If `vector` is not a tensor, or `negative_slope` is one.
-        ValueError: If `vector` is not `[H, C]`, the activation is unknown, or (in use) `vector` does not fit the heads
-            and channels.
+        ValueError: If `vector` is not `[H, C]`, the activation is unknown, `negative_slope` is given for another one
+            than `"leaky_relu"`, or (in use) `vector` does not fit the heads and channels.
 
     Example:
         >>> import torch, gattn
@@ -259,7 +259,7 @@ class AdditiveScore(Score):
     broadcasts = True
     families = ("leaky_relu", "smooth")
 
-    def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float = 0.2):
+    def __init__(self, vector: Tensor, activation: str = "leaky_relu", negative_slope: float | None = None):
         if not isinstance(vector, Tensor):
             raise TypeError(f"AdditiveScore's vector must be a tensor; got {type(vector).__name__}.")
         if vector.dim() != 2:
@@ -270,9 +270,13 @@ class AdditiveScore(Score):
             known = ", ".join(repr(name) for name in _ACTIVATIONS)
             raise ValueError(f"AdditiveScore's activation must be one of {known}; got {activation!r}.")
         _check_slope(negative_slope)
+        if negative_slope is not None and activation != "leaky_relu":
+            raise ValueError(
+                f"AdditiveScore's negative_slope is that of activation='leaky_relu'; leave it out for {activation!r}."
+            )
         self.vector = vector
         self.activation = activation
-        self.negative_slope = negative_slope
+        self.negative_slope = 0.2 if negative_slope is None else negative_slope
 
     def family(self, channels: int) -> Family:
         """See `Score.family`."""
@@ -290,7 +294,8 @@ class AdditiveScore(Score):
 
     def to(self, dtype: torch.dtype) -> AdditiveScore:
         """See `Score.to`."""
-        return AdditiveScore(self.vector.to(dtype), self.activation, self.negative_slope)
+        negative_slope = self.negative_slope if self.activation == "leaky_relu" else None
+        return AdditiveScore(self.vector.to(dtype), self.activation, negative_slope)
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
@@ -315,7 +320,8 @@ class AdditiveScore(Score):
             )
 
     def __repr__(self) -> str:
-        return f"AdditiveScore(vector={list(self.vector.shape)}, activation={self.activation!r})"
+        slope = f", negative_slope={self.negative_slope}" if self.activation == "leaky_relu" else ""
+        return f"AdditiveScore(vector={list(self.vector.shape)}, activation={self.activation!r}{slope})"
 
 
 class DotScore(Score):

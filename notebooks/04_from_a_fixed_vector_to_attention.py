@@ -589,7 +589,7 @@ print(f"largest weight on the right word: {hits(models['Bahdanau']):.0%} of all 
 # - **local-m** (*monotonic*) sets $p_t = t$, as if source and target ran in parallel.
 # - **local-p** (*predictive*) computes $p_t = S \cdot \sigma(v_p^\top \tanh(W_p s_t))$ from the state, where $S$ is
 #   the length of the source and $\sigma$ the sigmoid. A window with hard edges has no gradient with respect to its
-#   place, therefore the weights are multiplied by a Gaussian around $p_t$: $\alpha_{tj} = \mathrm{softmax}_j(e_{tj})
+#   place. Therefore, the weights are multiplied by a Gaussian around $p_t$: $\alpha_{tj} = \mathrm{softmax}_j(e_{tj})
 #   \exp\big(-\tfrac{(j - p_t)^2}{2 \sigma_D^2}\big)$ with $\sigma_D = D/2$.
 #
 # In the words of message passing, local attention is the same attention on fewer edges. A layer for it wraps the
@@ -760,7 +760,7 @@ for ax, name in zip(axes[1:], list(styles)[1:], strict=True):
 # losses of both estimators are about twice that of soft attention. It is easy to see where a hard decoder looked,
 # since each row has one entry. But it looks at the right word less often (79 % with REINFORCE and 88 % with the
 # straight-through estimator, against 100 % for the largest soft weight), mostly where the word hardly depends on the
-# choice: that a "hundred" or a "thousand" comes next, the decoder's state may know already. A reward for the right
+# choice: the decoder's state may already know that a "hundred" or a "thousand" comes next. A reward for the right
 # word cannot tell a good choice from one that did no harm.
 
 # %% [markdown]

@@ -200,11 +200,11 @@ apart = 2 * attention(q, k, v)[0] + 3 * attention(more, k, v)[0]
 print(f"queries: largest difference between f(2a + 3b) and 2f(a) + 3f(b): {(combined - apart).abs().max():.1e}")
 
 # %% [markdown]
-# More is true. Each row of $A$ is positive and sums to one, so that every output is a weighted mean of the values. It
-# lies inside their **convex hull**, the smallest convex region around them, and no query can change that. Below, six
-# values in the plane and the outputs of 400 random queries. Short queries give nearly equal weights, and the outputs
-# crowd around the mean. Long queries pick single values, and the outputs move towards the corners; they never leave
-# the polygon.
+# We can say more. Each row of $A$ is positive and sums to one, so every output is a weighted mean of the values. It
+# lies inside their **convex hull**, the smallest convex region around them, and no query can change that. The picture
+# shows six values in the plane and the outputs of 400 random queries. Short queries give nearly equal weights, and the
+# outputs crowd around the mean. Long queries pick single values, and the outputs move towards the corners; they never
+# leave the polygon.
 
 # %%
 values = torch.tensor([[-1.6, -0.7], [-0.5, 1.3], [0.2, -1.2], [1.4, 0.9], [1.7, -0.6], [0.1, 0.2]])
@@ -775,7 +775,7 @@ equal(averaged(features, edge_index), concatenated(features, edge_index) @ w_o)
 #
 # The club fell apart in a quarrel, and the data set divides its members into four communities. The network learns
 # from **one labelled member per community** and has to name the community of the other 30. Members have no features
-# except their number (a one-hot vector), so that everything must come from the friendships. One seed would say
+# except their number (a one-hot vector), so everything must come from the friendships. One seed would say
 # little; we train with ten.
 
 # %%

@@ -18,7 +18,7 @@
 #
 # 1. Which tensors does a call make, and how large are they?
 # 2. How do time and memory grow with the graph?
-# 3. Why does fresh memory cost time, and what has the allocator to do with it?
+# 3. Why does fresh memory cost time, and what does the allocator have to do with it?
 # 4. What does a fused kernel do instead?
 # 5. Who computes a given call, and why?
 # 6. How exact are the results?
@@ -67,8 +67,8 @@ equal = torch.testing.assert_close
 # %% [markdown]
 # ## The layer, and the proof that both compute the same
 #
-# A random graph with $N$ nodes and $E$ edges, $H$ heads, $C$ channels per head. Both libraries get the same weights.
-# Before anything is measured, we compare outputs and gradients: a fast wrong result is worth nothing.
+# We use a random graph with $N$ nodes, $E$ edges, $H$ heads and $C$ channels per head. Both libraries get the same
+# weights. Before anything is measured, we compare outputs and gradients: a fast wrong result is worth nothing.
 
 # %%
 N, E, H, C = 4000, 60_000, 8, 16
@@ -292,7 +292,7 @@ print(f"64 MB are {64 * 2**20 // resource.getpagesize()} pages of {resource.getp
 # request, which costs no faults, or return it, which leaves more for other programs. glibc, the library of most Linux
 # systems, returns blocks above a threshold that it adapts while the program runs, up to 32 MB (see
 # [mallopt](https://man7.org/linux/man-pages/man3/mallopt.3.html)). Tensors $[E, H, C]$ of a real graph are often
-# larger than that. Whether a smaller one faults depends on what was allocated and freed before it, so that equal
+# larger than that. Whether a smaller one faults depends on what was allocated and freed before it, so equal
 # calls may take different times.
 #
 # Environment variables tell glibc to keep everything, but it reads them only when a process starts. So we measure in
@@ -405,7 +405,7 @@ print(f"target 0 has {len(neighbours)} neighbours: same output as softmax(logits
 # sorted by target so that each output row is written once. (Sorting takes time, too. It is done once per `edge_index`
 # tensor and remembered.)
 #
-# The **backward pass** seems to need the weights of all edges. It computes them anew instead: from a logit, $m$ and
+# The **backward pass** seems to need the weights of all edges. It recomputes them instead: from a logit, $m$ and
 # $z$, a weight is one exponential, $\alpha_{ij} = e^{s_{ij} - m_i} / z_i$. If $g_i$ is the gradient of
 # $\mathrm{out}_i$, then
 #
@@ -496,7 +496,7 @@ for title, call in calls.items():
 # - **dense** is for complete graphs. For dot products it uses PyTorch's `scaled_dot_product_attention`, and it never
 #   lists the edges. Other scores must say that their `logits` broadcast (`broadcasts = True`).
 # - **cpu** has the C++ kernels for lists of edges. It also serves complete graphs, as a list of all pairs.
-# - **triton** has the kernels for GPUs. Here the tensors are on the CPU, so that it refuses.
+# - **triton** has the kernels for GPUs. Here the tensors are on the CPU, so it refuses.
 # - **reference** is PyG's message passing with all its hooks. It serves every call, and is what the others are tested
 #   against. You get it without asking when something needs the messages to exist: a hook, an explainer, a
 #   `torch.func` transform.
@@ -505,7 +505,7 @@ for title, call in calls.items():
 #
 # ## 6. How exact are the results?
 #
-# Kernels add in another order than PyTorch's operations, so that the last digits may differ. Whether that is a loss
+# Kernels add in another order than PyTorch's operations, so the last digits may differ. Whether that is a loss
 # is a question for a more exact computation. We compute everything once more in float64 with the `reference` backend,
 # from the very same (rounded) inputs and weights, and take the largest difference, relative to the largest output, at
 # the hub and elsewhere.
@@ -547,7 +547,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 # every addition rounds, and a sum of 20 000 terms adds up many small errors. The kernels sum up parts of such a long
 # row and then the parts, which keeps the error lower than adding one term after the other. In bfloat16 and float16,
 # gattn stores features in the short type but computes in float32, in the reference as in the kernels, and rounds the
-# output once. PyG's operations each round their results, so that its errors are somewhat larger. All of these errors
+# output once. PyG's operations each round their results, so PyG's errors are somewhat larger. All of these errors
 # are small: choose a backend for its speed, not for its digits.
 #
 # ## 7. Your own score at full speed
@@ -592,7 +592,7 @@ assert max(forward) < E / 4
 #
 # $$ -\lVert q_i - k_j \rVert^2 = 2\, q_i^\top k_j - \lVert k_j \rVert^2 - \lVert q_i \rVert^2 . $$
 #
-# The last term is the same for all neighbours of $i$, so that it cancels in the softmax. What is left is a dot
+# The last term is the same for all neighbours of $i$, so it cancels in the softmax. What is left is a dot
 # product of the vectors $[2 q_i, 1]$ and $[k_j, -\lVert k_j \rVert^2]$, for which there is a kernel. The cell checks
 # that all ways agree, gradients included, and measures them:
 
@@ -663,7 +663,7 @@ for name, layer in (("PyG", theirs), ("gattn", ours)):
 # PyG's layer becomes a long list of elementary operations: an opportunity for the compiler, which can fuse those that
 # follow each other edge by edge. gattn's layer is shorter, because the whole attention is a single operation,
 # `attention.default`. To the compiler it is a black box that it schedules like a matrix product. It knows the shapes
-# of the results and where to find the gradient, so that nothing breaks the graph (with `fullgraph=True`, a break
+# of the results and where to find the gradient, so nothing breaks the graph (with `fullgraph=True`, a break
 # would be an error).
 #
 # Now PyTorch's real compiler, Inductor, which needs a C++ compiler. Compiling takes its time, but only once (the
@@ -701,7 +701,7 @@ else:
 # - What costs time in graph attention is memory: tensors with one row per edge, written and read again by each
 #   operation, and the page faults of fresh ones.
 # - A fused kernel makes none of them. It computes the softmax while it reads, keeps a maximum and a sum per target,
-#   and computes weights anew in the backward pass.
+#   and recomputes weights in the backward pass.
 # - A comparison of speeds should say which allocator it used, whether results were checked, and how much the times
 #   spread.
 # - `backend="auto"` takes the first backend that can serve a call. If you name one, an error says what is in the way.

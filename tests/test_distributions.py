@@ -270,6 +270,8 @@ class TestSinkAndSoftcap:
         ("make", "message"),
         [
             (lambda: Softmax(softcap=torch.tensor(1.0)), "softcap must be a number, as it gets no gradient"),
+            (lambda: Softmax(softcap=torch.tensor(0.0)), "softcap must be a number, as it gets no gradient"),
+            (lambda: Softmax(softcap=torch.ones(2)), "softcap must be a number, as it gets no gradient"),
             (lambda: Sigmoid(True, torch.tensor(1.0)), "eps must be a number, as it gets no gradient"),
         ],
     )
@@ -660,6 +662,7 @@ class TestHard:
             ({"estimator": "gumbel"}, "estimator must be 'reinforce' or 'straight_through'; got 'gumbel'"),
             ({"temperature": 0.0}, "temperature must be positive; got 0.0"),
             ({"temperature": math.nan}, "temperature must be positive; got nan"),
+            ({"temperature": 0.5}, "temperature is that of estimator='straight_through'; leave it at 1"),
             ({"expected": 1.5}, "expected must be a probability; got 1.5"),
             ({"expected": -0.1}, "expected must be a probability; got -0.1"),
         ):

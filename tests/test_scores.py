@@ -188,6 +188,17 @@ class TestActivations:
         with pytest.raises(ValueError, match="one of 'leaky_relu', 'tanh', 'relu', .*; got 'mish'"):
             AdditiveScore(vector, "mish")
 
+    @pytest.mark.parametrize("activation", ["tanh", "relu", "identity", "elu", "gelu", "silu"])
+    def test_a_slope_that_would_be_ignored(self, activation):
+        with pytest.raises(ValueError, match="negative_slope is that of activation='leaky_relu'; leave it out"):
+            AdditiveScore(torch.ones(H, C), activation, 0.3)
+        assert AdditiveScore(torch.ones(H, C), activation).to(torch.double).activation == activation
+
+    def test_the_slope_is_shown(self):
+        score = AdditiveScore(torch.ones(2, 3), negative_slope=0.3).to(torch.double)
+        assert repr(score) == "AdditiveScore(vector=[2, 3], activation='leaky_relu', negative_slope=0.3)"
+        assert repr(AdditiveScore(torch.ones(2, 3), "tanh")) == "AdditiveScore(vector=[2, 3], activation='tanh')"
+
     def test_options_of_dot_products(self):
         with pytest.raises(ValueError, match="must be 'add' or 'multiply'; got 'subtract'"):
             DotScore(edge="subtract")

@@ -99,7 +99,7 @@ def law_of(distribution: Distribution) -> Law | None:
     return None if says(distribution, "law", "weights") is None else distribution.law()
 
 
-def check_number(name: str, number: float) -> None:
+def check_number(name: str, number: float | None) -> None:
     """Raises `TypeError` if an option is a tensor, as it would get no gradient."""
     if isinstance(number, Tensor):
         raise TypeError(f"{name} must be a number, as it gets no gradient.")

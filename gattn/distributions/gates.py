@@ -21,8 +21,8 @@ class Gate(Distribution):
         \alpha_{ij} = f(s_{ij}), \qquad \text{normalized:} \quad
         \alpha_{ij} = \frac{f(s_{ij})}{\epsilon + \sum_{k \in \mathcal{N}(i)} f(s_{ik})}
 
-    To add one, override :meth:`of`. Masked edges, and logits of :math:`-\infty`, get weight zero; so do all edges of a
-    target whose sum is exactly zero.
+    To add one, override :meth:`of`. Masked edges, and logits of :math:`-\infty`, get weight zero. With `normalize`, so
+    do all edges of a target for which the denominator is exactly zero.
 
     Args:
         normalize: Whether each target's weights are divided by their sum. (default: `False`)

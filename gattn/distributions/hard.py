@@ -26,8 +26,8 @@ class Hard(Distribution):
     gradient varies less, but is biased.
 
     Args:
-        sample: Whether to draw, as in training, or to take the most probable neighbour (the first if several are).
-            (default: `True`)
+        sample: Whether to draw, as in training, or to take the most probable neighbour (the first if several are). In
+            the latter case, the other options have no effect. (default: `True`)
         estimator: `"reinforce"` or `"straight_through"`. (default: `"reinforce"`)
         temperature: The temperature :math:`\tau` of the straight-through estimator. (default: `1.0`)
         expected: Probability with which a target gets the softmax itself instead of a draw, which lowers the variance
@@ -38,7 +38,8 @@ class Hard(Distribution):
         logits and weights `[E, H]`, `log_prob` and `entropy` `[N, H]`, each after the batch dimensions.
 
     Raises:
-        ValueError: If the estimator is unknown, the temperature is not positive, or `expected` is not a probability.
+        ValueError: If the estimator is unknown, the temperature is not positive, or not 1 with another estimator than
+            `"straight_through"`, or `expected` is not a probability.
 
     Example:
         >>> import torch, gattn
@@ -69,6 +70,11 @@ class Hard(Distribution):
             raise ValueError(f"Hard's estimator must be 'reinforce' or 'straight_through'; got {estimator!r}.")
         if not temperature > 0:
             raise ValueError(f"Hard's temperature must be positive; got {temperature}.")
+        if temperature != 1 and estimator == "reinforce":
+            raise ValueError(
+                f"Hard's temperature is that of estimator='straight_through'; leave it at 1, or choose this estimator; "
+                f"got {temperature}."
+            )
         if not 0.0 <= expected <= 1.0:
             raise ValueError(f"Hard's expected must be a probability; got {expected}.")
         self.sample = sample

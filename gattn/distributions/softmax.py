@@ -99,7 +99,7 @@ class Softmax(Distribution):
     respects_infinity = True
 
     def __init__(self, sink: float | Tensor | None = None, softcap: float | None = None):
-        check_number("softcap", softcap or 0.0)
+        check_number("softcap", softcap)
         if softcap is not None and not 0 < softcap < float("inf"):
             raise ValueError(f"Softmax's softcap must be positive and finite; got {softcap}.")
         self.sink = sink

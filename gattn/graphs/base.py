@@ -51,7 +51,7 @@ class EdgeList(NamedTuple):
 
 
 class Graph(ABC):
-    """Base class of `SparseGraph` and `CompleteGraph`.
+    """Base class of `SparseGraph`, `TypedGraph` and `CompleteGraph`.
 
     To add a kind of graph, implement the abstract methods. The reference can then attend on it, and so can the kernels
     for lists of edges.

@@ -32,7 +32,8 @@ class CompleteGraph(Graph):
 
     Raises:
         TypeError: If a size is not an integer, or lengths are not a tensor.
-        ValueError: If a size or the window is negative, or a length is larger than its size.
+        ValueError: If a size is negative, the window is neither a pair of numbers from 0 nor one positive integer, or a
+            length is larger than its size.
 
     Example:
         >>> import gattn

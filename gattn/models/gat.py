@@ -23,7 +23,9 @@ class GAT(BasicGNN):
 
     The layers are `GATConv`, `GATv2Conv` or `TransformerConv`. Activation, normalisation, jumping knowledge, trimming
     and layer-wise inference are inherited from PyG's `BasicGNN`. The model differs from PyG's model of the same name:
-    `heads` is 8 by default instead of 1, the last layer has `out_heads` heads, and `conv="gatv2"` replaces `v2=True`.
+    `heads` is 8 by default instead of 1, the last layer has `out_heads` heads, `conv="gatv2"` replaces `v2=True`, `act`
+    is `"elu"` instead of `"relu"`, and input features are dropped, too (unless `input_dropout=0.0`). With `jk`, all
+    layers are alike, the norm follows each of them, a linear layer makes the output, and `out_heads` has no effect.
 
     Args:
         in_channels: The number of channels of the input, or `-1` to infer it in the first call.

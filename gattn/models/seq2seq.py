@@ -104,7 +104,7 @@ class Seq2Seq(NotScriptable, Module):
         cell: The recurrent cell, `"gru"` or `"lstm"`. (default: `"gru"`)
         num_layers: The number of recurrent layers of the encoder, and of the decoder. (default: `1`)
         dropout: The probability of dropping a feature during training. (default: `0.0`)
-        window: The half-width of the window of local attention. (default: `10`)
+        window: The half-width of the window of local attention; other attention does not use it. (default: `10`)
         scale: The factor of the scores of `"dot"`, `"general"`, local and hard attention; `None` means
             :math:`1 / \sqrt{C}`, as in `"scaled_dot"`. With Adam, the general score trains better with `None`; see
             `gattn.nn.GeneralAttention`. (default: `1.0`, as in Luong et al.)
@@ -118,7 +118,7 @@ class Seq2Seq(NotScriptable, Module):
 
     Raises:
         ValueError: If an option is out of range, or options contradict each other.
-        TypeError: If `attention` is not a `MemoryAttention`.
+        TypeError: If `attention` is not a name, a `MemoryAttention` or `None`.
 
     Example:
         >>> import torch, gattn

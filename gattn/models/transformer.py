@@ -149,6 +149,8 @@ class TransformerLM(Module):
                 torch.nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 torch.nn.init.zeros_(parameter)
+            else:  # of a norm
+                torch.nn.init.ones_(parameter)
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Computes the logits of each next token.
@@ -329,6 +331,8 @@ class TransformerSeq2Seq(Module):
                 torch.nn.init.xavier_uniform_(parameter)
             elif name.endswith("bias"):
                 torch.nn.init.zeros_(parameter)
+            else:  # of a norm
+                torch.nn.init.ones_(parameter)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Tensor:
         """Returns the output of the encoder, `[B, S, E]`. That of padding has no meaning.

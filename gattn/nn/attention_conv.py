@@ -146,7 +146,7 @@ class BaseConv(Attention):
 
 
 class AttentionConv(BaseConv):
-    """Base class of `GATConv`, `GATv2Conv` and `TransformerConv`."""
+    """Base class of layers with the options of `GATConv`: heads, `concat`, dropout and edge features."""
 
     lin_edge: Linear | None
 

@@ -60,7 +60,8 @@ class DNAConv(BaseConv):
         - **output:** `[N, F]`.
 
     Raises:
-        ValueError: If an option is out of range, or `heads` and `groups` do not divide `channels` and each other.
+        ValueError: If an option is out of range, `heads` or `groups` does not divide `channels`, or neither of them
+            divides the other.
 
     Example:
         >>> import torch, gattn

@@ -53,12 +53,12 @@ class GeneralConv(BaseConv):
             features)
         aggr: How messages are aggregated: `"add"`, `"mean"`, `"max"` or another of PyG's aggregations.
             (default: `"add"`)
-        skip_linear: Whether the skip connection has a matrix even if `in_channels` equals `out_channels`, so that it
-            could do without. (default: `False`)
+        skip_linear: Whether the skip connection always has a matrix. Otherwise, it has one only if `in_channels`
+            differs from `out_channels`. (default: `False`)
         directed_msg: Whether messages depend only on their source, and not on the target. (default: `True`)
         heads: Number of heads. (default: `1`)
         attention: Whether messages are weighted. (default: `False`)
-        attention_type: `"additive"` or `"dot_product"`. (default: `"additive"`)
+        attention_type: `"additive"` or `"dot_product"`; it has no effect without `attention`. (default: `"additive"`)
         l2_normalize: Whether each row of the output is divided by its length. (default: `False`)
         bias: Whether the linear layers have biases. (default: `True`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.

@@ -53,7 +53,8 @@ class HardAttention(WrappedAttention):
         - **input:** queries `[B, N, Cq]`, memory `[B, M, Cm]`; **output:** contexts `[B, N, Cm]`.
 
     Raises:
-        ValueError: If the estimator is unknown, the temperature is not positive, or `expected` is not a probability.
+        ValueError: If the estimator is unknown, the temperature is not positive, or not 1 with another estimator than
+            `"straight_through"`, or `expected` is not a probability.
         TypeError: If `attention` is not a layer with a score of its own.
 
     Example:

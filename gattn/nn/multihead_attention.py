@@ -176,9 +176,9 @@ class MultiheadAttention(Attention):
         """Resets all parameters as PyTorch does."""
         super().reset_parameters()
         self.out_proj.reset_parameters()
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                norm.reset_parameters()
+        for module in (self.q_norm, self.k_norm, self.position):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
         self._reset_parameters()
 
     @overload

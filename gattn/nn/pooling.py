@@ -145,8 +145,8 @@ class AttentionPooling(NotScriptable, Aggregation):
         Args:
             x: The elements, `[..., M, C]`.
             index: The set of each element, `[M]`, in any order. (default: `None`, one set)
-            ptr: The first element of each set and the number of elements, `[N + 1]`, instead of `index`.
-                (default: `None`)
+            ptr: The first element of each set and the number of elements, `[N + 1]`. It is not read if there is an
+                `index`, as PyG passes both. (default: `None`)
             dim_size: The number of sets, N. (default: `None`, the number in `index`)
             dim: The dimension of the elements. (default: `-2`)
             max_num_elements: Not used; it is here because PyG passes it. (default: `None`)
@@ -158,7 +158,7 @@ class AttentionPooling(NotScriptable, Aggregation):
             The sets `[..., N, C]`, or `[..., C]` for a padded batch, and with `return_weights` the weights `[..., M]`.
 
         Raises:
-            ValueError: If shapes do not fit each other, or the sets are given in two ways.
+            ValueError: If shapes do not fit each other, or `lengths` is combined with `index`, `ptr` or `dim_size`.
             IndexError: If an index is negative.
             TypeError: If `lengths` is not a tensor.
         """

@@ -262,7 +262,7 @@ class RGATConv(AttentionConv):
             edge_index: The graph, in any form that has a list of edges.
             edge_type: The relation of each edge, `[E]`, integers from 0. (default: `None`, the integer values of a
                 sparse adjacency)
-            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`, the vectors of a sparse adjacency)
+            edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`, the vectors that a sparse adjacency
                 holds)
             size: The number of rows and columns of the graph, compared with the features. (default: `None`)
             return_attention_weights: If it is `True` or, as in PyG's layer, `False`, the weights are returned as well.

@@ -166,7 +166,7 @@ class MemoryAttention(NotScriptable, Module):
             source_lengths: The number of positions in each memory without padding, `[B]`. Padding is never used, and
                 the context of a memory of length 0 is zero. (default: `None`, all)
             first: The number of queries before the first one, which monotonic alignment needs. (default: `0`)
-            return_weights: Whether to return the attention weights as well. (default: `False`)
+            return_weights: Whether to return the attention weights, before dropout, as well. (default: `False`)
 
         Returns:
             The contexts `[B, N, Cm]`, and with `return_weights` the weights `[B, N, M]`.

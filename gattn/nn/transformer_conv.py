@@ -38,7 +38,8 @@ class TransformerConv(AttentionConv):
         concat: Whether heads are concatenated rather than averaged. (default: `True`)
         beta: Whether a learnt gate weighs the skip connection against the output of attention,
             :math:`\beta_i W_1 x_i + (1 - \beta_i) m_i` with
-            :math:`\beta_i = \sigma(w^{\top} [m_i, W_1 x_i, m_i - W_1 x_i])`. (default: `False`)
+            :math:`\beta_i = \sigma(w^{\top} [m_i, W_1 x_i, m_i - W_1 x_i])`. It has no effect without `root_weight`, as
+            in PyG. (default: `False`)
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
         edge_dim: Channels of the edge features; `-1` infers them from the first call. (default: `None`, no edge
             features)

@@ -156,7 +156,9 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             src: The features, `[T, B, E]`, `[B, T, E]` with `batch_first`, or `[T, E]` without a batch.
             src_mask: The `attn_mask` of `MultiheadAttention.forward`. (default: `None`)
             src_key_padding_mask: The `key_padding_mask` of `MultiheadAttention.forward`. (default: `None`)
-            is_causal: Whether tokens attend only to themselves and earlier ones. (default: `False`)
+            is_causal: Whether tokens attend only to themselves and earlier ones. As in PyTorch, `src_mask` is then
+                taken to be the causal mask and is not read; to combine another mask or bias with causality, pass
+                `graph=gattn.CompleteGraph(T, causal=True)` instead. (default: `False`)
             graph: Which target attends to which source, in any form that `gattn.attend` takes. (default: `None`, every
                 target to every source)
             cache: The keys and values of earlier tokens. (default: `None`)
@@ -278,8 +280,10 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
             memory_mask: The `attn_mask` of attention to the memory. (default: `None`)
             tgt_key_padding_mask: The `key_padding_mask` of self-attention. (default: `None`)
             memory_key_padding_mask: The `key_padding_mask` of attention to the memory. (default: `None`)
-            tgt_is_causal: Whether self-attention is causal. (default: `False`)
-            memory_is_causal: Whether attention to the memory is causal. (default: `False`)
+            tgt_is_causal: Whether self-attention is causal. As in PyTorch, `tgt_mask` is then taken to be the causal
+                mask and is not read. (default: `False`)
+            memory_is_causal: Whether attention to the memory is causal. `memory_mask` is then not read if both have the
+                same length. (default: `False`)
             graph: The graph of self-attention, in any form that `gattn.attend` takes. (default: `None`, every target
                 to every other)
             memory_graph: The graph of attention to the memory. (default: `None`, every target to the whole memory)
@@ -395,8 +399,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             src: The features, as in `TransformerEncoderLayer.forward`.
             mask: The `src_mask` of the layers. (default: `None`)
             src_key_padding_mask: The `src_key_padding_mask` of the layers. (default: `None`)
-            is_causal: Whether tokens attend only to themselves and earlier ones. (default: `None`, determined by
-                comparing `mask` with the causal mask)
+            is_causal: Whether tokens attend only to themselves and earlier ones, in which case `mask` is not read.
+                (default: `None`, determined by comparing `mask` with the causal mask)
             graph: The graph of all layers. (default: `None`, every target to every source)
             cache: The keys and values of earlier tokens. (default: `None`)
 

@@ -27,6 +27,19 @@ def language_model(**kwargs):
     return randomise(TransformerLM(V, **options)).eval()
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: TransformerLM(V, 16, num_layers=1, heads=2), lambda: TransformerSeq2Seq(V, 7, 16, 1, 2)]
+)
+def test_a_reset_leaves_nothing_of_the_training(make):
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(123.0)
+    model.reset_parameters()
+    assert not [name for name, parameter in model.named_parameters() if (parameter == 123.0).any()]
+    assert {x.item() for name, x in model.named_parameters() if "norm" in name and "weight" in name for x in x} == {1.0}
+
+
 @pytest.mark.parametrize("position", POSITIONS)
 class TestPositionsOfLM:
     def test_causal(self, position):

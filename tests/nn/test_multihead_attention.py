@@ -654,6 +654,16 @@ def make_position(name):
     }[name]()
 
 
+@pytest.mark.parametrize("name", [None, "rotary", "alibi", "relative"])
+def test_a_reset_includes_learnt_positions(name):
+    attention = MultiheadAttention(E, H, position=make_position(name))
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.fill_(123.0)
+    attention.reset_parameters()
+    assert not [name for name, parameter in attention.named_parameters() if (parameter == 123.0).any()]
+
+
 @pytest.mark.parametrize("name", ["alibi", "relative"])
 @pytest.mark.parametrize("sizes", [(N, N), (N, M)])
 def test_relative_positions_are_a_bias(name, sizes):
