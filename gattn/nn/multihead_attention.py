@@ -177,8 +177,9 @@ class MultiheadAttention(Attention):
         super().reset_parameters()
         self.out_proj.reset_parameters()
         for module in (self.q_norm, self.k_norm, self.position):
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
         self._reset_parameters()
 
     @overload
