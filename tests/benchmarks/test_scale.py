@@ -1,6 +1,10 @@
 """The benchmark of large graphs."""
 
 import json
+import os
+import signal
+import subprocess
+import time
 
 import pytest
 import torch
@@ -40,6 +44,25 @@ def test_a_wrong_step_is_found(name, factor, is_right):
         computation.leaves[name].data.mul_(factor)
     errors = check(computation.compared(computation.forward_backward()), step.references()[""])
     assert all(entry["error"] <= entry["budget"] for entry in errors.values()) == is_right
+
+
+@pytest.mark.slow
+def test_a_killed_benchmark_keeps_its_rows_and_measures_the_rest(tmp_path, start):
+    options = [*QUICK, "--peers", "gattn", "--out", str(tmp_path)]
+    process = start("-m", "benchmarks.scale", *options, stdout=subprocess.DEVNULL)
+    rows, deadline = tmp_path / "runs.jsonl", time.monotonic() + 120
+    while not (rows.exists() and rows.read_text()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = rows.read_text()
+    assert 0 < before.count("\n") < 4
+    scale.Scale.main(options)
+    assert rows.read_text().startswith(before)
+    parts = ["gather", "layer", "step", "recomputed"]
+    assert [row["part"] for row in read_rows(tmp_path)] == parts
+    table = (tmp_path / "table.md").read_text()
+    assert all(f"| {part} |" in table for part in parts)
 
 
 def test_the_neighbourhood_decides_all_that_is_compared():
