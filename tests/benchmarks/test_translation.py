@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import zipfile
 from dataclasses import asdict, replace
@@ -511,9 +510,9 @@ def trials(name, losses=(2.5, 2.0), grid=GRID):
 
 
 class TestTrials:
-    def benchmark(self, rows, path, monkeypatch):
+    def benchmark(self, rows, path, monkeypatch, grid=GRID):
         monkeypatch.setattr(translation, "SETTINGS", {"default": SETTING})
-        monkeypatch.setattr(translation, "GRIDS", {"default": GRID})
+        monkeypatch.setattr(translation, "GRIDS", {"default": grid})
         results = ResultsFile(path / "runs.jsonl")
         for row in rows:
             results.append(row)
@@ -589,14 +588,11 @@ class TestTrials:
 
     def test_scaled_products_have_lines_of_their_own(self, tmp_path, monkeypatch):
         grid = replace(GRID, rates=(0.01,), scaled=(False, True))
-        monkeypatch.setattr(sys.modules[__name__], "GRID", grid)
-        some = self.benchmark(
-            [*trials("dot", grid=grid), *trials("local-p", (4, 3, 2, 5), grid)], tmp_path, monkeypatch
-        )
+        rows = [*trials("dot", grid=grid), *trials("local-p", (4, 3, 2, 5), grid)]
+        some = self.benchmark(rows, tmp_path, monkeypatch, grid)
         assert some.chosen() == {"dot": grid.choices("dot")[1], "local-p": grid.choices("local-p")[2]}
-        assert {
-            line["attention"]: line["rate 0.01, dropout 0.1"] for line in translation.summarise_grid(some.trials())
-        } == {
+        lines = translation.summarise_grid(some.trials())
+        assert {line["attention"]: line["rate 0.01, dropout 0.1"] for line in lines} == {
             "dot": "2.500",
             "dot, scaled": "**2.000**",
             "local-p, window 5": "4.000",
