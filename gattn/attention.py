@@ -23,7 +23,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptPairTensor
 
 from gattn.distributions import Distribution, resolve_distribution
-from gattn.errors import InputError
+from gattn.errors import InputError, check_flag
 from gattn.graphs import FLOWS, CompleteGraph, GraphLike, SparseGraph, as_graph
 from gattn.ops import reference
 from gattn.ops.backends import BACKENDS, REFERENCE, Backend, Result
@@ -32,8 +32,9 @@ from gattn.ops.call import Call, checked_call
 from gattn.ops.dropout import check_probability
 from gattn.recording import recorded
 from gattn.scores import AdditiveScore, DotScore, Score
-from gattn.scripting import NotScriptable
 from gattn.settings import require_finite, resolve_backend
+from gattn.torch_private import has_hooks
+from gattn.tracing import Leaf
 
 __all__ = ["Attention", "Weights", "attend", "fused", "unrecorded"]
 # Code that PyG generates for the hooks imports * from here, and needs the names in their annotations.
@@ -51,7 +52,7 @@ def fused(hook: _Hook) -> _Hook:
     return hook
 
 
-class Attention(NotScriptable, MessagePassing):
+class Attention(Leaf, MessagePassing):
     r"""Attention as PyG message passing: `edge_update` computes the weights, `message` applies them.
 
     .. math::
@@ -95,6 +96,8 @@ class Attention(NotScriptable, MessagePassing):
         "num_targets": int,
     }
     propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor, "edge_value": Optional[Tensor]}
+    #: What PyG's layer of the same name passes to `edge_update`, if subclasses may ask for that instead.
+    edge_updater_type_of_pyg: ClassVar[dict[str, Any]] = {}
     #: Whether messages are `[..., E, C]`, as in PyG's layers with a single head, or with one head per channel.
     flat_messages: ClassVar[bool] = False
 
@@ -106,7 +109,11 @@ class Attention(NotScriptable, MessagePassing):
                 f"{type(self).__name__} has no argument {', '.join(sorted(unknown))}; it takes {', '.join(known)}, and "
                 "aggr, aggr_kwargs, flow and decomposed_layers of PyG's MessagePassing."
             )
-        self._forget_namesakes()
+        self._keep_overrides()
+        asked = {name.removesuffix("_i").removesuffix("_j") for name in inspect.signature(self.edge_update).parameters}
+        self._updates_as_pyg = bool(asked & (self.edge_updater_type_of_pyg.keys() - Attention.edge_updater_type.keys()))
+        if self._updates_as_pyg:
+            type(self).edge_updater_type = self.edge_updater_type_of_pyg
         super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
         self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code written for them reads it
         self._restore_originals()
@@ -117,18 +124,26 @@ class Attention(NotScriptable, MessagePassing):
         self._restore_originals()
 
     @classmethod
-    def _forget_namesakes(cls) -> None:
-        """Drops code that PyG generated for another class of this name, such as a notebook cell that ran before."""
-        for step in ("propagate", "edge_updater"):
-            if f"_jinja_{step}" not in vars(cls):
-                sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{step}", None)
+    def _keep_overrides(cls) -> None:
+        """Prevents PyG from generating code where a class has code of its own, or from reusing another class's."""
+        for step in _STEPS:
+            if f"_jinja_{step}" in vars(cls):
+                continue
+            # Of another class of this name, such as a notebook cell that ran before.
+            sys.modules.pop(f"{cls.__module__}_{cls.__name__}_{step}", None)
+            if _is_overridden(getattr(cls, step), step):  # by a parent, where PyG does not look
+                setattr(cls, step, getattr(cls, step))
 
     def _restore_originals(self) -> None:
         # PyG takes a subclass's "original" from its parent, whose code is generated and does not support explainers.
         # MessagePassing itself also has generated code, once it has been instantiated.
-        originals = vars(MessagePassing)
-        type(self)._orig_propagate = originals.get("_orig_propagate", originals["propagate"])
-        type(self)._orig_edge_updater = originals.get("_orig_edge_updater", originals["edge_updater"])
+        cls, originals = type(self), vars(MessagePassing)
+        for step in _STEPS:
+            function = getattr(cls, step)
+            if function.__module__ == f"{cls.__module__}_{cls.__name__}_{step}":
+                fused(function)
+            own = _is_overridden(function, step)
+            setattr(cls, f"_orig_{step}", function if own else originals.get(f"_orig_{step}", originals[step]))
 
     def _check_hooks(self) -> None:
         """Refuses hooks that ask for what is not passed: PyG would look for it among their module's globals."""
@@ -191,6 +206,7 @@ class Attention(NotScriptable, MessagePassing):
             raise ValueError(f"return_edges must be False, True, 'logits' or 'vectors'; got {return_edges!r}.")
         check_probability("dropout", dropout)
         training = self.training if training is None else training
+        check_flag("training", training)
         call = checked_call(
             query,
             key,
@@ -285,12 +301,16 @@ class Attention(NotScriptable, MessagePassing):
         """Why messages have to be computed one by one; `None` if nothing requires that."""
         if self.explain:
             return "an explainer reads its messages"
+        cls, own, aggr = type(self), self.__dict__, self.aggr_module
         for name in _HOOKS:
-            hook = getattr(type(self), name)
-            if hook is not getattr(MessagePassing, name) and getattr(hook, "_fused", None) is not hook:
-                return f"{type(self).__name__} overrides {name}()"
-        if not isinstance(self.aggr_module, SumAggregation):
-            return f"messages are aggregated by {self.aggr_module}, not summed"
+            if _is_overridden(getattr(cls, name), name):
+                return f"{cls.__name__} overrides {name}()"
+            if name in own and _is_overridden(getattr(own[name], "__func__", own[name]), name):
+                return f"{name}() is replaced on this {cls.__name__}"
+        if type(aggr) is not SumAggregation:
+            return f"messages are aggregated by {aggr}, not summed"
+        if "forward" in aggr.__dict__ or type(aggr).forward is not _SUM or has_hooks(aggr):
+            return "a hook is registered on its aggregation, or its forward() is replaced"
         if self.decomposed_layers > 1:
             return "the layer is decomposed (decomposed_layers > 1)"
         for name in _HOOK_TABLES:  # twice as fast as any()
@@ -540,18 +560,26 @@ def attend(
     )
 
 
-# A subclass that overrides one of these, or hooks into PyG's machinery, needs that machinery.
-_HOOKS = ("edge_update", "message", "aggregate", "update")
+# The parts of PyG's machinery: whoever overrides or replaces one of these, or hooks into them, needs that machinery.
+_STEPS = ("propagate", "edge_updater")  # whose code PyG generates
+_HOOKS = ("edge_update", "message", "aggregate", "update", "message_and_aggregate", *_STEPS)
+_SUM = SumAggregation.forward
 _HOOK_TABLES = tuple(
     f"_{step}_forward{when}_hooks"
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for when in ("_pre", "")
 )
 
+
+def _is_overridden(function: Any, name: str) -> bool:
+    """Whether a part of PyG's machinery is neither PyG's own nor known to compute what the kernels compute."""
+    return getattr(function, "_fused", None) is not function and function is not getattr(MessagePassing, name)
+
+
 _DOT = DotScore()
 
 # One instance serves all functional calls; it is made at import, because PyG generates code for it.
-_core = Attention()
+_core = Attention().eval()
 
 
 _warned: set[str] = set()

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["AdditiveScore", "CosineScore", "DotScore", "Family", "GATScore", "Score", "family_of", "says"]
+from gattn.errors import InputError, check_number, check_real
+
+__all__ = ["AdditiveScore", "CosineScore", "DotScore", "Family", "GATScore", "Score", "family_of", "says", "unit"]
 
 
 class Family(NamedTuple):
@@ -66,6 +68,9 @@ class Score:
 
     #: Whether key and value may have fewer heads than the query (grouped queries).
     grouped: ClassVar[bool] = False
+
+    #: Whether :meth:`folded` changes query or key, which half precision would round once more.
+    folds: bool = False
 
     #: The names that this class's :meth:`family` may have.
     families: ClassVar[tuple[str, ...]] = ()
@@ -149,14 +154,6 @@ def says(instance: Any, attribute: str, method: str) -> Any:
     return getattr(cls, attribute) if is_same else None
 
 
-def _check_slope(negative_slope: float | None) -> None:
-    if isinstance(negative_slope, Tensor):
-        raise TypeError(
-            "negative_slope must be a number, as it gets no gradient; for a learnt slope, subclass Score and write "
-            "logits()."
-        )
-
-
 class GATScore(Score):
     r"""The score of `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_: a sum of scalars.
 
@@ -171,7 +168,8 @@ class GATScore(Score):
         query `[N, H]` or `None` (no target-side term), key `[M, H]`, edge `[E, H]`.
 
     Raises:
-        TypeError: If `negative_slope` is a tensor, which would get no gradient.
+        TypeError: If `negative_slope` is not a number, such as a tensor, which would get no gradient.
+        ValueError: If `negative_slope` is not finite.
 
     Example:
         >>> import torch, gattn
@@ -185,7 +183,7 @@ class GATScore(Score):
     families = ("gat",)
 
     def __init__(self, negative_slope: float = 0.2):
-        _check_slope(negative_slope)
+        check_number("negative_slope", negative_slope)
         self.negative_slope = negative_slope
 
     def family(self, channels: int) -> Family:
@@ -244,9 +242,10 @@ class AdditiveScore(Score):
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`.
 
     Raises:
-        TypeError: If `vector` is not a tensor, or `negative_slope` is one.
-        ValueError: If `vector` is not `[H, C]`, the activation is unknown, `negative_slope` is given for another one
-            than `"leaky_relu"`, or (in use) `vector` does not fit the heads and channels.
+        TypeError: If `vector` is not a tensor, or `negative_slope` is not a number.
+        ValueError: If `vector` is not `[H, C]` or not real, the activation is unknown, `negative_slope` is not finite
+            or is given for another activation than `"leaky_relu"`, or (in use) `vector` does not fit the heads and
+            channels.
 
     Example:
         >>> import torch, gattn
@@ -266,14 +265,17 @@ class AdditiveScore(Score):
             raise ValueError(
                 f"AdditiveScore's vector must have one row per head, [H, C]; got shape {list(vector.shape)}."
             )
-        if activation not in _ACTIVATIONS:
+        check_real("AdditiveScore's vector", vector)
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             known = ", ".join(repr(name) for name in _ACTIVATIONS)
-            raise ValueError(f"AdditiveScore's activation must be one of {known}; got {activation!r}.")
-        _check_slope(negative_slope)
-        if negative_slope is not None and activation != "leaky_relu":
-            raise ValueError(
-                f"AdditiveScore's negative_slope is that of activation='leaky_relu'; leave it out for {activation!r}."
-            )
+            raise InputError(f"AdditiveScore's activation must be one of {known}; got {activation!r}.")
+        if negative_slope is not None:
+            check_number("negative_slope", negative_slope)
+            if activation != "leaky_relu":
+                raise ValueError(
+                    "AdditiveScore's negative_slope is that of activation='leaky_relu'; leave it out for "
+                    f"{activation!r}."
+                )
         self.vector = vector
         self.activation = activation
         self.negative_slope = 0.2 if negative_slope is None else negative_slope
@@ -332,7 +334,8 @@ class DotScore(Score):
         \quad \text{or, with } \odot \text{ for } +, \quad q_i^{\top} (k_j \odot e_{ij})
 
     With `edge="multiply"` and `clamp=5`, it is the score of `A Generalization of Transformer Networks to Graphs
-    <https://arxiv.org/abs/2012.09699>`_.
+    <https://arxiv.org/abs/2012.09699>`_. Half precision is computed in float32 and rounded once, but PyTorch's fused
+    attention, on complete graphs, takes a query that is already scaled and rounded if the scale is a tensor.
 
     Args:
         scale: The factor :math:`c`; `None` means :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product. Or a
@@ -346,8 +349,10 @@ class DotScore(Score):
         divides H (grouped queries): consecutive query heads then share one.
 
     Raises:
-        TypeError: If `negative_slope` or `clamp` is a tensor, which would get no gradient.
-        ValueError: If `edge` is unknown, `clamp` is not positive, or (in use) the scale does not fit the heads.
+        TypeError: If `scale` is neither a number nor a tensor, or `negative_slope` or `clamp` is not a number, such as
+            a tensor, which would get no gradient.
+        ValueError: If `edge` is unknown, `clamp` is not positive, another number is not finite, `scale` is not real, or
+            (in use) the scale does not fit the heads.
 
     Example:
         >>> import torch, gattn
@@ -368,17 +373,22 @@ class DotScore(Score):
         edge: str = "add",
         clamp: float | None = None,
     ):
-        _check_slope(negative_slope)
+        if scale is not None:
+            check_number("scale", scale, or_tensor=True)
+        check_number("negative_slope", negative_slope)
         if edge not in ("add", "multiply"):
             raise ValueError(f"DotScore's edge must be 'add' or 'multiply'; got {edge!r}.")
-        if isinstance(clamp, Tensor):
-            raise TypeError("clamp must be a number, as it gets no gradient.")
-        if clamp is not None and not clamp > 0:
-            raise ValueError(f"clamp must be a positive bound of the score; got {clamp}.")
+        if clamp is not None:
+            check_number("clamp", clamp, "positive")
         self.scale = scale
         self.negative_slope = negative_slope
         self.edge = edge
         self.clamp = clamp
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """See `Score.folds`."""
+        return isinstance(self.scale, Tensor)
 
     @property
     def is_product(self) -> bool:
@@ -441,7 +451,8 @@ class CosineScore(DotScore):
     .. math::
         s_{ij} = \beta \, \frac{q_i^{\top}}{\|q_i\|} \left(\frac{k_j}{\|k_j\|} + e_{ij}\right)
 
-    Vectors shorter than :math:`10^{-12}` are divided by that number instead of their length.
+    Vectors shorter than :math:`10^{-12}` are divided by that number instead of their length, so that all derivatives at
+    a zero vector are finite (the first are as large as :math:`10^{12}`).
 
     Args:
         scale: The factor :math:`\beta`, or a tensor: a single number, or one per head, `[H]`, which may be learnt.
@@ -451,7 +462,8 @@ class CosineScore(DotScore):
         query `[N, H, C]`, key `[M, H, C]`, edge `[E, H, C]`. Heads may be grouped, as in `DotScore`.
 
     Raises:
-        ValueError: In use, if the scale does not fit the heads.
+        TypeError: If `scale` is neither a number nor a tensor.
+        ValueError: If `scale` is not finite or not real, or (in use) does not fit the heads.
 
     Example:
         >>> import torch, gattn
@@ -461,6 +473,7 @@ class CosineScore(DotScore):
     """
 
     broadcasts = True
+    folds = True
 
     def __init__(self, scale: float | Tensor = 1.0):
         super().__init__(scale)
@@ -471,13 +484,19 @@ class CosineScore(DotScore):
 
     def logits(self, query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         """See `Score.logits`."""
-        return super().logits(None if query is None else _unit(query), _unit(key), edge)
+        return super().logits(None if query is None else unit(query), unit(key), edge)
 
     def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, DotScore]:
         """See `Score.folded`: query and key get unit length, once per node instead of once per edge."""
-        return DotScore(self.scale).folded(_unit(query), _unit(key))
+        return DotScore(self.scale).folded(unit(query), unit(key))
 
 
-def _unit(x: Tensor) -> Tensor:
-    """Vectors scaled to unit length, computed in float32 at least."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
+def unit(x: Tensor) -> Tensor:
+    """Vectors scaled to unit length, computed in float32 at least; those shorter than 1e-12, multiplied by 1e12."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not wide.requires_grad:
+        return F.normalize(wide, dim=-1).to(x.dtype)
+    # The same, but the second derivatives of F.normalize are NaN at zero.
+    is_short = torch.linalg.vector_norm(wide.detach(), dim=-1, keepdim=True) < 1e-12
+    length: Tensor = torch.linalg.vector_norm(wide.masked_fill(is_short, 1.0), dim=-1, keepdim=True)
+    return (wide / length.masked_fill(is_short, 1e-12)).to(x.dtype)

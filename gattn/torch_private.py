@@ -12,9 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "NonDynamicallyQuantizableLinear",
     "apply_of",
     "assert_later",
     "autograd_below",
@@ -22,14 +27,19 @@ __all__ = [
     "flash_attention_on_cpu",
     "flash_attention_on_cpu_backward",
     "guard_or_true",
+    "has_hooks",
     "is_batched",
     "is_compiled",
     "is_context_parallel",
     "is_functorch_tensor",
+    "is_fx_symbolic_tracing",
     "is_lazy",
+    "is_readable",
     "is_traced",
     "is_transformed",
+    "is_wrapper",
     "needs_dispatcher",
+    "no_hook",
     "scaled_dot_product_choice",
     "statically_known_true",
     "uses_forward_mode",
@@ -45,6 +55,23 @@ scaled_dot_product_choice = torch._fused_sdp_choice
 
 #: Checks a condition when the device gets to it, without waiting for it.
 assert_later = torch._assert_async
+
+
+def no_hook(module: torch.nn.Module, inputs: Any) -> None:
+    """Does nothing, but exists: PyTorch's encoder layer replaces layers without hooks by a kernel of its own."""
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook of any kind sees or changes a module's inputs, outputs or gradients; there is no public way."""
+    pre = module._forward_pre_hooks
+    if pre and any(hook is not no_hook for hook in pre.values()):
+        return True
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook())
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that holds other tensors, such as a quantised or distributed one."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def uses_jit_trace() -> bool:
@@ -66,6 +93,11 @@ def is_transformed() -> bool:
 def is_functorch_tensor(tensor: Tensor) -> bool:
     """Whether a tensor represents a batch or a gradient level of `torch.func`, so its numbers cannot be read."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers on which decisions may depend."""
+    return not (is_traced() or is_functorch_tensor(tensor) or tensor.device.type == "meta")
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -540,7 +540,18 @@ class TestBadInput:
                 "unknown distribution 'argmax': use 'softmax', 'sigmoid'",
             ),
             ({"dropout": 1.5}, ValueError, "dropout must be a probability"),
+            ({"dropout": True}, TypeError, "dropout must be a probability, .*; got True"),
+            ({"dropout": torch.zeros(2)}, TypeError, "dropout must be a probability, .*; got tensor"),
+            ({"training": "yes"}, TypeError, "training must be True or False; got 'yes'"),
             ({"return_weights": "all"}, ValueError, "return_weights must be False, True or 'dropped'"),
+            ({"key": None}, TypeError, "key must be a tensor; got NoneType"),
+            ({"key": x.tolist()}, TypeError, "key must be a tensor; got list"),
+            ({"value": None}, TypeError, "value must be a tensor; got NoneType"),
+            (
+                {"bias": torch.ones(2, H, dtype=torch.bool)},
+                ValueError,
+                "bias holds booleans.* mask=.* True = may attend",
+            ),
         ],
     )
     def test_message(self, change, error, message):

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from gattn import (
     Softmax,
     SparseGraph,
     Tanh,
+    TopK,
+    WithinTypes,
     attend,
 )
 from gattn.testing import assert_as_exact_as, random_edge_index
@@ -155,6 +158,25 @@ class TestGates:
             out.sum().backward()
             assert key.grad.flatten().tolist() == [0.0, 0.0]
 
+    @pytest.mark.parametrize(("backend", "form"), [("cpu", "list"), ("reference", "list"), ("dense", "complete")])
+    @pytest.mark.parametrize(("shift", "eps"), [(-46.0, 0.0), (-70.0, 0.0), (-85.0, 0.0), (-85.0, 1e-30)])
+    def test_small_sums_have_exact_gradients(self, shift, eps, backend, form):
+        """The square of a sum's reciprocal would be infinite in float32 from logits of -45 on."""
+        graph = torch.tensor([[0, 1, 2], [0, 0, 0]]) if form == "list" else CompleteGraph(1, 3)
+        found = {}
+        for dtype in (torch.float32, torch.float64):
+            key = (torch.tensor([[0.0], [1.0], [-0.5]], dtype=dtype) + shift).requires_grad_()
+            value = torch.tensor([-1.0, 0.5, 2.0], dtype=dtype).view(3, 1, 1)
+            out = attend(
+                key.new_zeros(1, 1), key, value, graph, score=gattn.GATScore(1.0), backend=backend,
+                distribution=Sigmoid(normalize=True, eps=eps),
+            )  # fmt: skip
+            first = torch.autograd.grad(out.sum(), key, create_graph=True)[0]
+            second = torch.autograd.grad(first.square().sum(), key)[0]
+            found[dtype] = [x.detach() for x in (out, first, second)]
+        for result, exact in zip(*found.values(), strict=True):
+            torch.testing.assert_close(result, exact.float(), rtol=1e-4, atol=0)
+
     @pytest.mark.parametrize("gate", GATES)
     @pytest.mark.parametrize("dtype", HALF)
     def test_half_precision_is_rounded_once(self, gate, dtype):
@@ -272,12 +294,61 @@ class TestSinkAndSoftcap:
             (lambda: Softmax(softcap=torch.tensor(1.0)), "softcap must be a number, as it gets no gradient"),
             (lambda: Softmax(softcap=torch.tensor(0.0)), "softcap must be a number, as it gets no gradient"),
             (lambda: Softmax(softcap=torch.ones(2)), "softcap must be a number, as it gets no gradient"),
+            (lambda: Softmax(softcap="3"), "softcap must be a number; got '3'"),
+            (lambda: Softmax(softcap=True), "softcap must be a number; got True"),
+            (lambda: Softmax(sink="0"), "sink must be a number or a tensor; got '0'"),
+            (lambda: Softmax(True), "sink must be a number or a tensor; got True"),
             (lambda: Sigmoid(True, torch.tensor(1.0)), "eps must be a number, as it gets no gradient"),
+            (lambda: Sigmoid(True, "1"), "eps must be a number; got '1'"),
+            (lambda: Sigmoid(normalize="yes"), "normalize must be True or False; got 'yes'"),
+            (lambda: Tanh(None), "normalize must be True or False; got None"),
+            (lambda: Hard("yes"), "sample must be True or False; got 'yes'"),
+            (lambda: Hard(torch.tensor([True, False])), "sample must be True or False; got tensor"),
+            (lambda: Hard(True, "straight_through", "1"), "temperature must be a number; got '1'"),
+            (lambda: Hard(expected="0.5"), "expected must be a number; got '0.5'"),
+            (lambda: Hard(generator=3), "generator must be a torch.Generator or None; got 3"),
+            (lambda: LocalGaussian(torch.zeros(4), "2"), "width must be a number; got '2'"),
+            (lambda: LocalGaussian(torch.zeros(4), True), "width must be a number; got True"),
+            (lambda: LocalGaussian(torch.zeros(4), torch.ones(4)), r"width must be a number.* of shape \[4\]"),
+            (lambda: TopK("3"), "k must be a positive integer, .*; got '3'"),
+            (lambda: WithinTypes(torch.tensor([0]), num_types="3"), "num_types must be a positive number.*; got '3'"),
+            (lambda: WithinTypes(torch.tensor([0]), num_types=1.0), "num_types must be a positive number.*; got 1.0"),
         ],
     )
-    def test_tensors_that_would_not_be_learnt(self, make, message):
+    def test_arguments_of_other_types(self, make, message):
         with pytest.raises(TypeError, match=message):
             make()
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: Softmax(math.nan), "sink must be finite or minus infinity; got nan"),
+            (lambda: Softmax(math.inf), "sink must be finite or minus infinity; got inf"),
+            (lambda: Softmax(torch.zeros(2) * 1j), "sink must hold real numbers; got .* torch.complex64"),
+            (lambda: LocalGaussian(torch.zeros(4) * 1j, 2), "centres must hold real numbers; got .* torch.complex64"),
+            (lambda: Hard(True, "straight_through", math.inf), "temperature must be positive and finite; got inf"),
+        ],
+    )
+    def test_numbers_without_a_meaning(self, make, message):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+    @pytest.mark.parametrize("number", [1, np.float32(0.5), np.int64(1)])
+    def test_numbers_and_flags_of_every_kind(self, number):
+        x, edge_index = torch.randn(4, 2, 3), torch.tensor([[0, 1, 2], [3, 3, 0]])
+        for distribution in (
+            Softmax(number, number),
+            Sigmoid(np.True_, number),
+            Identity(0),
+            Hard(np.False_, "straight_through", number, number),
+            Hard(1, "straight_through", torch.tensor(0.5, requires_grad=True)),
+            LocalGaussian(torch.zeros(4), number),
+            LocalGaussian(torch.zeros(4), torch.tensor(2.0, requires_grad=True)),
+            Softmax(-math.inf),
+            TopK(np.int64(2)),
+        ):
+            for backend in ("auto", "reference"):
+                assert attend(x, x, x, edge_index, distribution=distribution, backend=backend).isfinite().all()
 
     @pytest.mark.parametrize(
         "distribution",
@@ -660,11 +731,11 @@ class TestHard:
     def test_wrong_ones(self):
         for options, message in (
             ({"estimator": "gumbel"}, "estimator must be 'reinforce' or 'straight_through'; got 'gumbel'"),
-            ({"temperature": 0.0}, "temperature must be positive; got 0.0"),
-            ({"temperature": math.nan}, "temperature must be positive; got nan"),
+            ({"temperature": 0.0}, "temperature must be positive and finite; got 0.0"),
+            ({"temperature": math.nan}, "temperature must be positive and finite; got nan"),
             ({"temperature": 0.5}, "temperature is that of estimator='straight_through'; leave it at 1"),
-            ({"expected": 1.5}, "expected must be a probability; got 1.5"),
-            ({"expected": -0.1}, "expected must be a probability; got -0.1"),
+            ({"expected": 1.5}, "expected must be a probability between 0 and 1; got 1.5"),
+            ({"expected": -0.1}, "expected must be a probability between 0 and 1; got -0.1"),
         ):
             with pytest.raises(ValueError, match=message):
                 Hard(**options)
@@ -713,3 +784,38 @@ class TestBackends:
                 for name in ("dense", "reference")
             ]
             torch.testing.assert_close(*results)
+
+
+def test_numbers_that_the_compiler_does_not_know_pass_the_checks():
+    x, types = torch.randn(4, 2, 3), torch.tensor([0, 1, 0])
+
+    def function(x, number, flag):
+        score = DotScore(number, number, clamp=x.size(0))
+        for distribution in (Softmax(number, number), Sigmoid(flag, number), WithinTypes(types, num_types=x.size(0))):
+            x = attend(x, x, x, torch.tensor([[0, 1, 2], [3, 3, 0]]), score=score, distribution=distribution)
+        return attend(x, x, x, CompleteGraph(x.size(0), causal=flag), distribution=TopK(x.size(0)))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=True)
+    for number in (0.5, 0.25):
+        torch.testing.assert_close(compiled(x, number, 1), function(x, number, 1))
+
+
+@pytest.mark.parametrize("num_types", [2, None])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_types_of_edges_and_self_loops_in_compiled_code(dynamic, num_types):
+    """The number of edges depends on data there: on how many self-loops are replaced."""
+
+    def function(x, edge_index, types):
+        graph = SparseGraph(edge_index, 4, 4, self_loops=True)
+        return attend(x, x, x, graph, distribution=WithinTypes(types, num_types=num_types))
+
+    x, edge_index = torch.randn(4, 2, 3), torch.tensor([[0, 1, 2, 2, 3], [1, 1, 1, 3, 0]])
+    types = torch.tensor([0, 1, 0, 1, 1, 0, 1, 0])
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(compiled(x, edge_index, types), function(x, edge_index, types))
+    with pytest.raises(RuntimeError):
+        compiled(x, torch.tensor([[0, 1, 2, 2, 3], [1, 0, 1, 3, 0]]), types)  # a self-loop less
+    with pytest.raises(ValueError, match="the types of 7 edges, but the graph has 8"):
+        function(x, edge_index, types[:7])

@@ -3,6 +3,7 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch_geometric.typing
@@ -11,7 +12,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, coalesce, remove_self_loops
 
 import gattn
-from gattn import CompleteGraph, SparseGraph, attend
+from gattn import CompleteGraph, SparseGraph, TypedGraph, attend
 from gattn.graphs import edge_lists
 from gattn.ops.backends.cpu import layout
 
@@ -309,9 +310,39 @@ class TestCompleteGraph:
         with pytest.raises(ValueError, match=message):
             CompleteGraph(4, 5, **arguments)
 
-    def test_lengths_that_are_no_tensor(self):
-        with pytest.raises(TypeError, match="source_lengths must be a tensor; got list"):
-            CompleteGraph(4, source_lengths=[1, 2])
+    @pytest.mark.parametrize(
+        ("build", "error", "message"),
+        [
+            (lambda: CompleteGraph(4, source_lengths=[1, 2]), TypeError, "source_lengths must be a tensor; got list"),
+            (lambda: CompleteGraph(4, causal="yes"), TypeError, "causal must be True or False; got 'yes'"),
+            (lambda: CompleteGraph(4, causal=None), TypeError, "causal must be True or False; got None"),
+            (lambda: CompleteGraph(4, causal=torch.ones(4, 4)), TypeError, "causal must be True or False; got tensor"),
+            (lambda: CompleteGraph(4, window="3"), TypeError, "window must be .*; got '3'"),
+            (lambda: CompleteGraph(4, window=("1", 2)), TypeError, r"window must be .*; got \('1', 2\)"),
+            (lambda: CompleteGraph("4"), TypeError, "num_targets must be a number of nodes, an integer; got '4'"),
+            (lambda: CompleteGraph.packed([1, 2], causal="yes"), TypeError, "causal must be True or False; got 'yes'"),
+            (lambda: CompleteGraph.packed(3), TypeError, "lengths must be a tensor or a sequence of integers; got 3"),
+            (lambda: CompleteGraph.packed("ab"), TypeError, "lengths must be a tensor or a sequence .*; got 'ab'"),
+            (lambda: CompleteGraph.packed(["a"]), TypeError, r"lengths must be a tensor or a sequence .*; got \['a'\]"),
+            (lambda: CompleteGraph.packed(ptr="a"), TypeError, "ptr must be a tensor or a sequence .*; got 'a'"),
+            (lambda: SparseGraph(EDGES, self_loops="yes"), TypeError, "self_loops must be True or False; got 'yes'"),
+            (lambda: TypedGraph(EDGES, EDGES[0], 3.0), TypeError, "edge_types must be names of types, .*; got 3.0"),
+            (lambda: TypedGraph(EDGES, EDGES[0], "abc"), TypeError, "edge_types must be names of types, .*; got 'abc'"),
+            (lambda: TypedGraph(EDGES, EDGES[0], num_nodes=[4]), TypeError, r"num_nodes must be a dict.*; got \[4\]"),
+            (
+                lambda: TypedGraph(EDGES, EDGES[0], num_nodes={"a": "4"}),
+                TypeError,
+                "'a'.* must be .* an integer; got '4'",
+            ),
+        ],
+    )
+    def test_arguments_of_other_types(self, build, error, message):
+        with pytest.raises(error, match=message):
+            build()
+
+    def test_flags_and_numbers_of_numpy(self):
+        assert CompleteGraph(3, causal=np.True_).edge_index.equal(CompleteGraph(3, causal=1).edge_index)
+        assert make(EDGES, self_loops=np.True_).edge_index.equal(make(EDGES, self_loops=True).edge_index)
 
     def test_with_causal(self):
         lengths = torch.tensor([1, 2])

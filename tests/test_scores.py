@@ -1,10 +1,12 @@
 """Scores that others are made of: cosines, and additive ones with the activations that a LeakyReLU can do."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, attend
+from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, GATScore, attend
+from gattn.nn import AGNNConv
 from gattn.scores import family_of
 from gattn.testing import assert_as_exact_as, random_edge_index
 
@@ -135,6 +137,52 @@ class TestCosine:
         leaves = tuple(given[name].requires_grad_() for name in ("query", "key", "value"))
         assert torch.autograd.gradgradcheck(lambda *x: attend(*x, EDGES, score=CosineScore(1.5)), leaves)
 
+    @pytest.mark.parametrize(
+        ("backend", "graph"), [("reference", EDGES), ("cpu", EDGES), ("dense", CompleteGraph(N, M))]
+    )
+    def test_second_derivatives_at_zero_vectors(self, backend, graph):
+        given = {name: x for name, x in tensors().items() if name in ("query", "key", "value")}
+        given["query"][:2], given["key"][3] = 0, 0
+
+        def unit(x):
+            zero = (x == 0).all(-1, keepdim=True)
+            return torch.where(zero, x * 1e12, x / x.masked_fill(zero, 1.0).square().sum(-1, keepdim=True).sqrt())
+
+        def waves(x):
+            return (x * torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos()).sum()
+
+        def second(attention):
+            leaves = [x.clone().requires_grad_() for x in given.values()]
+            out = attention(*leaves)
+            first = torch.autograd.grad(waves(out), leaves, create_graph=True)
+            return torch.autograd.grad(sum(map(waves, first)), leaves)
+
+        found = second(lambda q, k, v: attend(q, k, v, graph, score=CosineScore(1.5), backend=backend))
+        score = DotScore(1.5)
+        expected = second(lambda q, k, v: attend(unit(q), unit(k), v, graph, score=score, backend="reference"))
+        for x, y in zip(found, expected, strict=True):
+            assert y.isfinite().all()
+            torch.testing.assert_close(x, y)
+
+    def test_second_derivatives_of_a_layer_at_zero_vectors(self):
+        x = tensors()["query"][:, 0].index_fill(0, torch.tensor(1), 0.0).requires_grad_()
+        out = AGNNConv().double()(x, EDGES.clamp_max(N - 1))
+        first = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+        assert torch.autograd.grad(first.square().sum(), x)[0].isfinite().all()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("edge", ["add", "multiply", "cosine"])
+    def test_what_a_score_does_to_its_query_is_not_rounded(self, edge, dtype):
+        """Nor are the terms of both signs that the gradient of a scale sums up, before they are summed."""
+        given = tensors(dtype)
+        make = {"cosine": CosineScore}.get(edge, lambda scale: DotScore(scale, edge=edge))
+        found, once = (
+            results(lambda given: make(given["scale"]), given, EDGES, ("scale", "edge"), backend, edge="edge")
+            for backend in ("cpu", "reference")
+        )
+        for name, result in found.items():
+            torch.testing.assert_close(result, once[name], rtol=torch.finfo(dtype).eps, atol=1e-5, msg=name)
+
     def test_words(self):
         assert repr(CosineScore(2.0)) == "CosineScore(scale=2.0)"
         x = torch.randn(3, H, C)
@@ -202,10 +250,6 @@ class TestActivations:
     def test_options_of_dot_products(self):
         with pytest.raises(ValueError, match="must be 'add' or 'multiply'; got 'subtract'"):
             DotScore(edge="subtract")
-        with pytest.raises(ValueError, match="clamp must be a positive bound"):
-            DotScore(clamp=0)
-        with pytest.raises(TypeError, match="clamp must be a number"):
-            DotScore(clamp=torch.ones(()))
         assert repr(DotScore(0.5, edge="multiply", clamp=5)) == "DotScore(scale=0.5, edge='multiply', clamp=5)"
         assert repr(DotScore()) == "DotScore(scale=None)"
 
@@ -215,3 +259,49 @@ def test_a_learnt_scale_of_a_dot_product_has_no_tensor_left_in_the_kernels():
     assert query.eq(2).all()
     assert key.eq(1).all()
     assert score.scale == 1.0
+
+
+VECTOR = torch.ones(H, C)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: GATScore("0.2"), TypeError, "negative_slope must be a number; got '0.2'"),
+        (lambda: GATScore(None), TypeError, "negative_slope must be a number; got None"),
+        (lambda: GATScore(True), TypeError, "negative_slope must be a number; got True"),
+        (lambda: GATScore(np.True_), TypeError, "negative_slope must be a number; got np.True_"),
+        (lambda: GATScore(torch.nan), ValueError, "negative_slope must be finite; got nan"),
+        (lambda: AdditiveScore(VECTOR, negative_slope=torch.inf), ValueError, "negative_slope must be finite; got inf"),
+        (lambda: AdditiveScore(VECTOR, ["tanh"]), ValueError, r"one of 'leaky_relu', .*; got \['tanh'\]"),
+        (lambda: AdditiveScore(VECTOR * 1j), ValueError, "vector must hold real numbers; got .* torch.complex64"),
+        (lambda: DotScore("auto"), TypeError, "scale must be a number or a tensor; got 'auto'"),
+        (lambda: DotScore(True), TypeError, "scale must be a number or a tensor; got True"),
+        (lambda: DotScore([1.0, 2.0]), TypeError, r"scale must be a number or a tensor; got \[1.0, 2.0\]"),
+        (lambda: DotScore(torch.nan), ValueError, "scale must be finite; got nan"),
+        (
+            lambda: DotScore(torch.ones(H, dtype=torch.bool)),
+            ValueError,
+            "scale must hold real numbers; got .* torch.bool",
+        ),
+        (lambda: DotScore(negative_slope="1"), TypeError, "negative_slope must be a number; got '1'"),
+        (lambda: DotScore(clamp="5"), TypeError, "clamp must be a number; got '5'"),
+        (lambda: DotScore(clamp=torch.ones(())), TypeError, "clamp must be a number, as it gets no gradient"),
+        (lambda: DotScore(clamp=0), ValueError, "clamp must be positive; got 0"),
+        (lambda: CosineScore("1"), TypeError, "scale must be a number or a tensor; got '1'"),
+    ],
+)
+def test_wrong_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("number", [1, np.float32(0.5), np.float64(0.5), np.int64(2)])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_numbers_of_every_kind(number, backend):
+    given = tensors()
+    for score in (DotScore(number, number, clamp=number), AdditiveScore(given["vector"], negative_slope=number)):
+        assert (
+            attend(given["query"], given["key"], given["value"], EDGES, score=score, backend=backend).isfinite().all()
+        )
+    assert DotScore(clamp=torch.inf).clamp == torch.inf  # no bound

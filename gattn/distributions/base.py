@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gattn.scores import says
 
-__all__ = ["Distribution", "Law", "check_number", "law_of"]
+__all__ = ["Distribution", "Law", "law_of"]
 
 
 class Law(NamedTuple):
@@ -97,9 +97,3 @@ class Distribution:
 def law_of(distribution: Distribution) -> Law | None:
     """How the kernels know a distribution; `None` if a subclass overrides the `weights` of the class that names it."""
     return None if says(distribution, "law", "weights") is None else distribution.law()
-
-
-def check_number(name: str, number: float | None) -> None:
-    """Raises `TypeError` if an option is a tensor, as it would get no gradient."""
-    if isinstance(number, Tensor):
-        raise TypeError(f"{name} must be a number, as it gets no gradient.")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from gattn.distributions.base import Distribution, Law, check_number
+from gattn.distributions.base import Distribution, Law
+from gattn.errors import check_flag, check_number
 from gattn.scores import says
 
 __all__ = ["Gate", "Identity", "Logits", "Sigmoid", "Tanh"]
@@ -22,7 +24,8 @@ class Gate(Distribution):
         \alpha_{ij} = \frac{f(s_{ij})}{\epsilon + \sum_{k \in \mathcal{N}(i)} f(s_{ik})}
 
     To add one, override :meth:`of`. Masked edges, and logits of :math:`-\infty`, get weight zero. With `normalize`, so
-    do all edges of a target for which the denominator is exactly zero.
+    do all edges of a target for which the denominator is exactly zero, and their gradients are zero. Where weights of
+    both signs almost cancel, the denominator is mostly rounding error: weights are then large, and differ by backend.
 
     Args:
         normalize: Whether each target's weights are divided by their sum. (default: `False`)
@@ -32,7 +35,8 @@ class Gate(Distribution):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `eps` is a tensor, which would get no gradient.
+        TypeError: If `normalize` is neither true nor false, or `eps` is not a number, such as a tensor, which would get
+            no gradient.
         ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:
@@ -51,9 +55,8 @@ class Gate(Distribution):
     name: ClassVar[str | None] = None
 
     def __init__(self, normalize: bool = False, eps: float = 0.0):
-        check_number("eps", eps)
-        if not 0 <= eps < float("inf"):
-            raise ValueError(f"{type(self).__name__}'s eps must be finite and not negative; got {eps}.")
+        check_flag("normalize", normalize)
+        check_number("eps", eps, "finite and not negative")
         if eps > 0 and not normalize:
             raise ValueError(f"{type(self).__name__}'s eps requires normalize=True, which divides by the sum plus eps.")
         self.normalize = normalize
@@ -79,22 +82,31 @@ class Gate(Distribution):
         weights = self._of_edges(logits.to(torch.promote_types(dtype, torch.float32)))
         if self.normalize:
             total = scatter(weights, index, dim, num_targets, reduce="sum")
-            weights = weights * self._scale(total).index_select(dim, index)
+            power, scale = self._scales(total)
+            weights = weights * power.index_select(dim, index) * scale.index_select(dim, index)
         return weights.to(dtype)
 
     def of_matrix(self, logits: Tensor) -> Tensor:
         """See `Distribution.of_matrix`."""
         weights = self._of_edges(logits)
-        return weights * self._scale(weights.sum(-1, keepdim=True)) if self.normalize else weights
+        if not self.normalize:
+            return weights
+        power, scale = self._scales(weights.sum(-1, keepdim=True))
+        return weights * power * scale
 
     def _of_edges(self, logits: Tensor) -> Tensor:
         is_edge = logits != -torch.inf
         return self.of(logits.masked_fill(~is_edge, 0.0)).masked_fill(~is_edge, 0.0)
 
-    def _scale(self, total: Tensor) -> Tensor:
+    def _scales(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Two factors that multiply to the reciprocal of a sum, or to zero: a power of two, and the rest."""
         total = total + self.eps
+        # Derivatives have powers of the reciprocal, which may overflow; a power of two changes no digit.
+        most = -math.log2(torch.finfo(total.dtype).tiny)
+        power = total.detach().abs().log2().floor().clamp(-most, most).neg().exp2()
+        total = total * power
         # Only exact zeros are replaced, so that a NaN spreads to its whole row.
-        return total.masked_fill(total == 0, 1.0).reciprocal().masked_fill(total == 0, 0.0)
+        return power, total.masked_fill(total == 0, 1.0).reciprocal().masked_fill(total == 0, 0.0)
 
     def __repr__(self) -> str:
         given = "normalize=True" * self.normalize + f", eps={self.eps}" * (self.eps > 0)
@@ -117,7 +129,8 @@ class Sigmoid(Gate):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `eps` is a tensor, which would get no gradient.
+        TypeError: If `normalize` is neither true nor false, or `eps` is not a number, such as a tensor, which would get
+            no gradient.
         ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:
@@ -148,7 +161,8 @@ class Tanh(Gate):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `eps` is a tensor, which would get no gradient.
+        TypeError: If `normalize` is neither true nor false, or `eps` is not a number, such as a tensor, which would get
+            no gradient.
         ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:
@@ -195,7 +209,8 @@ class Identity(Gate):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `eps` is a tensor, which would get no gradient.
+        TypeError: If `normalize` is neither true nor false, or `eps` is not a number, such as a tensor, which would get
+            no gradient.
         ValueError: If `eps` is negative or not finite, or given without `normalize`.
 
     Example:

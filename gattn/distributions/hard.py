@@ -8,6 +8,7 @@ from torch_geometric.utils import scatter
 
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import segment_reduce, softmax
+from gattn.errors import InputTypeError, check_flag, check_number
 
 __all__ = ["Hard"]
 
@@ -38,8 +39,9 @@ class Hard(Distribution):
         logits and weights `[E, H]`, `log_prob` and `entropy` `[N, H]`, each after the batch dimensions.
 
     Raises:
-        ValueError: If the estimator is unknown, the temperature is not positive, or not 1 with another estimator than
-            `"straight_through"`, or `expected` is not a probability.
+        TypeError: If an option is not of the type above.
+        ValueError: If the estimator is unknown, the temperature is not positive and finite, or not 1 with another
+            estimator than `"straight_through"`, or `expected` is not a probability.
 
     Example:
         >>> import torch, gattn
@@ -68,15 +70,20 @@ class Hard(Distribution):
     ):
         if estimator not in ("reinforce", "straight_through"):
             raise ValueError(f"Hard's estimator must be 'reinforce' or 'straight_through'; got {estimator!r}.")
-        if not temperature > 0:
-            raise ValueError(f"Hard's temperature must be positive; got {temperature}.")
+        check_flag("Hard's sample", sample)
+        for name, number, wanted in (
+            ("temperature", temperature, "positive and finite"),
+            ("expected", expected, "a probability between 0 and 1"),
+        ):
+            is_single = isinstance(number, Tensor) and number.numel() == 1
+            check_number(f"Hard's {name}", number, wanted, or_tensor=is_single)
         if temperature != 1 and estimator == "reinforce":
             raise ValueError(
                 f"Hard's temperature is that of estimator='straight_through'; leave it at 1, or choose this estimator; "
                 f"got {temperature}."
             )
-        if not 0.0 <= expected <= 1.0:
-            raise ValueError(f"Hard's expected must be a probability; got {expected}.")
+        if not (generator is None or isinstance(generator, torch.Generator)):
+            raise InputTypeError(f"Hard's generator must be a torch.Generator or None; got {generator!r}.")
         self.sample = sample
         self.estimator = estimator
         self.temperature = temperature

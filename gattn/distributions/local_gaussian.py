@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import softmax
+from gattn.errors import check_number, check_real
 
 __all__ = ["LocalGaussian"]
 
@@ -34,8 +35,8 @@ class LocalGaussian(Distribution):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `centres` is not a tensor.
-        ValueError: If `width` is not positive, or (in use) `centres` does not fit the targets.
+        TypeError: If `centres` is not a tensor, or `width` is not a number.
+        ValueError: If `width` is not positive, or `centres` is not real or (in use) does not fit the targets.
 
     Example:
         >>> import torch, gattn
@@ -54,8 +55,9 @@ class LocalGaussian(Distribution):
     def __init__(self, centres: Tensor, width: float):
         if not isinstance(centres, Tensor):
             raise TypeError(f"LocalGaussian's centres must be a tensor, one per target; got {type(centres).__name__}.")
-        if not width > 0:
-            raise ValueError(f"LocalGaussian's width must be positive; got {width}.")
+        check_real("LocalGaussian's centres", centres)
+        is_single = isinstance(width, Tensor) and width.numel() == 1
+        check_number("LocalGaussian's width", width, "positive", or_tensor=is_single)
         self.centres = centres
         self.width = width
         self._source: Tensor | None = None

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from gattn.distributions.base import Distribution, Law, check_number
+from gattn.distributions.base import Distribution, Law
+from gattn.errors import check_number
 from gattn.scores import says
 
 __all__ = ["Softmax", "is_plain_softmax", "segment_reduce", "softmax"]
@@ -85,8 +86,10 @@ class Softmax(Distribution):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If the softcap is a tensor, which would get no gradient.
-        ValueError: If the softcap is not positive and finite, or (in use) the sink does not fit the heads.
+        TypeError: If the sink is neither a number nor a tensor, or the softcap is not a number, such as a tensor, which
+            would get no gradient.
+        ValueError: If the softcap is not positive and finite, the sink is NaN, infinite or not real, or (in use) the
+            sink does not fit the heads. A sink of minus infinity takes no weight.
 
     Example:
         >>> import torch, gattn
@@ -99,9 +102,10 @@ class Softmax(Distribution):
     respects_infinity = True
 
     def __init__(self, sink: float | Tensor | None = None, softcap: float | None = None):
-        check_number("softcap", softcap)
-        if softcap is not None and not 0 < softcap < float("inf"):
-            raise ValueError(f"Softmax's softcap must be positive and finite; got {softcap}.")
+        if sink is not None:
+            check_number("Softmax's sink", sink, "finite or minus infinity", or_tensor=True)
+        if softcap is not None:
+            check_number("Softmax's softcap", softcap, "positive and finite")
         self.sink = sink
         self.softcap = softcap
 

@@ -10,6 +10,7 @@ from torch_geometric.utils import scatter
 
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import segment_reduce, softmax
+from gattn.errors import InputError, InputTypeError, is_integer
 
 __all__ = ["Entmax15", "Sparsemax", "TopK"]
 
@@ -211,7 +212,8 @@ class TopK(_ExactZeros):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        ValueError: If `k` is not a positive integer.
+        TypeError: If `k` is not an integer.
+        ValueError: If `k` is not positive.
 
     Example:
         >>> import torch, gattn
@@ -221,8 +223,9 @@ class TopK(_ExactZeros):
     """
 
     def __init__(self, k: int):
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"TopK's k must be a positive integer, the number of neighbours to keep; got {k!r}.")
+        if not is_integer(k) or k < 1:
+            error = InputError if is_integer(k) else InputTypeError
+            raise error(f"TopK's k must be a positive integer, the number of neighbours to keep; got {k!r}.")
         self.k = k
 
     def _of(self, logits: Tensor, rows: _Rows | _Columns) -> Tensor:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from gattn.distributions.base import Distribution
 from gattn.distributions.softmax import Softmax
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, is_integer
 from gattn.graphs.edge_lists import check_types, checked_types
+from gattn.torch_private import guard_or_true
 
 __all__ = ["WithinTypes"]
 
@@ -31,7 +32,8 @@ class WithinTypes(Distribution):
         logits and weights `[E, H]`, after the batch dimensions.
 
     Raises:
-        TypeError: If `edge_type` is not a tensor, or `distribution` depends on the target, as `LocalGaussian` does.
+        TypeError: If `edge_type` is not a tensor, `num_types` is not an integer, or `distribution` depends on the
+            target, as `LocalGaussian` does.
         ValueError: If `edge_type` does not hold integers, `num_types` is not positive, or (in use) `edge_type` does not
             fit the graph.
         IndexError: If a type is out of range (in compiled code RuntimeError, when it runs).
@@ -44,8 +46,9 @@ class WithinTypes(Distribution):
     """
 
     def __init__(self, edge_type: Tensor, distribution: Distribution | None = None, num_types: int | None = None):
-        if num_types is not None and (isinstance(num_types, bool) or num_types < 1):
-            raise InputError(f"num_types must be a positive number; got {num_types}.")
+        if num_types is not None and (not is_integer(num_types) or num_types < 1):
+            error = InputError if is_integer(num_types) else InputTypeError
+            raise error(f"num_types must be a positive number of types, an integer; got {num_types!r}.")
         self.distribution = Softmax() if distribution is None else distribution
         if not isinstance(self.distribution, Distribution) or self.distribution.knows_targets:
             raise InputTypeError(
@@ -72,11 +75,12 @@ class WithinTypes(Distribution):
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """See `Distribution.weights`."""
-        if self.edge_type.shape != index.shape:
+        fits: bool = self.edge_type.size(0) == index.size(0)
+        if not (guard_or_true(fits) if torch.compiler.is_compiling() else fits):
             raise InputError(
                 f"WithinTypes has the types of {self.edge_type.size(0)} edges, but the graph has {index.size(0)}."
             )
-        types, index = self.edge_type, index.long()
+        types, index = self.edge_type.view(index.shape), index.long()  # numbers that depend on data are compared here
         if self.num_types is not None:
             row = index * self.num_types + types
             return self.distribution.weights(logits, row, num_targets * self.num_types, dim)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gattn.errors import InputError
+from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs.base import EdgeList, Graph, check_size
 
 __all__ = ["CompleteGraph"]
@@ -31,7 +31,8 @@ class CompleteGraph(Graph):
         target_lengths: Likewise for targets; the output of the others is zero. (default: `None`)
 
     Raises:
-        TypeError: If a size is not an integer, or lengths are not a tensor.
+        TypeError: If a size is not an integer, `causal` is neither true nor false, the window holds no integers, or
+            lengths are not a tensor.
         ValueError: If a size is negative, the window is neither a pair of numbers from 0 nor one positive integer, or a
             length is larger than its size.
 
@@ -63,6 +64,7 @@ class CompleteGraph(Graph):
         num_sources = num_targets if num_sources is None else num_sources
         check_size("num_targets", num_targets)
         check_size("num_sources", num_sources)
+        check_flag("causal", causal)
         if isinstance(window, int) and not isinstance(window, bool) and window > 0:
             window = (window, window)
         if window is not None and not (
@@ -70,7 +72,9 @@ class CompleteGraph(Graph):
             and len(window) == 2
             and all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in window)
         ):
-            raise ValueError(f"window must be (left, right), both at least 0, or one positive integer; got {window}.")
+            sides = window if isinstance(window, (tuple, list)) else (window,)
+            error = InputError if all(type(side) is int for side in sides) else InputTypeError
+            raise error(f"window must be (left, right), both at least 0, or one positive integer; got {window!r}.")
         self.num_targets = num_targets
         self.num_sources = num_sources
         self.causal = causal
@@ -120,6 +124,7 @@ class CompleteGraph(Graph):
             window: Likewise. (default: `None`)
 
         Raises:
+            TypeError: If `lengths` or `ptr` is neither a tensor nor a sequence of integers, or as for a single graph.
             ValueError: If neither or both of `lengths` and `ptr` are given, or their numbers are not valid.
 
         Example:
@@ -437,12 +442,20 @@ def _check_counts(name: str, lengths: Any) -> None:
         raise ValueError(f"{name} must not be negative; got {lengths.tolist()}.")
 
 
+def _as_tensor(name: str, numbers: Any) -> Tensor:
+    """Numbers of blocks as a tensor; no numbers are integers."""
+    try:
+        return torch.as_tensor(numbers, dtype=None if len(numbers) else torch.int64)
+    except (TypeError, ValueError) as error:
+        raise InputTypeError(f"{name} must be a tensor or a sequence of integers; got {numbers!r}.") from error
+
+
 def _block_sizes(name: str, lengths: Any, ptr_name: str, ptr: Any) -> list[int] | None:
     """The sizes of blocks, from their lengths or from where they begin."""
     if ptr is not None:
         if lengths is not None:
             raise ValueError(f"{name} and {ptr_name} say the same thing: give only one of them.")
-        starts = torch.as_tensor(ptr)
+        starts = _as_tensor(ptr_name, ptr)
         _check_counts(ptr_name, starts)
         if starts.dim() != 1 or starts.numel() == 0 or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
             raise ValueError(
@@ -453,7 +466,7 @@ def _block_sizes(name: str, lengths: Any, ptr_name: str, ptr: Any) -> list[int] 
         return counts
     if lengths is None:
         return None
-    lengths = torch.as_tensor(lengths, dtype=None if len(lengths) else torch.int64)
+    lengths = _as_tensor(name, lengths)
     _check_counts(name, lengths)
     if lengths.dim() != 1:
         raise ValueError(f"{name} must hold one integer per block, [B]; got {list(lengths.shape)}.")

@@ -18,7 +18,7 @@ from torch_geometric.utils import (
     to_torch_csr_tensor,
 )
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs.base import FLOWS, EdgeList, Graph, check_size
 from gattn.graphs.edge_lists import (
     INTEGER_DTYPES,
@@ -65,7 +65,7 @@ class SparseGraph(Graph):
             describes the graph, and takes precedence over the `flow` of a layer. (default: `"source_to_target"`)
 
     Raises:
-        TypeError: If `edge_index` has none of the forms above.
+        TypeError: If `edge_index` has none of the forms above, or `self_loops` is neither true nor false.
         ValueError: If its shape or dtype is wrong, the sizes contradict it, or a sparse adjacency comes with
             `flow="target_to_source"`.
         IndexError: On first use, if an index is negative or too large (in compiled code when it runs, and as
@@ -102,6 +102,7 @@ class SparseGraph(Graph):
         if flow not in FLOWS:
             raise ValueError(f"flow must be 'source_to_target' or 'target_to_source'; got {flow!r}.")
         _check_form(edge_index)
+        check_flag("self_loops", self_loops)
         for name, size in (("num_targets", num_targets), ("num_sources", num_sources)):
             if size is not None:
                 check_size(name, size)

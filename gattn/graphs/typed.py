@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import NoneType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs.base import Graph
+from gattn.graphs.base import Graph, check_size
 from gattn.graphs.edge_lists import check_types, checked_types
 from gattn.graphs.sparse import SparseGraph, as_graph
 
@@ -37,7 +38,7 @@ class TypedGraph(SparseGraph):
         flow: See `SparseGraph`. (default: `"source_to_target"`)
 
     Raises:
-        TypeError: If `edge_index` or `edge_type` is not of a type above.
+        TypeError: If an argument is not of a type above.
         ValueError: If the types do not fit the edges, or the numbers of nodes contradict each other.
         IndexError: If there are fewer types than `edge_type` holds.
 
@@ -63,6 +64,10 @@ class TypedGraph(SparseGraph):
         flow: str = "source_to_target",
     ):
         if num_nodes is not None:
+            if not isinstance(num_nodes, Mapping):
+                raise InputTypeError(f"num_nodes must be a dictionary of numbers by node type; got {num_nodes!r}.")
+            for name, size in num_nodes.items():
+                check_size(f"num_nodes[{name!r}]", size)
             total = sum(num_nodes.values())
             num_targets, num_sources = (total if size is None else size for size in (num_targets, num_sources))
             if {num_targets, num_sources} != {total}:
@@ -76,8 +81,8 @@ class TypedGraph(SparseGraph):
         num_edges = self.adjacency.size(1) if is_list else self.num_edges
         if edge_type.size(0) != num_edges:
             raise InputError(f"there are {num_edges} edges, but edge_type has {edge_type.size(0)} entries.")
-        if isinstance(edge_types, bool):
-            raise InputTypeError(f"edge_types must be names of types, or their number; got {edge_types}.")
+        if isinstance(edge_types, (bool, str)) or not isinstance(edge_types, (int, Iterable, NoneType)):
+            raise InputTypeError(f"edge_types must be names of types, or their number; got {edge_types!r}.")
         if edge_types is None:
             edge_types = int(edge_type.max()) + 1 if edge_type.numel() else 0
         #: The types' names, or their numbers.

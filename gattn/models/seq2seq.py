@@ -17,7 +17,7 @@ from gattn.nn.hard_attention import Choice, HardAttention, ReinforceLoss
 from gattn.nn.local_attention import LocalAttention
 from gattn.nn.rnn_attention import AdditiveAttention, DotProductAttention, GeneralAttention, Memory, MemoryAttention
 from gattn.ops.dropout import check_probability
-from gattn.scripting import NotScriptable
+from gattn.tracing import Leaf
 
 __all__ = ["ATTENTIONS", "FORMS", "Seq2Seq"]
 
@@ -69,7 +69,7 @@ class Source(NamedTuple):
         return Source(memory, self.summary.repeat_interleave(times, 0))
 
 
-class Seq2Seq(NotScriptable, Module):
+class Seq2Seq(Leaf, Module):
     r"""A recurrent encoder reads a sequence, and a recurrent decoder generates another one with attention to the first.
 
     There are two forms. That of `Bahdanau et al. <https://arxiv.org/abs/1409.0473>`_ attends with the last state and

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from gattn.errors import InputTypeError
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
-from gattn.scores import DotScore
+from gattn.scores import DotScore, unit
 
 __all__ = ["AGNNConv"]
 
@@ -87,7 +86,7 @@ class AGNNConv(BaseConv):
             raise InputTypeError(f"x must be a tensor, the features of all nodes; got {type(x).__name__}.")
         self._inputs(x)
         graph = self._graph(edge_index, x, x, self.add_self_loops)
-        direction = F.normalize(x, dim=-1).unsqueeze(-2)  # one head
+        direction = unit(x).unsqueeze(-2)  # one head
         out = self.attend(direction, direction, x.unsqueeze(-2), graph, score=DotScore(self.beta))
         assert isinstance(out, Tensor)
         return out.squeeze(-2)

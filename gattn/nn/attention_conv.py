@@ -11,6 +11,7 @@ from gattn.attention import Attention, Weights, unrecorded
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore, Score
 from gattn.settings import require_finite
@@ -59,10 +60,9 @@ class BaseConv(Attention):
                 "and x[1] "
                 f"of shape {list(targets.shape)}."
             )
-        if targets is sources:
-            require_finite(x=sources)
-        else:
-            require_finite(**{"x[0]": sources, "x[1]": targets})
+        named = {"x": sources} if targets is sources else {"x[0]": sources, "x[1]": targets}
+        check_dtype(self, **named)
+        require_finite(**named)
         return sources, targets
 
     def _graph(
@@ -149,6 +149,8 @@ class AttentionConv(BaseConv):
     """Base class of layers with the options of `GATConv`: heads, `concat`, dropout and edge features."""
 
     lin_edge: Linear | None
+    flow: str
+    node_dim: int
 
     def __init__(
         self,
@@ -252,6 +254,33 @@ class AttentionConv(BaseConv):
             return out.flatten(-2), alpha
         out = out.mean(-2)
         return (out if bias is None else out + bias), alpha
+
+    def _update_and_merge(
+        self, terms: dict[str, Any], value: Tensor, graph: Graph, edge_attr: Tensor | None
+    ) -> tuple[Tensor, Tensor, Graph]:
+        """What `_attend_and_merge` returns, and the graph with its self-loops, for a subclass that updates as in PyG.
+
+        Args:
+            terms: What PyG's layer passes to `edge_update` besides the edges' features: pairs `[M, ...]`, `[N, ...]`.
+            value: `[M, H, C]`.
+            graph: A list of edges.
+            edge_attr: The edges' features, as the user passed them.
+        """
+        if value.dim() != 3:
+            raise InputError(f"edge_update() of {type(self).__name__} takes features [N, F], without a batch.")
+        graph, edge_attr = graph.with_features(edge_attr, getattr(self, "fill_value", "mean"))
+        edges = graph.edge_list(value.device)
+        rows = torch.stack(edges.sources_and_targets())
+        size = edges.num_sources, edges.num_targets
+        before = self.node_dim, self.flow
+        self.node_dim, self.flow = 0, FLOWS[0]
+        try:
+            alpha = self.edge_updater(rows, **terms, edge_attr=edge_attr, size=size)
+            out = self.propagate(rows, x=value, alpha=alpha, size=size)
+        finally:
+            self.node_dim, self.flow = before
+        out = out.flatten(-2) if self.concat else out.mean(-2)
+        return (out if self.bias is None else out + self.bias), alpha, graph
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

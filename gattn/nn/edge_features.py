@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import Graph
 from gattn.settings import require_finite
 
-__all__ = ["checked_features"]
+__all__ = ["checked_features", "with_features"]
 
 
 def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...]) -> tuple[Graph, Tensor]:
@@ -51,3 +52,8 @@ def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[i
             f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge features of {channels}."
         )
     return graph, edge_attr.movedim(0, -2)
+
+
+def with_features(x: Tensor, edge_attr: Tensor) -> Tensor:
+    """The vectors of edges `[..., E, F]` followed by the edges' features `[E, D]` or `[..., E, D]`."""
+    return torch.cat([x, edge_attr.expand(*x.shape[:-1], -1)], -1)

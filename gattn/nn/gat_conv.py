@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, Optional, overload
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,7 @@ class GATConv(AttentionConv):
     """
 
     propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor}
+    edge_updater_type_of_pyg: ClassVar[dict[str, Any]] = {"alpha": "OptPairTensor", "edge_attr": Optional[Tensor]}  # noqa: UP045
 
     takes_shards = True
 
@@ -205,10 +206,15 @@ class GATConv(AttentionConv):
             if targets is not None:
                 (query,) = self._terms(targets, lin_dst, (self.att_dst,))
 
-        graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
-        score = GATScore(self.negative_slope)
-        weights = "dropped" if return_attention_weights else False
-        out, alpha = self._attend_and_merge(query, key, value, graph, score, edge, None, projection, weights, self.bias)
+        alpha: Any
+        if self._updates_as_pyg:
+            out, alpha, graph = self._update_and_merge({"alpha": (key, query)}, value, graph, edge_attr)
+            alpha = alpha if return_attention_weights else None
+        else:
+            graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
+            score, weights = GATScore(self.negative_slope), "dropped" if return_attention_weights else False
+            terms = edge, None, projection
+            out, alpha = self._attend_and_merge(query, key, value, graph, score, *terms, weights, self.bias)
         if self.res is not None and targets is not None:
             out = out + self.res(targets)
         return out if alpha is None else (out, graph.with_weights(alpha))

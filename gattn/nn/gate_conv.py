@@ -15,6 +15,8 @@ from gattn.distributions import Identity
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
+from gattn.nn.edge_features import with_features
+from gattn.nn.linear import columns
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, GATScore
 from gattn.settings import require_finite
@@ -127,9 +129,14 @@ class GATEConv(BaseConv):
 
     def _source_terms(self, sources: Tensor, query: Tensor, graph: Graph, edge_attr: Tensor) -> Tensor:
         """The contribution of source and edge to each logit, `[..., E, 1]`: an additive score."""
-        of_node, of_edge = self.lin1.weight[:, : self.in_channels], self.lin1.weight[:, self.in_channels :]
+        edges = graph.edge_list(sources.device)
+        parts = columns(self.lin1, self.in_channels, self.edge_dim)
+        if parts is None:
+            source, _ = edges.sources_and_targets()
+            hidden = self.lin1(with_features(sources.index_select(-2, source), edge_attr))
+            return F.linear(F.leaky_relu(hidden, _SLOPE), self.att_l)
+        of_node, of_edge = parts
         key = F.linear(sources, of_node).unsqueeze(-2)
-        edges = graph.edge_list(key.device)
         # Not self.attend(), which record_attention() would record as this layer's attention.
         _, terms = unrecorded(
             _core,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, Optional, overload
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class GATv2Conv(AttentionConv):
     """
 
     propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor}
+    edge_updater_type_of_pyg: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "edge_attr": Optional[Tensor]}  # noqa: UP045
 
     takes_shards = True
 
@@ -192,10 +193,15 @@ class GATv2Conv(AttentionConv):
         key = self._heads(self.lin_l(sources))
         query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
 
-        graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
-        score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
-        weights = "dropped" if return_attention_weights else False
-        out, alpha = self._attend_and_merge(query, key, key, graph, score, edge, None, projection, weights, self.bias)
+        alpha: Any
+        if self._updates_as_pyg:
+            out, alpha, graph = self._update_and_merge({"x": (key, query)}, key, graph, edge_attr)
+            alpha = alpha if return_attention_weights else None
+        else:
+            graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
+            score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
+            weights, terms = "dropped" if return_attention_weights else False, (edge, None, projection)
+            out, alpha = self._attend_and_merge(query, key, key, graph, score, *terms, weights, self.bias)
         if self.res is not None:
             out = out + self.res(targets)
         return out if alpha is None else (out, graph.with_weights(alpha))

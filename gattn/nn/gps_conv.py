@@ -8,17 +8,20 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
+from torch_geometric.nn.attention import PerformerAttention
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
+from torch_geometric.utils import to_dense_batch
 
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
 from gattn.nn.multihead_attention import MultiheadAttention
+from gattn.tracing import Leaf
 
 __all__ = ["GPSConv"]
 
 
-class GPSConv(torch_geometric.nn.GPSConv):
+class GPSConv(Leaf, torch_geometric.nn.GPSConv):
     r"""A graph layer on the edges in parallel with attention between all nodes of the same graph.
 
     The block of `Recipe for a General, Powerful, Scalable Graph Transformer <https://arxiv.org/abs/2205.12454>`_:
@@ -77,12 +80,13 @@ class GPSConv(torch_geometric.nn.GPSConv):
             attn = MultiheadAttention(channels, heads, batch_first=True, **(attn_kwargs or {}))
         super().__init__(channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs)
         self.attn = attn
-        self.attn.explain = False  # an explainer masks the edges, which this attention does not use
+        self.attn._explain = False  # explainers mask edges, which it does not use; the setter would pin its propagate()
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
         super().reset_parameters()
-        self.attn.reset_parameters()
+        if isinstance(self.attn, MultiheadAttention):
+            self.attn.reset_parameters()
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, batch: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Runs the block.
@@ -98,21 +102,38 @@ class GPSConv(torch_geometric.nn.GPSConv):
 
         Raises:
             ValueError: If `batch` is not ascending.
+            TypeError: If there are further arguments, but no layer on the edges.
         """
+        if self.conv is None and kwargs:
+            raise TypeError(
+                f"further arguments are those of the layer on the edges, but this {type(self).__name__} was made with "
+                f"conv=None; got {', '.join(kwargs)}."
+            )
         if batch is not None and bool((batch.diff() < 0).any()):
             raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
         if isinstance(edge_index, Graph) and edge_index.is_sharded:
             raise InputError("GPSConv also attends over all nodes, so it does not take sharded graphs.")
-        graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
         local = None  # first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:
             local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
-        attended, _ = self.attn(x, x, x, need_weights=False, graph=graph)
-        out = self._add_and_norm(attended, x, self.norm2, batch)
+        out = self._add_and_norm(self._attend(x, batch), x, self.norm2, batch)
         if local is not None:
             out = local + out
         out = out + self.mlp(out)
         return self._norm(out, self.norm3, batch)
+
+    def _attend(self, x: Tensor, batch: Tensor | None) -> Tensor:
+        """Attention among the nodes of each graph; another module in its place is called as PyG calls it."""
+        if isinstance(self.attn, MultiheadAttention):
+            graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
+            attended: Tensor = self.attn(x, x, x, need_weights=False, graph=graph)[0]
+            return attended
+        padded, is_real = to_dense_batch(x, batch)
+        if isinstance(self.attn, PerformerAttention):
+            attended = self.attn(padded, mask=is_real)
+        else:
+            attended = self.attn(padded, padded, padded, key_padding_mask=~is_real, need_weights=False)[0]
+        return attended[is_real]
 
     def _add_and_norm(self, h: Tensor, x: Tensor, norm: Any, batch: Tensor | None) -> Tensor:
         h = F.dropout(h, p=self.dropout, training=self.training)

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from gattn.distributions import Hard
 from gattn.nn.rnn_attention import Memory, MemoryAttention, WrappedAttention
-from gattn.scripting import NotScriptable
+from gattn.tracing import Leaf
 
 __all__ = ["Choice", "HardAttention", "ReinforceLoss"]
 
@@ -110,7 +110,7 @@ class HardAttention(WrappedAttention):
         return f"estimator={self.estimator!r}, temperature={self.temperature}, expected={self.expected}"
 
 
-class ReinforceLoss(NotScriptable, Module):
+class ReinforceLoss(Leaf, Module):
     r"""A loss whose expected gradient is that of the negative expected reward with respect to hard choices.
 
     `REINFORCE <https://doi.org/10.1007/BF00992696>`_ with a moving baseline and an entropy term, as in

@@ -15,8 +15,8 @@ from gattn.distributions import Identity
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.edge_features import checked_features
-from gattn.nn.linear import Linear
+from gattn.nn.edge_features import checked_features, with_features
+from gattn.nn.linear import Linear, columns, is_untouched
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 from gattn.torch_private import is_traced
@@ -39,8 +39,8 @@ class HEATConv(BaseConv):
     All heads average the same vectors, with different weights.
 
     A drop-in replacement for `torch_geometric.nn.HEATConv`, with the same arguments, parameter names and results. It
-    also supports `SparseGraph` and `CompleteGraph`, and float32 accumulation in half precision. Differences: linear
-    maps of concatenations are computed term by term, so hooks on the modules `att` and `lin` are not called.
+    also supports `SparseGraph` and `CompleteGraph`, and float32 accumulation in half precision. Linear maps of
+    concatenations are computed term by term, unless the modules `att` and `lin` have hooks or were changed.
 
     Args:
         in_channels: Channels of the input; `-1` infers them from the first call.
@@ -97,6 +97,8 @@ class HEATConv(BaseConv):
         super().__init__(**kwargs)
         self.in_channels = in_channels
         self.out_channels = out_channels
+        self.num_node_types = num_node_types
+        self.num_edge_types = num_edge_types
         self.heads = heads
         self.concat = concat
         self.negative_slope = negative_slope
@@ -149,32 +151,56 @@ class HEATConv(BaseConv):
         self._inputs(x)
         graph = self._graph(edge_index, x, x, self_loops=False)
         graph = self._listed(graph, x.device)
-        graph, edge_attr = checked_features(graph, edge_attr, self.edge_attr_emb.in_channels, ())
-        _check_types("node_type", node_type, x.size(0), self.hetero_lin.num_types)
-        _check_types("edge_type", edge_type, edge_attr.size(0), self.edge_type_emb.num_embeddings)
+        graph, edge_attr = checked_features(graph, edge_attr, getattr(self.edge_attr_emb, "in_channels", -1), ())
+        _check_types("node_type", node_type, x.size(0), self.num_node_types)
+        _check_types("edge_type", edge_type, edge_attr.size(0), self.num_edge_types)
 
         x = self._projected(x, node_type)
         edge = F.leaky_relu(self.edge_attr_emb(edge_attr), self.negative_slope)
-        # A linear map of a concatenation is a sum of linear maps, each computed where there are fewest rows.
-        sizes = [self.out_channels, self.out_channels, self.edge_type_emb.embedding_dim, edge.size(-1)]
-        of_target, of_source, of_type, of_edge = self.att.weight.split(sizes, -1)
-        types = F.linear(F.leaky_relu(self.edge_type_emb.weight, self.negative_slope), of_type)
-        logits = F.embedding(edge_type.long(), types) + F.linear(edge, of_edge)
-        weight, edge_weight = self.lin.weight.split([self.out_channels, edge.size(-1)], -1)
-        value = self._for_heads(F.linear(x, weight, self.lin.bias))
-        ends = F.linear(x, of_target), F.linear(x, of_source)
+        query, key, logits = self._logit_terms(x, graph, edge, edge_type.long())
         options: dict[str, Any] = {"score": GATScore(self.negative_slope), "edge": logits, "dropout": self.dropout}
-        if self._needs_messages() is not None:
-            edge_value = self._for_heads(F.linear(edge, edge_weight))
-            out = self.attend(*ends, value, graph, edge_value=edge_value, **options)
+        parts = columns(self.lin, self.out_channels, edge.size(-1))
+        if parts is None:
+            value = x.new_zeros(x.size(0), self.out_channels)
+            source, _ = graph.sources_and_targets()
+            edge_value = self.lin(with_features(x.index_select(0, source), edge))
         else:
-            out, alpha = self.attend(*ends, value, graph, return_weights="dropped", **options)
+            value = F.linear(x, parts[0], self.lin.bias)
+            edge_value = F.linear(edge, parts[1]) if self._needs_messages() is not None else None
+        value = self._for_heads(value)
+        if edge_value is not None:
+            out = self.attend(query, key, value, graph, edge_value=self._for_heads(edge_value), **options)
+        else:
+            out, alpha = self.attend(query, key, value, graph, return_weights="dropped", **options)
             assert isinstance(alpha, Tensor)
-            out = out + F.linear(self._edge_sums(alpha, edge, graph, x.size(0)), edge_weight)
+            assert parts is not None
+            out = out + F.linear(self._edge_sums(alpha, edge, graph, x.size(0)), parts[1])
         assert isinstance(out, Tensor)
         if self.root_weight:
             out = out + x.unsqueeze(-2)
         return out.flatten(-2) if self.concat else out.mean(-2)
+
+    def _logit_terms(
+        self, x: Tensor, graph: Graph, edge: Tensor, edge_type: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The terms of each logit, of target, source and edge: `[N, H]`, `[N, H]` and `[E, H]`.
+
+        A linear map of a concatenation is a sum of linear maps, each computed where there are fewest rows.
+        """
+        emb = self.edge_type_emb
+        is_table = is_untouched(emb) and not (emb.max_norm or emb.scale_grad_by_freq or emb.sparse)
+        is_table = is_table and emb.padding_idx is None  # such options change gradients
+        types = F.leaky_relu(emb.weight if is_table else emb(edge_type), self.negative_slope)
+        parts = columns(self.att, self.out_channels, self.out_channels, types.size(-1), edge.size(-1))
+        if parts is None:
+            types = types.index_select(0, edge_type) if is_table else types
+            source, target = graph.sources_and_targets()
+            ends = torch.cat([x.index_select(0, target), x.index_select(0, source), types], -1)
+            return None, x.new_zeros(x.size(0), self.heads), self.att(with_features(ends, edge))
+        of_target, of_source, of_type, of_edge = parts
+        types = F.linear(types, of_type)
+        logits = (F.embedding(edge_type, types) if is_table else types) + F.linear(edge, of_edge)
+        return F.linear(x, of_target), F.linear(x, of_source), logits
 
     def _for_heads(self, x: Tensor) -> Tensor:
         """`[N, C]` as `[N, H, C]`, without a copy."""
@@ -183,7 +209,7 @@ class HEATConv(BaseConv):
     def _projected(self, x: Tensor, node_type: Tensor) -> Tensor:
         """Each node's features times the matrix of its type."""
         projected: Tensor
-        if not is_traced():
+        if not is_traced() or not is_untouched(self.hetero_lin):
             projected = self.hetero_lin(x, node_type.long())
             return projected
         # The sizes in a traced program cannot depend on the number of nodes of each type.

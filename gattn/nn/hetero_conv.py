@@ -10,6 +10,7 @@ from torch import Tensor
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, as_graph
 from gattn.nn.attention_conv import BaseConv
+from gattn.ops.call import check_dtype
 from gattn.settings import require_finite
 
 __all__ = ["EdgeType", "HeteroBaseConv", "Metadata"]
@@ -68,8 +69,7 @@ class HeteroBaseConv(BaseConv):
         self.out_channels = out_channels
         self.heads = heads
 
-    @staticmethod
-    def _features(x_dict: Any, lins: Any) -> dict[str, Tensor]:
+    def _features(self, x_dict: Any, lins: Any) -> dict[str, Tensor]:
         """The features of the node types that the layer knows, in its order.
 
         Args:
@@ -85,10 +85,11 @@ class HeteroBaseConv(BaseConv):
                 raise InputTypeError(f"{name} must be a tensor; got {type(x).__name__}.")
             if not x.is_floating_point():
                 raise InputError(f"{name} must be of a floating-point type; got {x.dtype}: use x.float().")
-            channels = lins[node_type].in_channels
+            channels = getattr(lins[node_type], "in_channels", -1)
             if x.dim() < 2 or (channels > 0 and x.size(-1) != channels):
                 wanted = "F" if channels < 0 else channels
                 raise InputError(f"{name} must have shape [N, {wanted}]; got {list(x.shape)}.")
+            check_dtype(self, **{name: x})
             require_finite(**{name: x})
         return features
 

@@ -18,6 +18,7 @@ from gattn.errors import InputError
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import derived, derived_tensors
 from gattn.nn.hetero_conv import EdgeType, HeteroBaseConv, Metadata
+from gattn.nn.linear import Linear, is_untouched
 from gattn.scores import DotScore
 from gattn.torch_private import is_traced
 
@@ -89,6 +90,8 @@ class HGTConv(HeteroBaseConv):
         channels, num_matrices = out_channels // heads, heads * len(self.edge_types)
         self.kqv_lin = HeteroDictLinear(self.in_channels, 3 * out_channels)
         self.out_lin = HeteroDictLinear(out_channels, out_channels, types=self.node_types)
+        for lin in (*self.kqv_lin.lins.values(), *self.out_lin.lins.values()):
+            lin.__class__ = Linear  # whose state also loads when it is pruned
         self.k_rel = HeteroLinear(channels, channels, num_matrices, bias=False, is_sorted=True)
         self.v_rel = HeteroLinear(channels, channels, num_matrices, bias=False, is_sorted=True)
         self.skip = ParameterDict({node_type: Parameter(torch.empty(1)) for node_type in self.node_types})
@@ -139,27 +142,53 @@ class HGTConv(HeteroBaseConv):
             first_target[node_type] = num_targets
             num_targets += size
 
-        keys, values = [query[..., :0, :, :]], [query[..., :0, :, :]]  # in case there are no edges at all
+        keys: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
+        priors: dict[int, Tensor] = {}
         parts, num_sources = [], 0
-        num_types = self.heads, len(self.edge_types)
-        of_key, of_value = (rel.weight.unflatten(0, num_types) for rel in (self.k_rel, self.v_rel))
         for edge_type, (source, target, graph) in relations.items():
             graph = self._listed(graph, query.device)
             size = x[source].size(-2) if graph.num_edges else 0  # without edges, no row of keys is needed
-            key, _, value = (rows[..., :size, :, :] for rows in projected[source])
             number = self.edge_types_map[edge_type]
-            # The prior and the factor of the logits scale the matrix, so that nothing has to be done per edge.
-            factor = self.p_rel["__".join(edge_type)].view(self.heads, 1, 1) / math.sqrt(channels)
-            keys.append(_per_head(key, of_key[:, number] * factor))
-            values.append(_per_head(value, of_value[:, number]))
+            keys[number], _, values[number] = (rows[..., :size, :, :] for rows in projected[source])
+            priors[number] = self.p_rel["__".join(edge_type)].view(self.heads, 1, 1) / math.sqrt(channels)
             parts.append(_Part(graph, num_sources, first_target[target]))
             num_sources += size
+        nothing = query[..., :0, :, :]  # in case there are no edges at all
+        key = torch.cat([nothing, *self._transformed(self.k_rel, keys, priors)], -3)
+        value = torch.cat([nothing, *self._transformed(self.v_rel, values)], -3)
         joined = _joined(parts, num_sources, num_targets, query.device)
-        sent = self.attend(query, torch.cat(keys, -3), torch.cat(values, -3), joined, score=DotScore(1.0))
+        sent = self.attend(query, key, value, joined, score=DotScore(1.0))
         assert isinstance(sent, Tensor)
         of_type = sent.flatten(-2).split_with_sizes(list(targets.values()), -2)
         received = zip(targets, of_type, strict=True)
         return self._outputs({name: rows for name, rows in received if name in self.dst_node_types}, x)
+
+    def _transformed(
+        self, rel: HeteroLinear, rows: dict[int, Tensor], factors: dict[int, Tensor] | None = None
+    ) -> list[Tensor]:
+        """The rows `[..., M, H, C]` of each edge type times the matrices, and factors `[H, 1, 1]`, of its number."""
+        if not rows:
+            return []
+        num_types = len(self.edge_types)
+        if is_untouched(rel):  # factors scale the matrices, so that nothing has to be done per node
+            weight = rel.weight.unflatten(0, (self.heads, num_types))
+            return [
+                _per_head(x, weight[:, number] if factors is None else weight[:, number] * factors[number])
+                for number, x in rows.items()
+            ]
+        order = sorted(rows)  # which the module expects
+        nodes = {number: rows[number].movedim((-2, -3), (0, 1)) for number in order}  # [H, M, ..., C]
+        flat = [x.flatten(1, -2) for x in nodes.values()]
+        first = torch.arange(self.heads, device=flat[0].device).unsqueeze(1) * num_types
+        types = [(first + number).expand(-1, x.size(1)) for number, x in zip(order, flat, strict=True)]
+        found = rel(torch.cat(flat, 1).flatten(0, 1), torch.cat(types, 1).flatten())
+        parts = found.unflatten(0, (self.heads, -1)).split([x.size(1) for x in flat], 1)
+        outs = {
+            number: part.reshape(x.shape).movedim((0, 1), (-2, -3))
+            for (number, x), part in zip(nodes.items(), parts, strict=True)
+        }
+        return [outs[n] if factors is None else outs[n] * factors[n].view(-1, 1) for n in rows]
 
     def _outputs(self, received: dict[str, Tensor], x: dict[str, Tensor]) -> dict[str, Tensor]:
         """The outputs `[..., N, F_out]` from what each node received."""

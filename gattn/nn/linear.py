@@ -8,13 +8,17 @@ from typing import Any, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Embedding, Module
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn.dense import HeteroLinear
 from torch_geometric.nn.dense import Linear as PyGLinear
 
 from gattn.graphs.edge_lists import derived
 from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
+from gattn.torch_private import has_hooks, is_wrapper
 
-__all__ = ["FeatureDropout", "Linear", "dropout", "is_affine", "is_autocast", "is_plain"]
+__all__ = ["FeatureDropout", "Linear", "columns", "dropout", "is_affine", "is_autocast", "is_plain", "is_untouched"]
 
 
 class Linear(PyGLinear):
@@ -41,17 +45,47 @@ class Linear(PyGLinear):
         out = _sparse_product(x, self.weight)
         return out if self.bias is None else out + self.bias
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Saves the parameters that the layer has: pruned or normalised, it has others, and PyG's would not load."""
+        is_made = not is_lazy(self._parameters.get("weight"))
+        save: Any = Module._save_to_state_dict if is_made else PyGLinear._save_to_state_dict
+        save(self, destination, prefix, keep_vars)
 
-def is_affine(lin: Any) -> bool:
-    """Whether a layer is only its weight and bias: initialised, without hooks, not wrapped, patched or pruned."""
-    if type(lin) is not Linear or "forward" in vars(lin):
+
+#: Layers that are nothing but their parameters, each with the method that says so and the names of these parameters.
+_PARAMETERS: dict[type[Module], tuple[Any, set[str]]] = {
+    **{kind: (kind.forward, {"weight", "bias"}) for kind in (Linear, PyGLinear, torch.nn.Linear, HeteroLinear)},
+    Embedding: (Embedding.forward, {"weight"}),
+}
+
+
+def is_untouched(module: Module) -> bool:
+    """Whether code may read a module's parameters instead of calling it, because nobody could notice the difference.
+
+    Somebody would if it has hooks, is pruned, parametrised, quantised, patched, wrapped or replaced, or is lazy still.
+    """
+    kind = type(module)
+    forward, names = _PARAMETERS.get(kind, (None, None))
+    if kind.forward is not forward or module._parameters.keys() != names or "forward" in module.__dict__:
         return False
-    return not (lin._forward_pre_hooks or lin._forward_hooks or lin._backward_hooks)
+    if has_hooks(module) or module._modules:
+        return False
+    return not any(is_wrapper(parameter) for parameter in module._parameters.values() if parameter is not None)
+
+
+def is_affine(lin: Module) -> bool:
+    """Whether a layer is only its weight `[F_out, F_in]` and, possibly, its bias."""
+    return isinstance(lin, (PyGLinear, torch.nn.Linear)) and is_untouched(lin)
 
 
 def is_plain(lin: Any) -> bool:
-    """Whether a layer is only its weight."""
+    """Whether a layer is only its weight `[F_out, F_in]`."""
     return is_affine(lin) and lin.bias is None
+
+
+def columns(lin: Any, *sizes: int) -> tuple[Tensor, ...] | None:
+    """The columns of a linear layer's weight that belong to each part of its input; `None` if it has to be called."""
+    return lin.weight.split(sizes, 1) if is_affine(lin) else None
 
 
 def is_autocast(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from gattn.attention import attend
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.scores import AdditiveScore
-from gattn.scripting import NotScriptable
+from gattn.tracing import Leaf
 
 __all__ = ["LSTMNCell", "LSTMNState"]
 
@@ -45,7 +45,7 @@ class LSTMNState(NamedTuple):
         return self.values.chunk(2, -1)[1]
 
 
-class LSTMNCell(NotScriptable, Module):
+class LSTMNCell(Leaf, Module):
     r"""An LSTM cell that keeps the states of all tokens on tapes and attends to them instead of using the last one.
 
     From `Long Short-Term Memory-Networks for Machine Reading <https://arxiv.org/abs/1601.06733>`_:

@@ -10,18 +10,20 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Linear, Module, Parameter
+from torch.nn import Module, Parameter
 from torch_geometric.typing import Adj
 
 from gattn.attention import Attention
 from gattn.errors import InputError, check_at_least
-from gattn.graphs import CompleteGraph, Graph, as_graph
+from gattn.graphs import CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn import nested
 from gattn.nn.graph_positions import position_bias
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
-from gattn.nn.torch_masks import add, check_mask, mask_terms
+from gattn.nn.torch_masks import add, check_mask, is_causal_mask, mask_terms
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
+from gattn.torch_private import NonDynamicallyQuantizableLinear, is_readable, no_hook
 
 __all__ = ["KeyValueCache", "MultiheadAttention"]
 
@@ -147,13 +149,13 @@ class MultiheadAttention(Attention):
             self.in_proj_bias = Parameter(torch.empty(sum(self._splits), **factory))
         else:
             self.register_parameter("in_proj_bias", None)
-        self.out_proj = Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.out_proj = NonDynamicallyQuantizableLinear(embed_dim, embed_dim, bias=bias, **factory)
         for name in ("bias_k", "bias_v"):
             self.register_parameter(name, Parameter(torch.empty(1, 1, kv_channels, **factory)) if add_bias_kv else None)
         self.q_norm = torch.nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = torch.nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         # PyTorch's encoder layer replaces this layer with a kernel of its own, unless a submodule has a hook.
-        self.aggr_module.register_forward_pre_hook(_no_hook)
+        self.aggr_module.register_forward_pre_hook(no_hook)
         self._reset_parameters()
 
     @property
@@ -196,6 +198,7 @@ class MultiheadAttention(Attention):
         *,
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
+        static_kv: bool | None = None,
     ) -> tuple[Tensor, Weights]: ...
 
     @overload
@@ -212,6 +215,7 @@ class MultiheadAttention(Attention):
         is_causal: bool = False,
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
+        static_kv: bool | None = None,
     ) -> tuple[Tensor, None]: ...
 
     @overload
@@ -228,6 +232,7 @@ class MultiheadAttention(Attention):
         *,
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
+        static_kv: bool | None = None,
     ) -> tuple[Tensor, Weights | None]: ...
 
     def forward(
@@ -243,6 +248,7 @@ class MultiheadAttention(Attention):
         *,
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
+        static_kv: bool | None = None,
     ) -> tuple[Tensor, Weights | None]:
         """Attends from each query to the keys that the graph and the masks allow.
 
@@ -257,14 +263,15 @@ class MultiheadAttention(Attention):
             attn_mask: Which pairs to ignore, `[N, M]` or `[B * H, N, M]`: booleans (True means that this query may
                 *not* attend to this key), or numbers that are added to the logits. (default: `None`)
             average_attn_weights: Whether to return the mean of the weights over heads. (default: `True`)
-            is_causal: Whether a query attends only to keys up to its own position. If there are as many keys as
-                queries, an `attn_mask` is then assumed to say the same, and its elements are not read. (default:
-                `False`)
+            is_causal: Whether a query attends only to keys up to its own position, the last query to all keys (as
+                decoding with a cache requires). With an `attn_mask`, the mask alone counts. (default: `False`)
             graph: Which query attends to which key, in any form that `gattn.attend` takes. Masks apply in addition.
                 (default: `None`, every query to every key)
-            cache: The keys and values of earlier tokens, to which those of `key` and `value` are appended. If `query`
-                and `key` are different tensors, they are taken for an encoder's output: their projections are stored in
-                the first call and used in all later ones. (default: `None`)
+            cache: The keys and values of earlier tokens, to which those of `key` and `value` are appended, or those of
+                an encoder's output. (default: `None`)
+            static_kv: With a cache, whether `key` and `value` are an encoder's output, whose projections are stored in
+                the first call and used in all later ones. (default: `None`, no if `query` and `key` are equal, yes if
+                there are more or fewer keys than queries)
 
         Returns:
             The output, in the shape of the query, and the weights, or `None` without `need_weights`. The weights are
@@ -274,7 +281,8 @@ class MultiheadAttention(Attention):
             Nested tensors cannot be combined with masks other than `is_causal`, or with a cache.
 
         Raises:
-            ValueError: If shapes, masks, graph and options do not fit each other. The message says which.
+            ValueError: If shapes, masks, graph and options do not fit each other, or `static_kv` has to be given. The
+                message says which.
         """
         if nested.is_nested(query, key, value):
             graph = nested.packed_graph(self, query, key, value, graph, attn_mask, key_padding_mask, is_causal, cache)
@@ -282,8 +290,10 @@ class MultiheadAttention(Attention):
         self._check_inputs(query, key, value)
         check_mask("attn_mask", attn_mask)
         check_mask("key_padding_mask", key_padding_mask)
+        # The mask counts, but there are faster kernels for a causal one.
+        is_causal = is_causal and (attn_mask is None or is_causal_mask(attn_mask))
         transposed = query.dim() == 3 and not self.batch_first
-        grows_cache = cache is not None and query is key and key is value
+        grows_cache = cache is not None and not _is_static(query, key, static_kv, int(self.batch_first))
         q, k, v = self._project(query, key, value, transposed, None if grows_cache else cache)
         first = cache.length(self) if cache is not None and grows_cache else 0
         num_targets, num_sources = q.size(-3), first + k.size(-3)
@@ -351,6 +361,7 @@ class MultiheadAttention(Attention):
                 )
             if x.size(-1) != channels:
                 raise InputError(f"{name} has {x.size(-1)} channels, but this layer was made for {channels}.")
+        check_dtype(self, query=query)  # a cache may have the projections of key and value
         if is_one:
             return
         if key.shape[:-1] != value.shape[:-1]:
@@ -444,10 +455,6 @@ class MultiheadAttention(Attention):
         return f"{type(self).__name__}({self.embed_dim}, num_heads={self.num_heads})"
 
 
-def _no_hook(module: Module, inputs: Any) -> None:
-    """Does nothing; a hook must only exist."""
-
-
 def _resolve_graph(graph: Adj | Graph | None, num_targets: int, num_sources: int, is_causal: bool) -> Graph:
     """The graph that a caller passed, with its sizes; by default a complete one."""
     if graph is None:
@@ -455,7 +462,31 @@ def _resolve_graph(graph: Adj | Graph | None, num_targets: int, num_sources: int
     resolved = as_graph(graph, sharded=True).resolve(num_sources, num_targets)
     if is_causal and isinstance(resolved, CompleteGraph):  # on a list of edges, that is a mask
         return resolved.with_causal()
+    if is_causal and not isinstance(resolved, SparseGraph):
+        raise InputError(
+            f"is_causal=True is not possible on a {type(resolved).__name__}: make a graph without later sources."
+        )
     return resolved
+
+
+def _is_static(query: Tensor, key: Tensor, static_kv: bool | None, time: int) -> bool:
+    """Whether keys are those of an encoder's output, and not those of the queries' own tokens.
+
+    Whether tensors are the same object says nothing: hooks of the module may have copied them.
+    """
+    if static_kv is not None or query is key:
+        return bool(static_kv)
+    if query.dim() == 2:
+        time = 0
+    if query.size(time) != key.size(time):
+        return True
+    if query.shape == key.shape and is_readable(query) and is_readable(key) and torch.equal(query, key):
+        return False
+    raise InputError(
+        "with a cache and as many keys as queries, it cannot be known whether they are the same tokens, whose keys are "
+        "appended to the cache (static_kv=False), or an encoder's output, whose keys never change (static_kv=True): "
+        "pass static_kv."
+    )
 
 
 def _finish_weights(weights: Weights, dtype: torch.dtype, heads_dim: int | None) -> Weights:

@@ -13,16 +13,18 @@ from torch.nn import Linear, Parameter
 from torch_geometric.nn.aggr import Aggregation
 
 from gattn.attention import attend
-from gattn.errors import check_at_least
+from gattn.errors import InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
-from gattn.scripting import NotScriptable
+from gattn.torch_private import is_fx_symbolic_tracing
+from gattn.tracing import Leaf
 
 __all__ = ["AttentionPooling"]
 
 
-class AttentionPooling(NotScriptable, Aggregation):
+class AttentionPooling(Leaf, Aggregation):
     r"""Averages the elements of a set, with attention weights from a learned query.
 
     This is the attention to words and to sentences in `Hierarchical Attention Networks for Document Classification
@@ -80,6 +82,10 @@ class AttentionPooling(NotScriptable, Aggregation):
 
     def __call__(self, x: Tensor, *args: Any, lengths: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls `forward` after PyG's checks."""
+        if is_fx_symbolic_tracing():
+            return super().__call__(x, *args, lengths=lengths, **kwargs)
+        if not isinstance(x, Tensor):
+            raise InputTypeError(f"x must be a tensor; got {type(x).__name__}.")
         # Without an index PyG would create one of zeros and read its elements, which exported models cannot do.
         is_one_set = len(args) == 0 and set(kwargs) <= {"return_weights"} and x.dim() > 1 and x.size(-2) > 0
         if lengths is None and not is_one_set:
@@ -158,14 +164,16 @@ class AttentionPooling(NotScriptable, Aggregation):
             The sets `[..., N, C]`, or `[..., C]` for a padded batch, and with `return_weights` the weights `[..., M]`.
 
         Raises:
-            ValueError: If shapes do not fit each other, or `lengths` is combined with `index`, `ptr` or `dim_size`.
+            ValueError: If shapes do not fit each other, `x` is of another type than the parameters, or `lengths` is
+                combined with `index`, `ptr` or `dim_size`.
             IndexError: If an index is negative.
-            TypeError: If `lengths` is not a tensor.
+            TypeError: If `x` or `lengths` is not a tensor.
         """
         if x.size(-1) != self.in_channels:
             raise ValueError(
                 f"x has {x.size(-1)} channels, but this layer was made for in_channels={self.in_channels}."
             )
+        check_dtype(self, x=x)
         dim = dim if dim < 0 else dim - x.dim()
         if dim == -1:
             raise ValueError(

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedParameter
 from torch_geometric.nn.inits import zeros
 
 from gattn.distributions import Gate, Identity, Sigmoid, Tanh
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.edge_features import checked_features
-from gattn.nn.linear import Linear
+from gattn.nn.edge_features import checked_features, with_features
+from gattn.nn.linear import Linear, columns
 from gattn.scores import GATScore
+from gattn.torch_private import has_hooks
 
 __all__ = ["ResGatedGraphConv"]
 
@@ -134,11 +134,22 @@ class ResGatedGraphConv(BaseConv):
         edge = edge_value = None
         if self.edge_dim is not None:
             graph, edge_attr = checked_features(graph, edge_attr, self.edge_dim, sources.shape[:-2])
-            query, of_query = _split(self.lin_key, targets, edge_attr)  # PyG's keys are the targets'
-            key, of_key = _split(self.lin_query, sources, edge_attr)
-            value, of_value = _split(self.lin_value, sources, edge_attr)
-            edge = F.linear(edge_attr, of_query + of_key)
-            edge_value = F.linear(edge_attr, of_value).unsqueeze(-1)
+            ends = targets, sources, sources
+            lins = self.lin_key, self.lin_query, self.lin_value  # PyG's keys are the targets'
+            weights = [columns(lin, x.size(-1), edge_attr.size(-1)) for lin, x in zip(lins, ends, strict=True)]
+            parts = [part for part in weights if part is not None]
+            if len(parts) < len(lins):
+                source, target = self._listed(graph, sources.device).sources_and_targets()
+                at_ends = [x.index_select(-2, i) for x, i in zip(ends, (target, source, source), strict=True)]
+                to, by, sent = (lin(with_features(x, edge_attr)) for lin, x in zip(lins, at_ends, strict=True))
+                query, key = (sent.new_zeros(*x.shape[:-1], self.out_channels) for x in (targets, sources))
+                value, edge, edge_value = key, to + by, sent.unsqueeze(-1)
+            else:
+                query, key, value = (
+                    F.linear(x, part[0], lin.bias) for lin, x, part in zip(lins, ends, parts, strict=True)
+                )
+                edge = F.linear(edge_attr, parts[0][1] + parts[1][1])
+                edge_value = F.linear(edge_attr, parts[2][1]).unsqueeze(-1)
         elif edge_attr is None:
             query, key, value = self.lin_key(targets), self.lin_query(sources), self.lin_value(sources)
         else:
@@ -188,7 +199,7 @@ _GATES: tuple[tuple[Gate, tuple[Any, ...]], ...] = (
 
 def _gate(act: Any, dtype: torch.dtype) -> Gate:
     """The distribution for an activation, which is called in the type of the features."""
-    is_hooked = isinstance(act, torch.nn.Module) and (act._forward_hooks or act._forward_pre_hooks)
+    is_hooked = isinstance(act, torch.nn.Module) and (has_hooks(act) or "forward" in vars(act))
     for gate, known in _GATES:
         if not is_hooked and any(act is name or type(act) is name for name in known):
             return gate
@@ -200,12 +211,3 @@ def _joined(channels: int, edge_dim: int | None) -> int:
     if edge_dim is None:
         return channels
     return channels + edge_dim if channels > 0 and edge_dim >= 0 else -1
-
-
-def _split(lin: Linear, x: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
-    """The linear layer of `[x, edge_attr]`, applied to x with its bias, and its weight for `edge_attr`."""
-    sizes = [x.size(-1), edge_attr.size(-1)]
-    if isinstance(lin.weight, UninitializedParameter):
-        lin(x.new_zeros(0, sum(sizes)))  # initialises the weight
-    of_nodes, of_edges = lin.weight.split(sizes, 1)
-    return F.linear(x, of_nodes, lin.bias), of_edges

@@ -21,7 +21,7 @@ from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear, is_plain
 from gattn.recording import recorded
 from gattn.scores import GATScore
-from gattn.torch_private import is_functorch_tensor, is_traced
+from gattn.torch_private import is_readable
 
 __all__ = ["RGATConv"]
 
@@ -317,7 +317,7 @@ class RGATConv(AttentionConv):
             raise InputError(
                 f"edge_type is on {edge_type.device}, the features are on {self.k.device}: move one of them."
             )
-        if edge_type.numel() and _is_readable(edge_type):
+        if edge_type.numel() and is_readable(edge_type):
             lowest, highest = (int(bound) for bound in edge_type.aminmax())
             if lowest < 0 or highest >= self.num_relations:
                 raise IndexError(
@@ -467,7 +467,7 @@ class _Pairs(NamedTuple):
         tiles = (count + size - 1) // size
         end = tiles.cumsum(0)
         # A program that must also serve other edges knows only a bound.
-        num_tiles = int(end[-1]) if _is_readable(end) else node.size(0) // size + max(num_relations, 2)
+        num_tiles = int(end[-1]) if is_readable(end) else node.size(0) // size + max(num_relations, 2)
         empty = (end - tiles) * size - (count.cumsum(0) - count)  # places before a relation's first
         place = is_new.cumsum(0) - 1 + empty.index_select(0, relation)
         tile = torch.arange(num_tiles, device=key.device)
@@ -481,11 +481,6 @@ class _Pairs(NamedTuple):
         """The features of each pair's node times its relation's matrix, from `[..., N, F]` and `[R, F, C]`."""
         rows = x.index_select(-2, self.node.flatten()).view(*x.shape[:-2], *self.node.shape, x.size(-1))
         return torch.matmul(rows, weight.index_select(0, self.relation)).flatten(-3, -2)
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has numbers on which decisions may depend."""
-    return not (is_traced() or is_functorch_tensor(tensor) or tensor.device.type == "meta")
 
 
 def _values(adjacency: Any) -> Tensor | None:

@@ -17,11 +17,12 @@ from torch.nn import Linear, Module, Parameter
 
 from gattn.attention import attend
 from gattn.distributions import Distribution
-from gattn.errors import check_at_least
+from gattn.errors import InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, DotScore, Score
-from gattn.scripting import NotScriptable
+from gattn.tracing import Leaf
 
 __all__ = [
     "AdditiveAttention",
@@ -44,7 +45,7 @@ class Memory(NamedTuple):
     """Which positions are not padding, `[B, M]`; `None` means all."""
 
 
-class MemoryAttention(NotScriptable, Module):
+class MemoryAttention(Leaf, Module):
     r"""The base class of attention from queries to a memory, with a softmax over all positions that are not padding.
 
     .. math::
@@ -99,8 +100,11 @@ class MemoryAttention(NotScriptable, Module):
             source_lengths: The number of positions in each memory without padding, `[B]`. (default: `None`, all)
 
         Raises:
+            TypeError: If the memory is not a tensor.
             ValueError: If shapes or lengths do not fit each other.
         """
+        if not isinstance(memory, Tensor):
+            raise InputTypeError(f"memory must be a tensor; got {type(memory).__name__}.")
         if memory.dim() not in (2, 3):
             raise ValueError(f"a memory must be [B, M, C] or [M, C]; got {list(memory.shape)}.")
         mask = None
@@ -172,7 +176,8 @@ class MemoryAttention(NotScriptable, Module):
             The contexts `[B, N, Cm]`, and with `return_weights` the weights `[B, N, M]`.
 
         Raises:
-            ValueError: If shapes or lengths do not fit each other.
+            TypeError: If the queries or the memory are not tensors.
+            ValueError: If shapes or lengths do not fit each other, or an input is of another type than the parameters.
         """
         context, weights = self._attend(query, self._prepared(query, memory, source_lengths), first, return_weights)
         return context if weights is None else (context, weights)
@@ -183,11 +188,14 @@ class MemoryAttention(NotScriptable, Module):
             memory = self.prepare(memory, source_lengths)
         elif source_lengths is not None:
             raise ValueError("a prepared memory already has its lengths: pass source_lengths to prepare() only.")
+        if not isinstance(query, Tensor):
+            raise InputTypeError(f"query must be a tensor; got {type(query).__name__}.")
         if query.dim() != memory.values.dim():
             raise ValueError(
                 f"queries and memory must be [B, N, C] and [B, M, C], or both without B; got {list(query.shape)} and "
                 f"{list(memory.values.shape)}."
             )
+        check_dtype(self, query=query)
         return memory
 
     def _attend(self, query: Tensor, memory: Memory, first: int, return_weights: bool) -> tuple[Tensor, Tensor | None]:
@@ -365,6 +373,7 @@ class AdditiveAttention(MemoryAttention):
 
     def keys(self, memory: Tensor) -> Tensor:
         """Projects the memory to keys, once for all queries."""
+        check_dtype(self, memory=memory)
         keys: Tensor = self.key_proj(memory)
         return keys
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph, SparseGraph
+from gattn.graphs.edge_lists import derived
+from gattn.torch_private import is_readable
 
-__all__ = ["add", "check_mask", "is_causal_mask", "mask_terms"]
+__all__ = ["add", "as_numbers", "check_mask", "is_causal_mask", "mask_terms"]
 
 
 def check_mask(name: str, mask: Any) -> None:
@@ -34,13 +36,21 @@ def check_mask(name: str, mask: Any) -> None:
 
 
 def is_causal_mask(mask: Tensor | None) -> bool:
-    """Whether a mask hides exactly the later positions; `False` in compiled code, which cannot read elements."""
-    if mask is None or mask.dim() != 2 or mask.size(0) != mask.size(1) or torch.compiler.is_compiling():
+    """Whether a mask hides exactly the later positions; `False` in traced code, which cannot read elements."""
+    if mask is None or mask.dim() != 2 or mask.size(0) != mask.size(1) or not is_readable(mask):
         return False
-    later = torch.ones_like(mask, dtype=torch.bool).triu(1)
-    if mask.dtype == torch.bool:
-        return bool((mask == later).all())
-    return bool((mask == torch.zeros_like(mask).masked_fill(later, -torch.inf)).all())
+
+    def compare() -> bool:
+        later = torch.ones_like(mask, dtype=torch.bool).triu(1)
+        return torch.equal(mask, later if mask.dtype == torch.bool else as_numbers(later, mask.dtype))
+
+    is_causal: bool = derived(mask, "is causal", compare)
+    return is_causal
+
+
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask (True = may not attend) as numbers that are added to the logits; numbers stay as they are."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
 
 
 def mask_terms(
@@ -58,7 +68,8 @@ def mask_terms(
         graph: The graph, whose sizes are known.
         attn_mask: As in `MultiheadAttention.forward`.
         key_padding_mask: As in `MultiheadAttention.forward`.
-        is_causal: As in `MultiheadAttention.forward`; a complete graph knows it already.
+        is_causal: Whether targets see only sources up to their position, and `attn_mask` says the same or is `None`; a
+            complete graph knows it already.
         batch: The batch dimensions of the features.
         heads: H.
         size: N and M.
@@ -69,12 +80,10 @@ def mask_terms(
     Raises:
         ValueError: If a mask has the wrong shape.
     """
-    num_targets, num_sources = size
     attn_mask = pair_mask(attn_mask, batch, heads, size)
-    if is_causal and num_targets == num_sources:
-        attn_mask = None
+    attn_mask = None if is_causal else attn_mask
     graph, key_padding_mask = padding_as_lengths(graph, key_padding_mask, batch)
-    bias, mask = bias_and_mask(attn_mask, key_padding_mask, batch, num_sources)
+    bias, mask = bias_and_mask(attn_mask, key_padding_mask, batch, size[1])
     bias, mask = (None if term is None else graph.from_pairs(term, heads) for term in (bias, mask))
     if is_causal and isinstance(graph, SparseGraph):  # a complete graph is causal itself, a list of edges by a mask
         past = (graph.distances(graph.edge_index.device) <= 0).unsqueeze(-1)

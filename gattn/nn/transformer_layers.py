@@ -19,7 +19,8 @@ from gattn.graphs import Graph
 from gattn.nn import nested
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.multihead_attention import MultiheadAttention
-from gattn.nn.torch_masks import is_causal_mask
+from gattn.nn.torch_masks import as_numbers, check_mask, is_causal_mask
+from gattn.tracing import Leaf
 
 __all__ = [
     "Transformer",
@@ -32,10 +33,12 @@ __all__ = [
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
-class _TransformerLayer(torch.nn.Module):
+class _TransformerLayer(Leaf, torch.nn.Module):
     """The parts that encoder and decoder layers share: the feed-forward network and the norms."""
 
     norm_first: bool
+    self_attn: Any
+    dropout1: Dropout
 
     def _make(
         self,
@@ -60,16 +63,31 @@ class _TransformerLayer(torch.nn.Module):
             setattr(self, f"dropout{number}", Dropout(dropout))
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
-    def _sublayer(self, x: Tensor, number: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-        norm, dropout = getattr(self, f"norm{number}"), getattr(self, f"dropout{number}")
-        if self.norm_first:
-            pre: Tensor = x + dropout(function(norm(x)))
-            return pre
-        post: Tensor = norm(x + dropout(function(x)))
-        return post
+    def _sa_block(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Self-attention and dropout, which a subclass may override; `options` are a graph and a cache, if given."""
+        out: Tensor = self.self_attn(
+            x,
+            x,
+            x,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+            **options,
+        )[0]
+        dropped: Tensor = self.dropout1(out)
+        return dropped
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+    def _added(self, x: Tensor, norm: Module, block: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The features after one of PyTorch's blocks, which a subclass may have overridden."""
+        out: Tensor = x + block(norm(x), *args, **kwargs) if self.norm_first else norm(x + block(x, *args, **kwargs))
         return out
 
 
@@ -156,9 +174,9 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             src: The features, `[T, B, E]`, `[B, T, E]` with `batch_first`, or `[T, E]` without a batch.
             src_mask: The `attn_mask` of `MultiheadAttention.forward`. (default: `None`)
             src_key_padding_mask: The `key_padding_mask` of `MultiheadAttention.forward`. (default: `None`)
-            is_causal: Whether tokens attend only to themselves and earlier ones. As in PyTorch, `src_mask` is then
-                taken to be the causal mask and is not read; to combine another mask or bias with causality, pass
-                `graph=gattn.CompleteGraph(T, causal=True)` instead. (default: `False`)
+            is_causal: Whether tokens attend only to themselves and earlier ones. With a `src_mask`, the mask alone
+                counts; to combine it with causality, pass `graph=gattn.CompleteGraph(T, causal=True)` instead.
+                (default: `False`)
             graph: Which target attends to which source, in any form that `gattn.attend` takes. (default: `None`, every
                 target to every source)
             cache: The keys and values of earlier tokens. (default: `None`)
@@ -172,21 +190,13 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             )
             return nested.restore(self.forward(nested.flatten(src), is_causal=is_causal, graph=graph), src)
 
-        def attend(x: Tensor) -> Tensor:
-            out: Tensor = self.self_attn(
-                x,
-                x,
-                x,
-                key_padding_mask=src_key_padding_mask,
-                need_weights=False,
-                attn_mask=src_mask,
-                is_causal=is_causal,
-                graph=graph,
-                cache=cache,
-            )[0]
-            return out
-
-        return self._sublayer(self._sublayer(src, 1, attend), 2, self._feed_forward)
+        masks = src_mask, src_key_padding_mask
+        if type(self)._sa_block is not TransformerEncoderLayer._sa_block or "_sa_block" in vars(self):
+            masks = _as_in_torch(masks, src.dtype)
+        src = self._added(
+            src, self.norm1, self._sa_block, *masks, is_causal=is_causal, **_given(graph=graph, cache=cache)
+        )
+        return self._added(src, self.norm2, self._ff_block)
 
 
 class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLayer):
@@ -280,10 +290,10 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
             memory_mask: The `attn_mask` of attention to the memory. (default: `None`)
             tgt_key_padding_mask: The `key_padding_mask` of self-attention. (default: `None`)
             memory_key_padding_mask: The `key_padding_mask` of attention to the memory. (default: `None`)
-            tgt_is_causal: Whether self-attention is causal. As in PyTorch, `tgt_mask` is then taken to be the causal
-                mask and is not read. (default: `False`)
-            memory_is_causal: Whether attention to the memory is causal. `memory_mask` is then not read if both have the
-                same length. (default: `False`)
+            tgt_is_causal: Whether self-attention is causal. With a `tgt_mask`, the mask alone counts.
+                (default: `False`)
+            memory_is_causal: Whether attention to the memory is causal, where the last target sees the whole memory.
+                With a `memory_mask`, the mask alone counts. (default: `False`)
             graph: The graph of self-attention, in any form that `gattn.attend` takes. (default: `None`, every target
                 to every other)
             memory_graph: The graph of attention to the memory. (default: `None`, every target to the whole memory)
@@ -308,40 +318,40 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
             )
             return nested.restore(out, tgt)
 
-        def attend(x: Tensor) -> Tensor:
-            out: Tensor = self.self_attn(
-                x,
-                x,
-                x,
-                key_padding_mask=tgt_key_padding_mask,
-                need_weights=False,
-                attn_mask=tgt_mask,
-                is_causal=tgt_is_causal,
-                graph=graph,
-                cache=cache,
-            )[0]
-            return out
+        own, of_memory = _given(graph=graph, cache=cache), _given(graph=memory_graph, cache=cache)
+        masks = tgt_mask, tgt_key_padding_mask
+        x = self._added(tgt, self.norm1, self._sa_block, *masks, is_causal=tgt_is_causal, **own)
+        masks = memory_mask, memory_key_padding_mask
+        x = self._added(x, self.norm2, self._mha_block, memory, *masks, is_causal=memory_is_causal, **of_memory)
+        return self._added(x, self.norm3, self._ff_block)
 
-        def attend_to_memory(x: Tensor) -> Tensor:
-            out: Tensor = self.multihead_attn(
-                x,
-                memory,
-                memory,
-                key_padding_mask=memory_key_padding_mask,
-                need_weights=False,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
-                graph=memory_graph,
-                cache=cache,
-            )[0]
-            return out
+    def _mha_block(
+        self,
+        x: Tensor,
+        mem: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Attention to the memory and dropout; see `_sa_block`."""
+        if "cache" in options:
+            options["static_kv"] = True
+        out: Tensor = self.multihead_attn(
+            x,
+            mem,
+            mem,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+            **options,
+        )[0]
+        dropped: Tensor = self.dropout2(out)
+        return dropped
 
-        x = self._sublayer(tgt, 1, attend)
-        x = self._sublayer(x, 2, attend_to_memory)
-        return self._sublayer(x, 3, self._feed_forward)
 
-
-class TransformerEncoder(torch.nn.TransformerEncoder):
+class TransformerEncoder(Leaf, torch.nn.TransformerEncoder):
     r"""A stack of encoder layers, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
@@ -399,7 +409,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             src: The features, as in `TransformerEncoderLayer.forward`.
             mask: The `src_mask` of the layers. (default: `None`)
             src_key_padding_mask: The `src_key_padding_mask` of the layers. (default: `None`)
-            is_causal: Whether tokens attend only to themselves and earlier ones, in which case `mask` is not read.
+            is_causal: Whether tokens attend only to themselves and earlier ones. With a `mask`, the mask alone counts.
                 (default: `None`, determined by comparing `mask` with the causal mask)
             graph: The graph of all layers. (default: `None`, every target to every source)
             cache: The keys and values of earlier tokens. (default: `None`)
@@ -408,18 +418,20 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             ValueError: If shapes, masks and graph do not fit each other.
         """
         is_causal = is_causal_mask(mask) if is_causal is None else is_causal
+        given = mask, src_key_padding_mask
         for layer in self.layers:
+            masks = given if type(layer) is TransformerEncoderLayer else _as_in_torch(given, src.dtype)
             src = layer(
                 src,
-                src_mask=mask,
-                src_key_padding_mask=src_key_padding_mask,
+                src_mask=masks[0],
+                src_key_padding_mask=masks[1],
                 is_causal=is_causal,
                 **_given(graph=graph, cache=cache),
             )
         return src if self.norm is None else nested.apply(self.norm, src)
 
 
-class TransformerDecoder(torch.nn.TransformerDecoder):
+class TransformerDecoder(Leaf, torch.nn.TransformerDecoder):
     r"""A stack of decoder layers, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
@@ -486,7 +498,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         return tgt if self.norm is None else nested.apply(self.norm, tgt)
 
 
-class Transformer(torch.nn.Transformer):
+class Transformer(Leaf, torch.nn.Transformer):
     r"""An encoder and a decoder, from `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
@@ -639,3 +651,11 @@ class Transformer(torch.nn.Transformer):
 def _given(**arguments: Any) -> dict[str, Any]:
     """Returns the arguments that are not `None`, since PyTorch's own layers do not accept graphs and caches."""
     return {name: argument for name, argument in arguments.items() if argument is not None}
+
+
+def _as_in_torch(masks: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The masks that PyTorch's encoder passes on, where other code than gattn's reads them: numbers, not booleans."""
+    for name, mask in zip(("src_mask", "src_key_padding_mask"), masks, strict=True):
+        check_mask(name, mask)
+    first, second = (None if mask is None else as_numbers(mask, dtype) for mask in masks)
+    return first, second

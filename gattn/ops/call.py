@@ -7,15 +7,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from gattn.distributions import Distribution, Law, law_of
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import EdgeList, Graph
 from gattn.graphs.edge_lists import check_later, check_types, checked_types
 from gattn.scores import Score
-from gattn.torch_private import guard_or_true, is_traced
+from gattn.torch_private import guard_or_true, has_hooks, is_traced, is_wrapper
 
-__all__ = ["Call", "checked_call", "compute_dtype"]
+__all__ = ["Call", "check_dtype", "checked_call", "compute_dtype"]
 
 
 class Call(NamedTuple):
@@ -254,9 +256,66 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_dtype(layer: Module, **features: Tensor | None) -> None:
+    """Raises `ValueError` if features cannot be multiplied by a layer's weights, because they are of another type.
+
+    Args:
+        layer: The layer. Where something in it may cast its input, nothing is raised.
+        **features: By name, what the layer multiplies by weights as it is.
+    """
+    if torch.compiler.is_compiling():  # whose own error says where
+        return
+    weight = _first_parameter(layer)
+    for name, x in features.items():
+        if x is None or weight is None or x.dtype == weight.dtype or not _is_as_made(layer, weight.dtype):
+            continue
+        if x.layout != torch.strided and weight.dtype in (torch.float16, torch.bfloat16):  # Linear casts both
+            continue
+        try:  # PyTorch knows best: autocast and some devices mix types
+            F.linear(*(torch.empty(0, 1, dtype=tensor.dtype, device=x.device) for tensor in (x, weight)))
+        except RuntimeError as error:
+            given, own = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, weight.dtype))
+            or_layer = f", or the layer with layer.{_CASTS[x.dtype]}" if x.dtype in _CASTS else ""
+            raise InputError(
+                f"{name} is {given}, but the parameters of {type(layer).__name__} are {own}: convert the features with "
+                f".{_CASTS.get(weight.dtype, f'to({weight.dtype})')}{or_layer}."
+            ) from error
+
+
+_CASTS = {torch.float32: "float()", torch.float64: "double()", torch.float16: "half()", torch.bfloat16: "bfloat16()"}
+#: The modules of these packages do not cast their input.
+_PACKAGES = ("gattn.", "torch.nn.modules.", "torch_geometric.nn.")
+
+
+def _first_parameter(module: Module) -> Tensor | None:
+    """What `next(module.parameters())` gives, several times as fast."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        if child is not None and (found := _first_parameter(child)) is not None:
+            return found
+    return None
+
+
+def _is_as_made(layer: Module, dtype: torch.dtype) -> bool:
+    """Whether a layer with weights has only parameters of this type, and nothing is wrapped, replaced or hooked."""
+    has_weights = False
+    for module in layer.modules():
+        if not type(module).__module__.startswith(_PACKAGES) or "forward" in module.__dict__:
+            return False
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if any(parameter.dtype != dtype or is_wrapper(parameter) for parameter in parameters):
+            return False
+        if module is not layer and has_hooks(module) and not any(map(is_lazy, module.parameters())):  # hooks make those
+            return False
+        has_weights |= any(is_lazy(parameter) or parameter.dim() > 1 for parameter in parameters)
+    return has_weights
+
+
 def _check_nodes(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -> None:
     """Checks query, key and value against each other."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    for name, tensor in (("key", key), ("value", value), ("query", query)):
         if not isinstance(tensor, Tensor) and not (name == "query" and tensor is None):
             raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         if tensor is not None and not tensor.is_floating_point():
@@ -304,6 +363,10 @@ def _check_kinds(value: Tensor, **terms: Tensor | None) -> None:
             raise InputTypeError(f"{name} must be a tensor; got {type(term).__name__}.")
         if name == "mask" and term.dtype != torch.bool:
             raise InputError(f"mask must be a tensor of booleans, True = may attend; got {term.dtype}.")
+        if name == "bias" and term.dtype == torch.bool:
+            raise InputError(
+                "bias holds booleans, but is added to the logits: pass it as mask=, where True = may attend."
+            )
         if term.is_complex():
             raise InputError(f"{name} must be of a floating-point type; got {term.dtype}.")
         if term.device != value.device:

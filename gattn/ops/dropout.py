@@ -45,9 +45,11 @@ def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 def check_probability(name: str, p: float) -> None:
     """Raises `TypeError` or `ValueError` if `p` is not a probability."""
     try:
-        valid = bool(0.0 <= p <= 1.0)
-    except TypeError as error:
-        raise InputTypeError(f"{name} must be a probability, a number between 0 and 1; got {p!r}.") from error
+        valid = None if p is True else bool(0.0 <= p <= 1.0)  # as a number, True would drop everything
+    except (TypeError, ValueError, RuntimeError):
+        valid = None
+    if valid is None:
+        raise InputTypeError(f"{name} must be a probability, a number between 0 and 1; got {p!r}.")
     if not valid:
         raise InputError(f"{name} must be a probability between 0 and 1; got {p}.")
 

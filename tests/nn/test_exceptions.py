@@ -183,3 +183,126 @@ def test_what_catches_pygs_errors_of_features_catches_ours(name, layer):
     theirs, ours = (error(INPUTS[name], getattr(module, layer)) for module in (pyg, gattn.nn))
     assert isinstance(ours, ValueError)
     assert theirs is None or isinstance(ours, type(theirs))
+
+
+TYPES = (["a"], [("a", "to", "a")])
+SEQUENCE, PREFIX = torch.randn(2, 4, 6), torch.randn(2, 5, 6)
+
+#: Layers, each with a call that multiplies the features by a weight, and the name that the features have there.
+MIXED = {
+    "GATConv": (lambda: gattn.nn.GATConv(6, 3), lambda layer, x: layer(x, INDEX), "x"),
+    "GATConv, lazy": (lambda: gattn.nn.GATConv(-1, 3), lambda layer, x: layer(x, INDEX), "x"),
+    "GATConv, pair": (lambda: gattn.nn.GATConv((6, 6), 3), lambda layer, x: layer((X, x), INDEX), r"x\[1\]"),
+    "GATConv, sparse": (lambda: gattn.nn.GATConv(6, 3), lambda layer, x: layer(x.to_sparse_csr(), INDEX), "x"),
+    "TransformerConv": (lambda: gattn.nn.TransformerConv(6, 3), lambda layer, x: layer(x, INDEX), "x"),
+    "FAConv": (lambda: gattn.nn.FAConv(6), lambda layer, x: layer(x, x, INDEX), "x"),
+    "DNAConv": (lambda: gattn.nn.DNAConv(6), lambda layer, x: layer(x.expand(3, 4, 6).transpose(0, 1), INDEX), "x"),
+    "HANConv": (
+        lambda: gattn.nn.HANConv(6, 3, TYPES),
+        lambda layer, x: layer({"a": x}, {TYPES[1][0]: INDEX}),
+        r"x_dict\['a'\]",
+    ),
+    "HGTConv": (
+        lambda: gattn.nn.HGTConv(-1, 4, TYPES, heads=2),
+        lambda layer, x: layer({"a": x}, {TYPES[1][0]: INDEX}),
+        r"x_dict\['a'\]",
+    ),
+    "MultiheadAttention": (lambda: gattn.nn.MultiheadAttention(6, 2), lambda layer, x: layer(x, x, x), "query"),
+    "MultiheadAttention, keys": (
+        lambda: gattn.nn.MultiheadAttention(6, 2, kdim=6, vdim=5),
+        lambda layer, x: layer(x, X, X[:, :5]),
+        "query",
+    ),
+    "AttentionPooling": (lambda: gattn.nn.AttentionPooling(6), lambda layer, x: layer(x), "x"),
+    "GeneralAttention": (lambda: gattn.nn.GeneralAttention(6, 6), lambda layer, x: layer(x, X), "query"),
+    "AdditiveAttention": (lambda: gattn.nn.AdditiveAttention(6, 6), lambda layer, x: layer(X, x), "memory"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("name", MIXED)
+def test_features_of_another_type_than_the_parameters(name, dtype):
+    make, call, features = MIXED[name]
+    given, layer = str(dtype).removeprefix("torch."), name.split(",")[0]
+    hint = {"float64": r"\.double\(\)", "float16": r"\.half\(\)"}[given]
+    message = rf"{features} is {given}, but the parameters of {layer} are float32: .*\.float\(\).* layer{hint}"
+    with pytest.raises(RuntimeError, match=message) as caught:  # which the original raises
+        call(make(), X.to(dtype))
+    assert type(caught.value) is InputError
+
+
+class Casting(nn.Module):
+    def __init__(self, lin):
+        super().__init__()
+        self.lin = lin
+
+    def forward(self, x):
+        return self.lin(x.float())
+
+
+def with_casts(kind):
+    """A `GATConv` with edge features, whose projection casts its input."""
+    layer = gattn.nn.GATConv(6, 3, edge_dim=2)
+    if kind == "wrapped":
+        layer.lin = Casting(layer.lin)
+    elif kind == "in a sequence":
+        layer.lin = nn.Sequential(Casting(nn.Identity()), layer.lin)
+    elif kind == "patched":
+        forward = layer.lin.forward
+        layer.lin.forward = lambda x: forward(x.float())
+    elif kind == "hook":
+        layer.lin.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+    elif kind == "mixed":
+        layer.lin.double()
+    elif kind == "subclass":
+
+        class Own(gattn.nn.GATConv):
+            def forward(self, x, *args):
+                return super().forward(self._inputs(x)[0].float(), *args)
+
+        layer = Own(6, 3, edge_dim=2)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "in a sequence", "patched", "hook", "mixed", "subclass"])
+def test_what_can_mix_types_still_does(kind):
+    layer = with_casts(kind)
+    assert layer(X.double(), INDEX, torch.randn(3, 2)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sparse_features_and_parameters_in_half_precision_mix(dtype):
+    layer = gattn.nn.GATConv(6, 3).to(dtype)
+    assert layer(X.double().to_sparse_csr(), INDEX).dtype == dtype
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_autocast_mixes_types(name):
+    make, call, _ = MIXED[name]
+    with torch.autocast("cpu", enabled="sparse" not in name):
+        call(make(), X if "sparse" in name else X.half())
+
+
+def test_layers_without_weights_mix_types():
+    x = X.double()
+    assert gattn.nn.AGNNConv()(x, INDEX).dtype == torch.float64
+    assert gattn.nn.DotProductAttention()(x, X).dtype == torch.float64
+    assert gattn.nn.GeneralAttention(6, 6)(X, x).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gattn.nn.AttentionPooling(6)(X.tolist()), "x must be a tensor; got list"),
+        (lambda: gattn.nn.DotProductAttention()(X, None), "memory must be a tensor; got NoneType"),
+        (lambda: gattn.nn.DotProductAttention()(X.numpy(), X), "query must be a tensor; got ndarray"),
+    ],
+)
+def test_features_that_are_no_tensors(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_integers_have_to_be_converted_themselves():
+    with pytest.raises(RuntimeError, match=r"query is int64, but .* are float32: .* with \.float\(\)\.$"):
+        gattn.nn.GeneralAttention(6, 6)(X.long(), X)

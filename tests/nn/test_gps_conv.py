@@ -180,3 +180,19 @@ def test_errors(x, edge_index, batch):
         block(x, edge_index, batch.flip(0))
     with pytest.raises(ValueError, match="8 is not one of 3"):
         GPSConv(F, None, heads=3)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kind", ["multihead", "performer"])
+def test_another_module_in_the_place_of_attention(kind, batched, x, edge_index, batch):
+    ours, theirs = make("ours", norm="layer_norm")
+    theirs.attn = pyg.GPSConv(F, None, HEADS, attn_type=kind).attn.double().eval()
+    ours.attn = copy.deepcopy(theirs.attn)
+    given = batch if batched else None
+    torch.testing.assert_close(ours(x, edge_index, given), theirs(x, edge_index, given))
+    ours.reset_parameters()
+
+
+def test_arguments_for_no_layer_are_refused(x, edge_index):
+    with pytest.raises(TypeError, match="made with conv=None; got attn_mask"):
+        GPSConv(F, None).double()(x, edge_index, attn_mask=torch.zeros(11, 11).bool())

@@ -6,16 +6,18 @@ import math
 import pickle
 import subprocess
 import sys
+from typing import Optional
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch_geometric import EdgeIndex
 from torch_geometric.data import HeteroData
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, to_hetero
+from torch_geometric.utils import softmax
 
 import gattn
 from gattn import CompleteGraph, SparseGraph
@@ -25,6 +27,7 @@ from gattn.testing import assert_permutation_equivariant, random_edge_index
 LAYERS = [GATConv, GATv2Conv, TransformerConv]
 LOOPED = [GATConv, GATv2Conv]
 N, F = 10, 6
+Maybe, Size = Optional[Tensor], Optional[int]  # noqa: UP045 - as PyG parses
 
 
 @pytest.fixture
@@ -257,10 +260,10 @@ class TestEverywhere:
             Wrong(F, 4)
 
         class WrongUpdate(layer):
-            def edge_update(self, alpha_j, index):
-                return alpha_j
+            def edge_update(self, value_j, index):
+                return value_j
 
-        with pytest.raises(TypeError, match="asks for 'alpha_j'.*Available are query, key"):
+        with pytest.raises(TypeError, match="asks for 'value_j'.*Available are query, key"):
             WrongUpdate(F, 4)
 
     def test_dropout_is_reproducible_and_only_in_training(self, layer, x, edge_index):
@@ -681,3 +684,53 @@ def test_a_changed_edge_projection_is_called(conv, how):
     assert not torch.allclose(found, before)
     with gattn.backend("reference"):
         torch.testing.assert_close(found, layer(x, edge_index, edge_attr))
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("layer", LOOPED)
+def test_subclasses_that_update_edges_with_the_names_of_pyg(layer, flow, x, edge_index):
+    # Without annotations, PyG generates no code, and what it then runs reads pairs in another order.
+    def with_update(base):
+        class OfScalars(base):
+            def edge_update(
+                self, alpha_j: Tensor, alpha_i: Maybe, edge_attr: Maybe, index: Tensor, ptr: Maybe, size_i: Size
+            ) -> Tensor:
+                logits = nn.functional.leaky_relu(alpha_j + alpha_i, self.negative_slope) + edge_attr.log().view(-1, 1)
+                return softmax(logits, index, ptr, size_i)
+
+        class OfVectors(base):
+            def edge_update(
+                self, x_j: Tensor, x_i: Tensor, edge_attr: Maybe, index: Tensor, ptr: Maybe, dim_size: Size
+            ) -> Tensor:
+                logits = ((x_j - x_i).sigmoid() * self.att).sum(-1) + edge_attr.log().view(-1, 1)
+                return softmax(logits, index, ptr, dim_size)
+
+        made = OfScalars if layer is GATConv else OfVectors
+        made.__name__ += base.__module__.split(".")[0]  # one name means one generated code to PyG
+        return made
+
+    weight, found = torch.rand(edge_index.size(1)) + 0.1, []
+    theirs = with_update(getattr(pyg, layer.__name__))(F, 4, heads=2, fill_value=1.0, flow=flow, residual=True)
+    ours = with_update(layer)(F, 4, heads=2, fill_value=1.0, flow=flow, residual=True)
+    ours.load_state_dict(theirs.state_dict())
+    for conv in (ours, theirs):
+        found.append((conv(x, edge_index, weight), conv(x, edge_index, weight, return_attention_weights=True)))
+    torch.testing.assert_close(*found)
+    with pytest.raises(ValueError, match="without a batch"):
+        ours(x.unsqueeze(0), edge_index, weight)
+
+
+def test_an_override_of_propagate_counts_in_subclasses_and_for_explainers(x, edge_index):
+    class Zero(GATConv):
+        def propagate(self, edge_index, size=None, **kwargs):
+            return torch.zeros(kwargs["x"].shape)
+
+    class Below(Zero):
+        pass
+
+    for conv in (Zero(F, 4), Below(F, 4), copy.deepcopy(Below(F, 4)), pickle.loads(pickle.dumps(GATConv(F, 4)))):
+        is_zero = isinstance(conv, Zero)
+        assert bool((conv(x, edge_index) == conv.bias).all()) == is_zero
+        conv.explain, conv._edge_mask = True, torch.zeros(edge_index.size(1))
+        conv._loop_mask = edge_index[0] != edge_index[1]
+        assert bool((conv(x, edge_index) == conv.bias).all()) == is_zero

@@ -12,7 +12,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils import coalesce, to_torch_csr_tensor
 
 from gattn import CompleteGraph, SparseGraph
-from gattn.graphs import as_graph
+from gattn.graphs import Graph, as_graph
 from gattn.nn import (
     ALiBi,
     KeyValueCache,
@@ -1135,3 +1135,69 @@ def test_positions_for_other_heads(position, graph):
 def test_positions_of_another_kind_are_not_ignored(position):
     with pytest.raises(TypeError, match="position must be None, a RotaryPositionalEncoding or a RelativePosition"):
         MultiheadAttention(8, 2, position=position)
+
+
+def copied(module, inputs):
+    """A hook that copies what a module gets, as offloading and casting do; a backward hook does so, too."""
+    return tuple(x.clone() for x in inputs)
+
+
+@pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_hooks_that_copy_inputs_leave_self_attention_with_a_cache_alone(batch_first, register):
+    attention, x = MultiheadAttention(E, H, batch_first=batch_first).double(), torch.randn(B, N, E, dtype=torch.double)
+    x = (x if batch_first else x.transpose(0, 1)).requires_grad_()
+    whole, cache, dim = attention(x, x, x, is_causal=True)[0], KeyValueCache(), int(batch_first)
+    getattr(attention, register)(copied if "forward" in register else lambda module, grads, outs: None)
+    steps = [attention(part, part, part, is_causal=True, cache=cache)[0] for part in x.split([2, 1, 1, 2], dim)]
+    torch.testing.assert_close(torch.cat(steps, dim), whole)
+    assert cache.length(attention) == N
+
+
+def test_what_a_cache_keeps_is_said_or_known(attention, x):
+    memory, cache = torch.randn(B, N, E, dtype=torch.double), KeyValueCache()
+    with pytest.raises(ValueError, match="pass static_kv"):  # as many keys as queries, but other ones
+        attention(x, memory, memory, cache=cache)
+    expected = attention(x, memory, memory)[0]
+    for _ in range(2):  # the second time, it is not read
+        torch.testing.assert_close(attention(x, memory, memory, cache=cache, static_kv=True)[0], expected)
+        memory = torch.zeros_like(memory)
+    assert cache.length(attention) == N
+    # Positions that are added to queries and keys make them others than the values, and still the same tokens.
+    cache, moved = KeyValueCache(), x + 1
+    parts = zip(moved.split(2, 1), x.split(2, 1), strict=True)
+    steps = [attention(q, q.clone(), v, is_causal=True, cache=cache)[0] for q, v in parts]
+    torch.testing.assert_close(torch.cat(steps, 1), attention(moved, moved, x, is_causal=True)[0])
+
+
+@pytest.mark.parametrize(("n", "m"), [(6, 3), (3, 6), (4, 4)])
+def test_a_mask_counts_beside_is_causal(n, m):
+    theirs, ours = (module(E, H).double() for module in (nn.MultiheadAttention, MultiheadAttention))
+    ours.load_state_dict(theirs.state_dict())
+    q, k = torch.randn(n, E, dtype=torch.double), torch.randn(m, E, dtype=torch.double)
+    top_left, near = torch.ones(n, m).bool().triu(1), torch.ones(n, m).bool().triu(2)
+    for mask in (top_left, near, torch.zeros(n, m).double().masked_fill(near, -torch.inf), torch.randn(n, m).double()):
+        expected = theirs(q, k, k, attn_mask=mask, is_causal=True)
+        torch.testing.assert_close(ours(q, k, k, attn_mask=mask, is_causal=True), expected)
+    edited = torch.ones(4, 4).bool().triu(1)
+    x = torch.randn(4, E, dtype=torch.double)
+    for _ in range(2):
+        torch.testing.assert_close(ours(x, x, x, attn_mask=edited, is_causal=True), theirs(x, x, x, attn_mask=edited))
+        edited[1, 0] = True  # what was seen of a mask is forgotten
+
+
+class ThirdGraph(Graph):
+    """A graph that is neither a list of edges nor complete, which answers nothing but its sizes."""
+
+    flow = "source_to_target"
+
+    def resolve(self, *args, **kwargs):
+        return self
+
+
+ThirdGraph.__abstractmethods__ = frozenset()
+
+
+def test_causality_is_not_dropped_on_other_graphs(attention, x):
+    with pytest.raises(ValueError, match="is_causal=True is not possible on a ThirdGraph"):
+        attention(x, x, x, graph=ThirdGraph(), is_causal=True)

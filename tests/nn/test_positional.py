@@ -14,6 +14,7 @@ from gattn.nn import (
     RelativePositionBias,
     RotaryPositionalEncoding,
     SinusoidalPositionalEncoding,
+    positional,
 )
 
 
@@ -174,6 +175,25 @@ class TestRelativePositionBias:
             RelativePosition()(torch.tensor([0]))
 
 
+def assert_eigenvectors(structure, edge_index, num_nodes):
+    """Whether the columns are orthonormal eigenvectors of the first eigenvalues but one, and zero after the last."""
+    adjacency = torch.zeros(num_nodes, num_nodes, dtype=torch.double)
+    adjacency.index_put_(tuple(edge_index), torch.ones((), dtype=torch.double), accumulate=True).fill_diagonal_(0)
+    degree = adjacency.sum(1)
+    scale = torch.where(degree > 0, degree.rsqrt(), 0.0)
+    laplacian = torch.eye(num_nodes) - scale.unsqueeze(1) * adjacency * scale
+    values = torch.linalg.eigvalsh(laplacian)[1 : structure.size(1) + 1]
+    vectors, rest = structure.double().split([len(values), structure.size(1) - len(values)], 1)
+    torch.testing.assert_close(laplacian @ vectors, vectors * values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(len(values)).double(), rtol=0, atol=1e-5)
+    assert not rest.any()
+
+
+def projections(vectors):
+    """The projection on each column, which does not depend on its sign."""
+    return vectors.T.unsqueeze(-1) * vectors.T.unsqueeze(-2)
+
+
 class TestGraph:
     @pytest.fixture
     def edge_index(self):
@@ -183,11 +203,10 @@ class TestGraph:
         data = Data(edge_index=edge_index, num_nodes=6)
         expected = AddRandomWalkPE(4, attr_name="pe")(data).pe
         torch.testing.assert_close(GraphPositionalEncoding("random_walk", 4, 8).compute(edge_index, 6), expected)
-        torch.manual_seed(3)
         expected = AddLaplacianEigenvectorPE(3, attr_name="pe")(data).pe
-        encoding = GraphPositionalEncoding("laplacian", 3, 8)
-        torch.manual_seed(3)  # signs are random
-        torch.testing.assert_close(encoding.compute(edge_index, 6), expected)
+        actual = GraphPositionalEncoding("laplacian", 3, 8).compute(edge_index, 6)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(projections(actual), projections(expected))  # signs are random
 
     def test_random_walk_by_hand(self, edge_index):
         walk = torch.zeros(6, 6)
@@ -197,13 +216,51 @@ class TestGraph:
         torch.testing.assert_close(GraphPositionalEncoding("random_walk", 3, 8).compute(edge_index, 6), expected)
 
     def test_eigenvectors_are_of_the_laplacian(self, edge_index):
-        structure = GraphPositionalEncoding("laplacian", 3, 8).compute(edge_index, 6).double()
-        adjacency = torch.zeros(6, 6, dtype=torch.double)
-        adjacency[edge_index[0], edge_index[1]] = 1
-        scale = adjacency.sum(1).rsqrt()
-        laplacian = torch.eye(6) - scale.unsqueeze(1) * adjacency * scale
-        values = torch.linalg.eigvalsh(laplacian)[1:4]
-        torch.testing.assert_close(laplacian @ structure, structure * values, rtol=0, atol=1e-5)
+        structure = GraphPositionalEncoding("laplacian", 3, 8).compute(edge_index, 6)
+        assert_eigenvectors(structure, edge_index, 6)
+
+    @pytest.mark.parametrize("largest", [300, 5])  # 5: PyG computes graphs of 7 nodes
+    @pytest.mark.parametrize("is_sorted", [True, False])
+    @pytest.mark.parametrize("kind", ["laplacian", "random_walk"])
+    def test_the_graphs_of_a_batch(self, kind, is_sorted, largest, edge_index, monkeypatch):
+        monkeypatch.setattr(positional, "_LARGEST_DENSE", largest)
+        one_way = torch.tensor([[0, 1, 2, 0], [1, 2, 3, 2]])
+        repeated = torch.cat([edge_index, edge_index[:, :1].flip(0), edge_index[:, :1], torch.tensor([[2], [2]])], 1)
+        parts = [(edge_index, 6), (edge_index[:, :0], 1), (to_undirected(one_way), 4), (repeated, 7)]
+        parts += [(edge_index[:, :0], 3), (to_undirected(one_way[:, :2]), 4), (to_undirected(one_way[:, :1]), 2)]
+        numbers = [3, 0, 5, 1, 2, 9, 4]  # of the graphs, some of which have no nodes
+        batch = torch.cat([torch.full((size,), number) for number, (_, size) in zip(numbers, parts, strict=True)])
+        starts = torch.tensor([0, *(size for _, size in parts[:-1])]).cumsum(0).tolist()
+        edges = torch.cat([edges + start for (edges, _), start in zip(parts, starts, strict=True)], 1)
+        order = batch.argsort(stable=True) if is_sorted else torch.randperm(len(batch))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        encoding = GraphPositionalEncoding(kind, 4, 8)
+        structure = encoding.compute(places[edges], len(batch), batch[order])[places]
+        assert structure.dtype == torch.float32
+        for (part, size), start in zip(parts, starts, strict=True):
+            actual = structure[start : start + size]
+            if kind == "random_walk":
+                torch.testing.assert_close(actual, encoding.compute(part, size))
+            else:
+                assert_eigenvectors(actual, part, size)
+
+    @pytest.mark.parametrize("largest", [300, 5])
+    def test_one_way_edges_are_as_in_pyg(self, largest, edge_index, monkeypatch):
+        monkeypatch.setattr(positional, "_LARGEST_DENSE", largest)
+        edge_index = edge_index[:, 1:]
+        expected = AddLaplacianEigenvectorPE(3, attr_name="pe")(Data(edge_index=edge_index, num_nodes=6)).pe
+        actual = GraphPositionalEncoding("laplacian", 3, 8).compute(edge_index, 6)
+        torch.testing.assert_close(projections(actual), projections(expected), rtol=0, atol=1e-5)
+
+    def test_a_disconnected_graph_may_be_a_batch(self, edge_index):
+        edges = torch.cat([edge_index, edge_index + 6], 1)
+        encoding = GraphPositionalEncoding("laplacian", 2, 8)
+        with pytest.warns(UserWarning, match="2 components.*pass batch"):
+            encoding.compute(edges, 13)
+        encoding.compute(edge_index, 8)  # isolated nodes are in the way of nothing
+        encoding.compute(edges, 13, torch.zeros(13, dtype=torch.long))  # said to be one graph
+        GraphPositionalEncoding("random_walk", 2, 8).compute(edges, 13)
 
     @pytest.mark.parametrize("kind", ["laplacian", "random_walk"])
     def test_adds_the_projection(self, kind, edge_index):
@@ -243,6 +300,9 @@ class TestGraph:
             GraphPositionalEncoding("sine", 2, 8)
         with pytest.raises(ValueError, match="k must be at least 1"):
             GraphPositionalEncoding("laplacian", 0, 8)
-        encoding = GraphPositionalEncoding("laplacian", 6, 8)
-        with pytest.raises(ValueError, match="6 nodes has fewer than 6 non-trivial eigenvectors"):
-            encoding.compute(edge_index, 6)
+        encoding = GraphPositionalEncoding("laplacian", 2, 8)
+        for batch in (torch.zeros(5, dtype=torch.long), torch.zeros(6), torch.full((6,), -1), [0] * 6):
+            with pytest.raises(ValueError, match=r"batch must hold the graph of each node, integers \[6\] from 0"):
+                encoding.compute(edge_index, 6, batch)
+        with pytest.raises(ValueError, match="an edge joins nodes of two graphs"):
+            encoding.compute(edge_index, 6, torch.tensor([0, 0, 0, 0, 0, 1]))

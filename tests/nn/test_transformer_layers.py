@@ -568,3 +568,79 @@ def test_bad_inputs():
         model(torch.randn(3, S, E), torch.randn(3, T, E), memory_key_padding_mask=torch.zeros(3, T, dtype=torch.bool))
     with pytest.raises(ValueError, match="7 targets"):
         model(torch.randn(3, S, E), torch.randn(3, T, E), tgt_graph=CompleteGraph(S))
+
+
+def with_blocks(base, seen):
+    """A subclass of an encoder or decoder layer that overrides PyTorch's blocks and notes their arguments."""
+
+    class Subclass(base):
+        def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
+            seen.append((attn_mask, key_padding_mask, is_causal))
+            weights = self.self_attn(x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask)[1]
+            return 2 * super()._sa_block(x, attn_mask, key_padding_mask, is_causal=is_causal) + weights.sum()
+
+        def _mha_block(self, x, mem, attn_mask, key_padding_mask, is_causal=False):
+            seen.append((attn_mask, key_padding_mask, is_causal))
+            return 3 * super()._mha_block(x, mem, attn_mask, key_padding_mask, is_causal)
+
+        def _ff_block(self, x):
+            return 5 * super()._ff_block(x)
+
+    return Subclass
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_overridden_blocks_are_called_with_the_arguments_of_pytorch(kind, norm_first):
+    x, memory, padding = torch.randn(B, T, E), torch.randn(B, S, E), torch.arange(T) >= torch.tensor([[T], [3], [4]])
+    found, state = [], None
+    for module in (nn, gattn.nn):
+        seen = []
+        layer = with_blocks(getattr(module, kind), seen)(E, H, HIDDEN, 0.0, batch_first=True, norm_first=norm_first)
+        state = randomise(layer).state_dict() if state is None else state
+        layer.load_state_dict(state)
+        masks = {"mask": later(T), "key_padding_mask": padding, "is_causal": True}
+        side = "src" if kind in ENCODERS else "tgt"
+        names = {"mask": f"{side}_mask", "key_padding_mask": f"{side}_key_padding_mask"}
+        names["is_causal"] = "is_causal" if side == "src" else "tgt_is_causal"
+        out = layer(x, *(() if side == "src" else (memory,)), **{names[name]: mask for name, mask in masks.items()})
+        found.append((out, seen))
+    torch.testing.assert_close(*found)
+    with pytest.raises(TypeError, match="graph"):  # which this override does not take
+        layer(x, *(() if side == "src" else (memory,)), graph=CompleteGraph(T))
+
+
+def test_a_block_replaced_on_an_instance_is_called():
+    for module in (nn, gattn.nn):
+        layer = make(module, "TransformerEncoderLayer")
+        layer._sa_block = lambda x, attn_mask, key_padding_mask, is_causal: 0 * x + float(attn_mask.min())
+        x = torch.randn(T, E)
+        expected = layer.norm1(x - torch.inf)
+        expected = layer.norm2(expected + layer._ff_block(expected))
+        torch.testing.assert_close(layer(x, src_mask=later(T)), expected, equal_nan=True)
+
+
+class Reader(nn.TransformerEncoderLayer):
+    """A layer of somebody else, which reads masks as PyTorch's encoder passes them."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        return src + src_mask[:, :1].exp().unsqueeze(-1) + src_key_padding_mask.exp().T.unsqueeze(-1)
+
+
+def test_layers_of_others_get_the_masks_of_pytorch():
+    x, padding = torch.randn(T, B, E), torch.arange(T) >= torch.tensor([[T], [3], [4]])
+    outs = [module.TransformerEncoder(Reader(E, H), 2)(x, later(T), padding) for module in (nn, gattn.nn)]
+    torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_another_module_in_the_place_of_attention(kind, masked):
+    theirs, ours = (make(module, kind, batch_first=True) for module in (nn, gattn.nn))
+    ours.load_state_dict(randomise(theirs).state_dict())
+    for name in ("self_attn", "multihead_attn"):
+        if hasattr(theirs, name):
+            setattr(ours, name, copy.deepcopy(getattr(theirs, name)))
+    inputs = [torch.randn(B, T, E), torch.randn(B, S, E)][: 1 + (kind not in ENCODERS)]
+    masks = [later(T), *[None] * (kind not in ENCODERS), torch.zeros(B, T, dtype=torch.bool)] if masked else []
+    torch.testing.assert_close(ours(*inputs, *masks), theirs(*inputs, *masks))

@@ -24,6 +24,7 @@ from tests.cases import DIFFERENTIABLE, DTYPES, LONG_ROW, SCORES, Alter, Call, c
 from tests.ops.fuzz_calls import call, random_call, triton
 from tests.ops.fuzz_compiled import compiled
 from tests.ops.fuzz_edits import edits
+from tests.ops.fuzz_formulas import formula
 from tests.ops.fuzz_layers import layer
 from tests.ops.fuzz_sequences import sequence
 from tests.ops.fuzz_shared import Draw, compare_types
@@ -59,6 +60,7 @@ class Kind(NamedTuple):
 KINDS = {
     "call": Kind(call, 40),
     "variant": Kind(variant, 20),
+    "formula": Kind(formula, 30),
     "layer": Kind(layer, 20),
     "conv": Kind(conv, 10),
     "sequence": Kind(sequence, 25),

@@ -47,8 +47,11 @@ class Draw(random.Random):
 # ----------------------------------------------------------------------------------------------------------- comparing
 
 
-def with_gradients(outputs: Results, leaves: Results, seed: int) -> Results:
-    """The outputs, and the gradients of the leaves, where random gradients come in for all outputs."""
+def with_gradients(outputs: Results, leaves: Results, seed: int, *, second: bool = False) -> Results:
+    """The outputs, and the gradients of the leaves, where random gradients come in for all outputs.
+
+    With `second`, also the gradients of these gradients' sum, where each has a weight.
+    """
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for out in outputs.values():
@@ -59,8 +62,13 @@ def with_gradients(outputs: Results, leaves: Results, seed: int) -> Results:
     grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
     if pairs and leaves:
         outs, incoming = zip(*pairs, strict=True)
-        grads = torch.autograd.grad(outs, list(leaves.values()), incoming, materialize_grads=True)
-    return results | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        grads = torch.autograd.grad(outs, list(leaves.values()), incoming, materialize_grads=True, create_graph=second)
+    results |= {f"grad of {name}": grad.detach() for name, grad in zip(leaves, grads, strict=True)}
+    if not second:
+        return results
+    total = sum((grad * torch.arange(grad.numel()).view(grad.shape).to(grad).cos()).sum() for grad in grads)
+    grads = torch.autograd.grad(total + 0 * sum(map(torch.sum, leaves.values())), list(leaves.values()))
+    return results | {f"second grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def compare_types(

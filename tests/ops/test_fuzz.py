@@ -11,6 +11,7 @@ from tests.ops import fuzz, fuzz_compiled, fuzz_edits, fuzz_threads
 CASES = {
     "call": (120, 40),
     "variant": (60, 20),
+    "formula": (100, 40),
     "layer": (20, 12),
     "conv": (36, 12),
     "sequence": (80, 30),
@@ -79,6 +80,10 @@ def test_a_wrong_result_of_a_call_is_found_and_named(name):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
+        ("formula", "out"),
+        ("formula", "weights"),
+        ("formula", "grad of sink"),
+        ("formula", "second grad of query"),
         ("layer", "out"),
         ("layer", "weights"),
         ("layer", "grad of x"),

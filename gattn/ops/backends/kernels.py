@@ -100,13 +100,13 @@ class KernelBackend(Backend):
         """Output and weights of a call that the kernels fully know, with bias and mask per edge."""
         projects = self.projects_edges(call)
         is_made = not projects and (call.edge_projection is not None or call.edge_type is not None)
-        # Gradients that PyTorch sums over a batch or over all edges are summed before they are rounded.
-        is_summed = call.shares_vectors_of_edges or (self.widens_edges and is_made)
-        if is_summed:
+        # Gradients that PyTorch sums over a batch, nodes or edges are summed before they are rounded.
+        is_wide = call.shares_vectors_of_edges or (self.widens_edges and is_made) or call.score.folds
+        if is_wide:
             call = call.cast(call.compute)
         if not projects:
             call = call.with_edges()
-        return self.operator(call if is_summed else call.cast(call.dtype), edges, seed)
+        return self.operator(call if is_wide else call.cast(call.dtype), edges, seed)
 
     def _num_edges(self, call: Call, edges: EdgeList) -> int | None:
         if edges.num_edges is None and call.has_edge_terms and not is_traced():

@@ -1,0 +1,395 @@
+"""What people do to the inside of layers: hooks, pruning, wrappers, patches, overrides. None of it is ignored.
+
+Whatever changes a linear layer inside of a layer must act as if that layer had other weights from the beginning.
+"""
+
+import copy
+import types
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune, weight_norm
+from torch_geometric.nn.conv.dna_conv import Linear as GroupedLinear
+
+import gattn
+from gattn import nn as layers
+
+N, F, D = 6, 8, 5
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 1, 2], [0, 0, 1, 1, 2, 2, 3, 4]])
+TYPES = ["a", "b"]
+RELATIONS = [("a", "to", "b"), ("b", "to", "a"), ("a", "of", "a")]
+
+
+def features() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(N, F, dtype=torch.double), torch.randn(EDGES.size(1), D, dtype=torch.double)
+
+
+def typed(x: Tensor) -> tuple:
+    return {"a": x, "b": x[:4]}, {kind: EDGES[:, EDGES.amax(0) < 4] for kind in RELATIONS}
+
+
+#: How to make each layer, and the arguments of its call, from features `[N, F]` and edges' features `[E, D]`.
+LAYERS = {
+    "AGNNConv": (lambda: layers.AGNNConv(), lambda x, e: (x, EDGES)),
+    "DNAConv": (lambda: layers.DNAConv(F, heads=2), lambda x, e: (torch.stack([x, x.cos()], 1), EDGES)),
+    "DenseGATConv": (lambda: layers.DenseGATConv(F, 4, 2), lambda x, e: (x, torch.ones(N, N))),
+    "EGATConv": (lambda: layers.EGATConv(F, D, 4, 3, 2), lambda x, e: (x, EDGES, e)),
+    "FAConv": (lambda: layers.FAConv(F), lambda x, e: (x, x.cos(), EDGES)),
+    "GATConv": (lambda: layers.GATConv(F, 4, 2, edge_dim=D, residual=True), lambda x, e: (x, EDGES, e)),
+    "GATConv of pairs": (lambda: layers.GATConv((F, F), 4, 2), lambda x, e: ((x, x.cos()), EDGES)),
+    "GATEConv": (lambda: layers.GATEConv(F, F, D), lambda x, e: (x, EDGES, e)),
+    "GATEConv of batches": (lambda: layers.GATEConv(F, F, D), lambda x, e: (torch.stack([x, x.cos()]), EDGES, e)),
+    "GATv2Conv": (lambda: layers.GATv2Conv(F, 4, 2, edge_dim=D, residual=True), lambda x, e: (x, EDGES, e)),
+    "GPSConv": (
+        lambda: layers.GPSConv(F, layers.GATConv(F, F), 2, norm="layer_norm"),
+        lambda x, e: (x, EDGES, torch.tensor([0, 0, 0, 0, 1, 1])),
+    ),
+    "GatedGCNConv": (lambda: layers.GatedGCNConv(F, D, 4), lambda x, e: (x, EDGES, e)),
+    "GeneralConv": (
+        lambda: layers.GeneralConv(F, 4, D, attention=True, heads=2, directed_msg=False),
+        lambda x, e: (x, EDGES, e),
+    ),
+    "HANConv": (lambda: layers.HANConv(F, 4, (TYPES, RELATIONS), 2), lambda x, e: typed(x)),
+    "HEATConv": (
+        lambda: layers.HEATConv(F, 4, 2, 3, 6, D, 3, 2),
+        lambda x, e: (x, EDGES, torch.arange(N) % 2, torch.arange(EDGES.size(1)) % 3, e),
+    ),
+    "HGTConv": (lambda: layers.HGTConv(F, 4, (TYPES, RELATIONS), 2), lambda x, e: typed(x)),
+    "HGTConv of batches": (
+        lambda: layers.HGTConv(F, 4, (TYPES, RELATIONS[::-1]), 2),
+        lambda x, e: batched(x),
+    ),
+    "HypergraphConv": (
+        lambda: layers.HypergraphConv(F, 4, use_attention=True, heads=2),
+        lambda x, e: (x, EDGES, None, x[:5].cos()),
+    ),
+    "PointTransformerConv": (
+        lambda: layers.PointTransformerConv(F, 4, attn_nn=nn.Linear(4, 4)),
+        lambda x, e: (x, x[:, :3].cos(), EDGES),
+    ),
+    "RGATConv": (
+        lambda: layers.RGATConv(F, 4, 2, heads=2, edge_dim=D),
+        lambda x, e: (x, EDGES, torch.arange(EDGES.size(1)) % 2, e),
+    ),
+    "ResGatedGraphConv": (lambda: layers.ResGatedGraphConv(F, 4, edge_dim=D), lambda x, e: (x, EDGES, e)),
+    "ResGatedGraphConv of batches": (
+        lambda: layers.ResGatedGraphConv(F, 4, edge_dim=D),
+        lambda x, e: (torch.stack([x, x.cos()]), EDGES, e),
+    ),
+    "SuperGATConv": (lambda: layers.SuperGATConv(F, 4, 2).eval(), lambda x, e: (x, EDGES)),
+    "TransformerConv": (
+        lambda: layers.TransformerConv(F, 4, 2, beta=True, edge_dim=D),
+        lambda x, e: (x, EDGES, e),
+    ),
+    "MultiheadAttention": (lambda: layers.MultiheadAttention(F, 2), lambda x, e: (x, x, x)),
+    "TransformerEncoderLayer": (lambda: layers.TransformerEncoderLayer(F, 2, 16, dropout=0.0), lambda x, e: (x,)),
+    "TransformerDecoderLayer": (
+        lambda: layers.TransformerDecoderLayer(F, 2, 16, dropout=0.0),
+        lambda x, e: (x, x[:4].cos()),
+    ),
+    "TransformerEncoder": (
+        lambda: layers.TransformerEncoder(layers.TransformerEncoderLayer(F, 2, 16, dropout=0.0), 2),
+        lambda x, e: (x,),
+    ),
+    "TransformerDecoder": (
+        lambda: layers.TransformerDecoder(layers.TransformerDecoderLayer(F, 2, 16, dropout=0.0), 2),
+        lambda x, e: (x, x[:4].cos()),
+    ),
+    "Transformer": (lambda: layers.Transformer(F, 2, 1, 1, 16, dropout=0.0), lambda x, e: (x, x[:4].cos())),
+    "AttentionPooling": (lambda: layers.AttentionPooling(F), lambda x, e: (x, torch.arange(N) % 2)),
+    "AdditiveAttention": (lambda: layers.AdditiveAttention(F, F, 4), lambda x, e: (x, x.cos())),
+    "GeneralAttention": (lambda: layers.GeneralAttention(F, F), lambda x, e: (x, x.cos())),
+    "HardAttention": (
+        lambda: layers.HardAttention(layers.AdditiveAttention(F, F)).eval(),
+        lambda x, e: (x, x.cos()),
+    ),
+    "LocalAttention": (
+        lambda: layers.LocalAttention(layers.GeneralAttention(F, F), 2, "predictive", query_channels=F),
+        lambda x, e: (x, x.cos()),
+    ),
+    "LSTMNCell": (lambda: layers.LSTMNCell(F, 4), lambda x, e: (x,)),
+    "LearnedPositionalEncoding": (lambda: layers.LearnedPositionalEncoding(9, F), lambda x, e: (x, 2)),
+    "GraphPositionalEncoding": (
+        lambda: layers.GraphPositionalEncoding("random_walk", 3, F),
+        lambda x, e: (x, x[:, :3].cos()),
+    ),
+}
+
+
+def batched(x: Tensor) -> tuple:
+    x_dict, edges = typed(x)
+    return {name: torch.stack([rows, rows.cos()]) for name, rows in x_dict.items()}, edges
+
+
+#: The modules that are nothing but a linear map of their input, and perhaps a bias.
+LINEAR = (pyg.Linear, nn.Linear, pyg.HeteroLinear, GroupedLinear, nn.Embedding)
+
+
+def linear_parts(layer: nn.Module) -> list[str]:
+    return [name for name, part in layer.named_modules() if isinstance(part, LINEAR)]
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer = LAYERS[name][0]().double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    return layer
+
+
+def run(name: str, layer: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and the gradients of features."""
+    leaves = [part.requires_grad_() for part in features()]
+    torch.manual_seed(2)
+    found = layer(*LAYERS[name][1](*leaves))
+    outs = [out for out in flat(found) if out.requires_grad]
+    grads = torch.autograd.grad(
+        sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).cos()).sum() for out in outs),
+        [*leaves, *layer.parameters()],
+        allow_unused=True,
+    )
+    for parameter, grad in zip(layer.parameters(), grads[2:], strict=True):
+        parameter.grad = grad
+    return outs, [grad for grad in grads[:2] if grad is not None]
+
+
+def flat(found: object) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
+    values = found.values() if isinstance(found, dict) else found if isinstance(found, (tuple, list)) else ()
+    return [out for value in values for out in flat(value)]
+
+
+class Scaled(nn.Module):
+    """A wrapper with a parameter of its own, as adapters are; it has nothing that the module inside has."""
+
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside, self.factor = inside, nn.Parameter(torch.tensor(2.0, dtype=torch.double))
+
+    def forward(self, *args: object) -> Tensor:
+        return self.inside(*args) * self.factor
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def replace(layer: nn.Module, path: str, part: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(layer.get_submodule(parent), name, part)
+
+
+def with_hook(layer: nn.Module, path: str) -> None:
+    layer.get_submodule(path).register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def with_global_hook(layer: nn.Module, path: str) -> object:
+    part = layer.get_submodule(path)
+    return nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, out: 2 * out if module is part else None
+    )
+
+
+def with_pre_hook(layer: nn.Module, path: str) -> None:
+    def twice(module: nn.Module, inputs: tuple) -> tuple:
+        return (2 * inputs[0].clone(), *inputs[1:]) if inputs[0].is_floating_point() else (inputs[0].clone(),)
+
+    layer.get_submodule(path).register_forward_pre_hook(twice)
+
+
+def with_patch(layer: nn.Module, path: str) -> None:
+    part = layer.get_submodule(path)
+    part.forward = types.MethodType(lambda self, *args: 2 * type(self).forward(self, *args), part)
+
+
+def with_other(layer: nn.Module, path: str) -> None:
+    """Another module of the same class."""
+    other = copy.deepcopy(layer.get_submodule(path))
+    scale(other, 2, 2)
+    replace(layer, path, other)
+
+
+def pruned(layer: nn.Module, path: str) -> None:
+    part = layer.get_submodule(path)
+    mask = torch.arange(part.weight.numel()).view(part.weight.shape) % 3 != 0
+    prune.custom_from_mask(part, "weight", mask)
+
+
+def normalised(layer: nn.Module, path: str) -> None:
+    weight_norm(layer.get_submodule(path))
+
+
+def scale(part: nn.Module, weight: float, bias: float) -> None:
+    with torch.no_grad():
+        part.weight.mul_(weight)
+        if getattr(part, "bias", None) is not None:
+            part.bias.mul_(bias)
+
+
+def prune_by_hand(part: nn.Module) -> None:
+    with torch.no_grad():
+        part.weight[torch.arange(part.weight.numel()).view(part.weight.shape) % 3 == 0] = 0.0
+
+
+#: What is done to a linear part of a layer, and what acts the same from the beginning.
+INTRUSIONS = {
+    "forward hook": (with_hook, lambda part: scale(part, 2, 2)),
+    "global forward hook": (with_global_hook, lambda part: scale(part, 2, 2)),
+    "forward pre-hook": (with_pre_hook, lambda part: scale(part, 1 if isinstance(part, nn.Embedding) else 2, 1)),
+    "instance patch": (with_patch, lambda part: scale(part, 2, 2)),
+    "wrapper": (
+        lambda layer, path: replace(layer, path, Scaled(layer.get_submodule(path))),
+        lambda part: scale(part, 2, 2),
+    ),
+    "swap": (with_other, lambda part: scale(part, 2, 2)),
+    "pruning": (pruned, prune_by_hand),
+    "weight_norm": (normalised, lambda part: None),
+    "parametrization": (
+        lambda layer, path: parametrize.register_parametrization(layer.get_submodule(path), "weight", Twice()),
+        lambda part: scale(part, 2, 1),
+    ),
+}
+
+
+def assert_same(found: tuple[list[Tensor], list[Tensor]], expected: tuple[list[Tensor], list[Tensor]]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", INTRUSIONS)
+@pytest.mark.parametrize("name", [name for name in LAYERS if linear_parts(made(name))])
+def test_changed_linear_parts_act_as_if_they_had_other_weights(name, kind):
+    intrude, by_hand = INTRUSIONS[kind]
+    for path in linear_parts(made(name)):
+        layer, expected = made(name), made(name)
+        by_hand(expected.get_submodule(path))
+        handle = intrude(layer, path)
+        try:
+            for _ in range(2):  # a graph of gradients must not be kept from one pass to the next
+                assert_same(run(name, layer), run(name, expected))
+            part = layer.get_submodule(path)
+            own = {"wrapper": "factor", "pruning": "weight_orig", "weight_norm": "weight_g"}.get(kind)
+            grad = expected.get_submodule(path).weight.grad
+            if own is not None and grad is not None and grad.abs().sum() > 0:
+                assert getattr(part, own).grad.abs().sum() > 0, path
+                with torch.no_grad():  # and neither must what was computed from parameters
+                    getattr(part, own).mul_(1.5)
+                    scale(expected.get_submodule(path), 1.5, 1.5 if kind == "wrapper" else 1)
+                other = made(name)
+                intrude(other, path)
+                other.load_state_dict(layer.state_dict())
+                assert_same(run(name, other), run(name, expected))
+        finally:
+            if kind == "global forward hook":
+                handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # an embedding's input has no gradient
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if linear_parts(made(name))])
+def test_backward_hooks_are_called(name, register):
+    for path in linear_parts(made(name)):
+        layer, expected, seen = made(name), made(name), []
+        getattr(layer.get_submodule(path), register)(lambda module, *grads, seen=seen: seen.append(grads))
+        assert_same(run(name, layer), run(name, expected))
+        grad = expected.get_submodule(path).weight.grad
+        assert seen or grad is None or grad.abs().sum() == 0, path
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_copies_after_a_backward_pass(name):
+    layer = made(name)
+    expected = run(name, layer)
+    assert_same(run(name, copy.deepcopy(layer)), expected)
+
+
+class Net(nn.Module):
+    """A network in which a layer is one step."""
+
+    def __init__(self, name: str, layer: nn.Module):
+        super().__init__()
+        self.arguments, self.layer = LAYERS[name][1], layer
+
+    def forward(self, x: Tensor, edge_attr: Tensor) -> object:
+        return self.layer(*self.arguments(x, edge_attr))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_one_step_of_what_fx_traces(name):
+    net = Net(name, made(name))
+    traced = torch.fx.symbolic_trace(net)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["layer"]
+    torch.testing.assert_close(flat(traced(*features())), flat(net(*features())))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", [name for name in LAYERS if linear_parts(made(name)) and name != "LocalAttention"])
+def test_dynamically_quantised(name):  # not LocalAttention, whose windows move by whole positions
+    layer = made(name).float().eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(0.2)
+    inputs = [part.float() for part in features()]
+    expected = flat(layer(*LAYERS[name][1](*inputs)))
+    quantised = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
+    for out, exact in zip(flat(quantised(*LAYERS[name][1](*inputs))), expected, strict=True):
+        assert (out - exact).abs().max() <= 0.05 * exact.abs().max() + 0.01
+
+
+def doubled(function: object) -> object:
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
+
+
+def on_instance(name: str) -> object:
+    def patch(conv: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        setattr(conv, name, doubled(getattr(conv, name)))
+
+    return patch
+
+
+def on_class(name: str) -> object:
+    """As a subclass overrides it, or as somebody patches a whole class."""
+
+    def patch(conv: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(conv), name, doubled(getattr(type(conv), name)))
+
+    return patch
+
+
+#: Ways to double what a layer sums.
+MACHINERY = {
+    "message hook": lambda conv, _: conv.register_message_forward_hook(lambda module, inputs, out: 2 * out),
+    "aggregate hook": lambda conv, _: conv.register_aggregate_forward_hook(lambda module, inputs, out: 2 * out),
+    "propagate hook": lambda conv, _: conv.register_propagate_forward_hook(lambda module, inputs, out: 2 * out),
+    "aggregation's hook": lambda conv, _: conv.aggr_module.register_forward_hook(lambda module, inputs, out: 2 * out),
+    "aggregation's pre-hook": lambda conv, _: conv.aggr_module.register_forward_pre_hook(
+        lambda module, inputs: (2 * inputs[0], *inputs[1:])
+    ),
+    "aggregation's patch": lambda conv, _: setattr(conv.aggr_module, "forward", doubled(conv.aggr_module.forward)),
+    **{f"patch of {name}": on_instance(name) for name in ("message", "aggregate", "update", "propagate")},
+    **{f"override of {name}": on_class(name) for name in ("message", "aggregate", "update", "propagate")},
+}
+MESSAGE_PASSING = [
+    name for name in LAYERS if any(isinstance(m, gattn.attention.Attention) for m in made(name).modules())
+]
+
+
+@pytest.mark.parametrize("name", MESSAGE_PASSING)
+def test_every_way_into_message_passing_is_noticed(name, monkeypatch):
+    expected, plain = None, flat(made(name)(*LAYERS[name][1](*features())))
+    for way, change in MACHINERY.items():
+        layer = made(name)
+        with monkeypatch.context() as patches:
+            convs = [module for module in layer.modules() if isinstance(module, gattn.attention.Attention)]
+            for conv in {type(conv): conv for conv in convs}.values() if way.startswith("override") else convs:
+                change(conv, patches)
+            out = flat(layer(*LAYERS[name][1](*features())))
+        expected = out if expected is None else expected
+        torch.testing.assert_close(out, expected, msg=lambda text, way=way: f"{way}: {text}")
+    assert not all(torch.allclose(one, other) for one, other in zip(plain, expected, strict=True))
