@@ -209,6 +209,7 @@ class AttentionConv(BaseConv):
             raise InputError(
                 f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge_dim={channels}."
             )
+        check_dtype(self, edge_attr=edge_attr)
         return graph, *self._project_edges(self.lin_edge, edge_attr)
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:

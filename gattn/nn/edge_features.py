@@ -6,18 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import Graph
+from gattn.ops.call import check_dtype
 from gattn.settings import require_finite
 
 __all__ = ["checked_features", "with_features"]
 
 
-def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...]) -> tuple[Graph, Tensor]:
+def checked_features(
+    layer: Module, graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...]
+) -> tuple[Graph, Tensor]:
     """The graph and its edge features `[..., E, D]`, either those given or the vectors that a sparse adjacency holds.
 
     Args:
+        layer: The layer that projects them.
         graph: The graph, with known sizes.
         edge_attr: `[E, D]`, `[E]` for a single feature, or with the batch dimensions in front; or `None`.
         channels: D; -1 allows any.
@@ -51,6 +56,7 @@ def checked_features(graph: Graph, edge_attr: Any, channels: int, batch: tuple[i
         raise InputError(
             f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge features of {channels}."
         )
+    check_dtype(layer, edge_attr=edge_attr)
     return graph, edge_attr.movedim(0, -2)
 
 

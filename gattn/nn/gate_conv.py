@@ -17,6 +17,7 @@ from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import with_features
 from gattn.nn.linear import columns
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, GATScore
 from gattn.settings import require_finite
@@ -168,6 +169,7 @@ class GATEConv(BaseConv):
         if not edge_attr.is_floating_point():
             raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
         require_finite(edge_attr=edge_attr)
+        check_dtype(self, edge_attr=edge_attr)
         return graph, edge_attr
 
     def __repr__(self) -> str:

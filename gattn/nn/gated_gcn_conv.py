@@ -124,7 +124,7 @@ class GatedGCNConv(BaseConv):
         if targets is None:
             raise InputError("GatedGCNConv compares sources with targets: x[1] may not be None.")
         graph = self._graph(edge_index, sources, targets, self_loops=False)
-        graph, edge_attr = checked_features(graph, edge_attr, self.edge_channels, sources.shape[:-2])
+        graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, sources.shape[:-2])
         graph = self._listed(graph, sources.device)
         source, target = graph.sources_and_targets()
         ends = self.D(sources).index_select(-2, source) + self.E(targets).index_select(-2, target)

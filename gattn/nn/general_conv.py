@@ -176,7 +176,7 @@ class GeneralConv(BaseConv):
         projection: Tensor | None = None
         if self.lin_edge is not None:
             assert self.in_edge_channels is not None
-            graph, features = checked_features(graph, edge_attr, self.in_edge_channels, sources.shape[:-2])
+            graph, features = checked_features(self, graph, edge_attr, self.in_edge_channels, sources.shape[:-2])
             if is_sum and self._can_project(self.lin_edge, graph, features, value):
                 edge, projection = features, self.lin_edge.weight.view(self.heads, self.out_channels, -1)
                 if self.lin_edge.bias is not None:

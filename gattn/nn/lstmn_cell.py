@@ -16,6 +16,7 @@ from torch.nn import Linear, Module, Parameter
 from gattn.attention import attend
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
+from gattn.ops.call import check_dtype
 from gattn.scores import AdditiveScore
 from gattn.tracing import Leaf
 
@@ -243,6 +244,7 @@ class LSTMNCell(Leaf, Module):
         """Checks the arguments, and returns the tokens with padding zero, the state, and masks for both or neither."""
         if x.dim() < shape.count(",") or x.dim() > shape.count(",") + 2 or x.size(-1) != self.input_size:
             raise InputError(f"x must be {shape} with I = {self.input_size}; got {list(x.shape)}.")
+        check_dtype(self, x=x)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
             raise InputError(
                 f"mask must be booleans, {list(x.shape[:-1])}; got {mask.dtype} of shape {list(mask.shape)}."

@@ -393,6 +393,7 @@ class MultiheadAttention(Attention):
         return self._normalise(self._heads(F.linear(query, weight, bias), transposed), self.q_norm)
 
     def _project_memory(self, key: Tensor, value: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+        check_dtype(self, key=key, value=value)
         bias = self._in_bias(slice(self.embed_dim, None))
         if self.in_proj_weight is not None and key is value:
             k, v = torch.split(F.linear(key, self.in_proj_weight[self.embed_dim :], bias), self._splits[1:], -1)

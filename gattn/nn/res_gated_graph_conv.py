@@ -133,7 +133,7 @@ class ResGatedGraphConv(BaseConv):
         graph = self._graph(edge_index, sources, targets, self_loops=False)
         edge = edge_value = None
         if self.edge_dim is not None:
-            graph, edge_attr = checked_features(graph, edge_attr, self.edge_dim, sources.shape[:-2])
+            graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_dim, sources.shape[:-2])
             ends = targets, sources, sources
             lins = self.lin_key, self.lin_query, self.lin_value  # PyG's keys are the targets'
             weights = [columns(lin, x.size(-1), edge_attr.size(-1)) for lin, x in zip(lins, ends, strict=True)]

@@ -20,6 +20,7 @@ from gattn.nn import nested
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.torch_masks import as_numbers, check_mask, is_causal_mask
+from gattn.ops.call import check_dtype
 from gattn.tracing import Leaf
 
 __all__ = [
@@ -190,6 +191,7 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             )
             return nested.restore(self.forward(nested.flatten(src), is_causal=is_causal, graph=graph), src)
 
+        check_dtype(self, src=src)
         masks = src_mask, src_key_padding_mask
         if type(self)._sa_block is not TransformerEncoderLayer._sa_block or "_sa_block" in vars(self):
             masks = _as_in_torch(masks, src.dtype)
@@ -318,6 +320,7 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
             )
             return nested.restore(out, tgt)
 
+        check_dtype(self, tgt=tgt, memory=None if cache is not None else memory)
         own, of_memory = _given(graph=graph, cache=cache), _given(graph=memory_graph, cache=cache)
         masks = tgt_mask, tgt_key_padding_mask
         x = self._added(tgt, self.norm1, self._sa_block, *masks, is_causal=tgt_is_causal, **own)
