@@ -123,9 +123,8 @@ class GatedGCNConv(BaseConv):
         sources, targets = self._inputs(x)
         if targets is None:
             raise InputError("GatedGCNConv compares sources with targets: x[1] may not be None.")
-        graph = self._graph(edge_index, sources, targets, self_loops=False)
+        graph = self._listed(self._graph(edge_index, sources, targets, self_loops=False), sources.device)
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, sources.shape[:-2])
-        graph = self._listed(graph, sources.device)
         source, target = graph.sources_and_targets()
         ends = self.D(sources).index_select(-2, source) + self.E(targets).index_select(-2, target)
         logits = ends + self.C(edge_attr)

@@ -218,8 +218,8 @@ MIXED = {
         lambda layer, x: layer(X, X, x),
         "value",
     ),
-    "GATConv, edges": (
-        lambda: gattn.nn.GATConv(6, 3, edge_dim=6),
+    "TransformerConv, edges": (
+        lambda: gattn.nn.TransformerConv(6, 3, edge_dim=6),
         lambda layer, x: layer(X, INDEX, x[:3]),
         "edge_attr",
     ),
