@@ -183,6 +183,18 @@ class TestCosine:
         for name, result in found.items():
             torch.testing.assert_close(result, once[name], rtol=torch.finfo(dtype).eps, atol=1e-5, msg=name)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("make", [DotScore, CosineScore])
+    def test_nor_is_it_on_complete_graphs(self, make, dtype):
+        given = {name: torch.randn(40, H, C).to(dtype) for name in ("query", "key", "value")}
+        found = []
+        for backend in ("dense", "reference"):
+            scale = torch.full((H,), 1.7, dtype=dtype, requires_grad=True)
+            out = attend(*given.values(), CompleteGraph(40), score=make(scale), backend=backend)
+            found.append((out, torch.autograd.grad(out, scale, given["query"])[0]))
+        for result, once in zip(*found, strict=True):
+            torch.testing.assert_close(result, once, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
     def test_words(self):
         assert repr(CosineScore(2.0)) == "CosineScore(scale=2.0)"
         x = torch.randn(3, H, C)

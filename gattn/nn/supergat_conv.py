@@ -26,6 +26,8 @@ from gattn.scores import DotScore, GATScore
 
 __all__ = ["SuperGATConv"]
 
+_NOT_COMPILED = "pairs are drawn with Python's random: pass neg_edge_index to compile SuperGATConv as a whole"
+
 
 class SuperGATConv(AttentionConv):
     r"""The layer of `How to Find Your Friendly Neighborhood <https://openreview.net/forum?id=Wi5KUNlqWty>`_.
@@ -159,7 +161,8 @@ class SuperGATConv(AttentionConv):
         Args:
             x: Features `[..., N, F]` (dense, or `[N, F]` sparse).
             edge_index: The graph, in any form that `gattn.attend` takes.
-            neg_edge_index: Pairs without an edge, `[2, P]`, to train against. (default: `None`, drawn at random)
+            neg_edge_index: Pairs without an edge, `[2, P]`, to train against. Code that is compiled as a whole
+                (`fullgraph=True`) needs them in training. (default: `None`, drawn at random)
             batch: The graph of each node, `[N]`, in ascending order, so that both ends of a drawn pair belong to the
                 same one. (default: `None`, a single graph)
 
@@ -231,14 +234,20 @@ class SuperGATConv(AttentionConv):
         drawn: Tensor = dropout_edge(edge_index, p=1.0 - self.edge_sample_ratio, training=self.training)[0]
         return drawn
 
+    @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[no-untyped-call, untyped-decorator]
     def negative_sampling(self, edge_index: Tensor, num_nodes: int, batch: Tensor | None = None) -> Tensor:
         """Draws pairs of nodes that no edge joins in either direction, `[2, P]`, with Python's `random`.
 
         Args:
             edge_index: The edges, `[2, E]`.
             num_nodes: Number of nodes.
-            batch: The graph of each node, `[N]`. (default: `None`, a single graph)
+            batch: The graph of each node, `[N]`, in ascending order. (default: `None`, a single graph)
+
+        Raises:
+            ValueError: If `batch` is not ascending.
         """
+        if batch is not None and bool((batch.diff() < 0).any()):
+            raise InputError("batch must give the graph of each node in ascending order, as PyG's batches do.")
         count = int(self.neg_sample_ratio * self.edge_sample_ratio * edge_index.size(1))
         if not self.is_undirected and not is_undirected(edge_index, num_nodes=num_nodes):
             edge_index = to_undirected(edge_index, num_nodes=num_nodes)
@@ -255,7 +264,7 @@ class SuperGATConv(AttentionConv):
             ValueError: If there was no call in training.
         """
         if not self.training:
-            return torch.tensor([0], device=self.lin.weight.device)
+            return torch.tensor([0], device=next(self.parameters()).device)
         if self.att_x is None or self.att_y is None:
             raise InputError("get_attention_loss() needs a call in training first, and there has been none.")
         return F.binary_cross_entropy_with_logits(self.att_x.mean(dim=-1), self.att_y)

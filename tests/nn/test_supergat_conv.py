@@ -270,6 +270,19 @@ def test_around_it(attention_type, x, edge_index):
     torch.testing.assert_close(compiled(x, edge_index), conv(x, edge_index))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler, of the logits of the last call
+def test_drawing_pairs_is_left_out_of_compiled_code(x, edge_index):
+    conv = SuperGATConv(F, C)
+    with pytest.raises(RuntimeError, match="pass neg_edge_index to compile SuperGATConv as a whole"):
+        torch.compile(conv, fullgraph=True, backend="aot_eager")(x, edge_index)
+    torch._dynamo.reset()
+    losses = []
+    for layer in (conv, torch.compile(conv, backend="aot_eager")):
+        seed(3)
+        losses.append((layer(x, edge_index), conv.get_attention_loss()))
+    torch.testing.assert_close(*losses)
+
+
 def test_wrong_inputs(x, edge_index):
     conv = SuperGATConv(F, C)
     with pytest.raises(ValueError, match="there has been none"):
@@ -284,6 +297,8 @@ def test_wrong_inputs(x, edge_index):
         conv(x, edge_index, edge_index + N)
     with pytest.raises(ValueError, match=r"edge_index must have shape \[2, E\]"):
         conv(x, edge_index, edge_index.t())
+    with pytest.raises(ValueError, match="batch must give the graph of each node in ascending order"):
+        conv(x, edge_index, batch=torch.tensor([0] * 5 + [1] * 3 + [0]))
     with pytest.raises(ValueError, match="one graph for the whole batch"):
         conv(x.unsqueeze(0), gattn.CompleteGraph(N, source_lengths=torch.tensor([3])))
     for options, message in (

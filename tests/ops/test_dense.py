@@ -403,6 +403,26 @@ class TestBiasAndMask:
         bias, mask = torch.randn(shape, dtype=torch.double), torch.rand(shape) < 0.6
         self.check(score, tensors, graph, bias, mask)
 
+    @pytest.mark.parametrize(
+        ("shape", "options", "score"),
+        pairs(
+            [(), (95,), (90, 1), (90, 95), (H, 1, 95), (2, 1, 90, 95), (2, H, 1, 1), (1, H, 90, 95)],
+            [
+                {"window": (3, 2)},
+                {"window": (5, 1), "causal": True},
+                {"window": (3, 2), "source_lengths": lengths(95, 77), "target_lengths": lengths(80, 90)},
+            ],
+            ("dot", "leaky_relu"),
+        ),
+    )
+    def test_in_bands(self, shape, options, score, monkeypatch):
+        calls, banded = [], dense._banded
+        monkeypatch.setattr(dense, "_banded", lambda *args: calls.append(1) or banded(*args))
+        graph = CompleteGraph(90, 95, **options)
+        tensors = make_tensors(score, graph, (2,), channels=2, value_channels=2)
+        self.check(score, tensors, graph, torch.randn(shape, dtype=torch.double), torch.rand(shape) < 0.6)
+        assert len(calls) >= 5
+
     def check(self, score, tensors, graph, bias, mask):
         plain = call(score, tensors, graph)
         with_bias = {**tensors, "bias": bias}
@@ -938,6 +958,25 @@ class TestMemory:
         assert self.largest(score, tensors, graph) < everything / 4
         assert self.largest(score, tensors, graph, mask=torch.rand(300, 300) < 0.5) < everything / 4
 
+    @pytest.mark.parametrize("options", [{"clamp": 0.5}, {"scale": 2.0, "negative_slope": 0.2, "clamp": 0.4}])
+    @pytest.mark.parametrize("window", [None, (5, 2)])
+    def test_what_follows_a_product_is_no_hidden_layer(self, window, options):
+        n, m, heads, channels = 90, 100, 2, 64
+        score = DotScore(**options)
+        leaves = [torch.randn(size, heads, channels, dtype=torch.double, requires_grad=True) for size in (n, m, m)]
+        results = {}
+        for backend in ("reference", "dense"):
+            with Largest() as seen:
+                out, logits = attend(
+                    *leaves, CompleteGraph(n, m, window=window), score=score, return_edges="logits", backend=backend
+                )
+                results[backend] = out, *torch.autograd.grad((out.cos() * logits.sum()).sum(), leaves)
+        assert seen.elements <= heads * n * m
+        torch.testing.assert_close(results["dense"], results["reference"], rtol=1e-10, atol=1e-10)
+        is_clamped = logits.abs()[logits != 0] == options["clamp"]
+        assert is_clamped.any()
+        assert not is_clamped.all()
+
     @pytest.mark.parametrize(
         "options", [{"window": (3, 2)}, {"causal": True, "window": (127, 0)}, {"causal": True, "window": 1000}]
     )
@@ -947,7 +986,8 @@ class TestMemory:
         tensors = make_tensors(score, CompleteGraph(n), heads=1, channels=2, value_channels=2, dtype=torch.float32)
         if options["window"] == 1000 and score != "dot":
             return
-        assert self.largest(score, tensors, CompleteGraph(n, **options)) < n * n / 2
+        for terms in ({}, {"mask": torch.rand(n) < 0.9}, {"bias": torch.randn(n, 1)}):
+            assert self.largest(score, tensors, CompleteGraph(n, **options), **terms) < n * n / 2
 
     @pytest.mark.parametrize("options", [{}, {"causal": True}])
     def test_dot_products_make_no_matrix_of_all_pairs(self, options):

@@ -6,14 +6,23 @@ import pytest
 import torch
 
 from gattn import CompleteGraph, attend
+from gattn.ops.backends import dense
 from tests.cases import SCORES, make_score, pairs
 
 BATCHES = [(), (0,), (2,), (2, 0)]
-KINDS = {"plain": {}, "causal window": {"causal": True, "window": (1, 1)}}
+KINDS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (1, 0)},
+    "causal window": {"causal": True, "window": (1, 1)},
+}
 EMPTY = {"none": (2, 3, 2), "heads": (0, 3, 2), "channels": (2, 0, 2), "value channels": (2, 3, 0)}
 # Heads of key and value divide those of the query: a dot product has some.
 CASES = [
-    (score, empty) for score in ("dot", "gat", "leaky_relu") for empty in EMPTY if (score, empty) != ("dot", "heads")
+    (score, empty)
+    for score in ("dot", "leaky dot", "gat", "leaky_relu")
+    for empty in EMPTY
+    if "dot" not in score or empty != "heads"
 ]
 
 
@@ -50,14 +59,18 @@ def terms(graph, batch, heads):
 
 def results(tensors, graph, score, **options):
     leaves = [x.clone().requires_grad_() for x in tensors]
-    out, weights = attend(*leaves, graph, score=score, return_weights=True, **options)
-    weights = weights if isinstance(weights, list) else [weights]
-    loss = sum((x * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in (out, *weights))
-    return [out, *weights, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
+    outs = attend(*leaves, graph, score=score, return_weights=True, return_edges="logits", **options)
+    if "bias" not in options and "mask" not in options:
+        options.update(return_weights="dropped", dropout=1.0, training=True)  # drops everything
+        outs += attend(*leaves, graph, score=score, **options)
+    flat = [x for out in outs for x in (out if isinstance(out, list) else [out])]
+    loss = sum((x * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in flat)
+    return [*flat, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
 @pytest.mark.parametrize(("case", "batch", "kind"), pairs(CASES, BATCHES, KINDS))
-def test_as_the_reference(case, batch, kind):
+def test_as_the_reference(case, batch, kind, monkeypatch):
+    monkeypatch.setattr(dense, "_BLOCK", (1, 1))  # so that windows of these sizes are computed as bands
     name, empty = case
     heads, channels, value_channels = EMPTY[empty]
     score = make_score(name, torch.randn(heads, channels, dtype=torch.double))

@@ -1,9 +1,9 @@
 """Attention on complete graphs without their edges: there is not a list of N·M edges, and no `[N, M, C]` tensor.
 
 Dot products use PyTorch's `scaled_dot_product_attention`, with its own flag for causal graphs, so that its fused
-kernels are used. Other scores are computed for a few targets at a time, and again in the backward pass. A window is
-computed as blocks of targets, each with the sources that its targets see. In a ragged batch, elements of the same
-lengths are computed together, and padding is never computed.
+kernels are used. Other scores, clamped products among them, are computed for a few targets at a time, and again in the
+backward pass. A window is computed as blocks of targets, each with the sources that its targets see. In a ragged batch,
+elements of the same lengths are computed together, and padding is never computed.
 
 Inside, tensors have one batch dimension and nodes come before heads: query `[B, N, H, C]`, key `[B, M, H, C]` (`[B, N,
 H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadcastable to `[B, H, N, M]`.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dense", "attention"]
 
-#: Scores other than dot products compute this many channels of their hidden layer at a time.
+#: Scores that no fused kernel computes have this many logits, or channels of their hidden layer, at a time.
 _CHUNK = 2**20
 
 #: The number of targets in a block of a window: about as many as the sources that one of them sees, within these
@@ -79,7 +79,7 @@ class Dense(Backend):
         n, m, device = call.num_targets, call.key.size(-3), call.key.device
         visible = _both(_length_mask(graph, device), graph.visible(n, m, graph.offset(n, m), device)[None, None])
         assert visible is not None
-        return logits.masked_fill(~visible.view(*(call.batch if visible.size(0) > 1 else ()), *visible.shape[1:]), 0.0)
+        return logits.masked_fill(~visible.view(*(call.batch if visible.size(0) != 1 else ()), *visible.shape[1:]), 0.0)
 
     def attend(self, call: Call, module: Attention) -> Result:
         """See `Backend.attend`."""
@@ -97,7 +97,7 @@ class Dense(Backend):
         for name, term in (("bias", call.bias), ("mask", call.mask)):
             if term is not None:
                 graph.expand(term, name, call.batch, call.heads)
-        if _is_dot(call.score):  # fused kernels compute half precision in float32 themselves
+        if _is_dot(call.score) and not call.score.folds:  # fused kernels compute half precision in float32 themselves
             call = call.cast(call.dtype)
         else:
             call = call.cast(call.compute)._replace(score=call.score.to(call.compute))
@@ -110,10 +110,15 @@ class Dense(Backend):
 
 
 def _is_dot(score: Score) -> TypeGuard[DotScore]:
-    """Whether a score is the plain dot product; a subclass with another formula is not."""
+    """Whether fused kernels can compute a score: the plain dot product."""
+    return _has_products(score) and score.is_product
+
+
+def _has_products(score: Score) -> TypeGuard[DotScore]:
+    """Whether a score is computed from dot products; a subclass with another formula is not."""
     if type(score) is DotScore:  # by far the most frequent, and checked several times per call
-        return score.is_product and "logits" not in vars(score)
-    return isinstance(score, DotScore) and score.is_product and family_of(score, 1) is not None
+        return "logits" not in vars(score)
+    return isinstance(score, DotScore) and family_of(score, 1) is not None
 
 
 def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
@@ -238,7 +243,7 @@ def _matrices(
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
             allowed = _both(allowed, graph.visible(n, m, graph.offset(n, m), key.device)[None, None])
-        if _is_dot(score):  # which needs nothing larger than these matrices
+        if _has_products(score):  # which needs nothing larger than these matrices
             yield function(q, k, score, b, allowed, n)
         else:
             yield torch.cat(_by_targets(function, n, q, k, score, b, allowed), 2)
@@ -290,10 +295,10 @@ def _uniform(
         assert query is not None
         out = dot_product_attention(query[:, -offset:], key, value, score, None, None, dropout, causal=True)
         return out if offset == 0 else F.pad(out, (0, 0, 0, 0, -offset, 0))
-    if plain and left is not None and right is not None:
+    if left is not None and right is not None:
         span = _block_targets(left, right) + left + right
         if 2 * span <= num_sources:
-            return _banded(query, key, value, num_targets, offset, left, right, score, dropout)
+            return _banded(query, key, value, num_targets, offset, left, right, score, bias, mask, dropout)
     if left is not None or right is not None:
         mask = _both(mask, graph.visible(num_targets, num_sources, offset, key.device)[None, None])
     return _rectangle(query, key, value, num_targets, score, bias, mask, dropout)
@@ -345,7 +350,8 @@ def _by_targets(
     """
     if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
         return [function(query, key, score, bias, mask, num_targets)]
-    count = max(_CHUNK // max(key.numel(), 1), 1)
+    held = math.prod(key.shape[:2]) * query.size(2) if query is not None and _has_products(score) else key.numel()
+    count = max(_CHUNK // max(held, 1), 1)
     counts = chunk_sizes(num_targets, count) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)
     biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in (bias, mask))
@@ -368,10 +374,14 @@ def _logits(
     query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
 ) -> Tensor:
     """The logits of `count` targets, `[B, H, count, M]`, with masked ones at minus infinity."""
-    if _is_dot(score):
+    if _has_products(score):
         assert query is not None
         keys = repeat_heads(key, query.size(2)).to(compute_dtype(key.dtype))
         logits = query.to(keys.dtype).transpose(1, 2) @ keys.permute(0, 2, 3, 1) * score.factor(key.size(-1))
+        if score.negative_slope != 1.0:
+            logits = F.leaky_relu(logits, score.negative_slope)
+        if score.clamp is not None:
+            logits = logits.clamp(-score.clamp, score.clamp)
     else:
         if score.grouped and query is not None:
             key = repeat_heads(key, query.size(2))
@@ -424,6 +434,8 @@ def _banded(
     left: int,
     right: int,
     score: Score,
+    bias: Tensor | None,
+    mask: Tensor | None,
     dropout: float,
 ) -> Tensor:
     """Computes a window: blocks of targets become elements of the batch, each with the sources that it sees."""
@@ -437,13 +449,27 @@ def _banded(
         query = _pad_nodes(query, 0, rest).unflatten(1, (blocks, size)).flatten(0, 1)
     key, value = (_pad_nodes(x, before, after).unfold(1, span, size).movedim(-1, 2).flatten(0, 1) for x in (key, value))
     place = torch.arange(span, device=value.device)
-    distance = place - torch.arange(size, device=value.device).unsqueeze(1)
     source = torch.arange(blocks, device=value.device).unsqueeze(1) * size - before + place
+    target = torch.arange(blocks * size, device=value.device).view(blocks, size)
+    bias, allowed = (_of_blocks(x, batch, target, source) for x in (bias, mask))
+    distance = place - torch.arange(size, device=value.device).unsqueeze(1)
     mask = (distance >= 0) & (distance <= left + right)
     mask = mask & ((source >= 0) & (source < num_sources)).unsqueeze(1)
     mask = mask.repeat(batch, 1, 1).unsqueeze(1)
-    out = _rectangle(query, key, value, size, score, None, mask, dropout)
+    out = _rectangle(query, key, value, size, score, bias, _both(allowed, mask), dropout)
     return out.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :num_targets]
+
+
+def _of_blocks(x: Tensor | None, batch: int, target: Tensor, source: Tensor) -> Tensor | None:
+    """A bias or mask for blocks of targets, with anything at padding; sizes of 1 are kept for broadcasting."""
+    if x is None:
+        return None
+    targets, sources = (
+        places[:1, :1] * 0 if size == 1 else places.clamp(0, size - 1)
+        for places, size in ((target, x.size(2)), (source, x.size(3)))
+    )
+    x = x[:, :, targets.unsqueeze(2), sources.unsqueeze(1)].transpose(1, 2)
+    return x.expand(batch, len(target), *x.shape[2:]).flatten(0, 1)
 
 
 def _block_targets(left: int, right: int) -> int:
