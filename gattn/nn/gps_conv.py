@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.tracing import Leaf
 
 __all__ = ["GPSConv"]
+
+_OF_ATTENTION = inspect.signature(MultiheadAttention.forward).parameters.keys()
 
 
 class GPSConv(Leaf, torch_geometric.nn.GPSConv):
@@ -95,19 +98,20 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             x: The features, `[N, F]`.
             edge_index: The graph, in any form that the layer on the edges takes.
             batch: The graph of each node, `[N]`, in ascending order. (default: `None`, a single graph)
-            **kwargs: Further arguments of the layer on the edges, such as `edge_attr`.
+            **kwargs: Further arguments of the layer on the edges, such as `edge_attr`. Without this layer they have no
+                effect, as in PyG.
 
         Returns:
             The features, `[N, F]`.
 
         Raises:
             ValueError: If `batch` is not ascending.
-            TypeError: If there are further arguments, but no layer on the edges.
+            TypeError: If an argument of the attention is given.
         """
-        if self.conv is None and kwargs:
+        if self.conv is None and (meant := kwargs.keys() & _OF_ATTENTION):
             raise TypeError(
-                f"further arguments are those of the layer on the edges, but this {type(self).__name__} was made with "
-                f"conv=None; got {', '.join(kwargs)}."
+                f"{type(self).__name__} passes further arguments to the layer on the edges, not to its attention; got "
+                f"{', '.join(sorted(meant))}."
             )
         if batch is not None and bool((batch.diff() < 0).any()):
             raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")

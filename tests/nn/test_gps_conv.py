@@ -193,6 +193,8 @@ def test_another_module_in_the_place_of_attention(kind, batched, x, edge_index, 
     ours.reset_parameters()
 
 
-def test_arguments_for_no_layer_are_refused(x, edge_index):
-    with pytest.raises(TypeError, match="made with conv=None; got attn_mask"):
-        GPSConv(F, None).double()(x, edge_index, attn_mask=torch.zeros(11, 11).bool())
+def test_arguments_of_attention_are_refused(x, edge_index):
+    block = GPSConv(F, None, norm="layer_norm").double()
+    with pytest.raises(TypeError, match="not to its attention; got attn_mask"):
+        block(x, edge_index, attn_mask=torch.zeros(11, 11).bool())
+    assert torch.equal(block(x, edge_index, edge_attr=x), block(x, edge_index))  # which models without edges still pass
