@@ -12,6 +12,7 @@ from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.linear import Linear
+from gattn.ops.call import check_dtype
 from gattn.scores import GATScore
 from gattn.settings import require_finite
 
@@ -162,6 +163,7 @@ class PointTransformerConv(BaseConv):
                     f"without a pos_nn of your own, points must have {self.pos_nn.in_channels} coordinates; got "
                     f"{positions.size(-1)}."
                 )
+        check_dtype(self, pos=pair[0])
         require_finite(pos=pair[0]) if pair[0] is pair[1] else require_finite(**{"pos[0]": pair[0], "pos[1]": pair[1]})
         return pair[0], pair[1]
 

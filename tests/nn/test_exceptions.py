@@ -225,6 +225,11 @@ MIXED = {
     ),
     "EGATConv": (lambda: gattn.nn.EGATConv(6, 6, 3, 2, 1), lambda layer, x: layer(X, INDEX, x[:3]), "edge_attr"),
     "GATEConv": (lambda: gattn.nn.GATEConv(6, 6, 6), lambda layer, x: layer(X, INDEX, x[:3]), "edge_attr"),
+    "PointTransformerConv": (
+        lambda: gattn.nn.PointTransformerConv(6, 3),
+        lambda layer, x: layer(X, x[:, :3], INDEX),
+        "pos",
+    ),
     "LSTMNCell": (lambda: gattn.nn.LSTMNCell(6, 3), lambda layer, x: layer(x), "x"),
     "TransformerEncoderLayer": (
         lambda: gattn.nn.TransformerEncoderLayer(6, 2, norm_first=True),
