@@ -114,6 +114,8 @@ class Attention(Leaf, MessagePassing):
         self._updates_as_pyg = bool(asked & (self.edge_updater_type_of_pyg.keys() - Attention.edge_updater_type.keys()))
         if self._updates_as_pyg:
             type(self).edge_updater_type = self.edge_updater_type_of_pyg
+        elif vars(type(self)).get("edge_updater_type") is self.edge_updater_type_of_pyg:  # of a patch that is undone
+            del type(self).edge_updater_type
         super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
         self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code written for them reads it
         self._restore_originals()
@@ -303,14 +305,16 @@ class Attention(Leaf, MessagePassing):
             return "an explainer reads its messages"
         cls, own, aggr = type(self), self.__dict__, self.aggr_module
         for name in _HOOKS:
-            if _is_overridden(getattr(cls, name), name):
+            hook = getattr(cls, name)
+            if getattr(hook, "_fused", None) is not hook and _is_overridden(hook, name):
                 return f"{cls.__name__} overrides {name}()"
             if name in own and _is_overridden(getattr(own[name], "__func__", own[name]), name):
                 return f"{name}() is replaced on this {cls.__name__}"
         if type(aggr) is not SumAggregation:
             return f"messages are aggregated by {aggr}, not summed"
-        if "forward" in aggr.__dict__ or type(aggr).forward is not _SUM or has_hooks(aggr):
-            return "a hook is registered on its aggregation, or its forward() is replaced"
+        is_sum = SumAggregation.forward is _SUM and MessagePassing.aggregate is _ORIGINALS["aggregate"]
+        if not is_sum or "forward" in aggr.__dict__ or "reduce" in aggr.__dict__ or has_hooks(aggr):
+            return "a hook is registered on its aggregation, or a part of that is replaced"
         if self.decomposed_layers > 1:
             return "the layer is decomposed (decomposed_layers > 1)"
         for name in _HOOK_TABLES:  # twice as fast as any()
@@ -562,8 +566,9 @@ def attend(
 
 # The parts of PyG's machinery: whoever overrides or replaces one of these, or hooks into them, needs that machinery.
 _STEPS = ("propagate", "edge_updater")  # whose code PyG generates
-_HOOKS = ("edge_update", "message", "aggregate", "update", "message_and_aggregate", *_STEPS)
+_HOOKS = ("edge_update", "message", "aggregate", "update", *_STEPS)
 _SUM = SumAggregation.forward
+_ORIGINALS = {name: getattr(MessagePassing, name) for name in _HOOKS}
 _HOOK_TABLES = tuple(
     f"_{step}_forward{when}_hooks"
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -573,7 +578,9 @@ _HOOK_TABLES = tuple(
 
 def _is_overridden(function: Any, name: str) -> bool:
     """Whether a part of PyG's machinery is neither PyG's own nor known to compute what the kernels compute."""
-    return getattr(function, "_fused", None) is not function and function is not getattr(MessagePassing, name)
+    if getattr(function, "_fused", None) is function or function is _ORIGINALS[name]:
+        return False
+    return name not in _STEPS or function is not getattr(MessagePassing, name)  # which may be generated code
 
 
 _DOT = DotScore()

@@ -16,6 +16,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
@@ -63,15 +64,16 @@ def no_hook(module: torch.nn.Module, inputs: Any) -> None:
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a hook of any kind sees or changes a module's inputs, outputs or gradients; there is no public way."""
-    pre = module._forward_pre_hooks
-    if pre and any(hook is not no_hook for hook in pre.values()):
-        return True
-    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook())
+    for hook in module._forward_pre_hooks.values():
+        if hook is not no_hook:
+            return True
+    own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own or _has_any_global_hook())
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that holds other tensors, such as a quantised or distributed one."""
-    return is_traceable_wrapper_subclass(tensor)
+    """Whether a tensor is of a class that holds other tensors or does something else with them than tensors do."""
+    return is_traceable_wrapper_subclass(tensor) or has_torch_function((tensor,))
 
 
 def uses_jit_trace() -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch.fx import Proxy
-
-from gattn.torch_private import is_fx_symbolic_tracing
+from torch.fx import Tracer
+from torch.nn import Module
 
 __all__ = ["Leaf"]
 
@@ -19,14 +17,6 @@ class Leaf:
     this module or one that contains it.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, or records its call."""
-        if is_fx_symbolic_tracing():
-            for proxy in _proxies(args, kwargs):
-                tracer: Any = proxy.tracer
-                return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc] # of torch.nn.Module
-
     def __prepare_scriptable__(self) -> None:
         raise NotImplementedError(
             f"TorchScript cannot compile {type(self).__name__}, and PyTorch has deprecated it: use torch.compile, or "
@@ -34,12 +24,12 @@ class Leaf:
         )
 
 
-def _proxies(*values: Any) -> Iterator[Proxy]:
-    """The placeholders of `torch.fx` among arguments, nested in any way."""
-    for value in values:
-        if isinstance(value, Proxy):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _proxies(*value)
-        elif isinstance(value, dict):
-            yield from _proxies(*value.values())
+_is_leaf_module = Tracer.is_leaf_module
+
+
+def _is_leaf(self: Any, m: Module, module_qualified_name: str) -> bool:
+    return isinstance(m, Leaf) or _is_leaf_module(self, m, module_qualified_name)
+
+
+# The tracer knows leaves by the package that they come from, which must be torch.nn, and cannot be told of others.
+Tracer.is_leaf_module = _is_leaf  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
+from gattn.recording import recorded
 from gattn.scores import GATScore, Score
 from gattn.settings import require_finite
 
@@ -257,12 +258,13 @@ class AttentionConv(BaseConv):
         return (out if bias is None else out + bias), alpha
 
     def _update_and_merge(
-        self, terms: dict[str, Any], value: Tensor, graph: Graph, edge_attr: Tensor | None
+        self, query: Tensor | None, key: Tensor, value: Tensor, graph: Graph, edge_attr: Tensor | None
     ) -> tuple[Tensor, Tensor, Graph]:
         """What `_attend_and_merge` returns, and the graph with its self-loops, for a subclass that updates as in PyG.
 
         Args:
-            terms: What PyG's layer passes to `edge_update` besides the edges' features: pairs `[M, ...]`, `[N, ...]`.
+            query: What PyG's layer passes to `edge_update` for the targets, `[N, ...]`.
+            key: The same for the sources, `[M, ...]`.
             value: `[M, H, C]`.
             graph: A list of edges.
             edge_attr: The edges' features, as the user passed them.
@@ -270,18 +272,33 @@ class AttentionConv(BaseConv):
         if value.dim() != 3:
             raise InputError(f"edge_update() of {type(self).__name__} takes features [N, F], without a batch.")
         graph, edge_attr = graph.with_features(edge_attr, getattr(self, "fill_value", "mean"))
+        value = dropout(value, self.value_dropout, self.training)
+        out, alpha = self._updated(query, key, value, graph, edge_attr=edge_attr, return_weights=True)
+        out = out.flatten(-2) if self.concat else out.mean(-2)
+        return (out if self.bias is None else out + self.bias), alpha, graph
+
+    @recorded
+    def _updated(
+        self,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        graph: Graph,
+        *,
+        edge_attr: Tensor | None,
+        return_weights: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The output `[N, H, C]` and the weights, after the calls that PyG's layer makes."""
         edges = graph.edge_list(value.device)
-        rows = torch.stack(edges.sources_and_targets())
-        size = edges.num_sources, edges.num_targets
+        rows, size = torch.stack(edges.sources_and_targets()), (edges.num_sources, edges.num_targets)
+        terms = dict.fromkeys(self.edge_updater_type_of_pyg, (key, query)) | {"edge_attr": edge_attr}
         before = self.node_dim, self.flow
         self.node_dim, self.flow = 0, FLOWS[0]
         try:
-            alpha = self.edge_updater(rows, **terms, edge_attr=edge_attr, size=size)
-            out = self.propagate(rows, x=value, alpha=alpha, size=size)
+            alpha = self.edge_updater(rows, **terms, size=size)
+            return self.propagate(rows, x=value, alpha=alpha, size=size), alpha
         finally:
             self.node_dim, self.flow = before
-        out = out.flatten(-2) if self.concat else out.mean(-2)
-        return (out if self.bias is None else out + self.bias), alpha, graph
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

@@ -21,8 +21,11 @@ from gattn.nn.edge_weights import edge_weights
 from gattn.nn.linear import dropout
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore, GATScore
+from gattn.torch_private import has_hooks
 
 __all__ = ["DNAConv"]
+
+_FORWARD = MultiHead.forward
 
 
 class DNAConv(BaseConv):
@@ -130,7 +133,15 @@ class DNAConv(BaseConv):
         last = x[:, -1]
         graph, edge_weight = self._weighted(self._graph(edge_index, last, last, False), edge_weight, x)
 
-        heads, lins = self.multi_head.heads, self.multi_head
+        lins = self.multi_head
+        if (
+            type(lins) is not MultiHead
+            or MultiHead.forward is not _FORWARD
+            or "forward" in vars(lins)
+            or has_hooks(lins)
+        ):
+            return self._by_calling(lins, x, graph, edge_weight)
+        heads = lins.heads
         shape = (*x.shape[:2], heads, x.size(2) // heads)
         query = lins.lin_q(last).view(shape[0], 1, *shape[2:]).expand(shape).flatten(1, 2)
         key, value = (lin(x).view(shape).flatten(1, 2) for lin in (lins.lin_k, lins.lin_v))
@@ -149,9 +160,21 @@ class DNAConv(BaseConv):
         """For aggregations that are not linear and so need whole messages, summed over layers, `[E, F]`."""
         source, _ = graph.sources_and_targets()
         messages = value.index_select(0, source).view(*alpha.shape, value.size(-1)) * alpha.unsqueeze(-1)
-        messages = messages.sum(1).flatten(1).unsqueeze(1)
-        ones = value.new_ones(value.size(0), 1)
-        zeros = value.new_zeros(value.size(0), *messages.shape[1:])
+        return self._sum_of(messages.sum(1).flatten(1), graph, value.size(0))
+
+    def _by_calling(self, attention: Any, x: Tensor, graph: Graph, edge_weight: Tensor | None) -> Tensor:
+        """The result if the attention, edge by edge, is not PyG's or has hooks."""
+        source, target = graph.sources_and_targets()
+        layers = x.index_select(0, source)
+        messages = attention(x.index_select(0, target)[:, -1:], layers, layers).squeeze(1)
+        messages = messages if edge_weight is None else messages * edge_weight.view(-1, 1)
+        return self._sum_of(messages, graph, x.size(0))
+
+    def _sum_of(self, messages: Tensor, graph: Graph, num_nodes: int) -> Tensor:
+        """The aggregated messages `[E, F]` of each node."""
+        messages = messages.unsqueeze(1)
+        ones = messages.new_ones(num_nodes, 1)
+        zeros = messages.new_zeros(num_nodes, *messages.shape[1:])
         out = self.attend(None, ones, zeros, graph, score=GATScore(), edge_value=messages, distribution="identity")
         assert isinstance(out, Tensor)
         return out.squeeze(1)

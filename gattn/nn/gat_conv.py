@@ -208,7 +208,7 @@ class GATConv(AttentionConv):
 
         alpha: Any
         if self._updates_as_pyg:
-            out, alpha, graph = self._update_and_merge({"alpha": (key, query)}, value, graph, edge_attr)
+            out, alpha, graph = self._update_and_merge(query, key, value, graph, edge_attr)
             alpha = alpha if return_attention_weights else None
         else:
             graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)

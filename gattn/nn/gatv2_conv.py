@@ -195,7 +195,7 @@ class GATv2Conv(AttentionConv):
 
         alpha: Any
         if self._updates_as_pyg:
-            out, alpha, graph = self._update_and_merge({"x": (key, query)}, key, graph, edge_attr)
+            out, alpha, graph = self._update_and_merge(query, key, key, graph, edge_attr)
             alpha = alpha if return_attention_weights else None
         else:
             graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)

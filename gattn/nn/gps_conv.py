@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
-from torch_geometric.nn.attention import PerformerAttention
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
 from torch_geometric.utils import to_dense_batch
@@ -128,15 +127,21 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
 
     def _attend(self, x: Tensor, batch: Tensor | None) -> Tensor:
         """Attention among the nodes of each graph; another module in its place is called as PyG calls it."""
-        if isinstance(self.attn, MultiheadAttention):
+        attn: Any = self.attn
+        if attn is None:
+            return x
+        # A subclass may have PyTorch's arguments alone.
+        takes = ["graph"] if type(attn) is MultiheadAttention else inspect.signature(attn.forward).parameters
+        attended: Tensor
+        if isinstance(attn, MultiheadAttention) and "graph" in takes:
             graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
-            attended: Tensor = self.attn(x, x, x, need_weights=False, graph=graph)[0]
+            attended = attn(x, x, x, need_weights=False, graph=graph)[0]
             return attended
         padded, is_real = to_dense_batch(x, batch)
-        if isinstance(self.attn, PerformerAttention):
-            attended = self.attn(padded, mask=is_real)
-        else:
-            attended = self.attn(padded, padded, padded, key_padding_mask=~is_real, need_weights=False)[0]
+        if "key_padding_mask" in takes or "kwargs" in takes:
+            attended = attn(padded, padded, padded, key_padding_mask=~is_real, need_weights=False)[0]
+        else:  # such as PyG's PerformerAttention
+            attended = attn(padded, mask=is_real) if "mask" in takes else attn(padded)
         return attended[is_real]
 
     def _add_and_norm(self, h: Tensor, x: Tensor, norm: Any, batch: Tensor | None) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,19 @@ class KeyValueCache:
         self._entries: dict[Module, tuple[Tensor, Tensor]] = {}
         #: The memory of entries made by `append`, which has room for more tokens.
         self._memory: dict[Module, tuple[Tensor, Tensor]] = {}
+
+    def __copy__(self) -> KeyValueCache:
+        """A cache of the same tokens, to which others can be appended."""
+        copied = type(self)()
+        copied._entries = dict(self._entries)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueCache:
+        """A cache with copies of the keys and values, of the same layers, or of copies that were made with it."""
+        copied = type(self)()
+        for module, entry in self._entries.items():
+            copied._entries[memo.get(id(module), module)] = copy.deepcopy(entry, memo)
+        return copied
 
     def __len__(self) -> int:
         """The number of tokens so far."""

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Embedding, Module
+from torch.nn import Embedding, Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn.dense import HeteroLinear
 from torch_geometric.nn.dense import Linear as PyGLinear
@@ -52,10 +52,10 @@ class Linear(PyGLinear):
         save(self, destination, prefix, keep_vars)
 
 
-#: Layers that are nothing but their parameters, each with the method that says so and the names of these parameters.
-_PARAMETERS: dict[type[Module], tuple[Any, set[str]]] = {
-    **{kind: (kind.forward, {"weight", "bias"}) for kind in (Linear, PyGLinear, torch.nn.Linear, HeteroLinear)},
-    Embedding: (Embedding.forward, {"weight"}),
+#: Layers that are nothing but their parameters, each with the method that says so and the number of these parameters.
+_PARAMETERS: dict[type[Module], tuple[Any, int]] = {
+    **{kind: (kind.forward, 2) for kind in (Linear, PyGLinear, torch.nn.Linear, HeteroLinear)},
+    Embedding: (Embedding.forward, 1),
 }
 
 
@@ -64,13 +64,16 @@ def is_untouched(module: Module) -> bool:
 
     Somebody would if it has hooks, is pruned, parametrised, quantised, patched, wrapped or replaced, or is lazy still.
     """
-    kind = type(module)
-    forward, names = _PARAMETERS.get(kind, (None, None))
-    if kind.forward is not forward or module._parameters.keys() != names or "forward" in module.__dict__:
+    kind, parameters = type(module), module._parameters
+    forward, count = _PARAMETERS.get(kind, (None, None))
+    if kind.forward is not forward or len(parameters) != count or "weight" not in parameters:
         return False
-    if has_hooks(module) or module._modules:
+    if "forward" in module.__dict__ or module._modules or has_hooks(module):
         return False
-    return not any(is_wrapper(parameter) for parameter in module._parameters.values() if parameter is not None)
+    for parameter in parameters.values():
+        if type(parameter) is not Parameter and parameter is not None and is_wrapper(parameter):
+            return False
+    return True
 
 
 def is_affine(lin: Module) -> bool:

@@ -83,7 +83,7 @@ class AttentionPooling(Leaf, Aggregation):
     def __call__(self, x: Tensor, *args: Any, lengths: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls `forward` after PyG's checks."""
         if is_fx_symbolic_tracing():
-            return super().__call__(x, *args, lengths=lengths, **kwargs)
+            return torch.nn.Module.__call__(self, x, *args, lengths=lengths, **kwargs)  # which the tracer replaces
         if not isinstance(x, Tensor):
             raise InputTypeError(f"x must be a tensor; got {type(x).__name__}.")
         # Without an index PyG would create one of zeros and read its elements, which exported models cannot do.

@@ -5,6 +5,7 @@ Dimensions: T targets, S tokens of the memory, E channels of the model, B batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.torch_masks import as_numbers, check_mask, is_causal_mask
 from gattn.ops.call import check_dtype
+from gattn.torch_private import has_hooks
 from gattn.tracing import Leaf
 
 __all__ = [
@@ -73,6 +75,8 @@ class _TransformerLayer(Leaf, torch.nn.Module):
         **options: Any,
     ) -> Tensor:
         """Self-attention and dropout, which a subclass may override; `options` are a graph and a cache, if given."""
+        if "cache" in options:
+            options["static_kv"] = False
         out: Tensor = self.self_attn(
             x,
             x,
@@ -88,6 +92,13 @@ class _TransformerLayer(Leaf, torch.nn.Module):
 
     def _added(self, x: Tensor, norm: Module, block: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The features after one of PyTorch's blocks, which a subclass may have overridden."""
+        for option in kwargs.keys() & {"graph", "cache"}:
+            parameters = inspect.signature(block).parameters
+            if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                raise TypeError(
+                    f"{type(self).__name__} overrides a block without the argument {option}: let it take **options and "
+                    f"pass them to the attention, or leave out {option} (generate() has use_cache=False)."
+                )
         out: Tensor = x + block(norm(x), *args, **kwargs) if self.norm_first else norm(x + block(x, *args, **kwargs))
         return out
 
@@ -192,12 +203,11 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             return nested.restore(self.forward(nested.flatten(src), is_causal=is_causal, graph=graph), src)
 
         check_dtype(self, src=src)
-        masks = src_mask, src_key_padding_mask
-        if type(self)._sa_block is not TransformerEncoderLayer._sa_block or "_sa_block" in vars(self):
+        masks, options = (src_mask, src_key_padding_mask), _given(graph=graph, cache=cache)
+        is_own = type(self)._sa_block is _TransformerLayer._sa_block and "_sa_block" not in vars(self)
+        if not is_own or type(self.self_attn) is not MultiheadAttention or has_hooks(self.self_attn):
             masks = _as_in_torch(masks, src.dtype)
-        src = self._added(
-            src, self.norm1, self._sa_block, *masks, is_causal=is_causal, **_given(graph=graph, cache=cache)
-        )
+        src = self._added(src, self.norm1, self._sa_block, *masks, is_causal=is_causal, **options)
         return self._added(src, self.norm2, self._ff_block)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch_geometric.nn as pyg
 from allpairspy import AllPairs
 
+import gattn.nn
 from gattn.nn import GATConv, GATv2Conv, GPSConv, TransformerConv
 from gattn.testing import assert_permutation_equivariant
 
@@ -198,3 +199,22 @@ def test_arguments_of_attention_are_refused(x, edge_index):
     with pytest.raises(TypeError, match="not to its attention; got attn_mask"):
         block(x, edge_index, attn_mask=torch.zeros(11, 11).bool())
     assert torch.equal(block(x, edge_index, edge_attr=x), block(x, edge_index))  # which models without edges still pass
+
+
+class OfPyTorch(gattn.nn.MultiheadAttention):
+    """A subclass with PyTorch's arguments alone."""
+
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True):
+        return super().forward(query, key, value, key_padding_mask, need_weights)
+
+
+def test_modules_of_other_kinds_in_the_place_of_attention(x, edge_index, batch):
+    ours, theirs = make("ours", norm="layer_norm")
+    expected = ours(x, edge_index, batch)
+    of_pytorch = OfPyTorch(F, HEADS, batch_first=True).double()
+    of_pytorch.load_state_dict(ours.attn.state_dict())
+    ours.attn = of_pytorch
+    torch.testing.assert_close(ours(x, edge_index, batch), expected)
+    for nothing in (torch.nn.Identity(), None):
+        ours.attn = theirs.attn = nothing
+        torch.testing.assert_close(ours(x, edge_index, batch), theirs(x, edge_index, batch))

@@ -716,6 +716,9 @@ def test_subclasses_that_update_edges_with_the_names_of_pyg(layer, flow, x, edge
     for conv in (ours, theirs):
         found.append((conv(x, edge_index, weight), conv(x, edge_index, weight, return_attention_weights=True)))
     torch.testing.assert_close(*found)
+    with gattn.record_attention(ours) as records:
+        _, (_, alpha) = ours(x, edge_index, weight, return_attention_weights=True)
+    assert torch.equal(records[""][0].weights, alpha)
     with pytest.raises(ValueError, match="without a batch"):
         ours(x.unsqueeze(0), edge_index, weight)
 

@@ -1201,3 +1201,15 @@ ThirdGraph.__abstractmethods__ = frozenset()
 def test_causality_is_not_dropped_on_other_graphs(attention, x):
     with pytest.raises(ValueError, match="is_causal=True is not possible on a ThirdGraph"):
         attention(x, x, x, graph=ThirdGraph(), is_causal=True)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: copy.deepcopy((None, cache))[1]])
+@torch.no_grad()
+def test_a_copied_cache_goes_on_by_itself(copied, attention, x):
+    cache, (first, last) = KeyValueCache(), x.split([4, 2], 1)
+    attention(first, first, first, is_causal=True, cache=cache)
+    other, expected = copied(cache), attention(x, x, x, is_causal=True)[0][:, 4:]
+    for each in (other, cache):  # neither of which lengthens the other
+        torch.testing.assert_close(attention(last, last, last, is_causal=True, cache=each)[0], expected)
+    both, cached = copy.deepcopy((attention, cache))
+    assert cached.length(both) == N

@@ -11,6 +11,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune, weight_norm
+from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.conv.dna_conv import Linear as GroupedLinear
 
 import gattn
@@ -324,7 +325,9 @@ class Net(nn.Module):
 def test_layers_are_one_step_of_what_fx_traces(name):
     net = Net(name, made(name))
     traced = torch.fx.symbolic_trace(net)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["layer"]
+    calls = [node for node in traced.graph.nodes if node.op == "call_module"]
+    assert [node.target for node in calls] == ["layer"]
+    assert list(calls[0].meta["nn_module_stack"]) == ["layer"]
     torch.testing.assert_close(flat(traced(*features())), flat(net(*features())))
 
 
@@ -356,8 +359,9 @@ def on_instance(name: str) -> object:
 def on_class(name: str) -> object:
     """As a subclass overrides it, or as somebody patches a whole class."""
 
-    def patch(conv: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(type(conv), name, doubled(getattr(type(conv), name)))
+    def patch(conv: nn.Module | type, monkeypatch: pytest.MonkeyPatch) -> None:
+        cls = conv if isinstance(conv, type) else type(conv)
+        monkeypatch.setattr(cls, name, doubled(getattr(cls, name)))
 
     return patch
 
@@ -372,6 +376,8 @@ MACHINERY = {
         lambda module, inputs: (2 * inputs[0], *inputs[1:])
     ),
     "aggregation's patch": lambda conv, _: setattr(conv.aggr_module, "forward", doubled(conv.aggr_module.forward)),
+    "patch of reduce": lambda conv, _: setattr(conv.aggr_module, "reduce", doubled(conv.aggr_module.reduce)),
+    "override of PyG's update": lambda conv, patches: on_class("update")(MessagePassing, patches),
     **{f"patch of {name}": on_instance(name) for name in ("message", "aggregate", "update", "propagate")},
     **{f"override of {name}": on_class(name) for name in ("message", "aggregate", "update", "propagate")},
 }
@@ -387,9 +393,68 @@ def test_every_way_into_message_passing_is_noticed(name, monkeypatch):
         layer = made(name)
         with monkeypatch.context() as patches:
             convs = [module for module in layer.modules() if isinstance(module, gattn.attention.Attention)]
+            convs = convs[:1] if way == "override of PyG's update" else convs
             for conv in {type(conv): conv for conv in convs}.values() if way.startswith("override") else convs:
                 change(conv, patches)
             out = flat(layer(*LAYERS[name][1](*features())))
         expected = out if expected is None else expected
         torch.testing.assert_close(out, expected, msg=lambda text, way=way: f"{way}: {text}")
     assert not all(torch.allclose(one, other) for one, other in zip(plain, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_hook_that_is_added_after_compiling_is_called():
+    conv, (x, _) = layers.GATConv(F, 4).double(), features()
+    compiled = torch.compile(conv, backend="eager")
+    assert compiled(x, EDGES).abs().sum() > 0
+    conv.register_forward_hook(lambda module, inputs, out: 0 * out)
+    assert compiled(x, EDGES).abs().sum() == 0
+
+
+class Tripled(torch.Tensor):
+    """A weight that is applied in a way of its own."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs or {})
+        return (3 * out).as_subclass(Tensor) if function is torch.nn.functional.linear else out
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "TransformerConv", "ResGatedGraphConv", "GATEConv"])
+def test_weights_with_functions_of_their_own_are_used_by_calling(name):
+    for path in linear_parts(made(name)):
+        layer, expected = made(name), made(name)
+        part = layer.get_submodule(path)
+        scale(expected.get_submodule(path), 3, 3)
+        del part.weight
+        part.register_parameter(
+            "weight", nn.Parameter(expected.get_submodule(path).weight.detach().div(3).as_subclass(Tripled))
+        )
+        outs = [flat(conv(*LAYERS[name][1](*features()))) for conv in (layer, expected)]
+        torch.testing.assert_close(*outs)
+
+
+def test_a_patch_of_a_class_that_is_undone_leaves_nothing_behind(monkeypatch):
+    def edge_update(self, alpha_j, alpha_i, edge_attr, index, ptr, dim_size):
+        return alpha_j
+
+    with monkeypatch.context() as patches:
+        patches.setattr(layers.GATConv, "edge_update", edge_update)
+        layers.GATConv(F, 4)
+    torch.testing.assert_close(*[made("GATConv")(*LAYERS["GATConv"][1](*features())) for _ in range(2)])
+
+
+def test_what_replaces_the_attention_of_dna_conv(monkeypatch):
+    x = torch.randn(N, 3, F, dtype=torch.double)
+    for change in (
+        lambda conv: conv.multi_head.register_forward_hook(lambda module, inputs, out: out.cos()),
+        lambda conv: setattr(conv.multi_head, "forward", doubled(conv.multi_head.forward)),
+        lambda conv: setattr(conv, "multi_head", Scaled(conv.multi_head)),
+    ):
+        ours, theirs = layers.DNAConv(F, heads=2).double(), pyg.DNAConv(F, heads=2).double()
+        theirs.load_state_dict(ours.state_dict())
+        plain = ours(x, EDGES)
+        for conv in (ours, theirs):
+            change(conv)
+        torch.testing.assert_close(ours(x, EDGES), theirs(x, EDGES))
+        assert not torch.allclose(ours(x, EDGES), plain)

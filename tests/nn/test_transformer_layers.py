@@ -606,7 +606,7 @@ def test_overridden_blocks_are_called_with_the_arguments_of_pytorch(kind, norm_f
         out = layer(x, *(() if side == "src" else (memory,)), **{names[name]: mask for name, mask in masks.items()})
         found.append((out, seen))
     torch.testing.assert_close(*found)
-    with pytest.raises(TypeError, match="graph"):  # which this override does not take
+    with pytest.raises(TypeError, match="overrides a block without the argument graph: let it take"):
         layer(x, *(() if side == "src" else (memory,)), graph=CompleteGraph(T))
 
 
@@ -644,3 +644,31 @@ def test_another_module_in_the_place_of_attention(kind, masked):
     inputs = [torch.randn(B, T, E), torch.randn(B, S, E)][: 1 + (kind not in ENCODERS)]
     masks = [later(T), *[None] * (kind not in ENCODERS), torch.zeros(B, T, dtype=torch.bool)] if masked else []
     torch.testing.assert_close(ours(*inputs, *masks), theirs(*inputs, *masks))
+
+
+class Weighing(nn.Module):
+    """Attention that adds masks to logits, as PyTorch's encoder passes them."""
+
+    batch_first = True
+
+    def forward(self, q, k, v, attn_mask=None, key_padding_mask=None, need_weights=True, is_causal=False):
+        return (((q @ k.mT + attn_mask + key_padding_mask.unsqueeze(1)).softmax(-1) @ v), None)
+
+
+def test_attention_of_others_gets_masks_as_numbers():
+    theirs, ours = (make(module, "TransformerEncoder", batch_first=True) for module in (nn, gattn.nn))
+    ours.load_state_dict(randomise(theirs).state_dict())
+    for model in (theirs, ours):
+        for layer in model.layers:
+            layer.self_attn = Weighing()
+    masks = later(T), torch.arange(T) >= torch.tensor([[T], [3], [4]])
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(ours(x, *masks), theirs(x, *masks))
+
+
+def test_a_hook_that_changes_queries_leaves_a_cache_alone():
+    layer = make(gattn.nn, "TransformerEncoderLayer", batch_first=True).eval()
+    layer.self_attn.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0], *inputs[1:]))
+    x, cache = torch.randn(B, T, E), KeyValueCache()
+    steps = [layer(part, is_causal=True, cache=cache) for part in x.split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True))
