@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, Optional, TypeAlias, TypeVar, overload
 
 import torch
@@ -98,6 +99,7 @@ class Attention(Leaf, MessagePassing):
     propagate_type: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "alpha": Tensor, "edge_value": Optional[Tensor]}
     #: What PyG's layer of the same name passes to `edge_update`, if subclasses may ask for that instead.
     edge_updater_type_of_pyg: ClassVar[dict[str, Any]] = {}
+    _known_machinery: ClassVar[tuple[Any, ...]] = ()
     #: Whether messages are `[..., E, C]`, as in PyG's layers with a single head, or with one head per channel.
     flat_messages: ClassVar[bool] = False
 
@@ -303,11 +305,15 @@ class Attention(Leaf, MessagePassing):
         """Why messages have to be computed one by one; `None` if nothing requires that."""
         if self.explain:
             return "an explainer reads its messages"
-        cls, own, aggr = type(self), self.__dict__, self.aggr_module
+        cls, own, aggr = type(self), self.__dict__, self._modules["aggr_module"]
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or _machinery(cls) != cls._known_machinery:  # looked at once, unless a class is patched
+            for name in _HOOKS:
+                if _is_overridden(getattr(cls, name), name):
+                    return f"{cls.__name__} overrides {name}()"
+            if not is_compiling:
+                cls._known_machinery = _machinery(cls)
         for name in _HOOKS:
-            hook = getattr(cls, name)
-            if getattr(hook, "_fused", None) is not hook and _is_overridden(hook, name):
-                return f"{cls.__name__} overrides {name}()"
             if name in own and _is_overridden(getattr(own[name], "__func__", own[name]), name):
                 return f"{name}() is replaced on this {cls.__name__}"
         if type(aggr) is not SumAggregation:
@@ -318,7 +324,7 @@ class Attention(Leaf, MessagePassing):
         if self.decomposed_layers > 1:
             return "the layer is decomposed (decomposed_layers > 1)"
         for name in _HOOK_TABLES:  # twice as fast as any()
-            if getattr(self, name):
+            if own[name]:
                 return "a hook is registered on its message passing"
         return None
 
@@ -567,6 +573,7 @@ def attend(
 # The parts of PyG's machinery: whoever overrides or replaces one of these, or hooks into them, needs that machinery.
 _STEPS = ("propagate", "edge_updater")  # whose code PyG generates
 _HOOKS = ("edge_update", "message", "aggregate", "update", *_STEPS)
+_machinery = attrgetter(*_HOOKS)
 _SUM = SumAggregation.forward
 _ORIGINALS = {name: getattr(MessagePassing, name) for name in _HOOKS}
 _HOOK_TABLES = tuple(

@@ -39,7 +39,8 @@ class BaseConv(Attention):
                 f"x must be a tensor, or a pair of tensors (sources, targets); got a {type(x).__name__} of {len(x)}."
             )
         sources, targets = x if isinstance(x, (tuple, list)) else (x, x)
-        for name, features in (("source features", sources), ("target features", targets)):
+        ends = ("source features", sources), ("target features", targets)
+        for name, features in ends[:1] if targets is sources else ends:
             if not isinstance(features, Tensor) and (features is not None or name == "source features"):
                 raise InputTypeError(f"{name} must be a tensor; got {type(features).__name__}.")
             if features is not None and not features.is_floating_point():
@@ -50,20 +51,25 @@ class BaseConv(Attention):
                     f"{list(features.shape)}."
                 )
         in_channels = self.in_channels if isinstance(self.in_channels, (tuple, list)) else (self.in_channels,) * 2
-        for name, features, channels in (("x", sources, in_channels[0]), ("target x", targets, in_channels[1])):
+        channels_of_ends = ("x", sources, in_channels[0]), ("target x", targets, in_channels[1])
+        is_one = targets is sources and in_channels[0] == in_channels[1]
+        for name, features, channels in channels_of_ends[:1] if is_one else channels_of_ends:
             if features is not None and channels > 0 and features.size(-1) != channels:
                 raise InputError(
                     f"{name} has {features.size(-1)} channels, but this layer was made for in_channels={channels}."
                 )
-        if targets is not None and targets.shape[:-2] != sources.shape[:-2]:
+        if targets is not None and targets is not sources and targets.shape[:-2] != sources.shape[:-2]:
             raise InputError(
                 f"sources and targets must have the same batch dimensions; got x[0] of shape {list(sources.shape)} "
                 "and x[1] "
                 f"of shape {list(targets.shape)}."
             )
-        named = {"x": sources} if targets is sources else {"x[0]": sources, "x[1]": targets}
-        check_dtype(self, **named)
-        require_finite(**named)
+        if targets is sources:
+            check_dtype(self, x=sources)
+            require_finite(x=sources)
+        else:
+            check_dtype(self, **{"x[0]": sources, "x[1]": targets})
+            require_finite(**{"x[0]": sources, "x[1]": targets})
         return sources, targets
 
     def _graph(
@@ -76,7 +82,7 @@ class BaseConv(Attention):
     ) -> Graph:
         """The graph, on the device of features and parameters, with known sizes, and with self-loops if requested."""
         given_graph = as_graph(graph, self.flow, sharded=self.takes_shards)
-        num_sources = sources.size(-2)
+        num_sources, device = sources.size(-2), sources.device
         num_targets = None if targets is None else targets.size(-2)
         if size is not None:
             given_sources, given_targets = size if given_graph.flow == FLOWS[0] else (size[1], size[0])
@@ -85,11 +91,9 @@ class BaseConv(Attention):
                     raise InputError(f"size gives {given} {what}, but their features have {rows} rows.")
             num_targets = given_targets if num_targets is None else num_targets
         for what, tensor in (("x[1]", targets), *self._parameters.items()):
-            if tensor is not None and tensor.device != sources.device:
-                raise InputError(
-                    f"{what} is on {tensor.device}, the features are on {sources.device}: move one of them."
-                )
-        resolved = given_graph.resolve(num_sources, num_targets, device=sources.device)
+            if tensor is not None and tensor.device != device:
+                raise InputError(f"{what} is on {tensor.device}, the features are on {device}: move one of them.")
+        resolved = given_graph.resolve(num_sources, num_targets, device=device)
         return resolved.with_self_loops() if self_loops else resolved
 
     def _listed(self, graph: Graph, device: torch.device) -> Graph:

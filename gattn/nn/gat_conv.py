@@ -228,16 +228,15 @@ class GATConv(AttentionConv):
         self, x: Tensor, lin: Any, vectors: tuple[Tensor, ...], projected: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The score's terms of each node, `[..., N, H]`: products of vectors and W x, which may be given."""
+        if projected is not None and self._multiplies(x, projected, vectors):
+            return tuple((projected * vector).sum(-1) for vector in vectors)
         # a⊤(W x) costs less as (a⊤W) x, unless W x is given and has fewer channels than x.
         is_cheaper = projected is None or x.size(-1) <= self.heads * self.out_channels
         is_dense = x.layout == torch.strided and x.dtype == vectors[0].dtype and not is_autocast(x)
         folds = is_cheaper and is_dense and is_plain(lin) and lin.weight.dtype == x.dtype
         if projected is None and not folds:
             projected = self._heads(lin(x))
-        if projected is not None:
-            is_mixed = projected.dtype != vectors[0].dtype or x.dtype != projected.dtype  # for example under autocast
-            is_small = not is_traced() and projected.numel() < _SMALL  # traced programs must not depend on sizes
-            if is_mixed or is_small:
+            if self._multiplies(x, projected, vectors):
                 return tuple((projected * vector).sum(-1) for vector in vectors)
         stacked = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
         if folds:
@@ -249,6 +248,13 @@ class GATConv(AttentionConv):
             combined, x = (stacked.unsqueeze(1) * diagonal).flatten(2).flatten(0, 1), projected.flatten(-2)
         terms = F.linear(x, combined)
         return terms.view(*terms.shape[:-1], len(vectors), self.heads).unbind(-2)
+
+    @staticmethod
+    def _multiplies(x: Tensor, projected: Tensor, vectors: tuple[Tensor, ...]) -> bool:
+        """Whether W x is multiplied by the vectors: types are mixed, as under autocast, or it is small."""
+        if projected.dtype != vectors[0].dtype or x.dtype != projected.dtype:
+            return True
+        return not is_traced() and projected.numel() < _SMALL  # traced programs must not depend on sizes
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_e and a_edge folded into one projection, `[H, D]`, without an `[E, H, C]` tensor."""

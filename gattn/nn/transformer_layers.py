@@ -90,15 +90,16 @@ class _TransformerLayer(Leaf, torch.nn.Module):
         dropped: Tensor = self.dropout1(out)
         return dropped
 
+    def _reads_booleans(self) -> bool:
+        """Whether only gattn's own code sees the masks."""
+        if self._sa_block.__module__ != __name__ or has_hooks(self.self_attn):
+            return False
+        return type(self.self_attn) is MultiheadAttention and "forward" not in vars(self.self_attn)
+
     def _added(self, x: Tensor, norm: Module, block: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The features after one of PyTorch's blocks, which a subclass may have overridden."""
-        for option in kwargs.keys() & {"graph", "cache"}:
-            parameters = inspect.signature(block).parameters
-            if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-                raise TypeError(
-                    f"{type(self).__name__} overrides a block without the argument {option}: let it take **options and "
-                    f"pass them to the attention, or leave out {option} (generate() has use_cache=False)."
-                )
+        if len(kwargs) > 1 and block.__module__ != __name__:
+            _check_takes(block, kwargs, type(self).__name__)
         out: Tensor = x + block(norm(x), *args, **kwargs) if self.norm_first else norm(x + block(x, *args, **kwargs))
         return out
 
@@ -204,8 +205,7 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
 
         check_dtype(self, src=src)
         masks, options = (src_mask, src_key_padding_mask), _given(graph=graph, cache=cache)
-        is_own = type(self)._sa_block is _TransformerLayer._sa_block and "_sa_block" not in vars(self)
-        if not is_own or type(self.self_attn) is not MultiheadAttention or has_hooks(self.self_attn):
+        if (src_mask is not None or src_key_padding_mask is not None) and not self._reads_booleans():
             masks = _as_in_torch(masks, src.dtype)
         src = self._added(src, self.norm1, self._sa_block, *masks, is_causal=is_causal, **options)
         return self._added(src, self.norm2, self._ff_block)
@@ -672,3 +672,14 @@ def _as_in_torch(masks: tuple[Tensor | None, Tensor | None], dtype: torch.dtype)
         check_mask(name, mask)
     first, second = (None if mask is None else as_numbers(mask, dtype) for mask in masks)
     return first, second
+
+
+def _check_takes(block: Callable[..., Any], given: dict[str, Any], layer: str) -> None:
+    """Raises `TypeError` if an overridden block has PyTorch's arguments only, but was given a graph or a cache."""
+    parameters = inspect.signature(block).parameters
+    missing = sorted(given.keys() - parameters.keys())
+    if missing and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise TypeError(
+            f"{layer} overrides a block without the argument {', '.join(missing)}: let it take **options and pass them "
+            "to the attention, or leave them out (generate() has use_cache=False)."
+        )

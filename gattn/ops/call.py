@@ -263,11 +263,14 @@ def check_dtype(layer: Module, **features: Tensor | None) -> None:
         layer: The layer. Where something in it may cast its input, nothing is raised.
         **features: By name, what the layer multiplies by weights as it is.
     """
-    if torch.compiler.is_compiling():  # whose own error says where
-        return
     weight = _first_parameter(layer)
+    if weight is None:
+        return
+    dtype = weight.dtype
     for name, x in features.items():
-        if x is None or weight is None or x.dtype == weight.dtype or not _is_as_made(layer, weight.dtype):
+        if x is None or x.dtype == dtype:
+            continue
+        if torch.compiler.is_compiling() or not _is_as_made(layer, dtype):  # the compiler's own error says where
             continue
         if x.layout != torch.strided and weight.dtype in (torch.float16, torch.bfloat16):  # Linear casts both
             continue
@@ -305,7 +308,7 @@ def _is_as_made(layer: Module, dtype: torch.dtype) -> bool:
         if not type(module).__module__.startswith(_PACKAGES) or "forward" in module.__dict__:
             return False
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if any(parameter.dtype != dtype or is_wrapper(parameter) for parameter in parameters):
+        if any(p.dtype != dtype or (is_wrapper(p) and not is_lazy(p)) for p in parameters):
             return False
         if module is not layer and has_hooks(module) and not any(map(is_lazy, module.parameters())):  # hooks make those
             return False
