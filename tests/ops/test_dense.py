@@ -1295,3 +1295,14 @@ def test_heads_before_places_are_one_transposition_away(training, causal):
         out = attend(*flat, CompleteGraph(6, causal=causal)).squeeze(2)
     assert not copies.made
     torch.testing.assert_close(out, expected.flatten(0, 1))
+
+
+def test_second_derivatives_with_heads_that_share_keys():
+    found = []
+    for backend in ("dense", "reference"):
+        torch.manual_seed(0)
+        query, key = (torch.randn(5, heads, 3, dtype=torch.double, requires_grad=True) for heads in (4, 2))
+        out = attend(query, key, key, CompleteGraph(5), backend=backend)
+        first = torch.autograd.grad(out.square().sum(), [query, key], create_graph=True)
+        found.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), [query, key]))
+    torch.testing.assert_close(*found)

@@ -149,13 +149,15 @@ class _Flash(torch.autograd.Function):
             )
             return *grads, None, None, None
         leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value)]
-        logits = leaves[0] @ leaves[1].transpose(-1, -2) * ctx.scale
+        groups = query.size(1) // key.size(1)  # query heads that share a key
+        keys, values = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in leaves[1:])
+        logits = leaves[0] @ keys.transpose(-1, -2) * ctx.scale
         if ctx.causal:
             later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
             logits = logits.masked_fill(later, -torch.inf)
         if terms is not None:
             logits = logits + terms
-        out = logits.softmax(-1) @ leaves[2]
+        out = logits.softmax(-1) @ values
         return *torch.autograd.grad(out, leaves, grad, create_graph=True), None, None, None
 
 
