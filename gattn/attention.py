@@ -316,9 +316,10 @@ class Attention(Leaf, MessagePassing):
         for name in _HOOKS:
             if name in own and _is_overridden(getattr(own[name], "__func__", own[name]), name):
                 return f"{name}() is replaced on this {cls.__name__}"
-        if type(aggr) is not SumAggregation:
+        if not isinstance(aggr, SumAggregation):
             return f"messages are aggregated by {aggr}, not summed"
-        is_sum = SumAggregation.forward is _SUM and MessagePassing.aggregate is _ORIGINALS["aggregate"]
+        kind = type(aggr)  # while a program is exported, a subclass that stands in for it
+        is_sum = (kind.forward, kind.reduce, MessagePassing.aggregate) == _SUM
         if not is_sum or "forward" in aggr.__dict__ or "reduce" in aggr.__dict__ or has_hooks(aggr):
             return "a hook is registered on its aggregation, or a part of that is replaced"
         if self.decomposed_layers > 1:
@@ -574,7 +575,7 @@ def attend(
 _STEPS = ("propagate", "edge_updater")  # whose code PyG generates
 _HOOKS = ("edge_update", "message", "aggregate", "update", *_STEPS)
 _machinery = attrgetter(*_HOOKS)
-_SUM = SumAggregation.forward
+_SUM = (SumAggregation.forward, SumAggregation.reduce, MessagePassing.aggregate)
 _ORIGINALS = {name: getattr(MessagePassing, name) for name in _HOOKS}
 _HOOK_TABLES = tuple(
     f"_{step}_forward{when}_hooks"
