@@ -404,7 +404,7 @@ class Call:
             found["grad of edge"] = most(torch.einsum("eh...,h...d->ed", summed, projection))
             found["grad of edge_projection"] = most(torch.einsum("eh...,ed->h...d", summed, features))
         if source.numel():  # each of n additions loses half a unit in the last place, and equal terms the same way
-            precision *= max(1.0, max(int(ends.bincount().max()) for ends in (source, target)) / 16)
+            precision *= max(1.0, group * max(int(ends.bincount().max()) for ends in (source, target)) / 16)
         return {name: amount * precision for name, amount in found.items()}
 
     @property

@@ -304,7 +304,9 @@ def formula(draw: Draw, alter: Alter) -> None:
     # Zero vectors, as multiples of others: the slope of a cosine there, 1e12, is left out of what is compared.
     zeros, share = {}, draw.choice((0.0, 0.3))
     for name in ("query", "key") if "cosine" in score else ():
-        is_zero = draw.booleans(*t[name].shape[:-1], 1, share=share) | (t[name] == 0).all(-1, keepdim=True)
+        # Short vectors, too: their second derivatives cancel terms that are as large as one over their squared length.
+        is_short = torch.linalg.vector_norm(t[name], dim=-1, keepdim=True) < 0.1
+        is_zero = draw.booleans(*t[name].shape[:-1], 1, share=share) | is_short
         t[name] = t[name].masked_fill(is_zero, 0.25 if dtype == torch.float16 else 0.0)  # whose range ends before 1e12
         if dtype != torch.float16:
             zeros[name] = torch.where(is_zero, 1e-12, 1.0).double()

@@ -107,7 +107,9 @@ def compare_types(
             loss = (peer.double() - exact[name]) * (torch.finfo(dtype).eps / torch.finfo(peer.dtype).eps)
             peer = exact[name] + loss
         own = float(exact[name].abs().max()) if result.numel() else 0.0
-        scale = max(own, magnitude * compute / torch.finfo(dtype).eps, largest if rounds_terms else 0.0)
+        # Terms of second derivatives are products of three.
+        size = magnitude * (largest if name.startswith("second") else 1.0)
+        scale = max(own, size * compute / torch.finfo(dtype).eps, largest if rounds_terms else 0.0)
         # What is called exact has errors of its own in float64, where terms may also cancel that are not seen here.
         more = 8 if dtype == torch.float64 else 1
         assert_as_exact_as(result, peer, exact[name], factor=4.0 * more, scale=scale * more, name=name)
