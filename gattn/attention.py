@@ -534,7 +534,8 @@ def attend(
         ValueError: If shapes do not fit each other or the graph, a name is unknown, or the requested backend cannot
             serve the call; the message says which.
         IndexError: If an index of the graph or a type is out of range.
-        TypeError: If `graph` is not a graph, `score` not a `Score`, or another input not a tensor.
+        TypeError: If `graph` is not a graph, `score` not a `Score`, `training` neither true nor false, or another input
+            not a tensor.
         RuntimeError: If the requested backend is not available: the kernels of `"cpu"` were not built, or Triton is
             not installed.
 

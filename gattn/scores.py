@@ -334,7 +334,7 @@ class DotScore(Score):
         \quad \text{or, with } \odot \text{ for } +, \quad q_i^{\top} (k_j \odot e_{ij})
 
     With `edge="multiply"` and `clamp=5`, it is the score of `A Generalization of Transformer Networks to Graphs
-    <https://arxiv.org/abs/2012.09699>`_. Half precision is computed in float32 and rounded once.
+    <https://arxiv.org/abs/2012.09699>`_.
 
     Args:
         scale: The factor :math:`c`; `None` means :math:`1 / \sqrt{C}`, `1.0` gives Luong's plain dot product. Or a

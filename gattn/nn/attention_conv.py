@@ -261,25 +261,40 @@ class AttentionConv(BaseConv):
         out = out.mean(-2)
         return (out if bias is None else out + bias), alpha
 
-    def _update_and_merge(
-        self, query: Tensor | None, key: Tensor, value: Tensor, graph: Graph, edge_attr: Tensor | None
-    ) -> tuple[Tensor, Tensor, Graph]:
-        """What `_attend_and_merge` returns, and the graph with its self-loops, for a subclass that updates as in PyG.
+    def _attend_with_loops(
+        self,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        graph: Graph,
+        edge_attr: Tensor | None,
+        score: Score,
+        return_weights: bool | None,
+    ) -> tuple[Tensor, Any, Graph]:
+        """What `_attend_and_merge` returns for layers with `fill_value`, and the graph with its self-loops.
 
         Args:
-            query: What PyG's layer passes to `edge_update` for the targets, `[N, ...]`.
-            key: The same for the sources, `[M, ...]`.
-            value: `[M, H, C]`.
-            graph: A list of edges.
-            edge_attr: The edges' features, as the user passed them.
+            query: The score's term of the targets, which PyG's layer passes to `edge_update`, `[..., N, H]` or
+                `[..., N, H, C]`.
+            key: The same of the sources, `[..., M, H]` or `[..., M, H, C]`.
+            value: `[..., M, H, C]`.
+            graph: The graph.
+            edge_attr: The edges' features `[E, D]`, as the user passed them.
+            score: The score.
+            return_weights: Whether the weights after dropout are returned as well.
         """
+        fill_value: Any = self.fill_value
+        if not self._updates_as_pyg:
+            graph, edge, projection = self._edge_term(graph, edge_attr, fill_value)
+            weights, terms = "dropped" if return_weights else False, (edge, None, projection)
+            return *self._attend_and_merge(query, key, value, graph, score, *terms, weights, self.bias), graph
         if value.dim() != 3:
             raise InputError(f"edge_update() of {type(self).__name__} takes features [N, F], without a batch.")
-        graph, edge_attr = graph.with_features(edge_attr, getattr(self, "fill_value", "mean"))
+        graph, edge_attr = graph.with_features(edge_attr, fill_value)
         value = dropout(value, self.value_dropout, self.training)
         out, alpha = self._updated(query, key, value, graph, edge_attr=edge_attr, return_weights=True)
         out = out.flatten(-2) if self.concat else out.mean(-2)
-        return (out if self.bias is None else out + self.bias), alpha, graph
+        return (out if self.bias is None else out + self.bias), alpha if return_weights else None, graph
 
     @recorded
     def _updated(

@@ -206,15 +206,9 @@ class GATConv(AttentionConv):
             if targets is not None:
                 (query,) = self._terms(targets, lin_dst, (self.att_dst,))
 
-        alpha: Any
-        if self._updates_as_pyg:
-            out, alpha, graph = self._update_and_merge(query, key, value, graph, edge_attr)
-            alpha = alpha if return_attention_weights else None
-        else:
-            graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
-            score, weights = GATScore(self.negative_slope), "dropped" if return_attention_weights else False
-            terms = edge, None, projection
-            out, alpha = self._attend_and_merge(query, key, value, graph, score, *terms, weights, self.bias)
+        score = GATScore(self.negative_slope)
+        found = self._attend_with_loops(query, key, value, graph, edge_attr, score, return_attention_weights)
+        out, alpha, graph = found
         if self.res is not None and targets is not None:
             out = out + self.res(targets)
         return out if alpha is None else (out, graph.with_weights(alpha))

@@ -193,15 +193,9 @@ class GATv2Conv(AttentionConv):
         key = self._heads(self.lin_l(sources))
         query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
 
-        alpha: Any
-        if self._updates_as_pyg:
-            out, alpha, graph = self._update_and_merge(query, key, key, graph, edge_attr)
-            alpha = alpha if return_attention_weights else None
-        else:
-            graph, edge, projection = self._edge_term(graph, edge_attr, self.fill_value)
-            score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
-            weights, terms = "dropped" if return_attention_weights else False, (edge, None, projection)
-            out, alpha = self._attend_and_merge(query, key, key, graph, score, *terms, weights, self.bias)
+        score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
+        found = self._attend_with_loops(query, key, key, graph, edge_attr, score, return_attention_weights)
+        out, alpha, graph = found
         if self.res is not None:
             out = out + self.res(targets)
         return out if alpha is None else (out, graph.with_weights(alpha))

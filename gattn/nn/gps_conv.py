@@ -126,7 +126,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         return self._norm(out, self.norm3, batch)
 
     def _attend(self, x: Tensor, batch: Tensor | None) -> Tensor:
-        """Attention among the nodes of each graph; another module in its place is called as PyG calls it."""
+        """Attention among the nodes of each graph; another module gets a padded batch, by the arguments that it has."""
         attn: Any = self.attn
         if attn is None:
             return x

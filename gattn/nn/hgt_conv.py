@@ -167,7 +167,7 @@ class HGTConv(HeteroBaseConv):
     def _transformed(
         self, rel: HeteroLinear, rows: dict[int, Tensor], factors: dict[int, Tensor] | None = None
     ) -> list[Tensor]:
-        """The rows `[..., M, H, C]` of each edge type times the matrices, and factors `[H, 1, 1]`, of its number."""
+        """The rows `[..., M, H, C]` of each edge type times its matrices, and factors `[H, 1, 1]`, by its number."""
         if not rows:
             return []
         num_types = len(self.edge_types)

@@ -284,6 +284,8 @@ class MultiheadAttention(Attention):
             ValueError: If shapes, masks, graph and options do not fit each other, or `static_kv` has to be given. The
                 message says which.
         """
+        if static_kv is not None and cache is None:
+            raise InputError("static_kv says what a cache keeps, so it needs one: pass cache, or leave out static_kv.")
         if nested.is_nested(query, key, value):
             graph = nested.packed_graph(self, query, key, value, graph, attn_mask, key_padding_mask, is_causal, cache)
             return self._forward_nested(query, key, value, graph, need_weights, average_attn_weights, is_causal)

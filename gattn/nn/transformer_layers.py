@@ -37,7 +37,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 
 class _TransformerLayer(Leaf, torch.nn.Module):
-    """The parts that encoder and decoder layers share: the feed-forward network and the norms."""
+    """The parts that encoder and decoder layers share: self-attention, the feed-forward network and the norms."""
 
     norm_first: bool
     self_attn: Any
@@ -75,19 +75,10 @@ class _TransformerLayer(Leaf, torch.nn.Module):
         **options: Any,
     ) -> Tensor:
         """Self-attention and dropout, which a subclass may override; `options` are a graph and a cache, if given."""
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
         if "cache" in options:
             options["static_kv"] = False
-        out: Tensor = self.self_attn(
-            x,
-            x,
-            x,
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-            need_weights=False,
-            is_causal=is_causal,
-            **options,
-        )[0]
-        dropped: Tensor = self.dropout1(out)
+        dropped: Tensor = self.dropout1(self.self_attn(x, x, x, need_weights=False, **masks, **options)[0])
         return dropped
 
     def _reads_booleans(self) -> bool:
@@ -348,19 +339,10 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
         **options: Any,
     ) -> Tensor:
         """Attention to the memory and dropout; see `_sa_block`."""
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
         if "cache" in options:
             options["static_kv"] = True
-        out: Tensor = self.multihead_attn(
-            x,
-            mem,
-            mem,
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-            need_weights=False,
-            is_causal=is_causal,
-            **options,
-        )[0]
-        dropped: Tensor = self.dropout2(out)
+        dropped: Tensor = self.dropout2(self.multihead_attn(x, mem, mem, need_weights=False, **masks, **options)[0])
         return dropped
 
 

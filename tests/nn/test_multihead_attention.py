@@ -1156,6 +1156,8 @@ def test_hooks_that_copy_inputs_leave_self_attention_with_a_cache_alone(batch_fi
 
 def test_what_a_cache_keeps_is_said_or_known(attention, x):
     memory, cache = torch.randn(B, N, E, dtype=torch.double), KeyValueCache()
+    with pytest.raises(ValueError, match="pass cache, or leave out static_kv"):
+        attention(x, memory, memory, static_kv=True)
     with pytest.raises(ValueError, match="pass static_kv"):  # as many keys as queries, but other ones
         attention(x, memory, memory, cache=cache)
     expected = attention(x, memory, memory)[0]
