@@ -33,7 +33,7 @@ from importlib import import_module
 from types import ModuleType
 
 from gattn import datasets, models, nn
-from gattn.attention import Attention, attend
+from gattn.attention import Attention, aggregate, attend, weigh
 from gattn.distributions import (
     Distribution,
     Entmax15,
@@ -49,6 +49,7 @@ from gattn.distributions import (
     WithinTypes,
     softmax,
 )
+from gattn.edges import Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
 from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
@@ -69,6 +70,7 @@ __all__ = [
     "Hard",
     "Identity",
     "LocalGaussian",
+    "Projected",
     "Score",
     "Sigmoid",
     "Softmax",
@@ -76,8 +78,10 @@ __all__ = [
     "Sparsemax",
     "Tanh",
     "TopK",
+    "Typed",
     "TypedGraph",
     "WithinTypes",
+    "aggregate",
     "attend",
     "backend",
     "check_finite",
@@ -86,6 +90,7 @@ __all__ = [
     "nn",
     "record_attention",
     "softmax",
+    "weigh",
 ]
 
 

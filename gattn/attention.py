@@ -24,20 +24,21 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptPairTensor
 
 from gattn.distributions import Distribution, resolve_distribution
-from gattn.errors import InputError, check_flag
+from gattn.edges import EdgeTerm
+from gattn.errors import InputTypeError, check_flag
 from gattn.graphs import FLOWS, CompleteGraph, GraphLike, SparseGraph, as_graph
 from gattn.ops import reference
 from gattn.ops.backends import BACKENDS, REFERENCE, Backend, Result
-from gattn.ops.backends.base import Missing, needs_plain_pytorch, on_ends
-from gattn.ops.call import Call, checked_call
+from gattn.ops.backends.base import Missing, needs_plain_pytorch
+from gattn.ops.call import GIVEN, Call, checked_call
 from gattn.ops.dropout import check_probability
-from gattn.recording import recorded
-from gattn.scores import AdditiveScore, DotScore, Score
+from gattn.recording import is_watched, record
+from gattn.scores import DotScore, Score
 from gattn.settings import require_finite, resolve_backend
 from gattn.torch_private import has_hooks
 from gattn.tracing import Leaf
 
-__all__ = ["Attention", "Weights", "attend", "fused", "unrecorded"]
+__all__ = ["Attention", "Weights", "aggregate", "attend", "fused", "weigh"]
 # Code that PyG generates for the hooks imports * from here, and needs the names in their annotations.
 __all__ += ["Any", "Distribution", "OptPairTensor", "Optional", "Score", "SparseGraph", "Tensor"]
 
@@ -174,44 +175,165 @@ class Attention(Leaf, MessagePassing):
         """Computes attention; takes the arguments of `gattn.attend`."""
         return self.attend(*args, **kwargs)
 
-    @recorded
+    @overload
     def attend(
         self,
         query: Tensor | None,
-        key: Tensor,
+        key: Tensor | None,
         value: Tensor,
         graph: GraphLike,
         *,
         score: Score | None = None,
-        edge: Tensor | None = None,
+        edge: EdgeTerm | None = None,
         bias: Tensor | None = None,
         mask: Tensor | None = None,
-        edge_value: Tensor | None = None,
-        edge_projection: Tensor | None = None,
-        edge_type: Tensor | None = None,
+        edge_value: EdgeTerm | bool | None = None,
+        out_bias: Tensor | None = None,
+        distribution: str | Distribution = "softmax",
+        dropout: float = 0.0,
+        training: bool | None = None,
+        return_weights: Literal[False] = False,
+        backend: str = "auto",
+    ) -> Tensor: ...
+
+    @overload
+    def attend(
+        self,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor,
+        graph: GraphLike,
+        *,
+        score: Score | None = None,
+        edge: EdgeTerm | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        edge_value: EdgeTerm | bool | None = None,
+        out_bias: Tensor | None = None,
+        distribution: str | Distribution = "softmax",
+        dropout: float = 0.0,
+        training: bool | None = None,
+        return_weights: Literal[True, "dropped"],
+        backend: str = "auto",
+    ) -> tuple[Tensor, Weights]: ...
+
+    @overload
+    def attend(
+        self,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor,
+        graph: GraphLike,
+        *,
+        score: Score | None = None,
+        edge: EdgeTerm | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        edge_value: EdgeTerm | bool | None = None,
         out_bias: Tensor | None = None,
         distribution: str | Distribution = "softmax",
         dropout: float = 0.0,
         training: bool | None = None,
         return_weights: bool | str = False,
-        return_edges: bool | str = False,
+        backend: str = "auto",
+    ) -> Any: ...
+
+    def attend(
+        self,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor,
+        graph: GraphLike,
+        *,
+        score: Score | None = None,
+        edge: EdgeTerm | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        edge_value: EdgeTerm | bool | None = None,
+        out_bias: Tensor | None = None,
+        distribution: str | Distribution = "softmax",
+        dropout: float = 0.0,
+        training: bool | None = None,
+        return_weights: bool | str = False,
         backend: str = "auto",
     ) -> Any:
-        """See `gattn.attend`; `training=None` means the module's own mode."""
-        wanted = resolve_backend(backend)
-        score = _DOT if score is None else score
-        if not isinstance(score, Score):
-            raise TypeError(f"score must be an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
-        distribution = resolve_distribution(distribution)
-        graph = as_graph(graph, self.flow, sharded=True)
+        r"""Attention over any graph: the one function behind all of gattn's layers.
+
+        .. math::
+            out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} (v_j + e^v_{ij}), \qquad
+            \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) + b_{ij} \text{ for } j \in \mathcal{N}(i)\big)
+
+        With :math:`s` a scaled dot product, :math:`p` a softmax and a complete graph it is the attention of `Attention
+        Is All You Need <https://arxiv.org/abs/1706.03762>`_; with `GATScore` on a list of edges that of `Graph
+        Attention Networks <https://arxiv.org/abs/1710.10903>`_.
+
+        Args:
+            query: Target side of the score: `[N, H, C]`; for `GATScore` `[N, H]`, or `None` for no target-side term.
+            key: Source side of the score: `[M, H, C]`; for `GATScore` `[M, H]`, or `None` for no source-side term.
+                Without `query`, `key` and `edge`, `bias` is the whole logit.
+            value: What is averaged: `[M, H, Cv]`. With `DotScore`, key and value may have fewer heads, a number that
+                divides H. All three may have one or two leading batch dimensions. Tensors `[B, H, N, C]`, which many
+                Transformers use, can be passed and returned as `x.transpose(1, 2)`, without a copy.
+            graph: Who attends to whom: a `SparseGraph`, `TypedGraph` or `CompleteGraph`, one that
+                `gattn.distributed.shard` returned, or a bare `edge_index` in any of PyG's forms.
+            score: How the two ends of an edge compare: `GATScore`, `AdditiveScore`, `DotScore`, `CosineScore` or your
+                own. (default: `DotScore()`)
+            edge: Per-edge term inside the score, in `edge_index` order: `[E, H, C]`; for `GATScore` `[E, H]`. Or
+                `gattn.Projected` features, or one term for each type of edge, `gattn.Typed`, which the CPU kernels make
+                edge by edge, without an `[E, H, C]` tensor. (default: `None`)
+            bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
+                (default: `None`)
+            mask: True where a target may attend: `[E]` or `[E, H]`, or with the batch dimensions in front; on a
+                complete graph broadcastable to `[B, H, N, M]`. (default: `None`)
+            edge_value: Added to the value: `[E, H, Cv]`, also `Projected` or `Typed`. `True` adds the same term as in
+                the score, which need not be made twice. (default: `None`)
+            out_bias: Added to the output, `[H, Cv]`. Unlike adding it afterwards, this saves a second tensor as large
+                as the output when the CPU kernels compute it. (default: `None`)
+            distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, `"sparsemax"`,
+                `"entmax15"`, or a `Distribution`, such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
+            dropout: Probability of dropping a weight; it has no effect unless `training=True`. PyTorch's generator
+                draws which ones, so forked processes that inherit its state drop the same weights until they are
+                seeded. (default: `0.0`)
+            training: Whether dropout applies. (default: `None`, the module's own mode; in `gattn.attend` it does not)
+            return_weights: `True` also returns the weights before dropout; `"dropped"` returns those that were applied.
+                (default: `False`)
+            backend: `"auto"` (the fastest one that can serve the call), `"dense"` (complete graphs, without a list of
+                their edges), `"cpu"` or `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG
+                message passing). (default: `"auto"`)
+
+        Shapes:
+            query `[N, H, C]`, key `[M, H, C]`, value `[M, H, Cv]`; the output is `[N, H, Cv]`.
+
+        Returns:
+            `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
+            `return_weights`, a pair of the output and the weights: `[E, H]` in `edge_index` order, or `[H, N, M]` for a
+            complete graph (each after the batch dimensions), or a list with one per block for a packed graph.
+
+        Raises:
+            ValueError: If shapes do not fit each other or the graph, a name is unknown, or the requested backend cannot
+                serve the call; the message says which.
+            IndexError: If an index of the graph or a type is out of range.
+            TypeError: If `graph` is not a graph, `score` not a `Score`, `training` neither true nor false, or another
+                input not a tensor.
+            RuntimeError: If the requested backend is not available: the kernels of `"cpu"` were not built, or Triton is
+                not installed.
+
+        Example:
+            A Transformer's attention is graph attention on a complete graph; causal attention is the same with fewer
+            edges.
+
+            >>> import torch, gattn
+            >>> q, k, v = torch.randn(3, 5, 2, 4).unbind()  # 5 nodes, 2 heads, 4 channels
+            >>> full = gattn.attend(q, k, v, gattn.CompleteGraph(5))
+            >>> causal = gattn.attend(q, k, v, gattn.CompleteGraph(5, causal=True))
+            >>> citations = gattn.attend(q, k, v, torch.tensor([[0, 1, 2], [1, 2, 3]]))
+            >>> full.shape
+            torch.Size([5, 2, 4])
+        """
         if return_weights not in (False, True, "dropped"):  # which includes 0 and 1
             raise ValueError(f"return_weights must be False, True or 'dropped'; got {return_weights!r}.")
-        if return_edges not in (False, True, "logits", "vectors"):
-            raise ValueError(f"return_edges must be False, True, 'logits' or 'vectors'; got {return_edges!r}.")
-        check_probability("dropout", dropout)
-        training = self.training if training is None else training
-        check_flag("training", training)
-        call = checked_call(
+        watched = is_watched(self)
+        result = self._result(
             query,
             key,
             value,
@@ -221,49 +343,195 @@ class Attention(Leaf, MessagePassing):
             bias=bias,
             mask=mask,
             edge_value=edge_value,
-            edge_projection=edge_projection,
-            edge_type=edge_type,
             out_bias=out_bias,
             distribution=distribution,
-            dropout=dropout if training else 0.0,
-            weights=return_weights,
+            dropout=dropout,
+            training=training,
+            weights=return_weights or watched,
+            backend=backend,
         )
-        require_finite(query=query, key=key, value=value, edge=edge, bias=bias, edge_value=edge_value)
-        require_finite(edge_projection=edge_projection, out_bias=out_bias)
-        if self.explain and isinstance(graph, CompleteGraph):  # explainers mask edges of their own edge_index
-            with self._unexplained():
-                result = self._compute(call, wanted, backend)
-        else:
-            result = self._compute(call, wanted, backend)
-        results = [result.out, result.weights] if return_weights else [result.out]
-        if return_edges:
-            results.append(self._edge_outputs(call, return_edges, wanted, backend))
-        return tuple(results) if len(results) > 1 else result.out
+        if watched:
+            num_targets = None if query is None else query.size(value.dim() - 3)
+            sized = as_graph(graph, self.flow, sharded=True).resolve(value.size(-3), num_targets)
+            record(self, sized, result.weights)
+        return (result.out, result.weights) if return_weights else result.out
+
+    def weigh(
+        self,
+        query: Tensor | None,
+        key: Tensor | None,
+        graph: GraphLike,
+        *,
+        score: Score | None = None,
+        edge: EdgeTerm | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        distribution: str | Distribution | None = "softmax",
+        backend: str = "auto",
+    ) -> Any:
+        r"""The attention weights alone: what `gattn.attend` returns with `return_weights=True`, without the sum.
+
+        .. math::
+            \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) + b_{ij} \text{ for } j \in \mathcal{N}(i)\big)
+
+        Without `query` and `key`, `bias` holds finished logits, such as those of a network of your own.
+
+        Args:
+            query: See `gattn.attend`, like the other arguments of these names.
+            key: The source side of the score, or `None`.
+            graph: Who attends to whom. Without `key`, it has to know how many nodes there are.
+            score: How the two ends of an edge compare. (default: `DotScore()`)
+            edge: Per-edge term inside the score. (default: `None`)
+            bias: Added to the logit, or, without `query` and `key`, the logit itself. (default: `None`)
+            mask: True where a target may attend. (default: `None`)
+            distribution: How logits become weights; `None` returns the finished logits :math:`s + b`, minus infinity
+                where a target may not attend. (default: `"softmax"`)
+            backend: Which one computes. (default: `"auto"`)
+
+        Shapes:
+            query `[N, H, C]`, key `[M, H, C]`; the weights are `[E, H]`, of a complete graph `[H, N, M]`.
+
+        Returns:
+            Weights as `gattn.attend` returns them, with gradients; `gattn.aggregate` takes them back.
+
+        Raises:
+            ValueError: As `gattn.attend`.
+            TypeError: As `gattn.attend`.
+            IndexError: As `gattn.attend`.
+
+        Example:
+            >>> import torch, gattn
+            >>> x, edge_index = torch.randn(3, 2, 4), torch.tensor([[0, 1], [2, 2]])
+            >>> alpha = gattn.weigh(x, x, edge_index)
+            >>> out = gattn.aggregate(alpha, x, edge_index)
+            >>> torch.allclose(out, gattn.attend(x, x, x, edge_index))
+            True
+        """
+        return self._result(
+            query,
+            key,
+            None,
+            graph,
+            score=score,
+            edge=edge,
+            bias=bias,
+            mask=mask,
+            distribution=distribution,
+            weights="only",
+            backend=backend,
+        ).weights
+
+    def weighted_sum(
+        self,
+        weights: Weights,
+        value: Tensor,
+        graph: GraphLike,
+        *,
+        edge_value: EdgeTerm | None = None,
+        out_bias: Tensor | None = None,
+        dropout: float = 0.0,
+        training: bool | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        r"""The sum of each target's values, multiplied by given weights: the second half of `gattn.attend`.
+
+        .. math::
+            out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} (v_j + e^v_{ij})
+
+        Args:
+            weights: In the form in which `gattn.attend` and `gattn.weigh` return them: `[E, H]`; of a complete graph
+                `[H, N, M]`; each after the batch dimensions; of a packed graph a list with one per block.
+            value: `[M, H, Cv]`, after the batch dimensions.
+            graph: Who attends to whom; see `gattn.attend`.
+            edge_value: Added to the value: `[E, H, Cv]`, `Projected` or `Typed`. (default: `None`)
+            out_bias: Added to the output, `[H, Cv]`. (default: `None`)
+            dropout: Probability of dropping a weight; it has no effect unless `training=True`. (default: `0.0`)
+            training: Whether dropout applies. (default: `None`, the module's own mode; in `gattn.aggregate` it does
+                not)
+            backend: Which one computes. (default: `"auto"`)
+
+        Shapes:
+            weights `[E, H]`, value `[M, H, Cv]`; the output is `[N, H, Cv]`.
+
+        Raises:
+            ValueError: If shapes do not fit each other or the graph.
+            TypeError: If an input is not a tensor.
+            IndexError: If an index of the graph is out of range.
+
+        Example:
+            >>> import torch, gattn
+            >>> x, edge_index = torch.ones(3, 1, 2), torch.tensor([[0, 1], [2, 2]])
+            >>> gattn.aggregate(torch.tensor([[0.5], [2.0]]), x, edge_index)[2]
+            tensor([[2.5000, 2.5000]])
+        """
+        if not isinstance(weights, (Tensor, list)):
+            raise InputTypeError(f"weights must be a tensor, or a list of tensors; got {type(weights).__name__}.")
+        return self._result(
+            None,
+            None,
+            value,
+            graph,
+            bias=as_graph(graph, self.flow, sharded=True).as_bias(weights),
+            edge_value=edge_value,
+            out_bias=out_bias,
+            distribution=GIVEN,
+            dropout=dropout,
+            training=training,
+            backend=backend,
+        ).out
+
+    def _result(
+        self,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
+        graph: GraphLike,
+        *,
+        score: Score | None = None,
+        distribution: str | Distribution | None = "softmax",
+        dropout: float = 0.0,
+        training: bool | None = False,
+        weights: bool | str = False,
+        backend: str = "auto",
+        **terms: Any,
+    ) -> Result:
+        """Output and weights of a call, checked and computed, but not recorded; without a distribution, the logits.
+
+        `value=None` computes weights alone.
+        """
+        wanted = resolve_backend(backend)
+        score = _DOT if score is None else score
+        if not isinstance(score, Score):
+            raise TypeError(f"score must be an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
+        check_probability("dropout", dropout)
+        training = self.training if training is None else training
+        check_flag("training", training)
+        call = checked_call(
+            query,
+            key,
+            value,
+            as_graph(graph, self.flow, sharded=True),
+            score=score,
+            distribution=resolve_distribution("softmax" if distribution is None else distribution),
+            dropout=dropout if training else 0.0,
+            weights=weights,
+            **terms,
+        )
+        require_finite(query=query, key=key, value=value, **terms)
+        if distribution is None:
+            return Result(call.value, self._choose(call, wanted, backend).logits(call))
+        return self._compute(call, wanted, backend)
 
     def _compute(self, call: Call, wanted: Backend | None, argument: str) -> Result:
         """The result of a call, including its `out_bias`; see `_choose`."""
+        if self.explain and isinstance(call.graph, CompleteGraph):  # explainers mask edges of their own edge_index
+            with self._unexplained():
+                return self._compute(call, wanted, argument)
         chosen, out_bias = self._choose(call, wanted, argument), call.out_bias
         if out_bias is None or (chosen.adds_out_bias and out_bias.dtype == call.dtype):
             return chosen.attend(call, self)
         result = chosen.attend(call._replace(out_bias=None), self)
         return result._replace(out=result.out + out_bias)
-
-    def _edge_outputs(self, call: Call, kind: bool | str, wanted: Backend | None, argument: str) -> Any:
-        """The result that `return_edges` requests."""
-        if kind not in ("logits", "vectors"):
-            kind = "vectors" if isinstance(call.score, AdditiveScore) else "logits"
-        if kind == "logits":
-            return self._choose(call, wanted, argument).logits(call)
-        score = call.score
-        if not isinstance(score, AdditiveScore) or not isinstance(call.graph, SparseGraph):
-            raise InputError(
-                "return_edges='vectors' is for AdditiveScore on a list of edges, where each edge has a vector; "
-                f"got {score!r} on {call.graph!r}."
-            )
-        edges = call.graph.edge_list(call.value.device)
-        compute, dtype = call.compute, call.dtype
-        call = call.on_edges(edges, edges.num_edges).cast(compute).with_edges()
-        return score.hidden(*on_ends(call, edges)).to(dtype)
 
     def _choose(self, call: Call, wanted: Backend | None, argument: str) -> Backend:
         """The backend that computes a call: this is the one place that decides.
@@ -378,200 +646,6 @@ class Attention(Leaf, MessagePassing):
         return aggregated
 
 
-#: `Attention.attend` without `record_attention`: for what a layer computes besides the weights of its messages.
-unrecorded: Any = inspect.unwrap(Attention.attend)
-
-
-@overload
-def attend(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    graph: GraphLike,
-    *,
-    score: Score | None = None,
-    edge: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    edge_value: Tensor | None = None,
-    edge_projection: Tensor | None = None,
-    edge_type: Tensor | None = None,
-    out_bias: Tensor | None = None,
-    distribution: str | Distribution = "softmax",
-    dropout: float = 0.0,
-    training: bool = False,
-    return_weights: Literal[False] = False,
-    return_edges: Literal[False] = False,
-    backend: str = "auto",
-) -> Tensor: ...
-@overload
-def attend(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    graph: GraphLike,
-    *,
-    score: Score | None = None,
-    edge: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    edge_value: Tensor | None = None,
-    edge_projection: Tensor | None = None,
-    edge_type: Tensor | None = None,
-    out_bias: Tensor | None = None,
-    distribution: str | Distribution = "softmax",
-    dropout: float = 0.0,
-    training: bool = False,
-    return_weights: Literal[True, "dropped"],
-    return_edges: Literal[False] = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Weights]: ...
-@overload
-def attend(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    graph: GraphLike,
-    *,
-    score: Score | None = None,
-    edge: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    edge_value: Tensor | None = None,
-    edge_projection: Tensor | None = None,
-    edge_type: Tensor | None = None,
-    out_bias: Tensor | None = None,
-    distribution: str | Distribution = "softmax",
-    dropout: float = 0.0,
-    training: bool = False,
-    return_weights: bool | Literal["dropped"] = False,
-    return_edges: bool | Literal["logits", "vectors"] = False,
-    backend: str = "auto",
-) -> Any: ...
-def attend(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    graph: GraphLike,
-    *,
-    score: Score | None = None,
-    edge: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    edge_value: Tensor | None = None,
-    edge_projection: Tensor | None = None,
-    edge_type: Tensor | None = None,
-    out_bias: Tensor | None = None,
-    distribution: str | Distribution = "softmax",
-    dropout: float = 0.0,
-    training: bool = False,
-    return_weights: bool | Literal["dropped"] = False,
-    return_edges: bool | Literal["logits", "vectors"] = False,
-    backend: str = "auto",
-) -> Any:
-    r"""Attention over any graph: the one function behind all of gattn's layers.
-
-    .. math::
-        out_i = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} (v_j + e^v_{ij}), \qquad
-        \alpha_{i\cdot} = p\big(s(q_i, k_j, e_{ij}) + b_{ij} \text{ for } j \in \mathcal{N}(i)\big)
-
-    With :math:`s` a scaled dot product, :math:`p` a softmax and a complete graph it is the attention of `Attention Is
-    All You Need <https://arxiv.org/abs/1706.03762>`_; with `GATScore` on a list of edges that of `Graph Attention
-    Networks <https://arxiv.org/abs/1710.10903>`_.
-
-    Args:
-        query: Target side of the score: `[N, H, C]`; for `GATScore` `[N, H]`, or `None` for no target-side term.
-        key: Source side of the score: `[M, H, C]`; for `GATScore` `[M, H]`.
-        value: What is averaged: `[M, H, Cv]`. With `DotScore`, key and value may have fewer heads, a number that
-            divides H. All three may have one or two leading batch dimensions. Tensors `[B, H, N, C]`, which many
-            Transformers use, can be passed and returned as `x.transpose(1, 2)`, without a copy.
-        graph: Who attends to whom: a `SparseGraph`, `TypedGraph` or `CompleteGraph`, one that `gattn.distributed.shard`
-            returned, or a bare `edge_index` in any of PyG's forms.
-        score: How the two ends of an edge compare: `GATScore`, `AdditiveScore`, `DotScore`, `CosineScore` or your own.
-            (default: `DotScore()`)
-        edge: Per-edge term inside the score, in `edge_index` order: `[E, H, C]`; for `GATScore` `[E, H]`.
-            (default: `None`)
-        bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
-            (default: `None`)
-        mask: True where a target may attend: `[E]` or `[E, H]`, or with the batch dimensions in front; on a complete
-            graph broadcastable to `[B, H, N, M]`. (default: `None`)
-        edge_value: Added to the value: `[E, H, Cv]`. (default: `None`)
-        edge_projection: A weight :math:`W_e`, `[H, C, D]` (`[H, D]` for a scalar score). With it, `edge` holds features
-            `[E, D]`, and the score's term is :math:`W_e e_{ij}`; if `edge_value` is the same tensor, it is projected
-            too. The CPU kernels project edge by edge, without an `[E, H, C]` tensor. (default: `None`)
-        edge_type: The type of each edge, `[E]`, integers from 0. With it, `edge` holds the terms of R types,
-            `[R, H, C]` (for `GATScore` `[R, H]`), and so does `edge_value`. The CPU kernels look them up edge by edge,
-            without an `[E, H, C]` tensor. (default: `None`)
-        out_bias: Added to the output, `[H, Cv]`. Unlike adding it afterwards, this saves a second tensor as large as
-            the output when the CPU kernels compute it. (default: `None`)
-        distribution: How logits become weights: `"softmax"`, `"sigmoid"`, `"tanh"`, `"identity"`, `"sparsemax"`,
-            `"entmax15"`, or a `Distribution`, such as `gattn.Softmax(sink=0.0)`. (default: `"softmax"`)
-        dropout: Probability of dropping a weight; it has no effect unless `training=True`. PyTorch's generator draws
-            which ones, so forked processes that inherit its state drop the same weights until they are seeded.
-            (default: `0.0`)
-        training: Whether dropout applies. (default: `False`)
-        return_weights: `True` also returns the weights before dropout; `"dropped"` returns those that were applied.
-            (default: `False`)
-        return_edges: Also returns what was computed per edge, with gradients, for layers that update their edges:
-            `"logits"`, the logits :math:`s + b` before mask and distribution, in the shape of the weights (zero where a
-            complete graph has no edge), or `"vectors"`, the input of an `AdditiveScore`'s activation, `[E, H, C]` (only
-            on lists of edges). `True` means `"vectors"` for `AdditiveScore` and `"logits"` for any other score.
-            (default: `False`)
-        backend: `"auto"` (the fastest one that can serve the call), `"dense"` (complete graphs, without a list of
-            their edges), `"cpu"` or `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message
-            passing). (default: `"auto"`)
-
-    Shapes:
-        query `[N, H, C]`, key `[M, H, C]`, value `[M, H, Cv]`; the output is `[N, H, Cv]`.
-
-    Returns:
-        `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
-        `return_weights`, a pair of the output and the weights: `[E, H]` in `edge_index` order, or `[H, N, M]` for a
-        complete graph (each after the batch dimensions), or a list with one per block for a packed graph. With
-        `return_edges`, those come last.
-
-    Raises:
-        ValueError: If shapes do not fit each other or the graph, a name is unknown, or the requested backend cannot
-            serve the call; the message says which.
-        IndexError: If an index of the graph or a type is out of range.
-        TypeError: If `graph` is not a graph, `score` not a `Score`, `training` neither true nor false, or another input
-            not a tensor.
-        RuntimeError: If the requested backend is not available: the kernels of `"cpu"` were not built, or Triton is
-            not installed.
-
-    Example:
-        A Transformer's attention is graph attention on a complete graph; causal attention is the same with fewer edges.
-
-        >>> import torch, gattn
-        >>> q, k, v = torch.randn(3, 5, 2, 4).unbind()  # 5 nodes, 2 heads, 4 channels
-        >>> full = gattn.attend(q, k, v, gattn.CompleteGraph(5))
-        >>> causal = gattn.attend(q, k, v, gattn.CompleteGraph(5, causal=True))
-        >>> citations = gattn.attend(q, k, v, torch.tensor([[0, 1, 2], [1, 2, 3]]))
-        >>> full.shape
-        torch.Size([5, 2, 4])
-    """
-    return _core.attend(
-        query,
-        key,
-        value,
-        graph,
-        score=score,
-        edge=edge,
-        bias=bias,
-        mask=mask,
-        edge_value=edge_value,
-        edge_projection=edge_projection,
-        edge_type=edge_type,
-        out_bias=out_bias,
-        distribution=distribution,
-        dropout=dropout,
-        training=training,
-        return_weights=return_weights,
-        return_edges=return_edges,
-        backend=backend,
-    )
-
-
 # The parts of PyG's machinery: whoever overrides or replaces one of these, or hooks into them, needs that machinery.
 _STEPS = ("propagate", "edge_updater")  # whose code PyG generates
 _HOOKS = ("edge_update", "message", "aggregate", "update", *_STEPS)
@@ -595,7 +669,9 @@ def _is_overridden(function: Any, name: str) -> bool:
 _DOT = DotScore()
 
 # One instance serves all functional calls; it is made at import, because PyG generates code for it.
-_core = Attention().eval()
+_core: Attention = Attention().eval()
+
+attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
 
 
 _warned: set[str] = set()

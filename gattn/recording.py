@@ -8,19 +8,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention, TransformerEncoderLayer
 from torch_geometric.utils import to_edge_index
 
-from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
+from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph
 from gattn.torch_private import is_compiled
 
-__all__ = ["AttentionRecord", "record_attention", "record_own_layers", "recorded"]
-
-_Attend = TypeVar("_Attend", bound=Callable[..., Any])
+__all__ = ["AttentionRecord", "is_watched", "record", "record_attention", "record_own_layers"]
 
 
 class AttentionRecord(NamedTuple):
@@ -89,25 +87,25 @@ def record_own_layers(model: Module) -> Iterator[dict[str, list[AttentionRecord]
         yield recorder.records
 
 
-def recorded(attend: _Attend) -> _Attend:
-    """Makes a method that attends known to `record_attention`."""
+def is_watched(layer: Module) -> bool:
+    """Whether `record` would record the weights of a layer now."""
+    if not _recorders or torch.compiler.is_compiling():
+        return False
+    return any(recorder.name_of(layer) is not None for recorder in _recorders)
 
-    @wraps(attend)
-    def method(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if not _recorders or torch.compiler.is_compiling():
-            return attend(self, *args, **kwargs)
-        layers = [(recorder, name) for recorder in _recorders if (name := recorder.name_of(self)) is not None]
-        if not layers:
-            return attend(self, *args, **kwargs)
-        return_weights = kwargs.pop("return_weights", False)
-        out, weights, *more = attend(self, *args, **kwargs, return_weights=return_weights or True)
-        graph = _sized(self, *args, **kwargs)
-        for recorder, name in layers:
-            recorder.add(name, weights, graph)
-        results = (out, weights, *more) if return_weights else (out, *more)
-        return results if len(results) > 1 else out
 
-    return method  # type: ignore[return-value]
+def record(layer: Module, graph: Graph, weights: Any) -> None:
+    """Records the weights of a layer, for every `record_attention` that knows it.
+
+    Args:
+        layer: The layer; for `gattn.attend`, which is none of the model's, the module that is running counts.
+        graph: Who attended to whom, with its sizes known.
+        weights: As `gattn.attend` returns them on this graph.
+    """
+    if not torch.compiler.is_compiling():
+        for recorder in _recorders:
+            if (name := recorder.name_of(layer)) is not None:
+                recorder.add(name, weights, graph)
 
 
 class _Recorder:
@@ -128,17 +126,8 @@ class _Recorder:
         self.records: dict[str, list[AttentionRecord]] = {}
 
     def name_of(self, layer: Module) -> str | None:
-        """The name of a layer; where it is not the model's, as in `gattn.attend`, of the module that called."""
-        if layer in self.names:
-            return self.names[layer]
-        # Hooks would say it, too, but PyTorch's layers and ours take other paths where there are some.
-        frame = inspect.currentframe()
-        while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, Module) and caller in self.names:
-                return self.names[caller]
-            frame = frame.f_back
-        return None
+        """The name of a layer; where it is not the model's, as in `gattn.attend`, of the innermost that is running."""
+        return next((self.names[module] for module in (layer, *reversed(_running())) if module in self.names), None)
 
     def add(self, name: str, weights: Any, graph: Graph) -> None:
         if self.detach:
@@ -167,7 +156,7 @@ _lock = threading.Lock()
 
 
 def _switch(recorder: _Recorder, on: bool) -> None:
-    global _recorders
+    global _recorders, _call
     with _lock:
         others = tuple(other for other in _recorders if other is not recorder)
         _recorders = (*others, recorder) if on else others
@@ -178,12 +167,29 @@ def _switch(recorder: _Recorder, on: bool) -> None:
                 cls.forward = _recorded_forward(cls.forward, new)
         for cls in _originals.keys() - needed.keys():
             cls.forward = _originals.pop(cls)
+        if bool(_recorders) != (Module.__call__ is _call_in_turn):
+            _call, Module.__call__ = Module.__call__, (_call_in_turn if _recorders else _call)  # type: ignore[method-assign]
 
 
-def _sized(layer: Any, query: Tensor | None, key: Tensor, value: Tensor, graph: Any, **kwargs: Any) -> Graph:
-    """The graph with its sizes known, as `attend` finds them."""
-    num_targets = None if query is None else query.size(value.dim() - 3)
-    return as_graph(graph, layer.flow, sharded=True).resolve(value.size(-3), num_targets)
+#: Which modules are running, the innermost last. Hooks would say it, too, but layers of PyTorch and ours take other
+#: paths where there are some.
+_threads = threading.local()
+_call: Callable[..., Any] = Module.__call__
+
+
+def _running() -> list[Module]:
+    modules: list[Module] = _threads.__dict__.setdefault("modules", [])
+    return modules
+
+
+def _call_in_turn(self: Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module, and keeps it in the list of those that are running."""
+    modules = _running()
+    modules.append(self)
+    try:
+        return _call(self, *args, **kwargs)
+    finally:
+        modules.pop()
 
 
 def _recorded_forward(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

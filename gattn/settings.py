@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gattn.edges import Projected, Typed
 from gattn.ops.backends import Backend, backend_named
 
 __all__ = ["backend", "check_finite", "require_finite", "resolve_backend"]
@@ -94,12 +96,12 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
         _settings.check_finite = before
 
 
-def require_finite(**tensors: Tensor | None) -> None:
-    """Raises `ValueError` in a `check_finite` block if one of these named tensors holds NaN or infinity."""
+def require_finite(**tensors: Any) -> None:
+    """Raises `ValueError` in a `check_finite` block if one of these tensors or terms of edges holds NaN or infinity."""
     if not _settings.check_finite:
         return
-    for name, tensor in tensors.items():
-        if tensor is None:
+    for name, tensor in _named(tensors):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             continue
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
@@ -110,3 +112,12 @@ def require_finite(**tensors: Tensor | None) -> None:
             count, first = int(bad.sum()), tuple(bad.nonzero()[0].tolist())
             what = "1 value that is" if count == 1 else f"{count} values that are"
             raise ValueError(f"{name} holds {what} NaN or infinite (the first one at index {first}).")
+
+
+def _named(terms: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is given by name, and the parts of edge terms by theirs."""
+    for name, term in terms.items():
+        if isinstance(term, (Projected, Typed)):
+            yield from ((f"the {part} of {name}", tensor) for part, tensor in term._asdict().items())
+        else:
+            yield name, term

@@ -14,7 +14,19 @@ import torch.nn.functional as F
 from allpairspy import AllPairs
 from torch import Tensor
 
-from gattn import AdditiveScore, DotScore, GATScore, Identity, Sigmoid, Softmax, SparseGraph, Tanh, attend
+from gattn import (
+    AdditiveScore,
+    DotScore,
+    GATScore,
+    Identity,
+    Projected,
+    Sigmoid,
+    Softmax,
+    SparseGraph,
+    Tanh,
+    Typed,
+    attend,
+)
 from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import draw_seed, keep_mask
 from gattn.ops.operator import DIFFERENTIABLE, Inputs
@@ -221,7 +233,7 @@ class Call:
     def attend(self, tensors: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor | None]:
         """Output and weights, by a mask of dropout that depends on the call's seed alone."""
         torch.manual_seed(self.seed)
-        terms = {name: tensor for name, tensor in tensors.items() if name not in ("vector", "sink")}
+        terms = with_terms({name: tensor for name, tensor in tensors.items() if name not in ("vector", "sink")})
         result = attend(
             terms.pop("query", None),
             terms.pop("key"),
@@ -503,6 +515,17 @@ def make_call(
         tensors["edge_projection"] = projection((heads, *wide["edge"], projected), generator, dtype)
     graph = SparseGraph(edge_index, num_sources=sources, num_targets=targets) if graph is None else graph
     return Call(score, graph, edge_index, targets, tensors, seed=seed, **options)
+
+
+def with_terms(tensors: dict[str, Any], types: Tensor | None = None) -> dict[str, Any]:
+    """Tensors by name as arguments of `attend`: with `edge_projection` or types, `edge` is a term to be made."""
+    given, edge = dict(tensors), tensors.get("edge")
+    weight = given.pop("edge_projection", None)
+    if edge is not None and (weight is not None or types is not None):
+        given["edge"] = Typed(edge, types) if weight is None else Projected(edge, weight)
+        if given.get("edge_value") is edge:
+            given["edge_value"] = True
+    return given
 
 
 def changed(call: Call, **changes: Any) -> Call:

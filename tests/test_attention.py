@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch_geometric.nn.conv import MessagePassing
 
 import gattn
-from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, SparseGraph, attend
+from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, Projected, SparseGraph, attend
 from gattn.attention import Attention
 from gattn.testing import random_edge_index
 from tests.cases import DTYPES, HALF, SCORES, make_score
@@ -99,8 +99,9 @@ def test_projected_edges_are_what_the_product_gives(score, backend, is_value):
     features, projection = torch.randn(E, 5, dtype=torch.double), torch.randn(H, *wide, 5, dtype=torch.double)
     product = torch.einsum("ed,h...d->eh...", features, projection)
     beside = torch.randn(E, H, C, dtype=torch.double)
-    for projected, plain in [(features, product), (beside, beside)] if is_value else [(None, None)]:
-        found = attended(edge=features, edge_projection=projection, edge_value=projected)
+    edge = Projected(features, projection)
+    for projected, plain in [(True, product), (edge, product), (beside, beside)] if is_value else [(None, None)]:
+        found = attended(edge=edge, edge_value=projected)
         torch.testing.assert_close(found, attended(edge=product, edge_value=plain))
 
 
@@ -327,10 +328,10 @@ class TestOutBias:
     @pytest.mark.parametrize("graph", [CompleteGraph(5), random_edge_index(5, num_edges=9)])
     def test_it_is_added_by_every_backend(self, graph, backend):
         x, out_bias = torch.randn(5, H, C), torch.randn(H, C)
-        given = {"return_weights": True, "return_edges": True, "backend": backend}
-        out, weights, logits = attend(x, x, x, graph, out_bias=out_bias, **given)
+        given = {"return_weights": True, "backend": backend}
+        out, weights = attend(x, x, x, graph, out_bias=out_bias, **given)
         plain = attend(x, x, x, graph, **given)
-        torch.testing.assert_close((out, weights, logits), (plain[0] + out_bias, *plain[1:]))
+        torch.testing.assert_close((out, weights), (plain[0] + out_bias, *plain[1:]))
 
     @pytest.mark.parametrize("distribution", ["softmax", "sparsemax"])
     def test_it_is_added_once_to_what_kernels_do_not_know(self, distribution):
@@ -505,23 +506,25 @@ class TestBadInput:
             ({"edge": torch.zeros(2, H, 1)}, ValueError, "edge must have one entry per edge"),
             ({"out_bias": torch.zeros(H * C)}, ValueError, r"out_bias must have one entry.* \[3, 4\]; got \[12\]"),
             ({"out_bias": 0.0}, TypeError, "out_bias must be a tensor; got float"),
-            ({"edge_projection": torch.zeros(H, C, 5)}, ValueError, r"features \[E, D\] as edge"),
             (
-                {"edge_projection": torch.zeros(H, C, 5), "edge": torch.zeros(2, H, C)},
+                {"edge": Projected(torch.zeros(2, H, C), torch.zeros(H, C, 5))},
                 ValueError,
-                r"features \[E, D\] as edge; got \[2, 3, 4\]",
+                r"the features of edge must have shape \[E, D\]; got \[2, 3, 4\]",
             ),
             (
-                {"edge_projection": torch.zeros(H * C, 5), "edge": torch.zeros(2, 5)},
+                {"edge": Projected(torch.zeros(2, 5), torch.zeros(H * C, 5))},
                 ValueError,
                 r"\[H, C, D\] for DotScore, here \[3, 4, 5\]; got \[12, 5\]",
             ),
             (
-                {"edge_projection": torch.zeros(H, C, 5), "edge": torch.zeros(3, 5)},
+                {"edge": Projected(torch.zeros(3, 5), torch.zeros(H, C, 5))},
                 ValueError,
-                r"edge must have one entry per edge.*\[2, 5\].*got \[3, 5\]",
+                "edge must have one row of features per edge.*2 for this graph; got 3",
             ),
-            ({"edge_projection": [1.0], "edge": torch.zeros(2, 5)}, TypeError, "edge_projection must be a tensor"),
+            ({"edge": Projected(torch.zeros(2, 5), [1.0])}, TypeError, "the weight of edge must be a tensor; got list"),
+            ({"edge_value": True}, ValueError, "edge_value=True means .*, but there is no edge"),
+            ({"key": None}, ValueError, "DotScore needs a key; only GATScore takes key=None"),
+            ({"query": None, "key": None}, TypeError, "without query and key, the logits are bias"),
             ({"bias": torch.zeros(2, 1)}, ValueError, "bias must have one entry per edge"),
             ({"edge_value": torch.zeros(3, H, C)}, ValueError, "edge_value must have one entry per edge"),
             ({"mask": torch.zeros(2, H)}, ValueError, "mask must be a tensor of booleans"),

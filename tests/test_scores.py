@@ -9,6 +9,7 @@ from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, GATScore,
 from gattn.nn import AGNNConv
 from gattn.scores import family_of
 from gattn.testing import assert_as_exact_as, random_edge_index
+from tests.cases import with_terms
 
 N, M, H, C, D = 6, 9, 4, 5, 3
 EDGES = random_edge_index(M, N, 30)
@@ -34,7 +35,7 @@ def tensors(dtype=torch.double, key_heads=H):
 def results(score, given, graph, names, backend, **terms):
     """Output and gradients by name."""
     leaves = {name: given[name].clone().requires_grad_() for name in {"query", "key", "value", *names}}
-    terms = {argument: leaves[name] for argument, name in terms.items()}
+    terms = with_terms({argument: leaves[name] for argument, name in terms.items()})
     out = attend(leaves["query"], leaves["key"], leaves["value"], graph, score=score(leaves), backend=backend, **terms)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).cos()
     return {

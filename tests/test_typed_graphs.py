@@ -7,7 +7,7 @@ import torch
 from torch_geometric.data import HeteroData
 
 import gattn
-from gattn import TypedGraph, WithinTypes, attend
+from gattn import Typed, TypedGraph, WithinTypes, attend
 from gattn.testing import random_edge_index
 
 N, E, R, H, C = 9, 50, 4, 2, 3
@@ -24,7 +24,7 @@ RELATIONS = {
 
 def test_terms_by_type_are_those_of_each_edge():
     graph, x, table = TypedGraph(EDGES, TYPES), torch.randn(N, H, C), torch.randn(R, H, C)
-    found = attend(x, x, x, graph, edge=table, edge_type=graph.edge_type)
+    found = attend(x, x, x, graph, edge=Typed(table, graph.edge_type))
     torch.testing.assert_close(found, attend(x, x, x, EDGES, edge=table[TYPES]))
     assert graph.edge_types == (0, 1, 2, 3)
     assert repr(graph) == "TypedGraph(num_sources=None, num_targets=None, edge_types=4)"

@@ -188,6 +188,14 @@ class Graph(ABC):
         """A bias or mask, given as users of this graph do, with one entry per edge: `[..., E, H or 1]`."""
         return term
 
+    def as_bias(self, weights: Any) -> Tensor:
+        """Weights in the form in which users get them, as a bias in the form in which they give it."""
+        if not isinstance(weights, Tensor):
+            raise InputTypeError(
+                f"the weights of {self!r} are one tensor; got a {type(weights).__name__} of {len(weights)}."
+            )
+        return weights
+
     def real_edges(self, edges: EdgeList) -> Tensor | None:
         """Which edges join real nodes of a padded batch, `[B, E, 1]`; `None` if all do."""
         return None

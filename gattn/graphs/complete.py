@@ -403,6 +403,15 @@ class _PackedGraph(CompleteGraph):
         targets, sources = self._largest()
         return (len(self.blocks), heads, targets, sources), "blocks, heads, most targets, most sources"
 
+    def as_bias(self, weights: Any) -> Tensor:
+        """See `Graph.as_bias`: matrices of all blocks, `[B, H, N, M]`, with zeros beyond their sizes."""
+        shapes = [tuple(matrix.shape[-2:]) if isinstance(matrix, Tensor) else None for matrix in weights]
+        if isinstance(weights, Tensor) or shapes != list(self.blocks):
+            raise InputError(f"the weights of a packed graph are a list with one matrix [H, N, M] per block, {self}.")
+        targets, sources = self._largest()
+        padded = [F.pad(matrix, (0, sources - matrix.size(-1), 0, targets - matrix.size(-2))) for matrix in weights]
+        return torch.stack(padded) if padded else torch.zeros(0, 1, 0, 0)
+
     def to_dense(self, weights: Tensor, edge_index: Tensor) -> list[Tensor]:
         source, target = edge_index
         matrices, first_target, first_source, first_edge = [], 0, 0, 0

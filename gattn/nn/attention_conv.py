@@ -7,14 +7,15 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from gattn.attention import Attention, Weights, unrecorded
+from gattn.attention import Attention, Weights
+from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
-from gattn.recording import recorded
-from gattn.scores import GATScore, Score
+from gattn.recording import record
+from gattn.scores import Score
 from gattn.settings import require_finite
 
 __all__ = ["AttentionConv", "AttentionWeights", "BaseConv"]
@@ -113,42 +114,6 @@ class BaseConv(Attention):
         is_seen = self.explain or self._message_forward_pre_hooks or self._message_forward_hooks
         return bool(is_seen) and type(self).message is layer.message and self.decomposed_layers == 1
 
-    def _weighted_sum(
-        self,
-        value: Tensor,
-        graph: Graph,
-        weights: Tensor,
-        *,
-        dropout: float = 0.0,
-        is_recorded: bool = True,
-        edge_value: Tensor | None = None,
-    ) -> Tensor:
-        """The sum of each target's values, multiplied by given weights.
-
-        Args:
-            value: `[..., M, H, C]`.
-            graph: A list of edges.
-            weights: `[..., E, H]`.
-            dropout: Probability that a weight is dropped, in training. (default: `0.0`)
-            is_recorded: Whether `record_attention` records these weights as attention. (default: `True`)
-            edge_value: Added to the values, per edge, `[..., E, H, C]`. (default: `None`)
-        """
-        attend: Any = type(self).attend if is_recorded else unrecorded
-        nothing = value.new_zeros(value.size(-2)).expand(value.shape[:-1])
-        out: Tensor = attend(
-            self,
-            None,
-            nothing,
-            value,
-            graph,
-            score=GATScore(),
-            bias=weights,
-            edge_value=edge_value,
-            distribution="identity",
-            dropout=dropout,
-        )
-        return out
-
 
 class AttentionConv(BaseConv):
     """Base class of layers with the options of `GATConv`: heads, `concat`, dropout and edge features."""
@@ -184,15 +149,15 @@ class AttentionConv(BaseConv):
 
     def _edge_term(
         self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = "mean"
-    ) -> tuple[Graph, Tensor | None, Tensor | None]:
-        """The graph with its self-loops, the score's edge term, and what projects the term, if anything."""
+    ) -> tuple[Graph, EdgeTerm | None]:
+        """The graph with its self-loops, and the score's edge term."""
         if self.lin_edge is None:
             if edge_attr is not None:
                 raise InputError(
                     f"got edge_attr, but this layer was made without edge features: make {type(self).__name__} with "
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
-            return graph, None, None
+            return graph, None
         if edge_attr is not None and not isinstance(edge_attr, Tensor):
             raise InputTypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
         if edge_attr is not None and not edge_attr.is_floating_point():
@@ -215,13 +180,13 @@ class AttentionConv(BaseConv):
                 f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge_dim={channels}."
             )
         check_dtype(self, edge_attr=edge_attr)
-        return graph, *self._project_edges(self.lin_edge, edge_attr)
+        return graph, self._project_edges(self.lin_edge, edge_attr)
 
-    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The score's edge term for features `[E, D]`: themselves and their projection, or `[E, H, C]` and `None`."""
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
+        """The score's edge term for features `[E, D]`."""
         if is_plain(lin_edge) and edge_attr.dtype == lin_edge.weight.dtype and not is_autocast(edge_attr):
-            return edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1)
-        return self._heads(lin_edge(edge_attr)), None
+            return Projected(edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1))
+        return self._heads(lin_edge(edge_attr))
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[..., H * C]` as `[..., H, C]`."""
@@ -234,9 +199,8 @@ class AttentionConv(BaseConv):
         value: Tensor,
         graph: Graph,
         score: Score,
-        edge: Tensor | None,
-        edge_value: Tensor | None,
-        edge_projection: Tensor | None,
+        edge: EdgeTerm | None,
+        edge_value: bool,
         weights: bool | str,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Weights | None]:
@@ -249,8 +213,7 @@ class AttentionConv(BaseConv):
             graph,
             score=score,
             edge=edge,
-            edge_value=edge_value,
-            edge_projection=edge_projection,
+            edge_value=edge_value and edge is not None,
             out_bias=self._heads(bias) if self.concat and bias is not None else None,
             dropout=self.dropout,
             return_weights=weights,
@@ -285,27 +248,20 @@ class AttentionConv(BaseConv):
         """
         fill_value: Any = self.fill_value
         if not self._updates_as_pyg:
-            graph, edge, projection = self._edge_term(graph, edge_attr, fill_value)
-            weights, terms = "dropped" if return_weights else False, (edge, None, projection)
-            return *self._attend_and_merge(query, key, value, graph, score, *terms, weights, self.bias), graph
+            graph, edge = self._edge_term(graph, edge_attr, fill_value)
+            weights = "dropped" if return_weights else False
+            return *self._attend_and_merge(query, key, value, graph, score, edge, False, weights, self.bias), graph
         if value.dim() != 3:
             raise InputError(f"edge_update() of {type(self).__name__} takes features [N, F], without a batch.")
         graph, edge_attr = graph.with_features(edge_attr, fill_value)
         value = dropout(value, self.value_dropout, self.training)
-        out, alpha = self._updated(query, key, value, graph, edge_attr=edge_attr, return_weights=True)
+        out, alpha = self._updated(query, key, value, graph, edge_attr)
+        record(self, graph, alpha)
         out = out.flatten(-2) if self.concat else out.mean(-2)
         return (out if self.bias is None else out + self.bias), alpha if return_weights else None, graph
 
-    @recorded
     def _updated(
-        self,
-        query: Tensor | None,
-        key: Tensor,
-        value: Tensor,
-        graph: Graph,
-        *,
-        edge_attr: Tensor | None,
-        return_weights: bool,
+        self, query: Tensor | None, key: Tensor, value: Tensor, graph: Graph, edge_attr: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The output `[N, H, C]` and the weights, after the calls that PyG's layer makes."""
         edges = graph.edge_list(value.device)

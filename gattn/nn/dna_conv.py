@@ -13,14 +13,14 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
+from gattn.attention import weigh
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.edge_weights import edge_weights
 from gattn.nn.linear import dropout
 from gattn.ops.dropout import check_probability
-from gattn.scores import DotScore, GATScore
+from gattn.recording import record
 from gattn.torch_private import has_hooks
 
 __all__ = ["DNAConv"]
@@ -145,14 +145,14 @@ class DNAConv(BaseConv):
         shape = (*x.shape[:2], heads, x.size(2) // heads)
         query = lins.lin_q(last).view(shape[0], 1, *shape[2:]).expand(shape).flatten(1, 2)
         key, value = (lin(x).view(shape).flatten(1, 2) for lin in (lins.lin_k, lins.lin_v))
-        logits = edge_weights(query, key, graph, DotScore(), "identity")
-        logits = logits.view(-1, *shape[1:3])
+        logits = weigh(query, key, graph, distribution=None).view(-1, *shape[1:3])
         alpha = F.pad(logits, (0, 0, 0, 1)).softmax(-2)[:, :-1]  # the sink is one more layer with a logit of zero
         if edge_weight is not None:
             alpha = alpha * edge_weight.view(-1, 1, 1)
 
         if isinstance(self.aggr_module, (SumAggregation, MeanAggregation)):
-            out = self._weighted_sum(value, graph, alpha.flatten(1), dropout=lins.dropout)
+            record(self, graph, alpha.flatten(1))
+            out = self.weighted_sum(alpha.flatten(1), value, graph, dropout=lins.dropout)
             return out.view(x.shape).sum(1)
         return self._aggregated(dropout(alpha, lins.dropout, self.training), value, graph)
 
@@ -173,11 +173,8 @@ class DNAConv(BaseConv):
     def _sum_of(self, messages: Tensor, graph: Graph, num_nodes: int) -> Tensor:
         """The aggregated messages `[E, F]` of each node."""
         messages = messages.unsqueeze(1)
-        ones = messages.new_ones(num_nodes, 1)
-        zeros = messages.new_zeros(num_nodes, *messages.shape[1:])
-        out = self.attend(None, ones, zeros, graph, score=GATScore(), edge_value=messages, distribution="identity")
-        assert isinstance(out, Tensor)
-        return out.squeeze(1)
+        ones, nothing = messages.new_ones(messages.size(0), 1), messages.new_zeros(num_nodes, *messages.shape[1:])
+        return self.weighted_sum(ones, nothing, graph, edge_value=messages).squeeze(1)
 
     def _weighted(self, graph: Graph, edge_weight: Tensor | None, x: Tensor) -> tuple[Graph, Tensor | None]:
         """The graph, normalized if requested, and its edge weights."""

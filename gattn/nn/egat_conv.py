@@ -14,6 +14,7 @@ from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
+from gattn.ops.call import compute_dtype
 from gattn.scores import AdditiveScore
 from gattn.settings import require_finite
 
@@ -132,16 +133,14 @@ class EGATConv(BaseConv):
         edge = self.fc_fij(edge_attr)
         edge = self._heads(edge if self.bias is None else edge + self.bias)
         value = self._heads(self.fc_node_src(sources))
-        out, alpha, hidden = self.attend(
-            self._heads(self.fc_nj(targets)),
-            self._heads(self.fc_ni(sources)),
-            value,
-            graph,
-            score=AdditiveScore(self.attn.squeeze(0), negative_slope=_SLOPE),
-            edge=edge,
-            return_weights=True,
-            return_edges="vectors",
-        )
+        query, key = self._heads(self.fc_nj(targets)), self._heads(self.fc_ni(sources))
+        score = AdditiveScore(self.attn.squeeze(0), negative_slope=_SLOPE)
+        out, alpha = self.attend(query, key, value, graph, score=score, edge=edge, return_weights=True)
+        assert isinstance(alpha, Tensor)
+        source, target = (end.long() for end in graph.sources_and_targets())
+        compute = compute_dtype(out.dtype)
+        ends = query.index_select(-3, target).to(compute), key.index_select(-3, source).to(compute)
+        hidden = score.hidden(*ends, edge.to(compute)).to(out.dtype)
         if edge_weight is not None:
             if not isinstance(edge_weight, Tensor):
                 raise InputTypeError(f"edge_weight must be a tensor; got {type(edge_weight).__name__}.")
@@ -151,7 +150,7 @@ class EGATConv(BaseConv):
                     f"edge_weight must have one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
                 )
             alpha = alpha * edge_weight.unsqueeze(-1).to(alpha.dtype)
-            out = self._weighted_sum(value, graph, alpha, is_recorded=False)
+            out = self.weighted_sum(alpha, value, graph)
         results = out, F.leaky_relu(hidden, _SLOPE)
         return (*results, alpha.unsqueeze(-1)) if get_attention else results
 

@@ -18,6 +18,7 @@ from gattn.nn.attention_conv import AttentionWeights, BaseConv
 from gattn.nn.linear import Linear
 from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import check_probability
+from gattn.recording import record
 from gattn.scores import GATScore
 
 __all__ = ["FAConv"]
@@ -176,9 +177,11 @@ class FAConv(BaseConv):
             factors = _checked_weight(edge_weight, source).unsqueeze(-1)
             if self._shows_messages(FAConv):  # with the weights that PyG exposes
                 more = value.index_select(-3, source) * (factors - 1).unsqueeze(-1)
-                result = self._weighted_sum(value, graph, alpha, dropout=self.dropout, edge_value=more)
+                weights = alpha
             else:
-                result = self._weighted_sum(value, graph, alpha * factors, dropout=self.dropout)
+                weights, more = alpha * factors, None
+            record(self, graph, weights)
+            result = self.weighted_sum(weights, value, graph, edge_value=more, dropout=self.dropout)
         out: Tensor = result.squeeze(-2)
         if self.eps != 0.0:
             out = out + self.eps * x_0

@@ -12,6 +12,7 @@ from torch_geometric.nn.inits import glorot, zeros
 from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 
 from gattn.attention import fused
+from gattn.edges import EdgeTerm, Projected
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear, is_autocast, is_plain
@@ -250,12 +251,13 @@ class GATConv(AttentionConv):
             return True
         return not is_traced() and projected.numel() < _SMALL  # traced programs must not depend on sizes
 
-    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
         """W_e and a_edge folded into one projection, `[H, D]`, without an `[E, H, C]` tensor."""
-        edge, projection = super()._project_edges(lin_edge, edge_attr)
-        if projection is None:
-            return (edge * self.att_edge).sum(-1), None
-        return edge, (projection * self.att_edge.squeeze(0).unsqueeze(-1)).sum(1)
+        edge = super()._project_edges(lin_edge, edge_attr)
+        if isinstance(edge, Projected):
+            return edge._replace(weight=(edge.weight * self.att_edge.squeeze(0).unsqueeze(-1)).sum(1))
+        assert isinstance(edge, Tensor)
+        return (edge * self.att_edge).sum(-1)
 
 
 #: Projections with fewer elements are multiplied by the vectors directly, as calling operators would dominate the cost.

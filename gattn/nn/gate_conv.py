@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Linear, Parameter
 from torch_geometric.nn.inits import glorot, zeros
 
-from gattn.attention import _core, unrecorded
-from gattn.distributions import Identity
+from gattn.attention import weigh
+from gattn.edges import Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
@@ -123,8 +123,7 @@ class GATEConv(BaseConv):
         query = F.linear(targets, self.att_r)
         value = self.lin2(sources).unsqueeze(-2)  # one head
         terms = self._source_terms(sources, query, graph, edge_attr)
-        key = query.new_zeros(()).expand(value.shape[:-1])
-        out = self.attend(query, key, value, graph, score=GATScore(_SLOPE), edge=terms, dropout=self.dropout)
+        out = self.attend(query, None, value, graph, score=GATScore(_SLOPE), edge=terms, dropout=self.dropout)
         assert isinstance(out, Tensor)
         return out.squeeze(-2) + self.bias
 
@@ -138,20 +137,14 @@ class GATEConv(BaseConv):
             return F.linear(F.leaky_relu(hidden, _SLOPE), self.att_l)
         of_node, of_edge = parts
         key = F.linear(sources, of_node).unsqueeze(-2)
-        # Not self.attend(), which record_attention() would record as this layer's attention.
-        _, terms = unrecorded(
-            _core,
+        terms: Tensor = weigh(
             key.new_zeros(key.size(-1)).expand(*query.shape, -1),
             key,
-            key.new_zeros(()).expand(*key.shape[:-1], 1),
             SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow),
             score=AdditiveScore(self.att_l, negative_slope=_SLOPE),
-            edge=edge_attr,
-            edge_projection=of_edge.unsqueeze(0),
-            distribution=Identity(),
-            return_weights=True,
+            edge=Projected(edge_attr, of_edge.unsqueeze(0)),
+            distribution=None,
         )
-        assert isinstance(terms, Tensor)
         return terms
 
     def _edge_features(self, graph: Graph, edge_attr: Any) -> tuple[Graph, Tensor]:

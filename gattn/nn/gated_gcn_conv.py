@@ -15,7 +15,6 @@ from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import FeatureDropout, Linear
-from gattn.scores import GATScore
 
 __all__ = ["GatedGCNConv"]
 
@@ -129,15 +128,7 @@ class GatedGCNConv(BaseConv):
         ends = self.D(sources).index_select(-2, source) + self.E(targets).index_select(-2, target)
         logits = ends + self.C(edge_attr)
         value = self.B(sources)
-        out = self.attend(
-            None,
-            value.new_zeros(value.size(-1)).expand_as(value),
-            value.unsqueeze(-1),
-            graph,
-            score=GATScore(),
-            bias=logits,
-            distribution=_GATE,
-        )
+        out = self.attend(None, None, value.unsqueeze(-1), graph, bias=logits, distribution=_GATE)
         assert isinstance(out, Tensor)
         is_residual = self.residual and targets.size(-1) == edge_attr.size(-1) == self.out_channels
         return (

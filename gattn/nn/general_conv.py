@@ -11,12 +11,13 @@ from torch.nn import Parameter
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.inits import glorot
 
+from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear, is_affine, is_autocast
-from gattn.scores import DotScore, GATScore, Score
+from gattn.scores import GATScore, Score
 
 __all__ = ["GeneralConv"]
 
@@ -205,24 +206,23 @@ class GeneralConv(BaseConv):
             part = own.index_select(-3, self._listed(graph, own.device).sources_and_targets()[1])
             edge = part if edge is None else edge + part
 
-        bias = None
-        if projection is not None:
-            # The kernels project edge features for a score of vectors, here one that leaves the finished logits alone.
+        bias: Tensor | None = None
+        edge_value: EdgeTerm | None = edge
+        if projection is not None:  # the kernels project edge features for the values, but not for two terms at once
+            assert edge is not None
             source, target = graph.sources_and_targets()
             query = None if query is None else query.index_select(-2, target)
             bias = score.logits(query, key.index_select(-2, source), term)
-            query, key, term = value.new_zeros(*targets.shape[:-1], *value.shape[-2:]), value, edge
-            score = DotScore(1.0)
+            query, term, edge_value = None, None, Projected(edge, projection)
         out = self.attend(
             query,
-            key,
+            key if bias is None else None,
             value,
             graph,
             score=score,
             edge=term,
             bias=bias,
-            edge_value=edge,
-            edge_projection=projection,
+            edge_value=edge_value,
             distribution="softmax" if self.attention else "identity",
         )
         assert isinstance(out, Tensor)

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import Embedding
 from torch_geometric.nn.dense import HeteroLinear
 
-from gattn.attention import unrecorded
-from gattn.distributions import Identity
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
@@ -182,7 +180,7 @@ class HEATConv(BaseConv):
 
     def _logit_terms(
         self, x: Tensor, graph: Graph, edge: Tensor, edge_type: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The terms of each logit, of target, source and edge: `[N, H]`, `[N, H]` and `[E, H]`.
 
         A linear map of a concatenation is a sum of linear maps, each computed where there are fewest rows.
@@ -196,7 +194,7 @@ class HEATConv(BaseConv):
             types = types.index_select(0, edge_type) if is_table else types
             source, target = graph.sources_and_targets()
             ends = torch.cat([x.index_select(0, target), x.index_select(0, source), types], -1)
-            return None, x.new_zeros(x.size(0), self.heads), self.att(with_features(ends, edge))
+            return None, None, self.att(with_features(ends, edge))
         of_target, of_source, of_type, of_edge = parts
         types = F.linear(types, of_type)
         logits = (F.embedding(edge_type, types) if is_table else types) + F.linear(edge, of_edge)
@@ -226,19 +224,10 @@ class HEATConv(BaseConv):
 
         Projecting the result takes a fraction of the memory and time of projecting features to `[E, H, C]`.
         """
-        zeros = edge.new_zeros(num_nodes, 1, edge.size(-1))  # to which the edges' values are added
+        nothing = edge.new_zeros(num_nodes, 1, edge.size(-1))  # to which the edges' values are added
         # The heads are a batch with the same features.
-        out: Tensor = unrecorded(  # because the weights have been recorded
-            self,
-            None,
-            alpha.new_zeros(self.heads, num_nodes, 1),
-            zeros.expand(self.heads, *zeros.shape),
-            graph,
-            score=GATScore(1.0),
-            bias=alpha.t().unsqueeze(-1),
-            edge_value=edge.unsqueeze(1),
-            distribution=Identity(),
-        )
+        alpha, nothing = alpha.t().unsqueeze(-1), nothing.expand(self.heads, *nothing.shape)
+        out = self.weighted_sum(alpha, nothing, graph, edge_value=edge.unsqueeze(1))
         return out.squeeze(-2).transpose(0, 1)
 
     def __repr__(self) -> str:

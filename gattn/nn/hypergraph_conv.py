@@ -12,14 +12,14 @@ from torch_geometric.experimental import is_experimental_mode_enabled
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.inits import glorot, zeros
 
+from gattn.attention import weigh
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph, as_graph
 from gattn.graphs.base import check_size
 from gattn.graphs.edge_lists import derived
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.edge_weights import edge_weights
 from gattn.nn.linear import Linear
-from gattn.ops.dropout import check_probability
+from gattn.ops.dropout import check_probability, draw_seed, drop
 from gattn.scores import GATScore
 
 __all__ = ["HypergraphConv"]
@@ -171,8 +171,9 @@ class HypergraphConv(BaseConv):
             of_node, of_edge = self.att.chunk(2, -1)
             ends = (x * of_node).sum(-1), (self._heads(self.lin(attr)) * of_edge).sum(-1)
             query, key, graph = (*ends[::-1], gather) if self.attention_mode == "node" else (*ends, spread)
-            dropout = self.dropout if self.training else 0.0
-            alpha = edge_weights(query, key, graph, GATScore(self.negative_slope), "softmax", dropout)
+            alpha = weigh(query, key, graph, score=GATScore(self.negative_slope))
+            if self.training and self.dropout > 0.0:
+                alpha = drop(alpha, self.dropout, draw_seed(alpha.device))
 
         weight = x.new_ones(num_edges) if hyperedge_weight is None else hyperedge_weight
         wide = torch.promote_types(x.dtype, torch.float32)  # bfloat16 cannot count to 300
@@ -193,7 +194,7 @@ class HypergraphConv(BaseConv):
         if not is_sum:  # the number has to be part of each message
             of_edge = scale.index_select(0, graph.sources_and_targets()[1]).unsqueeze(-1)
             alpha = of_edge.expand(-1, self.heads) if alpha is None else alpha * of_edge
-        key = value.new_full(value.shape[:-1], float(alpha is None))
+        key = value.new_ones(value.shape[:-1]) if alpha is None else None
         out = self.attend(None, key, value, graph, score=GATScore(), bias=alpha, distribution="identity")
         assert isinstance(out, Tensor)
         return out * scale.view(-1, 1, 1) if is_sum else out

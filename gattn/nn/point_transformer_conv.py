@@ -126,11 +126,11 @@ class PointTransformerConv(BaseConv):
         key, query, value = self.lin_src(sources), self.lin_dst(targets), self.lin(sources)
         difference = target_pos.index_select(-2, target) - source_pos.index_select(-2, source)
         delta = self._per_edge("pos_nn", self.pos_nn(difference), source)
-        terms: tuple[Tensor | None, Tensor, Tensor] = query, -key, delta
+        terms: tuple[Tensor | None, Tensor | None, Tensor] = query, -key, delta
         if self.attn_nn is not None:
             hidden = query.index_select(-2, target) - key.index_select(-2, source) + delta
             logits = self._per_edge("attn_nn", self.attn_nn(hidden), source)
-            terms = None, value.new_zeros(self.out_channels).expand_as(value), logits
+            terms = None, None, logits
         query, key, edge = terms
         out = self.attend(
             query, key, value.unsqueeze(-1), graph, score=GATScore(1.0), edge=edge, edge_value=delta.unsqueeze(-1)

@@ -142,8 +142,9 @@ class ResGatedGraphConv(BaseConv):
                 source, target = self._listed(graph, sources.device).sources_and_targets()
                 at_ends = [x.index_select(-2, i) for x, i in zip(ends, (target, source, source), strict=True)]
                 to, by, sent = (lin(with_features(x, edge_attr)) for lin, x in zip(lins, at_ends, strict=True))
-                query, key = (sent.new_zeros(*x.shape[:-1], self.out_channels) for x in (targets, sources))
-                value, edge, edge_value = key, to + by, sent.unsqueeze(-1)
+                query = key = None
+                value = sent.new_zeros(*sources.shape[:-1], self.out_channels)  # to which the edges' values are added
+                edge, edge_value = to + by, sent.unsqueeze(-1)
             else:
                 query, key, value = (
                     F.linear(x, part[0], lin.bias) for lin, x, part in zip(lins, ends, parts, strict=True)
@@ -164,7 +165,7 @@ class ResGatedGraphConv(BaseConv):
             score=GATScore(1.0),
             edge=edge,
             edge_value=edge_value,
-            distribution=_gate(self.act, query.dtype),
+            distribution=_gate(self.act, value.dtype),
         )
         assert isinstance(found, Tensor)
         out: Tensor = found.transpose(-1, -2).flatten(-2)  # the results of several aggregations are side by side

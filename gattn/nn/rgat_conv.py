@@ -13,13 +13,13 @@ from torch_geometric.nn.inits import constant, glorot, ones, zeros
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, scatter, to_edge_index
 
-from gattn.attention import fused, unrecorded
+from gattn.attention import fused
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import check_later
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear, is_plain
-from gattn.recording import recorded
+from gattn.recording import record
 from gattn.scores import GATScore
 from gattn.torch_private import is_readable
 
@@ -282,13 +282,11 @@ class RGATConv(AttentionConv):
         if targets is None:
             raise InputError("RGATConv compares sources with targets: x[1] may not be None.")
         graph = self._graph(edge_index, sources, targets, False, size)
-        graph, edge, _ = self._edge_term(graph, edge_attr)
+        graph, edge = self._edge_term(graph, edge_attr)
+        assert edge is None or isinstance(edge, Tensor)
         relation = self._relations(graph, edge_type)
-        # With one head, the form from which record_attention() gets the numbers of nodes.
-        sources, targets = sources.unsqueeze(-2), targets.unsqueeze(-2)
-        out, alpha = self._attend_relations(
-            targets, sources, sources, graph, relation=relation, edge=edge, return_weights=True
-        )
+        out, alpha = self._attend_relations(targets, sources, graph, relation, edge)
+        record(self, graph, alpha)
         if not self.concat:
             out = out.view(*out.shape[:-2], self.heads, self.dim, self.out_channels).mean(-3)
         out = out.flatten(-2)
@@ -327,11 +325,12 @@ class RGATConv(AttentionConv):
         check_later(edge_type, self.num_relations, "edge_type holds a relation")
         return edge_type.long()
 
-    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> tuple[Tensor, None]:
+    def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> Tensor:
         """The edges' part of the logits, `[E, H * dim]`; without features `[E, H * C]` if the layer is linear."""
         if is_plain(lin_edge):
-            return F.linear(edge_attr, self.e.t() @ lin_edge.weight), None
-        return lin_edge(edge_attr) @ self.e, None
+            return F.linear(edge_attr, self.e.t() @ lin_edge.weight)
+        projected: Tensor = lin_edge(edge_attr) @ self.e
+        return projected
 
     def _weights(self) -> Tensor:
         """The matrices of all relations, `[R, F, H * C]`."""
@@ -343,65 +342,52 @@ class RGATConv(AttentionConv):
             return blocks.flatten(3).flatten(1, 2)
         return self.weight
 
-    @recorded
     def _attend_relations(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        graph: Graph,
-        *,
-        relation: Tensor,
-        edge: Tensor | None,
-        return_weights: bool,
+        self, targets: Tensor, sources: Tensor, graph: Graph, relation: Tensor, edge: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attends over the edges of all relations.
 
         Args:
-            query: Features of the targets, `[..., N, 1, F]`.
-            key: Features of the sources, `[..., M, 1, F]`.
-            value: The same.
+            targets: Features of the targets, `[..., N, F]`.
+            sources: Features of the sources, `[..., M, F]`.
             graph: The graph.
             relation: The relation of each edge, `[E]`.
             edge: The edges' part of the logits, `[E, H * dim]`.
-            return_weights: `True`, because both are always returned.
 
         Returns:
             The output, `[..., N, H * dim, C]`, and the weights, `[..., E, H * dim]`.
         """
-        num_targets = query.size(-3)
-        edges = graph.edge_list(value.device)
+        num_targets = targets.size(-2)
+        edges = graph.edge_list(sources.device)
         source, target = edges.edge_index if edges.flow == FLOWS[0] else edges.edge_index.flip(0)
-        of_source = _Pairs.of(relation, source, value.size(-3), self.num_relations)
+        of_source = _Pairs.of(relation, source, sources.size(-2), self.num_relations)
         of_target = _Pairs.of(relation, target, num_targets, self.num_relations)
         weight = self._weights()
-        projected = of_source.product(value.squeeze(-2), weight)
+        projected = of_source.product(sources, weight)
         value = self._heads(projected).repeat_interleave(self.dim, -2) if self.dim > 1 else self._heads(projected)
-        keys, queries = projected @ self.k, of_target.product(query.squeeze(-2), weight @ self.q)
+        keys, queries = projected @ self.k, of_target.product(targets, weight @ self.q)
 
         # A softmax runs over a pair of a relation and a node, or over a node.
         within = self.attention_mechanism == _MECHANISMS[0]
         ends, num_ends = (of_target.place, of_target.node.numel()) if within else (target, num_targets)
         pairs = SparseGraph(torch.stack([of_source.place, ends]), num_ends, keys.size(-2))
-        nothing = torch.zeros_like(keys)
-        terms: dict[str, Tensor | None]
+        terms: dict[str, Any] = {"query": None, "key": keys}
         if self.attention_mode == _MODES[1]:
             logits = queries.index_select(-2, of_target.place) * keys.index_select(-2, of_source.place)
-            terms = {"query": None, "key": nothing, "bias": logits if edge is None else logits * edge}
+            terms |= {"key": None, "bias": logits if edge is None else logits * edge}
         elif within:
-            terms = {"query": queries, "key": keys, "edge": edge}
+            terms |= {"query": queries, "edge": edge}
         else:
             term = queries.index_select(-2, of_target.place)
-            terms = {"query": None, "key": keys, "edge": term if edge is None else term + edge}
+            terms["edge"] = term if edge is None else term + edge
         # Code that reads messages gets one per edge, with the weights before `mod`, as from PyG's layer.
         is_one = self.mod in ("additive", "f-additive") and self._shows_messages(RGATConv)
         if is_one:
             added = self.w if self.mod == "additive" else value.new_ones(1)
             terms["edge_value"] = added.expand(*source.shape, *value.shape[-2:])
         score = GATScore(self.negative_slope)
-        out, alpha = unrecorded(
-            self, **terms, value=value, graph=pairs, score=score, dropout=self.dropout, return_weights=True
-        )
+        options: dict[str, Any] = {"score": score, "dropout": self.dropout, "training": None, "weights": True}
+        out, alpha = self._result(**terms, value=value, graph=pairs, **options)
         factor = self._factor(target, num_targets, out.dtype)
         more = None  # weights that `mod` adds
         if self.mod in ("additive", "f-additive"):
@@ -416,7 +402,7 @@ class RGATConv(AttentionConv):
                 messages = messages * factor.index_select(0, target)
             return self.aggr_module(messages, target, dim_size=num_targets, dim=-3), alpha
         if more is not None and not is_one:
-            total = self._weighted_sum(value, pairs, more, is_recorded=False)
+            total = self.weighted_sum(more, value, pairs)
             out = out + (self.w * total if self.mod == "additive" else total)
         if within:
             shape, wide = (*out.shape[:-3], num_targets, *out.shape[-2:]), torch.promote_types(out.dtype, torch.float32)

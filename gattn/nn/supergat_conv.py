@@ -17,12 +17,12 @@ from torch_geometric.utils import (
     to_undirected,
 )
 
+from gattn.attention import weigh
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import CompleteGraph, Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import AttentionConv
-from gattn.nn.edge_weights import edge_weights
 from gattn.nn.linear import Linear
-from gattn.scores import DotScore, GATScore
+from gattn.scores import DotScore
 
 __all__ = ["SuperGATConv"]
 
@@ -182,8 +182,7 @@ class SuperGATConv(AttentionConv):
         products = None
         if is_mixed:
             bias, products = self._mixed(x, graph)
-            key, score = x.new_zeros(x.shape[:-1]), GATScore()
-            result: Any = self.attend(None, key, x, graph, score=score, bias=bias, dropout=self.dropout)
+            result: Any = self.attend(None, None, x, graph, bias=bias, dropout=self.dropout)
         else:
             dot_score = DotScore(negative_slope=self.negative_slope)
             result = self.attend(x, x, x, graph, score=dot_score, dropout=self.dropout)
@@ -223,7 +222,8 @@ class SuperGATConv(AttentionConv):
     def _logits(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """The predictions whether these edges exist, `[..., E, H]`."""
         score = DotScore(1.0 if self.attention_type == "MX" else None)
-        return edge_weights(x, x, SparseGraph(edge_index, x.size(-3), x.size(-3)), score, "identity")
+        logits: Tensor = weigh(x, x, SparseGraph(edge_index, x.size(-3), x.size(-3)), score=score, distribution=None)
+        return logits
 
     def positive_sampling(self, edge_index: Tensor) -> Tensor:
         """Draws edges of the graph, each with probability `edge_sample_ratio`; outside of training, returns all.

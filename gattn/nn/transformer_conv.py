@@ -163,10 +163,9 @@ class TransformerConv(AttentionConv):
         key = self._heads(self.lin_key(sources))
         value = self._heads(self.lin_value(sources))
 
-        graph, edge, projection = self._edge_term(graph, edge_attr)
+        graph, edge = self._edge_term(graph, edge_attr)
         weights = bool(return_attention_weights)
-        terms = (edge, edge, projection)
-        out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), *terms, weights)
+        out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, True, weights)
         if self.root_weight:
             skip = self.lin_skip(targets)
             if self.lin_beta is not None:

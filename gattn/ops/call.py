@@ -10,36 +10,41 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from gattn.distributions import Distribution, Law, law_of
+from gattn.distributions import Distribution, Identity, Law, law_of
+from gattn.edges import EdgeTerm, Projected, Typed, rows_of, vectors_of
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import EdgeList, Graph
-from gattn.graphs.edge_lists import check_later, check_types, checked_types
-from gattn.scores import Score
+from gattn.graphs.edge_lists import check_types, checked_types
+from gattn.scores import GATScore, Score
 from gattn.torch_private import guard_or_true, has_hooks, is_traced, is_wrapper
 
-__all__ = ["Call", "check_dtype", "checked_call", "compute_dtype"]
+__all__ = ["GIVEN", "NO_SCORE", "Call", "check_dtype", "checked_call", "compute_dtype"]
+
+#: The score of a call without query and key, whose logits are its bias.
+NO_SCORE = GATScore()
+#: The distribution of a call whose weights are given, as its bias.
+GIVEN = Identity()
 
 
 class Call(NamedTuple):
     """The arguments of `gattn.attend`.
 
     Here, a scalar score's terms are vectors of one channel: query `[..., N, H, 1]`, key `[..., M, H, 1]`, edge
-    `[..., E, H, 1]`. Whether `value is key`, or `edge_value is edge`, is part of the call.
+    `[..., E, H, 1]`. Whether `value is key` is part of the call.
     """
 
     query: Tensor | None
     key: Tensor
     value: Tensor
-    edge: Tensor | None
+    edge: EdgeTerm | None
     bias: Tensor | None
     """In the form that users of the graph pass; `[..., E, H]` after `on_edges`."""
     mask: Tensor | None
     """In the form that users of the graph pass; `[..., E, H or 1]` after `on_edges`."""
-    edge_value: Tensor | None
-    edge_projection: Tensor | None
-    """`[H, C, D]`, or `[H, 1, D]`; with it, `edge`, and an `edge_value` that is `edge`, are features `[E, D]`."""
-    edge_type: Tensor | None
-    """`[E]`; with it, `edge` and `edge_value` have one entry per type instead of one per edge."""
+    edge_value: EdgeTerm | None
+    """`None` also where it is `edge`"""
+    edge_is_value: bool
+    """Whether `edge` is also the `edge_value`."""
     out_bias: Tensor | None
     """`[H, V]`, added to the output by backends that can"""
     graph: Graph
@@ -48,7 +53,7 @@ class Call(NamedTuple):
     dropout: float
     """The probability of dropping a weight in this call: zero outside of training."""
     weights: bool | str
-    """`True` for the weights before dropout, `"dropped"` for those that are applied."""
+    """`True` for the weights before dropout, `"dropped"` for those that are applied, `"only"` for nothing else."""
     dtype: torch.dtype
     """The type of the output: the one that the inputs promote to."""
     law: Law | None
@@ -90,47 +95,41 @@ class Call(NamedTuple):
         """Whether the elements of a batch share a vector per edge."""
         if not self.batch:
             return False
-        terms = (None if self.score.scalar else self.edge, self.edge_value)
-        is_shared = any(term is not None and term.dim() == 3 for term in terms)
-        return is_shared or self.edge_projection is not None
+        for term in (self.edge, self.edge_value):
+            if isinstance(term, Projected):
+                return True
+            table = term.table if isinstance(term, Typed) else term
+            if table is not None and table.dim() == 3 and not (self.score.scalar and term is self.edge):
+                return True
+        return False
+
+    @property
+    def vectors_of_values(self) -> EdgeTerm | None:
+        """What each edge adds to its value."""
+        return self.edge if self.edge_is_value else self.edge_value
 
     def cast(self, dtype: torch.dtype) -> Call:
         """The same call with vectors in `dtype`; scalars are in the type of the computation."""
         if dtype == self.compute or (self.bias is None and self.edge is None and not self.score.scalar):
-            tensors = (self.query, self.key, self.value, self.edge, self.bias, self.edge_value, self.edge_projection)
+            tensors = (self.query, self.key, self.value, self.bias, *_numbers(self.edge), *_numbers(self.edge_value))
             if {dtype, None}.issuperset([None if tensor is None else tensor.dtype for tensor in tensors]):
                 return self
         scalars = self.compute if self.score.scalar else dtype
-        key, edge = self.key.to(scalars), _to(self.edge, dtype if self.edge_projection is not None else scalars)
+        key = self.key.to(scalars)
         return self._replace(
             query=_to(self.query, scalars),
             key=key,
             value=key if self.value is self.key else self.value.to(dtype),
-            edge=edge,
+            edge=_term_to(self.edge, dtype if isinstance(self.edge, Projected) else scalars, self.compute),
             bias=_to(self.bias, self.compute),
-            edge_value=edge if self.edge_value is self.edge else _to(self.edge_value, dtype),
-            edge_projection=_to(self.edge_projection, self.compute),
+            edge_value=_term_to(self.edge_value, dtype, self.compute),
         )
 
     def with_edges(self) -> Call:
         """The same call with vectors of edges, `[E, H, C]`, for backends that cannot make them edge by edge."""
-        if self.edge_type is not None:
-            for table in (self.edge, self.edge_value):
-                if table is not None:
-                    check_later(self.edge_type, table.size(0), "edge_type holds a type")
-            edge, edge_value = (
-                None if table is None else table.index_select(0, self.edge_type)
-                for table in (self.edge, self.edge_value)
-            )
-            edge_value = edge if self.edge_value is self.edge else edge_value
-            return self._replace(edge=edge, edge_value=edge_value, edge_type=None)
-        weight = self.edge_projection
-        if weight is None or self.edge is None:
+        if not isinstance(self.edge, tuple) and not isinstance(self.edge_value, tuple):
             return self
-        dtype = torch.promote_types(self.edge.dtype, weight.dtype)
-        edge = F.linear(self.edge.to(dtype), weight.flatten(0, 1).to(dtype)).unflatten(-1, weight.shape[:2])
-        edge_value = edge if self.edge_value is self.edge else self.edge_value
-        return self._replace(edge=edge, edge_value=edge_value, edge_projection=None)
+        return self._replace(edge=vectors_of(self.edge), edge_value=vectors_of(self.edge_value))
 
     def on_edges(self, edges: EdgeList, num_edges: int | None) -> Call:
         """The same call with bias and mask per edge, after a check of all inputs that have one entry per edge.
@@ -145,7 +144,7 @@ class Call(NamedTuple):
         batch, heads = self.batch, self.heads
         bias, mask = (
             None if term is None else self.graph.per_edge(term, name, batch, heads, edges)
-            for name, term in (("bias", self.bias), ("mask", self.mask))
+            for name, term in ((self._name_of_bias, self.bias), ("mask", self.mask))
         )
         real = self.graph.real_edges(edges)
         if real is not None:
@@ -154,77 +153,106 @@ class Call(NamedTuple):
             return self
         if mask is not None:
             mask = _with_heads(mask, batch, heads, num_edges)
-        projection = self.edge_projection
-        of_edge = (heads, self.channels) if projection is None else projection.shape[2:]
-        of_value = of_edge if self.edge_value is self.edge else (heads, self.value.size(-1))
-        for name, tensor, last in (
-            ("edge", self.edge, of_edge),
-            ("bias", bias, (heads,)),
+        for name, term, last in (
+            ("edge", self.edge, (heads, self.channels)),
+            (self._name_of_bias, bias, (heads,)),
             ("mask", mask, (heads,)),
-            ("edge_value", self.edge_value, of_value),
+            ("edge_value", self.edge_value, (heads, self.value.size(-1))),
         ):
-            if self.edge_type is not None and name in ("edge", "edge_value"):
-                continue
-            if tensor is not None and not _fits(tensor, last, batch, num_edges, any_heads=name == "mask"):
-                raise InputError(self._unfit(name, tensor, last, num_edges))
-        if self.edge_type is not None and not _may_equal(self.edge_type.size(0), num_edges):
-            raise InputError(
-                f"edge_type must have one type per edge, in the order of graph.edge_index: [{num_edges}] for this "
-                "graph; got "
-                f"{list(self.edge_type.shape)}."
-            )
+            if isinstance(term, tuple):
+                rows = rows_of(term)
+                if not _may_equal(rows.size(0), num_edges):
+                    what = "type" if isinstance(term, Typed) else "row of features"
+                    raise InputError(
+                        f"{name} must have one {what} per edge, in the order of graph.edge_index, {num_edges} for this "
+                        f"graph; got {rows.size(0)}."
+                    )
+            elif term is not None and not _fits(term, last, batch, num_edges, any_heads=name == "mask"):
+                raise InputError(self._unfit(name, term, last, num_edges))
         return self._replace(bias=bias, mask=mask)
+
+    @property
+    def _name_of_bias(self) -> str:
+        return "weights" if self.distribution is GIVEN else "bias"
 
     def _unfit(self, name: str, tensor: Tensor, last: tuple[int, ...], num_edges: int | None) -> str:
         given = list(tensor.shape)
         if name == "edge" and self.score.scalar:  # the shape that users know
             last, given = last[:-1], given[:-1]
         shape, where = ([*last], "for each edge of") if num_edges is None else ([num_edges, *last], "for")
+        score = "" if self.score is NO_SCORE else f" and {type(self.score).__name__}"
         return (
-            f"{name} must have one entry per edge, in the order of graph.edge_index: {shape} {where} this graph and "
-            f"{type(self.score).__name__}; got {given}."
+            f"{name} must have one entry per edge, in the order of graph.edge_index: {shape} {where} this graph"
+            f"{score}; got {given}."
         )
 
 
 def checked_call(
     query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     graph: Graph,
     *,
     score: Score,
-    edge: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    edge_value: Tensor | None,
-    edge_projection: Tensor | None,
-    edge_type: Tensor | None,
-    out_bias: Tensor | None,
     distribution: Distribution,
     dropout: float,
     weights: bool | str,
+    edge: EdgeTerm | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    edge_value: EdgeTerm | bool | None = None,
+    out_bias: Tensor | None = None,
 ) -> Call:
     """The call with these arguments, after all checks that do not depend on the edges.
+
+    Args:
+        query: See `gattn.attend`, like all arguments of these names.
+        key: `None` if the bias is the whole logit.
+        value: `None` if only weights are requested.
+        graph: The graph.
+        score: The score.
+        edge: Its edge term.
+        bias: What is added to the logit.
+        mask: Which edges count.
+        edge_value: The values' edge term.
+        out_bias: What is added to the output.
+        distribution: The distribution.
+        dropout: The probability of dropping a weight in this call.
+        weights: Which weights are requested.
 
     Raises:
         ValueError: If arguments do not fit each other or the graph.
         TypeError: If an input is not a tensor.
     """
+    if key is None:
+        if query is None and edge is None:
+            score = NO_SCORE
+        value = _without_key(query, value, graph, score, edge, bias)
+        key = value.new_zeros(value.size(-2)).expand(value.shape[:-1])
+    elif value is None and isinstance(key, Tensor):
+        value = key.new_empty(*(key.shape if score.scalar else key.shape[:-1]), 0)
     _check_nodes(query, key, value, score)
+    edge_is_value = edge is not None and (edge_value is True or edge_value is edge)
+    if edge_is_value or edge_value is False:
+        edge_value = None
+    elif edge_value is True:
+        raise InputError("edge_value=True means that the edge term is also added to the value, but there is no edge.")
     _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, out_bias=out_bias)
-    _check_kinds(value, edge_projection=edge_projection)
     _check_devices(value, score)
     _check_devices(value, distribution)
-    if edge_projection is not None:
-        _check_projection(edge_projection, edge, edge_value, key if query is None else query, value, score)
-    if edge_type is not None:
-        if edge_projection is not None:
+    end = key if query is None else query
+    of_edge = end.shape[-1:] if score.scalar else end.shape[-2:]
+    edge = _checked_term("edge", edge, of_edge, score)
+    if edge_is_value:
+        of_value = (*of_edge[:1], value.size(-1))
+        if isinstance(edge, tuple) and of_value != of_edge:
             raise InputError(
-                "an edge's term is either a projection of its features or the term of its type: pass edge_projection "
-                "or "
-                "edge_type, not both."
+                f"an edge term that is also the edge_value has one shape for both: {list(of_edge)} per edge for "
+                f"{type(score).__name__}, but value has {list(of_value)} per node."
             )
-        edge_type = _checked_types(edge_type, edge, edge_value, key if query is None else query, value, score)
+    else:
+        heads = of_edge if score.scalar else of_edge[:1]
+        edge_value = _checked_term("edge_value", edge_value, (*heads, value.size(-1)), score)
     num_targets = None if query is None else query.size(value.dim() - 3)
     graph = graph.resolve(value.size(-3), num_targets, value.shape[:-3], value.device)
     if graph.is_sharded and distribution.with_sources(torch.empty(0, dtype=torch.int64)) is not distribution:
@@ -233,15 +261,19 @@ def checked_call(
             "whole graph, or with another distribution."
         )
     graph, key, value, bias, mask = graph.fetch(key, value, bias, mask)
-    dtype = _promoted(query, key, value, edge, bias, edge_value, edge_projection, *score.tensors())
+    dtype = _promoted(query, key, value, *_numbers(edge), bias, *_numbers(edge_value), *score.tensors())
     if score.scalar:
         query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
-        if edge_projection is None:
-            edge = None if edge is None else edge.unsqueeze(-1)
-        else:
-            edge_projection = edge_projection.unsqueeze(1)
-    terms = (edge, bias, mask, edge_value, edge_projection, edge_type, out_bias)
+        if isinstance(edge, Projected):
+            edge = edge._replace(weight=edge.weight.unsqueeze(1))
+        elif isinstance(edge, Typed):
+            edge = edge._replace(table=edge.table.unsqueeze(-1))
+        elif edge is not None:
+            edge = edge.unsqueeze(-1)
+    terms = (edge, bias, mask, edge_value, edge_is_value, out_bias)
     call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype, law_of(distribution))
+    if edge_is_value and isinstance(edge, Tensor) and edge.shape[-2:] != (call.heads, value.size(-1)):
+        raise InputError(call._unfit("edge_value", edge, (call.heads, value.size(-1)), None))
     distribution.check(call.batch, call.num_targets, call.heads)
     if out_bias is not None and out_bias.shape != (call.heads, value.size(-1)):
         wanted = [call.heads, value.size(-1)]
@@ -249,6 +281,37 @@ def checked_call(
             f"out_bias must have one entry per head and channel of the output, {wanted}; got {list(out_bias.shape)}."
         )
     return call
+
+
+def _without_key(
+    query: Tensor | None,
+    value: Tensor | None,
+    graph: Graph,
+    score: Score,
+    edge: EdgeTerm | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The value of a call without a key; without any channels if only weights are requested."""
+    if not score.scalar:
+        raise InputError(f"{type(score).__name__} needs a key; only GATScore takes key=None.")
+    if value is not None:
+        if not isinstance(value, Tensor) or value.dim() < 3:
+            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputTypeError(f"value must be a tensor of shape [M, H, C]; got {given}.")
+        if score is NO_SCORE and not isinstance(bias, Tensor):
+            raise InputTypeError(f"without query and key, the logits are bias, a tensor; got {type(bias).__name__}.")
+        return value
+    if graph.num_sources is None:
+        raise InputError(
+            "without features, the graph has to say how many nodes there are: pass "
+            "gattn.SparseGraph(edge_index, num_targets, num_sources)."
+        )
+    term, heads_dim = (bias, graph.heads_dim) if score is NO_SCORE else (query if edge is None else rows_of(edge), -1)
+    if not isinstance(term, Tensor) or term.dim() < -heads_dim:
+        shape = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
+        raise InputTypeError(f"without query and key, the logits are bias, a tensor; got {shape}.")
+    front = term.shape[: min(heads_dim, -2)] if graph.blocks is None else ()
+    return term.new_empty(*front, graph.num_sources, term.size(heads_dim), 0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -357,23 +420,26 @@ def _check_nodes(query: Tensor | None, key: Tensor, value: Tensor, score: Score)
     score.check(heads, 1 if score.scalar else key.size(-1))
 
 
-def _check_kinds(value: Tensor, **terms: Tensor | None) -> None:
+def _check_kinds(value: Tensor, **terms: EdgeTerm | None) -> None:
     """Checks types and devices of optional inputs; sizes per edge are checked when the edges are known."""
     for name, term in terms.items():
         if term is None:
             continue
-        if not isinstance(term, Tensor):
-            raise InputTypeError(f"{name} must be a tensor; got {type(term).__name__}.")
-        if name == "mask" and term.dtype != torch.bool:
-            raise InputError(f"mask must be a tensor of booleans, True = may attend; got {term.dtype}.")
-        if name == "bias" and term.dtype == torch.bool:
-            raise InputError(
-                "bias holds booleans, but is added to the logits: pass it as mask=, where True = may attend."
-            )
-        if term.is_complex():
-            raise InputError(f"{name} must be of a floating-point type; got {term.dtype}.")
-        if term.device != value.device:
-            raise InputError(f"{name} is on {term.device}, the features are on {value.device}: move one of them.")
+        parts = zip(term._fields, term, strict=True) if isinstance(term, (Projected, Typed)) else ((None, term),)
+        for part, tensor in parts:
+            what = name if part is None else f"the {part} of {name}"
+            if not isinstance(tensor, Tensor):
+                raise InputTypeError(f"{what} must be a tensor; got {type(tensor).__name__}.")
+            if name == "mask" and tensor.dtype != torch.bool:
+                raise InputError(f"mask must be a tensor of booleans, True = may attend; got {tensor.dtype}.")
+            if name == "bias" and tensor.dtype == torch.bool:
+                raise InputError(
+                    "bias holds booleans, but is added to the logits: pass it as mask=, where True = may attend."
+                )
+            if tensor.is_complex():
+                raise InputError(f"{what} must be of a floating-point type; got {tensor.dtype}.")
+            if tensor.device != value.device:
+                raise InputError(f"{what} is on {tensor.device}, the features are on {value.device}: move one of them.")
 
 
 def _check_devices(value: Tensor, part: Score | Distribution) -> None:
@@ -386,49 +452,53 @@ def _check_devices(value: Tensor, part: Score | Distribution) -> None:
             )
 
 
-def _check_projection(
-    projection: Tensor, edge: Tensor | None, edge_value: Tensor | None, end: Tensor, value: Tensor, score: Score
-) -> None:
-    """Checks a projection of edge features against the features, and against one end of the edges."""
-    if edge is None or edge.dim() != 2:
-        given = "none" if edge is None else list(edge.shape)
-        raise InputError(f"edge_projection requires edge features [E, D] as edge; got {given}.")
-    letters, ends = ("[H, D]", end.shape[-1:]) if score.scalar else ("[H, C, D]", end.shape[-2:])
-    wanted = [*ends, edge.size(-1)]
-    if list(projection.shape) != wanted:
-        raise InputError(
-            f"edge_projection must have shape {letters} for {type(score).__name__}, here {wanted}; got "
-            f"{list(projection.shape)}."
-        )
-    if edge_value is edge and (score.scalar or value.size(-1) != end.size(-1)):
-        raise InputError(
-            f"an edge_value that is edge is projected like it, to {wanted[:-1]} per edge, but value has "
-            f"{list(value.shape[-2:])} per node."
-        )
+def _checked_term(name: str, term: EdgeTerm | None, of_edge: tuple[int, ...], score: Score) -> EdgeTerm | None:
+    """A term of edges after a check of what does not depend on the edges, with types in 64 bits.
 
-
-def _checked_types(
-    edge_type: Tensor, edge: Tensor | None, edge_value: Tensor | None, end: Tensor, value: Tensor, score: Score
-) -> Tensor:
-    """Checks the types of edges and the inputs with one entry per type; returns the types in 64 bits."""
-    edge_type = checked_types(edge_type)
-    if edge_type.device != value.device:
-        raise InputError(f"edge_type is on {edge_type.device}, the features are on {value.device}: move one of them.")
-    if edge is None and edge_value is None:
-        raise InputError("edge_type selects rows of edge and edge_value, but neither is given.")
-    heads = end.shape[-1:] if score.scalar else end.shape[-2:-1]
-    of_edge = heads if score.scalar else end.shape[-2:]
-    of_value = (*heads, value.size(-1))
-    for name, table, last in (("edge", edge, of_edge), ("edge_value", edge_value, of_value)):
-        if table is not None and (table.shape[1:] != last or table.dim() != 1 + len(last)):
-            letters = "[R, H]" if len(last) == 1 else "[R, H, C]"
+    Args:
+        name: Its name.
+        term: The term.
+        of_edge: What it has per edge: `[H]` or `[H, C]`.
+        score: The score of the call.
+    """
+    letters = "H" if len(of_edge) == 1 else "H, C"
+    wanted = ", ".join(map(str, of_edge))
+    if isinstance(term, Typed):
+        types = checked_types(term.types)
+        if term.table.shape[1:] != of_edge or term.table.dim() != 1 + len(of_edge):
             raise InputError(
-                f"with edge_type, {name} must have one row for each of R types, {letters}, here [R, "
-                f"{', '.join(map(str, last))}]; got {list(table.shape)}."
+                f"the table of {name} must have one row for each of R types, [R, {letters}] for "
+                f"{type(score).__name__}, here [R, {wanted}]; got {list(term.table.shape)}."
             )
-        if table is not None and not is_traced():  # where kernels or with_edges() check the types
-            check_types(edge_type, table.size(0))
-    return edge_type
+        if not is_traced():  # where kernels or with_edges() check the types
+            check_types(types, term.table.size(0))
+        return term._replace(types=types)
+    if isinstance(term, Projected):
+        features, weight = term
+        if features.dim() != 2:
+            raise InputError(f"the features of {name} must have shape [E, D]; got {list(features.shape)}.")
+        if list(weight.shape) != [*of_edge, features.size(-1)]:
+            raise InputError(
+                f"the weight of {name} must have shape [{letters}, D] for {type(score).__name__}, here [{wanted}, "
+                f"{features.size(-1)}]; got {list(weight.shape)}."
+            )
+    return term
+
+
+def _numbers(term: EdgeTerm | None) -> tuple[Tensor | None, ...]:
+    """The tensors of a term that hold real numbers."""
+    if isinstance(term, Projected):
+        return term
+    return (term.table if isinstance(term, Typed) else term,)
+
+
+def _term_to(term: EdgeTerm | None, dtype: torch.dtype, compute: torch.dtype) -> EdgeTerm | None:
+    """A term in another type; what projects features has the type of the computation."""
+    if isinstance(term, Projected):
+        return Projected(term.features.to(dtype), term.weight.to(compute))
+    if isinstance(term, Typed):
+        return term._replace(table=term.table.to(dtype))
+    return _to(term, dtype)
 
 
 def _with_heads(mask: Tensor, batch: torch.Size, heads: int, num_edges: int | None) -> Tensor:

@@ -6,7 +6,7 @@ The logits of a score are computed for some of the edges at a time, and computed
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ def with_finished(call: Call, edges: EdgeList, bias: Tensor) -> Call:
         key=call.value.new_zeros(call.heads, 1).expand(*call.batch, edges.num_sources, call.heads, 1),
         value=repeat_heads(call.value, call.heads),
         edge=None,
-        edge_projection=None,
-        edge_type=None,
+        edge_value=call.vectors_of_values,
+        edge_is_value=False,
         bias=bias,
         score=GATScore(),
     )
@@ -59,7 +59,8 @@ def with_finished_weights(call: Call, edges: EdgeList, logits: Tensor) -> Call:
 def as_logits(call: Call) -> Call:
     """A call on the same edges whose weights are the logits, unmasked, and which computes no sums."""
     nothing = call.value.new_zeros(*call.value.shape[:-1], 0)
-    asked = call._replace(value=nothing, mask=None, edge_value=None, out_bias=None, dropout=0.0, weights=True)
+    asked = call._replace(value=nothing, mask=None, out_bias=None, dropout=0.0, weights=True)
+    asked = asked._replace(edge_value=None, edge_is_value=False)
     return asked._replace(distribution=_LOGITS, law=_LOGITS.law())
 
 
@@ -77,6 +78,7 @@ def finished_logits(call: Call, edges: EdgeList) -> Tensor:
 def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
     """The logits of all edges, `[..., E, H]`, in the type of the computation."""
     score, compute, heads = call.score, call.compute, call.heads
+    edge = cast(Tensor | None, call.edge)
 
     def of_edges(query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
         query, edge = (None if x is None else x.to(compute) for x in (query, edge))
@@ -85,7 +87,7 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
     count = max((call.key.size(-3) + call.num_targets) // 8, _FEWEST)
     if torch.compiler.is_compiling() or source.size(0) <= count:
         query = None if call.query is None else call.query.index_select(-3, target)
-        return of_edges(query, call.key.index_select(-3, source), call.edge)
+        return of_edges(query, call.key.index_select(-3, source), edge)
     sizes = chunk_sizes(source.size(0), count)
     gather_query = None if call.query is None else _Gathers(len(sizes))
     gather_key = _Gathers(len(sizes))
@@ -95,7 +97,7 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
         return of_edges(query, gather_key(key, source), edge)
 
     # Not narrow(), whose gradient would have the size of all edges for each chunk.
-    edges = [None] * len(sizes) if call.edge is None else call.edge.split(sizes, -3)
+    edges = [None] * len(sizes) if edge is None else edge.split(sizes, -3)
     found = [
         checkpoint(chunk, call.query, call.key, *parts, use_reentrant=False)
         for parts in zip(edges, source.split(sizes), target.split(sizes), strict=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
 from torch import Tensor
 
 from gattn.distributions import LAWS, Law, from_law
+from gattn.edges import Projected, Typed
 from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
@@ -303,25 +304,30 @@ class AttentionOperator:
         vector = family.vector
         if vector is not None and vector.dtype != call.compute:
             vector = vector.to(torch.promote_types(vector.dtype, call.compute))
-        edge_is_value = call.edge is not None and call.edge is call.edge_value
+        edge: Any = call.edge
+        projection = types = None
+        if isinstance(edge, Projected):
+            edge, projection = edge
+        elif isinstance(edge, Typed):
+            edge, types = edge
         inputs = Inputs(
             query=query,
             key=key,
             value=None if call.value is key else call.value,
             vector=vector,
-            edge=call.edge,
-            edge_projection=call.edge_projection,
-            edge_type=call.edge_type,
+            edge=edge,
+            edge_projection=projection,
+            edge_type=types,
             bias=call.bias,
             mask=call.mask,
-            edge_value=None if edge_is_value else call.edge_value,
+            edge_value=cast(Tensor | None, call.edge_value),
             edge_index=edges.edge_index,
             num_targets=edges.num_targets,
             self_loops=edges.self_loops,
             flow=edges.flow,
             family=family.name,
             constants=list(family.constants),
-            edge_is_value=edge_is_value,
+            edge_is_value=call.edge_is_value,
             distribution=law.name,
             distribution_constants=list(law.constants),
             sink=_sink(law.sink, call),

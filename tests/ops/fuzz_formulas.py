@@ -16,7 +16,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
 from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, GATScore, SparseGraph, TypedGraph, attend
-from tests.cases import HALF, Alter, Results, projection
+from tests.cases import HALF, Alter, Results, projection, with_terms
 from tests.ops.fuzz_sequences import named, random_complete_graph
 from tests.ops.fuzz_shared import FLOWS, Draw, compare_types, in_flow, random_graph, with_gradients
 
@@ -386,12 +386,12 @@ def formula(draw: Draw, alter: Alter) -> None:
         else:
             if is_value:
                 given["edge_value"] = given["edge"]
+            plain = {name: x for name, x in given.items() if name not in own}
             found = attend(
-                **{"query": None} | {name: x for name, x in given.items() if name not in own},
+                **{"query": None} | with_terms(plain, types if form == "types" else None),
                 graph=graph,
                 score=SCORES[score][0](given),
                 distribution=law.make(given, types),
-                edge_type=types if form == "types" else None,
                 mask=mask,
                 return_weights=True,
                 backend=backend,

@@ -11,9 +11,20 @@ from torch import Tensor
 from torch.nn import Module
 
 import gattn
-from gattn import AdditiveScore, CosineScore, Distribution, DotScore, GATScore, Score, SparseGraph, attend
+from gattn import (
+    AdditiveScore,
+    CosineScore,
+    Distribution,
+    DotScore,
+    GATScore,
+    Score,
+    SparseGraph,
+    aggregate,
+    attend,
+    weigh,
+)
 from gattn import nn as layers
-from tests.cases import Alter, Results
+from tests.cases import Alter, Results, with_terms
 from tests.ops.fuzz_shared import FLOWS, Draw, compare_types, in_csr_order, random_graph, with_gradients
 
 #: Made from a vector of each head.
@@ -78,23 +89,24 @@ def variant(draw: Draw, alter: Alter) -> None:
         given = {name: leaves[name] for name in leaves if name != "vector"}
         if is_value:
             given["edge_value"] = given["edge"]
+        given = with_terms(given, types if form == "types" else None)
         torch.manual_seed(draw.case)
-        out, weights, *logits = attend(
-            **given,
-            graph=graph,
-            score=SCORES[score](leaves["vector"]),
-            distribution=DISTRIBUTIONS[distribution](types),
-            edge_type=types if form == "types" else None,
-            mask=mask,
-            dropout=dropout,
-            training=True,
-            return_weights=True,
-            return_edges="logits" if returns_logits else False,
-            backend="reference" if reference else draw_backend,
-        )
+        backend = "reference" if reference else draw_backend
+        options = {"graph": graph, "score": SCORES[score](leaves["vector"]), "mask": mask, "backend": backend}
+        law = DISTRIBUTIONS[distribution](types)
+        made = {"dropout": dropout, "training": True}
+        out, weights = attend(**given, **options, **made, distribution=law, return_weights=True)
         outputs = {"out": out, "weights": weights}
-        if logits:  # those of minus infinity show in the weights
-            outputs["logits"] = logits[0].masked_fill(logits[0] == -torch.inf, 0.0)
+        if returns_logits:  # those of minus infinity show in the weights
+            ends = {name: term for name, term in given.items() if name not in ("value", "edge_value")}
+            logits = weigh(**ends, **options, distribution=None)
+            outputs["logits"] = logits.masked_fill(logits == -torch.inf, 0.0)
+            if draw.case % 2:  # the two halves of what `attend` does at once
+                weights = weigh(**ends, **options, distribution=law)
+                torch.manual_seed(draw.case)
+                edge_value = given["edge"] if given.get("edge_value") is True else given.get("edge_value")
+                halves = {"edge_value": edge_value, "backend": backend}
+                outputs["halves"] = aggregate(weights, given["value"], graph, **halves, **made)
         return with_gradients(outputs, leaves, draw.case)
 
     draw_backend = draw.choice(("auto", "cpu"))

@@ -6,7 +6,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gattn
-from gattn import SparseGraph, attend
+from gattn import SparseGraph, Typed, attend
 from gattn.nn import GATConv, GATv2Conv
 from gattn.ops.backends.cpu import layout as layout_module
 from gattn.testing import random_edge_index
@@ -249,13 +249,13 @@ def test_negative_numbers_do_not_count_from_the_end(row):
     table, (x, edge_index) = torch.randn(3, HEADS, CHANNELS), inputs(0)
 
     def function(edge_index, types):
-        return attend(x, x, x, edge_index, edge_value=table, edge_type=types, backend="reference")
+        return attend(x, x, x, edge_index, edge_value=Typed(table, types), backend="reference")
 
     types = torch.randint(3, (EDGES,))
     compiled = torch.compile(function, fullgraph=True)
     torch.testing.assert_close(compiled(edge_index, types), function(edge_index, types))
     [*edge_index, types][row][3] = -1
-    with pytest.raises(RuntimeError, match="edge_index holds a source" if row == 0 else "edge_type holds a type"):
+    with pytest.raises(RuntimeError, match="edge_index holds a source" if row == 0 else "types of edges hold a type"):
         compiled(edge_index, types)
 
 

@@ -39,6 +39,7 @@ from tests.cases import (
     make_score,
     pairs,
     threads,
+    with_terms,
 )
 
 LAYERS = [GATConv, GATv2Conv, TransformerConv]
@@ -139,7 +140,7 @@ class TestAgainstTheReference:
         tensors = {**call.tensors, "edge": torch.ones(70, *call.tensors["key"].shape[1:], dtype=torch.bfloat16)}
         del tensors["edge_projection"], tensors["edge_value"]
         leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}  # more types than edges
-        out = attend(graph=call.graph, edge_type=torch.arange(60) % 2, **leaves)
+        out = attend(graph=call.graph, **with_terms(leaves, torch.arange(60) % 2))
         (grad,) = torch.autograd.grad(out.float().square().sum(), leaves["edge"])
         assert grad.sum(0).abs().max() < 1e-4
 

@@ -16,6 +16,7 @@ from gattn import (
     GATScore,
     Hard,
     LocalGaussian,
+    Projected,
     Score,
     Softmax,
     SparseGraph,
@@ -446,6 +447,6 @@ def test_features_that_are_values_too():
     features = torch.randn(E, 4, dtype=torch.float64)
     weight = torch.randn(H, C, 4, dtype=torch.float64)
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
-    options = {"edge": features, "edge_value": features, "edge_projection": weight, "distribution": "sparsemax"}
+    options = {"edge": Projected(features, weight), "edge_value": True, "distribution": "sparsemax"}
     found, expected = (attend(query, key, value, GRAPH, **options, backend=backend) for backend in ("cpu", "reference"))
     torch.testing.assert_close(found, expected)

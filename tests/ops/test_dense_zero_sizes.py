@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gattn import CompleteGraph, attend
+from gattn import CompleteGraph, attend, weigh
 from gattn.ops.backends import dense
 from tests.cases import SCORES, make_score, pairs
 
@@ -59,7 +59,10 @@ def terms(graph, batch, heads):
 
 def results(tensors, graph, score, **options):
     leaves = [x.clone().requires_grad_() for x in tensors]
-    outs = attend(*leaves, graph, score=score, return_weights=True, return_edges="logits", **options)
+    outs = attend(*leaves, graph, score=score, return_weights=True, **options)
+    logits = weigh(*leaves[:2], graph, score=score, distribution=None, **options)
+    logits = logits if isinstance(logits, list) else [logits]
+    outs += tuple(part.masked_fill(part == -torch.inf, 0.0) for part in logits)
     if "bias" not in options and "mask" not in options:
         options.update(return_weights="dropped", dropout=1.0, training=True)  # drops everything
         outs += attend(*leaves, graph, score=score, **options)

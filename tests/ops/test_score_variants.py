@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as nnf
 
 import gattn
-from gattn import AdditiveScore, DotScore, GATScore, SparseGraph, attend
+from gattn import AdditiveScore, DotScore, GATScore, SparseGraph, Typed, attend
 from gattn.ops.backends import cpu, triton
 from gattn.testing import random_edge_index
-from tests.cases import pairs
+from tests.cases import pairs, with_terms
 
 N, M, E, R, D = 9, 7, 60, 3, 4
 EDGES = random_edge_index(M, N, E, seed=2)
@@ -85,14 +85,11 @@ def leaves(score, form, heads, channels, dtype, batch=()):
 
 def options_of(score, form, tensors):
     """The other arguments of `attend`."""
-    options = {"score": SCORES[score][0](tensors["vector"]), "edge": tensors["edge"]}
-    if form == "features":
-        options["edge_projection"] = tensors["edge_projection"]
-    if form.startswith("types"):
-        options["edge_type"] = TYPES
+    options = {name: tensors[name] for name in ("edge", "edge_projection") if name in tensors}
     if form.endswith("too") and score != "gat":
         options["edge_value"] = tensors["edge"]
-    return options
+    options = with_terms(options, TYPES if form.startswith("types") else None)
+    return {"score": SCORES[score][0](tensors["vector"]), **options}
 
 
 def formula(score, form, tensors):
@@ -182,7 +179,8 @@ def test_activations_are_exact_at_all_sizes(backend, activation, dtype):
 class TestTypes:
     def call(self, types=TYPES, rows=R, **options):
         x = torch.randn(N, 2, 4)
-        return attend(x, x, x, torch.randint(N, (2, E)), edge=torch.randn(rows, 2, 4), edge_type=types, **options)
+        edge = Typed(torch.randn(rows, 2, 4), types)
+        return attend(x, x, x, torch.randint(N, (2, E)), edge=edge, **options)
 
     @pytest.mark.parametrize("number", [-1, R])
     @pytest.mark.parametrize("backend", ["cpu", "reference", "auto"])
@@ -215,11 +213,9 @@ class TestTypes:
         x = torch.randn(N, 2, 4)
         edges = torch.randint(N, (2, E))
         with pytest.raises(ValueError, match=r"one row for each of R types, \[R, H, C\], here \[R, 2, 4\]"):
-            attend(x, x, x, edges, edge=torch.randn(R, 2, 5), edge_type=TYPES)
-        with pytest.raises(ValueError, match="neither is given"):
-            attend(x, x, x, edges, edge_type=TYPES)
-        with pytest.raises(ValueError, match="edge_projection or edge_type, not both"):
-            attend(x, x, x, edges, edge=torch.randn(R, 3), edge_projection=torch.randn(2, 4, 3), edge_type=TYPES)
+            attend(x, x, x, edges, edge=Typed(torch.randn(R, 2, 5), TYPES))
+        with pytest.raises(TypeError, match="the table of edge must be a tensor; got NoneType"):
+            attend(x, x, x, edges, edge=Typed(None, TYPES))
 
     def test_an_edit_that_nobody_counted_is_noticed(self):
         types = TYPES.clone()
@@ -232,14 +228,14 @@ class TestTypes:
         with torch.inference_mode():
             types = torch.zeros(1, dtype=torch.long)
         x, table = torch.randn(2, 1, 4, requires_grad=True), torch.randn(1, 1, 4)
-        attend(x, x, x, torch.tensor([[0], [1]]), edge=table, edge_type=types).sum().backward()
+        attend(x, x, x, torch.tensor([[0], [1]]), edge=Typed(table, types)).sum().backward()
         assert gattn.TypedGraph(torch.tensor([[0], [1]]), types).edge_type.is_inference() is False
 
     def test_values_of_another_width_are_refused(self):
         query, value, table = torch.randn(N, 2, 1), torch.randn(N, 2, 4), torch.randn(R, 2, 1)
         edges = torch.randint(N, (2, E))
-        with pytest.raises(ValueError, match="edge_value must have one row for each of R types"):
-            attend(query, query, value, edges, edge=table, edge_value=table, edge_type=TYPES, backend="reference")
+        with pytest.raises(ValueError, match=r"has one shape for both: \[2, 1\] per edge .*, but value has \[2, 4\]"):
+            attend(query, query, value, edges, edge=Typed(table, TYPES), edge_value=True, backend="reference")
 
     def test_many_types_are_expanded(self, monkeypatch):
         monkeypatch.setattr(cpu, "_MOST_TYPES", R - 1)
@@ -253,9 +249,9 @@ class TestTypes:
         x, table = torch.randn(N, 2, 4), torch.randn(R, 2, 4)
         edges = torch.randint(N, (2, E))
         compiled = torch.compile(
-            lambda types: attend(x, x, x, edges, edge=table, edge_type=types), fullgraph=True, backend="aot_eager"
+            lambda types: attend(x, x, x, edges, edge=Typed(table, types)), fullgraph=True, backend="aot_eager"
         )
-        torch.testing.assert_close(compiled(TYPES), attend(x, x, x, edges, edge=table, edge_type=TYPES))
+        torch.testing.assert_close(compiled(TYPES), attend(x, x, x, edges, edge=Typed(table, TYPES)))
         with pytest.raises(IndexError, match="holds type"):
             compiled(TYPES + 1)
 
@@ -265,6 +261,6 @@ class TestTypes:
         x = torch.randn(1000, 8, 16, requires_grad=True)
         table = torch.randn(R, 8, 16, requires_grad=True)
         with torch.profiler.profile(profile_memory=True) as profile:
-            attend(x, x, x, edges, edge=table, edge_type=types).sum().backward()
+            attend(x, x, x, edges, edge=Typed(table, types)).sum().backward()
         largest = max(event.self_cpu_memory_usage for event in profile.events())
         assert largest < 200_000 * 8 * 16 * 4 / 2

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from gattn.graphs import EdgeList
@@ -16,7 +17,7 @@ from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trac
 if TYPE_CHECKING:
     from gattn.attention import Attention
 
-__all__ = ["Backend", "Missing", "Result", "dress_logits", "finish", "needs_plain_pytorch", "new_seed", "on_ends"]
+__all__ = ["Backend", "Missing", "Result", "dress_logits", "finish", "needs_plain_pytorch", "new_seed"]
 
 
 class Result(NamedTuple):
@@ -72,30 +73,35 @@ class Backend(ABC):
         """
 
     def logits(self, call: Call) -> Any:
-        """The logits of a call, including its bias but without masks, in the form in which users get weights.
+        """The logits of a call, including its bias, in the form in which users get weights; masked: minus infinity.
 
         Args:
             call: A call that it does not refuse.
         """
         edges = call.graph.edge_list(call.value.device)
         call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
-        logits = reference.logits(*on_ends(call, edges), call.score)
+        source, target = edges.sources_and_targets()
+        query = None if call.query is None else call.query.index_select(-3, target)
+        key = reference.repeat_heads(call.key.index_select(-3, source), call.heads)
+        logits = reference.logits(query, key, cast(Tensor | None, call.edge), call.score)
         return dress_logits(call, edges, logits if call.bias is None else logits + call.bias)
 
 
 def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
-    """Logits `[..., E, H]` in the form in which users of the graph get weights: zero where a batch is padded."""
-    real = call.graph.real_edges(edges)
-    if real is not None:
-        logits = logits.masked_fill(~real, 0.0)
-    return call.graph.dress(logits.to(call.dtype), edges)
+    """Logits `[..., E, H]` in the form in which users of the graph get weights; minus infinity without an edge.
 
-
-def on_ends(call: Call, edges: EdgeList) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """The terms of a call's score per edge, `[..., E, H, C]`: the target's, the source's and the edge's own."""
-    source, target = edges.sources_and_targets()
-    query = None if call.query is None else call.query.index_select(-3, target)
-    return query, reference.repeat_heads(call.key.index_select(-3, source), call.heads), call.edge
+    Args:
+        call: A call with its mask per edge.
+        edges: Its edges.
+        logits: The logits, before the mask.
+    """
+    if call.mask is not None:
+        logits = logits.masked_fill(~call.mask, -torch.inf)
+    there = torch.ones_like(logits, dtype=torch.bool)
+    found, seen = (call.graph.dress(x, edges) for x in (logits.to(call.dtype), there))
+    if isinstance(found, list):
+        return [x.masked_fill(~there, -torch.inf) for x, there in zip(found, seen, strict=True)]
+    return found if found.shape == logits.shape else found.masked_fill(~seen, -torch.inf)
 
 
 def needs_plain_pytorch() -> str | None:

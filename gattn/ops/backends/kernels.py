@@ -11,10 +11,10 @@ from torch import Tensor
 from gattn.distributions import Law
 from gattn.graphs import EdgeList
 from gattn.ops.backends.base import Backend, Result, dress_logits, finish, new_seed
-from gattn.ops.call import Call
+from gattn.ops.call import NO_SCORE, Call
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
 from gattn.ops.operator import AttentionOperator
-from gattn.scores import Family, family_of
+from gattn.scores import DotScore, Family, family_of
 from gattn.torch_private import is_traced
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class KernelBackend(Backend):
 
     def projects_edges(self, call: Call) -> bool:
         """Whether its kernels make the vectors of edges from features or types, for a call whose family they know."""
-        return call.edge_projection is None and call.edge_type is None
+        return not isinstance(call.edge, tuple) and not isinstance(call.edge_value, tuple)
 
     def refuses(self, call: Call) -> str | None:
         """See `Backend.refuses`."""
@@ -71,7 +71,7 @@ class KernelBackend(Backend):
         edges = call.graph.edge_list(call.value.device, raw=raw)
         call = call.on_edges(edges, self._num_edges(call, edges))
         seed = new_seed(call)
-        if not knows_score or (not knows_law and call.edge_value is not None):
+        if not knows_score or (not knows_law and call.vectors_of_values is not None):
             call = call.with_edges()
         if not knows_law:
             call = with_finished_weights(call, edges, self._logits(call, edges))
@@ -83,7 +83,8 @@ class KernelBackend(Backend):
     def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
         edges = call.graph.edge_list(call.value.device)
-        return dress_logits(call, edges, self._logits(call.on_edges(edges, edges.num_edges), edges))
+        call = call.on_edges(edges, edges.num_edges)
+        return dress_logits(call, edges, self._logits(call, edges))
 
     def _logits(self, call: Call, edges: EdgeList) -> Tensor:
         """The logits of a call, including its bias, `[..., E, H]`, in the type of the computation."""
@@ -98,8 +99,10 @@ class KernelBackend(Backend):
 
     def _run(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Output and weights of a call that the kernels fully know, with bias and mask per edge."""
+        if call.score is NO_SCORE and isinstance(call.edge_value, tuple):
+            call = _as_product(call)
         projects = self.projects_edges(call)
-        is_made = not projects and (call.edge_projection is not None or call.edge_type is not None)
+        is_made = not projects and (isinstance(call.edge, tuple) or isinstance(call.edge_value, tuple))
         # Gradients that PyTorch sums over a batch, nodes or edges are summed before they are rounded.
         is_wide = call.shares_vectors_of_edges or (self.widens_edges and is_made) or call.score.folds
         if is_wide:
@@ -116,6 +119,14 @@ class KernelBackend(Backend):
             num_edges: int = layout.num_edges
             return num_edges
         return edges.num_edges
+
+
+def _as_product(call: Call) -> Call:
+    """The same call with a score of vectors that adds nothing: kernels make vectors of edges for such a score only."""
+    query = call.value.new_zeros(call.value.shape[-2:]).expand(*call.batch, call.num_targets, *call.value.shape[-2:])
+    return call._replace(
+        query=query, key=call.value, score=DotScore(1.0), edge=call.edge_value, edge_value=None, edge_is_value=True
+    )
 
 
 def flat(tensor: Tensor, inner: int) -> Tensor:

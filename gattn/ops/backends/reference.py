@@ -48,6 +48,8 @@ class Reference(Backend):
             num_targets=edges.num_targets,
         )
         dropped = alpha if seed is None else drop(alpha, call.dropout, seed)
+        if call.weights == "only":
+            return finish(call, edges, value, alpha, dropped, seed)
         size = (edges.num_sources, edges.num_targets)
         x: Any = value
         if "x_i" in module._user_args:
@@ -55,7 +57,7 @@ class Reference(Backend):
         if module.flow != FLOWS[0]:
             size = size[::-1]
             x = x[::-1] if module.explain and x is not value else x  # the generated code ignores flow there
-        terms = {"edge_value": call.edge_value} if "edge_value" in module.propagate_type else {}
+        terms = {"edge_value": call.vectors_of_values} if "edge_value" in module.propagate_type else {}
         out = module.propagate(rows, x=x, alpha=dropped, size=size, **terms)
         return finish(call, edges, out, alpha, dropped, seed)
 

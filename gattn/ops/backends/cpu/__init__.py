@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gattn.distributions import LAWS, Law
+from gattn.edges import Typed
 from gattn.graphs.edge_lists import check_types
 from gattn.ops.backends.base import Missing, needs_plain_pytorch
 from gattn.ops.backends.cpu import native
@@ -59,13 +60,12 @@ class Cpu(KernelBackend):
 
     def projects_edges(self, call: Call) -> bool:
         """See `KernelBackend.projects_edges`."""
-        family = family_of(call.score, call.channels)
-        is_value = call.edge_value is not None
-        if call.edge_type is not None:
-            num_types = 0 if call.edge is None else call.edge.size(0)
-            if call.edge is None or num_types > _MOST_TYPES or num_types > call.edge_type.size(0):
-                return False
-        return not is_value or (call.edge_value is call.edge and family is not None and family.vector is None)
+        edge, family = call.edge, family_of(call.score, call.channels)
+        if isinstance(edge, Typed) and not 0 <= edge.table.size(0) <= min(_MOST_TYPES, edge.types.size(0)):
+            return False
+        if call.edge_value is not None:
+            return not isinstance(edge, tuple) and not isinstance(call.edge_value, tuple)
+        return not call.edge_is_value or not isinstance(edge, tuple) or (family is not None and family.vector is None)
 
     def missing(self) -> Missing | None:
         """See `Backend.missing`."""

@@ -79,7 +79,9 @@ class Dense(Backend):
         n, m, device = call.num_targets, call.key.size(-3), call.key.device
         visible = _both(_length_mask(graph, device), graph.visible(n, m, graph.offset(n, m), device)[None, None])
         assert visible is not None
-        return logits.masked_fill(~visible.view(*(call.batch if visible.size(0) != 1 else ()), *visible.shape[1:]), 0.0)
+        visible = visible.view(*(call.batch if visible.size(0) != 1 else ()), *visible.shape[1:])
+        logits = logits.masked_fill(~visible, -torch.inf)
+        return logits if call.mask is None else logits.masked_fill(~call.mask, -torch.inf)
 
     def attend(self, call: Call, module: Attention) -> Result:
         """See `Backend.attend`."""
