@@ -1,7 +1,7 @@
 """Attention as message passing, for PyTorch and PyTorch Geometric.
 
-`gattn.attend(query, key, value, graph, score=..., distribution=...)` computes attention over any graph. Its choices are
-independent of each other:
+`gattn.attend(query, key, value, graph, score=..., distribution=...)` computes attention over any graph; `gattn.weigh`
+and `gattn.aggregate` are its two halves. Its choices are independent of each other:
 
 - *graph*, who attends to whom: a `CompleteGraph` (a sequence), a `SparseGraph` or a bare `edge_index`, a `TypedGraph`;
 - *score*, how two nodes compare: `DotScore`, `AdditiveScore`, `GATScore`, `CosineScore`, or a `Score` of your own;

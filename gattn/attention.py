@@ -38,7 +38,7 @@ from gattn.settings import require_finite, resolve_backend
 from gattn.torch_private import has_hooks
 from gattn.tracing import Leaf
 
-__all__ = ["Attention", "Weights", "aggregate", "attend", "fused", "weigh"]
+__all__ = ["Attention", "Weights", "fused"]
 # Code that PyG generates for the hooks imports * from here, and needs the names in their annotations.
 __all__ += ["Any", "Distribution", "OptPairTensor", "Optional", "Score", "SparseGraph", "Tensor"]
 
@@ -332,6 +332,8 @@ class Attention(Leaf, MessagePassing):
         """
         if return_weights not in (False, True, "dropped"):  # which includes 0 and 1
             raise ValueError(f"return_weights must be False, True or 'dropped'; got {return_weights!r}.")
+        if not isinstance(value, Tensor):
+            raise InputTypeError(f"value must be a tensor; got {type(value).__name__}.")
         watched = is_watched(self)
         result = self._result(
             query,
@@ -672,6 +674,7 @@ _DOT = DotScore()
 _core: Attention = Attention().eval()
 
 attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
+__all__ += ["aggregate", "attend", "weigh"]  # not before, because code generated for the core imports all of these
 
 
 _warned: set[str] = set()

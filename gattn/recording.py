@@ -184,6 +184,8 @@ def _running() -> list[Module]:
 
 def _call_in_turn(self: Module, *args: Any, **kwargs: Any) -> Any:
     """Calls a module, and keeps it in the list of those that are running."""
+    if torch.compiler.is_compiling():
+        return _call(self, *args, **kwargs)
     modules = _running()
     modules.append(self)
     try:

@@ -523,7 +523,6 @@ class TestBadInput:
             ),
             ({"edge": Projected(torch.zeros(2, 5), [1.0])}, TypeError, "the weight of edge must be a tensor; got list"),
             ({"edge_value": True}, ValueError, "edge_value=True means .*, but there is no edge"),
-            ({"key": None}, ValueError, "DotScore needs a key; only GATScore takes key=None"),
             ({"query": None, "key": None}, TypeError, "without query and key, the logits are bias"),
             ({"bias": torch.zeros(2, 1)}, ValueError, "bias must have one entry per edge"),
             ({"edge_value": torch.zeros(3, H, C)}, ValueError, "edge_value must have one entry per edge"),

@@ -12,8 +12,8 @@ import gattn
 PUBLIC = {
     gattn: (
         "AdditiveScore Attention CompleteGraph CosineScore Distribution DotScore Entmax15 GATScore Gate Hard Identity "
-        "LocalGaussian Score Sigmoid Softmax SparseGraph Sparsemax Tanh TopK TypedGraph WithinTypes attend backend "
-        "check_finite datasets models nn record_attention softmax"
+        "LocalGaussian Projected Score Sigmoid Softmax SparseGraph Sparsemax Tanh TopK Typed TypedGraph WithinTypes "
+        "aggregate attend backend check_finite datasets models nn record_attention softmax weigh"
     ),
     gattn.nn: (
         "AGNNConv ALiBi AdditiveAttention AttentionPooling DNAConv DenseGATConv DotProductAttention EGATConv FAConv "
@@ -34,12 +34,10 @@ def test_public_names(module):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_attend_and_the_core_take_the_same_arguments():
-    ours = dict(inspect.signature(gattn.attend).parameters)
-    method = dict(inspect.signature(gattn.Attention.attend).parameters)
-    del method["self"]
-    assert list(ours) == list(method)
-    assert {name for name in ours if ours[name].default != method[name].default} == {"training"}
+def test_the_verbs_are_methods_of_the_core():
+    core = gattn.Attention
+    methods = [core.attend, core.weigh, core.weighted_sum]
+    assert [verb.__func__ for verb in (gattn.attend, gattn.weigh, gattn.aggregate)] == methods
 
 
 @pytest.mark.parametrize("name", [name for name in gattn.__all__ if callable(getattr(gattn, name))])

@@ -24,8 +24,8 @@ class TypedGraph(SparseGraph):
 
     Attention on it is the same as on any list of edges, so a softmax runs across all types of a target's edges; with
     `distribution=gattn.WithinTypes(graph.edge_type)`, it runs within each type. The terms of the R types are tables:
-    `attend(..., edge=table, edge_type=graph.edge_type)` adds `table[r]`, `[H, C]`, to the keys of edges of type r, and
-    `bias=table[graph.edge_type]` adds a number per head to their logits. There is no loop over types.
+    `attend(..., edge=gattn.Typed(table, graph.edge_type))` adds `table[r]`, `[H, C]`, to the keys of edges of type r,
+    and `bias=table[graph.edge_type]` adds a number per head to their logits. There is no loop over types.
 
     Args:
         edge_index: `[2, E]`, or another form that `SparseGraph` takes.
@@ -46,7 +46,7 @@ class TypedGraph(SparseGraph):
         >>> import torch, gattn
         >>> graph = gattn.TypedGraph(torch.tensor([[0, 1, 0], [2, 2, 1]]), torch.tensor([0, 1, 1]))
         >>> x, table = torch.randn(3, 2, 4), torch.randn(2, 2, 4)  # 3 nodes, 2 heads, 4 channels; 2 types of edges
-        >>> gattn.attend(x, x, x, graph, edge=table, edge_type=graph.edge_type).shape
+        >>> gattn.attend(x, x, x, graph, edge=gattn.Typed(table, graph.edge_type)).shape
         torch.Size([3, 2, 4])
     """
 

@@ -293,11 +293,10 @@ def _without_key(
 ) -> Tensor:
     """The value of a call without a key; without any channels if only weights are requested."""
     if not score.scalar:
-        raise InputError(f"{type(score).__name__} needs a key; only GATScore takes key=None.")
+        raise InputTypeError(f"key must be a tensor; got NoneType, which only GATScore takes, not {score!r}.")
     if value is not None:
-        if not isinstance(value, Tensor) or value.dim() < 3:
-            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InputTypeError(f"value must be a tensor of shape [M, H, C]; got {given}.")
+        if value.dim() < 3:
+            raise InputError(f"value must have shape [M, H, C]; got {list(value.shape)}.")
         if score is NO_SCORE and not isinstance(bias, Tensor):
             raise InputTypeError(f"without query and key, the logits are bias, a tensor; got {type(bias).__name__}.")
         return value
