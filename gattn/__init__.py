@@ -51,9 +51,10 @@ from gattn.distributions import (
 )
 from gattn.edges import Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
+from gattn.ops.choose import backend
 from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
-from gattn.settings import backend, check_finite
+from gattn.settings import check_finite
 
 __version__ = "0.1.0"
 

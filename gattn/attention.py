@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -28,13 +27,15 @@ from gattn.edges import EdgeTerm
 from gattn.errors import InputTypeError, check_flag
 from gattn.graphs import FLOWS, CompleteGraph, GraphLike, SparseGraph, as_graph
 from gattn.ops import reference
-from gattn.ops.backends import BACKENDS, REFERENCE, Backend, Result
-from gattn.ops.backends.base import Missing, needs_plain_pytorch
+from gattn.ops.backends import Result
+from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
+from gattn.ops.backends.base import logits as logits_of
 from gattn.ops.call import GIVEN, Call, checked_call
-from gattn.ops.dropout import check_probability
+from gattn.ops.choose import check_name, choose
+from gattn.ops.dropout import check_probability, drop
 from gattn.recording import is_watched, record
 from gattn.scores import DotScore, Score
-from gattn.settings import require_finite, resolve_backend
+from gattn.settings import require_finite
 from gattn.torch_private import has_hooks
 from gattn.tracing import Leaf
 
@@ -501,7 +502,7 @@ class Attention(Leaf, MessagePassing):
 
         `value=None` computes weights alone.
         """
-        wanted = resolve_backend(backend)
+        check_name(backend)
         score = _DOT if score is None else score
         if not isinstance(score, Score):
             raise TypeError(f"score must be an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
@@ -520,56 +521,56 @@ class Attention(Leaf, MessagePassing):
             **terms,
         )
         require_finite(query=query, key=key, value=value, **terms)
-        if distribution is None:
-            return Result(call.value, self._choose(call, wanted, backend).logits(call))
-        return self._compute(call, wanted, backend)
-
-    def _compute(self, call: Call, wanted: Backend | None, argument: str) -> Result:
-        """The result of a call, including its `out_bias`; see `_choose`."""
         if self.explain and isinstance(call.graph, CompleteGraph):  # explainers mask edges of their own edge_index
             with self._unexplained():
-                return self._compute(call, wanted, argument)
-        chosen, out_bias = self._choose(call, wanted, argument), call.out_bias
-        if out_bias is None or (chosen.adds_out_bias and out_bias.dtype == call.dtype):
-            return chosen.attend(call, self)
-        result = chosen.attend(call._replace(out_bias=None), self)
-        return result._replace(out=result.out + out_bias)
+                return self._compute(call, backend, distribution is None)
+        return self._compute(call, backend, distribution is None)
 
-    def _choose(self, call: Call, wanted: Backend | None, argument: str) -> Backend:
-        """The backend that computes a call: this is the one place that decides.
+    def _compute(self, call: Call, backend: str, logits: bool) -> Result:
+        """The result of a call, including its `out_bias`, or its logits instead of weights."""
+        chosen = choose(backend, call, needs_plain_pytorch() or self._needs_messages())
+        if logits:
+            return Result(call.value, logits_of(call) if chosen is None else chosen.logits(call))
+        out_bias = call.out_bias
+        if out_bias is not None and not (chosen is not None and chosen.adds_out_bias and out_bias.dtype == call.dtype):
+            call = call._replace(out_bias=None)
+        else:
+            out_bias = None
+        result = self._by_messages(call) if chosen is None else chosen.attend(call)
+        return result if out_bias is None else result._replace(out=result.out + out_bias)
 
-        Args:
-            call: The call.
-            wanted: The requested backend; `None` for the first that can serve the call.
-            argument: The call's `backend` argument, which is `"auto"` if the block around it made the request.
-
-        Raises:
-            ValueError: If the requested backend cannot serve the call; the message says why.
-            RuntimeError: If the requested backend is not available on this machine.
-        """
-        if wanted is REFERENCE:
-            return wanted
-        plain = needs_plain_pytorch() or self._needs_messages()
-        if wanted is not None:
-            reason = wanted.refuses(call) or plain
-            if reason is not None:
-                by_block = "The surrounding block requests it; " if argument == "auto" else ""
-                raise ValueError(
-                    f"backend={wanted.name!r} cannot serve this call: {reason}. {by_block}backend='auto' can."
-                )
-            if (missing := wanted.missing()) is not None:
-                raise RuntimeError(f"backend={wanted.name!r} needs {missing.what}, but {missing.why}.")
-            return wanted
-        if plain is None:
-            device, exports = call.value.device.type, torch.compiler.is_exporting()
-            for backend in BACKENDS:
-                if exports and backend.has_operators:  # the program has to run without gattn
-                    continue
-                if (backend.devices is None or device in backend.devices) and backend.refuses(call) is None:
-                    if (missing := backend.missing()) is None:
-                        return backend
-                    _warn_once(missing)
-        return REFERENCE
+    def _by_messages(self, call: Call) -> Result:
+        """The reference: serves every call, on every device, in every type, with explainers and higher derivatives."""
+        edges = call.graph.edge_list(call.value.device)
+        call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
+        seed = new_seed(call)
+        rows = edges.edge_index if edges.flow == self.flow else edges.edge_index.flip(0)  # the order that PyG uses
+        distribution = call.distribution.with_sources(edges.edge_index[FLOWS.index(edges.flow)])
+        value = reference.repeat_heads(call.value, call.heads)
+        alpha = self.edge_updater(
+            rows,
+            query=call.query,
+            key=reference.repeat_heads(call.key, call.heads),
+            edge=call.edge,
+            bias=call.bias,
+            mask=call.mask,
+            score=call.score,
+            distribution=distribution,
+            num_targets=edges.num_targets,
+        )
+        dropped = alpha if seed is None else drop(alpha, call.dropout, seed)
+        if call.weights == "only":
+            return finish(call, edges, value, alpha, dropped, seed)
+        size = (edges.num_sources, edges.num_targets)
+        x: Any = value
+        if "x_i" in self._user_args:
+            x = (value, _target_vectors(call, value))
+        if self.flow != FLOWS[0]:
+            size = size[::-1]
+            x = x[::-1] if self.explain and x is not value else x  # the generated code ignores flow there
+        terms = {"edge_value": call.vectors_of_values} if "edge_value" in self.propagate_type else {}
+        out = self.propagate(rows, x=x, alpha=dropped, size=size, **terms)
+        return finish(call, edges, out, alpha, dropped, seed)
 
     def _needs_messages(self) -> str | None:
         """Why messages have to be computed one by one; `None` if nothing requires that."""
@@ -648,6 +649,15 @@ class Attention(Leaf, MessagePassing):
         return aggregated
 
 
+def _target_vectors(call: Call, value: Tensor) -> Tensor:
+    """Vectors by which explainers represent targets, shaped like those of the sources; zeros if there are none."""
+    if call.query is not None and not call.score.scalar and call.query.shape[-2:] == value.shape[-2:]:
+        return call.query
+    if value.size(-3) == call.num_targets:
+        return value
+    return value.new_zeros(*value.shape[:-3], call.num_targets, *value.shape[-2:])
+
+
 # The parts of PyG's machinery: whoever overrides or replaces one of these, or hooks into them, needs that machinery.
 _STEPS = ("propagate", "edge_updater")  # whose code PyG generates
 _HOOKS = ("edge_update", "message", "aggregate", "update", *_STEPS)
@@ -675,13 +685,3 @@ _core: Attention = Attention().eval()
 
 attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
 __all__ += ["aggregate", "attend", "weigh"]  # not before, because code generated for the core imports all of these
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(missing: Missing) -> None:
-    """Warns once that slower code is used."""
-    if missing.what not in _warned and not torch.compiler.is_compiling():
-        _warned.add(missing.what)
-        warnings.warn(f"attention is computed without {missing.what}, many times slower: {missing.why}.", stacklevel=5)

@@ -1,72 +1,24 @@
-"""Settings that hold for a block of code: which backend computes, and whether inputs are checked for NaN.
+"""Whether inputs are checked for NaN, in a block of code.
 
-They apply to the whole process, as PyTorch's own flags do: `torch.compile` guards on them, while a context variable
-would break its graph.
+It applies to the whole process, as PyTorch's own flags do: `torch.compile` guards on it, while a context variable would
+break its graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gattn.edges import Projected, Typed
-from gattn.ops.backends import Backend, backend_named
 
-__all__ = ["backend", "check_finite", "require_finite", "resolve_backend"]
-
-
-@dataclass
-class _Settings:
-    backend: str = "auto"
-    check_finite: bool = False
+__all__ = ["check_finite", "require_finite"]
 
 
-_settings = _Settings()
-
-
-def resolve_backend(name: str) -> Backend | None:
-    """The backend requested by an argument, or, if that is `"auto"`, by the block around it; `None` for `"auto"`.
-
-    Raises:
-        ValueError: If no backend has that name.
-    """
-    return backend_named(_settings.backend if name == "auto" else name)
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Chooses the backend for a block of code.
-
-    An explicit `backend=` argument inside the block takes precedence.
-
-    Around `torch.export.export`, `"cpu"` and `"triton"` keep fused kernels in the program, as operators that `import
-    gattn` registers in the process that runs it. With `"auto"`, the program does not need gattn.
-
-    Args:
-        name: `"auto"` (the fastest one that can serve a call), `"dense"` (complete graphs, without a list of their
-            edges), `"cpu"` or `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message
-            passing). A backend that cannot serve a call raises an error.
-
-    Raises:
-        ValueError: If no backend has that name.
-
-    Example:
-        >>> import gattn
-        >>> with gattn.backend("reference"):
-        ...     pass
-    """
-    backend_named(name)
-    before = _settings.backend
-    _settings.backend = name
-    try:
-        yield
-    finally:
-        _settings.backend = before
+_checks_finite = False
 
 
 @contextmanager
@@ -88,17 +40,17 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
         ...
         ValueError: x holds 1 value that is NaN or infinite (the first one at index (1, 0)).
     """
-    before = _settings.check_finite
-    _settings.check_finite = enabled
+    global _checks_finite
+    before, _checks_finite = _checks_finite, enabled
     try:
         yield
     finally:
-        _settings.check_finite = before
+        _checks_finite = before
 
 
 def require_finite(**tensors: Any) -> None:
     """Raises `ValueError` in a `check_finite` block if one of these tensors or terms of edges holds NaN or infinity."""
-    if not _settings.check_finite:
+    if not _checks_finite:
         return
     for name, tensor in _named(tensors):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():

@@ -16,6 +16,7 @@ ORDER = (
     "settings",
     "ops",
     "distributions",
+    "edges",
     "graphs",
     "scores",
     "torch_private",

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import gattn
 from gattn import GATScore, attend
+from gattn.ops import choose
 from gattn.ops.backends import cpu
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
@@ -237,7 +238,7 @@ class TestMissing:
                 monkeypatch.setattr(native, name, value)
             native.library.cache_clear()
             monkeypatch.setattr(cpu, "_load_error", native.load_error())
-            monkeypatch.setattr(gattn.attention, "_warned", set())
+            monkeypatch.setattr(choose, "_warned", set())
 
         yield lose
         monkeypatch.undo()

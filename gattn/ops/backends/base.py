@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,7 @@ from gattn.ops.call import Call
 from gattn.ops.dropout import draw_seed, drop
 from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trace
 
-if TYPE_CHECKING:
-    from gattn.attention import Attention
-
-__all__ = ["Backend", "Missing", "Result", "dress_logits", "finish", "needs_plain_pytorch", "new_seed"]
+__all__ = ["Backend", "Missing", "Result", "dress_logits", "finish", "logits", "needs_plain_pytorch", "new_seed"]
 
 
 class Result(NamedTuple):
@@ -64,27 +61,23 @@ class Backend(ABC):
         """Why it cannot serve a call, as the end of a sentence; `None` if it can."""
 
     @abstractmethod
-    def attend(self, call: Call, module: Attention) -> Result:
-        """Computes a call.
-
-        Args:
-            call: A call that it does not refuse.
-            module: The module that computes attention, whose hooks the reference runs.
-        """
+    def attend(self, call: Call) -> Result:
+        """Computes a call that it does not refuse."""
 
     def logits(self, call: Call) -> Any:
-        """The logits of a call, including its bias, in the form in which users get weights; masked: minus infinity.
+        """See `logits`, for a call that it does not refuse."""
+        return logits(call)
 
-        Args:
-            call: A call that it does not refuse.
-        """
-        edges = call.graph.edge_list(call.value.device)
-        call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
-        source, target = edges.sources_and_targets()
-        query = None if call.query is None else call.query.index_select(-3, target)
-        key = reference.repeat_heads(call.key.index_select(-3, source), call.heads)
-        logits = reference.logits(query, key, cast(Tensor | None, call.edge), call.score)
-        return dress_logits(call, edges, logits if call.bias is None else logits + call.bias)
+
+def logits(call: Call) -> Any:
+    """The logits of a call, including its bias, in the form in which users get weights; masked: minus infinity."""
+    edges = call.graph.edge_list(call.value.device)
+    call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
+    source, target = edges.sources_and_targets()
+    query = None if call.query is None else call.query.index_select(-3, target)
+    key = reference.repeat_heads(call.key.index_select(-3, source), call.heads)
+    found = reference.logits(query, key, cast(Tensor | None, call.edge), call.score)
+    return dress_logits(call, edges, found if call.bias is None else found + call.bias)
 
 
 def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, wi
 from gattn.ops.operator import AttentionOperator
 from gattn.scores import DotScore, Family, family_of
 from gattn.torch_private import is_traced
-
-if TYPE_CHECKING:
-    from gattn.attention import Attention
 
 __all__ = ["DTYPES", "KernelBackend", "dense_rows", "flat"]
 
@@ -62,7 +59,7 @@ class KernelBackend(Backend):
             return f"it supports float64, float32, bfloat16 and float16, not {call.value.dtype}"
         return None
 
-    def attend(self, call: Call, module: Attention) -> Result:
+    def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""
         knows_score, knows_law = self._knows_score(call), self.knows_law(call.law)
         # Kernels check indices and add self-loops themselves. But compiled code must know the number of weights, and

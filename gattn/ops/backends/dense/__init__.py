@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,6 @@ from gattn.ops.custom_parts import as_logits
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.scores import DotScore, Score, family_of, says
 from gattn.torch_private import is_context_parallel, statically_known_true
-
-if TYPE_CHECKING:
-    from gattn.attention import Attention
 
 __all__ = ["Dense", "attention"]
 
@@ -83,7 +80,7 @@ class Dense(Backend):
         logits = logits.masked_fill(~visible, -torch.inf)
         return logits if call.mask is None else logits.masked_fill(~call.mask, -torch.inf)
 
-    def attend(self, call: Call, module: Attention) -> Result:
+    def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""
         return self._result(call)
 

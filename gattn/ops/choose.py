@@ -1,0 +1,102 @@
+"""Which backend computes a call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gattn.ops.backends import BACKENDS, Backend
+from gattn.ops.backends.base import Missing
+from gattn.ops.call import Call
+
+__all__ = ["backend", "check_name", "choose"]
+
+#: What the block around a call requests; of the whole process, since `torch.compile` guards on it, while a context
+#: variable would break its graph.
+_requested = "auto"
+
+_BY_NAME: dict[str, Backend | None] = {backend.name: backend for backend in BACKENDS} | {"reference": None}
+
+
+def choose(name: str, call: Call, plain: str | None) -> Backend | None:
+    """The backend that computes a call; `None` for the reference.
+
+    Args:
+        name: The call's `backend` argument.
+        call: The call.
+        plain: Why it needs the reference, as the end of a sentence; `None` if it does not.
+
+    Raises:
+        ValueError: If the requested backend cannot serve the call; the message says why.
+        RuntimeError: If the requested backend is not available on this machine.
+    """
+    requested = _requested if name == "auto" else name
+    if requested != "auto":
+        wanted = _BY_NAME[requested]
+        if wanted is not None and (reason := wanted.refuses(call) or plain) is not None:
+            by_block = "The surrounding block requests it; " if name == "auto" else ""
+            raise ValueError(f"backend={requested!r} cannot serve this call: {reason}. {by_block}backend='auto' can.")
+        if wanted is not None and (missing := wanted.missing()) is not None:
+            raise RuntimeError(f"backend={requested!r} needs {missing.what}, but {missing.why}.")
+        return wanted
+    if plain is None:
+        device, exports = call.value.device.type, torch.compiler.is_exporting()
+        for backend in BACKENDS:
+            if exports and backend.has_operators:  # the program has to run without gattn
+                continue
+            if (backend.devices is None or device in backend.devices) and backend.refuses(call) is None:
+                if (missing := backend.missing()) is None:
+                    return backend
+                _warn_once(missing)
+    return None
+
+
+def check_name(name: str) -> None:
+    """Raises `ValueError` if no backend has this name."""
+    if name != "auto" and name not in _BY_NAME:
+        known = ", ".join(map(repr, ("auto", *_BY_NAME)))
+        raise ValueError(f"unknown backend {name!r}: this version of gattn has {known}.")
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Chooses the backend for a block of code.
+
+    An explicit `backend=` argument inside the block takes precedence.
+
+    Around `torch.export.export`, `"cpu"` and `"triton"` keep fused kernels in the program, as operators that `import
+    gattn` registers in the process that runs it. With `"auto"`, the program does not need gattn.
+
+    Args:
+        name: `"auto"` (the fastest one that can serve a call), `"dense"` (complete graphs, without a list of their
+            edges), `"cpu"` or `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG message
+            passing). A backend that cannot serve a call raises an error.
+
+    Raises:
+        ValueError: If no backend has that name.
+
+    Example:
+        >>> import gattn
+        >>> with gattn.backend("reference"):
+        ...     pass
+    """
+    global _requested
+    check_name(name)
+    before, _requested = _requested, name
+    try:
+        yield
+    finally:
+        _requested = before
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(missing: Missing) -> None:
+    """Warns once that slower code is used."""
+    if missing.what not in _warned and not torch.compiler.is_compiling():
+        _warned.add(missing.what)
+        warnings.warn(f"attention is computed without {missing.what}, many times slower: {missing.why}.", stacklevel=6)
