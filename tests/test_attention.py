@@ -523,7 +523,7 @@ class TestBadInput:
             ),
             ({"edge": Projected(torch.zeros(2, 5), [1.0])}, TypeError, "the weight of edge must be a tensor; got list"),
             ({"edge_value": True}, ValueError, "edge_value=True means .*, but there is no edge"),
-            ({"query": None, "key": None}, TypeError, "without query and key, the logits are bias"),
+            ({"query": None, "key": None}, TypeError, "without a query and a key, the logits are bias; got NoneType"),
             ({"bias": torch.zeros(2, 1)}, ValueError, "bias must have one entry per edge"),
             ({"edge_value": torch.zeros(3, H, C)}, ValueError, "edge_value must have one entry per edge"),
             ({"mask": torch.zeros(2, H)}, ValueError, "mask must be a tensor of booleans"),

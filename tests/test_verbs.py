@@ -169,7 +169,9 @@ class TestFinishedLogits:
         given, graph = tensors(channels=()), SparseGraph(EDGES, N, M)
         query, value, edge = (given[name] for name in ("query", "value", "edge"))
         nothing = torch.zeros_like(given["key"])
-        for terms in ({"query": query}, {"query": query, "edge": edge}, {"query": None, "edge": edge}):
+        made = Projected(torch.randn(E, 3).double(), torch.randn(H, 3).double()), Typed(edge[:5], torch.arange(E) % 5)
+        edges = [{"query": end, "edge": term} for end in (query, None) for term in (edge, *made)]
+        for terms in ({"query": query}, *edges):
             found = attend(key=None, value=value, graph=graph, score=GATScore(), **terms)
             torch.testing.assert_close(found, attend(key=nothing, value=value, graph=graph, score=GATScore(), **terms))
             alpha = weigh(key=None, graph=graph, score=GATScore(), **terms)
@@ -179,7 +181,7 @@ class TestFinishedLogits:
         bias = torch.randn(E, H)
         with pytest.raises(ValueError, match="the graph has to say how many nodes there are"):
             weigh(None, None, EDGES, bias=bias)
-        with pytest.raises(TypeError, match="the logits are bias, a tensor; got NoneType"):
+        with pytest.raises(TypeError, match="the logits are a tensor with one entry per edge and head; got NoneType"):
             weigh(None, None, SparseGraph(EDGES, N, M))
         with pytest.raises(ValueError, match="bias must have one entry per edge"):
             weigh(None, None, SparseGraph(EDGES, N, M), bias=bias[1:])

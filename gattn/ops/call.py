@@ -298,17 +298,19 @@ def _without_key(
         if value.dim() < 3:
             raise InputError(f"value must have shape [M, H, C]; got {list(value.shape)}.")
         if score is NO_SCORE and not isinstance(bias, Tensor):
-            raise InputTypeError(f"without query and key, the logits are bias, a tensor; got {type(bias).__name__}.")
+            raise InputTypeError(f"without a query and a key, the logits are bias; got {type(bias).__name__}.")
         return value
     if graph.num_sources is None:
         raise InputError(
             "without features, the graph has to say how many nodes there are: pass "
             "gattn.SparseGraph(edge_index, num_targets, num_sources)."
         )
-    term, heads_dim = (bias, graph.heads_dim) if score is NO_SCORE else (query if edge is None else rows_of(edge), -1)
-    if not isinstance(term, Tensor) or term.dim() < -heads_dim:
+    heads_dim = graph.heads_dim if score is NO_SCORE else -1
+    term = bias if score is NO_SCORE else edge if query is None else query
+    term = term.weight.mT if isinstance(term, Projected) else term.table if isinstance(term, Typed) else term
+    if not isinstance(term, Tensor) or term.dim() < -min(heads_dim, -2):
         shape = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
-        raise InputTypeError(f"without query and key, the logits are bias, a tensor; got {shape}.")
+        raise InputTypeError(f"without a key, the logits are a tensor with one entry per edge and head; got {shape}.")
     front = term.shape[: min(heads_dim, -2)] if graph.blocks is None else ()
     return term.new_empty(*front, graph.num_sources, term.size(heads_dim), 0)
 
