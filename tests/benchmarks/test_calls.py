@@ -1,0 +1,97 @@
+"""The benchmark of single calls."""
+
+import gc
+import json
+
+import pytest
+import torch
+
+from benchmarks import calls
+from benchmarks.call_cases import CALLS, Draw
+from benchmarks.calls import Calls, Case, in_turns, with_gradients
+from benchmarks.kernel_cases import ALLOCATORS
+
+QUICK = ["--allocator", "default", "--repeats", "4", "--seconds", "0.1"]
+
+
+@pytest.fixture
+def run(tmp_path, one_process, monkeypatch):
+    """Runs the benchmark for a short time; returns its rows."""
+    monkeypatch.setattr(calls, "WARM_UP", 0.01)
+
+    def run(*arguments):
+        Calls.main([*QUICK, *arguments, "--out", str(tmp_path)])
+        return [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def test_every_call_is_measured_and_agrees_with_its_peer(run, tmp_path):
+    rows = run()
+    assert [(row["call"], row["outcome"], row["threads"]) for row in rows] == [(name, "ok", 1) for name in CALLS]
+    assert all(row["forward"]["rounds"] >= 3 for row in rows)
+    assert [row["call"] for row in rows if "forward_backward" not in row] == ["one decoded token, KeyValueCache"]
+    table = (tmp_path / "table.md").read_text()
+    assert all(f"| {name} | {call.peer} | default |" in table for name, call in CALLS.items())
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("name", ["10 nodes, attend, CompleteGraph", "one decoded token, KeyValueCache"])
+def test_a_wrong_result_of_either_side_is_not_timed(name, is_ours, run, tmp_path, monkeypatch):
+    right = CALLS[name]
+    made = []
+
+    def build(is_mine, draw):
+        built = right.build(is_mine, draw)
+        made.append(is_mine)
+        is_reference = len(made) <= 2  # in float64 and in float32
+        if is_mine == is_ours and not is_reference:
+            call = built.computation.call
+            built.computation.call = lambda: call() * 0.999
+        return built
+
+    monkeypatch.setitem(CALLS, name, right._replace(build=build))
+    monkeypatch.setattr(calls, "in_turns", lambda *args, **options: pytest.fail("something was timed"))
+    with pytest.raises(SystemExit, match=f"WRONG: output.* of {'gattn' if is_ours else 'the peer'} is off by"):
+        run("--calls", name)
+    assert "WRONG" in (tmp_path / "table.md").read_text()
+
+
+def test_both_sides_take_turns_without_garbage_collection(monkeypatch):
+    monkeypatch.setattr(calls, "calls_per_batch", lambda function: 2)
+    called = []
+    found = in_turns(lambda: called.append(("ours", gc.isenabled())), lambda: called.append(("theirs", False)), 4, 9.0)
+    assert [name for name, _ in called[::2]] == ["ours", "theirs", "theirs", "ours"] * 2
+    assert called[::2] == called[1::2]
+    assert not any(is_collecting for _, is_collecting in called)
+    assert gc.isenabled()
+    assert found["rounds"] == 4
+
+
+@pytest.mark.parametrize(("units", "seconds", "rounds"), [(1, 9.0, 4), (5, 9.0, 4), (1, 0.0, 3)])
+def test_times_and_their_ratio(units, seconds, rounds, monkeypatch):
+    monkeypatch.setattr(calls, "calls_per_batch", lambda function: 2)
+    clock = [0]
+    monkeypatch.setattr(calls.time, "perf_counter_ns", lambda: clock[0])
+
+    def work(duration):
+        clock[0] += duration
+
+    found = in_turns(lambda: work(1000), lambda: work(3000), 4, seconds, units)
+    assert found["rounds"] == rounds
+    for name, expected in (("ours", 1e-6 / units), ("theirs", 3e-6 / units), ("ratio", 3)):
+        assert found[name] == pytest.approx(dict.fromkeys(("median", "q1", "q3"), expected))
+
+
+@pytest.mark.parametrize("name", ["molecules, GPSConv", "sampled, GATConv"])
+def test_both_sides_compute_with_the_same_numbers(name):
+    ours, theirs = (CALLS[name].build(is_ours, Draw(torch.float64)).computation for is_ours in (True, False))
+    assert ours.leaves.keys() == theirs.leaves.keys()
+    assert all(torch.equal(leaf, theirs.leaves[key]) for key, leaf in ours.leaves.items())
+    for mine, other in zip(with_gradients(ours)(), with_gradients(theirs)(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_memory_is_kept_where_it_is_asked_for():
+    assert Case("", 1, 1, 1.0, "kept").environment == ALLOCATORS["kept"]
+    assert str(Case("one", 1, 1, 1.0, "kept")) == "one, kept memory"
