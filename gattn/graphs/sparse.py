@@ -135,6 +135,10 @@ class SparseGraph(Graph):
         """All edges, `[2, E]`, including self-loops, in the order of attention weights."""
         return self.edges().edge_index
 
+    def listed(self, device: torch.device | None = None) -> SparseGraph:
+        """The graph itself."""
+        return self
+
     def with_self_loops(self) -> SparseGraph:
         """The same graph with `self_loops=True`."""
         if self.self_loops:

@@ -185,7 +185,7 @@ class FAConv(BaseConv):
         if not is_wanted:
             return out
         # On a list, PyG's weights are [E]; matrices keep the dimension of heads.
-        return out, graph.with_weights(alpha.squeeze(-1) if isinstance(graph, SparseGraph) else alpha)
+        return out, graph.with_weights(alpha if graph.is_dense else alpha.squeeze(-1))
 
     def _check(self, x: Tensor, x_0: Tensor) -> None:
         """Raises `TypeError` or `ValueError` if features do not fit the layer or each other."""
@@ -201,13 +201,13 @@ class FAConv(BaseConv):
 
     def _cached_or_normalized(self, edge_index: GraphLike, edge_weight: Tensor | None, x: Tensor) -> _Normalized:
         """The graph with its weights; with `cached=True`, those of the first call."""
-        adjacency = edge_index.adjacency if isinstance(edge_index, SparseGraph) else edge_index
+        adjacency = getattr(edge_index, "adjacency", edge_index)
         name = "_cached_adj_t" if isinstance(adjacency, SparseTensor) else "_cached_edge_index"
         found: _Normalized | None = getattr(self, name)
         if not self.normalize or found is None:
             found = self._normalized(edge_index, edge_weight, x)
             if self.normalize and self.cached:
-                if isinstance(found.graph, SparseGraph) and found.factor is not None:  # later edits have no effect
+                if not found.graph.is_dense and found.factor is not None:  # later edits have no effect
                     copied = SparseGraph(found.graph.edge_index.clone(), x.size(-2), x.size(-2), flow=found.graph.flow)
                     found = found._replace(graph=copied)
                 setattr(self, name, found)
@@ -216,9 +216,9 @@ class FAConv(BaseConv):
 
     def _normalized(self, edge_index: GraphLike, edge_weight: Tensor | None, x: Tensor) -> _Normalized:
         graph = self._graph(edge_index, x, x, self_loops=False)
-        adjacency = graph.adjacency if isinstance(graph, SparseGraph) else None
+        adjacency = graph.adjacency
         if not self.normalize:
-            if adjacency is None:
+            if graph.is_dense:
                 raise InputError(f"with normalize=False, FAConv needs a list of edges, [2, E]; got {graph!r}.")
             return _Normalized(graph, _values(graph) if edge_weight is None else edge_weight)
         if edge_weight is not None or (isinstance(adjacency, SparseTensor) and adjacency.has_value()):
@@ -227,15 +227,14 @@ class FAConv(BaseConv):
                 "with normalize=False."
             )
         if is_torch_sparse_tensor(adjacency):  # whose degrees are sums of its values, as in PyG
-            assert isinstance(graph, SparseGraph)
-            return _normalized_values(graph, self.add_self_loops and not graph.self_loops, x.dtype)
+            return _normalized_values(graph.listed(), self.add_self_loops and not graph.self_loops, x.dtype)
         graph = graph.with_self_loops() if self.add_self_loops else graph
         factor = _inverse_roots(graph, x)
         if isinstance(self.aggr_module, SumAggregation):
             return _Normalized(graph, None, factor)
-        if not isinstance(graph, SparseGraph):
+        if graph.is_dense:
             raise InputError(f"on {graph!r}, FAConv can only sum its messages; got aggr={self.aggr!r}.")
-        edges = graph.edges()  # self-loops are added only once, since compiled code cannot compare lengths
+        edges = graph.listed().edges()  # self-loops are added only once, since compiled code cannot compare lengths
         graph = SparseGraph(edges.adjacency, edges.num_targets, edges.num_sources, flow=graph.flow)
         source, target = graph.sources_and_targets()  # other aggregations may not commute with a factor
         return _Normalized(graph, (factor[source] * factor[target]).flatten())
@@ -279,7 +278,7 @@ def _normalized_values(graph: SparseGraph, add_self_loops: bool, dtype: torch.dt
 
 def _values(graph: Graph) -> Tensor | None:
     """The values of a sparse adjacency, `[E]`; `None` if the graph has none."""
-    adjacency = graph.edges().adjacency if isinstance(graph, SparseGraph) else None  # others have no values
+    adjacency = graph.listed().edges().adjacency
     values: Tensor | None = None
     if isinstance(adjacency, SparseTensor):
         values = adjacency.coo()[2]
