@@ -92,6 +92,8 @@ class Graph(ABC):
     """Likewise for targets."""
     adjacency: Any = None
     """What a list of edges was given as, which may be a sparse matrix with values."""
+    values: Tensor | None = None
+    """The values of a sparse `adjacency`, one per edge."""
     self_loops: bool = False
     """Whether self-loops are still to be added to the `adjacency`."""
     heads_dim: ClassVar[int] = -1

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
+from torch_geometric.utils import is_torch_sparse_tensor
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
@@ -220,7 +220,7 @@ class FAConv(BaseConv):
         if not self.normalize:
             if graph.is_dense:
                 raise InputError(f"with normalize=False, FAConv needs a list of edges, [2, E]; got {graph!r}.")
-            return _Normalized(graph, _values(graph) if edge_weight is None else edge_weight)
+            return _Normalized(graph, graph.values if edge_weight is None else edge_weight)
         if edge_weight is not None or (isinstance(adjacency, SparseTensor) and adjacency.has_value()):
             raise InputError(
                 "with normalize=True, FAConv computes the weights of edges itself: to pass edge_weight, make the layer "
@@ -273,18 +273,7 @@ def _normalized_values(graph: SparseGraph, add_self_loops: bool, dtype: torch.dt
         adjacency = adjacency.coalesce()
     adjacency, _ = gcn_norm(adjacency, None, graph.num_targets, False, add_self_loops, dtype=dtype)
     graph = SparseGraph(adjacency, graph.num_targets, graph.num_sources)
-    return _Normalized(graph, _values(graph))
-
-
-def _values(graph: Graph) -> Tensor | None:
-    """The values of a sparse adjacency, `[E]`; `None` if the graph has none."""
-    adjacency = graph.listed().edges().adjacency
-    values: Tensor | None = None
-    if isinstance(adjacency, SparseTensor):
-        values = adjacency.coo()[2]
-    elif is_torch_sparse_tensor(adjacency):
-        values = to_edge_index(adjacency)[1]
-    return values
+    return _Normalized(graph, graph.values)
 
 
 def _checked_weight(edge_weight: Tensor | None, source: Tensor) -> Tensor:
