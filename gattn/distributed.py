@@ -115,7 +115,7 @@ def shard(graph: GraphLike, mesh: DeviceMesh, partition: Tensor | Sequence[Tenso
         if partition is not None:
             raise InputError("a sequence is split into contiguous blocks: leave partition alone.")
         return ShardedCompleteGraph(whole, *_blocks(sizes, group), device)
-    assert isinstance(whole, SparseGraph)
+    whole = whole.listed(device)
     if isinstance(partition, str):
         if partition != "metis" or sizes[0] != sizes[1]:
             raise InputError(

@@ -17,7 +17,7 @@ from torch_geometric.explain.config import ExplanationType, ModelTaskLevel
 from torch_geometric.nn.module_dict import ModuleDict
 from torch_geometric.nn.to_hetero_transformer import key2str
 
-from gattn.graphs import FLOWS, CompleteGraph
+from gattn.graphs import FLOWS
 from gattn.graphs.edge_lists import plain
 from gattn.nn import HANConv, HGTConv
 from gattn.nn.hetero_conv import EdgeType
@@ -179,7 +179,7 @@ def _recorded(
         layer, path = model.get_submodule(name), set(name.split("."))
         named = [t for t in edges if t and path & {"__".join(t), key2str(t), ModuleDict.to_internal_key(t)}]
         for record, types in zip(of_layer, calls.get(layer) or [named or list(edges)] * len(of_layer), strict=True):
-            if isinstance(record.graph, CompleteGraph) or getattr(layer, "explain", None) is False:
+            if record.graph.is_dense or getattr(layer, "explain", None) is False:
                 continue
             if record.weights.dim() != 2:
                 raise ValueError(f"a batch of features over one graph cannot be explained; the layer {name!r} got one.")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError
 from gattn.torch_private import uses_jit_trace
+
+if TYPE_CHECKING:
+    from gattn.graphs.sparse import SparseGraph
 
 __all__ = ["FLOWS", "EdgeList", "Graph", "check_size"]
 
@@ -53,24 +56,46 @@ class EdgeList(NamedTuple):
 class Graph(ABC):
     """Base class of `SparseGraph`, `TypedGraph` and `CompleteGraph`.
 
-    To add a kind of graph, implement the abstract methods. The reference can then attend on it, and so can the kernels
-    for lists of edges.
+    To add a kind of graph, implement `edge_index` and set the numbers of nodes. Every layer, option and backend then
+    takes it, as the list of its edges; return the same tensor each time, so that what is derived from it is kept. A
+    graph that can do better than a list overrides `resolve`, and whichever of the other methods have better answers.
 
     Example:
         >>> import torch, gattn
-        >>> graphs = [gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]])), gattn.CompleteGraph(3, causal=True)]
-        >>> [isinstance(graph, gattn.graphs.Graph) for graph in graphs]
-        [True, True]
+        >>> class Ring(gattn.graphs.Graph):
+        ...     def __init__(self, num_nodes):
+        ...         self.num_sources = self.num_targets = num_nodes
+        ...         nodes = torch.arange(num_nodes)
+        ...         self._edge_index = torch.stack([nodes, nodes.roll(-1)])
+        ...
+        ...     @property
+        ...     def edge_index(self):
+        ...         return self._edge_index
+        >>> x = torch.randn(3, 2, 4)  # 3 nodes, 2 heads, 4 channels
+        >>> torch.equal(gattn.attend(x, x, x, Ring(3)), x.roll(1, 0))  # each node has a single source
+        True
     """
 
-    num_sources: int | None
+    num_sources: int | None = None
     """M; `None` where it is taken from the features."""
-    num_targets: int | None
+    num_targets: int | None = None
     """N; `None` where it is taken from the features."""
+    is_dense: ClassVar[bool] = False
+    """Whether weights, biases and masks have an entry for every pair of nodes, and not one per edge."""
     is_sharded: ClassVar[bool] = False
     """Whether other processes hold further nodes; see `gattn.distributed`."""
     blocks: tuple[tuple[int, int], ...] | None = None
     """For a packed graph, the numbers of targets and sources of each block."""
+    source_lengths: Tensor | None = None
+    """For a padded batch, the number of real sources of each element, `[B]`."""
+    target_lengths: Tensor | None = None
+    """Likewise for targets."""
+    adjacency: Any = None
+    """What a list of edges was given as, which may be a sparse matrix with values."""
+    values: Tensor | None = None
+    """The values of a sparse `adjacency`, one per edge."""
+    self_loops: bool = False
+    """Whether self-loops are still to be added to the `adjacency`."""
     heads_dim: ClassVar[int] = -1
     """The dimension of heads in the weights that users of this graph get."""
     _attributes: ClassVar[tuple[str, ...]]
@@ -98,14 +123,31 @@ class Graph(ABC):
         first, second = self.edge_index
         return (first, second) if self.flow == FLOWS[0] else (second, first)
 
-    @abstractmethod
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all elements of a batch have all of the graph's nodes, in one block."""
+        return self.blocks is None and self.source_lengths is None and self.target_lengths is None
+
+    def listed(self, device: torch.device | None = None) -> SparseGraph:
+        """The same graph as a list of edges, on which all that follows is based unless a graph knows better.
+
+        Args:
+            device: Where to make the edges, if the graph does not hold any. (default: `None`, the CPU)
+
+        Raises:
+            ValueError: If the elements of a batch have different edges.
+        """
+        from gattn.graphs.sparse import SparseGraph  # a subclass
+
+        return SparseGraph(self.edge_index, self.num_targets, self.num_sources, flow=self.flow)
+
     def resolve(
         self,
         num_sources: int,
         num_targets: int | None,
         batch: torch.Size | None = None,
         device: torch.device | None = None,
-    ) -> Self:
+    ) -> Graph:
         """The same graph, with the sizes that the features have.
 
         Args:
@@ -117,6 +159,7 @@ class Graph(ABC):
         Raises:
             ValueError: If the graph's own sizes, batch or device differ.
         """
+        return self.listed(device).resolve(num_sources, num_targets, batch, device)
 
     def fetch(
         self, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None
@@ -124,7 +167,6 @@ class Graph(ABC):
         """The same graph, key, value, bias and mask, after other processes have sent what a sharded graph lacks."""
         return self, key, value, bias, mask
 
-    @abstractmethod
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """The edges of a resolved graph.
 
@@ -135,18 +177,18 @@ class Graph(ABC):
         Raises:
             IndexError: If an index is out of range, unless `raw`.
         """
+        return self.listed(device).edge_list(device, raw=raw)
 
-    @abstractmethod
     def with_self_loops(self) -> Graph:
         """The same graph, in which each node attends to itself."""
+        return self.listed().with_self_loops()
 
-    @abstractmethod
     def with_features(
         self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
     ) -> tuple[Graph, Tensor | None]:
         """The graph with its self-loops among its edges, and the features of all of these edges, `[E, ...]`."""
+        return self.listed().with_features(features, fill_value)
 
-    @abstractmethod
     def with_weights(self, weights: Any, *, as_values: bool = True) -> Any:
         """Attention weights together with the edges that they belong to, as PyG's layers return them.
 
@@ -154,6 +196,7 @@ class Graph(ABC):
             weights: The weights, as users of this graph get them.
             as_values: Whether they become the values of a `torch.sparse` adjacency. (default: `True`)
         """
+        return self.listed().with_weights(weights, as_values=as_values)
 
     def _changed(self, **attributes: Any) -> Self:
         """A copy with other attributes, which are not checked again."""
@@ -162,16 +205,44 @@ class Graph(ABC):
             setattr(graph, name, attributes.get(name, getattr(self, name)))
         return graph
 
-    @abstractmethod
+    def hide_later(self) -> tuple[Graph, Tensor | None]:
+        """The graph without edges from later positions; if it cannot leave them out, with a mask, True = may attend."""
+        return self, (self.distances(self.edge_index.device) <= 0).unsqueeze(-1)
+
+    def hide_padding(self, padding: Tensor, batch: torch.Size) -> tuple[Graph, Tensor | None]:
+        """The graph without padded sources, and what is left of the mask of padding.
+
+        Args:
+            padding: Which sources to ignore, `[B, M]`: booleans, or numbers that are added to the logits.
+            batch: The batch dimensions of the features.
+        """
+        return self, padding
+
+    def with_more_sources(self, count: int, device: torch.device) -> tuple[Graph, Tensor]:
+        """The graph with sources that are no nodes at its end, and a mask of all pairs, `[..., N, M + count]`.
+
+        Args:
+            count: The number of new sources, to which every target attends.
+            device: Where to make the mask.
+
+        Raises:
+            ValueError: If more would have to be said about the new sources.
+        """
+        raise InputError(
+            "add_bias_kv and add_zero_attn append keys that are no nodes, so they cannot be combined with a graph of "
+            "edges, or a packed or sharded graph: use masks."
+        )
+
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
         """A bias or mask for all pairs of nodes, `[..., H, N, M]`, in the form that `attend` takes on this graph."""
+        return self.listed().from_pairs(pairs, heads)
 
-    @abstractmethod
     def distances(self, device: torch.device) -> Tensor:
         """The position of each source in its sequence minus that of its target, in the shape of a bias without heads.
 
         That is `[E]` for a list of edges, `[N, M]` for a complete graph and `[B, N, M]` for a packed one.
         """
+        return self.listed(device).distances(device)
 
     def positions(self, side: Literal["target", "source"], first: int, count: int, device: torch.device) -> Tensor:
         """The position of each row of features in its sequence, `[count]`.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs.base import EdgeList, Graph, check_size
+from gattn.graphs.sparse import SparseGraph
 
 __all__ = ["CompleteGraph"]
 
@@ -47,6 +48,7 @@ class CompleteGraph(Graph):
         *("num_targets", "num_sources", "causal", "window", "source_lengths", "target_lengths", "blocks", "_offset"),
     )
     _offset: int | None = None
+    is_dense = True
     heads_dim = -3
     num_sources: int
     num_targets: int
@@ -148,6 +150,40 @@ class CompleteGraph(Graph):
         """The same graph with `causal=True`."""
         return self if self.causal else self._changed(causal=True)
 
+    def hide_later(self) -> tuple[CompleteGraph, None]:
+        """See `Graph.hide_later`: no edge is left to be masked."""
+        return self.with_causal(), None
+
+    def hide_padding(self, padding: Tensor, batch: torch.Size) -> tuple[CompleteGraph, Tensor | None]:
+        """See `Graph.hide_padding`; if only the ends of sequences are padded, the mask becomes lengths."""
+        if (
+            padding.dtype != torch.bool
+            or padding.dim() != 2
+            or padding.shape[:1] != batch
+            or padding.device.type != "cpu"
+            or torch.compiler.is_compiling()
+            or self.blocks is not None
+            or self.is_sharded
+            or self.source_lengths is not None
+            or self.num_sources != padding.size(1)
+        ):
+            return self, padding
+        lengths = padding.size(1) - padding.sum(1)
+        if bool((padding != (torch.arange(padding.size(1), device=padding.device) >= lengths.unsqueeze(1))).any()):
+            return self, padding
+        return self.with_source_lengths(lengths), None
+
+    def with_more_sources(self, count: int, device: torch.device) -> tuple[Graph, Tensor]:
+        """See `Graph.with_more_sources`; only one graph as a whole can have more."""
+        if self.blocks is not None or self.is_sharded:
+            return super().with_more_sources(count, device)
+        seen = self.visible(self.num_targets, self.num_sources, self.num_sources - self.num_targets, device)
+        if self.source_lengths is not None:
+            real = torch.arange(self.num_sources, device=device) < self.source_lengths.to(device).unsqueeze(-1)
+            seen = seen & real.unsqueeze(-2).unsqueeze(-2)
+        graph = CompleteGraph(self.num_targets, self.num_sources + count, target_lengths=self.target_lengths)
+        return graph, F.pad(seen, (0, count), value=True)
+
     def with_source_lengths(self, lengths: Tensor) -> CompleteGraph:
         """The same graph for a batch whose elements have these numbers of real sources."""
         graph = self._changed(source_lengths=lengths)
@@ -196,6 +232,15 @@ class CompleteGraph(Graph):
                     f"{list(batch)} in front."
                 )
         return self
+
+    def listed(self, device: torch.device | None = None) -> SparseGraph:
+        """See `Graph.listed`."""
+        if not self.is_uniform and self.blocks is None:
+            raise InputError(
+                "attention edge by edge needs a list of edges, so a complete graph has to be the same for the whole "
+                f"batch; got {self!r}."
+            )
+        return SparseGraph(self._edges(device), self.num_targets, self.num_sources)
 
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """See `Graph.edge_list`."""
@@ -292,11 +337,6 @@ class CompleteGraph(Graph):
     def offset(self, num_targets: int, num_sources: int) -> int:
         """The source at the position of target 0; the last target and source are aligned, except in a part."""
         return num_sources - num_targets if self._offset is None else self._offset
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all elements of a batch have all of the graph's nodes, in one block."""
-        return self.blocks is None and self.source_lengths is None and self.target_lengths is None
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

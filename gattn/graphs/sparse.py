@@ -135,6 +135,15 @@ class SparseGraph(Graph):
         """All edges, `[2, E]`, including self-loops, in the order of attention weights."""
         return self.edges().edge_index
 
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """The values of a sparse adjacency, `[E, ...]`, in the order of the edges; `None` if there are none."""
+        return _sparse_values(self.edges().adjacency)
+
+    def listed(self, device: torch.device | None = None) -> SparseGraph:
+        """The graph itself."""
+        return self
+
     def with_self_loops(self) -> SparseGraph:
         """The same graph with `self_loops=True`."""
         if self.self_loops:
@@ -404,13 +413,17 @@ def _sparse_index(adjacency: Any) -> Tensor:
     return torch.stack([column, row]).long()
 
 
-def _sparse_features(adjacency: Any) -> Tensor | None:
+def _sparse_values(adjacency: Any) -> Tensor | None:
+    values: Tensor | None = None
     if isinstance(adjacency, SparseTensor):
         values = adjacency.coo()[2]
     elif is_torch_sparse_tensor(adjacency):
         values = to_edge_index(adjacency)[1]
-    else:
-        return None
+    return values
+
+
+def _sparse_features(adjacency: Any) -> Tensor | None:
+    values = _sparse_values(adjacency)
     return values if values is not None and values.dim() > 1 else None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from gattn.attention import Attention, Weights
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
-from gattn.graphs import FLOWS, CompleteGraph, Graph, SparseGraph, as_graph
+from gattn.graphs import FLOWS, Graph, as_graph
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
@@ -99,15 +99,7 @@ class BaseConv(Attention):
 
     def _listed(self, graph: Graph, device: torch.device) -> Graph:
         """The same graph as a list of edges, for layers that compute per edge."""
-        if not isinstance(graph, CompleteGraph):
-            return graph
-        if not (graph.is_uniform or graph.blocks is not None):
-            raise InputError(
-                f"{type(self).__name__} needs a list of edges, so a complete graph has to be the same for the whole "
-                f"batch; got {graph!r}."
-            )
-        edges = graph.edge_list(device)
-        return SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
+        return graph.listed(device)
 
     def _shows_messages(self, layer: type[Attention]) -> bool:
         """Whether messages are read, in which case they have to be those of `layer`, of all channels at once."""

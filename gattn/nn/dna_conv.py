@@ -179,8 +179,7 @@ class DNAConv(BaseConv):
     def _weighted(self, graph: Graph, edge_weight: Tensor | None, x: Tensor) -> tuple[Graph, Tensor | None]:
         """The graph, normalized if requested, and its edge weights."""
         graph = self._listed(graph, x.device)
-        # Only what a list was given as may be a sparse tensor, which has values of its own.
-        adjacency = graph.edges().adjacency if isinstance(graph, SparseGraph) else graph.edge_index
+        adjacency = graph.listed().edges().adjacency  # which may be a sparse tensor, with values of its own
         is_list = isinstance(adjacency, Tensor) and adjacency.layout == torch.strided
         if edge_weight is not None:
             num_edges = graph.num_edges

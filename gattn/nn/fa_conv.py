@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
+from torch_geometric.utils import is_torch_sparse_tensor
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
@@ -188,7 +188,7 @@ class FAConv(BaseConv):
         if not is_wanted:
             return out
         # On a list, PyG's weights are [E]; matrices keep the dimension of heads.
-        return out, graph.with_weights(alpha.squeeze(-1) if isinstance(graph, SparseGraph) else alpha)
+        return out, graph.with_weights(alpha if graph.is_dense else alpha.squeeze(-1))
 
     def _check(self, x: Tensor, x_0: Tensor) -> None:
         """Raises `TypeError` or `ValueError` if features do not fit the layer or each other."""
@@ -204,13 +204,13 @@ class FAConv(BaseConv):
 
     def _cached_or_normalized(self, edge_index: GraphLike, edge_weight: Tensor | None, x: Tensor) -> _Normalized:
         """The graph with its weights; with `cached=True`, those of the first call."""
-        adjacency = edge_index.adjacency if isinstance(edge_index, SparseGraph) else edge_index
+        adjacency = getattr(edge_index, "adjacency", edge_index)
         name = "_cached_adj_t" if isinstance(adjacency, SparseTensor) else "_cached_edge_index"
         found: _Normalized | None = getattr(self, name)
         if not self.normalize or found is None:
             found = self._normalized(edge_index, edge_weight, x)
             if self.normalize and self.cached:
-                if isinstance(found.graph, SparseGraph) and found.factor is not None:  # later edits have no effect
+                if not found.graph.is_dense and found.factor is not None:  # later edits have no effect
                     copied = SparseGraph(found.graph.edge_index.clone(), x.size(-2), x.size(-2), flow=found.graph.flow)
                     found = found._replace(graph=copied)
                 setattr(self, name, found)
@@ -219,26 +219,25 @@ class FAConv(BaseConv):
 
     def _normalized(self, edge_index: GraphLike, edge_weight: Tensor | None, x: Tensor) -> _Normalized:
         graph = self._graph(edge_index, x, x, self_loops=False)
-        adjacency = graph.adjacency if isinstance(graph, SparseGraph) else None
+        adjacency = graph.adjacency
         if not self.normalize:
-            if adjacency is None:
+            if graph.is_dense:
                 raise InputError(f"with normalize=False, FAConv needs a list of edges, [2, E]; got {graph!r}.")
-            return _Normalized(graph, _values(graph) if edge_weight is None else edge_weight)
+            return _Normalized(graph, graph.values if edge_weight is None else edge_weight)
         if edge_weight is not None or (isinstance(adjacency, SparseTensor) and adjacency.has_value()):
             raise InputError(
                 "with normalize=True, FAConv computes the weights of edges itself: to pass edge_weight, make the layer "
                 "with normalize=False."
             )
         if is_torch_sparse_tensor(adjacency):  # whose degrees are sums of its values, as in PyG
-            assert isinstance(graph, SparseGraph)
-            return _normalized_values(graph, self.add_self_loops and not graph.self_loops, x.dtype)
+            return _normalized_values(graph.listed(), self.add_self_loops and not graph.self_loops, x.dtype)
         graph = graph.with_self_loops() if self.add_self_loops else graph
         factor = _inverse_roots(graph, x)
         if isinstance(self.aggr_module, SumAggregation):
             return _Normalized(graph, None, factor)
-        if not isinstance(graph, SparseGraph):
+        if graph.is_dense:
             raise InputError(f"on {graph!r}, FAConv can only sum its messages; got aggr={self.aggr!r}.")
-        edges = graph.edges()  # self-loops are added only once, since compiled code cannot compare lengths
+        edges = graph.listed().edges()  # self-loops are added only once, since compiled code cannot compare lengths
         graph = SparseGraph(edges.adjacency, edges.num_targets, edges.num_sources, flow=graph.flow)
         source, target = graph.sources_and_targets()  # other aggregations may not commute with a factor
         return _Normalized(graph, (factor[source] * factor[target]).flatten())
@@ -277,18 +276,7 @@ def _normalized_values(graph: SparseGraph, add_self_loops: bool, dtype: torch.dt
         adjacency = adjacency.coalesce()
     adjacency, _ = gcn_norm(adjacency, None, graph.num_targets, False, add_self_loops, dtype=dtype)
     graph = SparseGraph(adjacency, graph.num_targets, graph.num_sources)
-    return _Normalized(graph, _values(graph))
-
-
-def _values(graph: Graph) -> Tensor | None:
-    """The values of a sparse adjacency, `[E]`; `None` if the graph has none."""
-    adjacency = graph.edges().adjacency if isinstance(graph, SparseGraph) else None  # others have no values
-    values: Tensor | None = None
-    if isinstance(adjacency, SparseTensor):
-        values = adjacency.coo()[2]
-    elif is_torch_sparse_tensor(adjacency):
-        values = to_edge_index(adjacency)[1]
-    return values
+    return _Normalized(graph, graph.values)
 
 
 def _checked_weight(edge_weight: Tensor | None, source: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch_geometric.nn.inits import glorot
 
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, check_at_least
-from gattn.graphs import Graph, GraphLike, SparseGraph
+from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear, is_affine, is_autocast
@@ -240,7 +240,7 @@ class GeneralConv(BaseConv):
         if not is_affine(lin):
             return False
         is_uniform = edge_attr.dtype == lin.weight.dtype == value.dtype and not is_autocast(edge_attr)
-        return is_uniform and edge_attr.dim() == 2 and isinstance(graph, SparseGraph) and not self._is_product
+        return is_uniform and edge_attr.dim() == 2 and not graph.is_dense and not self._is_product
 
     def _sum_of_scalars(
         self, value: Tensor, own: Tensor | None, edge: Tensor | None, projection: Tensor | None

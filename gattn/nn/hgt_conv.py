@@ -232,7 +232,7 @@ def _joined(parts: list[_Part], num_sources: int, num_targets: int, device: torc
     contents: list[Hashable] = [num_sources, num_targets]
     for graph, *starts in parts:
         # What is kept belongs to a tensor that the user holds.
-        if is_traced() or not isinstance(graph, SparseGraph) or not isinstance(graph.adjacency, Tensor):
+        if is_traced() or not isinstance(graph.adjacency, Tensor):
             return SparseGraph(join()[0], num_targets, num_sources)
         holder = graph.adjacency if holder is None else holder
         # An edit changes a tensor's token, and unlike an address, a token is never reused.

@@ -221,8 +221,7 @@ def _num_edges(graph: Graph, weight: Tensor | None, attr: Tensor | None, num_edg
         return next(iter(known.values()))
     if graph.num_targets is not None:
         return graph.num_targets
-    assert isinstance(graph, SparseGraph)
-    adjacency = graph.adjacency
+    adjacency = graph.listed().adjacency
     if adjacency.numel() == 0:
         return 0
     row = int(graph.flow == FLOWS[0])

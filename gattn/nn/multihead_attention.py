@@ -15,7 +15,7 @@ from torch_geometric.typing import Adj
 
 from gattn.attention import Attention
 from gattn.errors import InputError, check_at_least
-from gattn.graphs import CompleteGraph, Graph, SparseGraph, as_graph
+from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
 from gattn.nn.graph_positions import position_bias
 from gattn.nn.key_value_cache import KeyValueCache
@@ -299,7 +299,9 @@ class MultiheadAttention(Attention):
         q, k, v = self._project(query, key, value, transposed, None if grows_cache else cache)
         first = cache.length(self) if cache is not None and grows_cache else 0
         num_targets, num_sources = q.size(-3), first + k.size(-3)
-        resolved = _resolve_graph(graph, num_targets, num_sources, is_causal)
+        resolved: Graph = CompleteGraph(num_targets, num_sources)
+        if graph is not None:
+            resolved = as_graph(graph, sharded=True).resolve(num_sources, num_targets)
         if isinstance(self.position, RotaryPositionalEncoding):
             q = self.position(q, resolved.positions("target", num_sources - num_targets, num_targets, q.device))
             k = self.position(k, resolved.positions("source", first, num_sources - first, k.device))
@@ -336,7 +338,7 @@ class MultiheadAttention(Attention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        graph: CompleteGraph,
+        graph: Graph,
         need_weights: bool,
         average_attn_weights: bool,
         is_causal: bool,
@@ -430,46 +432,22 @@ class MultiheadAttention(Attention):
         self, k: Tensor, v: Tensor, graph: Graph, bias: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Graph, Tensor | None, Tensor | None]:
         """Appends the learnt key and value, and the zeros, to which every target attends."""
-        # Only one complete graph can have more sources without more being said about them.
-        has_more = graph.blocks is not None or graph.is_sharded
-        if not isinstance(graph, CompleteGraph) or has_more or self.position is not None:
-            raise ValueError(
-                "add_bias_kv and add_zero_attn append keys that are no nodes, so they cannot be combined with a graph "
-                "of edges, a packed or sharded graph or positions: use masks."
-            )
+        if self.position is not None:
+            raise ValueError("add_bias_kv and add_zero_attn append keys that are no nodes, and have no positions.")
         extra = []
         if self.bias_k is not None and self.bias_v is not None:
             extra.append([self._heads(x.expand(*k.shape[:-3], 1, -1), False) for x in (self.bias_k[0], self.bias_v[0])])
         if self.add_zero_attn:
             shape = (*k.shape[:-3], 1, *k.shape[-2:])
             extra.append([k.new_zeros(shape), v.new_zeros(shape)])
-        offset = graph.num_sources - graph.num_targets
-        seen = graph.visible(graph.num_targets, graph.num_sources, offset, k.device)
-        if graph.source_lengths is not None:
-            real = torch.arange(graph.num_sources, device=k.device) < graph.source_lengths.to(k.device).unsqueeze(-1)
-            seen = seen & real.unsqueeze(-2).unsqueeze(-2)
-        mask = seen if mask is None else mask & seen
-        mask = F.pad(mask, (0, len(extra)), value=True)
-        bias = None if bias is None else F.pad(bias.expand(*bias.shape[:-1], graph.num_sources), (0, len(extra)))
+        more, seen = graph.with_more_sources(len(extra), k.device)
+        mask = seen if mask is None else F.pad(mask, (0, len(extra)), value=True) & seen
+        bias = None if bias is None else F.pad(bias.expand(*bias.shape[:-1], k.size(-3)), (0, len(extra)))
         k, v = (torch.cat([x, *(pair[side] for pair in extra)], -3) for side, x in enumerate((k, v)))
-        return k, v, CompleteGraph(graph.num_targets, k.size(-3), target_lengths=graph.target_lengths), bias, mask
+        return k, v, more, bias, mask
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.embed_dim}, num_heads={self.num_heads})"
-
-
-def _resolve_graph(graph: Adj | Graph | None, num_targets: int, num_sources: int, is_causal: bool) -> Graph:
-    """The graph that a caller passed, with its sizes; by default a complete one."""
-    if graph is None:
-        return CompleteGraph(num_targets, num_sources, causal=is_causal)
-    resolved = as_graph(graph, sharded=True).resolve(num_sources, num_targets)
-    if is_causal and isinstance(resolved, CompleteGraph):  # on a list of edges, that is a mask
-        return resolved.with_causal()
-    if is_causal and not isinstance(resolved, SparseGraph):
-        raise InputError(
-            f"is_causal=True is not possible on a {type(resolved).__name__}: make a graph without later sources."
-        )
-    return resolved
 
 
 def _is_static(query: Tensor, key: Tensor, static_kv: bool | None, time: int) -> bool:

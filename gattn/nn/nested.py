@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.errors import InputError
-from gattn.graphs import CompleteGraph
+from gattn.graphs import CompleteGraph, Graph
 
 __all__ = ["apply", "flatten", "is_nested", "packed_graph", "pad_weights", "restore"]
 
@@ -68,7 +68,7 @@ def packed_graph(
     key_padding_mask: Tensor | None,
     is_causal: bool,
     cache: Any,
-) -> CompleteGraph:
+) -> Graph:
     """Returns the graph of nested tensors that are laid end to end.
 
     Raises:
@@ -101,7 +101,7 @@ def packed_graph(
     packed = CompleteGraph.packed(targets, sources)
     if graph is None:
         return packed
-    if not isinstance(graph, CompleteGraph) or graph.blocks != packed.blocks:  # others have no blocks
+    if not isinstance(graph, Graph) or graph.blocks != packed.blocks:
         raise InputError(
             "in nested tensors each sequence attends to itself: leave out graph, or pass CompleteGraph.packed with "
             f"their lengths; got {graph!r}."

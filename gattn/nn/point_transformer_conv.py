@@ -119,7 +119,7 @@ class PointTransformerConv(BaseConv):
         source_pos, target_pos = self._positions(pos, sources, targets)
         graph = self._graph(edge_index, sources, targets, self.add_self_loops)
         edges = graph.edge_list(sources.device)
-        if isinstance(graph, SparseGraph):  # self-loops are added only once: compiled code cannot compare lengths
+        if not graph.is_dense:  # self-loops are added only once: compiled code cannot compare lengths
             graph = SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
         source, target = edges.edge_index if edges.flow == FLOWS[0] else edges.edge_index.flip(0)
 

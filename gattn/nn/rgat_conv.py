@@ -296,7 +296,7 @@ class RGATConv(AttentionConv):
 
     def _relations(self, graph: Graph, edge_type: Any) -> Tensor:
         """The relation of each edge, checked."""
-        if not isinstance(graph, SparseGraph) or graph.self_loops:
+        if graph.is_dense or graph.self_loops:
             raise InputError(
                 f"each edge has a relation, so RGATConv needs a graph that lists its edges, including self-loops; got "
                 f"{graph}: pass its edge_index, and a relation for each of these edges."

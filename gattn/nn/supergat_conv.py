@@ -19,7 +19,7 @@ from torch_geometric.utils import (
 
 from gattn.attention import weigh
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs import CompleteGraph, Graph, GraphLike, SparseGraph
+from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import AttentionConv
 from gattn.nn.linear import Linear
 from gattn.scores import DotScore
@@ -177,7 +177,7 @@ class SuperGATConv(AttentionConv):
         graph = self._graph(edge_index, x, x, self.add_self_loops)
         x = self._heads(self.lin(x))
         is_mixed = self.attention_type == "MX"
-        if isinstance(graph, SparseGraph) and (is_mixed or self.training):  # everything below shares one list of edges
+        if not graph.is_dense and (is_mixed or self.training):  # everything below shares one list of edges
             graph = SparseGraph(graph.edge_index, graph.num_targets, graph.num_sources, flow=graph.flow)
         products = None
         if is_mixed:
@@ -194,7 +194,7 @@ class SuperGATConv(AttentionConv):
     def _mixed(self, x: Tensor, graph: Graph) -> tuple[Tensor, Tensor | None]:
         """The logits of MX as a bias, and the dot products for a list of edges."""
         left, right = ((x * vector).sum(-1) for vector in (self.att_l, self.att_r))  # [..., N, H]
-        if isinstance(graph, CompleteGraph):  # all pairs by one matrix product
+        if graph.is_dense:  # all pairs by one matrix product
             products = torch.einsum("...ihc,...jhc->...hij", x, x)
             sums = right.transpose(-1, -2).unsqueeze(-1) + left.transpose(-1, -2).unsqueeze(-2)
             logits = F.leaky_relu(sums * products.sigmoid(), self.negative_slope)
@@ -208,8 +208,6 @@ class SuperGATConv(AttentionConv):
         self, x: Tensor, graph: Graph, products: Tensor | None, neg_edge_index: Tensor | None, batch: Tensor | None
     ) -> None:
         """Computes the logits of pairs without an edge, and those of edges unless they are known."""
-        if isinstance(graph, CompleteGraph) and not (graph.is_uniform or graph.blocks is not None):
-            raise InputError(f"in training, SuperGATConv needs one graph for the whole batch; got {graph!r}.")
         edge_index = self._listed(graph, x.device).edge_index
         positive = self.positive_sampling(edge_index)
         if products is None or positive is not edge_index:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gattn.errors import InputError
-from gattn.graphs import CompleteGraph, Graph, SparseGraph
+from gattn.graphs import Graph
 from gattn.graphs.edge_lists import derived
 from gattn.torch_private import is_readable
 
@@ -68,25 +68,25 @@ def mask_terms(
         graph: The graph, whose sizes are known.
         attn_mask: As in `MultiheadAttention.forward`.
         key_padding_mask: As in `MultiheadAttention.forward`.
-        is_causal: Whether targets see only sources up to their position, and `attn_mask` says the same or is `None`; a
-            complete graph knows it already.
+        is_causal: Whether targets see only sources up to their position, and `attn_mask` says the same or is `None`.
         batch: The batch dimensions of the features.
         heads: H.
         size: N and M.
 
     Returns:
-        The graph, with lengths where the padding mask could be turned into them, the bias and the mask.
+        The graph, which may have become causal or have lengths in place of masks, the bias and the mask.
 
     Raises:
         ValueError: If a mask has the wrong shape.
     """
     attn_mask = pair_mask(attn_mask, batch, heads, size)
     attn_mask = None if is_causal else attn_mask
-    graph, key_padding_mask = padding_as_lengths(graph, key_padding_mask, batch)
+    graph, past = graph.hide_later() if is_causal else (graph, None)
+    if key_padding_mask is not None:
+        graph, key_padding_mask = graph.hide_padding(key_padding_mask, batch)
     bias, mask = bias_and_mask(attn_mask, key_padding_mask, batch, size[1])
     bias, mask = (None if term is None else graph.from_pairs(term, heads) for term in (bias, mask))
-    if is_causal and isinstance(graph, SparseGraph):  # a complete graph is causal itself, a list of edges by a mask
-        past = (graph.distances(graph.edge_index.device) <= 0).unsqueeze(-1)
+    if past is not None:
         mask = past if mask is None else mask & past
     return graph, bias, mask
 
@@ -106,28 +106,6 @@ def pair_mask(attn_mask: Tensor | None, batch: torch.Size, heads: int, size: tup
             f"{list(attn_mask.shape)}."
         )
     return attn_mask.view(*batch, heads, *size) if attn_mask.dim() == 3 else attn_mask
-
-
-def padding_as_lengths(graph: Graph, padding: Tensor | None, batch: torch.Size) -> tuple[Graph, Tensor | None]:
-    """Turns a mask that hides only the ends of sequences into lengths, so that nothing is computed for padding."""
-    if (
-        padding is None
-        or padding.dtype != torch.bool
-        or padding.dim() != 2
-        or padding.shape[:1] != batch
-        or padding.device.type != "cpu"
-        or torch.compiler.is_compiling()
-        or not isinstance(graph, CompleteGraph)  # other graphs have no lengths
-        or graph.blocks is not None
-        or graph.is_sharded
-        or graph.source_lengths is not None
-        or graph.num_sources != padding.size(1)
-    ):
-        return graph, padding
-    lengths = padding.size(1) - padding.sum(1)
-    if bool((padding != (torch.arange(padding.size(1), device=padding.device) >= lengths.unsqueeze(1))).any()):
-        return graph, padding
-    return graph.with_source_lengths(lengths), None
 
 
 def bias_and_mask(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gattn.graphs import CompleteGraph, GraphLike, SparseGraph, as_graph
+from gattn.graphs import GraphLike, as_graph
 from gattn.recording import AttentionRecord
 
 __all__ = [
@@ -74,7 +74,7 @@ def unpack(
             raise IndexError(f"there is no call {call}: the layer was called {len(weights)} times.")
         weights = cast(AttentionRecord, weights[call])
     record = weights
-    graph = None if isinstance(record.graph, CompleteGraph) else record.graph
+    graph = None if record.graph.is_dense else record.graph
     if isinstance(record.weights, list):
         is_batch, count = True, len(record.weights)
     else:
@@ -167,11 +167,12 @@ def edge_weights(weights: ArrayLike, edges: Tensor) -> Tensor:
 def edge_list(edge_index: GraphLike | NDArray[Any], at_least: int = 0) -> tuple[Tensor, tuple[int, int]]:
     """Returns sources and targets on the CPU, `[2, E]`, and their numbers, which are `at_least` this if unknown."""
     graph = as_graph(torch.as_tensor(edge_index) if isinstance(edge_index, np.ndarray) else edge_index)
-    if not isinstance(graph, SparseGraph):  # pictures of graphs draw edges
+    if graph.is_dense:  # pictures of graphs draw edges
         raise ValueError(
             "a CompleteGraph has no list of edges: its weights, [N, M] or [H, N, M], come without a graph. Draw them "
             "with attention_matrix or attention_arcs."
         )
+    graph = graph.listed()
     sizes = graph.num_sources, graph.num_targets
     if None in sizes:
         most = int(graph.adjacency.max()) + 1 if graph.adjacency.numel() else 0

@@ -12,7 +12,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils import coalesce, to_torch_csr_tensor
 
 from gattn import CompleteGraph, SparseGraph
-from gattn.graphs import Graph, as_graph
+from gattn.graphs import as_graph
 from gattn.nn import (
     ALiBi,
     KeyValueCache,
@@ -1186,23 +1186,6 @@ def test_a_mask_counts_beside_is_causal(n, m):
     for _ in range(2):
         torch.testing.assert_close(ours(x, x, x, attn_mask=edited, is_causal=True), theirs(x, x, x, attn_mask=edited))
         edited[1, 0] = True  # what was seen of a mask is forgotten
-
-
-class ThirdGraph(Graph):
-    """A graph that is neither a list of edges nor complete, which answers nothing but its sizes."""
-
-    flow = "source_to_target"
-
-    def resolve(self, *args, **kwargs):
-        return self
-
-
-ThirdGraph.__abstractmethods__ = frozenset()
-
-
-def test_causality_is_not_dropped_on_other_graphs(attention, x):
-    with pytest.raises(ValueError, match="is_causal=True is not possible on a ThirdGraph"):
-        attention(x, x, x, graph=ThirdGraph(), is_causal=True)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: copy.deepcopy((None, cache))[1]])

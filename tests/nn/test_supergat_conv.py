@@ -299,7 +299,7 @@ def test_wrong_inputs(x, edge_index):
         conv(x, edge_index, edge_index.t())
     with pytest.raises(ValueError, match="batch must give the graph of each node in ascending order"):
         conv(x, edge_index, batch=torch.tensor([0] * 5 + [1] * 3 + [0]))
-    with pytest.raises(ValueError, match="one graph for the whole batch"):
+    with pytest.raises(ValueError, match="the same for the whole batch"):
         conv(x.unsqueeze(0), gattn.CompleteGraph(N, source_lengths=torch.tensor([3])))
     for options, message in (
         ({"attention_type": "XX"}, "attention_type must be 'MX' or 'SD'; got 'XX'"),

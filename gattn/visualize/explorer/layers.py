@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.utils import is_sparse
 
-from gattn.graphs import CompleteGraph, Graph
+from gattn.graphs import Graph
 from gattn.recording import AttentionRecord, record_attention
 from gattn.visualize.inputs import complete_weights, edge_list, edge_weights
 
@@ -129,7 +129,7 @@ def _calls(name: str, calls: Any, batch: _Batch) -> Iterator[Layer]:
 def _layer(name: str, call: Any, batch: _Batch) -> Layer:
     if isinstance(call, AttentionRecord):
         weights, graph = call
-        if not isinstance(graph, CompleteGraph):
+        if not graph.is_dense:
             edges, (num_sources, num_targets) = edge_list(graph)
             return Layer(name, edges, edge_weights(batch.of(weights, 2), edges), num_sources, num_targets, False)
         matrices = complete_weights(batch.of(weights, 3))
