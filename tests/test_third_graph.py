@@ -242,12 +242,15 @@ class TestAttend:
         edge, edge_value = (torch.randn(*batch, 3 * N, 2, 4, dtype=torch.double) for _ in range(2))
         bias, mask = torch.randn(*batch, 3 * N, 2, dtype=torch.double), torch.rand(3 * N, 1) < 0.7
         leaves = [part.requires_grad_() for part in (query, key, value, edge, bias, edge_value)]
-        options = {"edge": edge, "edge_value": edge_value, "bias": bias, "mask": mask, "backend": backend}
+        options = {"edge": edge, "bias": bias, "mask": mask, "backend": backend}
         found = []
         for graph in (as_list, kind):
             outs = gattn.attend(
-                query, key, value, graph(N, M, flow), return_weights=True, return_edges="logits", **options
+                query, key, value, graph(N, M, flow), return_weights=True, edge_value=edge_value, **options
             )
+            logits = gattn.weigh(query, key, graph(N, M, flow), distribution=None, **options)
+            summed = gattn.aggregate(outs[1], value, graph(N, M, flow), edge_value=edge_value, backend=backend)
+            outs = *outs, logits.masked_fill(logits == -torch.inf, 0.0), summed
             found.append([*outs, *torch.autograd.grad(sum(out.cos().sum() for out in outs), leaves)])
         assert_same(*found)
 
@@ -263,7 +266,7 @@ class TestAttend:
     def test_types_of_edges(self, kind, backend):
         x, table = torch.randn(N, 2, 4), torch.randn(3, 2, 4)
         edge_type = torch.arange(3 * N) % 3
-        options = {"edge": table, "edge_type": edge_type, "backend": backend}
+        options = {"edge": gattn.Typed(table, edge_type), "backend": backend}
         assert_same(*[gattn.attend(x, x, x, graph(N, N), **options) for graph in (as_list, kind)])
 
     def test_masks_of_multihead_attention(self, kind, backend):
