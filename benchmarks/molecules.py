@@ -37,7 +37,7 @@ from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.framework.training import Training, num_parameters
 from benchmarks.pyg_layers import PyGGatedGCNConv
-from gattn.datasets.sets.ogb import import_ogb
+from gattn.datasets.ogb_package import import_ogb
 
 MODELS = ("gatv2", "transformer", "gatedgcn", "complete", "gps")
 LAYERS = ("gattn", "pyg")

@@ -39,6 +39,22 @@ def imported(tree):
             yield from ((node.lineno, name[1]) for name in names if name[0] == "gattn" and len(name) > 1)
 
 
+def test_no_module_imports_itself_through_others():
+    """Not even where only types need it, or inside of a function."""
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    imports = {}
+    for name, path in names.items():
+        found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        pairs = [(node.module, f"{node.module}.{alias.name}") for node in found for alias in node.names]
+        imports[name] = {inner if inner in names else module for module, inner in pairs} & names.keys() - {name}
+    while leaves := [name for name, others in imports.items() if not others & imports.keys()]:
+        for name in leaves:
+            del imports[name]
+    # What remains imports itself through others, or is above such a circle.
+    assert not imports, {name: sorted(others & imports.keys()) for name, others in imports.items()}
+
+
 def test_imports_go_one_way():
     wrong = []
     for path in PACKAGE.rglob("*.py"):

@@ -8,9 +8,9 @@ from typing import Any
 from torch_geometric.data import InMemoryDataset
 
 from gattn.datasets.errors import DatasetUnavailableError
+from gattn.datasets.ogb_package import import_ogb
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.safe_files import read_torch
-from gattn.datasets.sets.ogb import import_ogb
 
 __all__ = ["PygGraphPropPredDataset", "PygNodePropPredDataset", "read_dictionary"]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -19,25 +17,7 @@ from gattn.datasets.download import download, read_dataset
 from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.registry import GraphFamily, register
 
-__all__ = ["OGB", "import_ogb"]
-
-
-def import_ogb(module: str) -> Any:
-    """Imports a module of OGB's package, without its thread that looks for a newer version on the network.
-
-    Raises:
-        ImportError: If the package is not installed.
-    """
-    hide_outdated = "ogb" not in sys.modules and "outdated" not in sys.modules
-    if hide_outdated:
-        sys.modules["outdated"] = None  # type: ignore[assignment]
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError("OGB's data sets need its package: pip install ogb.") from error
-    finally:
-        if hide_outdated:
-            del sys.modules["outdated"]
+__all__ = ["OGB"]
 
 
 @register
