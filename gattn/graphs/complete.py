@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs.base import EdgeList, Graph, check_size
-from gattn.graphs.sparse import SparseGraph
 
 __all__ = ["CompleteGraph"]
 
@@ -232,15 +231,6 @@ class CompleteGraph(Graph):
                     f"{list(batch)} in front."
                 )
         return self
-
-    def listed(self, device: torch.device | None = None) -> SparseGraph:
-        """See `Graph.listed`."""
-        if not self.is_uniform and self.blocks is None:
-            raise InputError(
-                "attention edge by edge needs a list of edges, so a complete graph has to be the same for the whole "
-                f"batch; got {self!r}."
-            )
-        return SparseGraph(self._edges(device), self.num_targets, self.num_sources)
 
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """See `Graph.edge_list`."""
