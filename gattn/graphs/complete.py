@@ -155,17 +155,10 @@ class CompleteGraph(Graph):
 
     def hide_padding(self, padding: Tensor, batch: torch.Size) -> tuple[CompleteGraph, Tensor | None]:
         """See `Graph.hide_padding`; if only the ends of sequences are padded, the mask becomes lengths."""
-        if (
-            padding.dtype != torch.bool
-            or padding.dim() != 2
-            or padding.shape[:1] != batch
-            or padding.device.type != "cpu"
-            or torch.compiler.is_compiling()
-            or self.blocks is not None
-            or self.is_sharded
-            or self.source_lengths is not None
-            or self.num_sources != padding.size(1)
-        ):
+        has_room = self.blocks is None and self.source_lengths is None and not self.is_sharded
+        if torch.compiler.is_compiling() or padding.device.type != "cpu" or not has_room:
+            return self, padding
+        if padding.dtype != torch.bool or padding.dim() != 2 or padding.shape != (*batch, self.num_sources):
             return self, padding
         lengths = padding.size(1) - padding.sum(1)
         if bool((padding != (torch.arange(padding.size(1), device=padding.device) >= lengths.unsqueeze(1))).any()):
