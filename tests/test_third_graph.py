@@ -320,9 +320,13 @@ def test_sizes_and_indices_are_checked():
         gattn.attend(x, x, x, Edges(torch.tensor([[0], [N]]), N, N))
 
 
-def test_a_sequence_has_no_place_to_list_lengths():
+def test_a_list_of_edges_has_no_lengths():
     with pytest.raises(ValueError, match="needs a list of edges"):
         CompleteGraph(3, source_lengths=torch.tensor([2, 3])).listed()
+    ring, x = Ring(3, 3), torch.randn(2, 3, 2, 4)
+    ring.source_lengths = torch.tensor([2, 3])
+    with pytest.raises(ValueError, match="needs a list of edges"):
+        gattn.attend(x, x, x, ring)
     for graph in (CompleteGraph(3, causal=True), CompleteGraph.packed([1, 2])):
         assert torch.equal(graph.listed().edge_index, graph.edge_index)
 

@@ -92,8 +92,6 @@ class Graph(ABC):
     """Likewise for targets."""
     adjacency: Any = None
     """What a list of edges was given as, which may be a sparse matrix with values."""
-    values: Tensor | None = None
-    """The values of a sparse `adjacency`, one per edge."""
     self_loops: bool = False
     """Whether self-loops are still to be added to the `adjacency`."""
     heads_dim: ClassVar[int] = -1
@@ -124,12 +122,21 @@ class Graph(ABC):
         return (first, second) if self.flow == FLOWS[0] else (second, first)
 
     @property
+    def values(self) -> Tensor | None:
+        """The values of a sparse `adjacency`, `[E, ...]`, in the order of the edges; `None` if there are none."""
+        return None
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all elements of a batch have all of the graph's nodes, in one block."""
         return self.blocks is None and self.source_lengths is None and self.target_lengths is None
 
+    def _edges(self, device: torch.device | str | None) -> Tensor:
+        """The `edge_index`, on this device if the graph does not hold any."""
+        return self.edge_index
+
     def listed(self, device: torch.device | None = None) -> SparseGraph:
-        """The same graph as a list of edges, on which all that follows is based unless a graph knows better.
+        """The same graph as a list of edges, from which other methods get their answers unless a graph knows better.
 
         Args:
             device: Where to make the edges, if the graph does not hold any. (default: `None`, the CPU)
@@ -139,7 +146,12 @@ class Graph(ABC):
         """
         from gattn.graphs.sparse import SparseGraph  # a subclass
 
-        return SparseGraph(self.edge_index, self.num_targets, self.num_sources, flow=self.flow)
+        if not self.is_uniform and self.blocks is None:
+            raise InputError(
+                "attention edge by edge needs a list of edges, so a graph has to be the same for the whole batch; got "
+                f"{self!r}."
+            )
+        return SparseGraph(self._edges(device), self.num_targets, self.num_sources, flow=self.flow)
 
     def resolve(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs.base import EdgeList, Graph, check_size
-from gattn.graphs.sparse import SparseGraph
 
 __all__ = ["CompleteGraph"]
 
@@ -156,17 +155,10 @@ class CompleteGraph(Graph):
 
     def hide_padding(self, padding: Tensor, batch: torch.Size) -> tuple[CompleteGraph, Tensor | None]:
         """See `Graph.hide_padding`; if only the ends of sequences are padded, the mask becomes lengths."""
-        if (
-            padding.dtype != torch.bool
-            or padding.dim() != 2
-            or padding.shape[:1] != batch
-            or padding.device.type != "cpu"
-            or torch.compiler.is_compiling()
-            or self.blocks is not None
-            or self.is_sharded
-            or self.source_lengths is not None
-            or self.num_sources != padding.size(1)
-        ):
+        has_room = self.blocks is None and self.source_lengths is None and not self.is_sharded
+        if torch.compiler.is_compiling() or padding.device.type != "cpu" or not has_room:
+            return self, padding
+        if padding.dtype != torch.bool or padding.dim() != 2 or padding.shape != (*batch, self.num_sources):
             return self, padding
         lengths = padding.size(1) - padding.sum(1)
         if bool((padding != (torch.arange(padding.size(1), device=padding.device) >= lengths.unsqueeze(1))).any()):
@@ -232,15 +224,6 @@ class CompleteGraph(Graph):
                     f"{list(batch)} in front."
                 )
         return self
-
-    def listed(self, device: torch.device | None = None) -> SparseGraph:
-        """See `Graph.listed`."""
-        if not self.is_uniform and self.blocks is None:
-            raise InputError(
-                "attention edge by edge needs a list of edges, so a complete graph has to be the same for the whole "
-                f"batch; got {self!r}."
-            )
-        return SparseGraph(self._edges(device), self.num_targets, self.num_sources)
 
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """See `Graph.edge_list`."""

@@ -136,8 +136,8 @@ class SparseGraph(Graph):
         return self.edges().edge_index
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """The values of a sparse adjacency, `[E, ...]`, in the order of the edges; `None` if there are none."""
+    def values(self) -> Tensor | None:
+        """See `Graph.values`."""
         return _sparse_values(self.edges().adjacency)
 
     def listed(self, device: torch.device | None = None) -> SparseGraph:

@@ -177,11 +177,7 @@ def edge_list(edge_index: GraphLike | NDArray[Any], at_least: int = 0) -> tuple[
     if None in sizes:
         most = int(graph.adjacency.max()) + 1 if graph.adjacency.numel() else 0
         graph = graph.with_sizes(*(max(most, at_least) if size is None else size for size in sizes))
-    edges = graph.edge_index.cpu()
-    return edges if graph.flow == "source_to_target" else edges.flip(0), (
-        graph.num_sources or 0,
-        graph.num_targets or 0,
-    )
+    return torch.stack(graph.sources_and_targets()).cpu(), (graph.num_sources or 0, graph.num_targets or 0)
 
 
 def edges_within(edge_index: GraphLike, **per_node: Any) -> tuple[Tensor, int]:
