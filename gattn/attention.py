@@ -25,7 +25,7 @@ from torch_geometric.typing import OptPairTensor
 from gattn.distributions import Distribution, resolve_distribution
 from gattn.edges import EdgeTerm
 from gattn.errors import InputTypeError, check_flag
-from gattn.graphs import FLOWS, CompleteGraph, GraphLike, SparseGraph, as_graph
+from gattn.graphs import FLOWS, GraphLike, SparseGraph, as_graph
 from gattn.ops import reference
 from gattn.ops.backends import Result
 from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
@@ -521,7 +521,7 @@ class Attention(Leaf, MessagePassing):
             **terms,
         )
         require_finite(query=query, key=key, value=value, **terms)
-        if self.explain and isinstance(call.graph, CompleteGraph):  # explainers mask edges of their own edge_index
+        if self.explain and call.graph.is_dense:  # explainers mask edges of their own edge_index
             with self._unexplained():
                 return self._compute(call, backend, distribution is None)
         return self._compute(call, backend, distribution is None)

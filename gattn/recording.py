@@ -33,7 +33,7 @@ class AttentionRecord(NamedTuple):
     @property
     def edge_index(self) -> Tensor | None:
         """The edges that the weights belong to, `[2, E]`, sources above targets; `None` for a complete graph."""
-        if isinstance(self.graph, CompleteGraph):  # whose weights are matrices
+        if self.graph.is_dense:  # whose weights are matrices
             return None
         edge_index = self.graph.edge_index
         return edge_index if self.graph.flow == FLOWS[0] else edge_index.flip(0)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError
 from gattn.torch_private import uses_jit_trace
-
-if TYPE_CHECKING:
-    from gattn.graphs.sparse import SparseGraph
 
 __all__ = ["FLOWS", "EdgeList", "Graph", "check_size"]
 
@@ -96,6 +93,8 @@ class Graph(ABC):
     """Whether self-loops are still to be added to the `adjacency`."""
     heads_dim: ClassVar[int] = -1
     """The dimension of heads in the weights that users of this graph get."""
+    _list: ClassVar[type[Any]]
+    """`SparseGraph`, which sets this."""
     _attributes: ClassVar[tuple[str, ...]]
     """The attributes that a changed copy takes over."""
     flow: str = FLOWS[0]
@@ -135,8 +134,8 @@ class Graph(ABC):
         """The `edge_index`, on this device if the graph does not hold any."""
         return self.edge_index
 
-    def listed(self, device: torch.device | None = None) -> SparseGraph:
-        """The same graph as a list of edges, from which other methods get their answers unless a graph knows better.
+    def listed(self, device: torch.device | None = None) -> Any:
+        """The same graph as a `SparseGraph`, from which other methods get their answers unless a graph knows better.
 
         Args:
             device: Where to make the edges, if the graph does not hold any. (default: `None`, the CPU)
@@ -144,14 +143,16 @@ class Graph(ABC):
         Raises:
             ValueError: If the elements of a batch have different edges.
         """
-        from gattn.graphs.sparse import SparseGraph  # a subclass
-
         if not self.is_uniform and self.blocks is None:
             raise InputError(
                 "attention edge by edge needs a list of edges, so a graph has to be the same for the whole batch; got "
                 f"{self!r}."
             )
-        return SparseGraph(self._edges(device), self.num_targets, self.num_sources, flow=self.flow)
+        return Graph._list(self._edges(device), self.num_targets, self.num_sources, flow=self.flow)
+
+    def _as_list(self, device: torch.device | None = None) -> Graph:
+        graph: Graph = self.listed(device)
+        return graph
 
     def resolve(
         self,
@@ -171,7 +172,7 @@ class Graph(ABC):
         Raises:
             ValueError: If the graph's own sizes, batch or device differ.
         """
-        return self.listed(device).resolve(num_sources, num_targets, batch, device)
+        return self._as_list(device).resolve(num_sources, num_targets, batch, device)
 
     def fetch(
         self, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None
@@ -189,17 +190,17 @@ class Graph(ABC):
         Raises:
             IndexError: If an index is out of range, unless `raw`.
         """
-        return self.listed(device).edge_list(device, raw=raw)
+        return self._as_list(device).edge_list(device, raw=raw)
 
     def with_self_loops(self) -> Graph:
         """The same graph, in which each node attends to itself."""
-        return self.listed().with_self_loops()
+        return self._as_list().with_self_loops()
 
     def with_features(
         self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
     ) -> tuple[Graph, Tensor | None]:
         """The graph with its self-loops among its edges, and the features of all of these edges, `[E, ...]`."""
-        return self.listed().with_features(features, fill_value)
+        return self._as_list().with_features(features, fill_value)
 
     def with_weights(self, weights: Any, *, as_values: bool = True) -> Any:
         """Attention weights together with the edges that they belong to, as PyG's layers return them.
@@ -208,7 +209,7 @@ class Graph(ABC):
             weights: The weights, as users of this graph get them.
             as_values: Whether they become the values of a `torch.sparse` adjacency. (default: `True`)
         """
-        return self.listed().with_weights(weights, as_values=as_values)
+        return self._as_list().with_weights(weights, as_values=as_values)
 
     def _changed(self, **attributes: Any) -> Self:
         """A copy with other attributes, which are not checked again."""
@@ -247,14 +248,14 @@ class Graph(ABC):
 
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
         """A bias or mask for all pairs of nodes, `[..., H, N, M]`, in the form that `attend` takes on this graph."""
-        return self.listed().from_pairs(pairs, heads)
+        return self._as_list().from_pairs(pairs, heads)
 
     def distances(self, device: torch.device) -> Tensor:
         """The position of each source in its sequence minus that of its target, in the shape of a bias without heads.
 
         That is `[E]` for a list of edges, `[N, M]` for a complete graph and `[B, N, M]` for a packed one.
         """
-        return self.listed(device).distances(device)
+        return self._as_list(device).distances(device)
 
     def positions(self, side: Literal["target", "source"], first: int, count: int, device: torch.device) -> Tensor:
         """The position of each row of features in its sequence, `[count]`.

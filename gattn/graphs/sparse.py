@@ -345,6 +345,9 @@ class SparseGraph(Graph):
         return f"SparseGraph({sizes}{loops}{flow})"
 
 
+Graph._list = SparseGraph
+
+
 def _check_form(edge_index: Any) -> None:
     if isinstance(edge_index, SparseTensor):
         return

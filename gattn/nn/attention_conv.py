@@ -97,10 +97,6 @@ class BaseConv(Attention):
         resolved = given_graph.resolve(num_sources, num_targets, device=device)
         return resolved.with_self_loops() if self_loops else resolved
 
-    def _listed(self, graph: Graph, device: torch.device) -> Graph:
-        """The same graph as a list of edges, for layers that compute per edge."""
-        return graph.listed(device)
-
     def _shows_messages(self, layer: type[Attention]) -> bool:
         """Whether messages are read, in which case they have to be those of `layer`, of all channels at once."""
         is_seen = self.explain or self._message_forward_pre_hooks or self._message_forward_hooks

@@ -11,7 +11,6 @@ from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.nn.conv.dna_conv import MultiHead
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
 from gattn.attention import weigh
 from gattn.errors import InputError, InputTypeError, check_at_least
@@ -178,7 +177,7 @@ class DNAConv(BaseConv):
 
     def _weighted(self, graph: Graph, edge_weight: Tensor | None, x: Tensor) -> tuple[Graph, Tensor | None]:
         """The graph, normalized if requested, and its edge weights."""
-        graph = self._listed(graph, x.device)
+        graph = graph.listed(x.device)
         adjacency = graph.listed().edges().adjacency  # which may be a sparse tensor, with values of its own
         is_list = isinstance(adjacency, Tensor) and adjacency.layout == torch.strided
         if edge_weight is not None:
@@ -201,7 +200,7 @@ class DNAConv(BaseConv):
                     setattr(self, name, found)
             adjacency, edge_weight = (found, None) if isinstance(found, SparseTensor) else found
         graph = SparseGraph(adjacency, graph.num_targets, graph.num_sources, flow=graph.flow)
-        return graph, _values(adjacency) if edge_weight is None else edge_weight
+        return graph, graph.values if edge_weight is None else edge_weight
 
     def _normalized(
         self, adjacency: Any, edge_weight: Tensor | None, graph: Graph, dtype: torch.dtype, is_list: bool
@@ -234,13 +233,3 @@ class DNAConv(BaseConv):
     def __repr__(self) -> str:
         heads, groups = self.multi_head.heads, self.multi_head.groups
         return f"{type(self).__name__}({self.in_channels}, heads={heads}, groups={groups})"
-
-
-def _values(adjacency: Any) -> Tensor | None:
-    """The values of a sparse adjacency, in the order of its edges."""
-    values: Tensor | None = None
-    if isinstance(adjacency, SparseTensor):
-        values = adjacency.coo()[2]
-    elif is_torch_sparse_tensor(adjacency):
-        values = to_edge_index(adjacency)[1]
-    return values

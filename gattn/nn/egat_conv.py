@@ -128,7 +128,7 @@ class EGATConv(BaseConv):
         sources, targets = self._inputs(x)
         if targets is None:
             raise InputError("EGATConv compares sources with targets: x[1] may not be None.")
-        graph = self._listed(self._graph(edge_index, sources, targets, self_loops=False), sources.device)
+        graph = self._graph(edge_index, sources, targets, self_loops=False).listed(sources.device)
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, sources.shape[:-2])
         edge = self.fc_fij(edge_attr)
         edge = self._heads(edge if self.bias is None else edge + self.bias)

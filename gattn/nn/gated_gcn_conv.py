@@ -122,7 +122,7 @@ class GatedGCNConv(BaseConv):
         sources, targets = self._inputs(x)
         if targets is None:
             raise InputError("GatedGCNConv compares sources with targets: x[1] may not be None.")
-        graph = self._listed(self._graph(edge_index, sources, targets, self_loops=False), sources.device)
+        graph = self._graph(edge_index, sources, targets, self_loops=False).listed(sources.device)
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, sources.shape[:-2])
         source, target = graph.sources_and_targets()
         ends = self.D(sources).index_select(-2, source) + self.E(targets).index_select(-2, target)

@@ -203,7 +203,7 @@ class GeneralConv(BaseConv):
             elif edge is not None:
                 edge = F.pad(edge, (0, 1))
         elif own is not None:
-            part = own.index_select(-3, self._listed(graph, own.device).sources_and_targets()[1])
+            part = own.index_select(-3, graph.listed(own.device).sources_and_targets()[1])
             edge = part if edge is None else edge + part
 
         bias: Tensor | None = None

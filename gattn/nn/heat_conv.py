@@ -148,7 +148,7 @@ class HEATConv(BaseConv):
             raise InputTypeError(f"x must be a tensor [N, F], the features of all nodes; got {given}.")
         self._inputs(x)
         graph = self._graph(edge_index, x, x, self_loops=False)
-        graph = self._listed(graph, x.device)
+        graph = graph.listed(x.device)
         graph, edge_attr = checked_features(self, graph, edge_attr, getattr(self.edge_attr_emb, "in_channels", -1), ())
         _check_types("node_type", node_type, x.size(0), self.num_node_types)
         _check_types("edge_type", edge_type, edge_attr.size(0), self.num_edge_types)

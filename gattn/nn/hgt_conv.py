@@ -147,7 +147,7 @@ class HGTConv(HeteroBaseConv):
         priors: dict[int, Tensor] = {}
         parts, num_sources = [], 0
         for edge_type, (source, target, graph) in relations.items():
-            graph = self._listed(graph, query.device)
+            graph = graph.listed(query.device)
             size = x[source].size(-2) if graph.num_edges else 0  # without edges, no row of keys is needed
             number = self.edge_types_map[edge_type]
             keys[number], _, values[number] = (rows[..., :size, :, :] for rows in projected[source])

@@ -159,7 +159,7 @@ class HypergraphConv(BaseConv):
         num_nodes = x.size(-2)
         given = as_graph(hyperedge_index)
         num_edges = _num_edges(given, hyperedge_weight, attr, num_edges)
-        listed = self._listed(given.resolve(num_nodes, num_edges, device=x.device), x.device)
+        listed = given.resolve(num_nodes, num_edges, device=x.device).listed(x.device)
         index = listed.edge_index if listed.flow == FLOWS[0] else listed.edge_index.flip(0)
         nodes, edges = index
         gather = SparseGraph(index, num_edges, num_nodes)

@@ -139,7 +139,7 @@ class ResGatedGraphConv(BaseConv):
             weights = [columns(lin, x.size(-1), edge_attr.size(-1)) for lin, x in zip(lins, ends, strict=True)]
             parts = [part for part in weights if part is not None]
             if len(parts) < len(lins):
-                source, target = self._listed(graph, sources.device).sources_and_targets()
+                source, target = graph.listed(sources.device).sources_and_targets()
                 at_ends = [x.index_select(-2, i) for x, i in zip(ends, (target, source, source), strict=True)]
                 to, by, sent = (lin(with_features(x, edge_attr)) for lin, x in zip(lins, at_ends, strict=True))
                 query = key = None

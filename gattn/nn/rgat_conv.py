@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.inits import constant, glorot, ones, zeros
-from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import is_torch_sparse_tensor, scatter, to_edge_index
+from torch_geometric.utils import scatter
 
 from gattn.attention import fused
 from gattn.errors import InputError, InputTypeError, check_at_least
@@ -302,7 +301,7 @@ class RGATConv(AttentionConv):
                 f"{graph}: pass its edge_index, and a relation for each of these edges."
             )
         if edge_type is None:
-            edge_type = _values(graph.adjacency)
+            edge_type = graph.values
         if not isinstance(edge_type, Tensor):
             raise InputTypeError(f"edge_type must be a tensor, the relation of each edge; got {edge_type}.")
         if edge_type.is_floating_point() or edge_type.is_complex() or edge_type.dtype == torch.bool:
@@ -467,11 +466,3 @@ class _Pairs(NamedTuple):
         """The features of each pair's node times its relation's matrix, from `[..., N, F]` and `[R, F, C]`."""
         rows = x.index_select(-2, self.node.flatten()).view(*x.shape[:-2], *self.node.shape, x.size(-1))
         return torch.matmul(rows, weight.index_select(0, self.relation)).flatten(-3, -2)
-
-
-def _values(adjacency: Any) -> Tensor | None:
-    """The values of a sparse adjacency, in the order of its edges; `None` for an `edge_index`."""
-    if isinstance(adjacency, SparseTensor):
-        values: Tensor | None = adjacency.coo()[2]
-        return values
-    return to_edge_index(adjacency)[1] if is_torch_sparse_tensor(adjacency) else None

@@ -208,7 +208,7 @@ class SuperGATConv(AttentionConv):
         self, x: Tensor, graph: Graph, products: Tensor | None, neg_edge_index: Tensor | None, batch: Tensor | None
     ) -> None:
         """Computes the logits of pairs without an edge, and those of edges unless they are known."""
-        edge_index = self._listed(graph, x.device).edge_index
+        edge_index = graph.listed(x.device).edge_index
         positive = self.positive_sampling(edge_index)
         if products is None or positive is not edge_index:
             products = self._logits(x, positive)
