@@ -6,6 +6,7 @@ An operator's backward pass is also an operator, whose own derivative is compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from operator import itemgetter
 from typing import Any
 
@@ -183,8 +184,7 @@ class AttentionOperator:
         if any(grad is not None and is_batched(grad) for grad in results[:2]):
             grads = _differentiate_batched(inputs, results[:2], ctx.wanted)
         elif ctx.is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
-            names = [name for name, wants in zip(DIFFERENTIABLE, ctx.wanted, strict=True) if wants]
-            grads = self._compute_backward(inputs, *results, names)
+            grads = self._compute_backward(inputs, *results, list(compress(DIFFERENTIABLE, ctx.wanted)))
         else:
             grads = self._backward(*results, *inputs, ctx.wanted)
         return *_in_place(grads, ctx.wanted), None, None
@@ -298,10 +298,8 @@ def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
 def _in_place(grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of all inputs, given the requested ones."""
     result: list[Tensor | None] = [None] * len(Inputs._fields)
-    remaining = iter(grads)
-    for place, wants in zip(_PLACES, wanted, strict=True):
-        if wants:
-            result[place] = next(remaining)
+    for place, grad in zip(compress(_PLACES, wanted), grads, strict=True):
+        result[place] = grad
     return result
 
 
@@ -310,11 +308,8 @@ _NUM_GRADS_AND_RESULTS = 5
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     inputs, wanted = arguments[_NUM_GRADS_AND_RESULTS:-1], arguments[-1]
-    return [
-        torch.empty_like(inputs[place], memory_format=torch.contiguous_format)
-        for place, wants in zip(_PLACES, wanted, strict=True)
-        if wants
-    ]
+    tensors = (inputs[place] for place in compress(_PLACES, wanted))
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _save_backward(ctx: Any, arguments: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -327,8 +322,8 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     inputs, (grad_out, grad_weights) = _saved(ctx)
     with torch.enable_grad():
         # Views, so that differentiation stops here.
-        leaves = {
-            name: tensor.view_as(tensor) for name in DIFFERENTIABLE if (tensor := getattr(inputs, name)) is not None
+        leaves: dict[str, Any] = {
+            name: tensor.view_as(tensor) for name, tensor, term in inputs.terms() if term.differentiable
         }
         leaves = {name: leaf if leaf.requires_grad else leaf.requires_grad_() for name, leaf in leaves.items()}
         outer = [None if grad is None else grad.view_as(grad) for grad in (grad_out, grad_weights)]
@@ -337,10 +332,9 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
                 grad.requires_grad_()
         results = _by_reference(inputs._replace(**leaves))
         pairs = [(result, grad) for result, grad in zip(results, outer, strict=True) if grad is not None]
-        names = [name for name, wants in zip(DIFFERENTIABLE, ctx.wanted, strict=True) if wants]
         first = torch.autograd.grad(
             [result for result, _ in pairs],
-            [leaves[name] for name in names],
+            [leaves[name] for name in compress(DIFFERENTIABLE, ctx.wanted)],
             [grad for _, grad in pairs],
             create_graph=True,
             materialize_grads=True,
@@ -363,8 +357,8 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
 
 def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
     """The requested gradients of the inputs for a batch of gradients, which kernels do not support."""
-    names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
     with torch.enable_grad():
+        names = compress(DIFFERENTIABLE, wanted)
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
         results = _by_reference(inputs._replace(**leaves))
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]

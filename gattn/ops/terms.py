@@ -154,8 +154,8 @@ class Inputs(NamedTuple):
         is_value = self.edge_is_value and (self.vector is not None or value_channels != channels)
         if makers and (edge is None or self.edge_value is not None or is_value or len(makers) > 1):
             raise ValueError(
-                "edge_projection projects edge features [E, D], and edge_type selects rows [R, H, C] of edge: pass edge "
-                "and one of them. The result can be values only without a vector and with as many channels."
+                "edge_projection projects edge features [E, D], and edge_type selects rows [R, H, C] of edge: pass "
+                "edge and one of them. The result can be values only without a vector and with as many channels."
             )
         nodes = self.num_targets, self.num_sources
         sizes = dict(zip("NMEGHCV", (*nodes, num_edges, key_heads, heads, channels, value_channels), strict=True))
@@ -199,15 +199,9 @@ PLACES = {name: Inputs._fields.index(name) for name in TERMS}
 #: Inputs that have gradients.
 DIFFERENTIABLE = tuple(name for name, term in TERMS.items() if term.differentiable)
 
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "SymInt",
-    bool: "bool",
-    float: "float",
-    list[float]: "float[]",
-    str: "str",
-}
+_SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", list[float]: "float[]"}
 
 #: The inputs in an operator's schema.
-SCHEMA = ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(Inputs).items())
+SCHEMA = ", ".join(
+    f"{_SCHEMA_TYPES.get(hint) or hint.__name__} {name}" for name, hint in get_type_hints(Inputs).items()
+)

@@ -91,8 +91,6 @@ class _Plan:
         family, names = native.family(inputs.family)
         assert len(names) == len(inputs.constants)
         work = layout.num_edges * self.batch * self.heads * (self.value_channels + self.channels)
-        #: The names of the tensors that the kernels need as copies.
-        self.copied: set[str] = set()
         #: The kernels' arguments, except addresses, constants and dropout.
         self.arguments = arguments = native.Arguments(
             targets=inputs.num_targets,
@@ -113,8 +111,8 @@ class _Plan:
         )
         if inputs.edge is not None and (inputs.edge_projection is not None or inputs.edge_type is not None):
             arguments.edge_channels = inputs.edge.size(0 if inputs.edge_projection is None else -1)
-        #: The names of the tensors that the kernels read, except for a projection.
-        self.read: list[str] = []
+        #: The tensors that the kernels read, except for a projection, and whether they need copies.
+        self.read: dict[str, bool] = {}
         #: How the gradient of each input is computed.
         self.gradients: dict[str, _Gradient] = {}
         for name, tensor, term in inputs.terms():
@@ -125,11 +123,9 @@ class _Plan:
             rows = (dense_rows if term.read == "rows" else flat)(tensor, len(term.letters) - 1)
             if term.read in ("edges", "whole"):
                 rows = rows.contiguous()
-            for of, size, stride in zip(_STRIDES[term.read], rows.shape, rows.stride(), strict=False):
+            for of, size, stride in zip(_STRIDES[term.read].split(), rows.shape, rows.stride(), strict=False):
                 setattr(arguments, f"{name}_{of}", stride if size > 1 else 0)
-            self.read.append(name)
-            if rows.data_ptr() != tensor.data_ptr():
-                self.copied.add(name)
+            self.read[name] = rows.data_ptr() != tensor.data_ptr()
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
         self.record_bytes = _record_bytes(inputs)
@@ -137,12 +133,7 @@ class _Plan:
 
 
 #: The strides that the kernels are told, by how they read a tensor.
-_STRIDES: dict[str | None, tuple[str, ...]] = {
-    "rows": ("batch", "row"),
-    "edges": ("batch",),
-    "strides": ("batch", "edge", "head"),
-    "whole": (),
-}
+_STRIDES: dict[str | None, str] = {"rows": "batch row", "edges": "batch", "strides": "batch edge head", "whole": ""}
 _PLANNED = operator.itemgetter(*(PLACES[name] for name, term in TERMS.items() if term.read))
 _MOST_PLANS = 16
 
@@ -177,15 +168,13 @@ class _Arguments:
             check_types(inputs.edge_type, inputs.edge.size(0))
         self.held: list[Tensor] = []
         self.arguments = arguments = native.Arguments.from_buffer_copy(plan.arguments)
-        for name in plan.read:
+        for name, is_copied in plan.read.items():
             tensor = getattr(inputs, name)
-            setattr(arguments, name, self.hold(tensor.contiguous() if name in plan.copied else tensor))
+            setattr(arguments, name, self.hold(tensor.contiguous() if is_copied else tensor))
         if inputs.edge_projection is not None:
             rows = inputs.edge_projection.contiguous().flatten(0, 1)
-            arguments.edge_projection_rows, arguments.edge_projection = (
-                self.hold(rows),
-                self.hold(rows.t().contiguous()),
-            )
+            arguments.edge_projection_rows = self.hold(rows)
+            arguments.edge_projection = self.hold(rows.t().contiguous())
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
         arguments.constants[: len(inputs.constants)] = inputs.constants
