@@ -6,19 +6,21 @@ An operator's backward pass is also an operator, whose own derivative is compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from operator import itemgetter
-from typing import Any, NamedTuple, cast, get_type_hints
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gattn.distributions import LAWS, Law, from_law
+from gattn.distributions import Law, from_law
 from gattn.edges import Projected, Typed
 from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.sharded import by_heads, is_distributed
+from gattn.ops.terms import DIFFERENTIABLE, PLACES, SCHEMA, Inputs
 from gattn.scores import Family, Score
 from gattn.torch_private import (
     apply_of,
@@ -35,168 +37,6 @@ __all__ = ["DIFFERENTIABLE", "AttentionOperator", "Differentiated", "Inputs", "l
 library = torch.library.Library("gattn", "DEF")
 
 
-class Inputs(NamedTuple):
-    """The inputs of an operator, from which its schema is made: new inputs are added only here.
-
-    Node tensors and vectors of edges have one type; the terms of a scalar score, the bias and the vector have the type
-    of the computation.
-    """
-
-    query: Tensor | None
-    """`[..., N, H, C]`"""
-    key: Tensor
-    """`[..., M, G, C]`, where G, the number of heads of key and value, divides H"""
-    value: Tensor | None
-    """`[..., M, G, V]`; `None` if it is the key"""
-    vector: Tensor | None
-    """`[H, C]`"""
-    edge: Tensor | None
-    """`[..., E, H, C]`, or `[E, D]` if it is to be projected"""
-    edge_projection: Tensor | None
-    """`[H, C, D]`"""
-    edge_type: Tensor | None
-    """`[E]` in 64 bits; with it, `edge` has one entry per type"""
-    bias: Tensor | None
-    """`[..., E, H]`"""
-    mask: Tensor | None
-    """`[..., E, H or 1]`"""
-    edge_value: Tensor | None
-    """`[..., E, H, V]`"""
-    edge_index: Tensor
-    """`[2, E]`, without the self-loops that `self_loops` adds"""
-    num_targets: int
-    self_loops: bool
-    """Whether existing self-loops are replaced by one for each of the first min(N, M) nodes"""
-    flow: str
-    """Which row of `edge_index` holds the targets"""
-    family: str
-    """The name of the score's formula"""
-    constants: list[float]
-    """The numbers in that formula"""
-    edge_is_value: bool
-    """Whether `edge` is also the `edge_value`"""
-    distribution: str
-    """The name of the distribution's formula"""
-    distribution_constants: list[float]
-    """The numbers in that formula"""
-    sink: Tensor | None
-    """`[H]`, the logits of the softmax's sink"""
-    out_bias: Tensor | None
-    """`[H, V]`, added to the output, for backends that can"""
-    dropout: float
-    seed: Tensor | None
-    """The seed of the dropout; `None` if nothing is dropped"""
-    traced: bool
-    """Whether a compiled program is calling, which edits memory without increasing versions"""
-
-    @property
-    def values(self) -> Tensor:
-        """The value, which may be the key."""
-        return self.key if self.value is None else self.value
-
-    @property
-    def num_sources(self) -> int:
-        """M."""
-        return self.key.size(-3)
-
-    @property
-    def front(self) -> torch.Size:
-        """The batch dimensions."""
-        return self.values.shape[:-3]
-
-    @property
-    def heads(self) -> int:
-        """H."""
-        return (self.key if self.query is None else self.query).size(-2)
-
-    @property
-    def most_edges(self) -> int:
-        """An upper bound of the number of edges, known without looking at them."""
-        return self.edge_index.size(1) + (min(self.num_sources, self.num_targets) if self.self_loops else 0)
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        """The shape of the output, `[..., N, H, V]`."""
-        return (*self.front, self.num_targets, self.heads, self.values.size(-1))
-
-    def check(self, num_edges: int) -> None:
-        """Checks what the kernels assume: compiled code calls operators without any other check.
-
-        Raises:
-            ValueError: If a size, a type or a device does not fit the graph and the other inputs.
-        """
-        values = self.values
-        front, (key_heads, value_channels) = values.shape[:-3], values.shape[-2:]
-        heads, channels = self.heads, self.key.size(-1)
-        dtype, compute = values.dtype, compute_dtype(values.dtype)
-        terms = compute if Score.class_of_family(self.family).scalar else dtype
-        self.check_devices()
-        if self.distribution not in LAWS:
-            raise ValueError(f"no distribution is called {self.distribution!r}.")
-        law = LAWS[self.distribution].law()
-        if law is None or len(self.distribution_constants) != len(law.constants):
-            raise ValueError(f"the distribution {self.distribution!r} has the wrong number of constants.")
-        if self.sink is not None and self.distribution != "softmax":
-            raise ValueError("only the softmax can have a sink.")
-        if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
-            raise ValueError(f"the {key_heads} heads of key and value must divide the {heads} heads of query.")
-        for name, tensor, size, wanted in (
-            ("query", self.query, (*front, self.num_targets, heads, channels), terms),
-            ("key", self.key, (*front, self.num_sources, key_heads, channels), terms),
-            ("value", self.value, (*front, self.num_sources, key_heads, value_channels), dtype),
-            ("vector", self.vector, (heads, channels), compute),
-            ("sink", self.sink, (heads,), compute),
-            ("out_bias", self.out_bias, (heads, value_channels), compute),
-        ):
-            if tensor is not None and (tensor.shape != size or tensor.dtype != wanted):
-                raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), wanted))
-        mask, projection = self.mask, self.edge_projection
-        of_edge: tuple[int, ...] = (heads, channels)
-        if projection is not None:
-            of_edge = projection.shape[2:]
-            self._check_projection(projection)
-        num_rows = num_edges if self.edge_type is None or self.edge is None else self.edge.size(0)
-        for name, tensor, size, wanted in (
-            ("edge", self.edge, (num_rows, *of_edge), terms if projection is None else dtype),
-            ("bias", self.bias, (num_edges, heads), compute),
-            ("mask", mask, (num_edges, 1 if mask is not None and mask.size(-1) == 1 else heads), torch.bool),
-            ("edge_value", self.edge_value, (num_edges, heads, value_channels), dtype),
-        ):
-            if tensor is not None and (tensor.shape not in (size, (*front, *size)) or tensor.dtype != wanted):
-                raise ValueError(_UNFIT.format(name, list(tensor.shape), tensor.dtype, list(size), wanted))
-        if self.edge_type is not None:
-            self._check_types(self.edge_type, num_edges)
-
-    def _check_types(self, types: Tensor, num_edges: int) -> None:
-        """Checks the types of edges and the tensors with one row per type, but not the range of the types."""
-        if types.shape != (num_edges,) or types.dtype != torch.int64:
-            raise ValueError(_UNFIT.format("edge_type", list(types.shape), types.dtype, [num_edges], torch.int64))
-        is_value = self.edge_is_value and (self.vector is not None or self.values.size(-1) != self.key.size(-1))
-        has_rows = self.edge is not None and self.edge.dim() == 3
-        if not has_rows or self.edge_projection is not None or self.edge_value is not None or is_value:
-            raise ValueError("edge_type selects rows [R, H, C] of edge, which can be values only without a vector.")
-
-    def _check_projection(self, projection: Tensor) -> None:
-        """Checks a projection, and that it has features to project."""
-        size, compute = (self.heads, self.key.size(-1), *projection.shape[2:]), compute_dtype(self.values.dtype)
-        if projection.dim() != 3 or projection.shape != size or projection.dtype != compute:
-            given = list(projection.shape), projection.dtype
-            raise ValueError(_UNFIT.format("edge_projection", *given, list(size), compute))
-        is_value = self.edge_is_value and (self.vector is not None or self.values.size(-1) != size[1])
-        if self.edge is None or self.edge.dim() != 2 or self.edge_value is not None or is_value:
-            raise ValueError(
-                "edge_projection projects edge features [E, D], which can be values only without a vector."
-            )
-
-    def check_devices(self) -> None:
-        """Raises `ValueError` if tensors are on several devices."""
-        device = self.key.device
-        for place in _TENSORS:
-            tensor: Any = self[place]
-            if tensor is not None and tensor.device != device:
-                raise ValueError(f"all tensors must be on the same device; got {device} and {tensor.device}.")
-
-
 def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
     """The logit of the softmax's sink, per head, `[H]`."""
     if sink is None:
@@ -209,35 +49,7 @@ def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
 #: Compiled programs read the edges to find their layout, which CUDA graphs cannot do, and keep it between calls.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
-_UNFIT = "{} has shape {} and type {}, but must have {} and {} to fit the graph and the other inputs."
-
-#: Inputs that have gradients.
-DIFFERENTIABLE = (
-    "query",
-    "key",
-    "value",
-    "vector",
-    "edge",
-    "edge_projection",
-    "bias",
-    "edge_value",
-    "sink",
-    "out_bias",
-)
-
-_PLACES = tuple(Inputs._fields.index(name) for name in DIFFERENTIABLE)
-_HINTS = get_type_hints(Inputs)
-_TENSORS = tuple(place for place, hint in enumerate(_HINTS.values()) if hint in (Tensor, Tensor | None))
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "SymInt",
-    bool: "bool",
-    float: "float",
-    list[float]: "float[]",
-    str: "str",
-}
-_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in _HINTS.items())
+_PLACES = tuple(PLACES[name] for name in DIFFERENTIABLE)
 
 
 class AttentionOperator:
@@ -273,10 +85,10 @@ class AttentionOperator:
             names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
             return backward(Inputs(*inputs), grad_out, grad_weights, out, weights, kept, names)
 
-        library.define(f"{name}({_SCHEMA}, bool keep, bool with_weights) -> Tensor[]", tags=_TAGS)
+        library.define(f"{name}({SCHEMA}, bool keep, bool with_weights) -> Tensor[]", tags=_TAGS)
         library.define(
             f"{name}_backward(Tensor grad_out, Tensor? grad_weights, Tensor out, Tensor weights, Tensor[] kept, "
-            f"{_SCHEMA}, bool[] wanted) -> Tensor[]",
+            f"{SCHEMA}, bool[] wanted) -> Tensor[]",
             tags=_TAGS,
         )
         for device in devices:
@@ -367,7 +179,7 @@ class AttentionOperator:
     def _differentiate(
         self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *others: None
     ) -> tuple[Tensor | None, ...]:
-        inputs, out, weights, kept = _saved(ctx)
+        inputs, (out, weights, *kept) = _saved(ctx)
         # Autograd notices other edits, but not `edge_index.data = ...`.
         if inputs.edge_index.shape != ctx.edge_index_shape:
             raise RuntimeError("the data of edge_index was replaced between the forward and the backward pass.")
@@ -378,8 +190,7 @@ class AttentionOperator:
         if any(grad is not None and is_batched(grad) for grad in results[:2]):
             grads = _differentiate_batched(inputs, results[:2], ctx.wanted)
         elif ctx.is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
-            names = [name for name, wants in zip(DIFFERENTIABLE, ctx.wanted, strict=True) if wants]
-            grads = self._compute_backward(inputs, *results, names)
+            grads = self._compute_backward(inputs, *results, list(compress(DIFFERENTIABLE, ctx.wanted)))
         else:
             grads = self._backward(*results, *inputs, ctx.wanted)
         return *_in_place(grads, ctx.wanted), None, None
@@ -476,18 +287,13 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None]) -> None:
     """Saves tensors through autograd, and other inputs as attributes."""
-    ctx.places = [place for place in _TENSORS if inputs[place] is not None]
+    ctx.places = [place for place in PLACES.values() if inputs[place] is not None]
     ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
     ctx.save_for_backward(*(inputs[place] for place in ctx.places), *tensors)
 
 
-def _saved(ctx: Any) -> tuple[Inputs, Tensor, Tensor, list[Tensor]]:
-    """The inputs and the results of the forward pass."""
-    inputs, (out, weights, *kept) = _split_saved(ctx)
-    return inputs, out, weights, kept
-
-
-def _split_saved(ctx: Any) -> tuple[Inputs, list[Any]]:
+def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
+    """The inputs, and the other tensors that were saved."""
     tensors = ctx.saved_tensors
     values = list(ctx.others)
     for place, tensor in zip(ctx.places, tensors, strict=False):
@@ -498,10 +304,8 @@ def _split_saved(ctx: Any) -> tuple[Inputs, list[Any]]:
 def _in_place(grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of all inputs, given the requested ones."""
     result: list[Tensor | None] = [None] * len(Inputs._fields)
-    remaining = iter(grads)
-    for place, wants in zip(_PLACES, wanted, strict=True):
-        if wants:
-            result[place] = next(remaining)
+    for place, grad in zip(compress(_PLACES, wanted), grads, strict=True):
+        result[place] = grad
     return result
 
 
@@ -510,11 +314,8 @@ _NUM_GRADS_AND_RESULTS = 5
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     inputs, wanted = arguments[_NUM_GRADS_AND_RESULTS:-1], arguments[-1]
-    return [
-        torch.empty_like(inputs[place], memory_format=torch.contiguous_format)
-        for place, wants in zip(_PLACES, wanted, strict=True)
-        if wants
-    ]
+    tensors = (inputs[place] for place in compress(_PLACES, wanted))
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _save_backward(ctx: Any, arguments: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -524,11 +325,11 @@ def _save_backward(ctx: Any, arguments: tuple[Any, ...], output: list[Tensor]) -
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """The derivative of the backward pass, which is that of the reference's backward pass."""
-    inputs, (grad_out, grad_weights) = _split_saved(ctx)
+    inputs, (grad_out, grad_weights) = _saved(ctx)
     with torch.enable_grad():
         # Views, so that differentiation stops here.
-        leaves = {
-            name: tensor.view_as(tensor) for name in DIFFERENTIABLE if (tensor := getattr(inputs, name)) is not None
+        leaves: dict[str, Any] = {
+            name: tensor.view_as(tensor) for name, tensor, term in inputs.terms() if term.differentiable
         }
         leaves = {name: leaf if leaf.requires_grad else leaf.requires_grad_() for name, leaf in leaves.items()}
         outer = [None if grad is None else grad.view_as(grad) for grad in (grad_out, grad_weights)]
@@ -537,10 +338,9 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
                 grad.requires_grad_()
         results = _by_reference(inputs._replace(**leaves))
         pairs = [(result, grad) for result, grad in zip(results, outer, strict=True) if grad is not None]
-        names = [name for name, wants in zip(DIFFERENTIABLE, ctx.wanted, strict=True) if wants]
         first = torch.autograd.grad(
             [result for result, _ in pairs],
-            [leaves[name] for name in names],
+            [leaves[name] for name in compress(DIFFERENTIABLE, ctx.wanted)],
             [grad for _, grad in pairs],
             create_graph=True,
             materialize_grads=True,
@@ -563,8 +363,8 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
 
 def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
     """The requested gradients of the inputs for a batch of gradients, which kernels do not support."""
-    names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
     with torch.enable_grad():
+        names = compress(DIFFERENTIABLE, wanted)
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
         results = _by_reference(inputs._replace(**leaves))
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]

@@ -5,32 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gattn.errors import InputError
-
-if TYPE_CHECKING:
-    from gattn.ops.operator import Inputs
+from gattn.ops.terms import Inputs
 
 __all__ = ["by_heads", "is_distributed"]
-
-#: The dimension of heads in each input, counted from the last.
-_HEADS = {
-    "query": 2,
-    "key": 2,
-    "value": 2,
-    "vector": 2,
-    "edge": 2,
-    "edge_projection": 3,
-    "bias": 1,
-    "mask": 1,
-    "edge_value": 2,
-    "sink": 1,
-    "out_bias": 2,
-}
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -67,26 +50,22 @@ def by_heads(run: Callable[[Inputs, bool], list[Tensor]], inputs: Inputs, with_w
     if values.size(heads_at) < ranks:
         raise InputError(f"each rank needs a head: got {values.size(heads_at)} heads of value for {ranks} ranks.")
 
-    def place(tensor: Any, from_last: int, is_shared: bool = False) -> Any:
-        at_heads = Shard(tensor.dim() - from_last)
-        if not isinstance(tensor, DTensor):
-            tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        if not is_shared:
-            return tensor.redistribute(mesh, [at_heads if split else Replicate() for split in is_split]).to_local()
-        # For an input that all heads share, each rank has the gradient from its own heads.
-        of_grad = [Partial() if split else Replicate() for split in is_split]
-        return tensor.redistribute(mesh, [Replicate()] * mesh.ndim).to_local(grad_placements=of_grad)
-
+    replicated: list[Any] = [Replicate()] * mesh.ndim
     local: dict[str, Any] = {}
-    for name, from_last in _HEADS.items():
-        tensor: Any = getattr(inputs, name)
-        if tensor is not None:
-            is_features = name == "edge" and inputs.edge_projection is not None
-            local[name] = place(tensor, from_last, is_features or (name == "mask" and tensor.size(-1) == 1))
-    for name in ("edge_index", "edge_type", "seed"):
-        tensor = getattr(inputs, name)
-        if is_distributed(tensor):
-            local[name] = place(tensor, 1, is_shared=True)
+    for name, tensor, term in inputs.terms():
+        is_shared = term.heads == 0 or (name == "mask" and tensor.size(-1) == 1)
+        if is_shared and not term.differentiable and not is_distributed(tensor):
+            continue
+        placed: Any = tensor
+        if not isinstance(tensor, DTensor):
+            placed = DTensor.from_local(tensor, mesh, replicated, run_check=False)
+        if is_shared:  # each rank has the gradient from its own heads
+            of_grad = [Partial() if split else Replicate() for split in is_split]
+            local[name] = placed.redistribute(mesh, replicated).to_local(grad_placements=of_grad)
+        else:
+            at_heads = Shard(tensor.dim() - term.heads)
+            placements = [at_heads if split else Replicate() for split in is_split]
+            local[name] = placed.redistribute(mesh, placements).to_local()
     out, weights, *_ = run(inputs._replace(**local), with_weights)
 
     def gather(tensor: Tensor, heads: int, from_last: int) -> Any:

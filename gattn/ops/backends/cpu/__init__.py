@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from gattn.ops.backends.cpu.layout import Layout, layout_of
 from gattn.ops.backends.kernels import DTYPES, KernelBackend, dense_rows, flat
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.dropout import drop as plain_drop
-from gattn.ops.operator import AttentionOperator, Differentiated, Inputs, library
+from gattn.ops.operator import AttentionOperator, Differentiated, library
+from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import Family, Score, family_of
 from gattn.torch_private import is_batched
 
@@ -89,8 +91,6 @@ class _Plan:
         family, names = native.family(inputs.family)
         assert len(names) == len(inputs.constants)
         work = layout.num_edges * self.batch * self.heads * (self.value_channels + self.channels)
-        #: The names of the tensors that the kernels need as copies.
-        self.copied: set[str] = set()
         #: The kernels' arguments, except addresses, constants and dropout.
         self.arguments = arguments = native.Arguments(
             targets=inputs.num_targets,
@@ -109,50 +109,32 @@ class _Plan:
             edge_of_target_position=None if layout.edge is None else layout.edge.data_ptr(),
             value_is_key=inputs.value is None,
         )
-        for name in ("query", "key", "value"):
-            if (tensor := getattr(inputs, name)) is not None:
-                rows = self._readable(name, tensor, dense_rows(tensor, 2))
-                setattr(arguments, f"{name}_row", rows.stride(1))
-                setattr(arguments, f"{name}_batch", rows.stride(0))
-        projection = inputs.edge_projection
-        if projection is not None:
-            assert inputs.edge is not None
-            arguments.edge_channels = inputs.edge.size(-1)
-            self._readable("edge", inputs.edge, inputs.edge.contiguous())
-        if inputs.edge_type is not None:
-            assert inputs.edge is not None
-            arguments.edge_channels = inputs.edge.size(0)
-            self._readable("edge", inputs.edge, inputs.edge.contiguous())
-            self._readable("edge_type", inputs.edge_type, inputs.edge_type.contiguous())
-        for name, inner in (("edge", 2), ("bias", 1), ("edge_value", 2)):
-            if (tensor := getattr(inputs, name)) is not None and (name != "edge" or not arguments.edge_channels):
-                rows = self._readable(name, tensor, flat(tensor, inner).contiguous())
-                setattr(arguments, f"{name}_batch", 0 if rows.size(0) == 1 else rows.stride(0))
+        if inputs.edge is not None and (inputs.edge_projection is not None or inputs.edge_type is not None):
+            arguments.edge_channels = inputs.edge.size(0 if inputs.edge_projection is None else -1)
+        #: The tensors that the kernels read, except for a projection, and whether they need copies.
+        self.read: dict[str, bool] = {}
+        #: How the gradient of each input is computed.
+        self.gradients: dict[str, _Gradient] = {}
+        for name, tensor, term in inputs.terms():
+            if term.differentiable:
+                self.gradients[name] = _GRADIENTS.get(name) or _GRADIENTS[term.letters[0]]
+            if term.read not in _STRIDES:
+                continue
+            rows = (dense_rows if term.read == "rows" else flat)(tensor, len(term.letters) - 1)
+            if term.read in ("edges", "whole"):
+                rows = rows.contiguous()
+            for of, size, stride in zip(_STRIDES[term.read].split(), rows.shape, rows.stride(), strict=False):
+                setattr(arguments, f"{name}_{of}", stride if size > 1 else 0)
+            self.read[name] = rows.data_ptr() != tensor.data_ptr()
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
-        for name in ("vector", "sink", "out_bias"):
-            if (tensor := getattr(inputs, name)) is not None:
-                self._readable(name, tensor, tensor.contiguous())
-        if inputs.mask is not None:
-            mask = self._readable("mask", inputs.mask, flat(inputs.mask, 1))
-            arguments.mask_batch, arguments.mask_edge, arguments.mask_head = (
-                stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)
-            )
         self.record_bytes = _record_bytes(inputs)
         self.kept = _kept(inputs, True)
-        self.names = [name for name in _READ if getattr(inputs, name) is not None]
-
-    def _readable(self, name: str, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Notes whether the kernels read a copy, `rows`, of a tensor, which is then a copy of the whole tensor."""
-        if rows.data_ptr() == tensor.data_ptr():
-            return rows
-        self.copied.add(name)
-        return rows
 
 
-#: The inputs whose memory the kernels read.
-_READ = ("query", "key", "value", "vector", "edge", "edge_type", "bias", "mask", "edge_value", "sink", "out_bias")
-_PLANNED = operator.itemgetter(*(Inputs._fields.index(name) for name in (*_READ, "edge_projection")))
+#: The strides that the kernels are told, by how they read a tensor.
+_STRIDES: dict[str | None, str] = {"rows": "batch row", "edges": "batch", "strides": "batch edge head", "whole": ""}
+_PLANNED = operator.itemgetter(*(PLACES[name] for name, term in TERMS.items() if term.read))
 _MOST_PLANS = 16
 
 
@@ -186,15 +168,13 @@ class _Arguments:
             check_types(inputs.edge_type, inputs.edge.size(0))
         self.held: list[Tensor] = []
         self.arguments = arguments = native.Arguments.from_buffer_copy(plan.arguments)
-        for name in plan.names:
+        for name, is_copied in plan.read.items():
             tensor = getattr(inputs, name)
-            setattr(arguments, name, self.hold(tensor.contiguous() if name in plan.copied else tensor))
+            setattr(arguments, name, self.hold(tensor.contiguous() if is_copied else tensor))
         if inputs.edge_projection is not None:
             rows = inputs.edge_projection.contiguous().flatten(0, 1)
-            arguments.edge_projection_rows, arguments.edge_projection = (
-                self.hold(rows),
-                self.hold(rows.t().contiguous()),
-            )
+            arguments.edge_projection_rows = self.hold(rows)
+            arguments.edge_projection = self.hold(rows.t().contiguous())
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
         arguments.constants[: len(inputs.constants)] = inputs.constants
@@ -280,6 +260,89 @@ def _hand_over(arguments: native.Arguments, kept: Sequence[Tensor]) -> None:
         setattr(arguments, name, tensor.data_ptr())
 
 
+class _Backward(_Arguments):
+    """The arguments of a backward pass, with a method for each kind of gradient.
+
+    It gives the kernels memory, and returns the function that computes the gradient from what they write.
+    """
+
+    def __init__(self, inputs: Inputs, grad_out: Tensor):
+        super().__init__(inputs)
+        self.inputs, self.grad_out = inputs, grad_out
+        self.node_terms = self.empty(self.plan.batch, self.layout.num_targets, 4, self.plan.heads)
+
+    def of_nodes(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        """Of query, key or value."""
+        grad = self.empty(*tensor.shape, dtype=tensor.dtype)
+        setattr(self.arguments, f"grad_{name}", grad.data_ptr())
+        return lambda: grad
+
+    def of_edges(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        """Of an input with one entry per edge, which gets one gradient per element of a batch first."""
+        inner = 2 if name == "edge" and self.inputs.edge_projection is not None else len(TERMS[name].letters)
+        grad = self.empty(self.plan.batch, *tensor.shape[-inner:], dtype=tensor.dtype)
+        setattr(self.arguments, f"grad_{name}", grad.data_ptr())
+        if name == "edge" and self.inputs.edge_is_value:
+            self.arguments.grad_edge_value = grad.data_ptr()
+        return lambda: grad.view(*self.plan.front, *grad.shape[1:]).sum_to_size(tensor.shape)
+
+    @cached_property
+    def parts(self) -> Tensor:
+        """The gradient of a projection or of a table of types, without the vector: a part from each task."""
+        plan, tasks = self.plan, self.layout.by_source.num_tasks
+        parts = self.empty(tasks * plan.batch, plan.arguments.edge_channels, plan.heads, plan.channels)
+        self.arguments.grad_edge_projection = parts.data_ptr()
+        return parts
+
+    @cached_property
+    def of_made(self) -> Tensor:
+        """The sum of these parts: `[H, C, D]` or `[R, H, C]`."""
+        total = self.parts.sum(0)
+        return total if self.inputs.edge_projection is None else total.permute(1, 2, 0).contiguous()
+
+    def of_maker(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        """Of a projection or of a table of types."""
+        _, vector, axis = self.parts, self.inputs.vector, 0 if name == "edge" else -1
+        return lambda: (self.of_made if vector is None else self.of_made * vector.unsqueeze(axis)).to(tensor.dtype)
+
+    def of_vector(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        """Of the vector, for which each task has its own sum."""
+        plan, tasks = self.plan, self.layout.by_target.num_tasks + self.layout.by_source.num_tasks
+        grad = tensor.new_zeros(tasks * plan.batch, plan.heads, plan.channels, dtype=plan.compute)
+        self.arguments.grad_vector = grad.data_ptr()
+        maker, axis = self.inputs.edge_projection, -1
+        if self.inputs.edge_type is not None:
+            maker, axis = self.inputs.edge, 0
+        if maker is None or not plan.record_bytes:
+            return lambda: grad.sum(0).to(tensor.dtype)
+        _ = self.parts  # with a record, the edges' part follows from these
+        return lambda: grad.sum(0).to(tensor.dtype).add_((self.of_made * maker).sum(axis))
+
+    def of_sink(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        """Of the sink."""
+        maximum, scale, delta, _ = self.node_terms.unbind(2)
+        return lambda: -((tensor - maximum).exp() * scale * delta).sum((0, 1))
+
+    def of_out_bias(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+        """Of the bias of the output, without kernels."""
+        return lambda: self.grad_out.flatten(0, -3).sum(0, dtype=self.plan.compute)
+
+
+_Gradient = Callable[[_Backward, str, Tensor], Callable[[], Tensor]]
+
+#: The kinds of gradients, by an input's name or else its first axis.
+_GRADIENTS: dict[str, _Gradient] = {
+    "N": _Backward.of_nodes,
+    "M": _Backward.of_nodes,
+    "E": _Backward.of_edges,
+    "R": _Backward.of_maker,
+    "edge_projection": _Backward.of_maker,
+    "vector": _Backward.of_vector,
+    "sink": _Backward.of_sink,
+    "out_bias": _Backward.of_out_bias,
+}
+
+
 def _backward(
     inputs: Inputs,
     grad_out: Tensor,
@@ -289,7 +352,7 @@ def _backward(
     kept: Sequence[Tensor],
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    call = _Arguments(inputs)
+    call = _Backward(inputs, grad_out)
     arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
     given = [(grad_out, inputs.out_shape, plan.dtype), (out, inputs.out_shape, plan.dtype)]
     given += [(tensor, *expected) for tensor, expected in zip(kept, plan.kept, strict=False)]
@@ -309,73 +372,16 @@ def _backward(
     arguments.out, arguments.weights = out.data_ptr(), weights.data_ptr()
     _hand_over(arguments, kept)
     arguments.record_bytes = plan.record_bytes
-    node_terms = call.empty(plan.batch, layout.num_targets, 4, plan.heads)
-    arguments.node_terms = call.hold(node_terms)
+    arguments.node_terms = call.node_terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels)
     slots = max(by_source.num_slots, layout.by_target.num_slots)
     arguments.partial = call.scratch(plan.batch * slots, 2 * width)
-
-    projection, grads = inputs.edge_projection, dict[str, Tensor]()
-    # With a record, the edges' part of the vector's gradient follows from that of their projection.
-    if projection is not None and ("edge_projection" in wanted or ("vector" in wanted and plan.record_bytes)):
-        sums = call.empty(by_source.num_tasks * plan.batch, projection.size(-1), plan.heads * plan.channels)
-        grads["edge_projection"] = sums
-        arguments.grad_edge_projection = sums.data_ptr()
-    table = None if inputs.edge_type is None else inputs.edge
-    if table is not None and ("edge" in wanted or ("vector" in wanted and plan.record_bytes)):
-        grads["edge"] = call.empty(by_source.num_tasks * plan.batch, *table.shape)
-        arguments.grad_edge_projection = grads["edge"].data_ptr()
-    for name in wanted:
-        tensor: Tensor = getattr(inputs, name)
-        if name in ("edge_projection", "sink", "out_bias") or (name == "edge" and table is not None):
-            continue
-        if name == "vector":  # each task has its own sum
-            tasks = layout.by_target.num_tasks + by_source.num_tasks
-            grads[name] = tensor.new_zeros(tasks * plan.batch, plan.heads, plan.channels, dtype=plan.compute)
-        elif name in _PER_EDGE:  # an input that a batch shares gets one gradient per element first
-            grads[name] = call.empty(plan.batch, *tensor.shape[-_edge_dims(inputs, name) :], dtype=tensor.dtype)
-        else:
-            grads[name] = call.empty(*tensor.shape, dtype=tensor.dtype)
-        setattr(arguments, f"grad_{name}", grads[name].data_ptr())
-    if inputs.edge_is_value and "edge" in wanted and table is None:
-        arguments.grad_edge_value = arguments.grad_edge
+    gradients = [plan.gradients[name](call, name, getattr(inputs, name)) for name in wanted]
     if "query" in wanted or "vector" in wanted:
         arguments.target_pass = 1
         arguments.edge_terms = call.scratch(plan.batch, layout.num_edges, plan.heads)
     native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))
-    vector = inputs.vector
-    if projection is not None and "edge_projection" in grads:
-        grads["edge_projection"] = grads["edge_projection"].sum(0).t().reshape(projection.shape).contiguous()
-    if table is not None and "edge" in grads:
-        grads["edge"] = grads["edge"].sum(0)
-    for name in wanted:
-        tensor = getattr(inputs, name)
-        if name == "sink":
-            maximum, scale, delta, _ = node_terms.unbind(2)
-            grads[name] = -((tensor - maximum).exp() * scale * delta).sum((0, 1))
-        elif name == "out_bias":
-            grads[name] = grad_out.flatten(0, -3).sum(0, dtype=plan.compute)
-        elif name == "vector":
-            grads[name] = grads[name].sum(0).to(tensor.dtype)
-            if projection is not None and plan.record_bytes:
-                grads[name] += (grads["edge_projection"] * projection).sum(-1)
-            if table is not None and plan.record_bytes:
-                grads[name] += (grads["edge"] * table).sum(0)
-        elif name in _PER_EDGE and not (name == "edge" and table is not None):
-            grads[name] = grads[name].view(*plan.front, *grads[name].shape[1:]).sum_to_size(tensor.shape)
-    if vector is not None and "edge_projection" in grads:
-        grads["edge_projection"] = grads["edge_projection"] * vector.unsqueeze(-1)
-    if table is not None and "edge" in grads:
-        grads["edge"] = (grads["edge"] if vector is None else grads["edge"] * vector).to(table.dtype)
-    return [grads[name] for name in wanted]
-
-
-#: Inputs with one entry per edge, and how many dimensions they have without those of the batch.
-_PER_EDGE = {"edge": 3, "bias": 2, "edge_value": 3}
-
-
-def _edge_dims(inputs: Inputs, name: str) -> int:
-    return 2 if name == "edge" and inputs.edge_projection is not None else _PER_EDGE[name]
+    return [gradient() for gradient in gradients]
 
 
 Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _kept)

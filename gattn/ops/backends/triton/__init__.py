@@ -17,7 +17,8 @@ from gattn.ops.backends.base import Missing
 from gattn.ops.backends.kernels import KernelBackend, dense_rows, flat
 from gattn.ops.backends.triton.layout import Rows, layout_of
 from gattn.ops.call import compute_dtype
-from gattn.ops.operator import AttentionOperator, Inputs
+from gattn.ops.operator import AttentionOperator
+from gattn.ops.terms import TERMS, Inputs
 from gattn.scores import Family
 
 __all__ = ["Triton", "run"]
@@ -52,6 +53,11 @@ _COMBINING_WARPS = 4
 
 _WIDEST_LOAD = 16
 """Rows of multiples of this many numbers can be loaded with the widest loads, 16 bytes, in any type."""
+
+_ROWS = tuple(name for name, term in TERMS.items() if term.read == "rows")
+
+_PER_EDGE = {name: len(term.letters) for name, term in TERMS.items() if term.read == "edges"}
+"""Inputs with one entry per edge, and how many dimensions they have without those of the batch."""
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU, which is slow but good for tests."""
@@ -106,13 +112,12 @@ class _Launches:
             )
         edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
         self.layout = layout = layout_of(*edges, traced=inputs.traced)
-        terms = [
-            term.size(-inner)
-            for term, inner in ((inputs.edge, 3), (inputs.bias, 2), (inputs.mask, 2), (inputs.edge_value, 3))
-            if term is not None and term.dim() >= inner
-        ]
-        inputs.check(layout.expect(terms[0]) if terms else 0)
-        query, key, values = inputs.query, inputs.key, inputs.values
+        per_edge = [(tensor, len(term.letters)) for _, tensor, term in inputs.terms() if term.letters.startswith("E")]
+        counts = [tensor.size(-inner) for tensor, inner in per_edge if tensor.dim() >= inner]
+        inputs.check(layout.expect(counts[0]) if counts else 0)
+        #: The number of edges for which results per edge have room.
+        self.num_terms = counts[0] if counts else layout.most_edges
+        key, values = inputs.key, inputs.values
         self.front = inputs.front
         self.batch = math.prod(self.front)
         self.heads = inputs.heads
@@ -136,7 +141,8 @@ class _Launches:
             "threshold": int(dropout * 2**32),
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
         }
-        for name, tensor in (("query", query), ("key", key), ("value", values)):
+        for name in _ROWS:
+            tensor = values if name == "value" else getattr(inputs, name)
             tensor = None if tensor is None else dense_rows(tensor, 2)
             self.inputs[name] = tensor
             batch, row = (0, 0) if tensor is None else tensor.stride()[:2]
@@ -147,9 +153,9 @@ class _Launches:
             unit = math.gcd(_WIDEST_LOAD, batch, row)
             self.inputs[f"{name}_batch"], self.inputs[f"{name}_row"] = batch // unit, row // unit
             self.inputs[f"{name.upper()}_UNIT"] = unit
-        for name, inner in (("edge", 2), ("bias", 1), ("edge_value", 2)):
+        for name, inner in _PER_EDGE.items():
             tensor = getattr(inputs, name)
-            tensor = None if tensor is None else flat(tensor, inner).contiguous()
+            tensor = None if tensor is None else flat(tensor, inner - 1).contiguous()
             self.inputs[name] = tensor
             #: The distance between the elements of a batch, in edges.
             self.inputs[f"{name}_batch"] = 0 if tensor is None or tensor.size(0) == 1 else tensor.size(1)
@@ -158,15 +164,6 @@ class _Launches:
         for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
             self.inputs[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
 
-        #: The number of edges for which results per edge have room.
-        self.num_terms = next(
-            (
-                term.size(-inner)
-                for term, inner in ((inputs.edge, 3), (inputs.bias, 2), (inputs.edge_value, 3))
-                if term is not None
-            ),
-            layout.most_edges,
-        )
         score, names = _kernels().FAMILIES[inputs.family]
         constants = dict(zip(names, inputs.constants, strict=True))
         self.distribution, self.is_softmax = inputs.distribution, inputs.distribution == "softmax"
@@ -308,9 +305,8 @@ class _Launches:
 
     def as_gradient(self, grad: Tensor, name: str, of: Tensor) -> Tensor:
         """A gradient in the shape and type of its tensor."""
-        if name in ("edge", "bias", "edge_value"):
-            inner = 2 if name == "bias" else 3
-            grad = grad.view(*self.front, *of.shape[-inner:]).sum_to_size(of.shape)
+        if name in _PER_EDGE:
+            grad = grad.view(*self.front, *of.shape[-_PER_EDGE[name] :]).sum_to_size(of.shape)
         elif name in ("key", "value") and self.group > 1:
             grad = grad.unflatten(2, (-1, self.group)).sum(3)
         return grad.to(of.dtype).view(of.shape)
