@@ -11,6 +11,7 @@ from gattn.attention import Attention, Weights
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, as_graph
+from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear, dropout, is_autocast, is_plain
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
@@ -30,6 +31,7 @@ class BaseConv(Attention):
 
     #: Channels of the input, or a pair for sources and targets; -1 allows any.
     in_channels: int | tuple[int, int] = -1
+    heads: int
     #: Whether the layer takes the graphs of `gattn.distributed`; such a layer reads no features at the ends of edges.
     takes_shards: ClassVar[bool] = False
 
@@ -97,6 +99,10 @@ class BaseConv(Attention):
         resolved = given_graph.resolve(num_sources, num_targets, device=device)
         return resolved.with_self_loops() if self_loops else resolved
 
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[..., H * C]` as `[..., H, C]`."""
+        return x.view(*x.shape[:-1], self.heads, x.size(-1) // self.heads)  # which costs half of unflatten()
+
     def _shows_messages(self, layer: type[Attention]) -> bool:
         """Whether messages are read, in which case they have to be those of `layer`, of all channels at once."""
         is_seen = self.explain or self._message_forward_pre_hooks or self._message_forward_hooks
@@ -146,28 +152,8 @@ class AttentionConv(BaseConv):
                     f"edge_dim={1 if edge_attr.dim() == 1 else edge_attr.size(-1)}."
                 )
             return graph, None
-        if edge_attr is not None and not isinstance(edge_attr, Tensor):
-            raise InputTypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
-        if edge_attr is not None and not edge_attr.is_floating_point():
-            raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
-        require_finite(edge_attr=edge_attr)
-        graph, edge_attr = graph.with_features(edge_attr, fill_value)
-        if edge_attr is None:
-            raise InputError(
-                f"this layer was made with edge_dim={self.edge_dim}, so it needs edge_attr, [E, {self.edge_dim}] (the "
-                "single values of a sparse adjacency are edge weights, not features)."
-            )
-        edge_attr = edge_attr.unsqueeze(-1) if edge_attr.dim() == 1 else edge_attr
         channels = getattr(self.lin_edge, "in_channels", -1)
-        if edge_attr.dim() != 2:
-            raise InputError(
-                f"edge_attr must have shape [E, D], or [E] for a single feature; got {edge_attr.dim()} dimensions."
-            )
-        if channels > 0 and edge_attr.size(-1) != channels:
-            raise InputError(
-                f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge_dim={channels}."
-            )
-        check_dtype(self, edge_attr=edge_attr)
+        graph, edge_attr = checked_features(self, graph, edge_attr, channels, (), fill_value)
         return graph, self._project_edges(self.lin_edge, edge_attr)
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
@@ -175,10 +161,6 @@ class AttentionConv(BaseConv):
         if is_plain(lin_edge) and edge_attr.dtype == lin_edge.weight.dtype and not is_autocast(edge_attr):
             return Projected(edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1))
         return self._heads(lin_edge(edge_attr))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """`[..., H * C]` as `[..., H, C]`."""
-        return x.view(*x.shape[:-1], self.heads, self.out_channels)  # which costs half of unflatten()
 
     def _attend_and_merge(
         self,

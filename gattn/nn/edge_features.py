@@ -17,7 +17,7 @@ __all__ = ["checked_features", "with_features"]
 
 
 def checked_features(
-    layer: Module, graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...]
+    layer: Module, graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...], fill_value: Any = "mean"
 ) -> tuple[Graph, Tensor]:
     """The graph and its edge features `[..., E, D]`, either those given or the vectors that a sparse adjacency holds.
 
@@ -27,6 +27,7 @@ def checked_features(
         edge_attr: `[E, D]`, `[E]` for a single feature, or with the batch dimensions in front; or `None`.
         channels: D; -1 allows any.
         batch: The batch dimensions of the nodes' features.
+        fill_value: See `Graph.with_features`. (default: `"mean"`)
 
     Raises:
         TypeError: If `edge_attr` is not a tensor.
@@ -40,13 +41,13 @@ def checked_features(
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() < 2 else edge_attr
         if edge_attr.shape[:-2] not in ((), batch):
             raise InputError(
-                "edge_attr must have shape [E, D], or [E] for a single feature, possibly with the batch dimensions of "
-                "x, "
-                f"{list(batch)}, in front; got {list(edge_attr.shape)}."
+                "edge_attr must have shape [E, D], or [E] for a single feature"
+                f"{f', possibly with the batch dimensions of x, {list(batch)}, in front' if batch else ''}; got "
+                f"{list(edge_attr.shape)}."
             )
         require_finite(edge_attr=edge_attr)
-        edge_attr = edge_attr.movedim(-2, 0)
-    graph, edge_attr = graph.with_features(edge_attr)
+        edge_attr = edge_attr.movedim(-2, 0) if batch else edge_attr
+    graph, edge_attr = graph.with_features(edge_attr, fill_value)
     if edge_attr is None:
         raise InputError(
             f"this layer was made for edge features of {channels} channels, so it needs edge_attr, [E, {channels}] "
@@ -57,7 +58,7 @@ def checked_features(
             f"edge_attr has {edge_attr.size(-1)} channels, but this layer was made for edge features of {channels}."
         )
     check_dtype(layer, edge_attr=edge_attr)
-    return graph, edge_attr.movedim(0, -2)
+    return graph, edge_attr.movedim(0, -2) if batch else edge_attr
 
 
 def with_features(x: Tensor, edge_attr: Tensor) -> Tensor:

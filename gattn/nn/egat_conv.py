@@ -154,10 +154,6 @@ class EGATConv(BaseConv):
         results = out, F.leaky_relu(hidden, _SLOPE)
         return (*results, alpha.unsqueeze(-1)) if get_attention else results
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """`[..., H * C]` as `[..., H, C]`."""
-        return x.view(*x.shape[:-1], self.heads, x.size(-1) // self.heads)
-
     def __repr__(self) -> str:
         sizes = self.in_channels, self.edge_channels, self.out_channels, self.out_edge_channels
         return f"{type(self).__name__}({', '.join(map(str, sizes))}, heads={self.heads})"

@@ -12,15 +12,13 @@ from torch_geometric.nn.inits import glorot, zeros
 
 from gattn.attention import weigh
 from gattn.edges import Projected
-from gattn.errors import InputError, InputTypeError, check_at_least
+from gattn.errors import InputError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.edge_features import with_features
+from gattn.nn.edge_features import checked_features, with_features
 from gattn.nn.linear import columns
-from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, GATScore
-from gattn.settings import require_finite
 
 __all__ = ["GATEConv"]
 
@@ -119,7 +117,7 @@ class GATEConv(BaseConv):
         if targets is None:
             raise InputError("GATEConv compares sources with targets: x[1] may not be None.")
         graph = self._graph(edge_index, sources, targets, self_loops=False)
-        graph, edge_attr = self._edge_features(graph, edge_attr)
+        graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_dim, ())
         query = F.linear(targets, self.att_r)
         value = self.lin2(sources).unsqueeze(-2)  # one head
         terms = self._source_terms(sources, query, graph, edge_attr)
@@ -146,24 +144,6 @@ class GATEConv(BaseConv):
             distribution=None,
         )
         return terms
-
-    def _edge_features(self, graph: Graph, edge_attr: Any) -> tuple[Graph, Tensor]:
-        """The graph and its edge features, `[E, D]`."""
-        if edge_attr is not None and not isinstance(edge_attr, Tensor):
-            raise InputTypeError(f"edge_attr must be a tensor; got {type(edge_attr).__name__}.")
-        if edge_attr is not None and edge_attr.dim() == 1:
-            edge_attr = edge_attr.unsqueeze(-1)
-        if edge_attr is None or edge_attr.dim() == 2:
-            graph, edge_attr = graph.with_features(edge_attr)
-        if edge_attr is None:
-            raise InputError(f"GATEConv needs edge_attr, [E, {self.edge_dim}].")
-        if edge_attr.dim() != 2 or edge_attr.size(-1) != self.edge_dim:
-            raise InputError(f"edge_attr must have shape [E, {self.edge_dim}]; got {list(edge_attr.shape)}.")
-        if not edge_attr.is_floating_point():
-            raise InputError(f"edge_attr must be of a floating-point type; got {edge_attr.dtype}: use .float().")
-        require_finite(edge_attr=edge_attr)
-        check_dtype(self, edge_attr=edge_attr)
-        return graph, edge_attr
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -231,10 +231,6 @@ class GeneralConv(BaseConv):
         out = out.mean(-2) + self.lin_self(targets)
         return F.normalize(out, dim=-1) if self.normalize_l2 else out
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """`[..., H * C]` as `[..., H, C]`."""
-        return x.view(*x.shape[:-1], self.heads, self.out_channels)
-
     def _can_project(self, lin: Linear, graph: Graph, edge_attr: Tensor, value: Tensor) -> bool:
         """Whether the kernels can project the edge features: by a matrix, and not for a product."""
         if not is_affine(lin):

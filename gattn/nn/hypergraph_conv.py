@@ -184,10 +184,6 @@ class HypergraphConv(BaseConv):
         out = out.flatten(-2) if self.concat else out.mean(-2)
         return out if self.bias is None else out + self.bias
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """`[..., H * C]` as `[..., H, C]`."""
-        return x.view(*x.shape[:-1], self.heads, self.out_channels)
-
     def _sum(self, value: Tensor, graph: SparseGraph, scale: Tensor, alpha: Tensor | None) -> Tensor:
         """The sum of values, with weights `[..., E, H]` or without, times a number per target."""
         is_sum = isinstance(self.aggr_module, SumAggregation)

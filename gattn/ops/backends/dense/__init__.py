@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +120,21 @@ def _has_products(score: Score) -> TypeGuard[DotScore]:
     return isinstance(score, DotScore) and family_of(score, 1) is not None
 
 
+class _Part(NamedTuple):
+    """Targets and sources of one size, each of which sees what bias and mask leave."""
+
+    query: Tensor | None
+    """`[B, N, H, C]`; without C for a scalar score"""
+    key: Tensor
+    value: Tensor
+    score: Score
+    bias: Tensor | None
+    """Broadcastable to `[B, H, N, M]`, like the mask."""
+    mask: Tensor | None
+    num_targets: int
+    dropout: float = 0.0
+
+
 def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     """Output `[..., N, H, C]`, and weights `[..., H, N, M]` if requested (a list with one per block of a packed graph).
 
@@ -140,26 +155,24 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
         key, value = _nodes_in_one_batch(key, front), _nodes_in_one_batch(value, front)
     if query is not None:
         query, key, score = score.folded(query, key)
+    part = _Part(query, key, value, score, bias, mask, graph.num_targets, dropout)
     weights: list[Tensor] = []
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
         is_softmax = is_plain_softmax(distribution)
         if not is_softmax or with_weights == "dropped":
             # The fused kernels support only the softmax, and do not return their weights.
-            weights = list(_matrices(_alpha if is_softmax else _logits, query, key, graph, score, bias, mask))
+            weights = list(_matrices(_alpha if is_softmax else _logits, part, graph))
             if not is_softmax:
                 weights = [_distribute(distribution, weights[0], front)]
             dropped = [F.dropout(x, dropout) for x in weights] if dropout > 0.0 else weights
             outputs = [_weighted(x, v) for x, v in zip(dropped, _blocks(value, graph, 1), strict=True)]
-            if outputs:
-                out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-            else:
-                out = _zeros(query, key, value, graph.num_targets)
+            out = torch.cat(outputs, 1) if outputs else _zeros(part)
             weights = dropped if with_weights == "dropped" else weights
         else:
-            out = _output(query, key, value, graph, score, bias, mask, dropout)
+            out = _output(part, graph)
             if with_weights:
-                weights = list(_matrices(_alpha, query, key, graph, score, bias, mask))
+                weights = list(_matrices(_alpha, part, graph))
     if len(front) != 1:
         out, *weights = (x.reshape(*front, *x.shape[1:]) for x in (out, *weights))
     if not with_weights:
@@ -184,29 +197,20 @@ def _with_one_batch(x: Tensor | None, front: torch.Size) -> Tensor | None:
     return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
-def _output(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    graph: CompleteGraph,
-    score: Score,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout: float,
-) -> Tensor:
+def _output(part: _Part, graph: CompleteGraph) -> Tensor:
     """The output, `[B, N, H, C]`."""
-    num_targets, offset = graph.num_targets, graph.offset(graph.num_targets, graph.num_sources)
+    query, key, value, score, bias, mask, num_targets, dropout = part
+    offset = graph.offset(num_targets, graph.num_sources)
     if graph.is_uniform:
-        return _uniform(query, key, value, num_targets, offset, graph, score, bias, mask, dropout)
+        return _uniform(part, offset, graph)
     batch = value.size(0)
     if _is_dot(score) and is_packed_flash(query, key, value, graph, bias, mask, dropout):
         return packed_flash(query, key, value, graph, score.factor(key.size(-1)))
     elements = elements_of(graph, batch)
     if elements is None:
-        mask = _both(mask, _length_mask(graph, value.device))
-        return _uniform(query, key, value, num_targets, offset, graph, score, bias, mask, dropout)
+        return _uniform(part._replace(mask=_both(mask, _length_mask(graph, value.device))), offset, graph)
     if not elements:
-        return _zeros(query, key, value, num_targets)
+        return _zeros(part)
     ragged = grouped.__wrapped__ if torch.compiler.is_compiling() else grouped
     targets, sources, groups = ragged(elements, batch * num_targets, batch * graph.num_sources)
     queries = [None] * len(groups) if query is None else targets.take(query.flatten(0, 1))
@@ -218,34 +222,28 @@ def _output(
         q = None if q is None else q.unflatten(0, (count, group.num_targets))
         k, v = (x.unflatten(0, (count, group.num_sources)) for x in (k, v))
         b, m = (of_group(x, group) for x in (bias, mask))
-        out = _uniform(q, k, v, group.num_targets, group.offset, graph, score, b, m, dropout)
+        out = _uniform(_Part(q, k, v, score, b, m, group.num_targets, dropout), group.offset, graph)
         outputs.append(out.flatten(0, 1))
     return targets.put(outputs).unflatten(0, (batch, num_targets))
 
 
-def _matrices(
-    function: Callable[..., Tensor],
-    query: Tensor | None,
-    key: Tensor,
-    graph: CompleteGraph,
-    score: Score,
-    bias: Tensor | None,
-    mask: Tensor | None,
-) -> Iterator[Tensor]:
+def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteGraph) -> Iterator[Tensor]:
     """What a function computes per target, weights before dropout or logits, for all: `[B, H, N, M]` by block."""
+    query, key = part.query, part.key
     lengths = _length_mask(graph, key.device)
     blocks = ((graph.num_targets, graph.num_sources),) if graph.blocks is None else graph.blocks
     queries = [None] * len(blocks) if query is None else _blocks(query, graph, 0)
     for place, (q, k, (n, m)) in enumerate(zip(queries, _blocks(key, graph, 1), blocks, strict=True)):
         group = Group((place,), n, m, m - n)
-        b, allowed = (x if graph.blocks is None else of_group(x, group) for x in (bias, mask))
+        b, allowed = (x if graph.blocks is None else of_group(x, group) for x in (part.bias, part.mask))
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
             allowed = _both(allowed, graph.visible(n, m, graph.offset(n, m), key.device)[None, None])
-        if _has_products(score):  # which needs nothing larger than these matrices
-            yield function(q, k, score, b, allowed, n)
+        block = part._replace(query=q, key=k, bias=b, mask=allowed, num_targets=n)
+        if _has_products(part.score):  # which needs nothing larger than these matrices
+            yield function(block)
         else:
-            yield torch.cat(_by_targets(function, n, q, k, score, b, allowed), 2)
+            yield torch.cat(_by_targets(function, block), 2)
 
 
 def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
@@ -253,19 +251,9 @@ def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
     return (x,) if graph.blocks is None else x.split([sizes[side] for sizes in graph.blocks], 1)
 
 
-def _uniform(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    num_targets: int,
-    offset: int,
-    graph: CompleteGraph,
-    score: Score,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout: float,
-) -> Tensor:
+def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
     """The output for elements of one size, where target i has the position of source i + offset."""
+    query, key, value, score, bias, mask, num_targets, dropout = part
     left, right = graph.reach
     plain = bias is None and mask is None
     if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
@@ -274,7 +262,7 @@ def _uniform(
             return dot_product_attention(query, key, value, score, None, None, dropout, causal=True)
         if (left, right) != (None, None):
             mask = _both(mask, graph.visible(num_targets, key.size(1), offset, key.device)[None, None])
-        return _rectangle(query, key, value, num_targets, score, bias, mask, dropout)
+        return _rectangle(part._replace(mask=mask))
     # Sources that no target sees are left out.
     first = 0 if left is None else min(max(offset - left, 0), key.size(1))
     last = key.size(1) if right is None else min(max(num_targets + offset + right, first), key.size(1))
@@ -283,7 +271,7 @@ def _uniform(
         bias, mask = (None if x is None else crop(x, 3, first, last) for x in (bias, mask))
     num_sources = last - first
     if num_targets == 0 or num_sources == 0:
-        return _zeros(query, key, value, num_targets)
+        return _zeros(part)
     if left is not None and left >= num_targets - 1 + offset:
         left = None
     if right is not None and right >= num_sources - 1 - offset:
@@ -297,69 +285,54 @@ def _uniform(
     if left is not None and right is not None:
         span = _block_targets(left, right) + left + right
         if 2 * span <= num_sources:
-            return _banded(query, key, value, num_targets, offset, left, right, score, bias, mask, dropout)
+            return _banded(part._replace(key=key, value=value, bias=bias, mask=mask), offset, left, right)
     if left is not None or right is not None:
         mask = _both(mask, graph.visible(num_targets, num_sources, offset, key.device)[None, None])
-    return _rectangle(query, key, value, num_targets, score, bias, mask, dropout)
+    return _rectangle(part._replace(key=key, value=value, bias=bias, mask=mask))
 
 
-def _rectangle(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    num_targets: int,
-    score: Score,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout: float,
-) -> Tensor:
+def _rectangle(part: _Part) -> Tensor:
     """The output if every target sees every source that the mask allows."""
+    query, key, value, score, bias, mask, _, dropout = part
     if _is_dot(score) and key.size(-1) > 0:
         assert query is not None
         return dot_product_attention(query, key, value, score, bias, mask, dropout)
 
-    def output(
-        query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
-    ) -> Tensor:
-        weights = _alpha(query, key, score, bias, mask, count)
+    def output(part: _Part) -> Tensor:
+        weights = _alpha(part)
         return _weighted(F.dropout(weights, dropout) if dropout else weights, value)
 
-    return torch.cat(_by_targets(output, num_targets, query, key, score, bias, mask), 1)
+    return torch.cat(_by_targets(output, part), 1)
 
 
-def _zeros(query: Tensor | None, key: Tensor, value: Tensor, num_targets: int) -> Tensor:
+def _zeros(part: _Part) -> Tensor:
     """The output if there is nothing to attend to; its gradients are zeros."""
+    query, key, value = part[:3]
     heads = key.size(2) if query is None else query.size(2)
     nothing = sum(x[:0].sum() for x in (query, key, value) if x is not None)
-    return value.new_zeros(value.size(0), num_targets, heads, value.size(-1)) + nothing
+    return value.new_zeros(value.size(0), part.num_targets, heads, value.size(-1)) + nothing
 
 
-def _by_targets(
-    function: Any,
-    num_targets: int,
-    query: Tensor | None,
-    key: Tensor,
-    score: Score,
-    bias: Tensor | None,
-    mask: Tensor | None,
-) -> list[Tensor]:
-    """Calls `function(query, key, score, bias, mask, count)` for some targets at a time.
+def _by_targets(function: Callable[[_Part], Tensor], part: _Part) -> list[Tensor]:
+    """Calls a function for some targets at a time.
 
     Intermediate results are not kept for the backward pass, which computes them again.
     """
     if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
-        return [function(query, key, score, bias, mask, num_targets)]
-    held = math.prod(key.shape[:2]) * query.size(2) if query is not None and _has_products(score) else key.numel()
-    count = max(_CHUNK // max(held, 1), 1)
-    counts = chunk_sizes(num_targets, count) or [0]
+        return [function(part)]
+    query, key = part.query, part.key
+    held = math.prod(key.shape[:2]) * query.size(2) if query is not None and _has_products(part.score) else key.numel()
+    counts = chunk_sizes(part.num_targets, max(_CHUNK // max(held, 1), 1)) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)
-    biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in (bias, mask))
+    terms = part.bias, part.mask
+    biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in terms)
     results = []
     for q, b, m, n in zip(queries, biases, masks, counts, strict=True):
+        some = part._replace(query=q, bias=b, mask=m, num_targets=n)
         if len(counts) > 1 and torch.is_grad_enabled():
-            results.append(checkpoint(function, q, key, score, b, m, n, use_reentrant=False))
+            results.append(checkpoint(function, some, use_reentrant=False))
         else:
-            results.append(function(q, key, score, b, m, n))
+            results.append(function(some))
     return results
 
 
@@ -369,10 +342,9 @@ def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     return list(x.split(sizes, dim))
 
 
-def _logits(
-    query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
-) -> Tensor:
-    """The logits of `count` targets, `[B, H, count, M]`, with masked ones at minus infinity."""
+def _logits(part: _Part) -> Tensor:
+    """The logits of all targets, `[B, H, N, M]`, with masked ones at minus infinity."""
+    query, key, _, score, bias, mask, count, _ = part
     if _has_products(score):
         assert query is not None
         keys = repeat_heads(key, query.size(2)).to(compute_dtype(key.dtype))
@@ -393,12 +365,10 @@ def _logits(
     return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
 
 
-def _alpha(
-    query: Tensor | None, key: Tensor, score: Score, bias: Tensor | None, mask: Tensor | None, count: int
-) -> Tensor:
+def _alpha(part: _Part) -> Tensor:
     """The softmax of `_logits`; zeros for targets that see nothing."""
-    logits = _logits(query, key, score, bias, mask, count)
-    if bias is None and mask is None:
+    logits = _logits(part)
+    if part.bias is None and part.mask is None:
         return logits.softmax(-1)
     empty = (logits == -torch.inf).all(-1, keepdim=True)
     return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
@@ -424,20 +394,9 @@ def _weighted(weights: Tensor, value: Tensor) -> Tensor:
     return (weights @ value.transpose(1, 2)).transpose(1, 2)
 
 
-def _banded(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    num_targets: int,
-    offset: int,
-    left: int,
-    right: int,
-    score: Score,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout: float,
-) -> Tensor:
+def _banded(part: _Part, offset: int, left: int, right: int) -> Tensor:
     """Computes a window: blocks of targets become elements of the batch, each with the sources that it sees."""
+    query, key, value, _, bias, mask, num_targets, _ = part
     batch, num_sources = value.shape[:2]
     size = _block_targets(left, right)
     span = size + left + right
@@ -455,7 +414,8 @@ def _banded(
     mask = (distance >= 0) & (distance <= left + right)
     mask = mask & ((source >= 0) & (source < num_sources)).unsqueeze(1)
     mask = mask.repeat(batch, 1, 1).unsqueeze(1)
-    out = _rectangle(query, key, value, size, score, bias, _both(allowed, mask), dropout)
+    mask = _both(allowed, mask)
+    out = _rectangle(part._replace(query=query, key=key, value=value, bias=bias, mask=mask, num_targets=size))
     return out.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :num_targets]
 
 
