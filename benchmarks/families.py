@@ -148,12 +148,15 @@ class Case(Measurement):
         vector, options = randn(heads, channels), dict[str, Any]()
         if family.has_types:
             leaves["edge"] = randn(TYPES, heads, *wide)
-            options["edge_type"] = torch.randint(TYPES, (edges.size(1),), generator=generator)
         leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+        given: dict[str, Any] = dict(leaves)
+        if family.has_types:
+            types = torch.randint(TYPES, (edges.size(1),), generator=generator)
+            given["edge"] = gattn.Typed(leaves["edge"], types)
         attend: Any = gattn.attend
         graph, score = gattn.SparseGraph(edges, nodes, nodes), family.score(vector)
         options |= {"graph": graph, "score": score, "distribution": family.distribution, "backend": backend}
-        return Computation(lambda: attend(**leaves, **options), leaves, grad)
+        return Computation(lambda: attend(**given, **options), leaves, grad)
 
     @staticmethod
     def _gather(edges: Tensor, value: Tensor, grad: Tensor) -> Computation:

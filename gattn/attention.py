@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Optional, TypeAlias, TypeVar, overloa
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptPairTensor
@@ -335,7 +336,6 @@ class Attention(Leaf, MessagePassing):
             raise ValueError(f"return_weights must be False, True or 'dropped'; got {return_weights!r}.")
         if not isinstance(value, Tensor):
             raise InputTypeError(f"value must be a tensor; got {type(value).__name__}.")
-        watched = is_watched(self)
         result = self._result(
             query,
             key,
@@ -350,13 +350,10 @@ class Attention(Leaf, MessagePassing):
             distribution=distribution,
             dropout=dropout,
             training=training,
-            weights=return_weights or watched,
+            weights=return_weights,
             backend=backend,
+            layer=self,
         )
-        if watched:
-            num_targets = None if query is None else query.size(value.dim() - 3)
-            sized = as_graph(graph, self.flow, sharded=True).resolve(value.size(-3), num_targets)
-            record(self, sized, result.weights)
         return (result.out, result.weights) if return_weights else result.out
 
     def weigh(
@@ -496,11 +493,12 @@ class Attention(Leaf, MessagePassing):
         training: bool | None = False,
         weights: bool | str = False,
         backend: str = "auto",
+        layer: Module | None = None,
         **terms: Any,
     ) -> Result:
-        """Output and weights of a call, checked and computed, but not recorded; without a distribution, the logits.
+        """Output and weights of a call, checked and computed; without a distribution, the logits.
 
-        `value=None` computes weights alone.
+        `value=None` computes weights alone. `record_attention` records them as those of `layer`, if there is one.
         """
         check_name(backend)
         score = _DOT if score is None else score
@@ -509,22 +507,31 @@ class Attention(Leaf, MessagePassing):
         check_probability("dropout", dropout)
         training = self.training if training is None else training
         check_flag("training", training)
+        watched = layer is not None and is_watched(layer)
+        graph = as_graph(graph, self.flow, sharded=True)
         call = checked_call(
             query,
             key,
             value,
-            as_graph(graph, self.flow, sharded=True),
+            graph,
             score=score,
             distribution=resolve_distribution("softmax" if distribution is None else distribution),
             dropout=dropout if training else 0.0,
-            weights=weights,
+            weights=weights or watched,
             **terms,
         )
         require_finite(query=query, key=key, value=value, **terms)
         if self.explain and call.graph.is_dense:  # explainers mask edges of their own edge_index
             with self._unexplained():
-                return self._compute(call, backend, distribution is None)
-        return self._compute(call, backend, distribution is None)
+                result = self._compute(call, backend, distribution is None)
+        else:
+            result = self._compute(call, backend, distribution is None)
+        if watched:
+            assert layer is not None
+            assert value is not None
+            num_targets = None if query is None else query.size(value.dim() - 3)
+            record(layer, graph.resolve(value.size(-3), num_targets), result.weights)
+        return result
 
     def _compute(self, call: Call, backend: str, logits: bool) -> Result:
         """The result of a call, including its `out_bias`, or its logits instead of weights."""
@@ -683,5 +690,7 @@ _DOT = DotScore()
 # One instance serves all functional calls; it is made at import, because PyG generates code for it.
 _core: Attention = Attention().eval()
 
+#: Output and weights of `attend` for a layer that is not an `Attention`, by whose name they are recorded.
+attend_for = _core._result
 attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
 __all__ += ["aggregate", "attend", "weigh"]  # not before, because code generated for the core imports all of these

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
-from gattn.attention import attend
+from gattn.attention import attend_for
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.ops.call import check_dtype
@@ -207,16 +207,16 @@ class LSTMNCell(Leaf, Module):
         self, query: Tensor, gates: Tensor, state: LSTMNState, real: Tensor | None, return_weights: bool
     ) -> tuple[Tensor, LSTMNState, Tensor | None]:
         """Reads one token, given its projections."""
-        result = attend(
+        out, weights = attend_for(
             (query + self.summary_proj(state.summary))[..., None, None, :],
             state.keys.unsqueeze(-2),
             state.values.unsqueeze(-2),
             CompleteGraph(1, state.keys.size(-2)),
             score=AdditiveScore(self.vector.unsqueeze(0), activation="tanh"),
             mask=None if state.mask is None else state.mask[..., None, None, :],
-            return_weights=return_weights,
+            weights=return_weights,
+            layer=self,
         )
-        out, weights = (result, None) if isinstance(result, Tensor) else result
         summary, memory = out[..., 0, 0, :].chunk(2, -1)
         i, f, o, candidate = (gates + self.summary_gates(summary)).chunk(4, -1)
         memory = f.sigmoid() * memory + i.sigmoid() * candidate.tanh()
@@ -233,9 +233,7 @@ class LSTMNCell(Leaf, Module):
         if self.window is not None:
             keys, values = keys[..., -self.window :, :], values[..., -self.window :, :]
             mask = None if mask is None else mask[..., -self.window :]
-        if weights is not None:
-            assert isinstance(weights, Tensor)  # nothing is packed
-            weights = weights[..., 0, 0, :]
+        weights = weights[..., 0, 0, :] if return_weights else None
         return hidden, LSTMNState(keys, values, summary, mask), weights
 
     def _checked(

@@ -463,13 +463,12 @@ def _checked_term(name: str, term: EdgeTerm | None, of_edge: tuple[int, ...], sc
         score: The score of the call.
     """
     letters = "H" if len(of_edge) == 1 else "H, C"
-    wanted = ", ".join(map(str, of_edge))
     if isinstance(term, Typed):
         types = checked_types(term.types)
         if term.table.shape[1:] != of_edge or term.table.dim() != 1 + len(of_edge):
             raise InputError(
                 f"the table of {name} must have one row for each of R types, [R, {letters}] for "
-                f"{type(score).__name__}, here [R, {wanted}]; got {list(term.table.shape)}."
+                f"{type(score).__name__}, here [R, {', '.join(map(str, of_edge))}]; got {list(term.table.shape)}."
             )
         if not is_traced():  # where kernels or with_edges() check the types
             check_types(types, term.table.size(0))
@@ -478,10 +477,11 @@ def _checked_term(name: str, term: EdgeTerm | None, of_edge: tuple[int, ...], sc
         features, weight = term
         if features.dim() != 2:
             raise InputError(f"the features of {name} must have shape [E, D]; got {list(features.shape)}.")
-        if list(weight.shape) != [*of_edge, features.size(-1)]:
+        wanted = [*of_edge, features.size(-1)]
+        if list(weight.shape) != wanted:
             raise InputError(
-                f"the weight of {name} must have shape [{letters}, D] for {type(score).__name__}, here [{wanted}, "
-                f"{features.size(-1)}]; got {list(weight.shape)}."
+                f"the weight of {name} must have shape [{letters}, D] for {type(score).__name__}, here {wanted}; "
+                f"got {list(weight.shape)}."
             )
     return term
 

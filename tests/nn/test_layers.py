@@ -598,7 +598,7 @@ class TestBadInput:
     def test_edge_attr_without_edge_dim_and_the_reverse(self, layer):
         with pytest.raises(ValueError, match="made without edge features: make .* edge_dim=3"):
             layer(F, 4)(self.x, self.edge_index, torch.randn(2, 3))
-        with pytest.raises(ValueError, match="made with edge_dim=3, so it needs edge_attr"):
+        with pytest.raises(ValueError, match="made for edge features of 3 channels, so it needs edge_attr"):
             layer(F, 4, edge_dim=3)(self.x, self.edge_index)
         with pytest.raises(ValueError, match="edge_attr has 2 channels, but this layer was made for edge_dim=3"):
             layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.randn(2, 2))
