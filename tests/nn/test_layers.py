@@ -600,7 +600,9 @@ class TestBadInput:
             layer(F, 4)(self.x, self.edge_index, torch.randn(2, 3))
         with pytest.raises(ValueError, match="made for edge features of 3 channels, so it needs edge_attr"):
             layer(F, 4, edge_dim=3)(self.x, self.edge_index)
-        with pytest.raises(ValueError, match="edge_attr has 2 channels, but this layer was made for edge_dim=3"):
+        with pytest.raises(
+            ValueError, match="edge_attr has 2 channels, but this layer was made for edge features of 3"
+        ):
             layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.randn(2, 2))
         with pytest.raises(ValueError, match=r"floating-point type; got torch.int64: use .float\(\)"):
             layer(F, 4, edge_dim=3)(self.x, self.edge_index, torch.ones(2, 3, dtype=torch.long))

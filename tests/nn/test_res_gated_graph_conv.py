@@ -199,7 +199,10 @@ def test_wrong_inputs(x, edge_index, edge_attr):
         ((x, edge_index, edge_attr[:, 1:]), "edge_attr has 2 channels, but this layer was made for edge features of 3"),
         ((x, edge_index, edge_attr[1:]), f"got {num_edges - 1} rows for {num_edges} edges"),
         ((x, edge_index, edge_attr.long()), "edge_attr must be of a floating-point type; got torch.int64"),
-        ((x, edge_index, edge_attr.expand(2, -1, -1)), "possibly with the batch dimensions"),
+        (
+            (x, edge_index, edge_attr.expand(2, -1, -1)),
+            r"edge_attr must have shape \[E, D\], or \[E\] for a single feature; got",
+        ),
         (((x, None), edge_index, edge_attr), r"x\[1\] may not be None"),
         ((x[:, 1:], edge_index, edge_attr), "x has 5 channels, but this layer was made for in_channels=6"),
     ):
