@@ -30,7 +30,7 @@ LAYOUT = f"{KERNELS}/layout.cpp"
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
 )
-DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH = (
+DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES = (
     f"gattn/{name}"
     for name in (
         "ops/backends/dense",
@@ -38,6 +38,8 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH = (
         "ops/custom_parts.py",
         "graphs/edge_lists.py",
         "graphs/base.py",
+        "ops/backends/base.py",
+        "edges.py",
     )
 )
 
@@ -52,6 +54,8 @@ TESTS = {
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
     GRAPH: ["tests/ops/test_custom_parts.py"],
+    BASE: ["tests/test_verbs.py"],
+    EDGES: ["tests/test_verbs.py", "tests/test_attention.py"],
     EDGE_LISTS: [
         "tests/ops/test_triton.py",
         "tests/test_graphs.py",
@@ -394,11 +398,20 @@ MUTATIONS = [
     Mutation(
         "a bias of minus infinity is NaN",
         DENSE,
-        "    if «bias is None and mask is None → mask is None»:\n        return logits",
+        "    if «part.bias is None and part.mask is None → part.mask is None»:\n        return logits",
     ),
     Mutation("all blocks get the first one's bias", DENSE, "x = x[[«place % x.size(0) → 0 * place» for"),
     Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * m + s → s», size[1]"),
     Mutation("returned weights forget the scale", DENSE, "@ keys.permute(0, 2, 3, 1) «* score.factor(key.size(-1)) →»"),
+    # ------------------------------------------------------------------------------------------------------- the verbs
+    Mutation("logits are not masked", BASE, "    if «call.mask is not None → False»:\n        logits"),
+    Mutation("logits of pairs without an edge are zero", BASE, "«x.masked_fill(~there, -torch.inf) → x» for x, there"),
+    Mutation(
+        "projected features are those of one head",
+        EDGES,
+        "«weight.flatten(0, -2) → weight[:1].expand_as(weight).flatten(0, -2)»",
+    ),
+    Mutation("all edges are of one type", EDGES, "index_select(0, «term.types → term.types * 0»)"),
     # -------------------------------------------------------------------------------- the reference, and lists of edges
     Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),
     Mutation("weights are those after dropout", REFERENCE, "return out, «alpha → dropped»"),
