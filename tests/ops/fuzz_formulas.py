@@ -401,4 +401,4 @@ def formula(draw: Draw, alter: Alter) -> None:
 
     # PyTorch's fused attention rounds weights to half precision before it sums values.
     fused = not is_list and backend in ("auto", "dense") and dtype in HALF and score in FUSED
-    compare_types(run, dtype, num_pairs * channels, alter, rounds_terms=fused)
+    compare_types(run, dtype, num_pairs * max(channels, 1), alter, rounds_terms=fused)

@@ -110,7 +110,7 @@ def variant(draw: Draw, alter: Alter) -> None:
         return with_gradients(outputs, leaves, draw.case)
 
     draw_backend = draw.choice(("auto", "cpu"))
-    compare_types(run, torch.float64, num_edges * channels, alter)
+    compare_types(run, torch.float64, num_edges * max(channels, 1), alter)
 
 
 #: Layers: made of channels and heads; what they take beside features and edges, given sizes and types.
