@@ -693,4 +693,4 @@ _core: Attention = Attention().eval()
 #: Output and weights of `attend` for a layer that is not an `Attention`, by whose name they are recorded.
 attend_for = _core._result
 attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
-__all__ += ["aggregate", "attend", "weigh"]  # not before, because code generated for the core imports all of these
+__all__ += ["aggregate", "attend", "attend_for", "weigh"]  # not before: the core's generated code imports all of these
