@@ -160,7 +160,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
         is_softmax = is_plain_softmax(distribution)
-        if not is_softmax or with_weights == "dropped":
+        if not is_softmax or with_weights in ("dropped", "only"):
             # The fused kernels support only the softmax, and do not return their weights.
             weights = list(_matrices(_alpha if is_softmax else _logits, part, graph))
             if not is_softmax:
