@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from scipy.sparse import coo_array
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -597,6 +598,11 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
         local._offset = self._targets.first + self._sources.size - self._targets.size - first
         bias, mask = (self._columns(term, name) for term, name in ((bias, "bias"), (mask, "mask")))
         return local, *self._all_rows(key, value), bias, mask
+
+    def as_bias(self, weights: Any) -> Tensor:
+        """See `Graph.as_bias`; weights have columns only for the sources that this process's targets see."""
+        first, last = self._seen
+        return F.pad(super().as_bias(weights), (first, self._sources.size - last))
 
     def _columns(self, term: Tensor | None, name: str) -> Tensor | None:
         """A bias or mask for the sources that this process's targets see."""

@@ -57,6 +57,13 @@ def compare_layer(layer, whole, mesh, features=8, partition=None, dim=0, run=Non
     torch.testing.assert_close(summed(of_parts), list(grads[1:]))
 
 
+def halves(layer, x, graph):
+    """Attention by `weigh` and `aggregate`."""
+    x = layer(x).unflatten(-1, (2, 3))
+    alpha = gattn.weigh(x, x, graph)
+    return gattn.aggregate(alpha.cos() * (alpha != 0), x, graph).flatten(-2)
+
+
 def sparse(mesh):
     torch.manual_seed(2)
     size, ranks = 23, mesh.size()
@@ -78,6 +85,7 @@ def sparse(mesh):
     compare_layer(
         gattn.nn.EGATConv(8, 3, 3, 3, 2), whole, mesh, partition=some, edge_attr=attr, run=lambda m, *args: m(*args)[0]
     )
+    compare_layer(torch.nn.Linear(8, 6), whole, mesh, partition=some, run=halves)
     kinds = torch.randint(2, (size,)), torch.randint(3, (edge_index.size(1),))
 
     def heat(layer, x, graph, attr):
@@ -107,6 +115,7 @@ def complete(mesh):
         whole = gattn.CompleteGraph(size, **options)
         batch = (3,) if "source_lengths" in options else ()
         dim = len(batch)
+        compare_layer(torch.nn.Linear(8, 6), whole, mesh, batch=batch, dim=dim, run=halves)
         for position in (None, gattn.nn.RotaryPositionalEncoding(4)):
             layer = gattn.nn.MultiheadAttention(8, 2, batch_first=True, position=position)
             compare_layer(layer, whole, mesh, dim=dim, batch=batch, run=lambda m, x, graph: m(x, x, x, graph=graph)[0])
@@ -270,7 +279,7 @@ def mistakes(mesh):
         (lambda: gattn.nn.GatedGCNConv(2, 2, 2)(x, sharded, x), "sharded graphs are for"),
         (lambda: gattn.nn.RGATConv(2, 2, 1)(x, sharded, torch.zeros(2)), "sharded graphs are for"),
         (lambda: gattn.nn.GPSConv(2, None)(x, sharded), "attends over all nodes"),
-        (lambda: adding_attention(x, x, x, graph=shard(gattn.CompleteGraph(3), mesh)), "sharded graph or positions"),
+        (lambda: adding_attention(x, x, x, graph=shard(gattn.CompleteGraph(3), mesh)), "or a packed or sharded graph"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             wrong()

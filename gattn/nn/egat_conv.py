@@ -15,6 +15,7 @@ from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
 from gattn.ops.call import compute_dtype
+from gattn.recording import record
 from gattn.scores import AdditiveScore
 from gattn.settings import require_finite
 
@@ -135,9 +136,10 @@ class EGATConv(BaseConv):
         value = self._heads(self.fc_node_src(sources))
         query, key = self._heads(self.fc_nj(targets)), self._heads(self.fc_ni(sources))
         score = AdditiveScore(self.attn.squeeze(0), negative_slope=_SLOPE)
-        out, alpha = self.attend(query, key, value, graph, score=score, edge=edge, return_weights=True)
-        assert isinstance(alpha, Tensor)
-        source, target = (end.long() for end in graph.sources_and_targets())
+        local, key, value, *_ = graph.fetch(key, value, None, None)  # once for all that follows
+        out, alpha = self._result(query, key, value, local, score=score, edge=edge, weights=True)
+        record(self, graph, alpha)
+        source, target = (end.long() for end in local.sources_and_targets())
         compute = compute_dtype(out.dtype)
         ends = query.index_select(-3, target).to(compute), key.index_select(-3, source).to(compute)
         hidden = score.hidden(*ends, edge.to(compute)).to(out.dtype)
@@ -150,7 +152,7 @@ class EGATConv(BaseConv):
                     f"edge_weight must have one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
                 )
             alpha = alpha * edge_weight.unsqueeze(-1).to(alpha.dtype)
-            out = self.weighted_sum(alpha, value, graph)
+            out = self.weighted_sum(alpha, value, local)
         results = out, F.leaky_relu(hidden, _SLOPE)
         return (*results, alpha.unsqueeze(-1)) if get_attention else results
 
