@@ -43,6 +43,7 @@ def test_a_wrong_layer_is_found(layer, is_right, monkeypatch):
     assert all(entry["error"] <= entry["budget"] for entry in errors.values()) == is_right
 
 
+@pytest.mark.slow  # a process for each of some thirty families
 def test_every_family_is_measured_and_agrees_with_the_reference(tmp_path):
     quick = [option for option in QUICK if option not in ("--allocator", "default")]
     families.Families.main([*quick, "--out", str(tmp_path)])
