@@ -167,7 +167,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
                 weights = [_distribute(distribution, weights[0], front)]
             dropped = [F.dropout(x, dropout) for x in weights] if dropout > 0.0 else weights
             outputs = [_weighted(x, v) for x, v in zip(dropped, _blocks(value, graph, 1), strict=True)]
-            out = torch.cat(outputs, 1) if outputs else _zeros(part)
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1) if outputs else _zeros(part)
             weights = dropped if with_weights == "dropped" else weights
         else:
             out = _output(part, graph)
