@@ -25,7 +25,7 @@ from torch_geometric.typing import OptPairTensor
 
 from gattn.distributions import Distribution, resolve_distribution
 from gattn.edges import EdgeTerm
-from gattn.errors import InputTypeError, check_flag
+from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import FLOWS, GraphLike, SparseGraph, as_graph
 from gattn.ops import reference
 from gattn.ops.backends import Result
@@ -466,6 +466,8 @@ class Attention(Leaf, MessagePassing):
         """
         if not isinstance(weights, (Tensor, list)):
             raise InputTypeError(f"weights must be a tensor, or a list of tensors; got {type(weights).__name__}.")
+        if isinstance(weights, Tensor) and not weights.is_floating_point():
+            raise InputError(f"weights must be of a floating-point type; got {weights.dtype}: use .float().")
         return self._result(
             None,
             None,

@@ -189,6 +189,8 @@ class TestFinishedLogits:
             aggregate(bias[1:], torch.randn(M, H, C), SparseGraph(EDGES, N, M))
         with pytest.raises(TypeError, match="weights must be a tensor, or a list of tensors; got float"):
             aggregate(1.0, torch.randn(M, H, C), SparseGraph(EDGES, N, M))
+        with pytest.raises(ValueError, match="weights must be of a floating-point type; got torch.bool"):
+            aggregate(bias > 0, torch.randn(M, H, C), SparseGraph(EDGES, N, M))
         with pytest.raises(TypeError, match="are one tensor; got a list of 1"):
             aggregate([bias], torch.randn(M, H, C), SparseGraph(EDGES, N, M))
         with pytest.raises(ValueError, match="a list with one matrix"):

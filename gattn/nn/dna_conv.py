@@ -177,8 +177,8 @@ class DNAConv(BaseConv):
 
     def _weighted(self, graph: Graph, edge_weight: Tensor | None, x: Tensor) -> tuple[Graph, Tensor | None]:
         """The graph, normalized if requested, and its edge weights."""
-        graph = graph.listed(x.device)
-        adjacency = graph.listed().edges().adjacency  # which may be a sparse tensor, with values of its own
+        listed = graph = graph.listed(x.device)
+        adjacency = listed.edges().adjacency  # which may be a sparse tensor, with values of its own
         is_list = isinstance(adjacency, Tensor) and adjacency.layout == torch.strided
         if edge_weight is not None:
             num_edges = graph.num_edges
