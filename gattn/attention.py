@@ -27,13 +27,14 @@ from gattn.distributions import Distribution, resolve_distribution
 from gattn.edges import EdgeTerm
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import FLOWS, GraphLike, SparseGraph, as_graph
-from gattn.ops import reference
+from gattn.ops import plans, reference
 from gattn.ops.backends import Result
 from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
 from gattn.ops.backends.base import logits as logits_of
 from gattn.ops.call import GIVEN, Call, checked_call
-from gattn.ops.choose import check_name, choose
+from gattn.ops.choose import check_name, choose, requested
 from gattn.ops.dropout import check_probability, drop
+from gattn.ops.plans import Given
 from gattn.recording import is_watched, record
 from gattn.scores import DotScore, Score
 from gattn.settings import require_finite
@@ -509,7 +510,14 @@ class Attention(Leaf, MessagePassing):
         check_probability("dropout", dropout)
         training = self.training if training is None else training
         check_flag("training", training)
+        dropout = dropout if training else 0.0
         watched = layer is not None and is_watched(layer)
+        given = None
+        if not weights and not watched and distribution is not None and self._needs_messages() is None:
+            others = dropout, requested(backend)
+            given = plans.given(query, key, value, graph, self.flow, score, distribution, others, **terms)
+        if given is not None and (out := plans.planned(given)) is not None:
+            return Result(out)
         graph = as_graph(graph, self.flow, sharded=True)
         call = checked_call(
             query,
@@ -518,7 +526,7 @@ class Attention(Leaf, MessagePassing):
             graph,
             score=score,
             distribution=resolve_distribution("softmax" if distribution is None else distribution),
-            dropout=dropout if training else 0.0,
+            dropout=dropout,
             weights=weights or watched,
             **terms,
         )
@@ -527,7 +535,7 @@ class Attention(Leaf, MessagePassing):
             with self._unexplained():
                 result = self._compute(call, backend, distribution is None)
         else:
-            result = self._compute(call, backend, distribution is None)
+            result = self._compute(call, backend, distribution is None, given)
         if watched:
             assert layer is not None
             assert value is not None
@@ -535,7 +543,7 @@ class Attention(Leaf, MessagePassing):
             record(layer, graph.resolve(value.size(-3), num_targets), result.weights)
         return result
 
-    def _compute(self, call: Call, backend: str, logits: bool) -> Result:
+    def _compute(self, call: Call, backend: str, logits: bool, given: Given | None = None) -> Result:
         """The result of a call, including its `out_bias`, or its logits instead of weights."""
         chosen = choose(backend, call, needs_plain_pytorch() or self._needs_messages())
         if logits:
@@ -545,6 +553,8 @@ class Attention(Leaf, MessagePassing):
             call = call._replace(out_bias=None)
         else:
             out_bias = None
+        if given is not None and not plans.is_known(given):
+            plans.keep(given, None if chosen is None else chosen.plan(call, given))
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
         return result if out_bias is None else result._replace(out=result.out + out_bias)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gattn.edges import Projected, Typed
 
-__all__ = ["check_finite", "require_finite"]
+__all__ = ["check_finite", "checks_finite", "require_finite"]
 
 
 _checks_finite = False
@@ -46,6 +46,11 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _checks_finite = before
+
+
+def checks_finite() -> bool:
+    """Whether inputs are checked at the moment."""
+    return _checks_finite
 
 
 def require_finite(**tensors: Any) -> None:

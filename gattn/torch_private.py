@@ -25,6 +25,7 @@ __all__ = [
     "assert_later",
     "autograd_below",
     "backward_pass",
+    "dispatch_keys",
     "flash_attention_on_cpu",
     "flash_attention_on_cpu_backward",
     "guard_or_true",
@@ -56,6 +57,11 @@ scaled_dot_product_choice = torch._fused_sdp_choice
 
 #: Checks a condition when the device gets to it, without waiting for it.
 assert_later = torch._assert_async
+
+
+#: What PyTorch's dispatcher looks at in a tensor, in one call: its kind of device and layout, and whether it is lazy, a
+#: wrapper, made in inference mode, or of a subclass that wants to see every operator.
+dispatch_keys = torch._C._dispatch_keys
 
 
 def no_hook(module: torch.nn.Module, inputs: Any) -> None:

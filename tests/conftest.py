@@ -48,6 +48,14 @@ def seed():
 
 
 @pytest.fixture(autouse=True)
+def no_plans():
+    """Tests replace parts on which the plans of earlier calls rest."""
+    from gattn.ops import plans  # not before the configuration, which Triton reads with it
+
+    plans.forget()
+
+
+@pytest.fixture(autouse=True)
 def plain_sequential(monkeypatch):
     """PyG's Sequential overrides `forward` of its class, so that one test's model would run in another's."""
     from torch_geometric.nn import Sequential  # not before the configuration, which Triton reads with it

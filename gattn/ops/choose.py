@@ -12,7 +12,7 @@ from gattn.ops.backends import BACKENDS, Backend
 from gattn.ops.backends.base import Missing
 from gattn.ops.call import Call
 
-__all__ = ["backend", "check_name", "choose"]
+__all__ = ["backend", "check_name", "choose", "requested"]
 
 #: What the block around a call requests; of the whole process, since `torch.compile` guards on it, while a context
 #: variable would break its graph.
@@ -33,14 +33,14 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
         ValueError: If the requested backend cannot serve the call; the message says why.
         RuntimeError: If the requested backend is not available on this machine.
     """
-    requested = _requested if name == "auto" else name
-    if requested != "auto":
-        wanted = _BY_NAME[requested]
+    asked = requested(name)
+    if asked != "auto":
+        wanted = _BY_NAME[asked]
         if wanted is not None and (reason := wanted.refuses(call) or plain) is not None:
             by_block = "The surrounding block requests it; " if name == "auto" else ""
-            raise ValueError(f"backend={requested!r} cannot serve this call: {reason}. {by_block}backend='auto' can.")
+            raise ValueError(f"backend={asked!r} cannot serve this call: {reason}. {by_block}backend='auto' can.")
         if wanted is not None and (missing := wanted.missing()) is not None:
-            raise RuntimeError(f"backend={requested!r} needs {missing.what}, but {missing.why}.")
+            raise RuntimeError(f"backend={asked!r} needs {missing.what}, but {missing.why}.")
         return wanted
     if plain is None:
         device, exports = call.value.device.type, torch.compiler.is_exporting()
@@ -52,6 +52,11 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
                     return backend
                 _warn_once(missing)
     return None
+
+
+def requested(name: str) -> str:
+    """The backend that a call requests by its `backend` argument, or that the block around it requests."""
+    return _requested if name == "auto" else name
 
 
 def check_name(name: str) -> None:

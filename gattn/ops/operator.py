@@ -32,7 +32,7 @@ from gattn.torch_private import (
     needs_dispatcher,
 )
 
-__all__ = ["DIFFERENTIABLE", "AttentionOperator", "Differentiated", "Inputs", "library"]
+__all__ = ["DIFFERENTIABLE", "AttentionOperator", "Differentiated", "Inputs", "inputs_of", "library"]
 
 library = torch.library.Library("gattn", "DEF")
 
@@ -96,7 +96,8 @@ class AttentionOperator:
             library.impl(f"{name}_backward", run_backward, device)
         torch.library.register_fake(f"gattn::{name}", self._fake_forward, lib=library)
         torch.library.register_fake(f"gattn::{name}_backward", _fake_backward, lib=library)
-        self._forward = Differentiated(name, run_forward, _save_forward, self._differentiate)
+        self._op = Differentiated(name, run_forward, _save_forward, self._differentiate).op
+        self._apply = apply_of(_Direct)
         self._backward = Differentiated(f"{name}_backward", run_backward, _save_backward, _differentiate_twice)
 
     def __call__(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -107,60 +108,25 @@ class AttentionOperator:
             edges: The edges of its graph.
             seed: The seed of the dropout, if there is any.
         """
-        query, key, score = call.query, call.key, call.score
-        if query is not None:
-            query, key, score = score.folded(query, key)
-        family, law = score.family(call.channels), call.law
-        assert family is not None
-        assert law is not None
-        vector = family.vector
-        if vector is not None and vector.dtype != call.compute:
-            vector = vector.to(torch.promote_types(vector.dtype, call.compute))
-        edge: Any = call.edge
-        projection = types = None
-        if isinstance(edge, Projected):
-            edge, projection = edge
-        elif isinstance(edge, Typed):
-            edge, types = edge
-        inputs = Inputs(
-            query=query,
-            key=key,
-            value=None if call.value is key else call.value,
-            vector=vector,
-            edge=edge,
-            edge_projection=projection,
-            edge_type=types,
-            bias=call.bias,
-            mask=call.mask,
-            edge_value=cast(Tensor | None, call.edge_value),
-            edge_index=edges.edge_index,
-            num_targets=edges.num_targets,
-            self_loops=edges.self_loops,
-            flow=edges.flow,
-            family=family.name,
-            constants=list(family.constants),
-            edge_is_value=call.edge_is_value,
-            distribution=law.name,
-            distribution_constants=list(law.constants),
-            sink=_sink(law.sink, call),
-            out_bias=None if call.out_bias is None else call.out_bias.to(call.compute),
-            dropout=call.dropout,
-            seed=seed,
-            traced=is_traced(),
-        )
-        results = self.run(inputs, bool(call.weights))
+        results = self.run(inputs_of(call, edges, seed), bool(call.weights))
         return results[0], results[1] if call.weights else None
 
     def run(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
         """The results of the backend's `forward`, with gradients."""
         if type(inputs.values) is not Tensor and is_distributed(inputs.values):
             return by_heads(self.run, inputs, with_weights)
-        tensors: list[Any] = [inputs[place] for place in _PLACES]
-        keep = has_gradient(tensors)
-        if not keep and not needs_dispatcher() and are_plain(inputs):
-            return self._compute(inputs, False, with_weights)
-        results: list[Tensor] = self._forward(*inputs, keep, with_weights)
+        if not needs_dispatcher() and are_plain(inputs.arguments):
+            return self.run_plain(inputs, with_weights)
+        keep = has_gradient([inputs[place] for place in _PLACES])
+        results: list[Tensor] = self._op(*inputs.arguments, keep, with_weights)
         return results
+
+    def run_plain(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
+        """The same without PyTorch's dispatcher, at a fraction of its cost, where nothing intercepts operators."""
+        tensors = [tensor for place in _PLACES if (tensor := inputs[place]) is not None]
+        if not has_gradient(tensors):
+            return self._compute(inputs, False, with_weights)
+        return self._apply(self, inputs, with_weights, *tensors)
 
     def _fake_forward(self, *arguments: Any) -> list[Tensor]:
         inputs, (keep, with_weights) = Inputs(*arguments[:-2]), arguments[-2:]
@@ -179,6 +145,12 @@ class AttentionOperator:
     def _differentiate(
         self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *others: None
     ) -> tuple[Tensor | None, ...]:
+        return *_in_place(self.gradients(ctx, grad_out, grad_weights), ctx.wanted), None, None
+
+    def gradients(
+        self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, is_direct: bool = False
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the inputs that are wanted."""
         inputs, (out, weights, *kept) = _saved(ctx)
         # Autograd notices other edits, but not `edge_index.data = ...`.
         if inputs.edge_index.shape != ctx.edge_index_shape:
@@ -188,12 +160,75 @@ class AttentionOperator:
         grad_weights = grad_weights if ctx.with_weights else None
         results = grad_out, grad_weights, out, weights, kept
         if any(grad is not None and is_batched(grad) for grad in results[:2]):
-            grads = _differentiate_batched(inputs, results[:2], ctx.wanted)
-        elif ctx.is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
-            grads = self._compute_backward(inputs, *results, list(compress(DIFFERENTIABLE, ctx.wanted)))
-        else:
-            grads = self._backward(*results, *inputs, ctx.wanted)
-        return *_in_place(grads, ctx.wanted), None, None
+            return _differentiate_batched(inputs, results[:2], ctx.wanted)
+        if is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
+            return self._compute_backward(inputs, *results, list(compress(DIFFERENTIABLE, ctx.wanted)))
+        grads: Sequence[Tensor | None] = self._backward(*results, *inputs.arguments, ctx.wanted)
+        return grads
+
+
+class _Direct(torch.autograd.Function):
+    """An operator without PyTorch's dispatcher. Only tensors are passed one by one, since each argument takes time."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: AttentionOperator, inputs: Inputs, with_weights: bool, *tensors: Tensor) -> Any:
+        output = operator._compute(inputs, True, with_weights)
+        ctx.operator = operator
+        ctx.set_materialize_grads(False)
+        needed = iter(ctx.needs_input_grad[3:])
+        ctx.wanted = [inputs[place] is not None and next(needed) for place in _PLACES]
+        _save_results(ctx, inputs, with_weights, output)
+        return tuple(output[:2]) if with_weights else (output[0],)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        grads = iter(ctx.operator.gradients(ctx, grad_out, grad_weights, is_direct=True))
+        return None, None, None, *[next(grads) if wanted else None for wanted in ctx.needs_input_grad[3:]]
+
+
+def inputs_of(call: Call, edges: EdgeList, seed: Tensor | None) -> Inputs:
+    """A call as the inputs of an operator; see `AttentionOperator.__call__`."""
+    query, key, score = call.query, call.key, call.score
+    if query is not None:
+        query, key, score = score.folded(query, key)
+    family, law = score.family(call.channels), call.law
+    assert family is not None
+    assert law is not None
+    vector = family.vector
+    if vector is not None and vector.dtype != call.compute:
+        vector = vector.to(torch.promote_types(vector.dtype, call.compute))
+    edge: Any = call.edge
+    projection = types = None
+    if isinstance(edge, Projected):
+        edge, projection = edge
+    elif isinstance(edge, Typed):
+        edge, types = edge
+    return Inputs(
+        query=query,
+        key=key,
+        value=None if call.value is key else call.value,
+        vector=vector,
+        edge=edge,
+        edge_projection=projection,
+        edge_type=types,
+        bias=call.bias,
+        mask=call.mask,
+        edge_value=cast(Tensor | None, call.edge_value),
+        edge_index=edges.edge_index,
+        num_targets=edges.num_targets,
+        self_loops=edges.self_loops,
+        flow=edges.flow,
+        family=family.name,
+        constants=list(family.constants),
+        edge_is_value=call.edge_is_value,
+        distribution=law.name,
+        distribution_constants=list(law.constants),
+        sink=_sink(law.sink, call),
+        out_bias=None if call.out_bias is None else call.out_bias.to(call.compute),
+        dropout=call.dropout,
+        seed=seed,
+        traced=is_traced(),
+    )
 
 
 class Differentiated:
@@ -219,8 +254,7 @@ class Differentiated:
         places = [place for place, argument in enumerate(op._schema.arguments) if str(argument.type) in _TENSOR_TYPES]
 
         def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
-            ctx.is_direct = keys is None
-            output = compute(*inputs) if ctx.is_direct else autograd_below(op, keys, *inputs)
+            output = compute(*inputs) if keys is None else autograd_below(op, keys, *inputs)
             ctx.set_materialize_grads(False)
             save(ctx, inputs, output)
             return tuple(output) if isinstance(output, list) else output
@@ -237,16 +271,16 @@ class Differentiated:
             return list(output) if isinstance(output, tuple) else output
 
         library.impl(name, dispatched, "Autograd", with_keyset=True)
-        self._op, self._compute, self._tensors = op, compute, itemgetter(*places)
+        self.op, self._compute, self._tensors = op, compute, itemgetter(*places)
         self._apply = apply_of(function)
 
     def __call__(self, *inputs: Any) -> Any:
         """The output of the operator."""
         if needs_dispatcher():
-            return self._op(*inputs)
+            return self.op(*inputs)
         tensors = self._tensors(inputs)
         if not are_plain(tensors):
-            return self._op(*inputs)
+            return self.op(*inputs)
         if not has_gradient(tensors):
             return self._compute(*inputs)
         output = self._apply(None, *inputs)
@@ -282,9 +316,11 @@ _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.wanted = [bool(ctx.needs_input_grad[1 + place]) for place in _PLACES]
     ctx.mark_non_differentiable(*output[2:])
-    ctx.with_weights = inputs[-1]
-    inputs = Inputs(*inputs[:-2])
-    ctx.edge_index_shape = inputs.edge_index.shape
+    _save_results(ctx, Inputs(*inputs[:-2]), inputs[-1], output)
+
+
+def _save_results(ctx: Any, inputs: Inputs, with_weights: bool, output: Sequence[Tensor]) -> None:
+    ctx.with_weights, ctx.edge_index_shape = with_weights, inputs.edge_index.shape
     _save(ctx, inputs, output)
 
 
@@ -306,7 +342,7 @@ def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
 
 def _in_place(grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of all inputs, given the requested ones."""
-    result: list[Tensor | None] = [None] * len(Inputs._fields)
+    result: list[Tensor | None] = [None] * (len(Inputs._fields) - 1)
     for place, grad in zip(compress(_PLACES, wanted), grads, strict=True):
         result[place] = grad
     return result

@@ -91,6 +91,13 @@ class Inputs(NamedTuple):
     """The seed of the dropout; `None` if nothing is dropped"""
     traced: bool
     """Whether a compiled program is calling, which edits memory without increasing versions"""
+    plan: Any = None
+    """What a backend prepared for calls like this one; not an argument of the operator"""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the operator."""
+        return self[:-1]
 
     @property
     def values(self) -> Tensor:
@@ -203,5 +210,7 @@ _SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", int
 
 #: The inputs in an operator's schema.
 SCHEMA = ", ".join(
-    f"{_SCHEMA_TYPES.get(hint) or hint.__name__} {name}" for name, hint in get_type_hints(Inputs).items()
+    f"{_SCHEMA_TYPES.get(hint) or hint.__name__} {name}"
+    for name, hint in get_type_hints(Inputs).items()
+    if name != "plan"
 )

@@ -404,7 +404,7 @@ class TestDistributions:
         call = make_call("dot", random_edge_index(4, 3, 9), 4, 3, sink=distribution == "softmax", **sizes)
         inputs = changed(call, distribution=distribution).operator_inputs(torch.float32, requires_grad=True)
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(torch.ops.gattn.attention.default, (*inputs, True, True), test_utils=utils)
+        torch.library.opcheck(torch.ops.gattn.attention.default, (*inputs.arguments, True, True), test_utils=utils)
 
 
 class TestGraphs:
@@ -845,7 +845,7 @@ class TestDerivatives:
         call.tensors = {name: x for name, x in call.tensors.items() if not projected or name != "edge_value"}
         inputs = call.operator_inputs(dtype, requires_grad=keep)
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(torch.ops.gattn.attention.default, (*inputs, keep, True), test_utils=utils)
+        torch.library.opcheck(torch.ops.gattn.attention.default, (*inputs.arguments, keep, True), test_utils=utils)
         detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
         out = torch.ops.gattn.attention.default(*detached, True, True)
         grads = torch.randn_like(out[0]), torch.randn_like(out[1])

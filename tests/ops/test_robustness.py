@@ -178,12 +178,12 @@ class TestInputsAreChecked:
     def test_kept_tensors_of_another_call(self):
         without = dict.fromkeys(("vector", "edge", "bias", "mask", "edge_value"))
         inputs = self.inputs(family="dot", constants=[1.0, 1.0, 0.0, 0.0], **without)
-        out, weights, *kept = torch.ops.gattn.attention(*inputs, True, False)
+        out, weights, *kept = torch.ops.gattn.attention(*inputs.arguments, True, False)
         good = [torch.randn_like(out), None, out, weights, *kept]
         wanted = [name in ("query", "key", "value") for name in DIFFERENTIABLE]
 
         def backward(grad_out, grad_weights, out, weights, *kept):
-            torch.ops.gattn.attention_backward(grad_out, grad_weights, out, weights, list(kept), *inputs, wanted)
+            torch.ops.gattn.attention_backward(grad_out, grad_weights, out, weights, list(kept), *inputs.arguments, wanted)
 
         backward(*good)
         for place, other in (

@@ -12,6 +12,7 @@ from gattn.graphs import EdgeList
 from gattn.ops import reference
 from gattn.ops.call import Call
 from gattn.ops.dropout import draw_seed, drop
+from gattn.ops.plans import Given, Plan
 from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trace
 
 __all__ = ["Backend", "Missing", "Result", "dress_logits", "finish", "logits", "needs_plain_pytorch", "new_seed"]
@@ -67,6 +68,15 @@ class Backend(ABC):
     def logits(self, call: Call) -> Any:
         """See `logits`, for a call that it does not refuse."""
         return logits(call)
+
+    def plan(self, call: Call, given: Given) -> Plan | None:
+        """How to compute the output of calls with the same signature, checked already; `None` to look at each anew.
+
+        Args:
+            call: A call that it does not refuse and that requests no weights.
+            given: The same call as it was given.
+        """
+        return None
 
 
 def logits(call: Call) -> Any:

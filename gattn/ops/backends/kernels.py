@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gattn.distributions import Law
 from gattn.graphs import EdgeList
+from gattn.ops import plans
 from gattn.ops.backends.base import Backend, Result, dress_logits, finish, new_seed
 from gattn.ops.call import NO_SCORE, Call
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
-from gattn.ops.operator import AttentionOperator
+from gattn.ops.dropout import draw_seed
+from gattn.ops.operator import AttentionOperator, inputs_of
+from gattn.ops.plans import Given, Plan
+from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import DotScore, Family, family_of
 from gattn.torch_private import is_traced
 
@@ -74,8 +78,31 @@ class KernelBackend(Backend):
             call = with_finished_weights(call, edges, self._logits(call, edges))
         elif not knows_score:
             call = with_finished(call, edges, finished_logits(call, edges))
-        out, alpha = self._run(call, edges, seed)
+        out, alpha = self.operator(self._ready(call), edges, seed)
         return finish(call, edges, out, alpha, None, seed)
+
+    def plan(self, call: Call, given: Given) -> Plan | None:
+        """See `Backend.plan`: there is one if every tensor arrives at the operator as it was given."""
+        if given.edge_index is None or not self._knows_score(call) or not self.knows_law(call.law):
+            return None
+        edges = call.graph.edge_list(call.value.device, raw=True)
+        call = call.on_edges(edges, self._num_edges(call, edges))
+        inputs = inputs_of(self._ready(call), edges, None)
+        moves = _moves(inputs, given)
+        return None if moves is None else _KernelPlan(self, inputs, moves)
+
+    def prepared(self, inputs: Inputs) -> Any:
+        """What can be used again for inputs like these, with any numbers of nodes and edges."""
+        return None
+
+    def on_graph(self, prepared: Any, inputs: Inputs) -> tuple[Any, int | None]:
+        """What the operator takes as the `plan` of inputs, and the number of edges, if that costs nothing.
+
+        Args:
+            prepared: What `prepared` returned for inputs like these.
+            inputs: The inputs.
+        """
+        return None, None if inputs.self_loops else inputs.edge_index.size(1)
 
     def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
@@ -87,15 +114,15 @@ class KernelBackend(Backend):
         """The logits of a call, including its bias, `[..., E, H]`, in the type of the computation."""
         if not self._knows_score(call):
             return finished_logits(call, edges)
-        _, logits = self._run(as_logits(call), edges, None)
+        _, logits = self.operator(self._ready(as_logits(call)), edges, None)
         assert logits is not None
         return logits
 
     def _knows_score(self, call: Call) -> bool:
         return self.knows(family_of(call.score, call.channels))
 
-    def _run(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Output and weights of a call that the kernels fully know, with bias and mask per edge."""
+    def _ready(self, call: Call) -> Call:
+        """A call that the kernels fully know, with bias and mask per edge, in the types that the operator takes."""
         if call.score is NO_SCORE and isinstance(call.edge_value, tuple):
             call = _as_product(call)
         projects = self.projects_edges(call)
@@ -106,16 +133,96 @@ class KernelBackend(Backend):
             call = call.cast(call.compute)
         if not projects:
             call = call.with_edges()
-        return self.operator(call if is_wide else call.cast(call.dtype), edges, seed)
+        return call if is_wide else call.cast(call.dtype)
 
     def _num_edges(self, call: Call, edges: EdgeList) -> int | None:
         if edges.num_edges is None and call.has_edge_terms and not is_traced():
-            layout = type(self).layout_of(
-                edges.edge_index, edges.num_sources, edges.num_targets, edges.self_loops, edges.flow
-            )
-            num_edges: int = layout.num_edges
+            num_edges: int = type(self).layout_of(*edges).num_edges
             return num_edges
         return edges.num_edges
+
+
+#: Where the tensors of an operator's inputs come from; types select rows of what makes vectors of edges.
+_SOURCES = {name: plans.PLACES[name] for name in plans.PLACES if name in TERMS} | {
+    "edge_projection": plans.PLACES["edge_maker"]
+}
+_SOURCES_WITH_TYPES = _SOURCES | {"edge": plans.PLACES["edge_maker"], "edge_type": plans.PLACES["edge"]}
+
+
+def _moves(inputs: Inputs, given: Given) -> list[_Move] | None:
+    """How each tensor of an operator's inputs follows from those given; `None` if more than a view is needed."""
+    sources = _SOURCES if inputs.edge_type is None else _SOURCES_WITH_TYPES
+    unused = {place for place, tensor in enumerate(given.tensors) if isinstance(tensor, Tensor)}
+    if inputs.value is None:
+        unused.discard(plans.PLACES["value"])
+    if inputs.edge_is_value:
+        unused -= {plans.PLACES["edge_value"], plans.PLACES["value_maker"]}
+    moves = []
+    for name, tensor, term in inputs.terms():
+        if name == "edge_index":
+            continue
+        source = given.tensors[sources[name]] if name in sources else None
+        is_column = source is not None and source is not tensor
+        if source is None or (is_column and not _is_column(tensor, source)):
+            return None
+        unused.discard(sources[name])
+        axis = term.letters[0] if term.letters[0] in "NME" else None
+        moves.append(_Move(PLACES[name], sources[name], is_column, axis, -len(term.letters)))
+    return None if unused else moves
+
+
+def _is_column(tensor: Tensor, source: Tensor) -> bool:
+    """Whether a tensor is another one with a last dimension of size 1."""
+    where = tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()[:-1]
+    return where == (source.dtype, source.data_ptr(), (*source.shape, 1), source.stride())
+
+
+class _Move(NamedTuple):
+    """Where one of an operator's inputs comes from."""
+
+    place: int
+    source: int
+    """Its place among those that were given"""
+    is_column: bool
+    """Whether it gets a last dimension of size 1"""
+    axis: str | None
+    """What it has rows for: N targets, M sources or E edges"""
+    dim: int
+    """The dimension of these rows"""
+
+
+class _KernelPlan:
+    """Calls of an operator that differ in nothing but numbers, nodes and edges."""
+
+    def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move]):
+        self.backend, self.moves, self.prepared = backend, moves, backend.prepared(inputs)
+        self.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
+        self.with_rows = [(move.place, move.axis, move.dim) for move in moves if move.axis is not None]
+
+    def __call__(self, given: Given) -> Tensor | None:
+        """See `Plan`."""
+        inputs, tensors = self.inputs.copy(), given.tensors
+        for place, source, is_column, _, _ in self.moves:
+            inputs[place] = tensors[source].unsqueeze(-1) if is_column else tensors[source]
+        inputs[_EDGE_INDEX] = given.edge_index
+        query, num_sources = inputs[_QUERY], inputs[_KEY].size(-3)
+        num_targets = given.num_targets if query is None else query.size(-3)
+        inputs[_NUM_TARGETS] = num_targets = num_sources if num_targets is None else num_targets
+        if given.num_sources not in (None, num_sources) or given.num_targets not in (None, num_targets):
+            return None
+        inputs[_PLAN], num_edges = self.backend.on_graph(self.prepared, Inputs._make(inputs))
+        sizes = {"N": num_targets, "M": num_sources, "E": num_edges}
+        for place, axis, dim in self.with_rows:
+            if inputs[place].size(dim) != sizes[axis]:
+                return None
+        if inputs[_DROPOUT]:
+            inputs[_SEED] = draw_seed(given.edge_index.device)
+        return self.backend.operator.run_plain(Inputs._make(inputs))[0]
+
+
+_EDGE_INDEX, _QUERY, _KEY, _NUM_TARGETS, _PLAN, _DROPOUT, _SEED = map(
+    Inputs._fields.index, ("edge_index", "query", "key", "num_targets", "plan", "dropout", "seed")
+)
 
 
 def _as_product(call: Call) -> Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = ["Cpu", "can_drop", "drop"]
 # Below this many channels to read, threads cost more than they gain.
 _SERIAL_WORK = 1 << 16
 _HUGE_BYTES = 1 << 22
+_CPU = torch.device("cpu")
 # Each task, of some thousand edges, sums the gradients of all types. With more types than this, a vector per edge takes
 # less memory.
 _MOST_TYPES = 512
@@ -73,15 +74,24 @@ class Cpu(KernelBackend):
         """See `Backend.missing`."""
         return None if _load_error is None else Missing("gattn's CPU kernels", _load_error)
 
+    def prepared(self, inputs: Inputs) -> _Plan:
+        """See `KernelBackend.prepared`."""
+        return _Plan(inputs, _layout(inputs).num_edges)
+
+    def on_graph(self, prepared: _Plan, inputs: Inputs) -> tuple[tuple[_Plan, Layout], int]:
+        """See `KernelBackend.on_graph`."""
+        layout = _layout(inputs)
+        return (prepared, layout), layout.num_edges
+
 
 class _Plan:
-    """Everything that follows from sizes, strides and types: that inputs fit, and the arguments except addresses.
+    """Everything that follows from types, strides, heads and channels: the arguments except addresses, nodes and edges.
 
-    A layout keeps its plans, so a call like an earlier one is not checked again.
+    It is kept, so inputs like earlier ones are not checked again.
     """
 
-    def __init__(self, inputs: Inputs, layout: Layout, threads: int):
-        inputs.check(layout.num_edges)
+    def __init__(self, inputs: Inputs, num_edges: int):
+        inputs.check(num_edges)
         values = inputs.values
         self.front, self.heads = inputs.front, inputs.heads
         self.batch = math.prod(self.front)
@@ -90,12 +100,10 @@ class _Plan:
         self.dtype, self.compute = values.dtype, compute_dtype(values.dtype)
         family, names = native.family(inputs.family)
         assert len(names) == len(inputs.constants)
-        work = layout.num_edges * self.batch * self.heads * (self.value_channels + self.channels)
-        #: The kernels' arguments, except addresses, constants and dropout.
+        #: The work of one edge.
+        self.work = self.batch * self.heads * (self.value_channels + self.channels)
+        #: The kernels' arguments, except addresses, sizes of the graph and dropout.
         self.arguments = arguments = native.Arguments(
-            targets=inputs.num_targets,
-            sources=inputs.num_sources,
-            edges=layout.num_edges,
             heads=self.heads,
             key_heads=key_heads,
             channels=self.channels,
@@ -104,15 +112,13 @@ class _Plan:
             family=family,
             distribution=native.distribution(inputs.distribution),
             type=DTYPES.index(self.dtype),
-            threads=threads if work > _SERIAL_WORK else 1,
-            by_target=layout.by_target.rows,
-            edge_of_target_position=None if layout.edge is None else layout.edge.data_ptr(),
             value_is_key=inputs.value is None,
+            threads=1,
         )
         if inputs.edge is not None and (inputs.edge_projection is not None or inputs.edge_type is not None):
             arguments.edge_channels = inputs.edge.size(0 if inputs.edge_projection is None else -1)
-        #: The tensors that the kernels read, except for a projection, and whether they need copies.
-        self.read: dict[str, bool] = {}
+        #: The tensors that the kernels read, except for a projection: names, places, and whether they need copies.
+        self.read: list[tuple[str, int, bool]] = []
         #: How the gradient of each input is computed.
         self.gradients: dict[str, _Gradient] = {}
         for name, tensor, term in inputs.terms():
@@ -123,63 +129,85 @@ class _Plan:
             rows = (dense_rows if term.read == "rows" else flat)(tensor, len(term.letters) - 1)
             if term.read in ("edges", "whole"):
                 rows = rows.contiguous()
-            for of, size, stride in zip(_STRIDES[term.read].split(), rows.shape, rows.stride(), strict=False):
-                setattr(arguments, f"{name}_{of}", stride if size > 1 else 0)
-            self.read[name] = rows.data_ptr() != tensor.data_ptr()
+            # The stride between rows counts even if there is only one row now: plans are for any number of rows.
+            strides = [stride if size > 1 else 0 for size, stride in zip(rows.shape, rows.stride(), strict=True)]
+            strides[1] = math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1)
+            for of, stride in zip(_STRIDES[term.read].split(), strides, strict=False):
+                setattr(arguments, f"{name}_{of}", stride)
+            self.read.append((name, PLACES[name], rows.data_ptr() != tensor.data_ptr()))
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
+        for name, values in (("constants", inputs.constants), ("distribution_constants", inputs.distribution_constants)):
+            getattr(arguments, name)[: len(values)] = values
         self.record_bytes = _record_bytes(inputs)
-        self.kept = _kept(inputs, True)
 
 
 #: The strides that the kernels are told, by how they read a tensor.
 _STRIDES: dict[str | None, str] = {"rows": "batch row", "edges": "batch", "strides": "batch edge head", "whole": ""}
 _PLANNED = operator.itemgetter(*(PLACES[name] for name, term in TERMS.items() if term.read))
-_MOST_PLANS = 16
+_MOST_PLANS = 256
+_plans: dict[Hashable, _Plan] = {}
+
+
+def _plan_for(inputs: Inputs, layout: Layout) -> _Plan:
+    """The plan of inputs, made if there is none for such inputs."""
+    key = (
+        inputs.family,
+        *inputs.constants,
+        inputs.distribution,
+        *inputs.distribution_constants,
+        inputs.edge_is_value,
+        inputs.num_targets,
+        layout.num_edges,
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in _PLANNED(inputs)],
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _Plan(inputs, layout.num_edges)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
 
 
 class _Arguments:
-    """What forward and backward pass share: a plan, and those of the kernels' arguments that are inputs.
+    """What forward and backward pass share: a plan on a graph, and those of the kernels' arguments that are inputs.
 
     Tensors whose addresses are passed are kept alive here until the kernel is done.
     """
 
     def __init__(self, inputs: Inputs):
-        edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
-        self.layout = layout = layout_of(*edges, traced=inputs.traced)
-        threads = torch.get_num_threads()
-        key = (
-            inputs.family,
-            len(inputs.constants),
-            inputs.distribution,
-            len(inputs.distribution_constants),
-            inputs.edge_is_value,
-            threads,
-            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in _PLANNED(inputs)],
-        )
-        plan = layout.plans.get(key)
-        if plan is None:
-            plan = _Plan(inputs, layout, threads)
-            if len(layout.plans) >= _MOST_PLANS:
-                layout.plans.clear()
-            layout.plans[key] = plan
+        if inputs.plan is None:
+            layout = _layout(inputs)
+            plan = _plan_for(inputs, layout)
+        else:
+            plan, layout = inputs.plan
         self.plan: _Plan = plan
+        self.layout: Layout = layout
+        self.out_shape = (*plan.front, layout.num_targets, plan.heads, plan.value_channels)
         if inputs.edge_type is not None and inputs.edge is not None:
             check_types(inputs.edge_type, inputs.edge.size(0))
-        self.held: list[Tensor] = []
         self.arguments = arguments = native.Arguments.from_buffer_copy(plan.arguments)
-        for name, is_copied in plan.read.items():
-            tensor = getattr(inputs, name)
-            setattr(arguments, name, self.hold(tensor.contiguous() if is_copied else tensor))
+        arguments.targets, arguments.sources = layout.num_targets, layout.num_sources
+        arguments.edges = num_edges = layout.num_edges
+        if num_edges * plan.work > _SERIAL_WORK:
+            arguments.threads = torch.get_num_threads()
+        arguments.by_target = layout.by_target.rows
+        if layout.edge is not None:
+            arguments.edge_of_target_position = layout.edge.data_ptr()
+        self.held: list[Tensor] = []
+        for name, place, is_copied in plan.read:
+            tensor: Any = inputs[place]
+            if is_copied:
+                tensor = tensor.contiguous()
+                self.held.append(tensor)
+            setattr(arguments, name, tensor.data_ptr())
         if inputs.edge_projection is not None:
             rows = inputs.edge_projection.contiguous().flatten(0, 1)
             arguments.edge_projection_rows = self.hold(rows)
             arguments.edge_projection = self.hold(rows.t().contiguous())
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
-        arguments.constants[: len(inputs.constants)] = inputs.constants
-        if any(inputs.distribution_constants):
-            arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
         if inputs.seed is not None:
             arguments.dropout = 1
             dropout = _dropout_arguments(inputs.dropout, inputs.seed)
@@ -190,16 +218,24 @@ class _Arguments:
         self.held.append(tensor)
         return tensor.data_ptr()
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised memory, without the cost of touching its pages for the first time."""
-        tensor = torch.empty(shape, dtype=self.plan.compute if dtype is None else dtype, device="cpu")
-        if tensor.nbytes >= _HUGE_BYTES:
-            native.library().gattn_use_huge_pages(tensor.data_ptr(), tensor.nbytes)
-        return tensor
+    def kept(self, inputs: Inputs) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """See `_kept`, without what the plan knows already."""
+        plan = self.plan
+        sizes = plan.batch, self.layout.num_targets, plan.heads, inputs.most_edges * plan.record_bytes
+        return _kept_tensors(*sizes, self.out_shape, plan.dtype, plan.compute)
 
-    def scratch(self, *shape: int) -> int | None:
-        """The address of memory that is only needed until the kernel is done."""
-        return self.hold(self.empty(*shape)) if all(shape) else None
+
+def _layout(inputs: Inputs) -> Layout:
+    edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
+    return layout_of(*edges, traced=inputs.traced)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory, without the cost of touching its pages for the first time."""
+    tensor = torch.empty(shape, dtype=dtype, device=_CPU)
+    if tensor.nbytes >= _HUGE_BYTES:
+        native.library().gattn_use_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def _dropout_arguments(p: float, seed: Tensor) -> tuple[int, int, float]:
@@ -220,12 +256,24 @@ def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
 
 def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Statistics of the softmax, a record of the logits, and the output before it was rounded."""
-    compute, batch = compute_dtype(inputs.values.dtype), math.prod(inputs.front)
-    kept: list[tuple[tuple[int, ...], torch.dtype]] = [((batch, inputs.num_targets, 2, inputs.heads), compute)]
-    if keep:
-        kept.append(((batch * inputs.most_edges * _record_bytes(inputs),), torch.uint8))
-        if inputs.values.dtype != compute:  # an output in half precision is too coarse for the backward pass
-            kept.append((inputs.out_shape, compute))
+    dtype = inputs.values.dtype
+    sizes = math.prod(inputs.front), inputs.num_targets, inputs.heads, inputs.most_edges * _record_bytes(inputs)
+    return _kept_tensors(*sizes, inputs.out_shape, dtype, compute_dtype(dtype))[: None if keep else 1]
+
+
+def _kept_tensors(
+    batch: int,
+    num_targets: int,
+    heads: int,
+    record_bytes: int,
+    out_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    compute: torch.dtype,
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = [((batch, num_targets, 2, heads), compute)]
+    kept.append(((batch * record_bytes,), torch.uint8))
+    if dtype != compute:  # an output in half precision is too coarse for the backward pass
+        kept.append((out_shape, compute))
     return kept
 
 
@@ -241,16 +289,18 @@ def _record_bytes(inputs: Inputs) -> int:
 def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
     call = _Arguments(inputs)
     arguments, layout, plan = call.arguments, call.layout, call.plan
-    out = call.empty(*inputs.out_shape, dtype=plan.dtype)
-    weights = call.empty(*plan.front, layout.num_edges if with_weights else 0, plan.heads)
-    kept = [call.empty(*shape, dtype=dtype) for shape, dtype in (plan.kept if keep else plan.kept[:1])]
+    out = _empty(call.out_shape, plan.dtype)
+    weights = _empty((*plan.front, layout.num_edges if with_weights else 0, plan.heads), plan.compute)
+    kept = [_empty(*each) for each in call.kept(inputs)[: None if keep else 1]]
     arguments.out = out.data_ptr()
-    arguments.weights = weights.data_ptr() if with_weights else None
+    if with_weights:
+        arguments.weights = weights.data_ptr()
     _hand_over(arguments, kept)
-    arguments.record_bytes = plan.record_bytes if keep else 0
-    arguments.partial = call.scratch(
-        plan.batch * layout.by_target.num_slots, 2 * plan.heads + plan.heads * plan.value_channels
-    )
+    if keep:
+        arguments.record_bytes = plan.record_bytes
+    if layout.by_target.num_slots:
+        state = (2 + plan.value_channels) * plan.heads
+        arguments.partial = call.hold(_empty((plan.batch * layout.by_target.num_slots * state,), plan.compute))
     native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
     return [out, weights, *kept]
 
@@ -269,18 +319,18 @@ class _Backward(_Arguments):
     def __init__(self, inputs: Inputs, grad_out: Tensor):
         super().__init__(inputs)
         self.inputs, self.grad_out = inputs, grad_out
-        self.node_terms = self.empty(self.plan.batch, self.layout.num_targets, 4, self.plan.heads)
+        self.node_terms = _empty((self.plan.batch, self.layout.num_targets, 4, self.plan.heads), self.plan.compute)
 
     def of_nodes(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of query, key or value."""
-        grad = self.empty(*tensor.shape, dtype=tensor.dtype)
+        grad = _empty(tensor.shape, tensor.dtype)
         setattr(self.arguments, f"grad_{name}", grad.data_ptr())
         return lambda: grad
 
     def of_edges(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of an input with one entry per edge, which gets one gradient per element of a batch first."""
         inner = 2 if name == "edge" and self.inputs.edge_projection is not None else len(TERMS[name].letters)
-        grad = self.empty(self.plan.batch, *tensor.shape[-inner:], dtype=tensor.dtype)
+        grad = _empty((self.plan.batch, *tensor.shape[-inner:]), tensor.dtype)
         setattr(self.arguments, f"grad_{name}", grad.data_ptr())
         if name == "edge" and self.inputs.edge_is_value:
             self.arguments.grad_edge_value = grad.data_ptr()
@@ -290,7 +340,7 @@ class _Backward(_Arguments):
     def parts(self) -> Tensor:
         """The gradient of a projection or of a table of types, without the vector: a part from each task."""
         plan, tasks = self.plan, self.layout.by_source.num_tasks
-        parts = self.empty(tasks * plan.batch, plan.arguments.edge_channels, plan.heads, plan.channels)
+        parts = _empty((tasks * plan.batch, plan.arguments.edge_channels, plan.heads, plan.channels), plan.compute)
         self.arguments.grad_edge_projection = parts.data_ptr()
         return parts
 
@@ -354,15 +404,16 @@ def _backward(
 ) -> list[Tensor]:
     call = _Backward(inputs, grad_out)
     arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
-    given = [(grad_out, inputs.out_shape, plan.dtype), (out, inputs.out_shape, plan.dtype)]
-    given += [(tensor, *expected) for tensor, expected in zip(kept, plan.kept, strict=False)]
-    if grad_weights is not None:
-        edges = (*plan.front, layout.num_edges, plan.heads)
-        given += [(grad_weights, edges, plan.compute), (weights, edges, plan.compute)]
-    if len(kept) != len(plan.kept) or any(
-        tensor.shape != size or tensor.dtype != dtype for tensor, size, dtype in given
-    ):
-        raise ValueError("the graph or an input has changed between the forward and the backward pass.")
+    if inputs.plan is None:  # compiled code may pass anything
+        given = [(grad_out, call.out_shape, plan.dtype), (out, call.out_shape, plan.dtype)]
+        expected = call.kept(inputs)
+        given += [(tensor, *of) for tensor, of in zip(kept, expected, strict=False)]
+        if grad_weights is not None:
+            edges = (*plan.front, layout.num_edges, plan.heads)
+            given += [(grad_weights, edges, plan.compute), (weights, edges, plan.compute)]
+        is_as_kept = all(tensor.shape == size and tensor.dtype == dtype for tensor, size, dtype in given)
+        if len(kept) != len(expected) or not is_as_kept:
+            raise ValueError("the graph or an input has changed between the forward and the backward pass.")
     arguments.by_source = by_source.rows
     arguments.target_position = by_source.target_position.data_ptr()
     arguments.source_position = by_source.source_position.data_ptr()
@@ -375,11 +426,12 @@ def _backward(
     arguments.node_terms = call.node_terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels)
     slots = max(by_source.num_slots, layout.by_target.num_slots)
-    arguments.partial = call.scratch(plan.batch * slots, 2 * width)
+    if slots:
+        arguments.partial = call.hold(_empty((plan.batch * slots * 2 * width,), plan.compute))
     gradients = [plan.gradients[name](call, name, getattr(inputs, name)) for name in wanted]
     if "query" in wanted or "vector" in wanted:
         arguments.target_pass = 1
-        arguments.edge_terms = call.scratch(plan.batch, layout.num_edges, plan.heads)
+        arguments.edge_terms = call.hold(_empty((plan.batch * layout.num_edges * plan.heads,), plan.compute))
     native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))
     return [gradient() for gradient in gradients]
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Hashable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -103,8 +100,6 @@ class Layout:
         #: The number of the edge at each position by target; `None` where that is the position.
         self.edge = None if is_sorted.value else edge
         self.by_target = RowTable(start, node)
-        #: What calls on this graph have in common, by the properties that distinguish them.
-        self.plans: dict[Hashable, Any] = {}
         self._by_source: SourceRows | None = None
         self._lock = threading.Lock()
 

@@ -31,6 +31,7 @@ from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, o
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes
 from gattn.ops.custom_parts import as_logits
+from gattn.ops.plans import Given, Plan
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.scores import DotScore, Score, family_of, says
 from gattn.torch_private import is_context_parallel, statically_known_true
@@ -83,6 +84,32 @@ class Dense(Backend):
     def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""
         return self._result(call)
+
+    def plan(self, call: Call, given: Given) -> Plan | None:
+        """See `Backend.plan`: there is one for scaled dot products with a softmax and nothing else."""
+        graph, score, dropout = call.graph, call.score, call.dropout
+        terms = call.bias, call.mask, call.out_bias
+        if not isinstance(graph, CompleteGraph) or graph.window is not None or graph._offset is not None:
+            return None
+        if not _is_dot(score) or score.folds or not is_plain_softmax(call.distribution) or len(call.batch) > 1:
+            return None
+        if terms != (None, None, None) or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
+            return None
+        causal, kind = graph.causal, call.value.device.type
+
+        def plan(given: Given) -> Tensor | None:
+            query, key, value = given.tensors[:3]
+            num_targets, num_sources = query.size(-3), key.size(-3)
+            is_causal = causal and num_targets > 1  # the last target sees every source
+            if (given.num_targets, given.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
+                return None
+            if num_targets * num_sources == 0 or (is_causal and num_targets != num_sources):
+                return None
+            if _is_autocast_on(kind) or is_context_parallel():
+                return None
+            return dot_product_attention(query, key, value, score, None, None, dropout, is_causal)
+
+        return plan
 
     def _result(self, call: Call) -> Result:
         if not torch.compiler.is_compiling() and is_context_parallel():

@@ -87,78 +87,97 @@ def dot_product_attention(
     dropout: float,
     causal: bool = False,
 ) -> Tensor:
-    """Attention `[B, N, H, C]` with a softmax of scaled dot products; targets that see nothing get zeros."""
-    heads, shape = query.size(2), (query.size(1), key.size(1))
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    """Attention `[B, N, H, C]` or `[N, H, C]` with a softmax of scaled dot products.
+
+    Targets that see nothing get zeros.
+    """
     terms, empty = None, None
     if bias is not None or mask is not None:
         terms, empty = _open_empty_rows(bias, mask)
-        terms = terms.expand(*terms.shape[:2], *shape)
+        terms = terms.expand(*terms.shape[:2], query.size(-3), key.size(-3))
     scale = score.factor(query.size(-1))
-    grouped = {"enable_gqa": True} if key.size(1) != heads else {}
-    if _is_flash_on_cpu(query, key, value, terms, dropout, causal, scale, grouped):
-        if terms is not None and terms.dtype == torch.bool:
-            terms = torch.zeros_like(terms, dtype=query.dtype).masked_fill(~terms, -torch.inf)
-        out = _Flash.apply(query, key, value, terms, causal, scale)
-    else:
-        out = F.scaled_dot_product_attention(query, key, value, terms, dropout, causal, scale=scale, **grouped)
-    if empty is not None:
-        out = out.masked_fill(empty, 0.0)
-    return out.transpose(1, 2)
+    grouped = {"enable_gqa": True} if key.size(-2) != query.size(-2) else {}
+    out = None
+    if _may_be_flash_on_cpu(query, key, value):
+        with torch.no_grad():
+            views = _heads_first(query), _heads_first(key), _heads_first(value)
+        choice = scaled_dot_product_choice(*views, terms, dropout, causal, scale=scale, **grouped)
+        if choice == SDPBackend.FLASH_ATTENTION.value:
+            if terms is not None and terms.dtype == torch.bool:
+                terms = torch.zeros_like(terms, dtype=query.dtype).masked_fill(~terms, -torch.inf)
+            out = _Flash.apply(query, key, value, terms, causal, scale, views)
+    if out is None:
+        views = _heads_first(query), _heads_first(key), _heads_first(value)
+        attended = F.scaled_dot_product_attention(*views, terms, dropout, causal, scale=scale, **grouped)
+        out = _nodes_first(attended, query.dim())
+    return out if empty is None else out.masked_fill(empty.transpose(1, 2), 0.0)
 
 
-def _is_flash_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    terms: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float,
-    grouped: dict[str, bool],
-) -> bool:
-    """Whether PyTorch would call the kernel that `_Flash` wraps, and gradients are needed."""
+def _heads_first(x: Tensor) -> Tensor:
+    """`[B, N, H, C]` or `[N, H, C]` as `[B, H, N, C]`."""
+    x = x.transpose(-3, -2)
+    return x if x.dim() == 4 else x.unsqueeze(0)
+
+
+def _nodes_first(x: Tensor, dim: int) -> Tensor:
+    """The inverse of `_heads_first`."""
+    x = x.transpose(1, 2)
+    return x if dim == 4 else x.squeeze(0)
+
+
+def _may_be_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether gradients are needed, and PyTorch might call the kernel that `_Flash` wraps."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or query.device.type != "cpu":
         return False
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
-    if query.numel() * value.numel() == 0:  # because the kernel divides by the sizes
-        return False
-    choice = scaled_dot_product_choice(query, key, value, terms, dropout, causal, scale=scale, **grouped)
-    return choice == SDPBackend.FLASH_ATTENTION.value
+    return query.numel() * value.numel() > 0  # because the kernel divides by the sizes
 
 
 class _Flash(torch.autograd.Function):
-    """PyTorch's fused attention on the CPU. Its gradient has no gradient, so plain PyTorch computes that."""
+    """PyTorch's fused attention on the CPU. Its gradient has no gradient, so plain PyTorch computes that.
+
+    Transposed views are made in here, where autograd has nothing to do with them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, terms: Tensor | None, causal: bool, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: Tensor | None,
+        causal: bool,
+        scale: float,
+        views: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        out, log_sum = flash_attention_on_cpu(query, key, value, 0.0, causal, attn_mask=terms, scale=scale)
+        out, log_sum = flash_attention_on_cpu(*views, 0.0, causal, attn_mask=terms, scale=scale)
         ctx.save_for_backward(query, key, value, terms, out, log_sum)
         ctx.causal, ctx.scale = causal, scale
-        return out
+        return _nodes_first(out, query.dim())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, terms, out, log_sum = ctx.saved_tensors
+        *inputs, terms, out, log_sum = ctx.saved_tensors
         if not torch.is_grad_enabled():
+            query, key, value, grad = (_heads_first(x) for x in (*inputs, grad))
             grads = flash_attention_on_cpu_backward(
                 grad, query, key, value, out, log_sum, 0.0, ctx.causal, attn_mask=terms, scale=ctx.scale
             )
-            return *grads, None, None, None
-        leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value)]
+            dim = inputs[0].dim()
+            return *[_nodes_first(x, dim) for x in grads], None, None, None, None
+        leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
+        query, key, value = (_heads_first(x) for x in leaves)
         groups = query.size(1) // key.size(1)  # query heads that share a key
-        keys, values = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in leaves[1:])
-        logits = leaves[0] @ keys.transpose(-1, -2) * ctx.scale
+        key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+        logits = query @ key.transpose(-1, -2) * ctx.scale
         if ctx.causal:
             later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
             logits = logits.masked_fill(later, -torch.inf)
         if terms is not None:
             logits = logits + terms
-        out = logits.softmax(-1) @ values
-        return *torch.autograd.grad(out, leaves, grad, create_graph=True), None, None, None
+        out = _nodes_first(logits.softmax(-1) @ value, leaves[0].dim())
+        return *torch.autograd.grad(out, leaves, grad, create_graph=True), None, None, None, None
 
 
 def _open_empty_rows(bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:

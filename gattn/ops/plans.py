@@ -1,0 +1,201 @@
+"""What was decided for earlier calls, by their signature: calls like them are neither checked nor planned again.
+
+The signature of a call holds everything on which checks and decisions depend, except for what a plan compares itself:
+the numbers of nodes and edges, which differ from batch to batch, and the edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gattn.distributions import Distribution, law_of
+from gattn.edges import EdgeTerm, Projected, Typed
+from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.scores import AdditiveScore, DotScore, GATScore, Score
+from gattn.settings import checks_finite
+from gattn.torch_private import (
+    dispatch_keys,
+    is_functorch_tensor,
+    is_lazy,
+    is_transformed,
+    needs_dispatcher,
+    uses_forward_mode,
+)
+
+__all__ = ["PLACES", "Given", "Plan", "forget", "given", "is_known", "keep", "planned"]
+
+#: Where tensors are among those that a call was given. Those before `out_bias` have a row per node or edge; `makers` are
+#: what turns rows of features or types into terms of edges.
+PLACES = {
+    name: place
+    for place, name in enumerate(
+        ("query", "key", "value", "bias", "mask", "edge", "edge_value", "out_bias", "edge_maker", "value_maker", "vector")
+    )
+}
+_NODES, _WITHOUT_ROWS = PLACES["bias"], PLACES["out_bias"]
+
+
+class Given(NamedTuple):
+    """A call as it was given, if calls like it can share a plan."""
+
+    signature: Hashable
+    tensors: list[Any]
+    """By `PLACES`"""
+    edge_index: Tensor | None
+    """`None` for a complete graph"""
+    num_sources: int | None
+    """M, if the graph says so"""
+    num_targets: int | None
+    """N, if the graph says so"""
+
+
+#: Computes the output of a call with the signature for which it was made; `None` if its sizes do not fit.
+Plan = Callable[[Given], Tensor | None]
+
+_MOST_PLANS = 256
+_plans: dict[Hashable, Plan | None] = {}
+
+#: The numbers and names in the formulas of the scores that kernels know; their subclasses may have other formulas.
+_FORMULAS: dict[type[Score], Callable[[Any], Any]] = {
+    GATScore: attrgetter("negative_slope"),
+    AdditiveScore: attrgetter("activation", "negative_slope"),
+    DotScore: attrgetter("scale", "negative_slope", "edge", "clamp"),
+}
+
+
+def given(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    graph: Any,
+    flow: str,
+    score: Score,
+    distribution: str | Distribution,
+    others: Hashable,
+    edge: EdgeTerm | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    edge_value: EdgeTerm | bool | None = None,
+    out_bias: Tensor | None = None,
+) -> Given | None:
+    """The call with its signature; `None` if it has to be looked at each time.
+
+    Args:
+        query: See `gattn.attend`, like all arguments of these names.
+        key: The source side of the score.
+        value: The values.
+        graph: The graph as the user gave it.
+        flow: Which row of a bare `edge_index` holds the targets.
+        score: The score.
+        distribution: The distribution.
+        others: What else distinguishes the call.
+        edge: The score's edge term.
+        bias: What is added to the logits.
+        mask: Which edges count.
+        edge_value: The values' edge term.
+        out_bias: What is added to the output.
+    """
+    if needs_dispatcher() or is_transformed() or uses_forward_mode() or checks_finite():
+        return None
+    formula = _FORMULAS.get(type(score))
+    if formula is None or "logits" in score.__dict__ or score.folds:
+        return None
+    of_graph: Hashable
+    edge_index = num_sources = num_targets = None
+    if type(graph) is Tensor:
+        edge_index, of_graph = graph, flow
+    elif type(graph) is SparseGraph:
+        edge_index, of_graph = graph.adjacency, (graph.flow, graph.self_loops)
+        num_sources, num_targets = graph.num_sources, graph.num_targets
+    elif type(graph) is CompleteGraph and graph.is_uniform:
+        of_graph = graph.causal, graph.window, graph._offset
+        num_sources, num_targets = graph.num_sources, graph.num_targets
+    else:
+        return None
+    if type(distribution) is not str:
+        distribution = law_of(distribution)
+        if distribution is None or distribution.sink is not None:
+            return None
+    kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
+    edge, edge_maker = _split(edge)
+    edge_value, value_maker = _split(edge_value)
+    tensors = [query, key, value, bias, mask, edge, edge_value, out_bias, edge_maker, value_maker, *score.tensors()]
+    plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
+    signature = [of_graph, type(score), formula(score), distribution, others, kinds]
+    is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
+    for place, tensor in enumerate(tensors):
+        if tensor is None or type(tensor) is bool:
+            signature.append(tensor)
+            continue
+        if type(tensor) not in _PLAIN:
+            return None
+        shape: Any = tensor.shape
+        if is_list and place < _WITHOUT_ROWS:
+            shape = shape[1:]
+        elif edge_index is None and place < _NODES:
+            shape = shape[:-3], shape[-2:]
+        keys = dispatch_keys(tensor).raw_repr()
+        if keys not in plain_keys and not _is_plain(tensor, keys, plain_keys):
+            return None
+        layout = tensor.is_contiguous() or tensor.stride()
+        signature.append((shape, layout, tensor.dtype, tensor.device))
+    if edge_index is not None:
+        if type(edge_index) is not Tensor or dispatch_keys(edge_index).raw_repr() not in plain_keys:
+            return None
+        if edge_index.dim() != 2 or edge_index.size(0) != 2:
+            return None
+        signature.append((edge_index.dtype, edge_index.device))
+    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets)
+
+
+_PLAIN = (Tensor, Parameter)
+#: The dispatch keys of tensors that are nothing but numbers in memory, outside and in inference mode, where nothing is
+#: saved for a backward pass.
+_plain_keys: tuple[set[int], set[int]] = (set(), set())
+
+
+def _is_plain(tensor: Tensor, keys: int, plain_keys: set[int]) -> bool:
+    """Whether these are the keys of plain tensors, such as this one."""
+    is_plain = tensor.layout is torch.strided and not is_functorch_tensor(tensor) and not is_lazy(tensor)
+    if is_plain and (torch.is_inference_mode_enabled() or not tensor.is_inference()):
+        plain_keys.add(keys)
+        return True
+    return False
+
+
+def _split(term: Any) -> tuple[Any, Any]:
+    """What a term of edges has per edge, and what makes the term from that."""
+    if type(term) is Projected:
+        return term
+    if type(term) is Typed:
+        return term.types, term.table
+    return term, None
+
+
+def is_known(call: Given) -> bool:
+    """Whether it was decided earlier how to compute calls like this one, or that each has to be looked at."""
+    return call.signature in _plans
+
+
+def keep(call: Given, plan: Plan | None) -> None:
+    """Keeps the plan for calls like this one; `None` if there can be none."""
+    if len(_plans) >= _MOST_PLANS:
+        forget()
+    _plans[call.signature] = plan
+
+
+def forget() -> None:
+    """Forgets all plans, as tests have to that replace something on which they rest."""
+    _plans.clear()
+
+
+def planned(call: Given) -> Tensor | None:
+    """The output of a call for which there is a plan; `None` if there is none, or its sizes do not fit."""
+    plan = _plans.get(call.signature)
+    return None if plan is None else plan(call)
