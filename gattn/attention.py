@@ -37,7 +37,7 @@ from gattn.ops.dropout import check_probability, drop
 from gattn.ops.plans import Given
 from gattn.recording import is_watched, record
 from gattn.scores import DotScore, Score
-from gattn.settings import require_finite
+from gattn.settings import checks_finite, require_finite
 from gattn.torch_private import has_hooks
 from gattn.tracing import Leaf
 
@@ -513,7 +513,8 @@ class Attention(Leaf, MessagePassing):
         dropout = dropout if training else 0.0
         watched = layer is not None and is_watched(layer)
         given = None
-        if not weights and not watched and distribution is not None and self._needs_messages() is None:
+        is_usual = not (weights or watched or distribution is None or checks_finite())
+        if is_usual and self._needs_messages() is None:
             others = dropout, requested(backend)
             given = plans.given(query, key, value, graph, self.flow, score, distribution, others, **terms)
         if given is not None and (out := plans.planned(given)) is not None:
@@ -562,7 +563,7 @@ class Attention(Leaf, MessagePassing):
         """The reference: serves every call, on every device, in every type, with explainers and higher derivatives."""
         edges = call.graph.edge_list(call.value.device)
         call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
-        seed = new_seed(call)
+        seed = new_seed(call.dropout, call.value.device)
         rows = edges.edge_index if edges.flow == self.flow else edges.edge_index.flip(0)  # the order that PyG uses
         distribution = call.distribution.with_sources(edges.edge_index[FLOWS.index(edges.flow)])
         value = reference.repeat_heads(call.value, call.heads)

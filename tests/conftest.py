@@ -51,8 +51,10 @@ def seed():
 def no_plans():
     """Tests replace parts on which the plans of earlier calls rest."""
     from gattn.ops import plans  # not before the configuration, which Triton reads with it
+    from gattn.ops.backends import cpu
 
     plans.forget()
+    cpu._plans.clear()
 
 
 @pytest.fixture(autouse=True)

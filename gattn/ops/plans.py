@@ -18,7 +18,6 @@ from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
-from gattn.settings import checks_finite
 from gattn.torch_private import (
     dispatch_keys,
     is_functorch_tensor,
@@ -35,7 +34,19 @@ __all__ = ["PLACES", "Given", "Plan", "forget", "given", "is_known", "keep", "pl
 PLACES = {
     name: place
     for place, name in enumerate(
-        ("query", "key", "value", "bias", "mask", "edge", "edge_value", "out_bias", "edge_maker", "value_maker", "vector")
+        (
+            "query",
+            "key",
+            "value",
+            "bias",
+            "mask",
+            "edge",
+            "edge_value",
+            "out_bias",
+            "edge_maker",
+            "value_maker",
+            "vector",
+        )
     )
 }
 _NODES, _WITHOUT_ROWS = PLACES["bias"], PLACES["out_bias"]
@@ -101,7 +112,7 @@ def given(
         edge_value: The values' edge term.
         out_bias: What is added to the output.
     """
-    if needs_dispatcher() or is_transformed() or uses_forward_mode() or checks_finite():
+    if needs_dispatcher() or is_transformed() or uses_forward_mode():
         return None
     formula = _FORMULAS.get(type(score))
     if formula is None or "logits" in score.__dict__ or score.folds:

@@ -3,7 +3,7 @@
 import ctypes
 import re
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ HEADER = Path(cpu.__file__).parent / "csrc" / "arguments.h"
 KINDS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "Rows": native.Rows}
 
 
-def declared(struct):
+def fields_of(struct):
     """The fields of a structure in the header, with their types in ctypes."""
     code = re.sub(r"//.*", "", HEADER.read_text())
     body = re.search(rf"struct {struct} \{{(.*?)\}};", code, re.DOTALL)[1]
@@ -34,7 +34,7 @@ def declared(struct):
 
 @pytest.mark.parametrize("struct", [native.Arguments, native.Rows])
 def test_structures_mirror_the_header(struct):
-    assert struct._fields_ == list(declared(struct.__name__))
+    assert struct._fields_ == list(fields_of(struct.__name__))
 
 
 def test_kernels_have_arguments_for_every_tensor():
@@ -56,13 +56,15 @@ def test_kernels_have_arguments_for_every_tensor():
 
 def test_every_tensor_has_a_row():
     hints = get_type_hints(Inputs)
+    assert hints.pop("plan") is Any  # no argument of the operator
     assert list(TERMS) == [name for name, hint in hints.items() if hint in (Tensor, Tensor | None)]
     assert [Inputs._fields[place] for place in PLACES.values()] == list(TERMS)
-    assert [text.split()[1] for text in SCHEMA.split(", ")] == list(Inputs._fields)
+    arguments = [name for name in Inputs._fields if name != "plan"]
+    assert [text.split()[1] for text in SCHEMA.split(", ")] == arguments
     for name in ("attention", "triton_attention"):
-        arguments = getattr(torch.ops.gattn, name).default._schema.arguments
-        assert [argument.name for argument in arguments] == [*Inputs._fields, "keep", "with_weights"]
-        assert {argument.name for argument in arguments if "Tensor" in str(argument.type)} == set(TERMS)
+        declared = getattr(torch.ops.gattn, name).default._schema.arguments
+        assert [argument.name for argument in declared] == [*arguments, "keep", "with_weights"]
+        assert {argument.name for argument in declared if "Tensor" in str(argument.type)} == set(TERMS)
 
 
 def test_axes():

@@ -769,7 +769,7 @@ class TestDerivatives:
         inputs = call.operator_inputs(dtype, requires_grad=True)
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.gattn.triton_attention.default, (*inputs.arguments, True, True), test_utils=utils)
-        detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+        detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs.arguments]
         out = torch.ops.gattn.triton_attention.default(*detached, True, True)
         grads = torch.randn_like(out[0]), torch.randn_like(out[1])
         wanted = [getattr(inputs, name) is not None for name in DIFFERENTIABLE]

@@ -118,9 +118,9 @@ def needs_plain_pytorch() -> str | None:
     return None
 
 
-def new_seed(call: Call) -> Tensor | None:
+def new_seed(dropout: float, device: torch.device) -> Tensor | None:
     """A seed for the dropout of a call, if it has any."""
-    return draw_seed(call.value.device) if call.dropout > 0.0 else None
+    return draw_seed(device) if dropout > 0.0 else None
 
 
 def finish(

@@ -14,7 +14,6 @@ from gattn.ops import plans
 from gattn.ops.backends.base import Backend, Result, dress_logits, finish, new_seed
 from gattn.ops.call import NO_SCORE, Call
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
-from gattn.ops.dropout import draw_seed
 from gattn.ops.operator import AttentionOperator, inputs_of
 from gattn.ops.plans import Given, Plan
 from gattn.ops.terms import PLACES, TERMS, Inputs
@@ -71,7 +70,7 @@ class KernelBackend(Backend):
         raw = knows_score and knows_law and not (call.weights and torch.compiler.is_compiling())
         edges = call.graph.edge_list(call.value.device, raw=raw)
         call = call.on_edges(edges, self._num_edges(call, edges))
-        seed = new_seed(call)
+        seed = new_seed(call.dropout, call.value.device)
         if not knows_score or (not knows_law and call.vectors_of_values is not None):
             call = call.with_edges()
         if not knows_law:
@@ -95,14 +94,14 @@ class KernelBackend(Backend):
         """What can be used again for inputs like these, with any numbers of nodes and edges."""
         return None
 
-    def on_graph(self, prepared: Any, inputs: Inputs) -> tuple[Any, int | None]:
-        """What the operator takes as the `plan` of inputs, and the number of edges, if that costs nothing.
+    def on_graph(self, prepared: Any, edges: EdgeList) -> tuple[Any, int | None]:
+        """What the operator takes as the `plan` of inputs on a graph, and the number of edges, if it costs nothing.
 
         Args:
-            prepared: What `prepared` returned for inputs like these.
-            inputs: The inputs.
+            prepared: What `prepared` returned for such inputs.
+            edges: The graph.
         """
-        return None, None if inputs.self_loops else inputs.edge_index.size(1)
+        return None, edges.num_edges
 
     def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
@@ -201,27 +200,29 @@ class _KernelPlan:
 
     def __call__(self, given: Given) -> Tensor | None:
         """See `Plan`."""
-        inputs, tensors = self.inputs.copy(), given.tensors
+        inputs, tensors, edge_index = self.inputs.copy(), given.tensors, given.edge_index
         for place, source, is_column, _, _ in self.moves:
             inputs[place] = tensors[source].unsqueeze(-1) if is_column else tensors[source]
-        inputs[_EDGE_INDEX] = given.edge_index
         query, num_sources = inputs[_QUERY], inputs[_KEY].size(-3)
         num_targets = given.num_targets if query is None else query.size(-3)
-        inputs[_NUM_TARGETS] = num_targets = num_sources if num_targets is None else num_targets
+        num_targets = num_sources if num_targets is None else num_targets
         if given.num_sources not in (None, num_sources) or given.num_targets not in (None, num_targets):
             return None
-        inputs[_PLAN], num_edges = self.backend.on_graph(self.prepared, Inputs._make(inputs))
+        assert edge_index is not None
+        edges = EdgeList(edge_index, num_sources, num_targets, inputs[_SELF_LOOPS], inputs[_FLOW])
+        inputs[_EDGE_INDEX], inputs[_NUM_TARGETS] = edge_index, num_targets
+        inputs[_PLAN], num_edges = self.backend.on_graph(self.prepared, edges)
         sizes = {"N": num_targets, "M": num_sources, "E": num_edges}
         for place, axis, dim in self.with_rows:
             if inputs[place].size(dim) != sizes[axis]:
                 return None
-        if inputs[_DROPOUT]:
-            inputs[_SEED] = draw_seed(given.edge_index.device)
+        inputs[_SEED] = new_seed(inputs[_DROPOUT], edge_index.device)
         return self.backend.operator.run_plain(Inputs._make(inputs))[0]
 
 
-_EDGE_INDEX, _QUERY, _KEY, _NUM_TARGETS, _PLAN, _DROPOUT, _SEED = map(
-    Inputs._fields.index, ("edge_index", "query", "key", "num_targets", "plan", "dropout", "seed")
+_QUERY, _KEY, _EDGE_INDEX, _NUM_TARGETS, _SELF_LOOPS, _FLOW, _DROPOUT, _SEED, _PLAN = map(
+    Inputs._fields.index,
+    ("query", "key", "edge_index", "num_targets", "self_loops", "flow", "dropout", "seed", "plan"),
 )
 
 

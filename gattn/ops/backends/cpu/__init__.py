@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gattn.distributions import LAWS, Law
 from gattn.edges import Typed
+from gattn.graphs import EdgeList
 from gattn.graphs.edge_lists import check_types
 from gattn.ops.backends.base import Missing, needs_plain_pytorch
 from gattn.ops.backends.cpu import native
@@ -78,9 +79,9 @@ class Cpu(KernelBackend):
         """See `KernelBackend.prepared`."""
         return _Plan(inputs, _layout(inputs).num_edges)
 
-    def on_graph(self, prepared: _Plan, inputs: Inputs) -> tuple[tuple[_Plan, Layout], int]:
+    def on_graph(self, prepared: _Plan, edges: EdgeList) -> tuple[tuple[_Plan, Layout], int]:
         """See `KernelBackend.on_graph`."""
-        layout = _layout(inputs)
+        layout = layout_of(*edges)
         return (prepared, layout), layout.num_edges
 
 
@@ -137,7 +138,10 @@ class _Plan:
             self.read.append((name, PLACES[name], rows.data_ptr() != tensor.data_ptr()))
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
-        for name, values in (("constants", inputs.constants), ("distribution_constants", inputs.distribution_constants)):
+        for name, values in (
+            ("constants", inputs.constants),
+            ("distribution_constants", inputs.distribution_constants),
+        ):
             getattr(arguments, name)[: len(values)] = values
         self.record_bytes = _record_bytes(inputs)
 

@@ -10,9 +10,10 @@
 
 namespace {
 
-// Laws, with their derivatives. A new one is a struct here, and an entry in LawName, kLawNames and Law::visit.
+// Laws, with their derivatives; kName is the name that Python asks for. A new one is a type here and in Laws.
 
 struct Exponential {
+  static constexpr const char* kName = "softmax";
   static constexpr bool kHasBase = true;
   static INLINE Applied apply(Vec<A> logit) {
     const Vec<A> y = vector_exp(logit);
@@ -20,6 +21,7 @@ struct Exponential {
   }
 };
 struct Logistic {
+  static constexpr const char* kName = "sigmoid";
   static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) {
     const Vec<A> y = logistic(logit);
@@ -27,6 +29,7 @@ struct Logistic {
   }
 };
 struct HyperbolicTangent {
+  static constexpr const char* kName = "tanh";
   static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) {
     const Vec<A> y = vector_tanh(logit);
@@ -34,14 +37,17 @@ struct HyperbolicTangent {
   }
 };
 struct Linear {
+  static constexpr const char* kName = "identity";
   static constexpr bool kHasBase = false;
   static INLINE Applied apply(Vec<A> logit) { return {logit, splat<Vec<A>>(A(1))}; }
 };
 // Logits as they are, minus infinity included.
-struct Raw : Linear {};
+struct Raw : Linear {
+  static constexpr const char* kName = "logits";
+};
 
-enum LawName : int64_t { kSoftmax, kSigmoid, kTanh, kIdentity, kLogits };
-constexpr const char* kLawNames[] = {"softmax", "sigmoid", "tanh", "identity", "logits"};
+using Laws = List<Exponential, Logistic, HyperbolicTangent, Linear, Raw>;
+constexpr int64_t kSoftmax = 0;  // the place of Exponential
 
 // What there is to know of a weight without its row. The maximum of the row, `base`, is 0 for other laws than the
 // softmax's. Minus infinity stands for no edge: its weight is 0.
@@ -61,13 +67,7 @@ class Law {
   // Calls f(of), where of(logit, base) is the law's Applied.
   template <class F>
   INLINE void visit(F&& f) const {
-    switch (name) {
-      case kSigmoid: return f(Rule<Logistic>());
-      case kTanh: return f(Rule<HyperbolicTangent>());
-      case kIdentity: return f(Rule<Linear>());
-      case kLogits: return f(Rule<Raw>());
-      default: return f(Rule<Exponential>());
-    }
+    visit_from(Laws(), name, f);
   }
 
   // Logits become cap tanh(logit / cap); one of no edge stays what it is.
@@ -85,6 +85,12 @@ class Law {
   }
 
  private:
+  template <class First, class... Others, class F>
+  INLINE void visit_from(List<First, Others...>, int64_t place, F& f) const {
+    if constexpr (sizeof...(Others) > 0)
+      if (place > 0) return visit_from(List<Others...>(), place - 1, f);
+    f(Rule<First>());
+  }
   template <class F>
   struct Rule {
     INLINE Applied operator()(Vec<A> logit, Vec<A> base) const {

@@ -102,11 +102,21 @@ int64_t record_bytes_of(int64_t heads, int64_t channels, bool has_edge) {
   return (bytes + 63) / 64 * 64;
 }
 
+template <class... X>
+int64_t number_of(const char* name, List<X...>) {
+  constexpr const char* names[] = {X::kName...};
+  int64_t number = 0;
+  for (const char* known : names) {
+    if (strcmp(name, known) == 0) return number;
+    ++number;
+  }
+  return -1;
+}
+
 template <class List>
 struct Table;
 template <class... F>
 struct Table<List<F...>> {
-  static constexpr const char* kNames[] = {F::kName...};
   static constexpr const char* kConstants[] = {F::kConstants...};
   static constexpr int64_t (*kForward[])(const Arguments&) = {forward<F>...};
   static constexpr int64_t (*kBackward[])(const Arguments&) = {backward<F>...};
@@ -116,17 +126,8 @@ using All = Table<Families>;
 
 int64_t run_forward(const Arguments& a) { return All::kForward[a.family](a); }
 int64_t run_backward(const Arguments& a) { return All::kBackward[a.family](a); }
-template <class Names>
-int64_t number_of(const char* name, const Names& names) {
-  int64_t number = 0;
-  for (const char* known : names) {
-    if (strcmp(name, known) == 0) return number;
-    ++number;
-  }
-  return -1;
-}
-int64_t family(const char* name) { return number_of(name, All::kNames); }
-int64_t distribution(const char* name) { return number_of(name, kLawNames); }
+int64_t family(const char* name) { return number_of(name, Families()); }
+int64_t distribution(const char* name) { return number_of(name, Laws()); }
 const char* constants(int64_t family) { return All::kConstants[family]; }
 int64_t record_bytes(int64_t family, int64_t heads, int64_t channels, bool has_edge) {
   return All::kRecordBytes[family](heads, channels, has_edge);

@@ -1,0 +1,277 @@
+"""Calls like earlier ones: that they skip the checks, that nothing else does, and that results are the same."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+import gattn
+from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, Projected, SparseGraph, Typed, attend
+from gattn.ops import call as call_module
+from gattn.ops import plans
+from gattn.testing import random_edge_index
+
+N, M, E, H, C, D, R = 5, 7, 20, 2, 3, 4, 3
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """Counts the calls that are checked."""
+    counted, original = [], call_module.checked_call
+
+    def checked_call(*args, **kwargs):
+        counted.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr("gattn.attention.checked_call", checked_call)
+    return counted
+
+
+def tensors(n=N, m=M, e=E, score="dot", dtype=torch.float32, batch=()):
+    """Arguments of a call on a list of edges, with every term."""
+    nodes = (H,) if score == "gat" else (H, C)
+    shapes = {"query": (*batch, n, *nodes), "key": (*batch, m, *nodes), "value": (*batch, m, H, C)}
+    shapes |= {"edge": (e, *nodes), "bias": (e, H), "edge_value": (e, H, C), "out_bias": (H, C)}
+    return {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()} | {"mask": torch.rand(e) < 0.8}
+
+
+def scores(kind):
+    if kind == "gat":
+        return GATScore()
+    return DotScore() if kind == "dot" else AdditiveScore(torch.randn(H, C, requires_grad=True))
+
+
+def both(leaves, **options):
+    """Output and gradients."""
+    out = attend(**options)
+    return [out, *torch.autograd.grad((out * out).sum(), leaves)]
+
+
+@pytest.mark.parametrize("kind", ["dot", "gat", "additive"])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_results_are_the_same(kind, batch, looked_at):
+    """Also on other numbers of nodes and edges."""
+    for round_, (n, m, e) in enumerate([(N, M, E), (N, M, E), (9, 4, 31), (1, 1, 1)]):
+        if batch and round_ > 1:  # their sizes are part of the signature
+            break
+        given, score = tensors(n, m, e, kind, batch=batch), scores(kind)
+        leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()] + list(score.tensors())
+        options = {**given, "graph": random_edge_index(m, n, e), "score": score}
+        results = both(leaves, **options)
+        assert len(looked_at) == 1
+        plans.forget()
+        torch.testing.assert_close(results, both(leaves, **options))
+        looked_at.pop()
+
+
+@pytest.mark.parametrize("graph", ["bare", "sparse", "sized", "loops", "complete", "causal"])
+def test_graphs_are_looked_at_once(graph, looked_at):
+    x = torch.randn(4, H, C, requires_grad=True)
+    make = {
+        "bare": lambda: random_edge_index(4, 4, 10),
+        "sparse": lambda: SparseGraph(random_edge_index(4, 4, 10)),
+        "sized": lambda: SparseGraph(random_edge_index(4, 4, 10), 4, 4),
+        "loops": lambda: SparseGraph(random_edge_index(4, 4, 10), self_loops=True),
+        "complete": lambda: CompleteGraph(4),
+        "causal": lambda: CompleteGraph(4, causal=True),
+    }[graph]
+    for _ in range(3):
+        value = make()
+        out = attend(x, x, x, value)
+        torch.testing.assert_close(out, attend(x, x, x, value, backend="reference"))
+        torch.autograd.grad(out.sum(), x)
+    assert len(looked_at) == 1 + 3  # the reference is never planned
+
+
+def test_decoding_is_looked_at_once(looked_at):
+    keys = torch.randn(1, 8, H, C)
+    with torch.inference_mode():
+        for length in range(2, 9):
+            query, key = torch.randn(1, 1, H, C), keys[:, :length]
+            out = attend(query, key, key, CompleteGraph(1, length, causal=True))
+            torch.testing.assert_close(out, attend(query, key, key, CompleteGraph(1, length), backend="reference"))
+    assert len(looked_at) - 7 <= 2  # outside of inference mode, keys are other tensors
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"value": torch.randn(M - 1, H, C)},
+        {"key": torch.randn(M - 1, H, C)},
+        {"edge": torch.randn(E - 1, H, C)},
+        {"bias": torch.randn(E + 1, H)},
+        {"mask": torch.ones(E - 1, dtype=torch.bool)},
+        {"query": torch.randn(N, H, C + 1)},
+        {"query": torch.zeros(N, H, C, dtype=torch.int64)},
+        {"out_bias": torch.randn(H, C + 1)},
+        {"dropout": True},
+        {"dropout": 2.0},
+        {"training": "yes"},
+        {"backend": "none"},
+        {"graph": SparseGraph(random_edge_index(M, N, E), N + 1, M)},
+        {"graph": SparseGraph(random_edge_index(M, N, E), N, M + 1)},
+        {"graph": random_edge_index(M, N, E).double()},
+        {"graph": random_edge_index(M, N, E)[0]},
+        {"graph": random_edge_index(M, N, E) + 5},
+        {"distribution": "none"},
+        {"score": "dot"},
+        {"edge_value": torch.randn(E, H, C + 1)},
+    ],
+)
+def test_mistakes_are_found_after_calls_without(change):
+    given = tensors() | {"graph": random_edge_index(M, N, E)}
+    attend(**given)
+    attend(**given)
+    with pytest.raises((ValueError, TypeError, IndexError)):
+        attend(**given | change)
+    attend(**given)
+
+
+def test_edits_of_the_graph_are_noticed():
+    x, edge_index = torch.randn(4, H, C), random_edge_index(4, 4, 10)
+    attend(x, x, x, edge_index)
+    edge_index[0] = edge_index[0].roll(1)
+    torch.testing.assert_close(attend(x, x, x, edge_index), attend(x, x, x, edge_index, backend="reference"))
+    edge_index[0, 0] = 4
+    with pytest.raises(IndexError):
+        attend(x, x, x, edge_index)
+
+
+def test_types_are_checked_each_time():
+    x, edge_index = torch.randn(4, H, C), random_edge_index(4, 4, 10)
+    table, types = torch.randn(R, H, C), torch.randint(R, (10,))
+    for _ in range(2):
+        attend(x, x, x, edge_index, edge=Typed(table, types))
+    with pytest.raises(IndexError):
+        attend(x, x, x, edge_index, edge=Typed(table, types + R))
+
+
+@pytest.mark.parametrize("is_value", [False, True])
+@pytest.mark.parametrize("form", ["projected", "typed"])
+def test_terms_that_kernels_make(form, is_value, looked_at):
+    x, edge_index = torch.randn(4, H, C, requires_grad=True), random_edge_index(4, 4, 10)
+    for _ in range(3):
+        numbers = torch.randn(10, D), torch.randn(R, H, C)
+        term = Projected(numbers[0], torch.randn(H, C, D)) if form == "projected" else None
+        term = Typed(numbers[1], torch.randint(R, (10,))) if term is None else term
+        options = {"query": x, "key": x, "value": x, "graph": edge_index, "edge": term, "edge_value": is_value}
+        torch.testing.assert_close(both([x], **options), both([x], **options, backend="reference"))
+    assert len(looked_at) == 1 + 3
+
+
+def test_one_row_with_any_stride():
+    """Of a single row, PyTorch calls any stride contiguous; the next tensor may have more of them."""
+    storage = torch.randn(3, H, C)
+    one, more = storage[:1].as_strided((1, H, C), (0, C, 1)), storage[:1].expand(3, H, C)
+    for value in (one, more, storage, storage[:1], storage.transpose(1, 2).contiguous().transpose(1, 2)):
+        n = value.size(0)
+        query, edge_index = torch.randn(2, H, C), torch.stack([torch.arange(n), torch.zeros(n, dtype=torch.int64)])
+        bias = torch.randn(n, H)
+        out = attend(query, value, value, edge_index, bias=bias)
+        torch.testing.assert_close(out, attend(query, value, value, edge_index, bias=bias, backend="reference"))
+
+
+def test_other_scores_and_distributions_are_other_plans():
+    given = tensors(n=M) | {"graph": random_edge_index(M, M, E)}
+    options = [{"score": DotScore(scale)} for scale in (None, 1.0, 0.5)] + [{"score": DotScore(clamp=1.0)}]
+    options += [{"distribution": name} for name in ("softmax", "sigmoid", gattn.Softmax(softcap=2.0))]
+    options += [{"distribution": gattn.Softmax(sink=0.3)}, {"score": AdditiveScore(torch.randn(H, C), "tanh")}]
+    for _ in range(2):
+        for option in options:
+            out = attend(**given | option)
+            torch.testing.assert_close(out, attend(**given | option, backend="reference"), rtol=1e-5, atol=1e-5)
+
+
+def test_a_score_is_looked_at_for_what_it_is_now():
+    x, edge_index, score = torch.randn(4, H, C), random_edge_index(4, 4, 10), DotScore(1.0)
+    attend(x, x, x, edge_index, score=score)
+    score.scale = 0.1
+    out = attend(x, x, x, edge_index, score=score)
+    torch.testing.assert_close(out, attend(x, x, x, edge_index, score=DotScore(0.1), backend="reference"))
+    score.logits = lambda query, key, edge: (query * key).sum(-1) * 3
+    out = attend(x, x, x, edge_index, score=score)
+    torch.testing.assert_close(out, attend(x, x, x, edge_index, score=DotScore(3.0), backend="reference"))
+
+
+def test_lazy_tensors_and_subclasses_have_no_plan(looked_at):
+    class Loud(torch.Tensor):
+        pass
+
+    x, edge_index = torch.randn(4, H, C), random_edge_index(4, 4, 10)
+    attend(x, x, x, edge_index)
+    complex_ = torch.randn(4, H, C, dtype=torch.complex64)
+    negative = complex_.conj().imag
+    assert negative.is_neg()
+    expected = attend(negative.clone(), x, x, edge_index)
+    torch.testing.assert_close(attend(negative, x, x, edge_index), expected)
+    attend(x.as_subclass(Loud), x, x, edge_index)
+    with torch.device("meta"):
+        attend(*[torch.empty(4, H, C)] * 3, torch.zeros(2, 10, dtype=torch.int64))
+    assert len(looked_at) == 4
+
+
+def test_transforms_and_forward_mode():
+    x, edge_index = torch.randn(4, H, C), random_edge_index(4, 4, 10)
+
+    def f(x):
+        return attend(x, x, x, edge_index)
+
+    f(x)
+    _, tangent = torch.func.jvp(f, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(torch.func.vmap(f)(x.expand(2, 4, H, C)), f(x).expand(2, 4, H, C))
+    assert tangent.abs().sum() > 0
+    assert torch.func.grad(lambda x: f(x).square().sum())(x).shape == x.shape
+
+
+def test_dropout_draws_anew():
+    x, edge_index = torch.randn(30, H, C), random_edge_index(30, 30, 300)
+    outs = [attend(x, x, x, edge_index, dropout=0.5, training=True) for _ in range(3)]
+    assert not torch.equal(outs[1], outs[2])
+    torch.manual_seed(1)
+    first = attend(x, x, x, edge_index, dropout=0.5, training=True)
+    torch.manual_seed(1)
+    plans.forget()
+    assert torch.equal(first, attend(x, x, x, edge_index, dropout=0.5, training=True))
+
+
+def test_second_derivatives():
+    x = torch.randn(4, 1, 2, dtype=torch.float64, requires_grad=True)
+    for graph in (random_edge_index(4, 4, 6), CompleteGraph(4)):
+        for _ in range(2):
+            assert torch.autograd.gradgradcheck(lambda x: attend(x, x, x, graph), (x,))  # noqa: B023
+
+
+def test_layers_and_hooks(looked_at):
+    layer, x, edge_index = gattn.nn.GATConv(3, 4, heads=H), torch.randn(4, 3), random_edge_index(4, 4, 10)
+    expected = [layer(x, edge_index) for _ in range(2)][1]
+    assert len(looked_at) == 1
+    torch.testing.assert_close(copy.deepcopy(layer)(x, edge_index), expected)
+    seen = []
+    handle = layer.register_message_forward_hook(lambda module, inputs, output: seen.append(1))
+    layer(x, edge_index)
+    handle.remove()
+    with gattn.record_attention(layer) as records:
+        layer(x, edge_index)
+    assert (len(seen), len(records), len(looked_at)) == (1, 1, 3)
+    with gattn.check_finite(), pytest.raises(ValueError, match="NaN"):
+        layer(torch.full_like(x, torch.nan), edge_index)
+
+
+def test_nothing_is_kept_alive():
+    x, edge_index = torch.randn(4, H, C, requires_grad=True), random_edge_index(4, 4, 10)
+    for _ in range(2):
+        out = attend(x, x, x, edge_index)
+    out.sum().backward()
+    references = [weakref.ref(tensor) for tensor in (x, edge_index, out)]
+    del x, edge_index, out
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_only_the_last_are_kept():
+    for channels in range(1, 2 * plans._MOST_PLANS):
+        x = torch.randn(2, 1, channels)
+        attend(x, x, x, torch.tensor([[0], [1]]))
+    assert len(plans._plans) <= plans._MOST_PLANS
