@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs.base import EdgeList, Graph, check_size
+from gattn.torch_private import is_traced, is_transformed
 
 __all__ = ["CompleteGraph"]
 
@@ -366,6 +368,7 @@ class _PackedGraph(CompleteGraph):
     """What `CompleteGraph.packed` makes: several complete graphs laid end to end."""
 
     blocks: tuple[tuple[int, int], ...]
+    _lists: Mapping[torch.device, Tensor] = {}
 
     def __init__(
         self, blocks: tuple[tuple[int, int], ...], causal: bool = False, window: int | tuple[int, int] | None = None
@@ -375,12 +378,32 @@ class _PackedGraph(CompleteGraph):
         self.blocks = blocks
 
     def _edges(self, device: torch.device | str | None) -> Tensor:
-        edges, start = [torch.empty(2, 0, dtype=torch.int64, device=device)], [0, 0]
-        for num_targets, num_sources in self.blocks:
-            offset = torch.tensor(start, device=device).unsqueeze(1)
-            edges.append(self._block_edges(num_targets, num_sources, device) + offset)
-            start = [start[0] + num_sources, start[1] + num_targets]
-        return torch.cat(edges, dim=1)
+        key = torch.device("cpu" if device is None else device)
+        if is_traced() or is_transformed():
+            return self._listed_edges(key)
+        if key not in self._lists:  # several layers read them, and what is derived from them is kept with them
+            with torch.inference_mode(False):
+                self._lists = {**self._lists, key: self._listed_edges(key)}
+        return self._lists[key]
+
+    def _listed_edges(self, device: torch.device) -> Tensor:
+        """All edges; those of the blocks as whole matrices first, from which a reach then selects."""
+        num_targets, num_sources = torch.tensor(self.blocks, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+        block = torch.arange(len(self.blocks), device=device).repeat_interleave(num_targets)
+        per_target = num_sources[block]
+        target = torch.arange(self.num_targets, device=device).repeat_interleave(per_target)
+        first_edge, first_source = (x.cumsum(0) - x for x in (per_target, num_sources))
+        source = torch.arange(target.numel(), device=device) + (first_source[block] - first_edge)[target]
+        left, right = self.reach
+        if left is not None or right is not None:
+            first_target = num_targets.cumsum(0) - num_targets
+            shift = (first_source - first_target + num_sources - num_targets)[block][target]
+            distance = source - target - shift
+            seen = torch.ones_like(distance, dtype=torch.bool)
+            seen &= seen if left is None else distance >= -left
+            seen &= seen if right is None else distance <= right
+            source, target = source[seen], target[seen]
+        return torch.stack([source, target])
 
     def from_pairs(self, pairs: Tensor, heads: int) -> Tensor:
         """See `Graph.from_pairs`: the part of each block, `[B, ..., N, M]`, padded to the size of the largest.

@@ -18,8 +18,9 @@ from gattn.ops.dropout import check_probability
 from gattn.recording import record
 from gattn.scores import Score
 from gattn.settings import require_finite
+from gattn.torch_private import is_traced
 
-__all__ = ["AttentionConv", "AttentionWeights", "BaseConv"]
+__all__ = ["AttentionConv", "AttentionWeights", "BaseConv", "projects"]
 
 #: What PyG's layers return together with the output: `(edge_index, weights)`, whose graph may also be a sparse
 #: adjacency or a `CompleteGraph`; for a `SparseTensor`, the one that holds the weights.
@@ -109,6 +110,15 @@ class BaseConv(Attention):
         return bool(is_seen) and type(self).message is layer.message and self.decomposed_layers == 1
 
 
+#: Vectors of edges with fewer elements than this are made before attention.
+_SMALL = int(__import__("os").environ.get("SM", 1 << 18))
+
+
+def projects(lin: Linear, features: Tensor) -> bool:
+    """Whether kernels may project features by a layer's weight instead of calling the layer."""
+    return is_plain(lin) and features.dtype == lin.weight.dtype and not is_autocast(features)
+
+
 class AttentionConv(BaseConv):
     """Base class of layers with the options of `GATConv`: heads, `concat`, dropout and edge features."""
 
@@ -158,7 +168,9 @@ class AttentionConv(BaseConv):
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
         """The score's edge term for features `[E, D]`."""
-        if is_plain(lin_edge) and edge_attr.dtype == lin_edge.weight.dtype and not is_autocast(edge_attr):
+        # One matrix product is faster than kernels that project edge by edge, as long as its result fits into the cache.
+        is_small = not is_traced() and edge_attr.size(0) * self.heads * self.out_channels < _SMALL
+        if not is_small and projects(lin_edge, edge_attr):
             return Projected(edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1))
         return self._heads(lin_edge(edge_attr))
 

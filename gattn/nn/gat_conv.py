@@ -14,7 +14,7 @@ from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up
 from gattn.attention import fused
 from gattn.edges import EdgeTerm, Projected
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import AttentionConv, AttentionWeights
+from gattn.nn.attention_conv import AttentionConv, AttentionWeights, projects
 from gattn.nn.linear import Linear, is_autocast, is_plain
 from gattn.ops import reference
 from gattn.scores import GATScore
@@ -253,11 +253,10 @@ class GATConv(AttentionConv):
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
         """W_e and a_edge folded into one projection, `[H, D]`, without an `[E, H, C]` tensor."""
-        edge = super()._project_edges(lin_edge, edge_attr)
-        if isinstance(edge, Projected):
-            return edge._replace(weight=(edge.weight * self.att_edge.squeeze(0).unsqueeze(-1)).sum(1))
-        assert isinstance(edge, Tensor)
-        return (edge * self.att_edge).sum(-1)
+        if projects(lin_edge, edge_attr):
+            weight = lin_edge.weight.view(self.heads, self.out_channels, -1)
+            return Projected(edge_attr, (weight * self.att_edge.squeeze(0).unsqueeze(-1)).sum(1))
+        return (self._heads(lin_edge(edge_attr)) * self.att_edge).sum(-1)
 
 
 #: Projections with fewer elements are multiplied by the vectors directly, as calling operators would dominate the cost.

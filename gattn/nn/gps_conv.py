@@ -15,6 +15,7 @@ from torch_geometric.utils import to_dense_batch
 
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
+from gattn.graphs.edge_lists import derived
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.tracing import Leaf
 
@@ -134,7 +135,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         takes = ["graph"] if type(attn) is MultiheadAttention else inspect.signature(attn.forward).parameters
         attended: Tensor
         if isinstance(attn, MultiheadAttention) and "graph" in takes:
-            graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch.bincount())
+            graph = CompleteGraph(x.size(0)) if batch is None else _packed(batch)
             attended = attn(x, x, x, need_weights=False, graph=graph)[0]
             return attended
         padded, is_real = to_dense_batch(x, batch)
@@ -153,3 +154,9 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             return h
         out: Tensor = norm(h, batch=batch) if self.norm_with_batch else norm(h)
         return out
+
+
+def _packed(batch: Tensor) -> CompleteGraph:
+    """The graphs of a batch as one, the same one for all layers."""
+    graph: CompleteGraph = derived(batch, "packed graph", lambda: CompleteGraph.packed(batch.bincount()))
+    return graph

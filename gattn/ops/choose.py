@@ -42,16 +42,20 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
         if wanted is not None and (missing := wanted.missing()) is not None:
             raise RuntimeError(f"backend={asked!r} needs {missing.what}, but {missing.why}.")
         return wanted
+    slower: Backend | None = None
     if plain is None:
         device, exports = call.value.device.type, torch.compiler.is_exporting()
         for backend in BACKENDS:
             if exports and backend.has_operators:  # the program has to run without gattn
                 continue
             if (backend.devices is None or device in backend.devices) and backend.refuses(call) is None:
-                if (missing := backend.missing()) is None:
+                if (missing := backend.missing()) is not None:
+                    _warn_once(missing)
+                elif slower is None and backend.yields(call):
+                    slower = backend
+                else:
                     return backend
-                _warn_once(missing)
-    return None
+    return slower
 
 
 def requested(name: str) -> str:

@@ -59,7 +59,7 @@ class AttentionOperator:
         name: The operator's name.
         devices: The devices whose tensors it takes, by the names in PyTorch's dispatcher.
         forward: Takes `(inputs, keep, with_weights)`: the inputs, whether gradients will be needed, and whether weights
-            are requested. Returns the output, the weights `[..., E, H]` (without edges if they are not requested) and
+            are requested. Returns the output, the weights `[..., E, H]` (possibly `None` if they are not requested) and
             everything that the backward pass needs.
         backward: Takes `(inputs, grad_out, grad_weights, out, weights, kept, wanted)`: the inputs, the incoming
             gradients, the results of `forward`, and the names of the inputs whose gradients are needed. Returns these.
@@ -77,8 +77,12 @@ class AttentionOperator:
         self._kept = kept
         self._compute, self._compute_backward = forward, backward
 
-        def run_forward(*inputs: Any) -> list[Tensor]:
-            return forward(Inputs(*inputs[:-2]), *inputs[-2:])
+        def run_forward(*arguments: Any) -> list[Tensor]:
+            inputs = Inputs(*arguments[:-2])
+            out, weights, *kept = forward(inputs, *arguments[-2:])
+            if weights is None:  # which an operator cannot return
+                weights = inputs.values.new_empty((*inputs.front, 0, inputs.heads), dtype=compute_dtype(out.dtype))
+            return [out, weights, *kept]
 
         def run_backward(*arguments: Any) -> list[Tensor]:
             grad_out, grad_weights, out, weights, kept, *inputs, wanted = arguments
@@ -87,7 +91,7 @@ class AttentionOperator:
 
         library.define(f"{name}({SCHEMA}, bool keep, bool with_weights) -> Tensor[]", tags=_TAGS)
         library.define(
-            f"{name}_backward(Tensor grad_out, Tensor? grad_weights, Tensor out, Tensor weights, Tensor[] kept, "
+            f"{name}_backward(Tensor grad_out, Tensor? grad_weights, Tensor out, Tensor? weights, Tensor[] kept, "
             f"{SCHEMA}, bool[] wanted) -> Tensor[]",
             tags=_TAGS,
         )

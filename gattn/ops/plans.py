@@ -27,7 +27,7 @@ from gattn.torch_private import (
     uses_forward_mode,
 )
 
-__all__ = ["PLACES", "Given", "Plan", "forget", "given", "is_known", "keep", "planned"]
+__all__ = ["PLACES", "Given", "Plan", "forget", "given", "is_known", "keep", "layout_key", "planned"]
 
 #: Where tensors are among those that a call was given. Those before `out_bias` have a row per node or edge; `makers` are
 #: what turns rows of features or types into terms of edges.
@@ -154,8 +154,7 @@ def given(
         keys = dispatch_keys(tensor).raw_repr()
         if keys not in plain_keys and not _is_plain(tensor, keys, plain_keys):
             return None
-        layout = tensor.is_contiguous() or tensor.stride()
-        signature.append((shape, layout, tensor.dtype, tensor.device))
+        signature.append((shape, layout_key(tensor), tensor.dtype, tensor.device))
     if edge_index is not None:
         if type(edge_index) is not Tensor or dispatch_keys(edge_index).raw_repr() not in plain_keys:
             return None
@@ -178,6 +177,11 @@ def _is_plain(tensor: Tensor, keys: int, plain_keys: set[int]) -> bool:
         plain_keys.add(keys)
         return True
     return False
+
+
+def layout_key(tensor: Tensor) -> bool | tuple[int, ...]:
+    """Strides, or true if those are the usual ones, as a single row has any stride between rows."""
+    return tensor.is_contiguous() or tensor.stride()
 
 
 def _split(term: Any) -> tuple[Any, Any]:

@@ -236,6 +236,16 @@ def test_dropout_draws_anew():
     assert torch.equal(first, attend(x, x, x, edge_index, dropout=0.5, training=True))
 
 
+def test_hooks_that_copy_saved_tensors():
+    """Copies have other strides, so the backward pass may not use those of the forward pass."""
+    x, edge_index = torch.randn(4, 3 * H, C, requires_grad=True), random_edge_index(4, 4, 10)
+    query, key, value = x.split(H, 1)
+    expected = [both([x], query=query, key=key, value=value, graph=edge_index) for _ in range(2)][1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x):
+        found = both([x], query=query, key=key, value=value, graph=edge_index)
+    torch.testing.assert_close(found, expected)
+
+
 def test_second_derivatives():
     x = torch.randn(4, 1, 2, dtype=torch.float64, requires_grad=True)
     for graph in (random_edge_index(4, 4, 6), CompleteGraph(4)):

@@ -61,6 +61,10 @@ class Backend(ABC):
     def refuses(self, call: Call) -> str | None:
         """Why it cannot serve a call, as the end of a sentence; `None` if it can."""
 
+    def yields(self, call: Call) -> bool:
+        """Whether the backends after it are faster for a call that it does not refuse."""
+        return False
+
     @abstractmethod
     def attend(self, call: Call) -> Result:
         """Computes a call that it does not refuse."""

@@ -94,14 +94,14 @@ class KernelBackend(Backend):
         """What can be used again for inputs like these, with any numbers of nodes and edges."""
         return None
 
-    def on_graph(self, prepared: Any, edges: EdgeList) -> tuple[Any, int | None]:
+    def on_graph(self, prepared: Any, edges: tuple[Tensor, int, int, bool, str]) -> tuple[Any, int | None]:
         """What the operator takes as the `plan` of inputs on a graph, and the number of edges, if it costs nothing.
 
         Args:
             prepared: What `prepared` returned for such inputs.
-            edges: The graph.
+            edges: The fields of the graph's `EdgeList`.
         """
-        return None, edges.num_edges
+        return None, EdgeList(*edges).num_edges
 
     def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
@@ -196,7 +196,11 @@ class _KernelPlan:
     def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move]):
         self.backend, self.moves, self.prepared = backend, moves, backend.prepared(inputs)
         self.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
-        self.with_rows = [(move.place, move.axis, move.dim) for move in moves if move.axis is not None]
+        #: Where, and in which dimension, there must be as many rows as sources, targets and edges.
+        self.with_rows: dict[str, list[tuple[int, int]]] = {"M": [], "N": [], "E": []}
+        for move in moves:
+            if move.axis is not None and move.place not in (_QUERY, _KEY):  # from which the numbers are taken
+                self.with_rows[move.axis].append((move.place, move.dim))
 
     def __call__(self, given: Given) -> Tensor | None:
         """See `Plan`."""
@@ -209,14 +213,15 @@ class _KernelPlan:
         if given.num_sources not in (None, num_sources) or given.num_targets not in (None, num_targets):
             return None
         assert edge_index is not None
-        edges = EdgeList(edge_index, num_sources, num_targets, inputs[_SELF_LOOPS], inputs[_FLOW])
+        edges = edge_index, num_sources, num_targets, inputs[_SELF_LOOPS], inputs[_FLOW]
         inputs[_EDGE_INDEX], inputs[_NUM_TARGETS] = edge_index, num_targets
         inputs[_PLAN], num_edges = self.backend.on_graph(self.prepared, edges)
-        sizes = {"N": num_targets, "M": num_sources, "E": num_edges}
-        for place, axis, dim in self.with_rows:
-            if inputs[place].size(dim) != sizes[axis]:
-                return None
-        inputs[_SEED] = new_seed(inputs[_DROPOUT], edge_index.device)
+        for rows, size in zip(self.with_rows.values(), (num_sources, num_targets, num_edges), strict=True):
+            for place, dim in rows:
+                if inputs[place].size(dim) != size:
+                    return None
+        if inputs[_DROPOUT]:
+            inputs[_SEED] = new_seed(inputs[_DROPOUT], edge_index.device)
         return self.backend.operator.run_plain(Inputs._make(inputs))[0]
 
 

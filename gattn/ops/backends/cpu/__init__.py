@@ -7,14 +7,13 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gattn.distributions import LAWS, Law
 from gattn.edges import Typed
-from gattn.graphs import EdgeList
 from gattn.graphs.edge_lists import check_types
 from gattn.ops.backends.base import Missing, needs_plain_pytorch
 from gattn.ops.backends.cpu import native
@@ -23,6 +22,7 @@ from gattn.ops.backends.kernels import DTYPES, KernelBackend, dense_rows, flat
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.dropout import drop as plain_drop
 from gattn.ops.operator import AttentionOperator, Differentiated, library
+from gattn.ops.plans import layout_key
 from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import Family, Score, family_of
 from gattn.torch_private import is_batched
@@ -79,7 +79,9 @@ class Cpu(KernelBackend):
         """See `KernelBackend.prepared`."""
         return _Plan(inputs, _layout(inputs).num_edges)
 
-    def on_graph(self, prepared: _Plan, edges: EdgeList) -> tuple[tuple[_Plan, Layout], int]:
+    def on_graph(
+        self, prepared: _Plan, edges: tuple[Tensor, int, int, bool, str]
+    ) -> tuple[tuple[_Plan, Layout], int]:
         """See `KernelBackend.on_graph`."""
         layout = layout_of(*edges)
         return (prepared, layout), layout.num_edges
@@ -118,8 +120,9 @@ class _Plan:
         )
         if inputs.edge is not None and (inputs.edge_projection is not None or inputs.edge_type is not None):
             arguments.edge_channels = inputs.edge.size(0 if inputs.edge_projection is None else -1)
-        #: The tensors that the kernels read, except for a projection: names, places, and whether they need copies.
-        self.read: list[tuple[str, int, bool]] = []
+        #: The tensors that the kernels read, except for a projection: names, places, layouts, and whether they need
+        #: copies.
+        self.read: list[tuple[str, int, Any, bool]] = []
         #: How the gradient of each input is computed.
         self.gradients: dict[str, _Gradient] = {}
         for name, tensor, term in inputs.terms():
@@ -135,7 +138,7 @@ class _Plan:
             strides[1] = math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1)
             for of, stride in zip(_STRIDES[term.read].split(), strides, strict=False):
                 setattr(arguments, f"{name}_{of}", stride)
-            self.read.append((name, PLACES[name], rows.data_ptr() != tensor.data_ptr()))
+            self.read.append((name, PLACES[name], layout_key(tensor), rows.data_ptr() != tensor.data_ptr()))
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
         for name, values in (
@@ -144,6 +147,13 @@ class _Plan:
         ):
             getattr(arguments, name)[: len(values)] = values
         self.record_bytes = _record_bytes(inputs)
+
+    def has_layouts_of(self, inputs: Inputs) -> bool:
+        """Whether tensors are laid out as those for which the plan was made."""
+        for _, place, layout, _ in self.read:
+            if layout_key(cast(Tensor, inputs[place])) != layout:
+                return False
+        return True
 
 
 #: The strides that the kernels are told, by how they read a tensor.
@@ -200,7 +210,7 @@ class _Arguments:
         if layout.edge is not None:
             arguments.edge_of_target_position = layout.edge.data_ptr()
         self.held: list[Tensor] = []
-        for name, place, is_copied in plan.read:
+        for name, place, _, is_copied in plan.read:
             tensor: Any = inputs[place]
             if is_copied:
                 tensor = tensor.contiguous()
@@ -290,18 +300,22 @@ def _record_bytes(inputs: Inputs) -> int:
     return num_bytes
 
 
-def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
+def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor | None]:
     call = _Arguments(inputs)
     arguments, layout, plan = call.arguments, call.layout, call.plan
     out = _empty(call.out_shape, plan.dtype)
-    weights = _empty((*plan.front, layout.num_edges if with_weights else 0, plan.heads), plan.compute)
-    kept = [_empty(*each) for each in call.kept(inputs)[: None if keep else 1]]
     arguments.out = out.data_ptr()
+    weights = None
     if with_weights:
+        weights = _empty((*plan.front, layout.num_edges, plan.heads), plan.compute)
         arguments.weights = weights.data_ptr()
-    _hand_over(arguments, kept)
     if keep:
+        kept = [_empty(*each) for each in call.kept(inputs)]
+        _hand_over(arguments, kept)
         arguments.record_bytes = plan.record_bytes
+    else:
+        kept = [_empty((plan.batch, layout.num_targets, 2, plan.heads), plan.compute)]
+        arguments.stats = kept[0].data_ptr()
     if layout.by_target.num_slots:
         state = (2 + plan.value_channels) * plan.heads
         arguments.partial = call.hold(_empty((plan.batch * layout.by_target.num_slots * state,), plan.compute))
@@ -323,7 +337,9 @@ class _Backward(_Arguments):
     def __init__(self, inputs: Inputs, grad_out: Tensor):
         super().__init__(inputs)
         self.inputs, self.grad_out = inputs, grad_out
-        self.node_terms = _empty((self.plan.batch, self.layout.num_targets, 4, self.plan.heads), self.plan.compute)
+        plan, layout = self.plan, self.layout
+        self.num_node_terms = 4 * plan.batch * layout.num_targets * plan.heads
+        self.terms = _empty((self.num_node_terms + plan.batch * layout.num_edges * plan.heads,), plan.compute)
 
     def of_nodes(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of query, key or value."""
@@ -374,7 +390,8 @@ class _Backward(_Arguments):
 
     def of_sink(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of the sink."""
-        maximum, scale, delta, _ = self.node_terms.unbind(2)
+        terms = self.terms[: self.num_node_terms].view(self.plan.batch, -1, 4, self.plan.heads)
+        maximum, scale, delta, _ = terms.unbind(2)
         return lambda: -((tensor - maximum).exp() * scale * delta).sum((0, 1))
 
     def of_out_bias(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
@@ -402,17 +419,19 @@ def _backward(
     grad_out: Tensor,
     grad_weights: Tensor | None,
     out: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     kept: Sequence[Tensor],
     wanted: Sequence[str],
 ) -> list[Tensor]:
+    if inputs.plan is not None and not inputs.plan[0].has_layouts_of(inputs):  # hooks on saved tensors may copy them
+        inputs = inputs._replace(plan=None)
     call = _Backward(inputs, grad_out)
     arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
     if inputs.plan is None:  # compiled code may pass anything
         given = [(grad_out, call.out_shape, plan.dtype), (out, call.out_shape, plan.dtype)]
         expected = call.kept(inputs)
         given += [(tensor, *of) for tensor, of in zip(kept, expected, strict=False)]
-        if grad_weights is not None:
+        if grad_weights is not None and weights is not None:
             edges = (*plan.front, layout.num_edges, plan.heads)
             given += [(grad_weights, edges, plan.compute), (weights, edges, plan.compute)]
         is_as_kept = all(tensor.shape == size and tensor.dtype == dtype for tensor, size, dtype in given)
@@ -422,12 +441,12 @@ def _backward(
     arguments.target_position = by_source.target_position.data_ptr()
     arguments.source_position = by_source.source_position.data_ptr()
     arguments.grad_out = call.hold(grad_out.contiguous())
-    if grad_weights is not None:
-        arguments.grad_weights = call.hold(grad_weights.contiguous())
-    arguments.out, arguments.weights = out.data_ptr(), weights.data_ptr()
+    if grad_weights is not None and weights is not None:
+        arguments.grad_weights, arguments.weights = call.hold(grad_weights.contiguous()), weights.data_ptr()
+    arguments.out = out.data_ptr()
     _hand_over(arguments, kept)
     arguments.record_bytes = plan.record_bytes
-    arguments.node_terms = call.node_terms.data_ptr()
+    arguments.node_terms = call.terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels)
     slots = max(by_source.num_slots, layout.by_target.num_slots)
     if slots:
@@ -435,7 +454,7 @@ def _backward(
     gradients = [plan.gradients[name](call, name, getattr(inputs, name)) for name in wanted]
     if "query" in wanted or "vector" in wanted:
         arguments.target_pass = 1
-        arguments.edge_terms = call.hold(_empty((plan.batch * layout.num_edges * plan.heads,), plan.compute))
+        arguments.edge_terms = call.terms.data_ptr() + call.num_node_terms * call.terms.element_size()
     native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))
     return [gradient() for gradient in gradients]
 
