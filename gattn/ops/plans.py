@@ -124,6 +124,9 @@ def given(
     elif type(graph) is SparseGraph:
         edge_index, of_graph = graph.adjacency, (graph.flow, graph.self_loops)
         num_sources, num_targets = graph.num_sources, graph.num_targets
+    elif isinstance(graph, CompleteGraph) and graph.has_small_blocks and bias is None and mask is None:
+        edge_index, of_graph = graph.edge_index, "blocks"
+        num_sources, num_targets = graph.num_sources, graph.num_targets
     elif type(graph) is CompleteGraph and graph.is_uniform:
         of_graph = graph.causal, graph.window, graph._offset
         num_sources, num_targets = graph.num_sources, graph.num_targets

@@ -41,10 +41,6 @@ __all__ = ["Dense", "attention"]
 #: Scores that no fused kernel computes have this many logits, or channels of their hidden layer, at a time.
 _CHUNK = 2**20
 
-#: On packed graphs whose targets see fewer sources than this on average, the CPU kernels for lists are faster: 5 times
-#: at 20 sources, 2 times at 60.
-_SMALL_BLOCK = 64
-
 #: The number of targets in a block of a window: about as many as the sources that one of them sees, within these
 #: bounds.
 _BLOCK = (32, 128)
@@ -73,10 +69,11 @@ class Dense(Backend):
 
     def yields(self, call: Call) -> bool:
         """See `Backend.yields`: small blocks of different sizes cost more calls than kernels for lists need in all."""
-        graph, terms = call.graph, (call.bias, call.mask)
-        if graph.blocks is None or call.weights or terms != (None, None) or torch.compiler.is_compiling():
-            return False
-        return call.value.device.type == "cpu" and sum(n * m for n, m in graph.blocks) < _SMALL_BLOCK * call.num_targets
+        graph = call.graph
+        assert isinstance(graph, CompleteGraph)
+        has_more = call.weights or call.bias is not None or call.mask is not None
+        is_simple = graph.has_small_blocks and not has_more and not torch.compiler.is_compiling()
+        return is_simple and call.value.device.type == "cpu"
 
     def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
@@ -102,7 +99,7 @@ class Dense(Backend):
         terms = call.bias, call.mask, call.out_bias
         if not isinstance(graph, CompleteGraph) or graph.window is not None or graph._offset is not None:
             return None
-        if not _is_dot(score) or score.folds or not is_plain_softmax(call.distribution) or len(call.batch) > 1:
+        if given.edge_index is not None or not _is_dot(score) or score.folds or not is_plain_softmax(call.distribution) or len(call.batch) > 1:
             return None
         if terms != (None, None, None) or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
             return None
