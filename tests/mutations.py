@@ -30,7 +30,7 @@ LAYOUT = f"{KERNELS}/layout.cpp"
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
 )
-DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES = (
+DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PLANS, CPU = (
     f"gattn/{name}"
     for name in (
         "ops/backends/dense",
@@ -40,6 +40,9 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES = (
         "graphs/base.py",
         "ops/backends/base.py",
         "edges.py",
+        "ops/plans.py",
+        "ops/backends/kernels.py",
+        "ops/backends/cpu/__init__.py",
     )
 )
 
@@ -56,6 +59,9 @@ TESTS = {
     GRAPH: ["tests/ops/test_custom_parts.py"],
     BASE: ["tests/test_verbs.py"],
     EDGES: ["tests/test_verbs.py", "tests/test_attention.py"],
+    PLANS: ["tests/ops/test_plans.py"],
+    KERNEL_PLANS: ["tests/ops/test_plans.py"],
+    CPU: ["tests/ops/test_plans.py"],
     EDGE_LISTS: [
         "tests/ops/test_triton.py",
         "tests/test_graphs.py",
@@ -412,6 +418,28 @@ MUTATIONS = [
         "«weight.flatten(0, -2) → weight[:1].expand_as(weight).flatten(0, -2)»",
     ),
     Mutation("all edges are of one type", EDGES, "index_select(0, «term.types → term.types * 0»)"),
+    # ------------------------------------------------------------------------------------------------------- the plans
+    Mutation("plans are for any number of channels", PLANS, "shape = «shape[1:] → shape[1:0]»"),
+    Mutation("plans are for any strides", PLANS, "return «tensor.is_contiguous() or tensor.stride() → True»"),
+    Mutation("plans are for any scale of a score", PLANS, "type(score), «formula(score) → None», of_weights"),
+    Mutation("plans are for graphs with and without loops", PLANS, "(graph.flow, «graph.self_loops → False»)"),
+    Mutation("plans are for values that are keys and others", PLANS, "type(edge_value), «value is key → None»,"),
+    Mutation("plans are for any number of edges", KERNEL_PLANS, "if inputs[place].size(dim) «!= size → < 0»:"),
+    Mutation(
+        "plans are for any number of sources",
+        KERNEL_PLANS,
+        "if given.num_sources not in (None, «num_sources → given.num_sources»)",
+    ),
+    Mutation(
+        "copies of saved tensors are read with the strides of the originals",
+        CPU,
+        "if layout_key(cast(Tensor, inputs[place])) «!= layout → is None»:",
+    ),
+    Mutation(
+        "a single row has no stride",
+        CPU,
+        "strides[1] = «math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1) → strides[1]»",
+    ),
     # -------------------------------------------------------------------------------- the reference, and lists of edges
     Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),
     Mutation("weights are those after dropout", REFERENCE, "return out, «alpha → dropped»"),

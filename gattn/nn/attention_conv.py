@@ -110,8 +110,9 @@ class BaseConv(Attention):
         return bool(is_seen) and type(self).message is layer.message and self.decomposed_layers == 1
 
 
-#: Vectors of edges with fewer elements than this are made before attention.
-_SMALL = int(__import__("os").environ.get("SM", 1 << 18))
+#: Vectors of edges with fewer elements than this are made before attention: one matrix product is faster than kernels
+#: that project edge by edge, as long as its result fits into the cache.
+_SMALL = 1 << 18
 
 
 def projects(lin: Linear, features: Tensor) -> bool:
@@ -168,7 +169,6 @@ class AttentionConv(BaseConv):
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
         """The score's edge term for features `[E, D]`."""
-        # One matrix product is faster than kernels that project edge by edge, as long as its result fits into the cache.
         is_small = not is_traced() and edge_attr.size(0) * self.heads * self.out_channels < _SMALL
         if not is_small and projects(lin_edge, edge_attr):
             return Projected(edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1))

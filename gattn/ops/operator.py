@@ -50,6 +50,7 @@ def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 _PLACES = tuple(PLACES[name] for name in DIFFERENTIABLE)
+_DIFFERENTIABLE = itemgetter(*_PLACES)
 
 
 class AttentionOperator:
@@ -70,7 +71,7 @@ class AttentionOperator:
         self,
         name: str,
         devices: Sequence[str],
-        forward: Callable[[Inputs, bool, bool], list[Tensor]],
+        forward: Callable[[Inputs, bool, bool], list[Any]],
         backward: Callable[..., list[Tensor]],
         kept: Callable[[Inputs, bool], list[tuple[tuple[int, ...], torch.dtype]]],
     ):
@@ -121,13 +122,13 @@ class AttentionOperator:
             return by_heads(self.run, inputs, with_weights)
         if not needs_dispatcher() and are_plain(inputs.arguments):
             return self.run_plain(inputs, with_weights)
-        keep = has_gradient([inputs[place] for place in _PLACES])
+        keep = has_gradient(_DIFFERENTIABLE(inputs))
         results: list[Tensor] = self._op(*inputs.arguments, keep, with_weights)
         return results
 
     def run_plain(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
         """The same without PyTorch's dispatcher, at a fraction of its cost, where nothing intercepts operators."""
-        tensors = [tensor for place in _PLACES if (tensor := inputs[place]) is not None]
+        tensors = [tensor for tensor in _DIFFERENTIABLE(inputs) if tensor is not None]
         if not has_gradient(tensors):
             return self._compute(inputs, False, with_weights)
         return self._apply(self, inputs, with_weights, *tensors)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
-from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
 from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.torch_private import (
     dispatch_keys,
@@ -29,26 +29,10 @@ from gattn.torch_private import (
 
 __all__ = ["PLACES", "Given", "Plan", "forget", "given", "is_known", "keep", "layout_key", "planned"]
 
-#: Where tensors are among those that a call was given. Those before `out_bias` have a row per node or edge; `makers` are
-#: what turns rows of features or types into terms of edges.
-PLACES = {
-    name: place
-    for place, name in enumerate(
-        (
-            "query",
-            "key",
-            "value",
-            "bias",
-            "mask",
-            "edge",
-            "edge_value",
-            "out_bias",
-            "edge_maker",
-            "value_maker",
-            "vector",
-        )
-    )
-}
+#: Where tensors are among those that a call was given. Those before `out_bias` have a row per node or edge; makers turn
+#: rows of features or types into terms of edges.
+PLACES = {name: place for place, name in enumerate(("query", "key", "value", "bias", "mask", "edge", "edge_value"))}
+PLACES |= {"out_bias": 7, "edge_maker": 8, "value_maker": 9, "vector": 10}
 _NODES, _WITHOUT_ROWS = PLACES["bias"], PLACES["out_bias"]
 
 
@@ -87,7 +71,7 @@ def given(
     graph: Any,
     flow: str,
     score: Score,
-    distribution: str | Distribution,
+    distribution: str | Distribution | None,
     others: Hashable,
     edge: EdgeTerm | None = None,
     bias: Tensor | None = None,
@@ -117,31 +101,30 @@ def given(
     formula = _FORMULAS.get(type(score))
     if formula is None or "logits" in score.__dict__ or score.folds:
         return None
+    edge_index: Tensor | None = None
     of_graph: Hashable
-    edge_index = num_sources = num_targets = None
     if type(graph) is Tensor:
         edge_index, of_graph = graph, flow
-    elif type(graph) is SparseGraph:
+    elif type(graph) is SparseGraph or type(graph) is TypedGraph:
         edge_index, of_graph = graph.adjacency, (graph.flow, graph.self_loops)
-        num_sources, num_targets = graph.num_sources, graph.num_targets
     elif isinstance(graph, CompleteGraph) and graph.has_small_blocks and bias is None and mask is None:
         edge_index, of_graph = graph.edge_index, "blocks"
-        num_sources, num_targets = graph.num_sources, graph.num_targets
     elif type(graph) is CompleteGraph and graph.is_uniform:
         of_graph = graph.causal, graph.window, graph._offset
-        num_sources, num_targets = graph.num_sources, graph.num_targets
     else:
         return None
+    num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
+    of_weights: Any = distribution
     if type(distribution) is not str:
-        distribution = law_of(distribution)
-        if distribution is None or distribution.sink is not None:
+        of_weights = law_of(distribution) if isinstance(distribution, Distribution) else None
+        if of_weights is None or of_weights.sink is not None:
             return None
     kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
     edge, edge_maker = _split(edge)
     edge_value, value_maker = _split(edge_value)
     tensors = [query, key, value, bias, mask, edge, edge_value, out_bias, edge_maker, value_maker, *score.tensors()]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
-    signature = [of_graph, type(score), formula(score), distribution, others, kinds]
+    signature = [of_graph, type(score), formula(score), of_weights, others, kinds]
     is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
     for place, tensor in enumerate(tensors):
         if tensor is None or type(tensor) is bool:

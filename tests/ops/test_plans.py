@@ -116,6 +116,7 @@ def test_decoding_is_looked_at_once(looked_at):
         {"graph": random_edge_index(M, N, E)[0]},
         {"graph": random_edge_index(M, N, E) + 5},
         {"distribution": "none"},
+        {"distribution": 5},
         {"score": "dot"},
         {"edge_value": torch.randn(E, H, C + 1)},
     ],
@@ -146,6 +147,29 @@ def test_types_are_checked_each_time():
         attend(x, x, x, edge_index, edge=Typed(table, types))
     with pytest.raises(IndexError):
         attend(x, x, x, edge_index, edge=Typed(table, types + R))
+
+
+@pytest.mark.parametrize("form", ["projected", "typed"])
+def test_terms_of_scalars_that_kernels_make(form, looked_at):
+    x, logit = torch.randn(4, H, C, requires_grad=True), torch.randn(4, H, requires_grad=True)
+    for edges in (10, 10, 12):
+        table, types = torch.randn(R, H, requires_grad=True), torch.randint(R, (edges,))
+        features, weight = torch.randn(edges, D, requires_grad=True), torch.randn(H, D, requires_grad=True)
+        term = Projected(features, weight) if form == "projected" else Typed(table, types)
+        leaves = [x, logit, *(part for part in term if part.requires_grad)]
+        options = {"query": logit, "key": logit, "value": x, "graph": random_edge_index(4, 4, edges), "edge": term}
+        options |= {"score": GATScore()}
+        torch.testing.assert_close(both(leaves, **options), both(leaves, **options, backend="reference"))
+    assert len(looked_at) == 1 + 3
+
+
+def test_small_blocks_are_planned(looked_at):
+    for sizes in ([3, 1, 4], [3, 1, 4], [2, 5]):
+        x, graph = torch.randn(sum(sizes), H, C, requires_grad=True), CompleteGraph.packed(sizes, causal=True)
+        options = {"query": x, "key": x, "value": x, "graph": graph}
+        for backend in ("reference", "dense", "cpu"):
+            torch.testing.assert_close(both([x], **options), both([x], **options, backend=backend))
+    assert len(looked_at) == 1 + 3 * 3 - 2  # the explicit "cpu" is planned, too
 
 
 @pytest.mark.parametrize("is_value", [False, True])
@@ -241,7 +265,9 @@ def test_hooks_that_copy_saved_tensors():
     x, edge_index = torch.randn(4, 3 * H, C, requires_grad=True), random_edge_index(4, 4, 10)
     query, key, value = x.split(H, 1)
     expected = [both([x], query=query, key=key, value=value, graph=edge_index) for _ in range(2)][1]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+    ):
         found = both([x], query=query, key=key, value=value, graph=edge_index)
     torch.testing.assert_close(found, expected)
 

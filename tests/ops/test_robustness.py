@@ -183,7 +183,9 @@ class TestInputsAreChecked:
         wanted = [name in ("query", "key", "value") for name in DIFFERENTIABLE]
 
         def backward(grad_out, grad_weights, out, weights, *kept):
-            torch.ops.gattn.attention_backward(grad_out, grad_weights, out, weights, list(kept), *inputs.arguments, wanted)
+            torch.ops.gattn.attention_backward(
+                grad_out, grad_weights, out, weights, list(kept), *inputs.arguments, wanted
+            )
 
         backward(*good)
         for place, other in (

@@ -768,7 +768,9 @@ class TestDerivatives:
         call = make_call(family, random_edge_index(4, 3, 9), 4, 3, **sizes)
         inputs = call.operator_inputs(dtype, requires_grad=True)
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(torch.ops.gattn.triton_attention.default, (*inputs.arguments, True, True), test_utils=utils)
+        torch.library.opcheck(
+            torch.ops.gattn.triton_attention.default, (*inputs.arguments, True, True), test_utils=utils
+        )
         detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs.arguments]
         out = torch.ops.gattn.triton_attention.default(*detached, True, True)
         grads = torch.randn_like(out[0]), torch.randn_like(out[1])

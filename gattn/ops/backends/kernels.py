@@ -161,19 +161,28 @@ def _moves(inputs: Inputs, given: Given) -> list[_Move] | None:
         if name == "edge_index":
             continue
         source = given.tensors[sources[name]] if name in sources else None
-        is_column = source is not None and source is not tensor
-        if source is None or (is_column and not _is_column(tensor, source)):
+        if source is None:
             return None
+        new_dim = None
+        if source is not tensor:
+            found = [dim for dim in _NEW_DIMS if source.dim() >= 1 and _is_same(tensor, source.unsqueeze(dim))]
+            if not found:
+                return None
+            new_dim = found[0]
         unused.discard(sources[name])
         axis = term.letters[0] if term.letters[0] in "NME" else None
-        moves.append(_Move(PLACES[name], sources[name], is_column, axis, -len(term.letters)))
+        moves.append(_Move(PLACES[name], sources[name], new_dim, axis, -len(term.letters)))
     return None if unused else moves
 
 
-def _is_column(tensor: Tensor, source: Tensor) -> bool:
-    """Whether a tensor is another one with a last dimension of size 1."""
-    where = tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()[:-1]
-    return where == (source.dtype, source.data_ptr(), (*source.shape, 1), source.stride())
+#: Where scalar scores and masks without heads lack a dimension.
+_NEW_DIMS = (-1, 1)
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether tensors are the same numbers in memory."""
+    first, second = ((x.dtype, x.data_ptr(), x.shape, x.stride()) for x in (tensor, other))
+    return first == second
 
 
 class _Move(NamedTuple):
@@ -182,8 +191,8 @@ class _Move(NamedTuple):
     place: int
     source: int
     """Its place among those that were given"""
-    is_column: bool
-    """Whether it gets a last dimension of size 1"""
+    new_dim: int | None
+    """Where it gets a dimension of size 1; `None`: nowhere"""
     axis: str | None
     """What it has rows for: N targets, M sources or E edges"""
     dim: int
@@ -195,7 +204,7 @@ class _KernelPlan:
 
     def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move]):
         self.backend, self.moves, self.prepared = backend, moves, backend.prepared(inputs)
-        self.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
+        self.inputs: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         #: Where, and in which dimension, there must be as many rows as sources, targets and edges.
         self.with_rows: dict[str, list[tuple[int, int]]] = {"M": [], "N": [], "E": []}
         for move in moves:
@@ -205,8 +214,8 @@ class _KernelPlan:
     def __call__(self, given: Given) -> Tensor | None:
         """See `Plan`."""
         inputs, tensors, edge_index = self.inputs.copy(), given.tensors, given.edge_index
-        for place, source, is_column, _, _ in self.moves:
-            inputs[place] = tensors[source].unsqueeze(-1) if is_column else tensors[source]
+        for place, source, new_dim, _, _ in self.moves:
+            inputs[place] = tensors[source] if new_dim is None else tensors[source].unsqueeze(new_dim)
         query, num_sources = inputs[_QUERY], inputs[_KEY].size(-3)
         num_targets = given.num_targets if query is None else query.size(-3)
         num_targets = num_sources if num_targets is None else num_targets

@@ -79,9 +79,7 @@ class Cpu(KernelBackend):
         """See `KernelBackend.prepared`."""
         return _Plan(inputs, _layout(inputs).num_edges)
 
-    def on_graph(
-        self, prepared: _Plan, edges: tuple[Tensor, int, int, bool, str]
-    ) -> tuple[tuple[_Plan, Layout], int]:
+    def on_graph(self, prepared: _Plan, edges: tuple[Tensor, int, int, bool, str]) -> tuple[tuple[_Plan, Layout], int]:
         """See `KernelBackend.on_graph`."""
         layout = layout_of(*edges)
         return (prepared, layout), layout.num_edges
@@ -141,16 +139,13 @@ class _Plan:
             self.read.append((name, PLACES[name], layout_key(tensor), rows.data_ptr() != tensor.data_ptr()))
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
-        for name, values in (
-            ("constants", inputs.constants),
-            ("distribution_constants", inputs.distribution_constants),
-        ):
-            getattr(arguments, name)[: len(values)] = values
+        arguments.constants[: len(inputs.constants)] = inputs.constants
+        arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
         self.record_bytes = _record_bytes(inputs)
 
     def has_layouts_of(self, inputs: Inputs) -> bool:
         """Whether tensors are laid out as those for which the plan was made."""
-        for _, place, layout, _ in self.read:
+        for _, place, layout, _ in self.read:  # noqa: SIM110 - twice as fast as all()
             if layout_key(cast(Tensor, inputs[place])) != layout:
                 return False
         return True
@@ -300,7 +295,7 @@ def _record_bytes(inputs: Inputs) -> int:
     return num_bytes
 
 
-def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor | None]:
+def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
     call = _Arguments(inputs)
     arguments, layout, plan = call.arguments, call.layout, call.plan
     out = _empty(call.out_shape, plan.dtype)
@@ -390,7 +385,7 @@ class _Backward(_Arguments):
 
     def of_sink(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of the sink."""
-        terms = self.terms[: self.num_node_terms].view(self.plan.batch, -1, 4, self.plan.heads)
+        terms = self.terms[: self.num_node_terms].view(self.plan.batch, self.layout.num_targets, 4, self.plan.heads)
         maximum, scale, delta, _ = terms.unbind(2)
         return lambda: -((tensor - maximum).exp() * scale * delta).sum((0, 1))
 

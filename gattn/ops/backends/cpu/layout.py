@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+
 import torch
 from torch import Tensor
 

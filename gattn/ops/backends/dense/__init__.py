@@ -99,7 +99,13 @@ class Dense(Backend):
         terms = call.bias, call.mask, call.out_bias
         if not isinstance(graph, CompleteGraph) or graph.window is not None or graph._offset is not None:
             return None
-        if given.edge_index is not None or not _is_dot(score) or score.folds or not is_plain_softmax(call.distribution) or len(call.batch) > 1:
+        if (
+            given.edge_index is not None
+            or not _is_dot(score)
+            or score.folds
+            or not is_plain_softmax(call.distribution)
+            or len(call.batch) > 1
+        ):
             return None
         if terms != (None, None, None) or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
             return None

@@ -96,7 +96,7 @@ def dot_product_attention(
         terms, empty = _open_empty_rows(bias, mask)
         terms = terms.expand(*terms.shape[:2], query.size(-3), key.size(-3))
     scale = score.factor(query.size(-1))
-    grouped = {"enable_gqa": True} if key.size(-2) != query.size(-2) else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if key.size(-2) != query.size(-2) else {}
     out = None
     if _may_be_flash_on_cpu(query, key, value):
         with torch.no_grad():
