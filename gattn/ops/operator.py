@@ -122,7 +122,8 @@ class AttentionOperator:
             return by_heads(self.run, inputs, with_weights)
         if not needs_dispatcher() and are_plain(inputs.arguments):
             return self.run_plain(inputs, with_weights)
-        keep = has_gradient(_DIFFERENTIABLE(inputs))
+        tensors: list[Any] = [inputs[place] for place in _PLACES]  # the compiler does not know itemgetter
+        keep = has_gradient(tensors)
         results: list[Tensor] = self._op(*inputs.arguments, keep, with_weights)
         return results
 
