@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, Optional, TypeAlias, TypeVar, overload
+from typing import Any, ClassVar, Literal, Optional, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -55,6 +55,21 @@ def fused(hook: _Hook) -> _Hook:
     """Marks a message-passing hook whose result the kernels also compute, so that they may replace it."""
     hook._fused = hook  # type: ignore[attr-defined] # itself, since functools.wraps copies attributes
     return hook
+
+
+class _Options(TypedDict, total=False):
+    """The options of `attend`, for the type checkers that read its overloads."""
+
+    score: Score | None
+    edge: EdgeTerm | None
+    bias: Tensor | None
+    mask: Tensor | None
+    edge_value: EdgeTerm | bool | None
+    out_bias: Tensor | None
+    distribution: str | Distribution
+    dropout: float
+    training: bool | None
+    backend: str
 
 
 class Attention(Leaf, MessagePassing):
@@ -186,17 +201,8 @@ class Attention(Leaf, MessagePassing):
         value: Tensor,
         graph: GraphLike,
         *,
-        score: Score | None = None,
-        edge: EdgeTerm | None = None,
-        bias: Tensor | None = None,
-        mask: Tensor | None = None,
-        edge_value: EdgeTerm | bool | None = None,
-        out_bias: Tensor | None = None,
-        distribution: str | Distribution = "softmax",
-        dropout: float = 0.0,
-        training: bool | None = None,
         return_weights: Literal[False] = False,
-        backend: str = "auto",
+        **options: Unpack[_Options],
     ) -> Tensor: ...
 
     @overload
@@ -207,17 +213,8 @@ class Attention(Leaf, MessagePassing):
         value: Tensor,
         graph: GraphLike,
         *,
-        score: Score | None = None,
-        edge: EdgeTerm | None = None,
-        bias: Tensor | None = None,
-        mask: Tensor | None = None,
-        edge_value: EdgeTerm | bool | None = None,
-        out_bias: Tensor | None = None,
-        distribution: str | Distribution = "softmax",
-        dropout: float = 0.0,
-        training: bool | None = None,
         return_weights: Literal[True, "dropped"],
-        backend: str = "auto",
+        **options: Unpack[_Options],
     ) -> tuple[Tensor, Weights]: ...
 
     @overload
@@ -228,17 +225,8 @@ class Attention(Leaf, MessagePassing):
         value: Tensor,
         graph: GraphLike,
         *,
-        score: Score | None = None,
-        edge: EdgeTerm | None = None,
-        bias: Tensor | None = None,
-        mask: Tensor | None = None,
-        edge_value: EdgeTerm | bool | None = None,
-        out_bias: Tensor | None = None,
-        distribution: str | Distribution = "softmax",
-        dropout: float = 0.0,
-        training: bool | None = None,
         return_weights: bool | str = False,
-        backend: str = "auto",
+        **options: Unpack[_Options],
     ) -> Any: ...
 
     def attend(
