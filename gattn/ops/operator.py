@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,16 @@ from gattn.torch_private import (
     needs_dispatcher,
 )
 
-__all__ = ["DIFFERENTIABLE", "AttentionOperator", "Differentiated", "Inputs", "inputs_of", "library"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "AttentionOperator",
+    "Differentiated",
+    "Inputs",
+    "Presence",
+    "inputs_of",
+    "library",
+    "presence_of",
+]
 
 library = torch.library.Library("gattn", "DEF")
 
@@ -50,7 +59,6 @@ def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 _PLACES = tuple(PLACES[name] for name in DIFFERENTIABLE)
-_DIFFERENTIABLE = itemgetter(*_PLACES)
 
 
 class AttentionOperator:
@@ -87,7 +95,7 @@ class AttentionOperator:
 
         def run_backward(*arguments: Any) -> list[Tensor]:
             grad_out, grad_weights, out, weights, kept, *inputs, wanted = arguments
-            names = [name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants]
+            names = list(compress(DIFFERENTIABLE, wanted))
             return backward(Inputs(*inputs), grad_out, grad_weights, out, weights, kept, names)
 
         library.define(f"{name}({SCHEMA}, bool keep, bool with_weights) -> Tensor[]", tags=_TAGS)
@@ -116,7 +124,7 @@ class AttentionOperator:
         results = self.run(inputs_of(call, edges, seed), bool(call.weights))
         return results[0], results[1] if call.weights else None
 
-    def run(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
+    def run(self, inputs: Inputs, with_weights: bool = False) -> Sequence[Tensor]:
         """The results of the backend's `forward`, with gradients."""
         if type(inputs.values) is not Tensor and is_distributed(inputs.values):
             return by_heads(self.run, inputs, with_weights)
@@ -127,12 +135,22 @@ class AttentionOperator:
         results: list[Tensor] = self._op(*inputs.arguments, keep, with_weights)
         return results
 
-    def run_plain(self, inputs: Inputs, with_weights: bool = False) -> list[Tensor]:
-        """The same without PyTorch's dispatcher, at a fraction of its cost, where nothing intercepts operators."""
-        tensors = [tensor for tensor in _DIFFERENTIABLE(inputs) if tensor is not None]
+    def run_plain(
+        self, inputs: Inputs, with_weights: bool = False, presence: Presence | None = None
+    ) -> Sequence[Tensor]:
+        """The same without PyTorch's dispatcher, at a fraction of its cost, where nothing intercepts operators.
+
+        Args:
+            inputs: The inputs.
+            with_weights: Whether weights are requested. (default: `False`)
+            presence: Which tensors the inputs have, if that is known already. (default: `None`)
+        """
+        presence = presence_of(inputs) if presence is None else presence
+        tensors: list[Any] = [inputs[place] for place in presence.differentiable]
         if not has_gradient(tensors):
             return self._compute(inputs, False, with_weights)
-        return self._apply(self, inputs, with_weights, *tensors)
+        output: tuple[Tensor, ...] = self._apply(self, inputs, with_weights, presence, *tensors)
+        return output
 
     def _fake_forward(self, *arguments: Any) -> list[Tensor]:
         inputs, (keep, with_weights) = Inputs(*arguments[:-2]), arguments[-2:]
@@ -151,12 +169,17 @@ class AttentionOperator:
     def _differentiate(
         self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *others: None
     ) -> tuple[Tensor | None, ...]:
-        return *_in_place(self.gradients(ctx, grad_out, grad_weights), ctx.wanted), None, None
+        return *_in_place(self.gradients(ctx, grad_out, grad_weights, ctx.wanted), ctx.wanted), None, None
 
     def gradients(
-        self, ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, is_direct: bool = False
+        self,
+        ctx: Any,
+        grad_out: Tensor | None,
+        grad_weights: Tensor | None,
+        wanted: list[str],
+        is_direct: bool = False,
     ) -> Sequence[Tensor | None]:
-        """The gradients of the inputs that are wanted."""
+        """The gradients of these inputs."""
         inputs, (out, weights, *kept) = _saved(ctx)
         # Autograd notices other edits, but not `edge_index.data = ...`.
         if inputs.edge_index.shape != ctx.edge_index_shape:
@@ -165,31 +188,53 @@ class AttentionOperator:
             grad_out = torch.zeros_like(out)
         grad_weights = grad_weights if ctx.with_weights else None
         results = grad_out, grad_weights, out, weights, kept
-        if any(grad is not None and is_batched(grad) for grad in results[:2]):
-            return _differentiate_batched(inputs, results[:2], ctx.wanted)
+        if is_batched(grad_out) or (grad_weights is not None and is_batched(grad_weights)):
+            return _differentiate_batched(inputs, results[:2], wanted)
         if is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
-            return self._compute_backward(inputs, *results, list(compress(DIFFERENTIABLE, ctx.wanted)))
-        grads: Sequence[Tensor | None] = self._backward(*results, *inputs.arguments, ctx.wanted)
+            return self._compute_backward(inputs, *results, wanted)
+        grads: Sequence[Tensor | None] = self._backward(*results, *inputs.arguments, _flags(wanted))
         return grads
+
+
+class Presence(NamedTuple):
+    """Which tensors inputs have."""
+
+    places: tuple[int, ...]
+    differentiable: tuple[int, ...]
+    """The places of those that have gradients"""
+    names: tuple[str, ...]
+    """Their names"""
+
+
+def presence_of(inputs: Inputs) -> Presence:
+    """Which tensors these inputs have."""
+    places = {name: place for name, place in PLACES.items() if inputs[place] is not None}
+    names = tuple(name for name in DIFFERENTIABLE if name in places)
+    return Presence(tuple(places.values()), tuple(PLACES[name] for name in names), names)
 
 
 class _Direct(torch.autograd.Function):
     """An operator without PyTorch's dispatcher. Only tensors are passed one by one, since each argument takes time."""
 
     @staticmethod
-    def forward(ctx: Any, operator: AttentionOperator, inputs: Inputs, with_weights: bool, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, operator: AttentionOperator, inputs: Inputs, with_weights: bool, presence: Presence, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         output = operator._compute(inputs, True, with_weights)
-        ctx.operator = operator
+        ctx.operator, ctx.names = operator, presence.names
         ctx.set_materialize_grads(False)
-        needed = iter(ctx.needs_input_grad[3:])
-        ctx.wanted = [inputs[place] is not None and next(needed) for place in _PLACES]
-        _save_results(ctx, inputs, with_weights, output)
+        _save_results(ctx, inputs, with_weights, output, presence.places)
         return tuple(output[:2]) if with_weights else (output[0],)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        grads = iter(ctx.operator.gradients(ctx, grad_out, grad_weights, is_direct=True))
-        return None, None, None, *[next(grads) if wanted else None for wanted in ctx.needs_input_grad[3:]]
+        needed = ctx.needs_input_grad[_NOT_TENSORS:]
+        wanted = list(compress(ctx.names, needed))
+        grads = iter(ctx.operator.gradients(ctx, grad_out, grad_weights, wanted, is_direct=True))
+        return None, None, None, None, *[next(grads) if is_needed else None for is_needed in needed]
+
+
+_NOT_TENSORS = 4
 
 
 def inputs_of(call: Call, edges: EdgeList, seed: Tensor | None) -> Inputs:
@@ -320,21 +365,25 @@ _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.wanted = [bool(ctx.needs_input_grad[1 + place]) for place in _PLACES]
+    ctx.wanted = [name for name, place in zip(DIFFERENTIABLE, _PLACES, strict=True) if ctx.needs_input_grad[1 + place]]
     ctx.mark_non_differentiable(*output[2:])
-    _save_results(ctx, Inputs(*inputs[:-2]), inputs[-1], output)
+    given = Inputs(*inputs[:-2])
+    _save_results(ctx, given, inputs[-1], output, presence_of(given).places)
 
 
-def _save_results(ctx: Any, inputs: Inputs, with_weights: bool, output: Sequence[Tensor]) -> None:
+def _save_results(
+    ctx: Any, inputs: Inputs, with_weights: bool, output: Sequence[Tensor], places: Sequence[int]
+) -> None:
     ctx.with_weights, ctx.edge_index_shape = with_weights, inputs.edge_index.shape
-    _save(ctx, inputs, output)
+    _save(ctx, inputs, output, places)
 
 
-def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None]) -> None:
+def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Sequence[int]) -> None:
     """Saves tensors through autograd, and other inputs as attributes."""
-    ctx.places = [place for place in PLACES.values() if inputs[place] is not None]
-    ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-    ctx.save_for_backward(*(inputs[place] for place in ctx.places), *tensors)
+    ctx.places, ctx.others = places, list(inputs)
+    for place in places:
+        ctx.others[place] = None
+    ctx.save_for_backward(*[inputs[place] for place in places], *tensors)
 
 
 def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
@@ -346,12 +395,17 @@ def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
     return Inputs(*values), list(tensors[len(ctx.places) :])
 
 
-def _in_place(grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients of all inputs, given the requested ones."""
+def _in_place(grads: Sequence[Tensor | None], names: Sequence[str]) -> list[Tensor | None]:
+    """Gradients of all inputs, given those of some."""
     result: list[Tensor | None] = [None] * (len(Inputs._fields) - 1)
-    for place, grad in zip(compress(_PLACES, wanted), grads, strict=True):
-        result[place] = grad
+    for name, grad in zip(names, grads, strict=True):
+        result[PLACES[name]] = grad
     return result
+
+
+def _flags(names: Sequence[str]) -> list[bool]:
+    """For each input that has a gradient, whether it is among these."""
+    return [name in names for name in DIFFERENTIABLE]
 
 
 _NUM_GRADS_AND_RESULTS = 5
@@ -364,8 +418,9 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _save_backward(ctx: Any, arguments: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.wanted = arguments[-1]
-    _save(ctx, Inputs(*arguments[_NUM_GRADS_AND_RESULTS:-1]), arguments[:2])
+    ctx.wanted = list(compress(DIFFERENTIABLE, arguments[-1]))
+    inputs = Inputs(*arguments[_NUM_GRADS_AND_RESULTS:-1])
+    _save(ctx, inputs, arguments[:2], presence_of(inputs).places)
 
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -385,7 +440,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
         pairs = [(result, grad) for result, grad in zip(results, outer, strict=True) if grad is not None]
         first = torch.autograd.grad(
             [result for result, _ in pairs],
-            [leaves[name] for name in compress(DIFFERENTIABLE, ctx.wanted)],
+            [leaves[name] for name in ctx.wanted],
             [grad for _, grad in pairs],
             create_graph=True,
             materialize_grads=True,
@@ -401,16 +456,15 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
             allow_unused=True,
         )
     )
-    of_inputs = _in_place([next(second) for _ in leaves], [name in leaves for name in DIFFERENTIABLE])
+    of_inputs = _in_place([next(second) for _ in leaves], list(leaves))
     of_grads = [None if grad is None else next(second) for grad in outer]
     return *of_grads, *[None] * (_NUM_GRADS_AND_RESULTS - len(of_grads)), *of_inputs, None
 
 
-def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[str]) -> list[Tensor]:
     """The requested gradients of the inputs for a batch of gradients, which kernels do not support."""
     with torch.enable_grad():
-        names = compress(DIFFERENTIABLE, wanted)
-        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
+        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in wanted}
         results = _by_reference(inputs._replace(**leaves))
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
     of_results = [result for result, _ in pairs], list(leaves.values()), [grad for _, grad in pairs]

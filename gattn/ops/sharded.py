@@ -22,7 +22,7 @@ def is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def by_heads(run: Callable[[Inputs, bool], list[Tensor]], inputs: Inputs, with_weights: bool) -> list[Tensor]:
+def by_heads(run: Callable[[Inputs, bool], Sequence[Tensor]], inputs: Inputs, with_weights: bool) -> list[Tensor]:
     """The output and weights of `run` for this rank's heads, as distributed tensors.
 
     Other inputs follow the value; inputs that are not distributed tensors are assumed to be the same on all ranks. With

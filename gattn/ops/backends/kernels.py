@@ -14,7 +14,7 @@ from gattn.ops import plans
 from gattn.ops.backends.base import Backend, Result, dress_logits, finish, new_seed
 from gattn.ops.call import NO_SCORE, Call
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
-from gattn.ops.operator import AttentionOperator, inputs_of
+from gattn.ops.operator import AttentionOperator, inputs_of, presence_of
 from gattn.ops.plans import Given, Plan
 from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import DotScore, Family, family_of
@@ -86,7 +86,8 @@ class KernelBackend(Backend):
             return None
         edges = call.graph.edge_list(call.value.device, raw=True)
         call = call.on_edges(edges, self._num_edges(call, edges))
-        inputs = inputs_of(self._ready(call), edges, None)
+        seed = torch.empty((), dtype=torch.int64) if call.dropout > 0.0 else None
+        inputs = inputs_of(self._ready(call), edges, seed)
         moves = _moves(inputs, given)
         return None if moves is None else _KernelPlan(self, inputs, moves)
 
@@ -158,7 +159,7 @@ def _moves(inputs: Inputs, given: Given) -> list[_Move] | None:
         unused -= {plans.PLACES["edge_value"], plans.PLACES["value_maker"]}
     moves = []
     for name, tensor, term in inputs.terms():
-        if name == "edge_index":
+        if name in ("edge_index", "seed"):  # which each call has of its own
             continue
         source = given.tensors[sources[name]] if name in sources else None
         if source is None:
@@ -204,6 +205,7 @@ class _KernelPlan:
 
     def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move]):
         self.backend, self.moves, self.prepared = backend, moves, backend.prepared(inputs)
+        self.presence = presence_of(inputs)
         self.inputs: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         #: Where, and in which dimension, there must be as many rows as sources, targets and edges.
         self.with_rows: dict[str, list[tuple[int, int]]] = {"M": [], "N": [], "E": []}
@@ -231,7 +233,7 @@ class _KernelPlan:
                     return None
         if inputs[_DROPOUT]:
             inputs[_SEED] = new_seed(inputs[_DROPOUT], edge_index.device)
-        return self.backend.operator.run_plain(Inputs._make(inputs))[0]
+        return self.backend.operator.run_plain(Inputs._make(inputs), presence=self.presence)[0]
 
 
 _QUERY, _KEY, _EDGE_INDEX, _NUM_TARGETS, _SELF_LOOPS, _FLOW, _DROPOUT, _SEED, _PLAN = map(

@@ -326,7 +326,7 @@ def _hand_over(arguments: native.Arguments, kept: Sequence[Tensor]) -> None:
 class _Backward(_Arguments):
     """The arguments of a backward pass, with a method for each kind of gradient.
 
-    It gives the kernels memory, and returns the function that computes the gradient from what they write.
+    It gives the kernels memory, and returns that of the gradient, or a function that computes it from what they write.
     """
 
     def __init__(self, inputs: Inputs, grad_out: Tensor):
@@ -336,11 +336,11 @@ class _Backward(_Arguments):
         self.num_node_terms = 4 * plan.batch * layout.num_targets * plan.heads
         self.terms = _empty((self.num_node_terms + plan.batch * layout.num_edges * plan.heads,), plan.compute)
 
-    def of_nodes(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+    def of_nodes(self, name: str, tensor: Tensor) -> Tensor:
         """Of query, key or value."""
         grad = _empty(tensor.shape, tensor.dtype)
         setattr(self.arguments, f"grad_{name}", grad.data_ptr())
-        return lambda: grad
+        return grad
 
     def of_edges(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of an input with one entry per edge, which gets one gradient per element of a batch first."""
@@ -394,7 +394,7 @@ class _Backward(_Arguments):
         return lambda: self.grad_out.flatten(0, -3).sum(0, dtype=self.plan.compute)
 
 
-_Gradient = Callable[[_Backward, str, Tensor], Callable[[], Tensor]]
+_Gradient = Callable[[_Backward, str, Tensor], Tensor | Callable[[], Tensor]]
 
 #: The kinds of gradients, by an input's name or else its first axis.
 _GRADIENTS: dict[str, _Gradient] = {
@@ -451,7 +451,7 @@ def _backward(
         arguments.target_pass = 1
         arguments.edge_terms = call.terms.data_ptr() + call.num_node_terms * call.terms.element_size()
     native.raise_for(native.library().gattn_backward(ctypes.byref(arguments)))
-    return [gradient() for gradient in gradients]
+    return [gradient if isinstance(gradient, Tensor) else gradient() for gradient in gradients]
 
 
 Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _kept)
