@@ -208,15 +208,20 @@ def test_other_scores_and_distributions_are_other_plans():
             torch.testing.assert_close(out, attend(**given | option, backend="reference"), rtol=1e-5, atol=1e-5)
 
 
-def test_a_score_is_looked_at_for_what_it_is_now():
-    x, edge_index, score = torch.randn(4, H, C), random_edge_index(4, 4, 10), DotScore(1.0)
-    attend(x, x, x, edge_index, score=score)
+@pytest.mark.parametrize("graph", [random_edge_index(4, 4, 10), CompleteGraph(4)])
+def test_a_score_is_looked_at_for_what_it_is_now(graph):
+    x, score = torch.randn(4, H, C), DotScore(1.0)
+
+    def check(score, scale):
+        expected = attend(x, x, x, graph, score=DotScore(scale), backend="reference")
+        torch.testing.assert_close(attend(x, x, x, graph, score=score), expected)
+
+    check(score, 1.0)
     score.scale = 0.1
-    out = attend(x, x, x, edge_index, score=score)
-    torch.testing.assert_close(out, attend(x, x, x, edge_index, score=DotScore(0.1), backend="reference"))
-    score.logits = lambda query, key, edge: (query * key).sum(-1) * 3
-    out = attend(x, x, x, edge_index, score=score)
-    torch.testing.assert_close(out, attend(x, x, x, edge_index, score=DotScore(3.0), backend="reference"))
+    check(score, 0.1)
+    check(DotScore(1.0), 1.0)  # as the first one was
+    score.broadcasts, score.logits = False, lambda query, key, edge: (query * key).sum(-1) * 3
+    check(score, 3.0)
 
 
 def test_lazy_tensors_and_subclasses_have_no_plan(looked_at):

@@ -110,6 +110,7 @@ class Dense(Backend):
         if terms != (None, None, None) or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
             return None
         causal, kind = graph.causal, call.value.device.type
+        scale = score.factor(call.channels)  # not the score, which may be changed
 
         def plan(given: Given) -> Tensor | None:
             query, key, value = given.tensors[:3]
@@ -121,7 +122,7 @@ class Dense(Backend):
                 return None
             if _is_autocast_on(kind) or is_context_parallel():
                 return None
-            return dot_product_attention(query, key, value, score, None, None, dropout, is_causal)
+            return dot_product_attention(query, key, value, scale, None, None, dropout, is_causal)
 
         return plan
 
@@ -300,7 +301,8 @@ def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
     if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
         if plain and left is None and right == 0 and statically_known_true(offset == 0) and _is_dot(score):
             assert query is not None
-            return dot_product_attention(query, key, value, score, None, None, dropout, causal=True)
+            scale = score.factor(key.size(-1))
+            return dot_product_attention(query, key, value, scale, None, None, dropout, causal=True)
         if (left, right) != (None, None):
             mask = _both(mask, graph.visible(num_targets, key.size(1), offset, key.device)[None, None])
         return _rectangle(part._replace(mask=mask))
@@ -321,7 +323,8 @@ def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
     is_square = left is None and right == 0 and offset <= 0 and num_sources == num_targets + offset
     if plain and is_square and _is_dot(score) and key.size(-1) > 0:
         assert query is not None
-        out = dot_product_attention(query[:, -offset:], key, value, score, None, None, dropout, causal=True)
+        query, scale = query[:, -offset:], score.factor(key.size(-1))
+        out = dot_product_attention(query, key, value, scale, None, None, dropout, causal=True)
         return out if offset == 0 else F.pad(out, (0, 0, 0, 0, -offset, 0))
     if left is not None and right is not None:
         span = _block_targets(left, right) + left + right
@@ -337,7 +340,7 @@ def _rectangle(part: _Part) -> Tensor:
     query, key, value, score, bias, mask, _, dropout = part
     if _is_dot(score) and key.size(-1) > 0:
         assert query is not None
-        return dot_product_attention(query, key, value, score, bias, mask, dropout)
+        return dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout)
 
     def output(part: _Part) -> Tensor:
         weights = _alpha(part)

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
 
 from gattn.graphs import CompleteGraph
-from gattn.scores import DotScore
 from gattn.torch_private import (
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
@@ -81,7 +80,7 @@ def dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score: DotScore,
+    scale: float,
     bias: Tensor | None,
     mask: Tensor | None,
     dropout: float,
@@ -95,7 +94,6 @@ def dot_product_attention(
     if bias is not None or mask is not None:
         terms, empty = _open_empty_rows(bias, mask)
         terms = terms.expand(*terms.shape[:2], query.size(-3), key.size(-3))
-    scale = score.factor(query.size(-1))
     grouped: dict[str, Any] = {"enable_gqa": True} if key.size(-2) != query.size(-2) else {}
     out = None
     if _may_be_flash_on_cpu(query, key, value):
