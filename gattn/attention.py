@@ -503,8 +503,8 @@ class Attention(Leaf, MessagePassing):
         given = None
         is_usual = not (weights or watched or distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
-            others = dropout, requested(backend)
-            given = plans.given(query, key, value, graph, self.flow, score, distribution, others, **terms)
+            options = dropout, requested(backend)
+            given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
         if given is not None and (out := plans.planned(given)) is not None:
             return Result(out)
         graph = as_graph(graph, self.flow, sharded=True)
@@ -544,6 +544,8 @@ class Attention(Leaf, MessagePassing):
             out_bias = None
         if given is not None and not plans.is_known(given):
             plans.keep(given, None if chosen is None else chosen.plan(call, given))
+            if (planned := plans.planned(given)) is not None:  # as all calls like this one from now on
+                return Result(planned)
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
         return result if out_bias is None else result._replace(out=result.out + out_bias)
 

@@ -30,7 +30,7 @@ LAYOUT = f"{KERNELS}/layout.cpp"
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
 )
-DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PLANS, CPU = (
+DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PLANS, CPU, OPERATOR = (
     f"gattn/{name}"
     for name in (
         "ops/backends/dense",
@@ -43,6 +43,7 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PL
         "ops/plans.py",
         "ops/backends/kernels.py",
         "ops/backends/cpu/__init__.py",
+        "ops/operator.py",
     )
 )
 
@@ -62,6 +63,7 @@ TESTS = {
     PLANS: ["tests/ops/test_plans.py"],
     KERNEL_PLANS: ["tests/ops/test_plans.py"],
     CPU: ["tests/ops/test_plans.py"],
+    OPERATOR: ["tests/ops/test_plans.py"],
     EDGE_LISTS: [
         "tests/ops/test_triton.py",
         "tests/test_graphs.py",
@@ -432,14 +434,15 @@ MUTATIONS = [
     ),
     Mutation(
         "copies of saved tensors are read with the strides of the originals",
-        CPU,
-        "if layout_key(cast(Tensor, inputs[place])) «!= layout → is None»:",
+        OPERATOR,
+        "if ctx.forms is not None and «_forms(tensors) != ctx.forms → False»:",
     ),
     Mutation(
         "a single row has no stride",
         CPU,
         "strides[1] = «math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1) → strides[1]»",
     ),
+    Mutation("plans forget terms of the output", DENSE, "if «more → False» or call.key.size(-1) == 0"),
     # -------------------------------------------------------------------------------- the reference, and lists of edges
     Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),
     Mutation("weights are those after dropout", REFERENCE, "return out, «alpha → dropped»"),

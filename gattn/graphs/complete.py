@@ -54,8 +54,6 @@ class CompleteGraph(Graph):
         *("num_targets", "num_sources", "causal", "window", "source_lengths", "target_lengths", "blocks", "_offset"),
     )
     _offset: int | None = None
-    has_small_blocks: bool = False
-    """Whether it is packed, and its blocks are so small that a list of edges is faster on the CPU"""
     is_dense = True
     heads_dim = -3
     num_sources: int
@@ -153,6 +151,11 @@ class CompleteGraph(Graph):
                 f"targets and sources must have the same number of blocks; got {len(targets)} and {len(sources)}."
             )
         return _PackedGraph(tuple(zip(targets, sources, strict=True)), causal, window)
+
+    @property
+    def has_small_blocks(self) -> bool:
+        """Whether it is packed in blocks so small that a list of their edges is faster on the CPU."""
+        return False
 
     def with_causal(self) -> CompleteGraph:
         """The same graph with `causal=True`."""
@@ -374,7 +377,7 @@ class CompleteGraph(Graph):
 class _PackedGraph(CompleteGraph):
     """What `CompleteGraph.packed` makes: several complete graphs laid end to end."""
 
-    _attributes = (*CompleteGraph._attributes, "_num_pairs", "has_small_blocks")
+    _attributes = (*CompleteGraph._attributes, "_num_pairs")
     blocks: tuple[tuple[int, int], ...]
     _lists: Mapping[torch.device, Tensor] = {}
 
@@ -385,18 +388,26 @@ class _PackedGraph(CompleteGraph):
         super().__init__(sum(targets), sum(sources), causal=causal, window=window)
         self.blocks = blocks
         self._num_pairs = sum(map(mul, targets, sources))
-        self.has_small_blocks = self._num_pairs < _SMALL_BLOCK * self.num_targets
+
+    @property
+    def has_small_blocks(self) -> bool:
+        """See `CompleteGraph.has_small_blocks`."""
+        has_lengths = self.source_lengths is not None or self.target_lengths is not None
+        return not has_lengths and self._num_pairs < _SMALL_BLOCK * self.num_targets
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lists": {}}
+
+    def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
+        """See `Graph.edge_list`: one tensor for all layers, with which what is derived from it is kept."""
+        if is_traced() or is_transformed():
+            return super().edge_list(device, raw=raw)
+        if device not in self._lists:
+            with torch.inference_mode(False):
+                self._lists = {**self._lists, device: self._edges(device)}
+        return EdgeList(self._lists[device], self.num_sources, self.num_targets)
 
     def _edges(self, device: torch.device | str | None) -> Tensor:
-        key = torch.device("cpu" if device is None else device)
-        if is_traced() or is_transformed():
-            return self._listed_edges(key)
-        if key not in self._lists:  # several layers read them, and what is derived from them is kept with them
-            with torch.inference_mode(False):
-                self._lists = {**self._lists, key: self._listed_edges(key)}
-        return self._lists[key]
-
-    def _listed_edges(self, device: torch.device) -> Tensor:
         """All edges; those of the blocks as whole matrices first, from which a reach then selects."""
         num_targets, num_sources = torch.tensor(self.blocks, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
         nodes, edges = torch.arange(self.num_targets, device=device), self._num_pairs

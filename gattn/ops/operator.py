@@ -19,6 +19,7 @@ from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
 from gattn.ops.call import Call, compute_dtype
+from gattn.ops.plans import layout_key
 from gattn.ops.sharded import by_heads, is_distributed
 from gattn.ops.terms import DIFFERENTIABLE, PLACES, SCHEMA, Inputs
 from gattn.scores import Family, Score
@@ -59,6 +60,7 @@ def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 _PLACES = tuple(PLACES[name] for name in DIFFERENTIABLE)
+_PLAN = Inputs._fields.index("plan")
 
 
 class AttentionOperator:
@@ -383,13 +385,23 @@ def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Se
     ctx.places, ctx.others = places, list(inputs)
     for place in places:
         ctx.others[place] = None
-    ctx.save_for_backward(*[inputs[place] for place in places], *tensors)
+    saved = [inputs[place] for place in places]
+    saved += tensors
+    ctx.save_for_backward(*saved)
+    ctx.forms = None if inputs.plan is None else _forms(saved)
+
+
+def _forms(tensors: Iterable[Any]) -> list[Any]:
+    """What a plan relies on. Between the passes, hooks on saved tensors and edits of `.data` may change it."""
+    return [None if x is None else (x.shape, x.dtype, layout_key(x)) for x in tensors]
 
 
 def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
     """The inputs, and the other tensors that were saved."""
     tensors = ctx.saved_tensors
     values = list(ctx.others)
+    if ctx.forms is not None and _forms(tensors) != ctx.forms:
+        values[_PLAN] = None
     for place, tensor in zip(ctx.places, tensors, strict=False):
         values[place] = tensor
     return Inputs(*values), list(tensors[len(ctx.places) :])

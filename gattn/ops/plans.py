@@ -72,7 +72,8 @@ def given(
     flow: str,
     score: Score,
     distribution: str | Distribution | None,
-    others: Hashable,
+    dropout: float,
+    backend: str,
     edge: EdgeTerm | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
@@ -89,7 +90,8 @@ def given(
         flow: Which row of a bare `edge_index` holds the targets.
         score: The score.
         distribution: The distribution.
-        others: What else distinguishes the call.
+        dropout: The probability of dropping a weight in this call.
+        backend: The backend that is requested.
         edge: The score's edge term.
         bias: What is added to the logits.
         mask: Which edges count.
@@ -107,8 +109,12 @@ def given(
         edge_index, of_graph = graph, flow
     elif type(graph) is SparseGraph or type(graph) is TypedGraph:
         edge_index, of_graph = graph.adjacency, (graph.flow, graph.self_loops)
-    elif isinstance(graph, CompleteGraph) and graph.has_small_blocks and bias is None and mask is None:
-        edge_index, of_graph = graph.edge_index, "blocks"
+    elif isinstance(graph, CompleteGraph) and graph.has_small_blocks:
+        if backend == "dense" or not isinstance(value, Tensor) or value.device.type != "cpu":
+            return None
+        if bias is not None or mask is not None:
+            return None
+        edge_index, of_graph = graph.edge_list(value.device).edge_index, "blocks"
     elif type(graph) is CompleteGraph and graph.is_uniform:
         of_graph = graph.causal, graph.window, graph._offset
     else:
@@ -124,7 +130,7 @@ def given(
     edge_value, value_maker = _split(edge_value)
     tensors = [query, key, value, bias, mask, edge, edge_value, out_bias, edge_maker, value_maker, *score.tensors()]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
-    signature = [of_graph, type(score), formula(score), of_weights, others, kinds]
+    signature = [of_graph, type(score), formula(score), of_weights, dropout, backend, kinds]
     is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
     for place, tensor in enumerate(tensors):
         if tensor is None or type(tensor) is bool:
@@ -140,7 +146,7 @@ def given(
         keys = dispatch_keys(tensor).raw_repr()
         if keys not in plain_keys and not _is_plain(tensor, keys, plain_keys):
             return None
-        signature.append((shape, layout_key(tensor), tensor.dtype, tensor.device))
+        signature.append((tensor.dim(), shape, layout_key(tensor), tensor.dtype, tensor.device))
     if edge_index is not None:
         if type(edge_index) is not Tensor or dispatch_keys(edge_index).raw_repr() not in plain_keys:
             return None

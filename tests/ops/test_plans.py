@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import gattn
 from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, Projected, SparseGraph, Typed, attend
@@ -122,7 +124,8 @@ def test_decoding_is_looked_at_once(looked_at):
     ],
 )
 def test_mistakes_are_found_after_calls_without(change):
-    given = tensors() | {"graph": random_edge_index(M, N, E)}
+    edges = random_edge_index(M, N, E)
+    given = tensors() | {"graph": SparseGraph(edges, N, M) if isinstance(change.get("graph"), SparseGraph) else edges}
     attend(**given)
     attend(**given)
     with pytest.raises((ValueError, TypeError, IndexError)):
@@ -275,6 +278,115 @@ def test_hooks_that_copy_saved_tensors():
     ):
         found = both([x], query=query, key=key, value=value, graph=edge_index)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("graph", [random_edge_index(4, 4, 10), CompleteGraph(4), CompleteGraph.packed([3, 1])])
+def test_tensors_that_are_the_same_and_others(graph):
+    """Also where one is computed from another, whose gradients must not be counted twice."""
+    x = torch.randn(4, H, C, dtype=torch.float64, requires_grad=True)
+    for make in (lambda x: (x, x, x), lambda x: (x, x, x + 1), lambda x: (x, 2 * x, 3 * x), lambda x: (x + 0, x, x)):
+        for batched in (False, True):
+            grads = []
+            for backend, create_graph in [("reference", False), ("auto", False), ("auto", True), ("auto", True)]:
+                tensors = [y.unsqueeze(0) if batched else y for y in make(x)]
+                out = attend(*tensors, graph, backend=backend)
+                grads += torch.autograd.grad(out.square().sum(), x, create_graph=create_graph)
+            for grad in grads[1:]:
+                torch.testing.assert_close(grad, grads[0])
+
+
+@pytest.mark.parametrize("graph", [random_edge_index(4, 4, 10), CompleteGraph(4), CompleteGraph.packed([3, 1])])
+def test_every_term_counts(graph):
+    """Also those that a backend leaves to others."""
+    x, out_bias = torch.randn(4, H, C), torch.randn(H, C, requires_grad=True)
+    options = {"query": x, "key": x, "value": x, "graph": graph, "out_bias": out_bias}
+    for dtype in (torch.float32, torch.float64):
+        options["out_bias"] = out_bias.to(dtype)
+        for _ in range(2):
+            expected = both([out_bias], **options, backend="reference")
+            torch.testing.assert_close(both([out_bias], **options), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda tensors: setattr(tensors["vector"], "data", torch.empty(0)),
+        lambda tensors: setattr(tensors["key"], "data", tensors["key"].data.half()),
+        lambda tensors: setattr(tensors["query"], "data", tensors["query"].data[:1].clone()),
+    ],
+)
+def test_data_that_are_replaced_before_the_backward_pass(edit):
+    tensors = {name: torch.randn(300, H, C, requires_grad=True) for name in ("query", "key", "value")}
+    tensors["vector"] = torch.randn(H, C, requires_grad=True)
+    edge_index = random_edge_index(300, 300, 2000)
+    for _ in range(2):
+        out = attend(*list(tensors.values())[:3], edge_index, score=AdditiveScore(tensors["vector"]))
+    edit(tensors)
+    with pytest.raises((ValueError, RuntimeError)):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.double, lambda x: x[:1]])
+def test_hooks_that_change_saved_tensors(change):
+    """What used to be an error still is one."""
+    x, edge_index = torch.randn(40, H, C, requires_grad=True), random_edge_index(40, 40, 200)
+    attend(x, x, x, edge_index)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: change(x) if x.is_floating_point() else x, lambda x: x):
+        out = attend(x, x, x, edge_index)
+    with pytest.raises((ValueError, IndexError), match=r"must have|has changed|too few rows"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("term", ["none", "typed", "two"])
+@pytest.mark.parametrize("graph", [random_edge_index(4, 4, 5), CompleteGraph(4)])
+def test_checkpoints(term, graph):
+    """The first call and its recomputation save the same."""
+    x = torch.randn(4, H, C, requires_grad=True)
+    options = {"query": x, "key": x, "value": x, "graph": graph}
+    if term != "none" and not isinstance(graph, CompleteGraph):
+        options["edge"] = Typed(torch.randn(9, H, C, requires_grad=True), torch.randint(9, (5,)))
+        if term == "two":
+            features = torch.randn(5, D)
+            options["edge"], options["edge_value"] = (
+                Projected(features, torch.randn(H, C, D, requires_grad=True)) for _ in range(2)
+            )
+    expected = both([x], **options)
+    for _ in range(2):
+        plans.forget()
+        out = torch.utils.checkpoint.checkpoint(lambda: attend(**options), use_reentrant=False)
+        torch.testing.assert_close([out, *torch.autograd.grad((out * out).sum(), x)], expected)
+
+
+def test_packed_graphs_are_not_their_lists():
+    x, graph = torch.randn(2, 5, H, C), CompleteGraph.packed([3, 2])
+    expected, size = attend(x, x, x, graph), len(pickle.dumps(graph))
+    edge_index = graph.edge_index
+    edge_index[0] = 0
+    assert torch.equal(attend(x, x, x, graph), expected)
+    assert len(pickle.dumps(graph)) == size
+    padded = graph.with_source_lengths(torch.tensor([5, 1]))
+    torch.testing.assert_close(attend(x, x, x, padded), attend(x, x, x, padded, backend="reference"))
+
+
+def test_missing_dimensions_are_named():
+    x, edge_index, types = torch.randn(4, H, C), random_edge_index(4, 4, 10), torch.randint(R, (10,))
+    for graph in (edge_index, CompleteGraph(4)):
+        attend(x, x, x, graph)
+        with pytest.raises(ValueError, match="must have shape"):
+            attend(x[0], x[0], x[0], graph)
+    attend(x, x, x, edge_index, edge=Typed(torch.randn(R, H, C), types))
+    with pytest.raises(ValueError, match="type of each edge"):
+        attend(x, x, x, edge_index, edge=Typed(torch.randn(R, H, C), torch.tensor(1)))
+
+
+def test_outputs_may_be_changed_in_place():
+    x = torch.randn(2, 4, H, C, requires_grad=True)
+    for graph in (CompleteGraph(4), random_edge_index(4, 4, 10)):
+        for _ in range(2):
+            out = attend(x, x, x, graph)
+            out += 1
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                torch.autograd.grad(out.sum(), x)
 
 
 def test_second_derivatives():

@@ -84,10 +84,13 @@ class KernelBackend(Backend):
         """See `Backend.plan`: there is one if every tensor arrives at the operator as it was given."""
         if given.edge_index is None or not self._knows_score(call) or not self.knows_law(call.law):
             return None
+        if (isinstance(call.edge, tuple) or isinstance(call.edge_value, tuple)) and not self.projects_edges(call):
+            return None
         edges = call.graph.edge_list(call.value.device, raw=True)
-        call = call.on_edges(edges, self._num_edges(call, edges))
         seed = torch.empty((), dtype=torch.int64) if call.dropout > 0.0 else None
-        inputs = inputs_of(self._ready(call), edges, seed)
+        with torch.no_grad():  # nothing is computed, and hooks on saved tensors must see nothing
+            call = call.on_edges(edges, self._num_edges(call, edges))
+            inputs = inputs_of(self._ready(call), edges, seed)
         moves = _moves(inputs, given)
         return None if moves is None else _KernelPlan(self, inputs, moves)
 

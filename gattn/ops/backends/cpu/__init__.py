@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from gattn.ops.backends.kernels import DTYPES, KernelBackend, dense_rows, flat
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.dropout import drop as plain_drop
 from gattn.ops.operator import AttentionOperator, Differentiated, library
-from gattn.ops.plans import layout_key
 from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import Family, Score, family_of
 from gattn.torch_private import is_batched
@@ -118,9 +117,8 @@ class _Plan:
         )
         if inputs.edge is not None and (inputs.edge_projection is not None or inputs.edge_type is not None):
             arguments.edge_channels = inputs.edge.size(0 if inputs.edge_projection is None else -1)
-        #: The tensors that the kernels read, except for a projection: names, places, layouts, and whether they need
-        #: copies.
-        self.read: list[tuple[str, int, Any, bool]] = []
+        #: The tensors that the kernels read, except for a projection: names, places, and whether they need copies.
+        self.read: list[tuple[str, int, bool]] = []
         #: How the gradient of each input is computed.
         self.gradients: dict[str, _Gradient] = {}
         for name, tensor, term in inputs.terms():
@@ -136,19 +134,12 @@ class _Plan:
             strides[1] = math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1)
             for of, stride in zip(_STRIDES[term.read].split(), strides, strict=False):
                 setattr(arguments, f"{name}_{of}", stride)
-            self.read.append((name, PLACES[name], layout_key(tensor), rows.data_ptr() != tensor.data_ptr()))
+            self.read.append((name, PLACES[name], rows.data_ptr() != tensor.data_ptr()))
         if inputs.edge_is_value:
             arguments.edge_value_batch = arguments.edge_batch
         arguments.constants[: len(inputs.constants)] = inputs.constants
         arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
         self.record_bytes = _record_bytes(inputs)
-
-    def has_layouts_of(self, inputs: Inputs) -> bool:
-        """Whether tensors are laid out as those for which the plan was made."""
-        for _, place, layout, _ in self.read:  # noqa: SIM110 - twice as fast as all()
-            if layout_key(cast(Tensor, inputs[place])) != layout:
-                return False
-        return True
 
 
 #: The strides that the kernels are told, by how they read a tensor.
@@ -205,7 +196,7 @@ class _Arguments:
         if layout.edge is not None:
             arguments.edge_of_target_position = layout.edge.data_ptr()
         self.held: list[Tensor] = []
-        for name, place, _, is_copied in plan.read:
+        for name, place, is_copied in plan.read:
             tensor: Any = inputs[place]
             if is_copied:
                 tensor = tensor.contiguous()
@@ -418,11 +409,9 @@ def _backward(
     kept: Sequence[Tensor],
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    if inputs.plan is not None and not inputs.plan[0].has_layouts_of(inputs):  # hooks on saved tensors may copy them
-        inputs = inputs._replace(plan=None)
     call = _Backward(inputs, grad_out)
     arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
-    if inputs.plan is None:  # compiled code may pass anything
+    if inputs.plan is None:  # the caller may pass anything
         given = [(grad_out, call.out_shape, plan.dtype), (out, call.out_shape, plan.dtype)]
         expected = call.kept(inputs)
         given += [(tensor, *of) for tensor, of in zip(kept, expected, strict=False)]

@@ -61,6 +61,8 @@ class Dense(Backend):
             return "edge and edge_value have one entry per edge"
         if not says(score, "broadcasts", "logits"):
             return f"it needs a score whose logits broadcast, and {type(score).__name__} does not declare it"
+        if graph.blocks is not None and (graph.source_lengths is not None or graph.target_lengths is not None):
+            return "packed graphs with lengths are computed edge by edge"
         if graph.blocks is not None and not is_plain_softmax(distribution):
             return f"on packed graphs it supports the plain softmax, not {distribution}"
         if not says(distribution, "respects_infinity", "weights"):
@@ -96,7 +98,7 @@ class Dense(Backend):
     def plan(self, call: Call, given: Given) -> Plan | None:
         """See `Backend.plan`: there is one for scaled dot products with a softmax and nothing else."""
         graph, score, dropout = call.graph, call.score, call.dropout
-        terms = call.bias, call.mask, call.out_bias
+        more = [tensor for tensor in given.tensors[3:] if isinstance(tensor, Tensor)]
         if not isinstance(graph, CompleteGraph) or graph.window is not None or graph._offset is not None:
             return None
         if (
@@ -107,7 +109,7 @@ class Dense(Backend):
             or len(call.batch) > 1
         ):
             return None
-        if terms != (None, None, None) or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
+        if more or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
             return None
         causal, kind = graph.causal, call.value.device.type
         scale = score.factor(call.channels)  # not the score, which may be changed

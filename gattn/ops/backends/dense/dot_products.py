@@ -149,22 +149,24 @@ class _Flash(torch.autograd.Function):
         scale: float,
         views: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        out, log_sum = flash_attention_on_cpu(*views, 0.0, causal, attn_mask=terms, scale=scale)
+        attended, log_sum = flash_attention_on_cpu(*views, 0.0, causal, attn_mask=terms, scale=scale)
+        out = _nodes_first(attended, query.dim()).data  # no view, which nobody could change in place
         ctx.save_for_backward(query, key, value, terms, out, log_sum)
         ctx.causal, ctx.scale = causal, scale
-        return _nodes_first(out, query.dim())
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, terms, out, log_sum = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            query, key, value, grad = (_heads_first(x) for x in (*inputs, grad))
+            query, key, value, out, grad = (_heads_first(x) for x in (*inputs, out, grad))
             grads = flash_attention_on_cpu_backward(
                 grad, query, key, value, out, log_sum, 0.0, ctx.causal, attn_mask=terms, scale=ctx.scale
             )
             dim = inputs[0].dim()
             return *[_nodes_first(x, dim) for x in grads], None, None, None, None
-        leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
+        leaves = [x.view_as(x) for x in inputs]  # views, so that differentiation stops here
+        leaves = [x if x.requires_grad else x.requires_grad_() for x in leaves]
         query, key, value = (_heads_first(x) for x in leaves)
         groups = query.size(1) // key.size(1)  # query heads that share a key
         key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
