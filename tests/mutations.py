@@ -239,7 +239,9 @@ MUTATIONS = [
     Mutation("a hub has no sink", KERNELS, "maximum[h] = «sink != nullptr ? sink[h] : -A(INFINITY) → -A(INFINITY)»;"),
     Mutation("a sink takes no weight", KERNELS, "if («begins_with_sink → false») {"),
     Mutation("a cap has no derivative", KERNELS, "if («law.cap != 0 → false») gradient"),
-    Mutation("gates depend on each other", KERNELS, "if («!this->law.is_normalized → false») return;"),
+    Mutation(
+        "gates depend on each other", KERNELS, "delta = «is_normalized ? terms[e] + 2 * H : none → terms[e] + 2 * H»;"
+    ),
     Mutation(
         "a sum forgets its epsilon", KERNELS, "reciprocal(«heads.load_at(sum, k) + epsilon → heads.load_at(sum, k)»)"
     ),

@@ -269,11 +269,11 @@ class TestDistributions:
     @pytest.mark.parametrize("heads", [3, 8])
     @pytest.mark.parametrize("degree", [3, LONG_ROW * 2])
     def test_a_sink_alone_and_none_at_all(self, heads, degree):
-        """Of targets whose edges are all masked, and a sink that takes nothing."""
+        """Of targets whose edges are all masked, a sink that takes nothing, and one that takes nearly everything."""
         edge_index = torch.randint(4, (2, degree + 9))
         edge_index[1, :degree] = 3
         call = make_call("gat", edge_index, 4, 4, heads=heads, channels=2, value_channels=2, terms=(), sink=True)
-        call.tensors["sink"][0] = -torch.inf
+        call.tensors["sink"][:2] = torch.tensor([-torch.inf, 12.0])
         for mask in (torch.zeros(degree + 9, dtype=torch.bool), None):
             found = [changed(call, mask=mask).results(backend) for backend in ("cpu", "reference")]
             for name in found[0]:

@@ -87,6 +87,13 @@ def test_graphs_are_looked_at_once(graph, looked_at):
     assert len(looked_at) == 1 + 3  # the reference is never planned
 
 
+def test_options_of_graphs_are_part_of_the_signature():
+    x, edge_index = torch.randn(4, H, C), random_edge_index(4, 4, 10)
+    for options in ({}, {"self_loops": True}, {"flow": "target_to_source"}, {}):
+        graph = SparseGraph(edge_index, **options)
+        torch.testing.assert_close(attend(x, x, x, graph), attend(x, x, x, graph, backend="reference"))
+
+
 def test_decoding_is_looked_at_once(looked_at):
     keys = torch.randn(1, 8, H, C)
     with torch.inference_mode():
