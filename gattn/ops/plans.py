@@ -82,21 +82,8 @@ def given(
 ) -> Given | None:
     """The call with its signature; `None` if it has to be looked at each time.
 
-    Args:
-        query: See `gattn.attend`, like all arguments of these names.
-        key: The source side of the score.
-        value: The values.
-        graph: The graph as the user gave it.
-        flow: Which row of a bare `edge_index` holds the targets.
-        score: The score.
-        distribution: The distribution.
-        dropout: The probability of dropping a weight in this call.
-        backend: The backend that is requested.
-        edge: The score's edge term.
-        bias: What is added to the logits.
-        mask: Which edges count.
-        edge_value: The values' edge term.
-        out_bias: What is added to the output.
+    The arguments are those of `gattn.attend` as they were given, with `flow` for a bare `edge_index`, the `dropout` of this
+    call, and the `backend` that is requested.
     """
     if needs_dispatcher() or is_transformed() or uses_forward_mode():
         return None
