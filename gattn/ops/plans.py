@@ -82,8 +82,8 @@ def given(
 ) -> Given | None:
     """The call with its signature; `None` if it has to be looked at each time.
 
-    The arguments are those of `gattn.attend` as they were given, with `flow` for a bare `edge_index`, the `dropout` of this
-    call, and the `backend` that is requested.
+    The arguments are those of `gattn.attend` as they were given, with `flow` for a bare `edge_index`, the `dropout` of
+    this call, and the `backend` that is requested.
     """
     if needs_dispatcher() or is_transformed() or uses_forward_mode():
         return None
