@@ -126,8 +126,8 @@ class AttentionOperator:
         results = self.run(inputs_of(call, edges, seed), bool(call.weights))
         return results[0], results[1] if call.weights else None
 
-    def run(self, inputs: Inputs, with_weights: bool = False) -> Sequence[Tensor]:
-        """The results of the backend's `forward`, with gradients."""
+    def run(self, inputs: Inputs, with_weights: bool = False) -> Sequence[Any]:
+        """The results of the backend's `forward`, with gradients; the second are the weights, if they are requested."""
         if type(inputs.values) is not Tensor and is_distributed(inputs.values):
             return by_heads(self.run, inputs, with_weights)
         if not needs_dispatcher() and are_plain(inputs.arguments):
@@ -137,9 +137,7 @@ class AttentionOperator:
         results: list[Tensor] = self._op(*inputs.arguments, keep, with_weights)
         return results
 
-    def run_plain(
-        self, inputs: Inputs, with_weights: bool = False, presence: Presence | None = None
-    ) -> Sequence[Tensor]:
+    def run_plain(self, inputs: Inputs, with_weights: bool = False, presence: Presence | None = None) -> Sequence[Any]:
         """The same without PyTorch's dispatcher, at a fraction of its cost, where nothing intercepts operators.
 
         Args:
@@ -151,8 +149,8 @@ class AttentionOperator:
         tensors: list[Any] = [inputs[place] for place in presence.differentiable]
         if not has_gradient(tensors):
             return self._compute(inputs, False, with_weights)
-        output: tuple[Tensor, ...] = self._apply(self, inputs, with_weights, presence, *tensors)
-        return output
+        output = self._apply(self, inputs, with_weights, presence, *tensors)
+        return output if with_weights else (*output, None)
 
     def _fake_forward(self, *arguments: Any) -> list[Tensor]:
         inputs, (keep, with_weights) = Inputs(*arguments[:-2]), arguments[-2:]

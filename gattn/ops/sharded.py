@@ -22,7 +22,7 @@ def is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def by_heads(run: Callable[[Inputs, bool], Sequence[Tensor]], inputs: Inputs, with_weights: bool) -> list[Tensor]:
+def by_heads(run: Callable[[Inputs, bool], Sequence[Any]], inputs: Inputs, with_weights: bool) -> list[Any]:
     """The output and weights of `run` for this rank's heads, as distributed tensors.
 
     Other inputs follow the value; inputs that are not distributed tensors are assumed to be the same on all ranks. With
@@ -79,4 +79,4 @@ def by_heads(run: Callable[[Inputs, bool], Sequence[Tensor]], inputs: Inputs, wi
             tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )
 
-    return [gather(out, inputs.heads, 2), gather(weights, inputs.heads, 1)]
+    return [gather(out, inputs.heads, 2), None if weights is None else gather(weights, inputs.heads, 1)]
