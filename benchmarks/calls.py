@@ -9,11 +9,7 @@ with those of the peer in float64.
 from __future__ import annotations
 
 import argparse
-import gc
-import math
-import statistics
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,39 +20,22 @@ import torch
 from benchmarks.call_cases import CALLS, Draw
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import (
-    MIN_REPEATS,
     MODES,
-    Computation,
     Expected,
+    Function,
     Measurement,
+    Quartiles,
     budgets,
     check,
-    duration,
     measured,
+    quartiles,
+    turns,
+    with_gradients,
 )
-from benchmarks.framework.options import add_measuring, unique
+from benchmarks.framework.options import add_allocator, add_measuring, allocators, unique
 from benchmarks.framework.processes import Message
 from benchmarks.framework.reports import Line, machines
 from benchmarks.framework.results import VERSIONS, Row
-from benchmarks.kernel_cases import ALLOCATORS
-
-BATCH = 0.002
-"""Shorter calls are timed in batches that take about this many seconds."""
-WARM_UP = 0.1
-"""Each side is first called for this many seconds."""
-
-Function = Callable[[], object]
-
-
-# Times in turns ------------------------------------------------------------------------------------------------------
-
-
-class Quartiles(TypedDict):
-    """Median and quartiles."""
-
-    median: float
-    q1: float
-    q3: float
 
 
 class Compared(TypedDict):
@@ -78,53 +57,12 @@ class Result(TypedDict):
     """Only decoding lacks it."""
 
 
-def quartiles(values: Sequence[float]) -> Quartiles:
-    """Median and quartiles of two or more numbers."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": middle, "q1": low, "q3": high}
-
-
-def calls_per_batch(function: Function) -> int:
-    """The number of calls that take about `BATCH` seconds, after a warm-up."""
-    times: list[float] = []
-    start = time.perf_counter()
-    while len(times) < MIN_REPEATS or time.perf_counter() - start < WARM_UP:
-        times.append(duration(function))
-    return math.ceil(BATCH / max(statistics.median(times), 1e-9))
-
-
 def in_turns(ours: Function, theirs: Function, rounds: int, seconds: float, units: int = 1) -> Compared:
-    """Times both sides in each round, without garbage collection; they take turns in going first.
-
-    No further round begins after this many seconds, once `MIN_REPEATS` are done. Times are divided by `units`.
-    """
-    sides = [(function, calls_per_batch(function)) for function in (ours, theirs)]
-    times: tuple[list[float], list[float]] = ([], [])
-    was_collecting, start = gc.isenabled(), time.perf_counter()
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(max(rounds, MIN_REPEATS)):
-            if number >= MIN_REPEATS and time.perf_counter() - start >= seconds:
-                break
-            for side in (0, 1) if number % 2 == 0 else (1, 0):
-                function, calls = sides[side]
-                before = time.perf_counter_ns()
-                for _ in range(calls):
-                    function()
-                times[side].append((time.perf_counter_ns() - before) / (1e9 * calls * units))
-    finally:
-        if was_collecting:
-            gc.enable()
-    ratios = [theirs / ours for ours, theirs in zip(*times, strict=True)]
-    mine, others, ratio = map(quartiles, (*times, ratios))
-    return {"ours": mine, "theirs": others, "ratio": ratio, "rounds": len(ratios)}
-
-
-def with_gradients(computation: Computation) -> Function:
-    """The forward and the backward pass, without the names of the results, which take time."""
-    leaves = list(computation.leaves.values())
-    return lambda: torch.autograd.grad(computation.call(), leaves, computation.grad)
+    """Times both sides in each round; times are divided by `units`."""
+    times = turns((ours, theirs), rounds, seconds)
+    mine, others = (quartiles([time / units for time in side]) for side in times)
+    ratio = quartiles([theirs / ours for ours, theirs in zip(*times, strict=True)])
+    return {"ours": mine, "theirs": others, "ratio": ratio, "rounds": len(times[0])}
 
 
 # The benchmark -------------------------------------------------------------------------------------------------------
@@ -144,11 +82,6 @@ class Case(Measurement):
 
     def __str__(self) -> str:
         return self.call + ", kept memory" * (self.allocator == "kept")
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The environment of its allocator."""
-        return ALLOCATORS[self.allocator]
 
     def problem(self) -> tuple[object, ...]:
         """What is the same for all cases that must have the same result."""
@@ -191,17 +124,15 @@ class Calls(Benchmark[Case]):
         """Adds the options."""
         add = parser.add_argument
         add("--calls", nargs="+", default=list(CALLS), choices=CALLS, help="calls that are measured (default: all)")
-        text = "how glibc treats freed memory (default: both)"
-        add("--allocator", default="both", choices=("both", *ALLOCATORS), help=text)
+        add_allocator(parser)
         add_measuring(parser, cls.name, repeats=100, duration=20.0)
         parser.set_defaults(threads=1)
 
     def cases(self) -> list[Case]:
         """Each call, under each allocator."""
         options = self.options
-        allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
         fixed = (options.threads, options.repeats, options.seconds)
-        return [Case(call, *fixed, allocator) for call in unique(options.calls) for allocator in allocators]
+        return [Case(call, *fixed, allocator) for call in unique(options.calls) for allocator in allocators(options)]
 
     def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
         """Measures."""

@@ -1,7 +1,7 @@
 """What `benchmarks.kernels` measures: shapes, inputs, the reference and the peers.
 
 The peer *gattn-custom* is gattn with the same score, written as a custom score of which the kernels only get the
-logits.
+logits. `benchmarks/pyg_peers.py` has those of PyG.
 
 The results are compared with gattn's reference in float64. The unit *gather* is the time that `embedding_bag` takes to
 sum one row of features per edge, over the same edges.
@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,34 +24,27 @@ from typing import Any, NotRequired
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-import torch_geometric.typing
 from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
+from benchmarks import pyg_peers
 from benchmarks.framework import measuring
 from benchmarks.framework.measuring import Computation, Expected, Measured, Measurement, Times, budgets
 from benchmarks.framework.results import Row
+from benchmarks.pyg_peers import PYG
 
 CONVS = {
     "gat": (gattn.nn.GATConv, pyg.GATConv),
     "gatv2": (gattn.nn.GATv2Conv, pyg.GATv2Conv),
     "transformer": (gattn.nn.TransformerConv, pyg.TransformerConv),
 }
-PEERS = ("gattn", "pyg", "pyg-scatter", "pyg-compile", "dgl", "gattn-custom")
+PEERS = ("gattn", *PYG, "dgl", "gattn-custom")
 ATTENTION_ONLY = ("gattn-custom", "dgl")
 """Peers without whole layers."""
 DTYPES = ("float32", "bfloat16")
+PARTS = ("attention", "layer")
 BACKENDS = {"cpu": "cpu", "cuda": "triton"}
-ALLOCATORS = {
-    "default": {},
-    "kept": {
-        "MALLOC_MMAP_THRESHOLD_": str(2**32),
-        "MALLOC_TRIM_THRESHOLD_": str(2**34),
-        "MALLOC_TOP_PAD_": str(2**28),
-    },
-}
-"""The environment that tells glibc how to treat freed memory when a process starts: its defaults, or keep all of it."""
 EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
 
 EDGE_CHANNELS = 16
@@ -117,8 +110,8 @@ SHAPES = {
     "sampled": (Shape("sampled", 51_000, 90_000, 8, 8, targets=9_000, fresh=True),),
     "products": (Shape("products", 2_400_000, 30_000_000, 4, 32, power_law=True),),
 }
-LARGE = ("products",)
-"""Shapes that are measured on a CPU only if they are named."""
+USUAL_SHAPES = ("mid", "arxiv")
+"""The shapes that are measured on a CPU unless others are named."""
 
 SMALL = Shape("small", 5_000, 50_000, 4, 16)
 
@@ -163,11 +156,6 @@ class Case(Measurement):
         return super().key_of({"device": "cpu", "allocator": "default", **row, "shape": {**plain, **row["shape"]}})
 
     @property
-    def environment(self) -> Mapping[str, str]:
-        """The environment of its allocator."""
-        return ALLOCATORS[self.allocator]
-
-    @property
     def has_reference(self) -> bool:
         """Whether this is anything but the yardstick."""
         return self.part != "gather"
@@ -181,10 +169,19 @@ class Case(Measurement):
         """What is the same for all cases that must have the same result."""
         return self.shape, self.part, self.layer, self.edge_features, self.dtype
 
+    def gather(self) -> Case:
+        """The yardstick."""
+        return replace(self, part="gather", layer="", edge_features=False, peer="embedding_bag")
+
+    @property
+    def whole(self) -> Case | None:
+        """The layer whose attention this is."""
+        return replace(self, part="layer") if self.part == "attention" else None
+
     def prepare_process(self) -> None:
         """Also silences warnings of PyG and PyTorch's compiler about themselves."""
         super().prepare_process()
-        torch_geometric.typing.WITH_TORCH_SCATTER = self.peer == "pyg-scatter"
+        pyg_peers.prepare(self.peer)
         warnings.filterwarnings("ignore")
 
     def references(self) -> dict[str, dict[str, Expected]]:
@@ -204,14 +201,14 @@ class Case(Measurement):
         return {"": budgets(exact, rounded, self.torch_dtype, *terms, compared=rows, is_sampled=is_sampled)}
 
     def computation(self) -> Computation:
-        """The computation of the peer; a compiled one compiles in its first call, which must see the real graph."""
-        if self.peer != "pyg-compile":
+        """The computation of the peer; a compiled one compiles in its first calls, which must see the real graph."""
+        if "compile" not in self.peer:
             # GPU kernels are compiled for the real graph.
             plain = Shape("", 16, 64, self.shape.heads, self.shape.channels)
             build(replace(self, shape=plain) if self.device == "cpu" else self).forward_backward()
         computation = build(self)
-        if self.peer == "pyg-compile":
-            computation.forward_backward()
+        if "compile" in self.peer:
+            pyg_peers.settle(computation)
         return computation
 
     def measure(self, reference: Path | None) -> Row:
@@ -431,12 +428,17 @@ def build(case: Case) -> Computation:
 
 def build_gather(case: Case, inputs: Inputs) -> Computation:
     """The yardstick: the sum of each target's neighbours, without attention."""
-    source, target = inputs.edge_index
+    call = gather(inputs.edge_index, inputs.tensors["value"].flatten(1), case.shape.num_targets)
+    return Computation(call, {}, inputs.grad)
+
+
+def gather(edge_index: Tensor, value: Tensor, num_targets: int) -> Callable[[], Tensor]:
+    """The sum of one row of values per edge, for each target."""
+    source, target = edge_index
     source = source[target.argsort(stable=True)]
-    degree = target.bincount(minlength=case.shape.nodes)
+    degree = target.bincount(minlength=num_targets)
     offsets = degree.cumsum(0) - degree
-    value = inputs.tensors["value"].flatten(1)
-    return Computation(lambda: F.embedding_bag(source, value, offsets, mode="sum"), {}, inputs.grad)
+    return lambda: F.embedding_bag(source, value, offsets, mode="sum")
 
 
 def build_gattn(case: Case, inputs: Inputs) -> Computation:
@@ -448,11 +450,6 @@ def build_gattn(case: Case, inputs: Inputs) -> Computation:
     return Computation(
         lambda: gattn.attend(query, key, value, graph(), score=score, backend=backend), leaves, inputs.grad
     )
-
-
-def compiled(case: Case, function: Any) -> Any:
-    """The function, compiled if the peer is a compiled one."""
-    return torch.compile(function, dynamic=False) if case.peer == "pyg-compile" else function
 
 
 def build_pyg(case: Case, inputs: Inputs) -> Computation:
@@ -474,8 +471,18 @@ def build_pyg(case: Case, inputs: Inputs) -> Computation:
         conv._alpha = None
         return out
 
-    call, edges = compiled(case, forward), inputs.graphs()
+    call, edges = pyg_peers.compiled(case.peer, forward), pyg_graphs(case, inputs)
     return Computation(lambda: call(edges()), leaves, inputs.grad)
+
+
+def pyg_graphs(case: Case, inputs: Inputs) -> Callable[[], Any]:
+    """The edges of each call in the peer's form; for `sorted`, inputs get them, with self-loops, in order."""
+    if "sorted" in case.peer:
+        # A layer that adds self-loops to sorted edges would lose their order.
+        edges, attr = pyg_peers.by_target(inputs.all_edges, inputs.all_attr)
+        inputs.edge_index = edges.to(case.device)
+        inputs.edge_attr = None if attr is None else attr.to(case.device, case.torch_dtype)
+    return inputs.graphs(pyg_peers.wrap(case.peer, case.shape.nodes, case.shape.num_targets))
 
 
 def import_dgl() -> Any:
@@ -510,8 +517,9 @@ def build_dgl(case: Case, inputs: Inputs) -> Computation:
 
 def build_layer(case: Case, inputs: Inputs) -> Computation:
     """A whole layer, gattn's or PyG's, with the same weights."""
-    layer, graph, shape = inputs.layer, inputs.graphs(), case.shape
-    every, edge_attr = inputs.tensors["x"], inputs.edge_attr
+    layer, shape, every = inputs.layer, case.shape, inputs.tensors["x"]
+    graph = inputs.graphs() if case.peer == "gattn" else pyg_graphs(case, inputs)
+    edge_attr = inputs.edge_attr
     x = every if shape.targets is None else (every, every[: shape.targets])
     if case.peer == "gattn":
 
@@ -523,5 +531,6 @@ def build_layer(case: Case, inputs: Inputs) -> Computation:
     edge_dim = EDGE_CHANNELS if case.edge_features else None
     conv = CONVS[case.layer][1](shape.in_channels, shape.channels, heads=shape.heads, edge_dim=edge_dim)
     conv.to(case.device).load_state_dict(layer.state_dict())
-    call = compiled(case, conv)
+    conv.add_self_loops = "sorted" not in case.peer  # TransformerConv ignores it
+    call = pyg_peers.compiled(case.peer, conv)
     return Computation(lambda: call(x, graph(), edge_attr), dict(conv.named_parameters()), inputs.grad)

@@ -26,7 +26,7 @@ import gattn
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.processes import Message, Show, in_processes
 from benchmarks.framework.reports import machines
-from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.framework.results import VERSIONS, Row, kernels
 from gattn.ops.backends import triton as launcher
 
 WIDTHS = ((8, 8), (8, 32), (4, 64), (16, 32), (16, 64), (1, 40), (3, 24), (6, 121), (1, 7))
@@ -36,6 +36,9 @@ ARCHITECTURES = (80, 90, 100)
 """The compute capabilities of A100, of H100 and H200, and of B200."""
 
 PASSES = ("forward", "backward_by_source", "backward_by_target")
+ROWS = {"subtract_threshold": gattn.Sparsemax(), "keep_largest": gattn.TopK(16)}
+"""Kernels that rewrite the logits of whole rows, and the distributions that need them; layers make no difference."""
+
 REGISTERS, WARPS, BLOCKS = 65536, 64, 32
 """The resources of a multiprocessor."""
 
@@ -123,6 +126,10 @@ class Compilation(Case):
         edges = " edge features" * self.edge_features
         return f"{self.layer} {self.heads}×{self.channels}{edges} {self.dtype} sm_{self.architecture} {self.kernel}"
 
+    def machine(self) -> dict[str, str]:
+        """Of this machine, which needs no GPU, but with the sources of the GPU kernels."""
+        return {**super().machine(), "kernels": kernels("cuda")}
+
 
 def compilations(options: Any) -> list[Compilation]:
     """The cases of `--compile-only`."""
@@ -136,7 +143,8 @@ def compilations(options: Any) -> list[Compilation]:
         variants.append(MESH_LAYER)
     return [
         Compilation(*variant, architecture, kernel)
-        for variant, architecture, kernel in itertools.product(variants, options.architectures, PASSES)
+        for variant, architecture in itertools.product(variants, options.architectures)
+        for kernel in (*PASSES, *(ROWS if variant[0] == "gat" and not variant[3] else ()))
     ]
 
 
@@ -182,7 +190,10 @@ def collected() -> Generator[list[Launch], None, None]:
 
 
 def launches(case: Compilation) -> list[Launch]:
-    """The launches of the layer's attention, forward and backward, on a small graph; its size does not affect code."""
+    """The launches of the layer's attention, forward and backward, on a small graph; its size does not affect code.
+
+    Its distribution is the softmax, unless the case's kernel is of another.
+    """
     dtype, nodes, edges = getattr(torch, case.dtype), 40, 200
     edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
 
@@ -205,7 +216,7 @@ def launches(case: Compilation) -> list[Launch]:
     }[case.layer]()
     with collected() as found:
         attend: Any = gattn.attend
-        attend(**arguments, backend="triton").sum().backward()
+        attend(**arguments, distribution=ROWS.get(case.kernel, "softmax"), backend="triton").sum().backward()
     return found
 
 
@@ -244,7 +255,7 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
             bits = "32" if width is None else re.sub(r"\D", "", width[1])
             loads[bits] = loads.get(bits, 0) + 1
     arguments = launch.arguments
-    shares = launch.grid[1] / arguments["BLOCK_R"]  # programs per edge; each serves several tasks
+    shares = launch.grid[1] / _edges_at_once(arguments)  # programs per edge
     return {
         "outcome": "ok",
         "registers": registers,
@@ -311,9 +322,15 @@ def moved_bytes(ir: str, arguments: dict[str, Any], head_programs: int) -> float
     return moved[max(moved)]
 
 
+def _edges_at_once(arguments: dict[str, Any]) -> int:
+    """The number of edges of a program: of one row, or one of each task."""
+    edges: int = arguments["BLOCK_E" if "BLOCK_E" in arguments else "BLOCK_R"]
+    return edges
+
+
 def _used(sizes: Sequence[int], arguments: dict[str, Any], head_programs: int) -> float:
     """The number of elements in a tile, over all programs, whose edge, head and channel exist."""
-    numbers = head_programs / arguments["BLOCK_R"]
+    numbers = head_programs / _edges_at_once(arguments)
     for size in sizes:
         numbers *= size
     if len(sizes) > 1:
@@ -331,6 +348,8 @@ def least_bytes(case: Compilation) -> float:
     is_scalar = case.layer == "gat" or case.channels == 1
     term = scalars if case.layer == "gat" else row
     edge = term if case.edge_features else 0
+    if case.kernel in ROWS:
+        return 4 + scalars
     if case.kernel == "forward":  # the edge's number is needed only if it has data of its own
         return 4 + (4 + edge if edge else 0) + term + (0 if case.layer == "gatv2" else row)
     if case.kernel == "backward_by_source":

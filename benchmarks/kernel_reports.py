@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +12,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from benchmarks import pyg_peers
 from benchmarks.framework import reports
 from benchmarks.framework.measuring import MODES
 from benchmarks.framework.options import unique
-from benchmarks.framework.reports import BLACK, BLUE, GREEN, ORANGE, RED, Line, machines, median, ratio
-from benchmarks.framework.results import VERSIONS, Row
-from benchmarks.kernel_cases import ALLOCATORS, SHAPES, Case
+from benchmarks.framework.reports import BLACK, BLUE, GREEN, ORANGE, PINK, RED, Line, machines, median, ratio
+from benchmarks.framework.results import ALLOCATORS, VERSIONS, Row
+from benchmarks.kernel_cases import SHAPES, Case
 
-COLOURS = {"gattn": BLUE, "pyg-scatter": ORANGE, "pyg-compile": RED, "dgl": GREEN}
-MARKERS = {"gattn": "o", "pyg-scatter": "s", "pyg-compile": "^", "dgl": "D"}
+COLOURS = {"gattn": BLUE, "pyg-sorted": ORANGE, "pyg-compile": RED, "pyg-sorted-compile": PINK, "dgl": GREEN}
+MARKERS = {"gattn": "o", "pyg-sorted": "s", "pyg-compile": "^", "pyg-sorted-compile": "v", "dgl": "D"}
 LAYER_COLOURS = {"gat": BLUE, "gatv2": ORANGE, "transformer": GREEN}
 
 #: The least number of feature rows that a kernel must fetch per edge, forward and backward.
@@ -46,8 +46,12 @@ def bytes_moved(case: Case, mode: str) -> int:
         passes = 1 if mode == "forward" else 2
         gathered, streamed = sum(GATHERED_ROWS[case.layer][:passes]), sum(STREAMED_ROWS[case.layer][:passes])
     row = shape.heads * shape.channels * case.torch_dtype.itemsize
-    num_edges = shape.edges + shape.nodes
-    return num_edges * (gathered * row + passes * torch.int64.itemsize) + shape.nodes * streamed * row
+    return least_bytes(shape.edges + shape.nodes, shape.nodes, row, passes, gathered, streamed)
+
+
+def least_bytes(edges: int, nodes: int, row: int, passes: int, gathered: int, streamed: int) -> int:
+    """The bytes of this many rows and an index per edge and pass, and of this many rows per node."""
+    return edges * (gathered * row + passes * torch.int64.itemsize) + nodes * streamed * row
 
 
 def operations(case: Case, mode: str) -> int:
@@ -66,7 +70,7 @@ class Report:
 
     def __init__(self, rows: dict[Case, Row]):
         self.rows = rows
-        self.allocators = [name for name in ALLOCATORS if any(case.allocator == name for case in rows)]
+        self.sides = pyg_peers.sides(rows)
 
     def peer(self, case: Case, **changes: Any) -> Row | None:
         """The row of a case that differs only in these fields; `None` if there is none."""
@@ -74,29 +78,24 @@ class Report:
 
     def gather(self, case: Case) -> Row | None:
         """The yardstick of a case; `None` if there is none for its dtype."""
-        return self.peer(case, part="gather", layer="", edge_features=False, peer="embedding_bag")
+        return self.rows.get(case.gather())
 
     def copy_rate(self, case: Case) -> float | None:
         """Bytes that the case's device copies per second, if this was measured."""
         return (self.gather(replace(case, dtype="float32")) or {}).get("copy_rate")
 
     def rooflines(self) -> list[Case]:
-        """The yardsticks of one allocator, which show what the machine can do."""
-        last = self.allocators[-1]
-        return [case for case, row in self.rows.items() if case.allocator == last and "operation_rate" in row]
+        """The yardsticks in float32 of one allocator, which show what the machine can do."""
+        return [
+            case
+            for case, row in self.rows.items()
+            if case.allocator == self.sides[0] and "operation_rate" in row and case.dtype == "float32"
+        ]
 
-    def lines(self) -> list[Line]:
+    def lines(self, mode: str) -> list[Line]:
         """The table of times, with the allocators side by side."""
-        lines = []
-        for case in unique(replace(case, allocator=self.allocators[0]) for case in self.rows):
-            times = {name: self.times(replace(case, allocator=name)) for name in self.allocators}
-            sides = {
-                title + f", {name}" * (name != "default"): times[name][title]
-                for title in times[case.allocator]
-                for name in self.allocators
-            }
-            lines.append({**self.names(case), **sides})
-        return lines
+        cases = unique(replace(case, allocator=self.sides[0]) for case in self.rows)
+        return [{**self.names(case), **pyg_peers.compared(self.rows, case, mode, self.gather)} for case in cases]
 
     def names(self, case: Case) -> Line:
         """The columns that say what is measured."""
@@ -107,17 +106,6 @@ class Report:
             "layer": layer or "–",
             "dtype": case.dtype,
             "peer": case.peer,
-        }
-
-    def times(self, case: Case) -> Line:
-        """Its times, compared with those of its peers under the same allocator."""
-        row = self.rows.get(case, {"outcome": "–"})
-        eager, fused = self.peer(case, peer="pyg"), self.peer(case, peer="pyg-compile")
-        return {
-            **{f"{title}, ms": reports.quartiles(row, mode) for mode, title in MODES.items()},
-            "forward, × PyG": ratio(median(eager, "forward"), median(row, "forward")),
-            "× PyG": ratio(median(eager, "forward_backward"), median(row, "forward_backward")),
-            "× compiled": ratio(median(fused, "forward_backward"), median(row, "forward_backward")),
         }
 
     def memory(self, case: Case, row: Row) -> Line:
@@ -134,8 +122,7 @@ class Report:
             line[f"{title}, system, ms"] = reports.per_call(row, mode, "system", ".3f", 1000)
         is_counted = case.part == "attention" and case.peer == "gattn"
         for mode, title in MODES.items():
-            time, unit = median(row, mode), median(self.gather(case), "forward")
-            line[f"{title}, gathers"] = f"{time / unit:.1f}" if is_counted and time and unit else "–"
+            time = median(row, mode)
             rate = bytes_moved(case, mode) / time if time and (is_counted or case.part == "gather") else None
             line[f"{title}, GB/s"] = f"{rate / 1e9:.1f}" if rate else "–"
             if case.device != "cpu":
@@ -144,11 +131,9 @@ class Report:
         return line
 
     def remarks(self) -> list[str]:
-        """Ratios between lines, then the reasons for missing times."""
+        """Ratios between lines."""
         remarks = []
         for case, row in self.rows.items():
-            if row["outcome"] != "ok":
-                remarks.append(f"{case}: {row['outcome']}{': ' * bool(row['reason'])}{row['reason']}")
             plain = self.peer(case, shape=SHAPES["arxiv"][0])
             if case.shape.hub is not None and plain is not None and case.part != "gather":
                 share = ratio(median(row, "forward_backward"), median(plain, "forward_backward"), ".2f")
@@ -160,8 +145,9 @@ class Report:
         return remarks
 
 
-def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
+def notes(found: dict[Case, Row], missing: dict[str, str]) -> list[str]:
     """Notes for readers of the table."""
+    rows = list(found.values())
     names = (*VERSIONS, "torch-scatter", "dgl", "triton", "cuda", "driver", "python")
     is_gpu = any(row.get("device", "cpu") != "cpu" for row in rows)
     memory = "memory that PyTorch has allocated" if is_gpu else "resident memory"
@@ -169,28 +155,21 @@ def notes(rows: Sequence[Row], missing: dict[str, str]) -> list[str]:
     copies, products = map(", ".join, limits)
     return [
         *machines(rows, names, ", {threads} thread(s)"),
-        f"Times are medians with quartiles. The peak is the {memory} above the inputs in the first forward + backward, "
+        *pyg_peers.remarks(found),
+        f"The peak is the {memory} above the inputs in the first forward + backward, "
         "including the preparation of the graph (compiled: after compilation).",
         *[
             "Times are taken between GPU events, with warm caches. The columns 'of a copy's' divide the GB/s, which "
             f"count each gathered row once per edge, by those of a large copy on the same card ({copies} GB/s)."
         ]
         * is_gpu,
-        "× PyG and × compiled say how many times faster forward + backward is than PyG eager and PyG compiled. "
-        "Gathers are times in units of one embedding_bag over the same edges. GB/s is the least that must move, "
-        "divided by the time.",
+        "GB/s is the least that must move, divided by the time.",
         *[
             f"The machine copied {copies} GB/s and multiplied large matrices with {products} billion floating-point "
             "operations per second."
         ]
         * bool(copies and products),
         "Page faults and system time (of all threads) are means per call.",
-        *[
-            "With 'kept', glibc keeps freed memory instead of returning it to the system "
-            f"({', '.join(f'{name}={value}' for name, value in ALLOCATORS['kept'].items())}). Ratios compare "
-            "measurements under the same allocator."
-        ]
-        * any(row.get("allocator") == "kept" for row in rows),
         *(f"{peer}: {reason}" for peer, reason in missing.items()),
     ]
 

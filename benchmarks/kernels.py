@@ -24,31 +24,44 @@ import torch
 from torch_geometric.utils import remove_self_loops
 
 import gattn
-from benchmarks import kernel_compiled
+from benchmarks import kernel_compiled, pyg_peers
 from benchmarks.framework import measuring
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import measured
-from benchmarks.framework.options import MOST, fill, folder, seconds, unique, whole
+from benchmarks.framework.options import MOST, add_allocator, add_only, allocators, fill, folder, seconds, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.reports import markdown
 from benchmarks.framework.results import Row
 from benchmarks.kernel_cases import (
-    ALLOCATORS,
     ATTENTION_ONLY,
     BACKENDS,
     CONVS,
     DTYPES,
     EDGE_FEATURES,
-    LARGE,
+    PARTS,
     PEERS,
     SHAPES,
     SMALL,
+    USUAL_SHAPES,
     Case,
     Shape,
     import_dgl,
 )
 from benchmarks.kernel_compiled import ARCHITECTURES, Compilation, compilations, compiled
 from benchmarks.kernel_reports import Report, draw_roofline, draw_speedup, notes
+from benchmarks.pyg_peers import USUAL
+
+
+def is_usual(case: Case) -> bool:
+    """Whether a case is measured unless peers are named: what takes long is measured where it tells most.
+
+    These are all forms of PyG with memory kept and without edge features; on *arxiv*, only two of them and only GAT.
+    """
+    if case.device != "cpu" or case.peer == "gattn":
+        return case.shape.name != "arxiv" or not case.edge_features
+    if case.shape.name == "arxiv":
+        return case.layer == "gat" and not case.edge_features and case.peer in USUAL["default"]
+    return case.peer in USUAL["default"] or (case.allocator == "kept" and not case.edge_features)
 
 
 class Kernels(Benchmark[Case | Compilation]):
@@ -60,24 +73,32 @@ class Kernels(Benchmark[Case | Compilation]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        text = f"graphs and widths (default: all; on a CPU all except {', '.join(LARGE)})"
+        text = f"graphs and widths (default: on a CPU {' and '.join(USUAL_SHAPES)}, on a GPU all)"
         add("--shapes", nargs="+", choices=SHAPES, help=text)
         add("--device", default="cpu", choices=BACKENDS, help="device that computes (default: cpu)")
         add("--layers", nargs="+", default=CONVS, choices=CONVS, help="kinds of attention layer (default: all)")
-        add("--peers", nargs="+", choices=PEERS, help="implementations to measure (default: all that are installed)")
+        text = (
+            "implementations to measure (default: those that are installed, except the slowest ones where others tell "
+            "as much)"
+        )
+        add("--peers", nargs="+", choices=PEERS, help=text)
+        add("--parts", nargs="+", default=PARTS, choices=PARTS, help="what is measured (default: both)")
         text = "whether whole layers have edge features; hub graphs have no whole layers (default: both)"
         add("--edge-features", choices=EDGE_FEATURES, help=text)
-        text = "number types; all but float32 are measured for gattn only (default: float32; with --compile-only all)"
+        text = (
+            "number types; all but float32 are measured for gattn only (default: float32, and bfloat16 for attention "
+            "on mid; with --compile-only all)"
+        )
         add("--dtypes", nargs="+", choices=DTYPES, help=text)
-        text = "how glibc treats freed memory (default: both; with --quick or on a GPU, default)"
-        add("--allocator", choices=("both", *ALLOCATORS), help=text)
+        add_allocator(parser, None, "both; with --quick or on a GPU, default")
         text = "number of threads (default: PyTorch's, here %(default)s)"
         add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help=text)
         add("--repeats", type=whole(1, 10**9), help="largest number of timed calls (default: 30)")
-        text = f"seconds after which no further calls are timed, once there are {measuring.MIN_REPEATS} (default: 20)"
+        text = f"seconds after which no further calls are timed, once there are {measuring.MIN_REPEATS} (default: 1.5)"
         add("--seconds", type=seconds, help=text)
         text = "seconds after which a process is ended (default: %(default)s)"
         add("--timeout", type=seconds, default=1200.0, help=text)
+        add_only(parser)
         text = "folder of results, tables and pictures (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/kernels"), help=text)
         text = "compile the GPU kernels, --threads at a time, and report on the compiled code; this needs no GPU"
@@ -102,26 +123,28 @@ class Kernels(Benchmark[Case | Compilation]):
                     parser.error(f"--{name} is for measurements, but --compile-only makes none")
         elif options.device == "cuda" and not torch.cuda.is_available():
             parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, but there is none\n")
-        fill(options, {"dtypes": DTYPES if options.compile_only else ("float32",)})
+        if options.compile_only:
+            fill(options, {"dtypes": DTYPES})
         if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
             if options.allocator in ("both", "kept"):
                 parser.error(f"--allocator {options.allocator} works only on the CPU, if the C library is glibc")
             options.allocator = "default"
+        options.is_usual = options.peers is None
         if options.quick:
-            peers = [peer for peer in PEERS if peer != "pyg-compile"]
+            peers = [peer for peer in PEERS if "compile" not in peer]
             fill(options, {"peers": peers, "allocator": "default", "repeats": 10, "seconds": 0.3})
-        fill(options, {"peers": PEERS, "allocator": "both", "repeats": 30, "seconds": 20.0})
+        fill(options, {"peers": PEERS, "allocator": "both", "repeats": 30, "seconds": 1.5})
         if options.shapes is None and options.quick:
             options.shapes = [*SHAPES["cora"], SMALL]
         else:
-            usual = [name for name in SHAPES if options.device != "cpu" or name not in LARGE]
+            usual = USUAL_SHAPES if options.device == "cpu" else SHAPES
             options.shapes = [shape for name in unique(options.shapes or usual) for shape in SHAPES[name]]
         if options.edge_features is not None and all(shape.hub is not None for shape in options.shapes):
             parser.error("--edge-features is for whole layers, but hub graphs have none")
 
     def find_peers(self) -> list[str]:
         """The peers that can be imported."""
-        modules = {"pyg-scatter": "torch_scatter", "dgl": "dgl"}
+        modules = {peer: "torch_scatter" for peer in PEERS if "scatter" in peer} | {"dgl": "dgl"}
         for name in self.options.peers:
             try:
                 import_dgl() if name == "dgl" else importlib.import_module(modules.get(name, "gattn"))
@@ -155,20 +178,22 @@ class Kernels(Benchmark[Case | Compilation]):
         peers = self.find_peers()
         cases: list[Case] = []
         fixed = (options.threads, options.repeats, options.seconds, options.device)
-        allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
         for shape in self.find_shapes():
-            parts = []
-            if shape.targets is None:
-                parts.append(("attention", False))
-                cases += [Case(shape, "gather", "", False, "float32", "embedding_bag", *fixed, a) for a in allocators]
+            parts = [("attention", False)] if shape.targets is None else []
             if shape.hub is None:
                 parts += [("layer", has_features) for has_features in EDGE_FEATURES[options.edge_features or "both"]]
-            kinds = itertools.product(parts, unique(options.layers), unique(options.dtypes), allocators, peers)
-            for (part, has_features), layer, dtype, allocator, peer in kinds:
-                is_only_ours = shape.hub is not None or dtype != "float32"
-                if (is_only_ours and peer != "gattn") or (part == "layer" and peer in ATTENTION_ONLY):
-                    continue
-                cases.append(Case(shape, part, layer, has_features, dtype, peer, *fixed, allocator))
+            found = []
+            for (part, has_features), layer in itertools.product(parts, unique(options.layers)):
+                usual = DTYPES if (shape.name, part) == ("mid", "attention") else DTYPES[:1]
+                kinds = itertools.product(unique(options.dtypes or usual), allocators(options), peers)
+                for dtype, allocator, peer in kinds:
+                    case = Case(shape, part, layer, has_features, dtype, peer, *fixed, allocator)
+                    is_only_ours = shape.hub is not None or dtype != "float32"
+                    if (is_only_ours and peer != "gattn") or (part == "layer" and peer in ATTENTION_ONLY):
+                        continue
+                    if part in options.parts and (not options.is_usual or is_usual(case)):
+                        found.append(case)
+            cases += unique(case.gather() for case in found) + found
         if not any(case.has_reference for case in cases):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
             raise BenchmarkError(
@@ -192,21 +217,18 @@ class Kernels(Benchmark[Case | Compilation]):
     def _report(self, rows: dict[Case, Row]) -> None:
         report = Report(rows)
         device = "GPU" if any(case.device != "cpu" for case in rows) else "CPU"
-        lines, remarks = report.lines(), notes(list(rows.values()), self.skipped)
+        lines, remarks = report.lines("forward_backward"), notes(rows, self.skipped)
         memory = [report.memory(case, row) for case, row in rows.items()]
         pictures = {"speedup.png": draw_speedup(report)}
         if report.rooflines():
             pictures["roofline.png"] = draw_roofline(report)
+        files = {"forward.md": markdown(report.lines("forward"), remarks), "memory.md": markdown(memory, remarks)}
         self.publish(
             f"Graph attention on this machine's {device}",
             lines,
             [*report.remarks(), *remarks],
-            {"memory.md": markdown(memory, remarks), **pictures},
-            headings={
-                column: column.replace("forward + backward", "fwd+bwd").replace("forward", "fwd")
-                for column in lines[0]
-                if column != "dtype" and not column.startswith("forward, ×") and any(x[column] != "–" for x in lines)
-            },
+            {**files, **pictures},
+            headings={column: text for column, text in pyg_peers.headings(lines).items() if column != "dtype"},
             shorten=lambda line: {
                 **line,
                 "peer": line["peer"] + f", {line['dtype']}" * (line["dtype"] != "float32"),

@@ -1,27 +1,29 @@
 """Speed and memory of drop-in layers, compared with the originals in PyG: `python -m benchmarks.layers`.
 
 Each layer runs on one graph (by default *mid* of `benchmarks.kernels`: 42 000 nodes, 580 000 edges and self-loops),
-with the same weights on both sides, forward and forward + backward to inputs and parameters. Nothing is timed before
-outputs and gradients agree with PyG's layer in float64.
+with the same weights on both sides, forward and forward + backward to inputs and parameters, beside PyG's in the forms
+of `benchmarks/pyg_peers.py`. Nothing is timed before outputs and gradients agree with PyG's layer in float64.
 """
 
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch_geometric.nn.models.attentive_fp import GATEConv
+from torch_geometric.utils import add_self_loops
 
 import gattn
+from benchmarks import pyg_peers
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import (
-    MODES,
     Computation,
     Expected,
     Measured,
@@ -30,14 +32,16 @@ from benchmarks.framework.measuring import (
     budgets,
     measured,
 )
-from benchmarks.framework.options import add_measuring, unique
+from benchmarks.framework.options import add_allocator, add_measuring, allocators, unique
 from benchmarks.framework.processes import Message
-from benchmarks.framework.reports import machines, median, megabytes, quartiles, ratio
+from benchmarks.framework.reports import Line, machines, markdown, megabytes
 from benchmarks.framework.results import VERSIONS, Row
-from benchmarks.kernel_cases import ALLOCATORS, SHAPES, Shape, draw_edges
+from benchmarks.kernel_cases import SHAPES, Shape, draw_edges, gather
+from benchmarks.pyg_peers import PYG
 
 EDGE_CHANNELS = 16
 SEED = 0
+PEERS = ("gattn", *PYG)
 
 RELATIONS = 100
 NODE_TYPES = [f"node {number}" for number in range(5)]
@@ -111,7 +115,8 @@ SMALLER = {("RGATConv, 100 relations", "mid"): "cora"}
 class Result(Measured):
     """The columns of a measurement."""
 
-    forward_backward: Times
+    forward_backward: NotRequired[Times]
+    """Only the yardstick lacks it."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class Case(Measurement):
 
     shape: Shape
     layer: str
+    """A name in `LAYERS`, or `"gather"` for the yardstick of `benchmarks.kernels`."""
     peer: str
     threads: int
     repeats: int
@@ -131,10 +137,20 @@ class Case(Measurement):
     def __str__(self) -> str:
         return f"{self.shape.name} {self.layer} {self.peer}" + ", kept memory" * (self.allocator == "kept")
 
+    def gather(self) -> Case:
+        """The yardstick."""
+        return replace(self, layer="gather", peer="embedding_bag")
+
     @property
-    def environment(self) -> Mapping[str, str]:
-        """The environment of its allocator."""
-        return ALLOCATORS[self.allocator]
+    def has_reference(self) -> bool:
+        """Whether this is anything but the yardstick."""
+        return self.layer != "gather"
+
+    def prepare_process(self) -> None:
+        """Also silences warnings of PyG and PyTorch's compiler about themselves."""
+        super().prepare_process()
+        pyg_peers.prepare(self.peer)
+        warnings.filterwarnings("ignore")
 
     def problem(self) -> tuple[object, ...]:
         """What is the same for all cases that must have the same result."""
@@ -151,7 +167,14 @@ class Case(Measurement):
 
     def computation(self) -> Computation:
         """The computation of the peer."""
-        return self._build(self.peer, torch.float32)
+        if not self.has_reference:
+            shape, edges = self.shape, draw_edges(self.shape)
+            value = torch.randn(shape.nodes, width(shape))
+            return Computation(gather(edges, value, shape.nodes), {}, value)
+        computation = self._build(self.peer, torch.float32)
+        if "compile" in self.peer:
+            pyg_peers.settle(computation)
+        return computation
 
     def _build(self, peer: str, dtype: torch.dtype) -> Computation:
         shape, layer = self.shape, LAYERS[self.layer]
@@ -159,28 +182,29 @@ class Case(Measurement):
         in_channels = width(shape) if layer.in_channels is None else layer.in_channels
         x = torch.randn(shape.nodes, in_channels, generator=generator).to(dtype).requires_grad_()
         edge_index = draw_edges(shape)
-        given = {"first": x, "edge_attr": torch.randn(edge_index.size(1), EDGE_CHANNELS, generator=generator).to(dtype)}
+        edge_attr = torch.randn(edge_index.size(1), EDGE_CHANNELS, generator=generator).to(dtype)
         torch.manual_seed(SEED)
-        make = {"gattn": layer.ours, "pyg": layer.theirs}[peer]
+        make = layer.ours if peer == "gattn" else layer.theirs
         conv = make(*layer.arguments(shape), **layer.options)
         state = layer.theirs(*layer.arguments(shape), **layer.options).state_dict()
         conv.load_state_dict(state)
         conv.to(dtype).eval()
 
+        run = pyg_peers.compiled(peer, conv)
         if "types" in layer.takes:
-            return self._typed(conv, x, generator)
+            return self._typed(run, conv, x, generator)
         edge_type = torch.randint(RELATIONS, (edge_index.size(1),), generator=generator)
+        more = [edge_attr] * ("edge_attr" in layer.takes) + [edge_type] * ("edge_type" in layer.takes)
+        if "sorted" in peer:
+            if getattr(conv, "add_self_loops", False):  # the layer would lose the edges' order
+                vars(conv)["add_self_loops"] = False
+                edge_index, _ = add_self_loops(edge_index, num_nodes=shape.nodes)
+            edge_index, *more = pyg_peers.by_target(edge_index, *more)
+        edges = pyg_peers.wrap(peer, shape.nodes, shape.nodes)(edge_index)
+        features = [x, x] if "first" in layer.takes else [x]
+        return self._computation(lambda: run(*features, edges, *more), conv, x, generator)
 
-        def call() -> Tensor:
-            args = {"first": (x, x), "edge_attr": (x,)}.get(layer.takes[0], (x,)) if layer.takes else (x,)
-            more = (given["edge_attr"],) if "edge_attr" in layer.takes else ()
-            more = (edge_type,) if "edge_type" in layer.takes else more
-            out: Tensor = conv(*args, edge_index, *more)
-            return out
-
-        return self._computation(call, conv, x, generator)
-
-    def _typed(self, conv: torch.nn.Module, x: Tensor, generator: torch.Generator) -> Computation:
+    def _typed(self, run: Any, conv: torch.nn.Module, x: Tensor, generator: torch.Generator) -> Computation:
         """A layer on typed nodes and edges, with equally many of each type."""
         shape, (node_types, edge_types) = self.shape, METADATA
         nodes, edges = shape.nodes // len(node_types), shape.edges // len(edge_types)
@@ -188,7 +212,7 @@ class Case(Measurement):
 
         def call() -> Tensor:
             parts = x[: nodes * len(node_types)].split(nodes)
-            found = conv(dict(zip(node_types, parts, strict=True)), edge_index_dict)
+            found = run(dict(zip(node_types, parts, strict=True)), edge_index_dict)
             return torch.cat([found[name] for name in node_types])
 
         return self._computation(call, conv, x, generator)
@@ -219,47 +243,53 @@ class Layers(Benchmark[Case]):
             help="graph and widths (default: mid)",
         )
         add("--layers", nargs="+", default=list(LAYERS), choices=LAYERS, help="layers that are measured (default: all)")
-        add(
-            "--allocator",
-            default="both",
-            choices=("both", *ALLOCATORS),
-            help="how glibc treats freed memory (default: both)",
-        )
-        add_measuring(parser, cls.name, duration=20.0)
+        text = "implementations (default: gattn and PyG, eager and compiled; with memory kept also with sorted edges)"
+        add("--peers", nargs="+", choices=PEERS, help=text)
+        add_allocator(parser)
+        add_measuring(parser, cls.name, duration=1.5)
 
     def cases(self) -> list[Case]:
-        """Both peers, under each allocator."""
+        """The yardstick of each shape, followed by each layer's peers under each allocator."""
         options = self.options
-        allocators = ALLOCATORS if options.allocator == "both" else (options.allocator,)
         fixed = (options.threads, options.repeats, options.seconds)
-        return [
-            Case(SHAPES[SMALLER.get((layer, options.shape), options.shape)][0], layer, peer, *fixed, allocator)
-            for layer in unique(options.layers)
-            for allocator in allocators
-            for peer in ("gattn", "pyg")
-        ]
+        cases = []
+        for layer in unique(options.layers):
+            (shape,) = SHAPES[SMALLER.get((layer, options.shape), options.shape)]
+            for allocator in allocators(options):
+                cases.append(Case(shape, layer, "", *fixed, allocator).gather())
+                for peer in unique(options.peers or ("gattn", *pyg_peers.USUAL[allocator])):
+                    has_no_order = "sorted" in peer and "types" in LAYERS[layer].takes  # PyG joins the types' edges
+                    if pyg_peers.is_installed(peer) and not has_no_order:
+                        cases.append(Case(shape, layer, peer, *fixed, allocator))
+        return unique(cases)
 
     def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
         """Measures."""
         return measured(cases, self.options.timeout)
 
     def report(self, rows: dict[Case, Row]) -> None:
-        """One line per layer and allocator."""
-        lines = []
-        for case, row in rows.items():
-            if case.peer != "gattn":
-                continue
-            other = rows.get(replace(case, peer="pyg"), {"outcome": "–"})
-            line = {"shape": case.shape.name, "layer": case.layer, "memory": case.allocator}
-            for mode, title in MODES.items():
-                line[f"{title}, ms"] = quartiles(row, mode)
-                line[f"PyG's {title}, ms"] = quartiles(other, mode)
-                line[f"{title}, × PyG"] = ratio(median(other, mode), median(row, mode))
-            line["peak, MB"] = megabytes(row)
-            line["PyG's peak, MB"] = megabytes(other)
-            lines.append(line)
-        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)")
-        self.publish("Drop-in layers and PyG's", lines, [*remarks, "Times are medians with quartiles."], {})
+        """One line per layer and peer."""
+        first = pyg_peers.sides(rows)[0]
+        cases = [case for case in rows if case.allocator == first]
+
+        def line(case: Case, mode: str) -> Line:
+            names = {"shape": case.shape.name, "layer": case.layer, "peer": case.peer}
+            return names | pyg_peers.compared(rows, case, mode, lambda x: rows.get(x.gather()))
+
+        memory = [
+            {"layer": case.layer, "peer": case.peer, "allocator": case.allocator, "peak, MB": megabytes(row)}
+            for case, row in rows.items()
+        ]
+        remarks = [
+            *machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)"),
+            *pyg_peers.remarks(rows),
+        ]
+        files = {
+            "forward.md": markdown([line(case, "forward") for case in cases], remarks),
+            "memory.md": markdown(memory, remarks),
+        }
+        lines = [line(case, "forward_backward") for case in cases]
+        self.publish("Drop-in layers and PyG's", lines, remarks, files, headings=pyg_peers.headings(lines))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 It measures one GAT layer (100 → 4 × 32), and the training step of two (→ 4 × 32): forward, and backward from the logits
 of 64 labelled nodes to all parameters. The graphs are random, with 20 edges per node and degrees that follow a power
 law. *products* has as many nodes and edges as ogbn-products. *communities* and *shuffled* are the same graph of
-communities with nodes numbered in order or at random, which shows what the order is worth. Nothing is timed before the
+communities with nodes numbered in order or at random, which shows what the order is worth. `--parts reordered` measures
+the step before and after `gattn.graphs.reorder`, and the time that the ordering takes. Nothing is timed before the
 logits and all gradients agree with float64, computed on the part of the graph that the labelled nodes can see.
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -23,6 +26,7 @@ import torch_geometric.nn as pyg
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.utils import grid
 
 import gattn
 from benchmarks.framework import reports
@@ -37,12 +41,13 @@ from benchmarks.framework.measuring import (
     limit_memory,
     measured,
     peak_of_process,
+    timed,
     total_memory,
 )
 from benchmarks.framework.options import add_measuring, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message
-from benchmarks.framework.results import VERSIONS, Row
-from benchmarks.kernel_cases import ALLOCATORS, Shape, draw_power_law, import_dgl
+from benchmarks.framework.results import ALLOCATORS, MEMORY, VERSIONS, Row
+from benchmarks.kernel_cases import Shape, draw_power_law, import_dgl
 
 HEADS, CHANNELS, IN_CHANNELS = 4, 32, 100
 LABELLED = 64
@@ -61,8 +66,8 @@ class Graph:
     nodes: int
     edges: int
     kind: str = "power law"
-    """`"power law"`; `"communities"`, whose nodes are numbered one community after the other; or `"shuffled"`, the same
-    numbered at random."""
+    """`"power law"`; `"communities"`, whose nodes are numbered one community after the other; `"shuffled"`, the same
+    numbered at random; `"mesh"`, a grid with diagonals, numbered at random; or the data set `"photo"`."""
 
 
 def sized(name: str, power: int, kind: str = "power law") -> Graph:
@@ -79,12 +84,27 @@ GRAPHS = {
         sized("shuffled", 7, "shuffled"),
     )
 }
+
+
+def unordered(nodes: int) -> list[Graph]:
+    """The graphs that are reordered, of about this many nodes, and the data set."""
+    side = math.isqrt(nodes)
+    return [
+        Graph("power law", nodes, EDGES_PER_NODE * nodes),
+        Graph("mesh", side**2, (3 * side - 2) ** 2, "mesh"),
+        Graph("communities", nodes, EDGES_PER_NODE * nodes, "shuffled"),
+        Graph("photo", 7_650, 238_162, "photo"),
+    ]
+
+
+UNORDERED, QUICK = 150_000, 1_500
+"""The number of nodes of graphs that are reordered, and the one with `--quick`."""
+METHODS = ("none", "rcm", "metis", "degree")
 PEERS = ("gattn", "pyg", "dgl")
-PARTS = {"gather": 0, "layer": 1, "step": 2, "recomputed": 2}
+PARTS = {"gather": 0, "layer": 1, "step": 2, "recomputed": 2, "reordered": 2}
 """What is measured, and its number of layers: the sum of one row of 128 channels per edge (the unit of time); a layer;
-a step; and a step whose backward pass recomputes everything between the layers' inputs."""
-MEMORY = {**ALLOCATORS, "huge": {**ALLOCATORS["kept"], "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
-"""The environment that tells glibc how to treat freed memory: its defaults, keep it, or keep it in huge pages."""
+a step; a step whose backward pass recomputes everything between the layers' inputs; and a step before and after
+reordering."""
 LINES = {"layer": "--", "step": "-", "recomputed": ":"}
 STYLES = {"gattn": reports.BLUE, "pyg": reports.ORANGE, "dgl": reports.GREEN, "embedding_bag": reports.BLACK}
 
@@ -199,11 +219,6 @@ class Case(Measurement):
         return f"{self.graph.name} {self.part} {self.peer}" + f", {self.allocator} memory"
 
     @property
-    def environment(self) -> Mapping[str, str]:
-        """The environment of its allocator."""
-        return MEMORY[self.allocator]
-
-    @property
     def has_reference(self) -> bool:
         """Whether this is anything but the unit."""
         return self.part != "gather"
@@ -250,12 +265,16 @@ class Case(Measurement):
         generator, graph = torch.Generator().manual_seed(SEED), self.graph
         if graph.kind == "power law":
             edge_index = draw_power_law(Shape(graph.name, graph.nodes, graph.edges, HEADS, CHANNELS), generator)
+        elif graph.kind == "photo":
+            edge_index = gattn.datasets.load("photo").edge_index
+        elif graph.kind == "mesh":
+            edge_index = grid(math.isqrt(graph.nodes), math.isqrt(graph.nodes))[0]
         else:
             target = torch.randint(graph.nodes, (graph.edges,), generator=generator)
             source = target // COMMUNITY * COMMUNITY + torch.randint(COMMUNITY, (graph.edges,), generator=generator)
             edge_index = torch.stack([source, target])
-            if graph.kind == "shuffled":
-                edge_index = torch.randperm(graph.nodes, generator=generator)[edge_index]
+        if graph.kind in ("shuffled", "mesh"):
+            edge_index = torch.randperm(graph.nodes, generator=generator)[edge_index]
         return edge_index, torch.randperm(graph.nodes, generator=generator)[:LABELLED]
 
     def _features(self) -> Tensor:
@@ -288,6 +307,47 @@ class Case(Measurement):
         return Computation(lambda: F.embedding_bag(source, value, offsets, mode="sum"), {}, value)
 
 
+class OrderResult(Result):
+    """The columns of a measurement of an order."""
+
+    ordering: NotRequired[Times]
+    """Seconds that the ordering takes; lacking where there is none."""
+    scipy: str
+    pymetis: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class Reordered(Case):
+    """The step on a graph whose nodes have been renumbered; its results must not change."""
+
+    result = OrderResult  # type: ignore[assignment] # with further columns
+
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.graph.name} in the order of {self.method}, {self.allocator} memory"
+
+    def measure(self, reference: Path | None) -> Row:
+        """Also measures the ordering."""
+        row = super().measure(reference)
+        packages = [name for name in ("scipy", "pymetis") if importlib.util.find_spec(name)]
+        row |= {name: version(name) for name in packages}
+        if row["outcome"] == "ok" and self.method != "none":
+            row["ordering"] = timed(functools.partial(self._reorder, self._draw()[0]), self.repeats, self.seconds)
+        return row
+
+    def _drawn(self) -> Computation:
+        edge_index, labelled = self._draw()
+        x = self._features()
+        if self.method != "none":
+            order = self._reorder(edge_index)
+            x, edge_index, labelled = x[order.permutation], order.edge_index, order.inverse[labelled]
+        return self._build(self.peer, x, edge_index, labelled)
+
+    def _reorder(self, edge_index: Tensor) -> gattn.graphs.Reordered:
+        return gattn.graphs.reorder(edge_index, self.graph.nodes, self.method)
+
+
 class Scale(Benchmark[Case]):
     """Measures each peer on graphs of growing size."""
 
@@ -300,14 +360,25 @@ class Scale(Benchmark[Case]):
         text = "graphs by number of edges or name (default: all but products and 1e8, which need much memory and time)"
         default = ["1e4", "1e5", "1e6", "1e7", "communities", "shuffled"]
         add("--graphs", nargs="+", default=default, choices=GRAPHS, help=text)
-        add("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what is measured (default: all)")
+        text = "what is measured (default: all but reordered, which has four graphs of its own)"
+        default = [part for part in PARTS if part != "reordered"]
+        add("--parts", nargs="+", default=default, choices=PARTS, help=text)
+        text = "orders of nodes in reordered (default: all for which there is a package)"
+        add("--methods", nargs="+", choices=METHODS, help=text)
         text = "libraries whose layers are measured (default: all that are installed)"
         add("--peers", nargs="+", choices=PEERS, help=text)
         text = "how glibc treats freed memory (default: default kept)"
         add("--allocators", nargs="+", default=list(ALLOCATORS), choices=MEMORY, help=text)
         text = "GiB that a process may allocate (default: nine tenths of the machine's, here %(default)s)"
         add("--memory", type=whole(1, 2**20), default=max(int(0.9 * total_memory() / GIB), 1), help=text)
+        add("--quick", action="store_true", help="small graphs, few repeats, memory kept, to see that everything runs")
         add_measuring(parser, cls.name, repeats=5)
+
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Applies `--quick`."""
+        if options.quick:
+            options.graphs, options.allocators, options.repeats, options.seconds = ["1e4"], ["kept"], 2, 0.1
 
     def peers(self) -> list[str]:
         """The installed peers.
@@ -327,16 +398,51 @@ class Scale(Benchmark[Case]):
         return peers
 
     def cases(self) -> list[Case]:
-        """All cases, graph by graph, starting with the smallest."""
+        """All cases, graph by graph, starting with the smallest; then those of reordered graphs."""
         options = self.options
-        fixed, peers = (options.threads, options.repeats, options.seconds), self.peers()
-        return [
+        parts = [part for part in unique(options.parts) if part != "reordered"]
+        fixed, peers = (options.threads, options.repeats, options.seconds), self.peers() if parts else []
+        cases = [
             Case(GRAPHS[name], part, peer, *fixed, allocator, options.memory)
             for name in sorted(unique(options.graphs), key=list(GRAPHS).index)
-            for part in unique(options.parts)
+            for part in parts
             for peer in (peers if part != "gather" else ["embedding_bag"])
             for allocator in unique(options.allocators)
         ]
+        if "reordered" not in options.parts:
+            return cases
+        methods = self.methods()
+        return cases + [
+            Reordered(graph, "reordered", "gattn", *fixed, allocator, options.memory, method)
+            for graph in self.unordered()
+            for allocator in unique(options.allocators)
+            for method in methods
+        ]
+
+    def methods(self) -> list[str]:
+        """The orders that can be computed.
+
+        Raises:
+            BenchmarkError: If METIS is requested but `pymetis` is not installed.
+        """
+        methods = unique(self.options.methods or METHODS)
+        if "metis" in methods and importlib.util.find_spec("pymetis") is None:
+            reason = "METIS needs its package: pip install pymetis"
+            if self.options.methods:
+                raise BenchmarkError(reason)
+            self.skip("metis", reason)
+            methods.remove("metis")
+        return methods
+
+    def unordered(self) -> list[Graph]:
+        """The graphs that are reordered, without the data set if it is missing."""
+        graphs = unordered(QUICK if self.options.quick else UNORDERED)
+        try:
+            gattn.datasets.load("photo")
+        except gattn.datasets.DatasetUnavailableError as error:
+            self.skip("photo", str(error))
+            graphs = [graph for graph in graphs if graph.kind != "photo"]
+        return graphs
 
     def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
         """Measures."""
@@ -344,6 +450,9 @@ class Scale(Benchmark[Case]):
 
     def report(self, rows: dict[Case, Row]) -> None:
         """One line per measurement, and the curves."""
+        if isinstance(next(iter(rows)), Reordered):
+            self.report_orders(rows)
+            return
         lines = []
         for case, row in rows.items():
             other = rows.get(replace(case, peer="pyg"))
@@ -379,6 +488,43 @@ class Scale(Benchmark[Case]):
             *(f"Not run: {reason}" for reason in self.skipped.values()),
         ]
         self.publish("Attention on large graphs", lines, remarks, {"scale.png": draw(rows)})
+
+    def report_orders(self, rows: dict[Case, Row]) -> None:
+        """One line per order of a graph."""
+        lines = []
+        for case, row in rows.items():
+            assert isinstance(case, Reordered)
+            before = reports.median(rows.get(replace(case, method="none")), "forward_backward")
+            step, ordering = reports.median(row, "forward_backward"), reports.median(row, "ordering")
+            lines.append(
+                {
+                    "graph": case.graph.name,
+                    "nodes": f"{case.graph.nodes:,}",
+                    "edges": f"{case.graph.edges:,}",
+                    "memory": case.allocator,
+                    "order": case.method,
+                    "ordering, ms": reports.quartiles(row, "ordering"),
+                    "step, ms": reports.quartiles(row, "forward_backward"),
+                    "speed": reports.ratio(before, step, ".2f"),
+                    "pays off after, steps": pays_off(ordering, before, step),
+                }
+            )
+        packages = (*VERSIONS, "python", "scipy", "pymetis")
+        remarks = reports.machines(rows.values(), packages, ", {threads} thread(s), {memory} GiB at most")
+        remarks += [
+            "Times are medians with quartiles. A step is forward + backward.",
+            "Speed is relative to the graph as it is given, whose nodes are in random order except for photo's.",
+            "The last column is the number of steps after which the ordering has saved the time that it took.",
+            *(f"Not run: {reason}" for reason in self.skipped.values()),
+        ]
+        self.publish("Reordered graphs", lines, remarks, {}, name="reordered.md")
+
+
+def pays_off(ordering: float | None, before: float | None, after: float | None) -> str:
+    """The number of steps after which an ordering has saved the time that it took."""
+    if ordering is None or before is None or after is None:
+        return "–"
+    return f"{math.ceil(ordering / (before - after)):,}" if after < before else "never"
 
 
 def exponent(case: Case, rows: Mapping[Case, Row]) -> float | None:

@@ -28,6 +28,7 @@ PUBLIC = (
     "gattn.models.decoding",
     "gattn.graphs",
     "gattn.datasets",
+    "gattn.transforms",
     "gattn.visualize",
     "gattn.explain",
     "gattn.distributed",

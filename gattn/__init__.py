@@ -13,7 +13,7 @@ The rest of the package:
 - `gattn.nn`: layers with the arguments and parameters of PyG's and `torch.nn`'s, attention in recurrent networks,
   pooling, and positional encodings;
 - `gattn.models`: whole networks, such as `GAT`, `Seq2Seq` and `TransformerLM`;
-- `gattn.datasets`: data sets by name;
+- `gattn.datasets`: data sets by name, and `gattn.transforms`, which reorders their nodes for the cache;
 - `record_attention` collects the weights of a whole model, `gattn.visualize` draws them, and `gattn.explain` provides
   attention as an algorithm for PyG's explainers;
 - `backend` chooses the backend that computes, and `check_finite` looks for NaN in inputs;
@@ -96,7 +96,7 @@ __all__ = [
 
 
 #: Modules that are imported when they are first used, since they need what nothing else does, such as matplotlib.
-_LATE = ("distributed", "explain", "testing", "visualize")
+_LATE = ("distributed", "explain", "testing", "transforms", "visualize")
 
 
 def __getattr__(name: str) -> ModuleType:

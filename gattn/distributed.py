@@ -34,12 +34,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, overload
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from scipy.sparse import coo_array
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import CompleteGraph, Graph, GraphLike, SparseGraph, as_graph
+from gattn.graphs.reordering import import_metis, partition, undirected
 
 __all__ = ["ShardedCompleteGraph", "ShardedGraph", "ShardedSparseGraph", "shard"]
 
@@ -206,20 +206,11 @@ class _Parts:
 
 def _metis(graph: SparseGraph, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Parts of about the same size with few edges between them, the same on all processes."""
-    try:
-        import pymetis
-    except ImportError as error:
-        raise ImportError("partition='metis' needs METIS: pip install pymetis") from error
+    import_metis()
     part, problem = torch.zeros(graph.num_targets or 0, dtype=torch.int64, device=device), [""]
     if group.rank() == 0:
-        pairs = graph.edge_index.cpu().numpy()
-        is_edge = (pairs[0] != pairs[1]).astype("int32")
-        adjacency = coo_array((is_edge, (pairs[0], pairs[1])), shape=(len(part), len(part))).tocsr()
-        adjacency = (adjacency + adjacency.T).tocsr()  # METIS needs undirected graphs
-        adjacency.eliminate_zeros()
         try:
-            found = pymetis.part_graph(group.size(), xadj=adjacency.indptr, adjncy=adjacency.indices)[1]
-            part.copy_(torch.as_tensor(found))
+            part.copy_(torch.as_tensor(partition(undirected(graph.edge_index, len(part)), group.size())))
         except Exception as error:  # the other processes must not wait for ever
             problem = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(problem, group_src=0, group=group)

@@ -17,13 +17,16 @@ from torch import Tensor
 from gattn import (
     AdditiveScore,
     DotScore,
+    Entmax15,
     GATScore,
     Identity,
     Projected,
     Sigmoid,
     Softmax,
     SparseGraph,
+    Sparsemax,
     Tanh,
+    TopK,
     Typed,
     attend,
 )
@@ -135,6 +138,14 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor | None], Any]] = {
     "identity": lambda sink: Identity(),
 }
 
+#: Those that depend on whole rows. Where a weight becomes zero they have a kink, which rounding decides on a grid: see
+#: `off_the_grid`.
+SPARSE: dict[str, Callable[[Tensor | None], Any]] = {
+    "sparsemax": lambda sink: Sparsemax(),
+    "entmax15": lambda sink: Entmax15(),
+    "top_k": lambda sink: TopK(2),
+}
+
 
 def make_score(name: str, vector: Tensor | None = None, scale: Any = None, slope: float = 0.2) -> Any:
     """The score of a name in `SCORES`."""
@@ -240,7 +251,7 @@ class Call:
             terms.pop("value"),
             self.graph,
             score=self.make_score(tensors.get("vector")),
-            distribution=DISTRIBUTIONS[self.distribution](tensors.get("sink")),
+            distribution=(DISTRIBUTIONS | SPARSE)[self.distribution](tensors.get("sink")),
             mask=self.mask,
             dropout=self.dropout,
             training=True,
@@ -253,7 +264,7 @@ class Call:
     def operator_inputs(self, dtype: torch.dtype, requires_grad: bool) -> Inputs:
         """What an operator gets for this call on its plain list of edges, in the types that it takes."""
         family = self.make_score(self.tensors.get("vector")).family(self.tensors["key"].size(-1))
-        law = DISTRIBUTIONS[self.distribution](self.tensors.get("sink")).law()
+        law = (DISTRIBUTIONS | SPARSE)[self.distribution](self.tensors.get("sink")).law()
         compute = compute_dtype(dtype)
         projects = "edge_projection" in self.tensors
         scalars = () if SCORES[self.score].wide else ("query", "key", *(() if projects else ("edge",)))
@@ -372,8 +383,9 @@ class Call:
         if "weights" in exact and not self.notes.get("weights need no gradient"):
             products = products + self.grad(exact["weights"], 2).abs() * (kept if self.weights == "dropped" else 1.0)
         delta = total(alpha * products, target, self.num_targets, -2).index_select(-2, target)
-        # No derivative is larger than its weight, except for those of tanh and the identity.
-        terms = (torch.ones_like(alpha) if self.distribution in ("tanh", "identity") else alpha) * (products + delta)
+        # No derivative is larger than its weight, except for these.
+        is_larger = self.distribution in ("tanh", "identity", "sparsemax", "entmax15")
+        terms = (torch.ones_like(alpha) if is_larger else alpha) * (products + delta)
 
         count_sources = size["value"].size(-3)
         wide = terms if nodes == -2 else terms.unsqueeze(-1)
@@ -515,6 +527,12 @@ def make_call(
         tensors["edge_projection"] = projection((heads, *wide["edge"], projected), generator, dtype)
     graph = SparseGraph(edge_index, num_sources=sources, num_targets=targets) if graph is None else graph
     return Call(score, graph, edge_index, targets, tensors, seed=seed, **options)
+
+
+def off_the_grid(call: Call) -> Call:
+    """The same call with a bias whose sums are not exact."""
+    bias = torch.randn(call.tensors["bias"].shape, generator=torch.Generator().manual_seed(call.seed), device="cpu")
+    return changed(call, tensors=call.tensors | {"bias": bias.to(call.tensors["bias"])})
 
 
 def with_terms(tensors: dict[str, Any], types: Tensor | None = None) -> dict[str, Any]:

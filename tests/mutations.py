@@ -26,9 +26,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 #: The folder of the C++ kernels; a mutation's text may be in any of its files.
 KERNELS = "gattn/ops/backends/cpu/csrc"
-LAYOUT = f"{KERNELS}/layout.cpp"
+LAYOUT, MEANS, MATRIX = (f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h", "matrix.h"))
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
+)
+REORDERING, TRANSFORMS, MATRIX_CALLS = (
+    f"gattn/{name}.py" for name in ("graphs/reordering", "transforms", "ops/backends/cpu/matrix")
 )
 DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PLANS, CPU, OPERATOR = (
     f"gattn/{name}"
@@ -49,7 +52,9 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PL
 
 #: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
-    KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py"],
+    KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py", "tests/ops/test_laws_of_rows.py"],
+    MEANS: ["tests/ops/test_laws_of_rows.py"],
+    MATRIX: ["tests/ops/test_laws_of_rows.py"],
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_CALLS: ["tests/ops/test_triton.py"],
@@ -64,6 +69,9 @@ TESTS = {
     KERNEL_PLANS: ["tests/ops/test_plans.py"],
     CPU: ["tests/ops/test_plans.py"],
     OPERATOR: ["tests/ops/test_plans.py"],
+    REORDERING: ["tests/test_reordering.py"],
+    TRANSFORMS: ["tests/test_transforms.py"],
+    MATRIX_CALLS: ["tests/ops/test_laws_of_rows.py"],
     EDGE_LISTS: [
         "tests/ops/test_triton.py",
         "tests/test_graphs.py",
@@ -144,8 +152,42 @@ MUTATIONS = [
         KERNELS,
         "own_value[k] * grad - «strip.load_at(delta, k) → Vec<A>{}»",
     ),
-    Mutation("tanh has another derivative", KERNELS, "y = vector_tanh(x);\n      return {y, A(1) - «y * y → y»};"),
-    Mutation("GELU's derivative lacks a term", KERNELS, "below + «x * density → Vec<A>{}»}"),
+    Mutation("tanh has another derivative", KERNELS, "y = vector_tanh(x);\n        return {y, A(1) - «y * y → y»};"),
+    Mutation("GELU's derivative lacks a term", KERNELS, "below + «x * (A(0.39894228040143268) * density) → Vec<A>{}»}"),
+    Mutation("GELU's density is not squared", KERNELS, "bounded_exp(A(-0.5) * «x * x → x»)"),
+    Mutation("the last of several vectors is left out", KERNELS, "apply_all(values, nullptr, «n * S::kVectors → n»)"),
+    Mutation("derivatives of several edges are the first's", KERNELS, "derivatives[«e → 0» * S::kVectors + k]"),
+    Mutation("kept logits are those of the first edges", KERNELS, "this->kept_logits(position[«e → 0»], b));"),
+    Mutation(
+        "the rows of a kept block are not whole", KERNELS, "is_whole = «runs[0].begins && last.ends → runs[0].begins»;"
+    ),
+    Mutation(
+        "a long row begins at its end",
+        KERNELS,
+        "this->cut_row({last.row, 0, 0, true, true}, start[0], «start[1] → start[1] - 1»,",
+    ),
+    Mutation("a hub is not rewritten", KERNELS, "if («pass.is_of_rows() && rows.num_split > 0 → false»)"),
+    Mutation("ties are kept from the end", KERNELS, "if (logit == equal && «left-- <= 0 → true»)"),
+    Mutation("a threshold stops early", KERNELS, "«if (sum_lanes(grows) == 0) break; → break;»"),
+    Mutation("entmax is sparsemax with a root", KERNELS, "return {«root * root → root», root};"),
+    Mutation(
+        "numbers beside a row count",
+        KERNELS,
+        "first_lanes_of<A>(load_part(logits + i * stride, n), «beside → Vec<A>{}», n)",
+    ),
+    Mutation("-0 is less than 0", KERNELS, "x == x ? «x + A(0) → x» :"),
+    Mutation("a mean leaves out what dropout takes", MEANS, "«finish_products(b, n); →»"),
+    Mutation("a mean is a sum", MEANS, "«acc[h] / acc_key[h] → acc[h]»"),
+    Mutation(
+        "a hub's mean is that of its last part",
+        MEANS,
+        "«acc[h] += partial(b, slot)[h] → acc[h] = partial(b, slot)[h]», acc_key",
+    ),
+    Mutation("a mean has no edges' values", MEANS, "const T* const* edges = «value_edges(b, n) → nullptr»;"),
+    Mutation("a matrix's weights are not divided", MATRIX, "return «x * scale → x»;"),
+    Mutation("a matrix's gradient has no mean", MATRIX, "derivative * («gradient - mean → gradient»)"),
+    Mutation("a matrix's rest is not differentiated", MATRIX, "const int lanes = int(«min(W, count - at) → W»);"),
+    Mutation("a matrix's entmax has another derivative", MATRIX, "derivative = «vector_sqrt(weight) → weight»;"),
     Mutation("clamped logits keep their slope", KERNELS, "y > high ? «Vec<A>{} → derivative» :"),
     Mutation("a multiplied edge is not in the key's gradient", KERNELS, "multiplies ? «other * edge → other» : other}"),
     Mutation("all edges have the first one's type", KERNELS, "type[e] = a.edge_type[edge[«e → 0»]];"),
@@ -193,14 +235,16 @@ MUTATIONS = [
     ),
     Mutation("all heads get the first head's mask", KERNELS, "a.mask_edge + «h * a.mask_head → 0»]"),
     Mutation("all of a batch get the first mask", KERNELS, "a.mask + b * «a.mask_batch → 0»;"),
-    Mutation("the backward pass forgets bias and mask", KERNELS, "terms);\n      «this->finish_logits(b, n); →»"),
+    Mutation(
+        "the backward pass forgets bias and mask", KERNELS, "«if (a.logits == nullptr) this->finish_logits(b, n); →»"
+    ),
     Mutation("all of a batch drop the same", KERNELS, "uint64_t((«b * a.edges + edge[e] → edge[e]») * H)"),
     Mutation("what dropout keeps is not scaled", KERNELS, "const A scale = A(«a.keep_scale → 1.0»);"),
-    Mutation("the value's gradient ignores dropout", KERNELS, "«kept *= load(keep + at) → kept *= A(1)»;"),
+    Mutation("the value's gradient ignores dropout", KERNELS, "a.dropout ? «kept * load(keep + at) → kept» : kept"),
     Mutation(
         "the weights' gradient ignores dropout",
         KERNELS,
-        "if (a.dropout) «product *= load(keep + at) → product *= A(1)»,",
+        "store(products + at, load(products + at) * «load(keep + at) → splat<Vec<A>>(A(1))»);",
     ),
     # ------------------------------------------------------------------------------------------------------ the softmax
     Mutation(
@@ -311,7 +355,7 @@ MUTATIONS = [
     Mutation(
         "a hub's parts are merged for the first of a batch",
         KERNELS,
-        "pass.merge(t % split, «t / split → 0»);",
+        "FOR_TASKS for (int64_t t = 0; t < split * batch; ++t) f(t % split, «t / split → 0»);",
     ),
     # ------------------------------------------------------------------------------------------------------- the layout
     Mutation("self-loops are numbered from zero", LAYOUT, "edge[at] = «number + int32_t(i) → int32_t(i)»;"),
@@ -348,7 +392,9 @@ MUTATIONS = [
     Mutation("half of the lanes are not summed", KERNELS, "return sum_lanes(«low + high → low»);"),
     Mutation("the last lane of a part is left out", KERNELS, "lane_numbers<A>() < LaneInt<A>(«n → n - 1»)"),
     Mutation("exp of minus infinity is not zero", KERNELS, "y = «x < lowest ? Vec<float>{} : y → y»;"),
-    Mutation("tanh of large arguments has no sign", KERNELS, "(«x < 0.0f ? -large : large → large»)"),
+    Mutation(
+        "tanh is bounded too early", KERNELS, "bounded(x, «splat<Vec<float>>(-87.0f) → splat<Vec<float>>(-7.0f)», splat"
+    ),
     # -------------------------------------------------------------------------------------------------- the GPU kernels
     Mutation("the scale is forgotten", TRITON, "s = «tl.sum(q * k, axis=2) * scale → tl.sum(q * k, axis=2)»"),
     Mutation("slopes are on the wrong side", TRITON, "tl.where(«z > 0 → z < 0», through, through * slope)"),
@@ -376,7 +422,11 @@ MUTATIONS = [
         TRITON,
         "through * slope)\n        return through, through, grad * «y → z»",
     ),
-    Mutation("delta is taken of the rounded output", TRITON_CALLS, "(grad_out * flat(«unrounded → out», 2))"),
+    Mutation(
+        "delta is taken of the rounded output",
+        TRITON_CALLS,
+        "unrounded = flat(«others[0] if others else out → out», 2)",
+    ),
     Mutation("gradients of grouped heads are not summed", TRITON_CALLS, "(-1, self.group)).«sum(3) → select(3, 0)»"),
     Mutation(
         "a hub's parts overlap",
@@ -395,6 +445,22 @@ MUTATIONS = [
         "parts of the vector's gradient are lost", TRITON, "range(«tl.program_id(0) → 0», num_blocks, tl.num_programs"
     ),
     Mutation("a bias gets the query's gradient", TRITON_CALLS, '"query" in tensors and «"bias" not in tensors → True»'),
+    Mutation(
+        "Newton's iteration stops at its first step",
+        TRITON,
+        "«num_growing = tl.sum(grows.to(tl.int32)) → num_growing = 0»",
+    ),
+    Mutation(
+        "a row of -inf alone is NaN",
+        TRITON,
+        'maximum = «tl.where(maximum == -float("inf"), 0.0, maximum) → maximum»  # -inf +',
+    ),
+    Mutation("each block of a row keeps equal logits", TRITON, "«num_left -= tl.sum(is_next, axis=0) → pass»"),
+    Mutation(
+        "a threshold has no gradient",
+        TRITON_CALLS,
+        "is_normalized = «call.divides or call.derivatives is not None → call.divides»",
+    ),
     Mutation("rows of one task are long", TRITON_LAYOUT, "is_long = parts > «1 → 0»"),
     Mutation("another stream does not wait", EDGE_LISTS, "«stream.wait_event(self._made) → pass»"),
     # -------------------------------------------------------------------------------------------------- complete graphs
@@ -466,6 +532,31 @@ MUTATIONS = [
         "    return «tensor._version, tensor.shape, tensor.stride() → tensor.shape, tensor.stride()»,",
     ),
     Mutation("an index of N is in range", EDGE_LISTS, "if highest «>= → >» limit:"),
+    # ------------------------------------------------------------------------------------------------- orders of nodes
+    Mutation("edges are sorted by source", REORDERING, "lexsort(«[source, target] → [target, source]»)"),
+    Mutation("the way back is the way there", REORDERING, "inverse = «permutation.argsort() → permutation»"),
+    Mutation("edges are of one direction", REORDERING, "adjacency = («adjacency + adjacency.T → adjacency»).tocsr()"),
+    Mutation("nodes are in the order of their parts' first", REORDERING, "order[«parts[order] → parts».argsort("),
+    Mutation("a data set's types share their first number", TRANSFORMS, "first = «last → 0»"),
+    Mutation("an earlier order is forgotten", TRANSFORMS, "if «name not in store → True»:"),
+    Mutation("a number of N is in range", TRANSFORMS, "row.max() «< → <=» len(numbers)"),
+    Mutation(
+        "inverse reorders once more", TRANSFORMS, "{key: «order.argsort() → order» for key, order in orders.items()}"
+    ),
+    Mutation(
+        "a second derivative has no mean", MATRIX_CALLS, "derivative * («grad - → grad + 0 *» (derivative * grad)"
+    ),
+    Mutation("a second derivative takes entmax's weights", MATRIX_CALLS, "1.0)«.sqrt() →».where"),
+    Mutation(
+        "gradients are of rows without constants",
+        MATRIX_CALLS,
+        "arguments.distribution_constants[«: len(constants)] = constants → :0] = []»",
+    ),
+    Mutation(
+        "logits are overwritten",
+        MATRIX_CALLS,
+        "_call(«logits.clone(memory_format=torch.contiguous_format) → logits.contiguous()», None",
+    ),
     # ------------------------------------------------------------------------------------------------ users' own scores
     Mutation(
         "a gathered gradient is of its last chunk",

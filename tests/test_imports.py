@@ -10,6 +10,7 @@ ORDER = (
     "models",
     "explain",
     "distributed",
+    "transforms",
     "nn",
     "attention",
     "recording",

@@ -24,6 +24,11 @@ from benchmarks.framework import parallel, reports
 from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine, unreadable
 
+NO_TABLE = (
+    "no table is made of rows that contradict each other; measure them again with --only followed by their names "
+    "(in quotes), when nothing else runs on the machine"
+)
+
 FINAL = ("ok", "out of memory", "timed out")
 """Outcomes that count as results. Cases that were wrong or failed are errors, and are tried again."""
 
@@ -44,7 +49,7 @@ class Case:
 
     def key(self) -> str:
         """What identifies the case's row."""
-        return self.key_of({**asdict(self), **self.machine()})
+        return self.key_of({**self.machine(), **asdict(self)})
 
     def checkpoint(self, folder: Path) -> Path:
         """The file of this case's checkpoint, if it is trained."""
@@ -55,9 +60,19 @@ class Case:
         """The device on which the case computes: its field `device`, if it has one."""
         return getattr(self, "device", "cpu")
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Additional environment variables of its process, set before the process starts."""
+        return {}
+
     def machine(self) -> dict[str, str]:
-        """The columns about versions and machine."""
-        return machine(self.place)
+        """The columns about versions, machine and allocator."""
+        return machine(self.place, self.environment)
+
+    @classmethod
+    def contradictions(cls, rows: Mapping[Any, Row]) -> list[str]:
+        """What cannot be true of these rows at the same time; then no table is made of them."""
+        return []
 
     @classmethod
     def key_of(cls, row: Row) -> str:
@@ -165,6 +180,9 @@ class Benchmark(Generic[C]):
             for cases in benchmark.phases():
                 failures += benchmark.execute(cases)
                 if rows := benchmark.rows(cases):
+                    if found := next(iter(rows)).contradictions(rows):
+                        failures += [*found, NO_TABLE]
+                        continue
                     try:
                         benchmark.report(rows)
                     except Exception as error:  # if no case succeeded, there may be nothing to report
@@ -231,6 +249,10 @@ class Benchmark(Generic[C]):
         noun, recorded = cases[0].noun, cases[0].recorded(self.results)
         done = {key for key, row in recorded.items() if self.is_final(row)}
         pending = parallel.of_first([case for case in cases if case.key() not in done])
+        if only := getattr(self.options, "only", None):
+            pending = [case for case in cases if any(text in str(case) for text in only)]
+            if not pending:
+                raise BenchmarkError(f"--only {' '.join(only)}: no name contains that, such as {cases[0]}")
         if count := len(cases) - len(pending):
             self.say(f"{count} of {len(cases)} {noun} are in {self.results.path} already.")
         failures = []

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, NotRequired, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
 from benchmarks.framework import processes
 from benchmarks.framework.benchmark import Case
-from benchmarks.framework.processes import Message, Show
-from benchmarks.framework.results import Row
+from benchmarks.framework.processes import BenchmarkError, Message, Show
+from benchmarks.framework.results import MEMORY, Row
 
 try:
     import resource
@@ -54,16 +54,29 @@ ROW_RESULTS = (
     *(f"gradient of {name}" for name in ("x", "query", "key", "value")),
 )
 
+TURN = 0.002
+"""What takes turns is timed in batches that take about this many seconds, if a call is shorter."""
+
+WARM_UP = 0.1
+"""Before that, each function is called for this many seconds."""
+
+Function = Callable[[], object]
+
 T = TypeVar("T")
 M = TypeVar("M", bound="Measurement")
 
 
-class Times(TypedDict):
-    """Seconds per call, as `spread` returns them, and the system's work for it."""
+class Quartiles(TypedDict):
+    """Median and quartiles."""
 
     median: float
     q1: float
     q3: float
+
+
+class Times(Quartiles):
+    """Seconds per call, as `spread` returns them, and the system's work for it."""
+
     times: list[float]
     page_faults: NotRequired[float]
     """Pages of memory per call that the system had to provide (minor page faults)."""
@@ -139,6 +152,33 @@ class Measurement(Case):
         return ""
 
     @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment of its allocator, if it has one of its own."""
+        return MEMORY[getattr(self, "allocator", "default")]
+
+    @property
+    def whole(self) -> Measurement | None:
+        """The measurement of the same peer that this one is a part of."""
+        return None
+
+    @classmethod
+    def contradictions(cls, rows: Mapping[Any, Row]) -> list[str]:
+        """Parts that took longer than their wholes: the part's median is above the whole's upper quartile."""
+        found = []
+        for case, row in rows.items():
+            pairs = [((case, row, "forward"), (case, row, "forward_backward"))]
+            if case.whole in rows:
+                pairs += [((case, row, mode), (case.whole, rows[case.whole], mode)) for mode in MODES]
+            for part, whole in pairs:
+                times, totals = (_times(row.get(mode)) for _, row, mode in (part, whole))
+                for side in times.keys() & totals.keys():
+                    if times[side]["median"] > totals[side]["q3"]:
+                        names = [f"{case}, {MODES[mode]}{side}" for case, _, mode in (part, whole)]
+                        low, high = 1000 * times[side]["median"], 1000 * totals[side]["median"]
+                        found.append(f"{names[0]} takes {low:.4g} ms, longer than {names[1]} with {high:.4g} ms")
+        return found
+
+    @property
     def has_reference(self) -> bool:
         """Whether results are compared; only yardsticks have neither a reference nor a backward pass."""
         return True
@@ -147,11 +187,6 @@ class Measurement(Case):
     def has_gradients(self) -> bool:
         """Whether the gradients are compared, too."""
         return True
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Additional environment variables of its process, set before the process starts."""
-        return {}
 
     def problem(self) -> tuple[object, ...]:
         """What is the same for all cases that share a reference; these must be adjacent."""
@@ -199,14 +234,24 @@ class Measurement(Case):
                 sizes = f"{entry['error']:.1e} of its largest element, where {entry['budget']:.1e} is allowed"
                 return {"outcome": "WRONG", "reason": f"{name} is off by {sizes}"}
         del results
-        for mode in MODES if computation.leaves else ("forward",):
-            row[mode] = timed(getattr(computation, mode), self.repeats, self.seconds, self.place)
-        return row
+        return {**row, **self.times(computation)}
+
+    def times(self, computation: Computation) -> Row:
+        """The times of a computation whose results are right."""
+        modes = MODES if computation.leaves else ("forward",)
+        return {mode: timed(getattr(computation, mode), self.repeats, self.seconds, self.place) for mode in modes}
 
     @classmethod
     def result_of(cls, row: Row) -> type:
         """The columns of a measurement, or of one that failed."""
         return cls.result if row.get("outcome") == "ok" else Failed
+
+
+def _times(column: Any) -> dict[str, Any]:
+    """The times in a row's column: one, or one of each side that took turns."""
+    if not isinstance(column, dict):
+        return {}
+    return {"": column} if "median" in column else {f" ({side})": column[side] for side in ("ours", "theirs")}
 
 
 def measured(cases: Sequence[M], timeout: float) -> Generator[Message[M], None, None]:
@@ -216,6 +261,10 @@ def measured(cases: Sequence[M], timeout: float) -> Generator[Message[M], None, 
         cases: The measurements.
         timeout: The seconds after which a process is ended.
     """
+    for case in cases:
+        named, found = getattr(case, "allocator", None), case.machine()["allocator"]
+        if named not in (None, found):  # variables of this process reach those that it starts
+            raise BenchmarkError(f"{case} would be measured with {found}: unset the variables of the allocator first")
     with tempfile.TemporaryDirectory() as folder:
         path, problem, row = Path(folder) / "reference.pt", None, {"outcome": "ok"}
         for case in cases:
@@ -460,6 +509,51 @@ def timed(function: Callable[[], object], repeats: int, seconds: float, device: 
     return {**spread(times), **per_call}  # type: ignore[typeddict-item] # the two optional ones
 
 
+def turns(functions: Sequence[Function], rounds: int, seconds: float) -> list[list[float]]:
+    """Seconds per call of each function in each round, without garbage collection; each second round is backwards.
+
+    No further round begins after this many seconds, once `MIN_REPEATS` are done.
+    """
+    sides = [(function, calls_per_batch(function), list[float]()) for function in functions]
+    was_collecting, start = gc.isenabled(), time.perf_counter()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(max(rounds, MIN_REPEATS)):
+            if number >= MIN_REPEATS and time.perf_counter() - start >= seconds:
+                break
+            for function, calls, times in sides if number % 2 == 0 else reversed(sides):
+                before = time.perf_counter_ns()
+                for _ in range(calls):
+                    function()
+                times.append((time.perf_counter_ns() - before) / (1e9 * calls))
+    finally:
+        if was_collecting:
+            gc.enable()
+    return [times for _, _, times in sides]
+
+
+def calls_per_batch(function: Function) -> int:
+    """The number of calls that take about `TURN` seconds, after a warm-up."""
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < MIN_REPEATS or time.perf_counter() - start < WARM_UP:
+        times.append(duration(function))
+    return math.ceil(TURN / max(statistics.median(times), 1e-9))
+
+
+def with_gradients(computation: Computation) -> Function:
+    """The forward and the backward pass, without the names of the results, which take time."""
+    leaves = list(computation.leaves.values())
+    return lambda: torch.autograd.grad(computation.call(), leaves, computation.grad)
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Median and quartiles of two or more numbers."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "q1": low, "q3": high}
+
+
 def usage(device: str) -> dict[str, float]:
     """What the system has done for this process so far; irrelevant if a GPU computes."""
     if device != "cpu" or resource is None:
@@ -470,10 +564,7 @@ def usage(device: str) -> dict[str, float]:
 
 def spread(times: Sequence[float]) -> Times:
     """Median and quartiles, and the first few times themselves."""
-    low, middle, high = statistics.quantiles(times if len(times) > 1 else [*times, *times], n=4, method="inclusive")
     return {
-        "median": middle,
-        "q1": low,
-        "q3": high,
+        **quartiles(times if len(times) > 1 else [*times, *times]),
         "times": [float(f"{seconds:.4g}") for seconds in times[:KEPT_TIMES]],
     }

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from benchmarks.framework.results import ALLOCATORS
+
 MOST = 1024
 """The largest number of threads and of processes."""
 
@@ -59,7 +61,7 @@ def device(text: str) -> str:
 
 
 def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, duration: float = 10.0) -> None:
-    """Adds the options of a benchmark that measures: `--threads --repeats --seconds --timeout --out`.
+    """Adds the options of a benchmark that measures: `--threads --repeats --seconds --timeout --only --out`.
 
     Args:
         parser: The parser.
@@ -79,7 +81,25 @@ def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, 
     add("--seconds", type=seconds, default=duration, help=text)
     text = "seconds after which a process is ended (default: %(default)g)"
     add("--timeout", type=seconds, default=1200.0, help=text)
+    add_only(parser)
     add("--out", type=folder, default=Path("runs") / name, help="folder of results (default: %(default)s)")
+
+
+def add_allocator(parser: argparse.ArgumentParser, default: str | None = "both", text: str = "both") -> None:
+    """Adds `--allocator`, of which `allocators` makes names; the text says what the default is."""
+    help_text = f"how glibc treats freed memory (default: {text})"
+    parser.add_argument("--allocator", default=default, choices=("both", *ALLOCATORS), help=help_text)
+
+
+def allocators(options: argparse.Namespace) -> tuple[str, ...]:
+    """The allocators that `--allocator` chooses."""
+    return tuple(ALLOCATORS) if options.allocator == "both" else (options.allocator,)
+
+
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """Adds `--only`, which `Benchmark.execute` reads."""
+    text = "measure only what contains one of these texts in its name, and measure it again if it has a row already"
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help=f"{text} (default: what has no row)")
 
 
 def add_saving(parser: argparse.ArgumentParser) -> None:

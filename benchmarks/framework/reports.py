@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.framework.results import Row, replace_file
+from benchmarks.framework.results import Row, kernels, replace_file
 
 #: A line of a table: column names and texts.
 Line = dict[str, str]
@@ -56,10 +56,13 @@ def machines(rows: Iterable[Row], columns: Sequence[str], rest: str) -> list[str
         columns: The columns that are shown with their names, if a row has them.
         rest: A format string for further columns of the row.
     """
-    described = {
-        ", ".join(f"{name} {row[name]}" for name in columns if name in row) + rest.format(**row) for row in rows
-    }
-    return sorted(described)
+    described, others, count = set(), 0, 0
+    for row in rows:
+        named = ", ".join(f"{name} {row[name]}" for name in (*columns, "kernels") if name in row)
+        described.add(named + rest.format(**row))
+        others, count = others + (row.get("kernels") not in (kernels("cpu"), kernels("cuda"))), count + 1
+    older = f"**Older than the code**: {others} of {count} rows are of other kernels than those in this repository."
+    return [*[older] * (others > 0), *sorted(described)]
 
 
 def mean_and_deviation(values: Sequence[float], alone: str = "", digits: int = 1) -> str:

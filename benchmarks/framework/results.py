@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -11,11 +12,11 @@ import reprlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
@@ -31,10 +32,34 @@ except ImportError:  # on Windows
 Row = dict[str, Any]
 
 #: The columns that `machine` adds to every row; versions of further packages are also texts.
-Machine = TypedDict("Machine", {"machine": str, "python": str, "gattn": str, "torch": str, "torch-geometric": str})
+Machine = TypedDict(
+    "Machine",
+    {
+        "machine": str,
+        "python": str,
+        "gattn": str,
+        "torch": str,
+        "torch-geometric": str,
+        "allocator": NotRequired[str],  # older rows lack this and the next one
+        "kernels": NotRequired[str],
+    },
+)
 
 VERSIONS = ("gattn", "torch", "torch-geometric", "machine")
 """The columns that distinguish rows of different versions or machines."""
+
+ALLOCATORS = {
+    "default": {},
+    "kept": {
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**34),
+        "MALLOC_TOP_PAD_": str(2**28),
+    },
+}
+"""The environment that tells glibc how to treat freed memory when a process starts: its defaults, or keep all of it."""
+
+MEMORY = {**ALLOCATORS, "huge": {**ALLOCATORS["kept"], "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
+"""Also: keep it in huge pages."""
 
 #: A dataclass or a `TypedDict` with the fields of a row, or a function that chooses one for a row.
 Kind = type | Callable[[Row], type]
@@ -268,8 +293,17 @@ def _open_locked(path: Path) -> int:
 # The machine ---------------------------------------------------------------------------------------------------------
 
 
-def machine(device: str = "cpu") -> dict[str, str]:
-    """The machine and the versions with which results are measured."""
+SOURCES = (".py", ".cpp", ".h", ".txt")
+"""The suffixes of the files that kernels are made of."""
+
+
+def machine(device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """The machine, the versions and the allocator with which results are measured.
+
+    Args:
+        device: Where they are computed. (default: `"cpu"`)
+        environment: The variables that are set in addition to those of this process. (default: none)
+    """
     packages = {"gattn": gattn.__version__}
     is_gpu = device.startswith("cuda")
     for package in ("torch", "torch-geometric", "torch-scatter", "dgl", *["triton"] * is_gpu):
@@ -284,7 +318,32 @@ def machine(device: str = "cpu") -> dict[str, str]:
         "python": platform.python_version(),
         **packages,
         **gpu,
+        "allocator": allocator({**os.environ, **environment}),
+        "kernels": kernels(device),
     }
+
+
+def allocator(environment: Mapping[str, str]) -> str:
+    """A name in `MEMORY`, or the variables that choose another allocator or other settings, without folders."""
+    chosen = {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD")
+    }
+    known = [name for name, settings in MEMORY.items() if settings == chosen]
+    return known[0] if known else ", ".join(f"{name}={value.rpartition('/')[2]}" for name, value in chosen.items())
+
+
+@cache
+def kernels(device: str = "cpu") -> str:
+    """A digest of the sources of gattn's backends, without those of the other kind of device."""
+    folder, other = Path(gattn.__file__).parent / "ops" / "backends", "cpu" if device.startswith("cuda") else "triton"
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if name.parts[0] != other and path.suffix in SOURCES:
+            digest.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 @cache

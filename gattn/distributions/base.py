@@ -79,6 +79,11 @@ class Distribution:
         """How the kernels know it; `None` if they do not."""
         return None
 
+    @classmethod
+    def from_law(cls, law: Law) -> Distribution:
+        """The distribution of this class that the kernels know as `law`."""
+        return cls()
+
     def of_matrix(self, logits: Tensor) -> Tensor | None:
         """The weights of all pairs of nodes, from logits `[..., N, M]`; `None` if it requires a list of edges."""
         return None

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from gattn.distributions.base import Distribution
+from gattn.distributions.base import Distribution, Law
 from gattn.distributions.softmax import segment_reduce, softmax
 from gattn.errors import InputError, InputTypeError, is_integer
 
 __all__ = ["Entmax15", "Sparsemax", "TopK"]
+
+
+#: No row has more edges than this.
+_MOST = 2**53
 
 
 class _Rows:
@@ -151,6 +155,10 @@ class Sparsemax(_ExactZeros):
         tensor([0.7500, 0.2500, 0.0000])
     """
 
+    def law(self) -> Law:
+        """See `Distribution.law`."""
+        return Law("sparsemax")
+
     def _of(self, logits: Tensor, rows: _Rows | _Columns) -> Tensor:
         z = _from_maximum(logits, rows)
         with torch.no_grad():
@@ -179,6 +187,10 @@ class Entmax15(_ExactZeros):
         >>> gattn.Entmax15().weights(logits, index, num_targets=1, dim=0).flatten()
         tensor([0.6740, 0.3260, 0.0000])
     """
+
+    def law(self) -> Law:
+        """See `Distribution.law`."""
+        return Law("entmax15")
 
     def _of(self, logits: Tensor, rows: _Rows | _Columns) -> Tensor:
         z = _from_maximum(logits, rows) / 2
@@ -228,9 +240,18 @@ class TopK(_ExactZeros):
             raise error(f"TopK's k must be a positive integer, the number of neighbours to keep; got {k!r}.")
         self.k = k
 
+    def law(self) -> Law:
+        """See `Distribution.law`."""
+        return Law("top_k", (float(min(self.k, _MOST)),))
+
+    @classmethod
+    def from_law(cls, law: Law) -> TopK:
+        """See `Distribution.from_law`."""
+        return cls(int(law.constants[0]))
+
     def _of(self, logits: Tensor, rows: _Rows | _Columns) -> Tensor:
         by_size = rows.sort(logits.detach())
-        kept = by_size.back(by_size.rank < self.k)
+        kept = by_size.back(by_size.rank < min(self.k, _MOST))
         # A NaN spreads to its whole row, as it does in the softmax.
         logits = logits.masked_fill(~kept & ~logits.isnan(), -torch.inf)
         if isinstance(rows, _Rows):

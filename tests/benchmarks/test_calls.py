@@ -8,8 +8,10 @@ import torch
 
 from benchmarks import calls
 from benchmarks.call_cases import CALLS, Draw
-from benchmarks.calls import Calls, Case, in_turns, with_gradients
-from benchmarks.kernel_cases import ALLOCATORS
+from benchmarks.calls import Calls, Case, in_turns
+from benchmarks.framework import measuring
+from benchmarks.framework.measuring import with_gradients
+from benchmarks.framework.results import ALLOCATORS
 
 QUICK = ["--allocator", "default", "--repeats", "4", "--seconds", "0.1"]
 
@@ -17,7 +19,7 @@ QUICK = ["--allocator", "default", "--repeats", "4", "--seconds", "0.1"]
 @pytest.fixture
 def run(tmp_path, one_process, monkeypatch):
     """Runs the benchmark for a short time; returns its rows."""
-    monkeypatch.setattr(calls, "WARM_UP", 0.01)
+    monkeypatch.setattr(measuring, "WARM_UP", 0.01)
 
     def run(*arguments):
         Calls.main([*QUICK, *arguments, "--out", str(tmp_path)])
@@ -58,7 +60,7 @@ def test_a_wrong_result_of_either_side_is_not_timed(name, is_ours, run, tmp_path
 
 
 def test_both_sides_take_turns_without_garbage_collection(monkeypatch):
-    monkeypatch.setattr(calls, "calls_per_batch", lambda function: 2)
+    monkeypatch.setattr(measuring, "calls_per_batch", lambda function: 2)
     called = []
     found = in_turns(lambda: called.append(("ours", gc.isenabled())), lambda: called.append(("theirs", False)), 4, 9.0)
     assert [name for name, _ in called[::2]] == ["ours", "theirs", "theirs", "ours"] * 2
@@ -70,9 +72,9 @@ def test_both_sides_take_turns_without_garbage_collection(monkeypatch):
 
 @pytest.mark.parametrize(("units", "seconds", "rounds"), [(1, 9.0, 4), (5, 9.0, 4), (1, 0.0, 3)])
 def test_times_and_their_ratio(units, seconds, rounds, monkeypatch):
-    monkeypatch.setattr(calls, "calls_per_batch", lambda function: 2)
+    monkeypatch.setattr(measuring, "calls_per_batch", lambda function: 2)
     clock = [0]
-    monkeypatch.setattr(calls.time, "perf_counter_ns", lambda: clock[0])
+    monkeypatch.setattr(measuring.time, "perf_counter_ns", lambda: clock[0])
 
     def work(duration):
         clock[0] += duration

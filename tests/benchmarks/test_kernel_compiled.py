@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import kernel_compiled
 from benchmarks.framework.results import ResultsFile
-from benchmarks.kernel_compiled import GPU, PASSES, Compilation, Mesh, edge_loop, least_bytes, moved_bytes
+from benchmarks.kernel_compiled import GPU, PASSES, ROWS, Compilation, Mesh, edge_loop, least_bytes, moved_bytes
 from benchmarks.kernels import Kernels
 
 pytest.importorskip("triton", "3.7")
@@ -93,7 +93,8 @@ def test_options(capsys):
     parsed = Kernels.parse(["--device", "cuda", "--compile-only", "--layers", "gat", "--architectures", "90"])
     cases = Kernels(parsed, None, None).cases()
     assert {(case.layer, case.architecture) for case in cases} == {("gat", 90)}
-    assert {case.kernel for case in cases} == set(PASSES)
+    assert {case.kernel for case in cases} == {*PASSES, *ROWS}
+    assert {case.edge_features for case in cases if case.kernel in ROWS} == {False}
     assert {case.dtype for case in cases} == {"float32", "bfloat16"}
     for wrong, words in (([], "only with --device cuda"), (["--device", "cuda", "--peers", "pyg"], "--peers is for")):
         with pytest.raises(SystemExit):

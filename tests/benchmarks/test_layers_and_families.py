@@ -6,8 +6,9 @@ import pytest
 
 import gattn
 from benchmarks import families, layers
+from benchmarks.framework import measuring
 from benchmarks.framework.measuring import check
-from benchmarks.kernel_cases import SHAPES
+from benchmarks.kernel_cases import SHAPES, Shape
 from benchmarks.training import Train
 
 
@@ -15,16 +16,40 @@ def read_rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-QUICK = ["--shape", "tiny", "--allocator", "default", "--threads", "1", "--repeats", "2", "--seconds", "0.1"]
+QUICK = ["--allocator", "default", "--threads", "1", "--repeats", "2", "--seconds", "0.02"]
 
 
-def test_every_layer_is_measured_and_agrees_with_pygs(tmp_path):
-    layers.Layers.main([*QUICK, "--out", str(tmp_path)])
+@pytest.fixture
+def small(monkeypatch, one_process):
+    """Short turns without garbage collection, and a complete graph of ten nodes."""
+    monkeypatch.setattr(measuring, "WARM_UP", 0.001)
+    monkeypatch.setattr(measuring.gc, "collect", lambda: None)
+    monkeypatch.setattr(measuring, "peak_above", lambda function, device: (function(), 10**6))
+    monkeypatch.setitem(families.SHAPES, "complete", Shape("complete", 10, 100, 8, 8))
+
+
+def test_every_layer_is_measured_and_agrees_with_pygs(tmp_path, small, capsys):
+    peers = ["gattn", "pyg", "pyg-sorted"]
+    layers.Layers.main([*QUICK, "--shape", "tiny", "--peers", *peers, "--out", str(tmp_path)])
     rows = read_rows(tmp_path / "runs.jsonl")
-    assert {(row["layer"], row["peer"]) for row in rows} == {(x, y) for x in layers.LAYERS for y in ("gattn", "pyg")}
+    measured = {(layer, peer) for layer in layers.LAYERS for peer in peers}
+    measured -= {("HGTConv, 5 and 10 types", "pyg-sorted")}
+    assert {(row["layer"], row["peer"]) for row in rows} == measured | {("gather", "embedding_bag")}
     assert {row["outcome"] for row in rows} == {"ok"}
-    table = (tmp_path / "table.md").read_text()
-    assert all(name in table for name in layers.LAYERS)
+    assert "…" not in capsys.readouterr().out  # which would be cut
+    for name in ("table.md", "forward.md", "memory.md"):
+        table = (tmp_path / name).read_text()
+        assert all(name in table for name in layers.LAYERS)
+    assert "× PyG's best, default allocator" in (tmp_path / "table.md").read_text()
+
+
+def test_what_takes_long_is_measured_with_memory_kept():
+    def peers(allocator):
+        options = layers.Layers.parse(["--layers", "AGNNConv", "--allocator", allocator])
+        return [case.peer for case in layers.Layers(options, None, None).cases()]
+
+    assert peers("default") == ["embedding_bag", "gattn", "pyg", "pyg-compile"]
+    assert {"pyg-sorted", "pyg-sorted-compile"} < set(peers("kept"))
 
 
 class Wrong(gattn.nn.AGNNConv):
@@ -43,14 +68,38 @@ def test_a_wrong_layer_is_found(layer, is_right, monkeypatch):
     assert all(entry["error"] <= entry["budget"] for entry in errors.values()) == is_right
 
 
-@pytest.mark.slow  # a process for each of some thirty families
-def test_every_family_is_measured_and_agrees_with_the_reference(tmp_path):
-    quick = [option for option in QUICK if option not in ("--allocator", "default")]
-    families.Families.main([*quick, "--out", str(tmp_path)])
+def test_every_family_is_measured_and_agrees_with_the_reference(small, tmp_path):
+    families.Families.main([*QUICK, "--shapes", "tiny", "complete", "--out", str(tmp_path)])
     rows = read_rows(tmp_path / "runs.jsonl")
-    assert {row["family"] for row in rows} == {"gather", *families.FAMILIES}
+    assert [row["family"] for row in rows] == [*families.FAMILIES, *families.USUAL["complete"]]
     assert {row["outcome"] for row in rows} == {"ok"}
-    assert "× nearest" in (tmp_path / "table.md").read_text()
+    for row in rows:
+        is_base = families.FAMILIES[row["family"]].base == row["family"]
+        for mode in measuring.MODES:
+            assert is_base == ("of_base" not in row[mode])
+            assert row[mode]["gathers"]["median"] > 0
+    table = (tmp_path / "table.md").read_text()
+    assert "| complete | GATv2, ELU | GATv2 |" in table
+
+
+def test_ratios_are_of_the_same_rounds_and_bytes(monkeypatch):
+    """A machine that slows down between rounds changes no ratio."""
+    monkeypatch.setattr(families, "turns", lambda *args: [[2.0, 4.0, 6.0], [1.0, 2.0, 3.0], [0.5, 1.0, 1.5]])
+    case = families.Case(SHAPES["tiny"][0], "gates of ResGatedGraphConv", 1, 3, 0.1, "kept")
+    times = case.times(case.computation())
+    line = families.line_of(case, {"outcome": "ok", "peak_bytes": 1, **times})
+    assert line["forward, × base"] == line["forward + backward, × base"] == "2.00× (2.00–2.00)"
+    assert line["forward, gathers"] == "4.0"
+    # Ten nodes and 30 edges; rows of 256 bytes, and an index of 8 bytes per edge and pass.
+    of_gat, of_gates = (30 * (gathered * 256 + 8) + 10 * streamed * 256 for gathered, streamed in ((1, 1), (2, 2)))
+    assert line["forward, per byte"] == f"{2 * of_gat / of_gates:.2f}×"
+
+
+def test_families_of_each_shape():
+    cases = families.Families(families.Families.parse([]), None, None).cases()
+    found = {shape: [case.family for case in cases if case.shape.name == shape] for shape in families.USUAL}
+    assert found == {shape: list(names) for shape, names in families.USUAL.items()}
+    assert {case.allocator for case in cases} == {"kept"}
 
 
 @pytest.mark.parametrize("task", ["typed"])

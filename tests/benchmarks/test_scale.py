@@ -8,7 +8,9 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 
+import gattn
 from benchmarks import scale
 from benchmarks.framework.measuring import check
 
@@ -103,6 +105,95 @@ def test_shuffled_communities_are_the_same_graph():
     assert not torch.equal(*(shuffled // scale.COMMUNITY))
     degrees = [[row.bincount(minlength=3000).sort().values for row in edges] for edges in (ordered, shuffled)]
     torch.testing.assert_close(*degrees)
+
+
+@pytest.mark.slow
+def test_reordered_steps_agree_with_float64(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale.Scale, "unordered", lambda self: scale.unordered(1500)[1:2])
+    options = ["--parts", "reordered", "--methods", "none", "rcm", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    scale.Scale.main(options)
+    rows = read_rows(tmp_path)
+    assert {row["outcome"] for row in rows} == {"ok"}
+    assert all(("ordering" in row) == (row["method"] == "rcm") for row in rows)
+    assert not (tmp_path / "table.md").exists()
+    scale.Scale.main(options)
+    assert read_rows(tmp_path) == rows
+
+
+def reordered(graph, method):
+    return scale.Reordered(graph, "reordered", "gattn", 1, 2, 0.1, "default", 8, method)
+
+
+@pytest.mark.parametrize("graph", scale.unordered(500)[:3], ids=lambda graph: graph.name)
+@pytest.mark.parametrize("method", ["rcm", "degree"])
+def test_an_order_changes_no_result(graph, method):
+    before, after = reordered(graph, "none"), reordered(graph, method)
+    assert before.problem() == after.problem()
+    assert before._draw()[0].shape == (2, graph.edges)
+    results, expected = (case._drawn().forward_backward() for case in (after, before))
+    for name, result in results.items():
+        torch.testing.assert_close(result, expected[name], rtol=1e-4, atol=1e-4)
+    permutation = after._reorder(after._draw()[0]).permutation
+    assert not torch.equal(permutation, torch.arange(graph.nodes))
+
+
+def test_photo_is_the_data_set(load):
+    data, graph = load("photo"), scale.unordered(500)[3]
+    assert torch.equal(reordered(graph, "none")._draw()[0], data.edge_index)
+    assert (graph.nodes, graph.edges) == (data.num_nodes, data.num_edges)
+
+
+def test_the_table_of_orders(tmp_path):
+    graph = scale.unordered(1500)[1]
+    times = {
+        name: {"q1": seconds, "median": seconds, "q3": seconds}
+        for name, seconds in (("before", 0.3), ("after", 0.2), ("ordering", 0.35))
+    }
+    versions = dict.fromkeys(("gattn", "torch", "torch-geometric", "machine", "python"), "1")
+    row = {"outcome": "ok", "threads": 1, "memory": 8, **versions}
+    arguments = ["--parts", "reordered", "--out", str(tmp_path)]
+    with scale.Scale.session(scale.Scale.parse(arguments), Console(quiet=True)) as benchmark:
+        benchmark.report(
+            {
+                reordered(graph, "none"): {**row, "forward_backward": times["before"]},
+                reordered(graph, "rcm"): {**row, "forward_backward": times["after"], "ordering": times["ordering"]},
+            }
+        )
+    table = (tmp_path / "reordered.md").read_text()
+    assert "| mesh | 1,444 | 12,544 | default | none | – | 300 (300–300) | 1.00× | – |" in table
+    assert "| mesh | 1,444 | 12,544 | default | rcm | 350 (350–350) | 200 (200–200) | 1.50× | 4 |" in table
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ((3.0, 2.0, 1.0), "3"),
+        ((2.5, 2.0, 1.0), "3"),
+        ((0.1, 2.0, 1.0), "1"),
+        ((1.0, 1.0, 1.0), "never"),
+        ((None, 2.0, 1.0), "–"),
+        ((1.0, None, 1.0), "–"),
+        ((1.0, 2.0, None), "–"),
+    ],
+)
+def test_when_an_order_pays_off(times, expected):
+    assert scale.pays_off(*times) == expected
+
+
+def test_what_cannot_be_reordered_is_left_out(tmp_path, monkeypatch):
+    def unavailable(name):
+        raise gattn.datasets.DatasetUnavailableError(f"{name} is missing")
+
+    monkeypatch.setattr(scale.gattn.datasets, "load", unavailable)
+    monkeypatch.setattr(scale.importlib.util, "find_spec", lambda name: None)
+    arguments = ["--parts", "reordered", "--quick", "--out", str(tmp_path)]
+    with scale.Scale.session(scale.Scale.parse(arguments), Console(quiet=True)) as benchmark:
+        cases = benchmark.cases()
+        assert benchmark.skipped.keys() == {"metis", "photo"}
+    assert {case.method for case in cases} == {"none", "rcm", "degree"}
+    assert {case.graph.name for case in cases} == {"power law", "mesh", "communities"}
+    with pytest.raises(SystemExit, match="pip install pymetis"):
+        scale.Scale.main([*arguments, "--methods", "metis"])
 
 
 def test_exponents_compare_with_a_tenth():

@@ -9,8 +9,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from benchmarks.kernel_compiled import PASSES, Compilation, analyse, build, collected, launches
-from gattn import AdditiveScore, DotScore, GATScore, attend
+from benchmarks.kernel_compiled import PASSES, ROWS, Compilation, analyse, build, collected, launches
+from gattn import AdditiveScore, DotScore, GATScore, TopK, attend
 from gattn.nn import GATv2Conv, TransformerConv
 from gattn.ops.backends.triton import layout
 from gattn.testing import random_edge_index
@@ -58,16 +58,38 @@ def test_all_kernels_compile(architecture, score, dtype, has_terms, monkeypatch)
         dropout=0.3 if has_terms else 0.0,
         weights=has_terms,
     )
-    with collected() as found:
-        call.results("triton")
+    found = all_compiled(call, architecture)
     # Weights with gradients are summed by target, too.
     without = {"backward_by_target"} if score == "gat without query" and not has_terms else set()
-    assert {launch.kernel.__name__ for launch in found} == KERNELS - without
+    assert found == KERNELS - without
+
+
+@pytest.mark.parametrize(
+    ("architecture", "distribution", "kernel", "dtype"),
+    [
+        (90, "sparsemax", "subtract_threshold", "bfloat16"),
+        (80, "top_k", "keep_largest", "float32"),
+        pytest.param(100, "entmax15", "subtract_threshold", "float64", marks=slow),
+        pytest.param(90, "top_k", "keep_largest", "float64", marks=slow),
+    ],
+)
+def test_kernels_of_whole_rows_compile(architecture, distribution, kernel, dtype, monkeypatch):
+    monkeypatch.setattr(layout, "LONG_ROW", 4)
+    options = {"heads": 3, "channels": 24, "value_channels": 40, "terms": ("bias",), "distribution": distribution}
+    call = make_call("dot", random_edge_index(9, 7, 60, hub=0.5), 9, 7, dtype=getattr(torch, dtype), **options)
+    assert all_compiled(call, architecture) == {*KERNELS, kernel}
+
+
+def all_compiled(call, architecture):
+    """Compiles every kernel that a call launches, and returns their names."""
+    with collected() as found:
+        call.results("triton")
     for launch in found:
         binary = build(launch, architecture)
         assert f".target sm_{architecture}" in binary.asm["ptx"]
         assert "atom." not in binary.asm["ptx"]
         assert binary.asm["cubin"]
+    return {launch.kernel.__name__ for launch in found}
 
 
 #: Heads and channels whose rows are loaded 16 bytes a thread, and others.
@@ -102,6 +124,18 @@ def test_the_loop_over_edges(layer, width, has_edges, dtype, kernel):
     if width in DENSE and not (layer == "gat" and kernel == "backward_by_target"):
         is_padded = width == (3, 24)
         assert (" × 64" if is_padded and dtype == "bfloat16" else " × 128") in found["loads"]
+
+
+@pytest.mark.parametrize("kernel", ROWS)
+@pytest.mark.parametrize("width", [(8, 8), *(pytest.param(width, marks=slow) for width in ((1, 8), (3, 24), (64, 8)))])
+def test_the_loop_of_kernels_of_whole_rows(width, kernel):
+    case = Compilation("gat", *width, False, "float32", 90, kernel)
+    (launch,) = (launch for launch in launches(case) if launch.kernel.__name__ == kernel)
+    found = analyse(case, launch)
+    assert found["spilled_bytes"] == 0
+    assert found["barriers"] <= 1  # the edges' numbers change threads, within a warp
+    assert found["bytes"] <= 1.15 * found["least_bytes"]
+    assert found["bytes"] >= 0.85 * found["least_bytes"]
 
 
 def variants(launches):
@@ -175,10 +209,15 @@ def test_minibatches_compile_nothing_anew(call):
 
 def test_sizes_are_not_compiled_in():
     """Every argument that is no tensor and no constant is one that Triton does not specialize on."""
-    for score in (DotScore(), AdditiveScore(torch.ones(2, 4))):
+    for score, distribution in (
+        (DotScore(), "sparsemax"),
+        (DotScore(), TopK(2)),
+        (AdditiveScore(torch.ones(2, 4)), "softmax"),
+    ):
         x = torch.randn(5, 2, 4, requires_grad=True)
+        options = {"score": score, "distribution": distribution, "backend": "triton"}
         with collected() as found:
-            attend(x, x, x, random_edge_index(5, 5, 9), score=score, backend="triton").sum().backward()
+            attend(x, x, x, random_edge_index(5, 5, 9), **options).sum().backward()
         for launch in found:
             for parameter in launch.kernel.params:
                 value = launch.arguments[parameter.name]

@@ -25,15 +25,18 @@ from tests.cases import (
     DTYPES,
     KERNEL_SCORES,
     SCORES,
+    SPARSE,
     TERMS,
     changed,
     compare,
     equal,
     make_score,
+    off_the_grid,
     on_device,
     pairs,
 )
 from tests.ops import fuzz
+from tests.ops.laws_shared import LAWS, check_a_nan, check_missing_and_infinite_logits, check_ties
 
 pytest.importorskip("triton", "3.7", reason="older interpreters do not know NumPy 2.4")
 
@@ -229,6 +232,67 @@ class TestAgainstTheReference:
     def test_random_calls(self, first):
         for seed in range(first, first + 20):
             fuzz.case(seed, "triton")
+
+
+class TestSparseDistributions:
+    @pytest.mark.parametrize("distribution", SPARSE)
+    def test_the_kernels_know_it(self, distribution):
+        """Otherwise PyTorch would compute the weights, and be right."""
+        assert kernels.Triton().knows_law(SPARSE[distribution](None).law())
+
+    @pytest.mark.parametrize(
+        ("distribution", "score", "dtype", "terms", "batch", "weights", "p"),
+        slow(
+            pairs(
+                SPARSE,
+                SCORES,
+                DTYPES,
+                (TERMS, ("bias",), ("edge", "bias"), ("bias", "edge_value")),
+                ((), (2,)),
+                ("dropped", True, False),
+                (0.4, 0.0),
+            ),
+            6,
+        ),
+    )
+    def test_against_the_reference(self, distribution, score, dtype, terms, batch, weights, p):
+        """Rows of more than four edges are split, but rewritten as a whole."""
+        options = {"dtype": dtype, "terms": terms, "batch": batch, "weights": weights, "dropout": p}
+        call = make_call(
+            score, random_edge_index(6, 8, 30, hub=0.4), 6, 8, heads=2, channels=3, value_channels=2, **options
+        )
+        compare(off_the_grid(changed(call, distribution=distribution, mask=torch.rand(30, 2) < 0.8)), "triton")
+
+    @pytest.mark.parametrize("distribution", slow(["entmax15", "sparsemax", "top_k"], 1))
+    def test_one_tensor_in_two_places_and_grouped_heads(self, distribution):
+        options = {"heads": 4, "key_heads": 2, "channels": 3, "value_channels": 3, "dropout": 0.3}
+        call = make_call("dot", random_edge_index(6, 8, 30, hub=0.4), 6, 8, **options)
+        call = off_the_grid(changed(call, distribution=distribution))
+        call.tensors["value"], call.tensors["edge_value"] = call.tensors["key"], call.tensors["edge"]
+        compare(call, "triton")
+
+    @pytest.mark.parametrize("distribution", slow(["sparsemax", "entmax15", "top_k"], 1))
+    def test_added_loops_in_the_other_flow(self, distribution):
+        edges = random_edge_index(5, 6, 20)
+        graph = SparseGraph(edges.flip(0), num_sources=5, num_targets=6, self_loops=True, flow="target_to_source")
+        edges = add_self_loops(remove_self_loops(edges)[0], num_nodes=5)[0]
+        options = {"heads": 2, "channels": 2, "value_channels": 2, "dropout": 0.3, "batch": (2,)}
+        call = make_call("gat", edges, 5, 6, graph=graph, distribution=distribution, **options)
+        compare(off_the_grid(call), "triton")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("distribution", LAWS, ids=repr)
+    def test_ties_in_rows_of_several_blocks(self, distribution, dtype):
+        """A block has sixteen edges here."""
+        check_ties("triton", distribution, dtype, heads=16)
+
+    @pytest.mark.parametrize("distribution", SPARSE)
+    def test_missing_and_infinite_logits(self, distribution):
+        check_missing_and_infinite_logits("triton", distribution)
+
+    @pytest.mark.parametrize("distribution", SPARSE)
+    def test_a_nan_shows_in_its_row_and_head(self, distribution):
+        check_a_nan("triton", distribution, 6)
 
 
 class TestBlocks:
@@ -532,7 +596,7 @@ class TestCapture:
         return capture
 
     @staticmethod
-    def call(self_loops, edges=None, **options):
+    def call(self_loops, edges=None, distribution="softmax", **options):
         edges = random_edge_index(6, 6, 30, hub=0.5) if edges is None else edges
         graph = SparseGraph(edges, num_sources=6, num_targets=6, self_loops=self_loops)
         options = {"heads": 2, "channels": 3, "value_channels": 2, "terms": (), **options}
@@ -545,6 +609,7 @@ class TestCapture:
             out = attend(
                 graph=graph,
                 score=score,
+                distribution=distribution,
                 dropout=0.4,
                 training=True,
                 return_weights=weights,
@@ -557,12 +622,18 @@ class TestCapture:
 
         return run
 
-    @pytest.mark.parametrize("self_loops", [False, True])
-    @pytest.mark.parametrize("batch", [(), (2,)])
-    def test_forward_and_backward(self, self_loops, batch, capture, monkeypatch):
+    @pytest.mark.parametrize(
+        ("self_loops", "batch", "distribution"),
+        [
+            *itertools.product([False, True], [(), (2,)], ["softmax"]),
+            (True, (2,), "sparsemax"),
+            (True, (2,), gattn.TopK(2)),
+        ],
+    )
+    def test_forward_and_backward(self, self_loops, batch, distribution, capture, monkeypatch):
         """Of a batch, edges are told apart by their number, which the device alone knows."""
         monkeypatch.setattr("gattn.ops.backends.base.draw_seed", lambda device: torch.tensor(12345))
-        run = self.call(self_loops, batch=batch)
+        run = self.call(self_loops, batch=batch, distribution=distribution)
         expected = run()
         with capture():
             found = run()
@@ -628,8 +699,11 @@ class TestMemory:
         call.tensors = dict(zip(("query", "key", "value"), fused.unbind(1), strict=True))
         compare(call, "triton")
 
-    @pytest.mark.parametrize("score", slow(["leaky_relu", "dot"], 1))
-    def test_nothing_unwritten_is_read(self, score, monkeypatch):
+    @pytest.mark.parametrize(
+        ("score", "distribution"),
+        slow([("leaky_relu", "softmax"), ("gat", "entmax15"), ("dot", "softmax"), ("dot", "top_k")], 2),
+    )
+    def test_nothing_unwritten_is_read(self, score, distribution, monkeypatch):
         found = []
         for byte in (0xFF, 0x00):
 
@@ -641,12 +715,14 @@ class TestMemory:
             with monkeypatch.context() as patch:
                 patch.setattr(kernels.torch, "empty", empty)
                 edge_index = random_edge_index(9, 7, 30, hub=0.6)
-                call = make_call(score, edge_index, 9, 7, dropout=0.3, heads=2, channels=3)
+                options = {"dropout": 0.3, "heads": 2, "channels": 3, "distribution": distribution}
+                call = make_call(score, edge_index, 9, 7, **options)
                 found.append(call.results("triton"))
         equal(*found)
         assert all(result.isfinite().all() for result in found[0].values())
 
-    def test_no_tensor_of_all_edges_heads_and_channels(self, monkeypatch):
+    @pytest.mark.parametrize("distribution", ["softmax", "sparsemax"])
+    def test_no_tensor_of_all_edges_heads_and_channels(self, distribution, monkeypatch):
         edges, channels = 60, 16
         sizes = []
 
@@ -657,7 +733,7 @@ class TestMemory:
 
         monkeypatch.setattr(layout_module, "LONG_ROW", 16)
         options = {"heads": 2, "channels": channels, "value_channels": channels, "terms": ()}
-        call = make_call("leaky_relu", random_edge_index(9, 7, edges), 9, 7, **options)
+        call = make_call("leaky_relu", random_edge_index(9, 7, edges), 9, 7, distribution=distribution, **options)
         call.results("triton")  # what is derived from the graph is there afterwards
         monkeypatch.setattr(kernels.torch, "empty", empty)
         call.results("triton")
@@ -761,11 +837,14 @@ class TestDerivatives:
 
         torch.testing.assert_close(function("triton"), function("reference"))
 
-    @pytest.mark.parametrize("family", slow(["leaky_relu", "gat", "dot"], 1))
+    @pytest.mark.parametrize(
+        ("family", "distribution"),
+        slow([("leaky_relu", "softmax"), ("gat", "entmax15"), ("gat", "softmax"), ("dot", "softmax")], 2),
+    )
     @pytest.mark.parametrize("dtype", slow([torch.float16, torch.float64], 1))
-    def test_opcheck(self, family, dtype):
+    def test_opcheck(self, family, distribution, dtype):
         sizes = {"heads": 2, "channels": 3, "value_channels": 2, "dtype": dtype}
-        call = make_call(family, random_edge_index(4, 3, 9), 4, 3, **sizes)
+        call = make_call(family, random_edge_index(4, 3, 9), 4, 3, distribution=distribution, **sizes)
         inputs = call.operator_inputs(dtype, requires_grad=True)
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(
@@ -840,8 +919,13 @@ class TestChoice:
             for backend in ("triton", "reference")
         ]
         torch.testing.assert_close(*found)
+
+        class Sharp(gattn.Distribution):
+            def weights(self, logits, index, num_targets, dim):
+                return gattn.softmax(2 * logits, index, num_targets, dim)
+
         found = [
-            attend(self.x, self.x, self.x, self.edge_index, distribution="sparsemax", backend=backend)
+            attend(self.x, self.x, self.x, self.edge_index, distribution=Sharp(), backend=backend)
             for backend in ("triton", "reference")
         ]
         torch.testing.assert_close(*found)

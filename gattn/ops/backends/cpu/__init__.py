@@ -139,7 +139,8 @@ class _Plan:
             arguments.edge_value_batch = arguments.edge_batch
         arguments.constants[: len(inputs.constants)] = inputs.constants
         arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
-        self.record_bytes = _record_bytes(inputs)
+        self.record_bytes, self.keeps_logits = _kept_of_edges(inputs)
+        self.is_of_rows = native.is_of_rows(inputs.distribution)
 
 
 #: The strides that the kernels are told, by how they read a tensor.
@@ -218,11 +219,12 @@ class _Arguments:
         self.held.append(tensor)
         return tensor.data_ptr()
 
-    def kept(self, inputs: Inputs) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def kept(self, inputs: Inputs) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `_kept`, without what the plan knows already."""
         plan = self.plan
-        sizes = plan.batch, self.layout.num_targets, plan.heads, inputs.most_edges * plan.record_bytes
-        return _kept_tensors(*sizes, self.out_shape, plan.dtype, plan.compute)
+        sizes = plan.batch, self.layout.num_targets, plan.heads, inputs.most_edges
+        of_edges = plan.record_bytes, plan.keeps_logits
+        return _kept_tensors(*sizes, *of_edges, self.out_shape, plan.dtype, plan.compute)
 
 
 def _layout(inputs: Inputs) -> Layout:
@@ -255,35 +257,41 @@ def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
 
 
 def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Statistics of the softmax, a record of the logits, and the output before it was rounded."""
+    """See `_kept_tensors`."""
     dtype = inputs.values.dtype
-    sizes = math.prod(inputs.front), inputs.num_targets, inputs.heads, inputs.most_edges * _record_bytes(inputs)
-    return _kept_tensors(*sizes, inputs.out_shape, dtype, compute_dtype(dtype))[: None if keep else 1]
+    sizes = math.prod(inputs.front), inputs.num_targets, inputs.heads, inputs.most_edges
+    kept = _kept_tensors(*sizes, *_kept_of_edges(inputs), inputs.out_shape, dtype, compute_dtype(dtype))
+    return list(kept.values()) if keep else [kept["stats"]]
 
 
 def _kept_tensors(
     batch: int,
     num_targets: int,
     heads: int,
+    most_edges: int,
     record_bytes: int,
+    keeps_logits: bool,
     out_shape: tuple[int, ...],
     dtype: torch.dtype,
     compute: torch.dtype,
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    kept: list[tuple[tuple[int, ...], torch.dtype]] = [((batch, num_targets, 2, heads), compute)]
-    kept.append(((batch * record_bytes,), torch.uint8))
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Statistics of the softmax, a record of the logits, or these rewritten, and the output before it was rounded."""
+    kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"stats": ((batch, num_targets, 2, heads), compute)}
+    kept["record"] = ((batch * most_edges * record_bytes,), torch.uint8)
+    if keeps_logits:
+        kept["logits"] = ((batch, most_edges, heads), compute)
     if dtype != compute:  # an output in half precision is too coarse for the backward pass
-        kept.append((out_shape, compute))
+        kept["out_wide"] = (out_shape, compute)
     return kept
 
 
-def _record_bytes(inputs: Inputs) -> int:
-    """The number of bytes per edge that the forward pass keeps for the backward pass."""
+def _kept_of_edges(inputs: Inputs) -> tuple[int, bool]:
+    """The number of bytes per edge that the forward pass keeps for the backward pass, and whether it keeps logits."""
     (family, _), dtype = native.family(inputs.family), DTYPES.index(inputs.key.dtype)
     channels, made = inputs.key.size(-1), (inputs.edge_projection, inputs.edge_type)
     has_edge = inputs.edge is not None and made == (None, None)
     num_bytes: int = native.library().gattn_record_bytes(family, dtype, inputs.heads, channels, has_edge)
-    return num_bytes
+    return num_bytes, native.keeps_logits(family, inputs.distribution)
 
 
 def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
@@ -295,23 +303,18 @@ def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
     if with_weights:
         weights = _empty((*plan.front, layout.num_edges, plan.heads), plan.compute)
         arguments.weights = weights.data_ptr()
+    kept = {}
+    for name, each in call.kept(inputs).items():
+        if keep or name == "stats" or (name == "logits" and plan.is_of_rows):
+            kept[name] = _empty(*each)
+            setattr(arguments, name, kept[name].data_ptr())
     if keep:
-        kept = [_empty(*each) for each in call.kept(inputs)]
-        _hand_over(arguments, kept)
         arguments.record_bytes = plan.record_bytes
-    else:
-        kept = [_empty((plan.batch, layout.num_targets, 2, plan.heads), plan.compute)]
-        arguments.stats = kept[0].data_ptr()
     if layout.by_target.num_slots:
         state = (2 + plan.value_channels) * plan.heads
         arguments.partial = call.hold(_empty((plan.batch * layout.by_target.num_slots * state,), plan.compute))
     native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
-    return [out, weights, *kept]
-
-
-def _hand_over(arguments: native.Arguments, kept: Sequence[Tensor]) -> None:
-    for name, tensor in zip(("stats", "record", "out_wide"), kept, strict=False):
-        setattr(arguments, name, tensor.data_ptr())
+    return [out, weights, *(kept.values() if keep else [kept["stats"]])]
 
 
 class _Backward(_Arguments):
@@ -411,10 +414,10 @@ def _backward(
 ) -> list[Tensor]:
     call = _Backward(inputs, grad_out)
     arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
+    expected = call.kept(inputs)
     if inputs.plan is None:  # the caller may pass anything
         given = [(grad_out, call.out_shape, plan.dtype), (out, call.out_shape, plan.dtype)]
-        expected = call.kept(inputs)
-        given += [(tensor, *of) for tensor, of in zip(kept, expected, strict=False)]
+        given += [(tensor, *of) for tensor, of in zip(kept, expected.values(), strict=False)]
         if grad_weights is not None and weights is not None:
             edges = (*plan.front, layout.num_edges, plan.heads)
             given += [(grad_weights, edges, plan.compute), (weights, edges, plan.compute)]
@@ -428,10 +431,11 @@ def _backward(
     if grad_weights is not None and weights is not None:
         arguments.grad_weights, arguments.weights = call.hold(grad_weights.contiguous()), weights.data_ptr()
     arguments.out = out.data_ptr()
-    _hand_over(arguments, kept)
+    for name, tensor in zip(expected, kept, strict=True):
+        setattr(arguments, name, tensor.data_ptr())
     arguments.record_bytes = plan.record_bytes
     arguments.node_terms = call.terms.data_ptr()
-    width = plan.heads * max(plan.channels, plan.value_channels)
+    width = plan.heads * max(plan.channels, plan.value_channels, 1)
     slots = max(by_source.num_slots, layout.by_target.num_slots)
     if slots:
         arguments.partial = call.hold(_empty((plan.batch * slots * 2 * width,), plan.compute))

@@ -17,6 +17,8 @@ __all__ = [
     "Rows",
     "distribution",
     "family",
+    "is_of_rows",
+    "keeps_logits",
     "knows_family",
     "library",
     "load_error",
@@ -84,7 +86,7 @@ class Arguments(ctypes.Structure):
         ("keep_scale", ctypes.c_double),
         *_fields("out out_wide stats record", ctypes.c_void_p),
         ("record_bytes", ctypes.c_int64),
-        *_fields("weights partial", ctypes.c_void_p),
+        *_fields("logits weights partial", ctypes.c_void_p),
         *_fields("grad_out grad_weights node_terms edge_terms", ctypes.c_void_p),
         ("target_pass", ctypes.c_int64),
         *_fields("grad_query grad_key grad_value", ctypes.c_void_p),
@@ -121,7 +123,9 @@ def library() -> ctypes.CDLL:
         "gattn_tasks": [pointer, integer] + [pointer] * 4,
         "gattn_family": [ctypes.c_char_p],
         "gattn_distribution": [ctypes.c_char_p],
+        "gattn_keeps_logits": [pointer],
         "gattn_constants": [integer],
+        "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
         "gattn_use_huge_pages": [pointer, integer],
         "gattn_record_bytes": [integer] * 5,
@@ -138,7 +142,7 @@ def library() -> ctypes.CDLL:
         function.argtypes, function.restype = functions[name], integer
     if missing or loaded.gattn_arguments_bytes() != ctypes.sizeof(Arguments):
         raise NativeLibraryError("they were built from another version of the sources: install gattn again")
-    loaded.gattn_tasks.restype = loaded.gattn_drop.restype = None
+    loaded.gattn_tasks.restype = loaded.gattn_drop.restype = loaded.gattn_matrix_rows.restype = None
     loaded.gattn_instruction_set.restype = loaded.gattn_constants.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")
     if wanted and not loaded.gattn_use_instruction_set(wanted.encode()):
@@ -161,6 +165,20 @@ def distribution(name: str) -> int:
     """The number of a distribution; -1 if the kernels do not know it."""
     number: int = library().gattn_distribution(name.encode())
     return number
+
+
+@cache
+def keeps_logits(family: int, law: str) -> bool:
+    """Whether the forward pass keeps logits in memory of their own, for a family's number and a distribution."""
+    arguments = Arguments(family=family, distribution=distribution(law))
+    return bool(library().gattn_keeps_logits(ctypes.byref(arguments)))
+
+
+@cache
+def is_of_rows(name: str) -> bool:
+    """Whether a distribution looks at all logits of a row."""
+    number, _ = family("gat")  # which has no other reason to keep logits
+    return distribution(name) >= 0 and keeps_logits(number, name)
 
 
 @cache

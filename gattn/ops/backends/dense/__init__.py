@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gattn.distributions import Distribution, is_plain_softmax
+from gattn.distributions import Distribution, is_plain_softmax, law_of
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
+from gattn.ops.backends.cpu import matrix
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
@@ -422,6 +423,9 @@ def _alpha(part: _Part) -> Tensor:
 
 def _distribute(distribution: Distribution, logits: Tensor, front: torch.Size) -> Tensor:
     """The weights of a distribution other than the plain softmax, in the shape of the logits, `[B, H, N, M]`."""
+    law = law_of(distribution)
+    if law is not None and matrix.can_weigh(logits, law):
+        return matrix.weights(logits, law)
     if says(distribution, "of_matrix", "weights") is not None:
         weights = distribution.of_matrix(logits)
         if weights is not None:

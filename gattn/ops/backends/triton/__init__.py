@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gattn.distributions import Law, from_law
+from gattn.distributions import Law
 from gattn.ops.backends.base import Missing
 from gattn.ops.backends.kernels import KernelBackend, dense_rows, flat
 from gattn.ops.backends.triton.layout import Rows, layout_of
@@ -44,6 +44,12 @@ _WARP_WIDTH = 512
 
 _MOST_PROGRAMS = 4096
 """The largest number of parts of a sum over all edges: more than a GPU can run at once."""
+
+_MOST_EDGES = 2**31 - 1
+"""Numbers of edges have 32 bits."""
+
+_ROW_HEADS = 16
+"""The largest number of heads of a program that goes through whole rows."""
 
 _PARTS = 16
 """The number of partial sums that are added at a time."""
@@ -166,17 +172,22 @@ class _Launches:
 
         score, names = _kernels().FAMILIES[inputs.family]
         constants = dict(zip(names, inputs.constants, strict=True))
-        self.distribution, self.is_softmax = inputs.distribution, inputs.distribution == "softmax"
-        self.is_normalized = self.is_softmax or bool(inputs.distribution_constants[0])
-        first, second = (*inputs.distribution_constants, 0.0)[:2]
+        self.law, laws, row_laws = inputs.distribution, _kernels().LAWS, _kernels().ROW_LAWS
+        first, second = (*inputs.distribution_constants, 0.0, 0.0)[:2]
+        #: Whether logits are rewritten row by row, and, if there is a threshold, the law whose weights are derivatives.
+        self.is_of_rows, self.derivatives = self.law in row_laws, row_laws.get(self.law)
+        #: Whether sums are divided by those of their weights.
+        self.divides = laws[self.law] is None or bool(first)
         self.constants = {
             "SCORE": score,
             "CONSTANTS": tuple(inputs.constants),
             "MULTIPLIES": inputs.edge is not None and bool(constants.get("multiplies")),
-            "LAW": _kernels().LAWS[inputs.distribution],
-            "NORMALIZED": self.is_normalized,
-            "EPSILON": 0.0 if self.is_softmax else second,
-            "SOFTCAP": first if self.is_softmax else 0.0,
+            "LAW": laws[self.law],
+            "EPSILON": second,
+            "SOFTCAP": first if self.law == "softmax" else 0.0,
+            "REWRITTEN": False,
+            "K": int(min(first, _MOST_EDGES)) if self.law == "top_k" else 0,
+            "IS_SQUARED": self.law == "entmax15",
             "HEADS": self.heads,
             "GROUP": self.group,
             "KEY_IS_VALUE": self.key_is_value,
@@ -193,12 +204,6 @@ class _Launches:
     def partial(self, rows: Rows, channels: int) -> Tensor:
         """Memory for the partial sums of rows of several tasks."""
         return self.empty(self.batch, rows.num_slots, self.heads, channels)
-
-    def weights(self, logits: Tensor, maximum: Tensor) -> Tensor:
-        """Weights from logits, except for the scale of each target."""
-        if self.is_softmax:
-            return logits.sub_(maximum).exp_()
-        return from_law(Law(self.distribution, (0.0, 0.0))).weights(logits, self.layout.target(), self.num_targets, 1)
 
     def unflat(self, tensor: Tensor) -> Tensor:
         """The tensor with the batch dimensions of the inputs."""
@@ -225,6 +230,7 @@ class _Launches:
             "num_terms": self.num_terms,
             "num_sources": self.num_sources,
             "num_targets": self.num_targets,
+            "start": rows.start,
             "tasks": rows.tasks,
             "node": rows.node,
             "number": rows.number,
@@ -237,6 +243,67 @@ class _Launches:
         kernel = getattr(_kernels(), name)
         given = {name: arguments[name] for name in kernel.arg_names}
         run(kernel, (blocks if programs is None else programs, heads), arguments["num_warps"], given)
+
+    def rewritten_logits(self) -> Tensor:
+        """The logits of all edges, `[B, E, H]`, rewritten row by row so that each weight follows from its own alone.
+
+        E is an upper bound here.
+        """
+        rows, most_edges = self.layout.by_target, self.layout.most_edges
+        logits = self.empty(self.batch, most_edges, self.heads)
+        given: dict[str, Any] = {"logits": logits, "num_edges": most_edges}
+        # Values without channels: nothing is written to the output, and nobody reads the statistics.
+        only_logits: dict[str, Any] = {
+            "LAW": _kernels().LAWS["logits"],
+            "NORMALIZED": False,
+            "VALUE_CHANNELS": 0,
+            "KEY_IS_VALUE": False,
+            "EDGE_IS_VALUE": False,
+            **dict.fromkeys(("edge_value", "seed", "wide")),
+            **dict.fromkeys(("out", "partial"), logits),
+            **self.stats(rows),
+            **_blocks(self.heads, self.channels, 0, self.dtype),
+        }
+        self.launch("forward", rows, **given, **only_logits)
+        heads = min(_power_of_two(self.heads), _ROW_HEADS)
+        given |= {"BLOCK_E": _WIDTH // heads, "BLOCK_H": heads, "num_warps": 1}
+        kernel = "keep_largest" if self.derivatives is None else "subtract_threshold"
+        self.launch(kernel, rows, programs=self.batch * self.num_targets, **given)
+        return logits
+
+    def read_rewritten(self, logits: Tensor) -> None:
+        """Makes kernels read rewritten logits instead of computing them with their bias and mask."""
+        self.inputs |= {"bias": logits, "bias_batch": logits.size(1), "mask": None}
+        self.constants["REWRITTEN"] = True
+
+    def stats(self, rows: Rows) -> dict[str, Tensor]:
+        """Memory for the maximum and the scale of each target, and of the parts of long rows."""
+        shapes = {"stats": self.num_targets, "partial_stats": rows.num_slots}
+        return {name: self.empty(self.batch, size, 2, self.heads) for name, size in shapes.items()}
+
+    def sum_values(
+        self, law: str, divides: bool, out: Tensor, wide: Tensor | None, with_weights: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Stores sums of values, weighted by a law, in `out`, and before they are rounded in `wide`.
+
+        Returns:
+            The maximum and the scale of each target, and the weights; these are empty if they are not requested.
+        """
+        rows, function, stats = self.layout.by_target, _kernels().LAWS[law], self.stats(self.layout.by_target)
+        weights = None
+        if with_weights:
+            self.num_edges = self.layout.num_edges
+            weights = self.empty(self.batch, self.num_edges, self.heads)
+        results: dict[str, Any] = {"out": out, "wide": wide, "NORMALIZED": divides, **stats}
+        results["partial"] = self.partial(rows, self.value_channels)
+        self.launch("forward", rows, logits=weights, LAW=function, **results)
+        self.combine(rows, **results)
+        if weights is None:
+            return stats["stats"], self.empty(self.batch, 0, self.heads)
+        maximum, scale = stats["stats"].index_select(1, self.layout.target()).unbind(2)
+        if function is None:
+            weights.sub_(maximum).exp_()
+        return stats["stats"], weights.mul_(scale)
 
     def backward_by_source(self, tensors: dict[str, Tensor], given: dict[str, Any]) -> dict[str, Tensor]:
         """Gradients of those of the inputs `tensors` that belong to sources and edges, of the vector, and `"logits"`.
@@ -311,14 +378,14 @@ class _Launches:
             grad = grad.unflatten(2, (-1, self.group)).sum(3)
         return grad.to(of.dtype).view(of.shape)
 
-    def combine(self, rows: Rows, **results: Tensor | None) -> None:
+    def combine(self, rows: Rows, **results: Any) -> None:
         """Combines the results of tasks to those of targets with several tasks."""
         constants = self.constants
         arguments = {
             "sink": self.inputs["sink"],
             **results,
             "num_targets": self.num_targets,
-            **{name: constants[name] for name in ("NORMALIZED", "EPSILON", "HEADS", "BLOCK_H", "COMPUTE")},
+            **{name: constants[name] for name in ("EPSILON", "HEADS", "BLOCK_H", "COMPUTE")},
             "CHANNELS": self.value_channels,
             "BLOCK_P": _PARTS,
             "BLOCK_C": constants["BLOCK_V"],
@@ -379,48 +446,29 @@ def run(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any
 
 
 def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Statistics of the softmax, and the output before it was rounded."""
-    compute = compute_dtype(inputs.values.dtype)
-    statistics = (math.prod(inputs.front), inputs.num_targets, 2, inputs.heads)
-    is_rounded = keep and inputs.values.dtype != compute
-    return [(statistics, compute), *([(inputs.out_shape, compute)] if is_rounded else [])]
+    """Statistics of the softmax, rewritten logits, and the output before it was rounded."""
+    compute, batch, heads = compute_dtype(inputs.values.dtype), math.prod(inputs.front), inputs.heads
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = [((batch, inputs.num_targets, 2, heads), compute)]
+    if keep and inputs.distribution in _kernels().ROW_LAWS:
+        kept.append(((batch, inputs.most_edges, heads), compute))
+    if keep and inputs.values.dtype != compute:
+        kept.append((inputs.out_shape, compute))
+    return kept
 
 
 def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
     with torch.cuda.device_of(inputs.key):
         call = _Launches(inputs)
-        rows, heads, channels = call.layout.by_target, call.heads, call.value_channels
-        nodes = (call.batch, call.num_targets)
-        out = call.empty(*nodes, heads, channels, dtype=_stored(call.dtype))
+        out = call.empty(call.batch, call.num_targets, call.heads, call.value_channels, dtype=_stored(call.dtype))
         unrounded = call.empty(*out.shape) if keep and out.dtype != call.compute else None
-        stats = call.empty(*nodes, 2, heads)
-        logits = None
-        if with_weights:
-            call.num_edges = call.layout.num_edges
-            logits = call.empty(call.batch, call.num_edges, heads)
-        partial = call.partial(rows, channels)
-        partial_stats = call.empty(call.batch, rows.num_slots, 2, heads)
-        results: dict[str, Any] = {
-            "out": out,
-            "wide": unrounded,
-            "stats": stats,
-            "partial": partial,
-            "partial_stats": partial_stats,
-        }
-        call.launch("forward", rows, logits=logits, **results)
-        call.combine(rows, **results)
-        weights = call.empty(call.batch, 0, heads)
-        if logits is not None:
-            maximum, scale = stats.index_select(1, call.layout.target()).unbind(2)
-            weights = call.weights(logits, maximum).mul_(scale)
-        if keep and unrounded is None and call.dtype != call.compute:
-            unrounded = out
-        return [
-            call.unflat(out).to(call.dtype),
-            call.unflat(weights),
-            stats,
-            *([] if unrounded is None else [call.unflat(unrounded)]),
-        ]
+        kept = []
+        if call.is_of_rows:
+            kept.append(call.rewritten_logits())
+            call.read_rewritten(kept[0])
+        stats, weights = call.sum_values(call.law, call.divides, out, unrounded, with_weights)
+        if call.dtype != call.compute:
+            kept.append(call.unflat(out if unrounded is None else unrounded))
+        return [call.unflat(out).to(call.dtype), call.unflat(weights), stats, *(kept if keep else ())]
 
 
 def _backward(
@@ -432,19 +480,27 @@ def _backward(
     kept: Sequence[Tensor],
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    stats, unrounded = kept[0], kept[-1] if len(kept) > 1 else out
+    stats, *others = kept
     with torch.cuda.device_of(grad_out):
         call = _Launches(inputs)
+        if call.is_of_rows:
+            call.read_rewritten(others.pop(0))
+        unrounded = flat(others[0] if others else out, 2)
+        if call.derivatives is not None:
+            # A threshold takes the mean of its row's gradients, weighted by the derivatives instead of the weights.
+            unrounded = call.empty(*unrounded.shape)
+            _, weights = call.sum_values(call.derivatives, True, unrounded, None, grad_weights is not None)
         tensors = {name: getattr(inputs, name) for name in wanted}
         grad_out = flat(grad_out, 2).contiguous()
-        if call.is_normalized:
-            delta = (grad_out * flat(unrounded, 2)).sum(-1, dtype=call.compute)
+        is_normalized = call.divides or call.derivatives is not None
+        if is_normalized:
+            delta = (grad_out * unrounded).sum(-1, dtype=call.compute)
         else:
             delta = call.empty(*grad_out.shape[:-1]).zero_()
         if grad_weights is not None:
             call.num_edges = call.layout.num_edges
             grad_weights = flat(grad_weights, 1).contiguous()
-            if call.is_normalized:
+            if is_normalized:
                 delta += call.sum_by_target(flat(weights, 1) * grad_weights, call.compute).squeeze(-1)
         given = {"stats": stats, "delta": delta, "grad_out": grad_out, "grad_weights": grad_weights}
         grads = call.backward_by_source(tensors, given)

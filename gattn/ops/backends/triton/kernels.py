@@ -7,13 +7,24 @@ without atomics, every run gives the same bits.
 
 GAT's score is the additive one with a single channel and no vector.
 
-Letters: R tasks of a program, H heads, C channels (also of the value), P partial sums.
+Letters: R tasks of a program, E edges of a row, H heads, C channels (also of the value), P partial sums.
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["FAMILIES", "LAWS", "add_partial", "backward_by_source", "backward_by_target", "combine", "forward"]
+__all__ = [
+    "FAMILIES",
+    "LAWS",
+    "ROW_LAWS",
+    "add_partial",
+    "backward_by_source",
+    "backward_by_target",
+    "combine",
+    "forward",
+    "keep_largest",
+    "subtract_threshold",
+]
 
 #: Numbers that differ between graphs. Otherwise, Triton would compile a kernel again for multiples of 16, and for 1.
 _OF_THE_GRAPH = (
@@ -160,14 +171,42 @@ def _logits_law(s):
     return s, tl.full(s.shape, 1.0, s.dtype)
 
 
-#: By name; the softmax has no function.
+# Sparse distributions depend on whole rows. Kernels of their own rewrite the logits, so that the rest is a law of each
+# logit alone. Its derivative is that for a fixed threshold.
+
+
+@triton.jit
+def _step_law(s):
+    return tl.where(s > 0, 1.0, 0.0).to(s.dtype), tl.zeros(s.shape, s.dtype)
+
+
+@triton.jit
+def _sparsemax_law(s):
+    step, _ = _step_law(s)
+    return tl.where(s < 0, 0.0, s), step
+
+
+@triton.jit
+def _entmax15_law(s):
+    root, _ = _sparsemax_law(s)
+    return root * root, root
+
+
+#: By name; the softmax has no function, nor has top-k, which is the softmax of what it keeps.
 LAWS = {
     "softmax": None,
     "sigmoid": _sigmoid_law,
     "tanh": _tanh_law,
     "identity": _identity_law,
     "logits": _logits_law,
+    "step": _step_law,
+    "sparsemax": _sparsemax_law,
+    "entmax15": _entmax15_law,
+    "top_k": None,
 }
+
+#: Of those that depend on whole rows, the law whose weights are the derivatives; `None` if they have no threshold.
+ROW_LAWS = {"sparsemax": "step", "entmax15": "sparsemax", "top_k": None}
 
 
 @triton.jit
@@ -272,13 +311,14 @@ def _weight_vector(vector, offset, is_offset, COMPUTE: tl.constexpr):
 @triton.jit
 def _finish(
     s, bias, mask, batch, number, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head,
-    SOFTCAP: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
+    SOFTCAP: tl.constexpr, REWRITTEN: tl.constexpr, HEADS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Logits with their bias and cap, minus infinity for missing and masked edges."""
+    """Logits with their bias (or the bias, if it holds them REWRITTEN) and cap; -inf for missing and masked edges."""
     is_edge = is_edge[:, None] & (h < HEADS)[None]
     if bias is not None:
         place = (batch * bias_batch + number)[:, None] * HEADS + h[None]
-        s += tl.load(bias + place, mask=is_edge, other=0.0).to(COMPUTE)
+        term = tl.load(bias + place, mask=is_edge, other=0.0).to(COMPUTE)
+        s = term if REWRITTEN else s + term
     s = _cap(s, SOFTCAP)
     if mask is not None:
         place = batch * mask_batch + number.to(tl.int64)[:, None] * mask_edge + (h * mask_head)[None]
@@ -298,12 +338,15 @@ def forward(
     threshold: tl.int64, keep_scale: tl.float64,
     SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr,
     LAW: tl.constexpr, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, SOFTCAP: tl.constexpr,
-    KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr,
+    REWRITTEN: tl.constexpr, KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr,
     QUERY_UNIT: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of all targets, with the maximum and the scale of each; logits if they are requested."""
+    """Outputs of all targets, with the maximum and the scale of each.
+
+    If `logits` are requested, they are those of the softmax, or the weights of another law before they are scaled.
+    """
     batch, row, first, last, slot = _tasks(tasks, num_tasks, tl.program_id(0), BLOCK_R)
     h, offset, key_offset, is_offset = _heads(GROUP, HEADS, CHANNELS, BLOCK_H, BLOCK_C)
     _, out_offset, value_offset, is_value = _heads(GROUP, HEADS, VALUE_CHANNELS, BLOCK_H, BLOCK_V)
@@ -349,10 +392,9 @@ def forward(
             )  # fmt: skip
         s = SCORE(q, k, a, None, CONSTANTS)
         s = _finish(
-            s, bias, mask, batch, e, h, is_edge, bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, HEADS, COMPUTE
+            s, bias, mask, batch, e, h, is_edge,
+            bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, REWRITTEN, HEADS, COMPUTE,
         )  # fmt: skip
-        if logits is not None:
-            _store_scalars(logits + batch * num_edges * HEADS, e, HEADS, h, is_edge, HEADS, s)
         if LAW is None:
             higher = tl.maximum(maximum, s)
             safe = tl.where(higher == -float("inf"), 0.0, higher)
@@ -363,6 +405,9 @@ def forward(
             p = tl.exp(s - safe)
         else:
             p, _derivative = LAW(s)
+            s = p
+        if logits is not None:
+            _store_scalars(logits + batch * num_edges * HEADS, e, HEADS, h, is_edge, HEADS, s)
         total += p
         if seed is not None:
             n = (batch * num_edges + e.to(tl.int64)[:, None]) * HEADS + h[None]
@@ -434,6 +479,120 @@ def combine(
         tl.store(wide + at * HEADS * CHANNELS + offset, acc, mask=is_row & is_offset)
 
 
+@triton.jit
+def _row(start, logits, num_targets, num_edges, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A program's row: its first and last edge, its heads, and the logits of its batch element."""
+    batch = (tl.program_id(0) // num_targets).to(tl.int64)
+    start += tl.program_id(0) % num_targets
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    return tl.load(start), tl.load(start + 1), h, logits + batch * num_edges * HEADS
+
+
+@triton.jit
+def _logits_of_row(logits, number, first, last, h, HEADS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Where the next logits of a row are, whether they exist, and their values, `[E, H]`; the others are -inf."""
+    place = first + tl.arange(0, BLOCK_E)
+    e = tl.load(number + place, mask=place < last, other=0)
+    there = (place < last)[:, None] & (h < HEADS)[None]
+    at = logits + e.to(tl.int64)[:, None] * HEADS + h[None]
+    return at, there, tl.load(at, mask=there, other=-float("inf"))
+
+
+@_kernel
+def subtract_threshold(
+    logits, start, number, num_targets, num_edges,
+    LAW: tl.constexpr, IS_SQUARED: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Subtracts the threshold of each row for which its weights sum to one; where these are squares, it halves logits.
+
+    Newton's iteration starts below the threshold and never steps beyond it: the sum, or the root of a sum of squares,
+    is a convex function of the threshold.
+    """
+    first, last, h, logits = _row(start, logits, num_targets, num_edges, HEADS, BLOCK_H)
+    factor: tl.constexpr = 0.5 if IS_SQUARED else 1.0
+    maximum = tl.full([BLOCK_H], -float("inf"), COMPUTE)
+    for place in range(first, last, BLOCK_E):
+        _, _, s = _logits_of_row(logits, number, place, last, h, HEADS, BLOCK_E)
+        maximum = tl.maximum(maximum, tl.max(s, axis=0))
+    maximum = tl.where(maximum == -float("inf"), 0.0, maximum)  # -inf + inf would be NaN
+    threshold = tl.full([BLOCK_H], -1.0, COMPUTE)
+    higher = threshold
+    num_growing = 1
+    while num_growing > 0:
+        total = tl.zeros([BLOCK_E, BLOCK_H], COMPUTE)
+        slope = tl.zeros([BLOCK_E, BLOCK_H], COMPUTE)
+        for place in range(first, last, BLOCK_E):
+            _, _, s = _logits_of_row(logits, number, place, last, h, HEADS, BLOCK_E)
+            p, derivative = LAW((s - maximum[None]) * factor - threshold[None])
+            total += p
+            slope += derivative
+        sums = tl.sum(total, axis=0)
+        slopes = tl.sum(slope, axis=0)
+        if IS_SQUARED:
+            sums = tl.sqrt(sums)
+            slopes = slopes / tl.where(sums == 0, 1.0, sums)
+        higher = threshold + (sums - 1.0) / tl.where(slopes == 0, 1.0, slopes)
+        grows = higher > threshold
+        threshold = tl.where(grows, higher, threshold)
+        num_growing = tl.sum(grows.to(tl.int32))
+    threshold = tl.where(higher == higher, threshold, higher)  # a NaN shows in the whole row
+    for place in range(first, last, BLOCK_E):
+        at, there, s = _logits_of_row(logits, number, place, last, h, HEADS, BLOCK_E)
+        tl.store(at, (s - maximum[None]) * factor - threshold[None], mask=there)
+
+
+@triton.jit
+def _order(x):
+    """Numbers as integers in the same order; NaN, which is kept in any case, as infinity."""
+    x = tl.where(x == x, tl.where(x == 0, 0.0, x), float("inf"))  # -0 becomes 0
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True)
+        return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@_kernel
+def keep_largest(
+    logits, start, number, num_targets, num_edges,
+    K: tl.constexpr, HEADS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Replaces logits by -inf, except for the K largest of each row; of equal ones, the first are kept."""
+    first, last, h, logits = _row(start, logits, num_targets, num_edges, HEADS, BLOCK_H)
+    if last - first > K:
+        # The K-th lies in [low, high), which is halved. How many are at least low, or high?
+        low = _order(tl.full([BLOCK_H], -float("inf"), COMPUTE))
+        high = _order(tl.full([BLOCK_H], float("inf"), COMPUTE)) + 1
+        num_low = tl.zeros([BLOCK_H], tl.int32) + (last - first)
+        num_high = tl.zeros([BLOCK_H], tl.int32)
+        num_open = 1
+        while num_open > 0:
+            middle = (low & high) + ((low ^ high) >> 1)
+            counts = tl.zeros([BLOCK_E, BLOCK_H], tl.int32)
+            for place in range(first, last, BLOCK_E):
+                _, there, s = _logits_of_row(logits, number, place, last, h, HEADS, BLOCK_E)
+                counts += (there & (_order(s) >= middle[None])).to(tl.int32)
+            count = tl.sum(counts, axis=0)
+            is_low = count >= K
+            low = tl.where(is_low, middle, low)
+            high = tl.where(is_low, high, middle)
+            num_low = tl.where(is_low, count, num_low)
+            num_high = tl.where(is_low, num_high, count)
+            num_open = tl.sum(((num_low != K) & (high - low != 1) & (h < HEADS)).to(tl.int32))
+        num_left = K - num_high
+        for place in range(first, last, BLOCK_E):
+            at, there, s = _logits_of_row(logits, number, place, last, h, HEADS, BLOCK_E)
+            order = _order(s)
+            is_next = (there & (order >= low[None]) & (order < high[None])).to(tl.int32)
+            is_kept = (
+                (order >= high[None]) | ((is_next > 0) & (tl.cumsum(is_next, axis=0) <= num_left[None])) | (s != s)
+            )
+            tl.store(at, tl.where(is_kept, s, -float("inf")), mask=there)
+            num_left -= tl.sum(is_next, axis=0)
+
+
 @_kernel
 def add_partial(
     split, partial, out, num_split, num_slots, num_rows,
@@ -467,7 +626,7 @@ def backward_by_source(
     edge_batch, bias_batch, edge_value_batch, mask_batch: tl.int64, mask_edge: tl.int64, mask_head: tl.int64,
     threshold: tl.int64, keep_scale: tl.float64,
     SCORE: tl.constexpr, CONSTANTS: tl.constexpr, MULTIPLIES: tl.constexpr, LAW: tl.constexpr, SOFTCAP: tl.constexpr,
-    KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr, STORES_BY_QUERY: tl.constexpr,
+    REWRITTEN: tl.constexpr, KEY_IS_VALUE: tl.constexpr, EDGE_IS_VALUE: tl.constexpr, STORES_BY_QUERY: tl.constexpr,
     QUERY_UNIT: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr,
@@ -519,7 +678,7 @@ def backward_by_source(
             s = SCORE(q, k, a, None, CONSTANTS)
             s = _finish(
                 s, bias, mask, batch, e, h, is_edge,
-                bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, HEADS, COMPUTE,
+                bias_batch, mask_batch, mask_edge, mask_head, SOFTCAP, REWRITTEN, HEADS, COMPUTE,
             )  # fmt: skip
             maximum = _load_scalars(stats, target * 2, HEADS, h, is_edge, HEADS, COMPUTE)
             scale = _load_scalars(stats, target * 2 + 1, HEADS, h, is_edge, HEADS, COMPUTE)

@@ -32,7 +32,7 @@ struct Arguments {
   int64_t family, type, threads;  // the family's number is gattn_family's, the type a StorageType
   double constants[4];  // of the family, in the order in which it names them
   int64_t distribution;               // its number is gattn_distribution's
-  double distribution_constants[2];  // the softmax's cap of logits (0: none); the others': whether normalized, epsilon
+  double distribution_constants[2];  // the softmax's cap of logits (0: none); top-k's k; gates': whether normalized, epsilon
   const void* sink;                   // [H], logits without an edge, or null
 
   Rows by_target, by_source;
@@ -68,6 +68,7 @@ struct Arguments {
   void* stats;     // [B, N, 2, H]: maximum and scale of each row
   uint8_t* record; // [B, E, record_bytes] by target: logits and signs, kept for the backward pass
   int64_t record_bytes;
+  void* logits;    // [B, E, H] by target: logits, rewritten by laws of rows, kept for the backward pass; or null
   void* weights;   // [B, E, H], null: not wanted
   void* partial;   // [B, slots, ...] scratch of split rows
 

@@ -17,14 +17,15 @@ class BySource : Scores<F> {
   BySource(const Arguments& arguments, A* workspace)
       : Base(arguments, workspace),
         is_by_channel(F::kScalar && V == 1 && G == H && H >= W && !a.dropout && a.mask == nullptr &&
-                      a.grad_weights == nullptr && a.edge_value == nullptr && a.edge_channels == 0 && Base::law.cap == 0) {}
+                      a.grad_weights == nullptr && a.edge_value == nullptr && a.edge_channels == 0 && Base::law.cap == 0 && !Base::law.is_of_rows) {}
 
   // What the gradient of an edge needs of its target: maximum, scale, delta, and the scalar score's query.
   NOINLINE void fill_node_terms(int64_t i, int64_t b) {
     A* terms = node_terms(i, b);
     this->fill_target_term(i, b, terms + 3 * H);
-    if (!this->law.is_normalized) return;  // no sum through which weights depend on each other
+    if (!this->law.is_normalized) return;
     memcpy(terms, this->stats(i, b), size_t(RowSums::kStats * H) * sizeof(A));
+    if (this->law.has_threshold) return;  // see means.h
     this->multiply_outputs(i, b, terms + 2 * H);
     if (a.grad_weights != nullptr) {
       const A* weights = static_cast<const A*>(a.weights) + b * a.edges * H;
@@ -73,7 +74,7 @@ class BySource : Scores<F> {
     const int32_t* node = a.by_source.node + p;
     const int32_t* position = a.target_position + p;
     const A* terms[kBlock];
-    const int64_t first_term = !this->law.is_normalized ? 3 * H : this->law.name == kSoftmax ? 0 : H;
+    const int64_t first_term = !this->law.is_normalized ? 3 * H : this->law.is_exponential ? 0 : H;
     const int64_t last_term = F::kScalar && a.query != nullptr ? 4 * H : 3 * H;
     for (int e = 0; e < n; ++e) {
       terms[e] = node_terms(node[e], b);
@@ -95,7 +96,13 @@ class BySource : Scores<F> {
       }
     } else {
       this->source_logits(b, p, n, runs, num_runs, terms);
-      this->finish_logits(b, n);
+      if (a.logits == nullptr) this->finish_logits(b, n);
+    }
+    if (a.logits != nullptr) {
+      for (int e = 0; e < n; ++e) {
+        __builtin_prefetch(this->kept_logits(position[e + kAhead], b));
+        this->copy_heads(logits + e * H, this->kept_logits(position[e], b));
+      }
     }
     this->multiply_values(runs, num_runs, b, n);
     this->differentiate_weights(b, n, terms);

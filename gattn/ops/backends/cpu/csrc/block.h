@@ -10,7 +10,7 @@ namespace {
 class Block : public Heads {
  public:
   static int64_t workspace_elements(const Arguments& a) {
-    int64_t wide = a.heads * max(a.channels, a.value_channels);
+    int64_t wide = a.heads * max(max(a.channels, a.value_channels), 1);
     return 10 * (round_up(a.heads * kBlock) + W) + round_up(a.heads) + W + 3 * round_up(wide) +
            Projection::workspace_elements(a);
   }
@@ -41,7 +41,7 @@ class Block : public Heads {
     low_number = reinterpret_cast<uint32_t*>(take(scalars));
     high_number = reinterpret_cast<uint32_t*>(take(scalars));
     scales = take(H + W);
-    const int64_t wide = H * max(C, V);
+    const int64_t wide = H * max(max(C, V), 1);  // sums of scalars need as much as those of one channel
     acc = take(wide), acc_key = take(wide), total = take(wide);
   }
 
@@ -81,6 +81,11 @@ class Block : public Heads {
   }
   uint8_t* recorded_signs(int64_t target_position, int64_t b) const {
     return record(target_position, b) + H * int64_t(sizeof(A));
+  }
+
+  // Where the forward pass keeps the logits of an edge, and of those after it.
+  A* kept_logits(int64_t target_position, int64_t b) const {
+    return static_cast<A*>(a.logits) + (b * a.edges + target_position) * H;
   }
 
   // -------------------------------------------------------------------------------------------------- cutting into blocks

@@ -108,8 +108,18 @@ int64_t gattn_record_bytes(int64_t family, int64_t type, int64_t heads, int64_t 
   return kernels(type).record_bytes(family, heads, channels, has_edge != 0);
 }
 
+// Whether the forward pass keeps logits for the backward pass, in memory of their own. Laws of rows always need it. Of the
+// arguments, family and distribution count.
+int64_t gattn_keeps_logits(const Arguments* a) { return kernels(kFloat32).keeps_logits(*a); }
+
 int64_t gattn_forward(const Arguments* a) { return kernels(a->type).forward(*a); }
 int64_t gattn_backward(const Arguments* a) { return kernels(a->type).backward(*a); }
+
+// Weights of a matrix of logits, or gradients of logits: see matrix.h. Of the arguments, type, threads and distribution
+// count.
+void gattn_matrix_rows(const Arguments* a, const void* weights, void* numbers, int64_t rows, int64_t columns) {
+  kernels(a->type).matrix_rows(*a, weights, numbers, rows, columns);
+}
 
 // y = x with elements dropped, the others times scale.
 void gattn_drop(const void* x, void* y, int64_t size, int64_t type, int64_t seed, int64_t threshold, double scale,

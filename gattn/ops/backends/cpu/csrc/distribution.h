@@ -11,6 +11,9 @@
 namespace {
 
 // Laws, with their derivatives; kName is the name that Python asks for. A new one is a type here and in Laws.
+//
+// Some look at whole rows: these have rewritten the logits before they come here; see thresholds.h. The derivative is then
+// that for a fixed threshold.
 
 struct Exponential {
   static constexpr const char* kName = "softmax";
@@ -45,9 +48,43 @@ struct Linear {
 struct Raw : Linear {
   static constexpr const char* kName = "logits";
 };
+struct Sparsemax {
+  static constexpr const char* kName = "sparsemax";
+  static constexpr bool kHasBase = false;
+  static constexpr A kFactor = 1;
+  static INLINE Applied apply(Vec<A> z) {
+    return {z < A(0) ? Vec<A>{} : z, z > A(0) ? splat<Vec<A>>(A(1)) : Vec<A>{}};
+  }
+  // From the sums of a row's weights and derivatives to Newton's step towards a sum of 1.
+  static INLINE Vec<A> step(Vec<A> value, Vec<A> derivative) { return (value - A(1)) / derivative; }
+};
+struct Entmax15 {
+  static constexpr const char* kName = "entmax15";
+  static constexpr bool kHasBase = false;
+  static constexpr A kFactor = A(0.5);
+  static INLINE Applied apply(Vec<A> z) {
+    const Vec<A> root = z < A(0) ? Vec<A>{} : z;
+    return {root * root, root};
+  }
+  static INLINE Vec<A> step(Vec<A> value, Vec<A> derivative) {
+    const Vec<A> norm = vector_sqrt(value);
+    return (norm - A(1)) * norm / derivative;
+  }
+};
+struct TopK : Exponential {
+  static constexpr const char* kName = "top_k";
+};
 
-using Laws = List<Exponential, Logistic, HyperbolicTangent, Linear, Raw>;
-constexpr int64_t kSoftmax = 0;  // the place of Exponential
+using Laws = List<Exponential, Logistic, HyperbolicTangent, Linear, Raw, Sparsemax, Entmax15, TopK>;
+
+template <class F, class... X>
+constexpr int64_t place_of(List<X...>) {
+  int64_t place = 0;
+  (void)((!std::is_same_v<F, X> && ++place) && ...);
+  return place;
+}
+constexpr int64_t kSoftmax = place_of<Exponential>(Laws()), kSparsemax = place_of<Sparsemax>(Laws()),
+                  kEntmax15 = place_of<Entmax15>(Laws()), kTopK = place_of<TopK>(Laws());
 
 // What there is to know of a weight without its row. The maximum of the row, `base`, is 0 for other laws than the
 // softmax's. Minus infinity stands for no edge: its weight is 0.
@@ -55,14 +92,21 @@ class Law {
  public:
   explicit Law(const Arguments& a)
       : name(a.distribution),
+        is_exponential(name == kSoftmax || name == kTopK),
+        has_threshold(name == kSparsemax || name == kEntmax15),
+        is_of_rows(has_threshold || name == kTopK),
+        divides(is_exponential || (!has_threshold && a.distribution_constants[0] != 0)),
+        is_normalized(divides || has_threshold),
         cap(name == kSoftmax ? A(a.distribution_constants[0]) : A(0)),
-        is_normalized(name == kSoftmax || a.distribution_constants[0] != 0),
-        epsilon(name == kSoftmax ? A(0) : A(a.distribution_constants[1])) {}
+        epsilon(is_exponential ? A(0) : A(a.distribution_constants[1])) {}
 
   const int64_t name;
-  const A cap;  // of the logits; 0: none
-  const bool is_normalized;
-  const A epsilon;  // is added to the sum of a row
+  const bool is_exponential, has_threshold;
+  const bool is_of_rows;     // whether logits are rewritten, row by row
+  const bool divides;        // whether weights are divided by the row's sum
+  const bool is_normalized;  // whether weights depend on the others of the row
+  const A cap;               // of the logits; 0: none
+  const A epsilon;           // is added to the sum of a row
 
   // Calls f(of), where of(logit, base) is the law's Applied.
   template <class F>
@@ -128,7 +172,7 @@ class RowSums : Heads {
 
   // Turns the run's logits into weights, and brings the state up to date; the last run of a row writes its stats.
   NOINLINE void add_run(const Run& run, A* logits, A* stats) {
-    if (law.name != kSoftmax) return add_run_of_law(run, logits, stats);
+    if (!law.is_exponential) return add_run_of_law(run, logits, stats);
     if (!is_cyclic) {
       subtract_maximum(run, logits, stats);
       for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
@@ -205,13 +249,13 @@ class RowSums : Heads {
   static INLINE Vec<A> reciprocal(Vec<A> x) { return x == A(0) ? Vec<A>{} : A(1) / x; }
 
   NOINLINE void store_scales(A* stats) const {
-    const bool is_normalized = law.is_normalized;
+    const bool divides = law.divides;
     const Vec<A> epsilon = splat<Vec<A>>(law.epsilon);
     for_heads([&](auto heads) INLINE_LAMBDA {
       using S = decltype(heads);
       EACH_VECTOR {
         const Vec<A> scale = reciprocal(heads.load_at(sum, k) + epsilon);
-        heads.store_at(stats + H, k, is_normalized ? scale : splat<Vec<A>>(A(1)));
+        heads.store_at(stats + H, k, divides ? scale : splat<Vec<A>>(A(1)));
       }
     });
   }
@@ -222,7 +266,7 @@ class RowSums : Heads {
         lanes.store_to(logits + at, of(lanes.load_or(logits + at, Vec<A>{}), Vec<A>{}).value);
       });
     });
-    if (law.is_normalized) sum_run(run, logits, sum);
+    if (law.divides) sum_run(run, logits, sum);
     if (!run.ends) return;
     memset(stats, 0, size_t(H) * sizeof(A));  // for whoever reads them without a look at the law
     store_scales(stats);

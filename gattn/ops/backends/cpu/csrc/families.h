@@ -6,13 +6,14 @@
 //   kScalar     whether an end is one number per head, instead of a row of channels
 //   kHasVector  whether channels are weighted by a vector per head; then the edge's term is one of a sum
 //   kKeepsSigns whether the forward pass can leave the signs of its inputs to the backward pass; see Additive
-//   kIsSlow     whether a value takes so long that no loop is compiled for each case, with an edge or without
+//   kIsSlow     whether a value takes so long that several vectors are computed by one call, and no loop is compiled for
+//               each case, with an edge or without
 //
 // A scalar family's logit is that of x = query + key + edge:
 //   apply(x)  the logit and its derivative
 //
-// Any other's is the sum over channels of a value, weighted by the vector, or else times scale(), then finish()ed unless
-// is_linear(). Without a vector a value is a product, whose derivative by one end is the other end. Key and edge may
+// Any other's is the sum over channels of a value, weighted by the vector, or else times scale() and, unless
+// is_linear(), finish()ed. Without a vector a value is a product, whose derivative by one end is the other end. Key and edge may
 // change places, so that the derivative by one is that by the other:
 //   value<kOwn>(own, other, edge)  the value of a channel, given the channel of the end `kOwn`, that of the other end,
 //                                  and the edge's, which may be `None`
@@ -20,7 +21,7 @@
 //
 // A family is made of Arguments.constants: it has a constructor from them. An activation of an additive one has such a
 // constructor, too, kConstants, kIsPiecewiseLinear (whether it is x times 1 or `slope`, a member; others are slow),
-// value(x) and apply(x).
+// apply(x) and, not slow, value(x), or slow, apply_all(x, derivatives, count).
 #pragma once
 
 #include <type_traits>
@@ -38,6 +39,11 @@ INLINE Vec<A> operator+(Vec<A> x, None) { return x; }
 struct Applied {
   Vec<A> value, derivative;
 };
+INLINE Applied operator+(Applied x, Applied y) { return {x.value + y.value, x.derivative + y.derivative}; }
+template <class A>
+INLINE Applied rotate_lanes(Applied x, int shift) {
+  return {rotate_lanes<A>(x.value, shift), rotate_lanes<A>(x.derivative, shift)};
+}
 
 // --------------------------------------------------------------------------------------------------------- activations
 
@@ -53,42 +59,42 @@ struct LeakyReLU {
   }
 };
 
-// The smooth ones: chosen when the kernel runs. They are called, as a call costs little compared with the function itself.
+// The smooth ones, whose names are known when the kernel runs.
 enum SmoothName : int64_t { kSmoothTanh, kSmoothELU, kSmoothGELU, kSmoothSiLU };
 
-// Of what is not positive; without a loss of digits near zero.
-INLINE Vec<A> exp_minus_one(Vec<A> x) {
-  const Vec<A> y = vector_tanh(A(0.5) * x);
-  return A(2) * y / (A(1) - y);
-}
-INLINE Vec<A> logistic(Vec<A> x) { return A(1) / (A(1) + vector_exp(-x)); }
+INLINE Vec<A> logistic(Vec<A> x) { return A(1) / (bounded_exp(-x) + A(1)); }
 
-[[gnu::noinline]] inline Applied apply_smooth(int64_t name, Vec<A> x) {
+// x[i] becomes the activation, and derivatives[i] its derivative, unless that is null. Several vectors at a time: the steps
+// for one depend on each other, and would wait.
+[[gnu::noinline]] inline void apply_smooth(int64_t name, Vec<A>* x, Vec<A>* derivatives, int count) {
+  const auto each = [&](auto f) INLINE_LAMBDA {
+    for (int i = 0; i < count; ++i) {
+      const Applied y = f(x[i]);
+      x[i] = y.value;
+      if (derivatives != nullptr) derivatives[i] = y.derivative;
+    }
+  };
   switch (name) {
-    case kSmoothELU: {
-      const Vec<A> y = exp_minus_one(x);
-      return {x > A(0) ? x : y, x > A(0) ? splat<Vec<A>>(A(1)) : y + A(1)};
-    }
-    case kSmoothGELU: {
-      const Vec<A> below = vector_normal(x), density = A(0.39894228040143268) * vector_exp(A(-0.5) * x * x);
-      return {x * below, below + x * density};
-    }
-    case kSmoothSiLU: {
-      const Vec<A> y = logistic(x);
-      return {x * y, y * (A(1) + x * (A(1) - y))};
-    }
-    default: {
-      const Vec<A> y = vector_tanh(x);
-      return {y, A(1) - y * y};
-    }
-  }
-}
-[[gnu::noinline]] inline Vec<A> smooth(int64_t name, Vec<A> x) {
-  switch (name) {
-    case kSmoothELU: return x > A(0) ? x : exp_minus_one(x);
-    case kSmoothGELU: return x * vector_normal(x);
-    case kSmoothSiLU: return x * logistic(x);
-    default: return vector_tanh(x);
+    case kSmoothELU:
+      return each([](Vec<A> x) INLINE_LAMBDA -> Applied {
+        const Vec<A> y = vector_exp_minus_one(x);
+        return {x > A(0) ? x : y, x > A(0) ? splat<Vec<A>>(A(1)) : y + A(1)};
+      });
+    case kSmoothGELU:
+      return each([](Vec<A> x) INLINE_LAMBDA -> Applied {
+        const Vec<A> density = bounded_exp(A(-0.5) * x * x), below = vector_normal(x, density);
+        return {x * below, below + x * (A(0.39894228040143268) * density)};
+      });
+    case kSmoothSiLU:
+      return each([](Vec<A> x) INLINE_LAMBDA -> Applied {
+        const Vec<A> y = logistic(x);
+        return {x * y, y * (A(1) + x * (A(1) - y))};
+      });
+    default:
+      return each([](Vec<A> x) INLINE_LAMBDA -> Applied {
+        const Vec<A> y = vector_tanh(x);
+        return {y, A(1) - y * y};
+      });
   }
 }
 
@@ -98,8 +104,12 @@ struct Smooth {
   int64_t name;
 
   explicit Smooth(const double* constants) : name(int64_t(constants[0])) {}
-  INLINE Vec<A> value(Vec<A> x) const { return smooth(name, x); }
-  INLINE Applied apply(Vec<A> x) const { return apply_smooth(name, x); }
+  INLINE Applied apply(Vec<A> x) const {
+    Vec<A> derivative;
+    apply_smooth(name, &x, &derivative, 1);
+    return {x, derivative};
+  }
+  INLINE void apply_all(Vec<A>* x, Vec<A>* derivatives, int count) const { apply_smooth(name, x, derivatives, count); }
 };
 
 // ------------------------------------------------------------------------------------------------------------ families
@@ -118,6 +128,7 @@ struct Additive : Activation {
   static constexpr bool kScalar = false, kHasVector = true, kKeepsSigns = Activation::kIsPiecewiseLinear;
   static constexpr bool kIsSlow = !kKeepsSigns;
   using Activation::Activation;
+  static constexpr bool is_linear() { return true; }
 
   template <class Edge>
   static INLINE Vec<A> input(Vec<A> own, Vec<A> other, Edge edge) {

@@ -47,8 +47,8 @@ class Heads {
     return load(lanes);
   }
   // Combines the lanes of each head, in all of them.
-  template <class F>
-  INLINE Vec<A> fold_heads(Vec<A> v, F&& combine) const {
+  template <class V, class F>
+  INLINE V fold_heads(V v, F&& combine) const {
     for (int64_t shift = W / 2; shift >= H; shift /= 2) v = combine(v, rotate_lanes<A>(v, int(shift)));
     return v;
   }

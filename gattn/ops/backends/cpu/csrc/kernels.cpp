@@ -14,7 +14,9 @@
 //   block.h       where a block's inputs, outputs and scratch are
 //   values.h      weighted sums of values, and their gradients
 //   scores.h      a family's logits, and their gradients
-//   forward.h, backward_by_source.h, backward_by_target.h: the three passes
+//   thresholds.h  laws that look at whole rows
+//   matrix.h      the same on matrices
+//   forward.h, means.h, backward_by_source.h, backward_by_target.h: the passes
 
 #include "kernels.h"
 
@@ -26,6 +28,8 @@
 #include "backward_by_source.h"
 #include "backward_by_target.h"
 #include "forward.h"
+#include "matrix.h"
+#include "means.h"
 
 #ifndef GATTN_KERNELS
 #define GATTN_KERNELS gattn_kernels
@@ -55,26 +59,41 @@ int64_t in_parallel(int64_t threads, int64_t elements, F&& f) {
 
 #define FOR_TASKS _Pragma("omp for schedule(dynamic, 1)")
 
+// Calls f(task, element of the batch) for all tasks, or f(split row, element) for all rows that were split.
+template <class F>
+void for_tasks(const Rows& rows, int64_t batch, F&& f) {
+  const int64_t tasks = rows.num_tasks;
+  FOR_TASKS for (int64_t t = 0; t < tasks * batch; ++t) f(rows.tasks[t % tasks], t / tasks);
+}
+template <class F>
+void for_split(const Rows& rows, int64_t batch, F&& f) {
+  const int64_t split = rows.num_split;
+  if (split == 0) return;
+  FOR_TASKS for (int64_t t = 0; t < split * batch; ++t) f(t % split, t / split);
+}
+
 // Runs a pass over all rows of a batch, and merges those that were split.
 template <class Pass>
 void run(Pass& pass, const Rows& rows, int64_t batch) {
-  const int64_t tasks = rows.num_tasks, split = rows.num_split;
-  FOR_TASKS for (int64_t t = 0; t < tasks * batch; ++t) pass.run(rows.tasks[t % tasks], t / tasks);
-  if (split > 0) {
-    FOR_TASKS for (int64_t t = 0; t < split * batch; ++t) pass.merge(t % split, t / split);
-  }
+  for_tasks(rows, batch, [&](const Task& task, int64_t b) { pass.run(task, b); });
+  for_split(rows, batch, [&](int64_t split, int64_t b) { pass.merge(split, b); });
 }
 
 template <class F>
 int64_t forward(const Arguments& a) {
   return in_parallel(a.threads, Forward<F>::workspace_elements(a), [&](A* workspace) {
     Forward<F> pass(a, workspace);
-    run(pass, a.by_target, a.batch);
-    if (a.weights != nullptr) {
-      const int64_t tasks = a.by_target.num_tasks;
-      FOR_TASKS for (int64_t t = 0; t < tasks * a.batch; ++t)
-        pass.finish_weights(a.by_target.tasks[t % tasks], t / tasks);
+    const Rows& rows = a.by_target;
+    for_tasks(rows, a.batch, [&](const Task& task, int64_t b) { pass.run(task, b); });
+    if (pass.is_of_rows() && rows.num_split > 0) {
+      for_split(rows, a.batch, [&](int64_t split, int64_t b) { pass.rewrite(split, b); });
+      for_tasks(rows, a.batch, [&](const Task& task, int64_t b) {
+        if (task.slot >= 0) pass.sum_part(task, b);
+      });
     }
+    for_split(rows, a.batch, [&](int64_t split, int64_t b) { pass.merge(split, b); });
+    if (a.weights != nullptr)
+      for_tasks(rows, a.batch, [&](const Task& task, int64_t b) { pass.finish_weights(task, b); });
   });
 }
 
@@ -86,9 +105,13 @@ int64_t backward(const Arguments& a) {
     FOR_TASKS for (int64_t chunk = 0; chunk < (rows + 255) / 256; ++chunk)
       for (int64_t r = chunk * 256; r < min(rows, (chunk + 1) * 256); ++r)
         by_source.fill_node_terms(r % a.targets, r / a.targets);
+    if (Law(a).has_threshold) {
+      Means means(a, workspace);  // in the same memory: the passes take turns
+      run(means, a.by_target, a.batch);
+    }
     run(by_source, a.by_source, a.batch);
     if (!a.target_pass) return;
-    ByTarget<F> by_target(a, workspace);  // in the same memory: each thread is done with the other pass
+    ByTarget<F> by_target(a, workspace);
     run(by_target, a.by_target, a.batch);
   });
 }
@@ -100,6 +123,13 @@ int64_t record_bytes_of(int64_t heads, int64_t channels, bool has_edge) {
   for (int64_t power = 8; power <= 64; power *= 2)
     if (bytes <= power) return power;  // never across more cache lines than needed
   return (bytes + 63) / 64 * 64;
+}
+
+template <class F>
+bool keeps_logits_of(const Arguments& a) {
+  if (Law(a).is_of_rows) return true;
+  if constexpr (F::kScalar) return false;
+  else return F::kIsSlow;  // any other's take no longer than to read them
 }
 
 template <class... X>
@@ -121,6 +151,7 @@ struct Table<List<F...>> {
   static constexpr int64_t (*kForward[])(const Arguments&) = {forward<F>...};
   static constexpr int64_t (*kBackward[])(const Arguments&) = {backward<F>...};
   static constexpr int64_t (*kRecordBytes[])(int64_t, int64_t, bool) = {record_bytes_of<F>...};
+  static constexpr bool (*kKeepsLogits[])(const Arguments&) = {keeps_logits_of<F>...};
 };
 using All = Table<Families>;
 
@@ -133,7 +164,10 @@ int64_t record_bytes(int64_t family, int64_t heads, int64_t channels, bool has_e
   return All::kRecordBytes[family](heads, channels, has_edge);
 }
 
+bool keeps_logits(const Arguments& a) { return All::kKeepsLogits[a.family](a); }
+
 }  // namespace
 
 extern const Kernels GATTN_KERNELS;
-const Kernels GATTN_KERNELS = {run_forward, run_backward, drop, family, distribution, constants, record_bytes};
+const Kernels GATTN_KERNELS = {run_forward,  run_backward, matrix_rows, drop,        family,
+                               distribution, constants,    record_bytes, keeps_logits};

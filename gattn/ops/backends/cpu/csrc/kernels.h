@@ -7,6 +7,7 @@
 struct Kernels {
   int64_t (*forward)(const Arguments&);
   int64_t (*backward)(const Arguments&);
+  void (*matrix_rows)(const Arguments&, const void* weights, void* numbers, int64_t rows, int64_t columns);
   void (*drop)(const void* from, void* to, int64_t size, int64_t seed, int64_t threshold, double scale,
                int64_t threads);
   // The number of the family, or the distribution, with this name, or -1; and the names of a family's constants.
@@ -15,4 +16,6 @@ struct Kernels {
   const char* (*constants)(int64_t family);
   // Bytes per edge that the forward pass keeps for the backward pass.
   int64_t (*record_bytes)(int64_t family, int64_t heads, int64_t channels, bool has_edge);
+  // Whether it keeps logits, given family and distribution.
+  bool (*keeps_logits)(const Arguments&);
 };

@@ -107,6 +107,22 @@ struct Segment {
     if constexpr (kRows == kOwnRows) return strip.load_at(edges[e] + edge_offset, k);
     else return None{};
   }
+  // Calls f(inputs, first edge, number of edges) on the sums of `own` and the other ends' rows, `kMost` vectors at a time.
+  template <int kMost, class S, class F>
+  INLINE void for_inputs(S strip, const T* own, F&& f) const {
+    constexpr int kEdges = kMost / S::kVectors;
+    Vec<A> fixed[S::kVectors], inputs[kMost];
+    EACH_VECTOR fixed[k] = strip.load_at(own, k);
+    for (int e = first; e < last; e += kEdges) {
+      const int n = int(min(kEdges, last - e));
+      for (int i = 0; i < n; ++i) {
+        prefetch(strip, e + i);
+        load_other<kPerhaps>(strip, e + i, inputs + i * S::kVectors);
+        EACH_VECTOR inputs[i * S::kVectors + k] += fixed[k];
+      }
+      f(inputs, e, n);
+    }
+  }
   template <class S>
   INLINE void prefetch(S strip, int e) const {
     if (is_first) strip.prefetch(others.ahead[e] + offset);
@@ -189,9 +205,8 @@ struct PackedHeads {
 };
 
 // Calls f(strip, heads, 0) on strips of several heads, and returns how many heads they cover.
-template <int kPerHead, class F>
+template <int kMost, int kPerHead, class F>
 INLINE int64_t for_whole_heads(int64_t heads, F&& f) {
-  constexpr int kMost = kVectorBytes == 64 ? 8 : 4;  // vectors that leave some registers free
   int64_t head = 0;
   auto go = [&](auto vectors) INLINE_LAMBDA {
     constexpr int kVectors = decltype(vectors)::kValue, kHeads = kVectors / kPerHead;
@@ -205,7 +220,8 @@ INLINE int64_t for_whole_heads(int64_t heads, F&& f) {
 }
 
 // Calls f(strip, heads, first head) on strips of [heads, width] channels; a strip's first channel counts from that head.
-template <class F>
+constexpr int kMostVectors = kVectorBytes == 64 ? 8 : 4;  // leave some registers free
+template <int kMost = kMostVectors, class F>
 INLINE void for_head_strips(int64_t heads, int64_t width, const Packing& packing, F&& f) {
   if (packing.possible) {
     for_strips(heads * width, [&](auto strip) INLINE_LAMBDA {
@@ -215,9 +231,9 @@ INLINE void for_head_strips(int64_t heads, int64_t width, const Packing& packing
   }
   int64_t head = 0;
   if constexpr (kVectorBytes >= 32) {  // short vectors gain nothing
-    if (packing.vectors_per_head == 1) head = for_whole_heads<1>(heads, f);
-    if (packing.vectors_per_head == 2) head = for_whole_heads<2>(heads, f);
-    if (packing.vectors_per_head == 4) head = for_whole_heads<4>(heads, f);
+    if (packing.vectors_per_head == 1) head = for_whole_heads<kMost, 1>(heads, f);
+    if (packing.vectors_per_head == 2) head = for_whole_heads<kMost, 2>(heads, f);
+    if (packing.vectors_per_head == 4) head = for_whole_heads<kMost, 4>(heads, f);
   }
   for (; head < heads; ++head)
     for_strips(width, [&](auto strip) INLINE_LAMBDA { f(strip, OneHead{head}, head); });
@@ -305,7 +321,50 @@ INLINE void add_derivatives(const F& family, S strip, Heads heads, const T* own,
   }
 }
 
-// The same without `total`, from the signs of a family's inputs: its derivative is 1 or slope.
+// The same two for slow families without signs, several vectors at a time.
+
+constexpr int kTogether = 8;
+
+template <class F, class S, class Heads>
+INLINE void add_slow_values(const F& family, S strip, Heads heads, const A* vector, const T* own, const Segment& segment,
+                            A* out) {
+  Vec<A> weight[S::kVectors];
+  EACH_VECTOR weight[k] = strip.load_at(vector, k);
+  segment.for_inputs<kTogether>(strip, own, [&](Vec<A>* values, int first, int n) INLINE_LAMBDA {
+    family.apply_all(values, nullptr, n * S::kVectors);
+    for (int e = 0; e < n; ++e, values += S::kVectors) {
+      EACH_VECTOR values[k] *= weight[k];
+      heads.add_sums(strip, values, segment.heads, out + (first + e) * segment.heads);
+    }
+  });
+}
+
+template <class F, class S, class Heads>
+INLINE void add_slow_derivatives(const F& family, S strip, Heads heads, const T* own, const A* factor,
+                                 const Segment& segment, bool anew, A* acc, A* total) {
+  Vec<A> sum[S::kVectors], sum_values[S::kVectors];
+  EACH_VECTOR {
+    sum[k] = anew ? Vec<A>{} : strip.load_at(acc, k);
+    sum_values[k] = total == nullptr ? Vec<A>{} : strip.load_at(total, k);
+  }
+  segment.for_inputs<kTogether>(strip, own, [&](Vec<A>* values, int first, int n) INLINE_LAMBDA {
+    Vec<A> derivatives[kTogether];
+    family.apply_all(values, derivatives, n * S::kVectors);
+    for (int e = 0; e < n; ++e) {
+      EACH_VECTOR {
+        const Vec<A> weight = heads.spread(factor + (first + e) * segment.heads, k);
+        sum[k] += weight * derivatives[e * S::kVectors + k];
+        sum_values[k] += weight * values[e * S::kVectors + k];
+      }
+    }
+  });
+  EACH_VECTOR {
+    strip.store_at(acc, k, sum[k]);
+    if (total != nullptr) strip.store_at(total, k, sum_values[k]);
+  }
+}
+
+// The same as add_derivatives without `total`, from the signs of a family's inputs: its derivative is 1 or slope.
 template <class S, class Heads>
 INLINE void add_slopes(S strip, Heads heads, A slope, const A* factor, const uint8_t* const* signs,
                        int64_t signs_offset, const Segment& segment, bool anew, A* acc) {

@@ -114,7 +114,8 @@ class VectorScores : public Values {
   }
   NOINLINE void source_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const*) {
     queries.gather(query_row(0, b), a.query_row, a.by_source.node + p, n);
-    vector_logits(kSource, queries, b, n, runs, num_runs, nullptr);
+    if (needs_no_logits()) edges = score_edges(b, n);
+    else vector_logits(kSource, queries, b, n, runs, num_runs, nullptr);
   }
 
   void fill_target_term(int64_t, int64_t, A*) const {}
@@ -189,6 +190,8 @@ class VectorScores : public Values {
   // Then the backward pass has a record, unless edges have rows of their own, or there are none.
   static constexpr bool kSigns = F::kKeepsSigns && kHasBits<A>;
 
+  // Kept logits are computed again only where their derivatives need it.
+  bool needs_no_logits() const { return a.logits != nullptr && family.is_linear(); }
   const A* vector() const { return static_cast<const A*>(a.vector); }
 
   // The run's own row is at the end `end`, `others` are the rows of the edges' other ends. `kept` is where the signs of
@@ -209,7 +212,7 @@ class VectorScores : public Values {
           const Segment segment = {others, other_head(end, h) * C, edges, h * C, run.first, run.last, H};
           const Signs to = {kept == nullptr ? nullptr : kept + h * signs_bytes, a.record_bytes};
           if constexpr (F::kIsSlow)
-            add_values<kTarget, kPerhaps, false>(family, strip, heads, vector_h, x, segment, logits);
+            add_slow_values(family, strip, heads, vector_h, x, segment, logits);
           else if (edges != nullptr)
             add_values<kTarget, kOwnRows, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
           else if (kSigns && kept != nullptr)
@@ -233,7 +236,7 @@ class VectorScores : public Values {
   // to += the sum of the logits' gradients times their derivatives by the run's own row, but for the vector or scale;
   // outputs, unless null, += that of the gradients times the values.
   NOINLINE void add_gradients(End end, const Run& run, int64_t b, const Gathered& others, A* to, A* outputs) {
-    const bool is_first = end == kTarget;  // queries have been read for the logits
+    const bool is_first = end == kTarget || needs_no_logits();  // otherwise queries have been read for the logits
     const auto segment_of = [&](int64_t h) INLINE_LAMBDA -> Segment {
       return {others, other_head(end, h) * C, edges, h * C, run.first, run.last, H, is_first};
     };
@@ -256,7 +259,7 @@ class VectorScores : public Values {
       A* acc_h = to + own_head(end, h) * C;
       A* outputs_h = !F::kHasVector || outputs == nullptr ? nullptr : outputs + h * C;
       if constexpr (F::kIsSlow) {
-        add_derivatives<kSource, kPerhaps>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
+        add_slow_derivatives(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
       } else if (F::kHasVector && !kSigns && edges == nullptr) {
         if (end == kTarget)
           add_derivatives<kTarget, kNone>(family, strip, heads, x, gradients, segment, anew, acc_h, nullptr);
@@ -268,8 +271,9 @@ class VectorScores : public Values {
         add_derivatives<kSource, kOwnRows>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
       }
     };
-    // Activations, and rows of edges, which are read but once, take longer than what longer strips save.
-    if constexpr (F::kIsSlow || kSigns) for_head_vectors(H, C, key_packing, add);
+    // Rows of edges, which are read but once, take longer than what longer strips save.
+    if constexpr (kSigns) for_head_vectors(H, C, key_packing, add);
+    else if constexpr (F::kIsSlow) for_head_strips<4>(H, C, key_packing, add);
     else for_head_strips(H, C, key_packing, add);
   }
 

@@ -289,8 +289,8 @@ INLINE Vec<A> sum_each(Vec<A>* v, int width = kLanes<A>) {
 }
 
 // Lane i gets lane i + shift, around the end.
-template <class A>
-INLINE Vec<A> rotate_lanes(Vec<A> v, int shift) {
+template <class A, class V>
+INLINE V rotate_lanes(V v, int shift) {
   return shuffle(v, (lane_numbers<A>() + LaneInt<A>(shift)) & (kLanes<A> - 1));
 }
 
@@ -366,25 +366,70 @@ INLINE Vec<double> vector_exp(Vec<double> x) {
   return x;
 }
 
+// NaN stays.
+INLINE Vec<float> bounded(Vec<float> x, Vec<float> lowest, Vec<float> highest) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_min_ps((__m512)highest, _mm512_max_ps((__m512)lowest, (__m512)x));
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_min_ps((__m256)highest, _mm256_max_ps((__m256)lowest, (__m256)x));
+#else
+  x = x < lowest ? lowest : x;
+  return x > highest ? highest : x;
+#endif
+}
+
+// exp(x) is power (1 + rest), for x bounded by 87.
+struct ExpParts {
+  Vec<float> power, rest;
+};
+INLINE ExpParts exp_parts(Vec<float> x) {
+  x = bounded(x, splat<Vec<float>>(-87.0f), splat<Vec<float>>(87.0f));
+  // 2^n exp(r), as in vector_exp; adding the shift puts n + 127 into the low bits. The polynomial is a minimax fit of
+  // (exp(r) - 1) / r to a relative 1.1e-8.
+  const float shift = 12582912.0f + 127.0f;
+  const Vec<float> shifted = x * 1.44269504f + shift, n = shifted - shift;
+  Vec<float> r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec<float> y = r * 1.3888872555e-03f + 8.3691400427e-03f;
+  y = y * r + 4.1667138092e-02f;
+  y = y * r + 1.6666505578e-01f;
+  y = y * r + 4.9999998114e-01f;
+  y = (y * r + 1.0000000107e+00f) * r;
+  return {(Vec<float>)((VecInt)shifted << 23), y};
+}
+INLINE Vec<float> bounded_exp(Vec<float> x) {
+  const ExpParts y = exp_parts(x);
+  return y.power * y.rest + y.power;
+}
+INLINE Vec<double> bounded_exp(Vec<double> x) { return vector_exp(x); }
+// exp(x) - 1, without a loss of digits near zero.
+INLINE Vec<float> vector_exp_minus_one(Vec<float> x) {
+  const ExpParts y = exp_parts(x);
+  return y.power * y.rest + (y.power - 1.0f);
+}
+INLINE Vec<double> vector_exp_minus_one(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = expm1(x[i]);
+  return x;
+}
+
 INLINE Vec<float> vector_tanh(Vec<float> x) {
-  // The polynomial for small arguments is Cephes', too.
-  Vec<float> magnitude = x < 0.0f ? -x : x;
-  Vec<float> large = 1.0f - 2.0f / (vector_exp(magnitude + magnitude) + 1.0f);
-  Vec<float> square = x * x;
-  Vec<float> y = square * -5.70498872745e-3f + 2.06390887954e-2f;
-  y = y * square - 5.37397155531e-2f;
-  y = y * square + 1.33314422036e-1f;
-  y = y * square - 3.33332819422e-1f;
-  y = y * square * x + x;
-  return magnitude < 0.625f ? y : (x < 0.0f ? -large : large);
+  const Vec<float> y = vector_exp_minus_one(x + x);  // bounded where tanh(x) is 1 for long
+  return y / (y + 2.0f);
 }
 INLINE Vec<double> vector_tanh(Vec<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = tanh(x[i]);
   return x;
 }
 
-// The standard normal distribution function, from erfc(|x| / sqrt(2)) / 2 on the side where that is small.
-INLINE Vec<float> vector_normal(Vec<float> x) {
+template <class V>
+INLINE V vector_sqrt(V x) {
+  for (int i = 0; i < int(sizeof(V) / sizeof(x[0])); ++i) x[i] = sqrt(x[i]);
+  return x;
+}
+
+// The standard normal distribution function, from erfc(|x| / sqrt(2)) / 2 on the side where that is small; `density` is
+// exp(-x^2 / 2).
+INLINE Vec<float> vector_normal(Vec<float> x, Vec<float> density) {
   // With t = 1 / (1 + z / 2), erfc(z) exp(z^2) / t is a polynomial of 2t - 1, a Chebyshev fit to a relative 2e-7.
   const Vec<float> z = (x < 0.0f ? -x : x) * 0.707106781f, t = 1.0f / (1.0f + 0.5f * z), s = 2.0f * t - 1.0f;
   Vec<float> y = s * 4.21611972e-05f - 3.66018769e-05f;
@@ -397,10 +442,10 @@ INLINE Vec<float> vector_normal(Vec<float> x) {
   y = y * s + 1.39735734e-01f;
   y = y * s + 3.43580319e-01f;
   y = y * s + 5.10791357e-01f;
-  const Vec<float> tail = 0.5f * t * y * vector_exp(-z * z);
+  const Vec<float> tail = 0.5f * t * y * density;
   return x > 0.0f ? 1.0f - tail : tail;
 }
-INLINE Vec<double> vector_normal(Vec<double> x) {
+INLINE Vec<double> vector_normal(Vec<double> x, Vec<double>) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = 0.5 * erfc(-0.70710678118654752 * x[i]);
   return x;
 }

@@ -5,6 +5,11 @@
 
 namespace {
 
+inline Dot plain_dot() {
+  static constexpr double kConstants[] = {1, 1, 0, 0};
+  return Dot(kConstants);
+}
+
 class Values : public Block {
  public:
   static int64_t workspace_elements(const Arguments& a) {
@@ -144,8 +149,7 @@ class Values : public Block {
 
   // products = <grad_out_i, v_j + e_ij>; the rows of grad_out are gathered.
   NOINLINE void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
-    static constexpr double kPlain[] = {1, 1, 0, 0};
-    const Dot dot(kPlain);
+    const Dot dot = plain_dot();
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r) {
@@ -176,6 +180,15 @@ class Values : public Block {
     });
   }
 
+  // From products to the gradients of weights before dropout.
+  NOINLINE void finish_products(int64_t b, int n) {
+    if (a.dropout) {
+      draw_dropout(b, n);
+      for (int64_t at = 0; at < n * H; at += W) store(products + at, load(products + at) * load(keep + at));
+    }
+    if (a.grad_weights != nullptr) add_edge_scalars(a.grad_weights, a.edges * H, b, n, products);
+  }
+
   // From logits and products to the gradients of logits, and weights after dropout in place of the logits.
   NOINLINE void differentiate_weights(int64_t b, int n, const A* const* terms) {
     if (law.is_normalized) {
@@ -188,23 +201,17 @@ class Values : public Block {
       for (int64_t at = 0; at < n * H; at += W)
         store(maxima + at, Vec<A>{}), store(row_scales + at, splat<Vec<A>>(A(1))), store(deltas + at, Vec<A>{});
     }
-    if (a.dropout) draw_dropout(b, n);
-    if (a.grad_weights != nullptr) {
-      memset(gradients, 0, size_t(n * H) * sizeof(A));
-      add_edge_scalars(a.grad_weights, a.edges * H, b, n, gradients);
-    }
+    finish_products(b, n);
     law.visit([&](auto rule) INLINE_LAMBDA {
       for (int64_t at = 0; at < n * H; at += W) {
         const Vec<A> logit = load(logits + at);
         const Applied weight = rule(logit, load(maxima + at));
         const Vec<A> scale = load(row_scales + at), derivative = weight.derivative * scale;
-        Vec<A> product = load(products + at), kept = weight.value * scale;
-        if (a.dropout) product *= load(keep + at), kept *= load(keep + at);
-        if (a.grad_weights != nullptr) product += load(gradients + at);
-        Vec<A> gradient = derivative * (product - load(deltas + at));
+        const Vec<A> kept = weight.value * scale;
+        Vec<A> gradient = derivative * (load(products + at) - load(deltas + at));
         if (law.cap != 0) gradient *= law.cap_derivative(logit);
         store(gradients + at, gradient);
-        store(logits + at, kept);
+        store(logits + at, a.dropout ? kept * load(keep + at) : kept);
       }
     });
     if (a.grad_bias != nullptr) store_edge_scalars(a.grad_bias, b, n, gradients);
