@@ -11,6 +11,7 @@ import shutil
 import threading
 import zipfile
 from collections import OrderedDict, UserDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from gattn import datasets
 from gattn.datasets import DatasetUnavailableError, data_root, sets
+from gattn.datasets.download import read_dataset
 from gattn.datasets.registry import families, sentence_pairs, texts
 
 
@@ -940,6 +942,34 @@ def no_network(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_network")
+class TestAtOnce:
+    def test_the_first_prepares_what_others_read(self, tmp_path):
+        """Otherwise, one finds files that another is still writing, and removes them as incomplete."""
+        raw, processed = tmp_path / "name" / "raw", tmp_path / "name" / "processed"
+        started, fetched = threading.Barrier(4), []
+
+        def fetch(missing):
+            fetched.append(missing)
+            raw.mkdir(parents=True)
+            (raw / "file").write_text("raw")
+
+        def read():
+            if processed.exists():
+                return (processed / "file").read_text()
+            processed.mkdir()
+            threading.Event().wait(0.1)
+            (processed / "file").write_text("processed")
+            return "processed"
+
+        def load(_):
+            started.wait()
+            return read_dataset("name", tmp_path, [raw / "file"], "page", fetch, read)
+
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(load, range(4))) == ["processed"] * 4
+        assert fetched == [[raw / "file"]]
+
+
 class TestMissing:
     @pytest.mark.parametrize(
         ("name", "file"),

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from filelock import FileLock
+
 from gattn.datasets.errors import DatasetUnavailableError
 
 __all__ = ["download", "download_archive", "read_dataset", "remove_traces"]
@@ -88,7 +90,8 @@ def read_dataset(
     """Reads a data set that consists of the raw `files`, after downloading those that are missing.
 
     Any failure becomes an error that says what to do. Nothing stays behind that would make the next attempt fail as
-    well: no incomplete downloads and no empty folders.
+    well: no incomplete downloads and no empty folders. Processes and threads that load the same data set at once, as
+    those of torchrun do, take turns: the first downloads and processes what the others then read.
 
     Args:
         name: The name of the data set in error messages.
@@ -101,6 +104,25 @@ def read_dataset(
     Raises:
         DatasetUnavailableError: If the files cannot be downloaded or read.
     """
+    with _lock(folder / name):
+        return _read_dataset(name, folder, files, page, fetch, read)
+
+
+def _lock(folder: Path) -> FileLock:
+    """A lock of a folder, which may be missing or read-only: its file is among the temporary ones of this user."""
+    key = hashlib.sha256(f"{os.path.expanduser('~')}\0{folder.resolve()}".encode()).hexdigest()
+    return FileLock(Path(tempfile.gettempdir()) / f"gattn-{key[:16]}.lock")
+
+
+def _read_dataset(
+    name: str,
+    folder: Path,
+    files: list[Path],
+    page: str,
+    fetch: Callable[[list[Path]], None],
+    read: Callable[[], _Content],
+) -> _Content:
+    """See `read_dataset`, without its lock."""
     missing = [file for file in files if not file.exists()]
     try:
         if missing:
