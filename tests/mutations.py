@@ -282,12 +282,24 @@ MUTATIONS = [
     Mutation("each part of a hub has the sink", KERNELS, "has_sink = «sink != nullptr && !is_part → sink != nullptr»;"),
     Mutation("a hub has no sink", KERNELS, "maximum[h] = «sink != nullptr ? sink[h] : -A(INFINITY) → -A(INFINITY)»;"),
     Mutation("a sink takes no weight", KERNELS, "if («begins_with_sink → false») {"),
-    Mutation("a cap has no derivative", KERNELS, "if («law.cap != 0 → false») gradient"),
+    Mutation("a cap has no derivative", KERNELS, "store(derivatives + at, «law.cap == 0 → true» ?"),
     Mutation(
         "gates depend on each other", KERNELS, "delta = «is_normalized ? terms[e] + 2 * H : none → terms[e] + 2 * H»;"
     ),
+    Mutation("a sum forgets its epsilon", KERNELS, "reciprocal(«sums + law.epsilon → sums»)"),
+    Mutation("rows of a block share a gradient of values", KERNELS, "++r, acc += «G * V → 0»)"),
     Mutation(
-        "a sum forgets its epsilon", KERNELS, "reciprocal(«heads.load_at(sum, k) + epsilon → heads.load_at(sum, k)»)"
+        "edges add nothing to products with values",
+        KERNELS,
+        "other[k] *= «fixed[k] + segment.template edge<kRows>(strip, e, k) → fixed[k]»;",
+    ),
+    Mutation(
+        "gates of channels begin each block anew",
+        KERNELS,
+        "total[k] = «run.begins → true» ? Vec<A>{} : strip.load_at(acc",
+    ),
+    Mutation(
+        "gates of channels forget the output's bias", KERNELS, "result + «strip.load_at(out_bias, k) → Vec<A>{}»);"
     ),
     Mutation("a masked edge has a weight", KERNELS, "return {«is_edge ? y.value : Vec<A>{} → y.value», is_edge"),
     # ---------------------------------------------------------------------------------------------------- the gradients

@@ -315,14 +315,14 @@ class TestDistributions:
             ((), ("bias",), ("edge",), ("bias", "edge")),
             (3, 2 * LONG_ROW + 3),
             ((), (2,)),
-            ({}, {"wanted": ("key", "value", "bias")}, {"query": False}, {"dropout": 0.4}, {"sink": True}),
+            ({}, {"wanted": ("key", "value", "bias")}, {"query": False}, {"dropout": 0.4}, {"sink": True}, {"out_bias": True}),
         ),
     )
     def test_a_head_for_each_channel(self, distribution, dtype, heads, terms, degree, batch, options):
-        """Whose backward pass is one of its own, unless something else is asked for."""
+        """Whose passes are of their own, unless something else is asked for."""
         sizes = {"heads": heads, "channels": 1, "value_channels": 1, "batch": batch, "dtype": dtype, "terms": terms}
         edge_index = torch.randint(5, (2, degree + 20))
-        edge_index[0, :degree] = 4
+        edge_index[0, :degree], edge_index[1, : 3 * degree // 4] = 4, 3
         with_query = options.get("query", True)
         options = {name: value for name, value in options.items() if name != "query"}
         options["sink"] = options.get("sink", False) and distribution.startswith("soft")

@@ -13,11 +13,13 @@ class BySource : Scores<F> {
   using Base::key_width, Base::node_terms, Base::record;
 
  public:
-  using Base::workspace_elements;
+  static int64_t workspace_elements(const Arguments& a) {
+    return Base::round_up(Base::workspace_elements(a)) + kBlock * a.key_heads * a.value_channels;
+  }
   BySource(const Arguments& arguments, A* workspace)
-      : Base(arguments, workspace),
-        is_by_channel(F::kScalar && V == 1 && G == H && H >= W && !a.dropout && a.mask == nullptr &&
-                      a.grad_weights == nullptr && a.edge_value == nullptr && a.edge_channels == 0 && Base::law.cap == 0 && !Base::law.is_of_rows) {}
+      : Base(arguments, workspace), is_by_channel(F::kScalar && Base::has_channel_heads && a.grad_weights == nullptr) {
+    acc = workspace + Base::round_up(Base::workspace_elements(a));  // a row for each of a block's runs
+  }
 
   // What the gradient of an edge needs of its target: maximum, scale, delta, and the scalar score's query.
   NOINLINE void fill_node_terms(int64_t i, int64_t b) {
@@ -86,7 +88,7 @@ class BySource : Scores<F> {
     this->template prefetch_scalars<1>(a.grad_bias, a.edges * H, b, n);
     this->gathered.gather(this->grad_out_row(0, b), H * V, node, n);
     if constexpr (F::kScalar)
-      if (is_by_channel) return run_channels(b, p, runs, num_runs, terms);
+      if (is_by_channel) return run_channels(b, p, n, runs, num_runs, terms);
 
     if (this->has_record) {
       for (int e = 0; e < n; ++e) {
@@ -104,15 +106,17 @@ class BySource : Scores<F> {
         this->copy_heads(logits + e * H, this->kept_logits(position[e], b));
       }
     }
+    if (a.dropout) this->draw_dropout(b, n);
+    this->weigh_again(n, terms);
     this->multiply_values(runs, num_runs, b, n);
-    this->differentiate_weights(b, n, terms);
+    this->differentiate_weights(b, n);
     this->finish_gradients(b, n);
     if (a.target_pass && n > 0)
       memcpy(static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H, gradients, size_t(n * H) * sizeof(A));
 
-    for (int r = 0; r < num_runs; ++r) {
+    A* const first_acc = acc;
+    for (int r = 0; r < num_runs; ++r, acc += G * V) {
       const Run& run = runs[r];
-      this->add_value_gradients(run);
       this->add_key_gradients(run, b);
       if (a.grad_edge != nullptr || a.grad_edge_value != nullptr || a.grad_edge_projection != nullptr)
         this->store_edge_gradients(run, b);
@@ -121,18 +125,19 @@ class BySource : Scores<F> {
         finish(run.row, b);
       }
     }
+    acc = first_acc;  // where a run of several blocks, which has them for itself, goes on
     this->finish_edge_gradients(b, n);
   }
 
   // What run_block does where every channel is a head and nothing else is asked for: the numbers of an edge stay in
   // registers, from its logits to their gradients.
-  NOINLINE void run_channels(int64_t b, int64_t p, const Run* runs, int num_runs, const A* const* terms) {
+  NOINLINE void run_channels(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const* terms) {
     // Stand for what there is not. Neither is used by anything else here.
     A *const none = this->products, *const ones = this->maxima;
     for (int64_t h = 0; h < H; ++h) none[h] = 0, ones[h] = 1;
     const bool is_normalized = this->law.is_normalized;
-    const A* edges = static_cast<const A*>(a.edge) + b * a.edge_batch;
-    const A* biases = static_cast<const A*>(a.bias) + b * a.bias_batch;
+    const A* edges = this->load_edge_scalars(a.edge, a.edge_batch, b, n, this->slopes);
+    const A* biases = this->load_edge_scalars(a.bias, a.bias_batch, b, n, logits);
     A* const grad_edges = static_cast<A*>(a.grad_edge) + b * a.edges * H;
     A* const grad_biases = static_cast<A*>(a.grad_bias) + b * a.edges * H;
     A* const edge_terms = static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H;
@@ -141,7 +146,7 @@ class BySource : Scores<F> {
         const Run& run = runs[r];
         const A* key = this->key(run.row, b);
         const T* value = this->value_row(run.row, b);
-        for_vectors(H, [&](auto strip) INLINE_LAMBDA {
+        for_strips(H, [&](auto strip) INLINE_LAMBDA {
           using S = decltype(strip);
           Vec<A> own_key[S::kVectors], own_value[S::kVectors], sum_key[S::kVectors], sum_value[S::kVectors];
           EACH_VECTOR {
@@ -151,8 +156,8 @@ class BySource : Scores<F> {
           }
           for (int e = run.first; e < run.last; ++e) {
             const A* query = a.query == nullptr ? none : terms[e] + 3 * H;
-            const A* edge = a.edge == nullptr ? none : edges + this->edge[e] * H;
-            const A* bias = a.bias == nullptr ? none : biases + this->edge[e] * H;
+            const A* edge = edges == nullptr ? none : edges + e * H;
+            const A* bias = biases == nullptr ? none : biases + e * H;
             const A* scale = is_normalized ? terms[e] + H : ones;
             const A* delta = is_normalized ? terms[e] + 2 * H : none;
             const T* grad_out = this->gathered.row[e];

@@ -11,7 +11,7 @@ class Block : public Heads {
  public:
   static int64_t workspace_elements(const Arguments& a) {
     int64_t wide = a.heads * max(max(a.channels, a.value_channels), 1);
-    return 10 * (round_up(a.heads * kBlock) + W) + round_up(a.heads) + W + 3 * round_up(wide) +
+    return 11 * (round_up(a.heads * kBlock) + W) + round_up(a.heads) + W + 3 * round_up(wide) +
            Projection::workspace_elements(a);
   }
 
@@ -26,6 +26,8 @@ class Block : public Heads {
         group(G > 0 ? H / G : 1),
         law(a),
         has_record(a.record_bytes > 0),
+        has_channel_heads(V == 1 && G == H && H >= W && !a.dropout && a.mask == nullptr && a.edge_value == nullptr &&
+                          a.edge_channels == 0 && law.cap == 0 && !law.is_of_rows),
         numbers_needed(a.dropout || a.bias || a.mask || a.edge || a.edge_value || a.weights || a.grad_weights ||
                        a.grad_bias || a.grad_edge || a.grad_edge_value || a.grad_edge_projection),
         projection(arguments, workspace),
@@ -38,6 +40,7 @@ class Block : public Heads {
     const int64_t scalars = H * kBlock + W;  // vectors of them may begin at any edge
     logits = take(scalars), gradients = take(scalars), slopes = take(scalars), keep = take(scalars);
     products = take(scalars), maxima = take(scalars), row_scales = take(scalars), deltas = take(scalars);
+    derivatives = take(scalars);
     low_number = reinterpret_cast<uint32_t*>(take(scalars));
     high_number = reinterpret_cast<uint32_t*>(take(scalars));
     scales = take(H + W);
@@ -180,6 +183,12 @@ class Block : public Heads {
       });
     }
   }
+  // Whole rows at once, as they come from afar. Returns `to`, or null if there are none.
+  NOINLINE const A* load_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
+    if (from == nullptr) return nullptr;
+    for (int e = 0; e < n; ++e) copy_heads(to + e * H, static_cast<const A*>(from) + b * batch_stride + edge[e] * H);
+    return to;
+  }
   NOINLINE void store_edge_scalars(void* to, int64_t b, int n, const A* from) {
     for (int e = 0; e < n; ++e)
       copy_heads(static_cast<A*>(to) + (b * a.edges + edge[e]) * H, from + e * H);
@@ -216,10 +225,12 @@ class Block : public Heads {
   const Arguments& a;
   const int64_t C, V, G, group;
   const Law law;
-  const bool has_record, numbers_needed;
+  const bool has_record;
+  const bool has_channel_heads;  // whether each channel is a head, and nothing else is special
+  const bool numbers_needed;
   Projection projection;
   A* rest;
-  A *logits, *gradients, *slopes, *keep, *products, *maxima, *row_scales, *deltas;
+  A *logits, *gradients, *slopes, *keep, *products, *maxima, *row_scales, *deltas, *derivatives;
   uint32_t *low_number, *high_number;
   A *scales, *acc, *acc_key, *total;
   int64_t edge[kBlock];

@@ -166,6 +166,11 @@ class RowSums : Heads {
   const A* factor() const { return factor_; }
   // What the sum of a row with these stats has to be multiplied by.
   INLINE const A* scales(const A* stats) const { return stats + H; }
+  // The sums of the row so far, and what the values of a row with such sums are multiplied by.
+  A* sums() { return sum; }
+  INLINE Vec<A> scale_of(Vec<A> sums) const {
+    return law.divides ? reciprocal(sums + law.epsilon) : splat<Vec<A>>(A(1));
+  }
 
   // Begins a task: of a row's parts, none has the sink, which their merging adds.
   void start(bool is_part) { has_sink = sink != nullptr && !is_part; }
@@ -249,14 +254,9 @@ class RowSums : Heads {
   static INLINE Vec<A> reciprocal(Vec<A> x) { return x == A(0) ? Vec<A>{} : A(1) / x; }
 
   NOINLINE void store_scales(A* stats) const {
-    const bool divides = law.divides;
-    const Vec<A> epsilon = splat<Vec<A>>(law.epsilon);
     for_heads([&](auto heads) INLINE_LAMBDA {
       using S = decltype(heads);
-      EACH_VECTOR {
-        const Vec<A> scale = reciprocal(heads.load_at(sum, k) + epsilon);
-        heads.store_at(stats + H, k, divides ? scale : splat<Vec<A>>(A(1)));
-      }
+      EACH_VECTOR heads.store_at(stats + H, k, scale_of(heads.load_at(sum, k)));
     });
   }
 

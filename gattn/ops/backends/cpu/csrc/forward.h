@@ -9,11 +9,14 @@ namespace {
 template <class F>
 class Forward : Scores<F> {
   using Base = Scores<F>;
-  using Base::a, Base::H, Base::logits;
+  using Base::a, Base::acc, Base::H, Base::logits;
 
  public:
   using Base::finish_weights, Base::workspace_elements;
-  Forward(const Arguments& arguments, A* workspace) : Base(arguments, workspace), thresholds(arguments) {}
+  Forward(const Arguments& arguments, A* workspace)
+      : Base(arguments, workspace),
+        is_by_channel(F::kScalar && Base::has_channel_heads && !Base::law.is_exponential && a.weights == nullptr),
+        thresholds(arguments) {}
 
   bool is_of_rows() const { return this->law.is_of_rows; }
 
@@ -38,11 +41,60 @@ class Forward : Scores<F> {
   NOINLINE void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     number_edges(p, n);
     this->template prefetch_scalars<0>(a.bias, a.bias_batch, b, n);
+    if constexpr (F::kScalar)
+      if (is_by_channel) return run_channels(b, p, n, runs, num_runs);
     this->target_logits(b, p, n, runs, num_runs);
     this->finish_logits(b, n);
     if (is_of_rows() && !rewrite_block(b, p, n, runs, num_runs)) return;
     if (a.logits != nullptr) memcpy(this->kept_logits(p, b), logits, size_t(n * H) * sizeof(A));
     this->sum_block(b, p, n, runs, num_runs);
+  }
+  // What run_block does for gates of channels: the numbers of an edge stay in registers, from its logits to the sums.
+  NOINLINE void run_channels(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+    A* const none = this->products;  // stands for what there is not
+    for (int64_t h = 0; h < H; ++h) none[h] = 0;
+    const int32_t* node = a.by_target.node + p;
+    this->gathered.gather(this->value_row(0, b), a.value_row, node, n);
+    const A* edges = this->load_edge_scalars(a.edge, a.edge_batch, b, n, this->slopes);
+    const A* biases = this->load_edge_scalars(a.bias, a.bias_batch, b, n, logits);
+    const A* out_bias = a.out_bias == nullptr ? none : static_cast<const A*>(a.out_bias);
+    this->law.visit([&](auto rule) INLINE_LAMBDA {
+      for (int r = 0; r < num_runs; ++r) {
+        const Run& run = runs[r];
+        const A* query = a.query == nullptr ? none : this->query(run.row, b);
+        A *const stats = this->stats(run.row, b), *const sums = this->sums.sums(), *const wide = this->wide_output(run.row, b);
+        T* const out = this->output(run.row, b);
+        for_strips(H, [&](auto strip) INLINE_LAMBDA {
+          using S = decltype(strip);
+          Vec<A> own[S::kVectors], sum[S::kVectors], total[S::kVectors];
+          EACH_VECTOR {
+            own[k] = strip.load_at(query, k);
+            sum[k] = run.begins ? Vec<A>{} : strip.load_at(sums, k);
+            total[k] = run.begins ? Vec<A>{} : strip.load_at(acc, k);
+          }
+          for (int e = run.first; e < run.last; ++e) {
+            const A* edge = edges == nullptr ? none : edges + e * H;
+            const A* bias = biases == nullptr ? none : biases + e * H;
+            strip.prefetch(this->key(node[e + kAhead], b));
+            strip.prefetch(this->gathered.ahead[e]);
+            EACH_VECTOR {
+              const Vec<A> ends = own[k] + strip.load_at(this->key(node[e], b), k) + strip.load_at(edge, k);
+              const Vec<A> weight = rule(this->family.apply(ends).value + strip.load_at(bias, k), Vec<A>{}).value;
+              sum[k] += weight;
+              total[k] += weight * strip.load_at(this->gathered.row[e], k);
+            }
+          }
+          EACH_VECTOR {
+            strip.store_at(sums, k, sum[k]), strip.store_at(acc, k, total[k]);
+            if (!run.ends) continue;
+            const Vec<A> scale = this->sums.scale_of(sum[k]), result = total[k] * scale;
+            strip.store_at(stats, k, Vec<A>{}), strip.store_at(stats + H, k, scale);
+            strip.store_at(out, k, result + strip.load_at(out_bias, k));
+            if (wide != nullptr) strip.store_at(wide, k, result);
+          }
+        });
+      }
+    });
   }
   void number_edges(int64_t p, int n) {
     Base::number_edges(n, [&](int e) INLINE_LAMBDA { return this->edge_of(p + e); });
@@ -74,6 +126,7 @@ class Forward : Scores<F> {
     this->sum_block(b, p, n, &run, 1);
   }
 
+  const bool is_by_channel;
   const Thresholds thresholds;
 };
 

@@ -44,6 +44,7 @@ class Means : Values {
     for (int r = 0; r < num_runs; ++r)
       add_row_products(plain_dot(), kTarget, runs[r], grad_out_row(runs[r].row, b), gathered, edges, V, value_packing,
                        products);
+    if (a.dropout) draw_dropout(b, n);
     finish_products(b, n);
     memcpy(logits, kept_logits(p, b), size_t(n * H) * sizeof(A));
     law.visit([&](auto rule) INLINE_LAMBDA {

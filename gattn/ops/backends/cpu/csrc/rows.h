@@ -32,8 +32,9 @@ struct Strip {
     if constexpr (kPart) store_part(row + first, v, channels);
     else store(row + first + k * W, v);
   }
-  INLINE void prefetch(const T* row) const {
-    constexpr int kLine = 64 / int(sizeof(T));
+  template <class X>
+  INLINE void prefetch(const X* row) const {
+    constexpr int kLine = 64 / int(sizeof(X));
 #pragma GCC unroll 8
     for (int c = 0; c < (kPart ? 1 : kVectors * W); c += kLine) __builtin_prefetch(row + first + c);
   }
@@ -395,6 +396,23 @@ INLINE void add_weighted(S strip, Heads heads, const A* factor, const Segment& s
       sum[k] += heads.spread(factor + e * segment.heads, k) * (other[k] + edge);
     }
   }
+}
+
+// products_e += <own + edge_e, row_e>, and acc += the sum of factor_e row_e, or (`anew`) replacing it.
+template <EdgeRows kRows, class S, class Heads>
+INLINE void add_products_and_weighted(S strip, Heads heads, const T* own, const A* factor, const Segment& segment,
+                                      bool anew, A* products, A* acc) {
+  Vec<A> fixed[S::kVectors], sum[S::kVectors];
+  EACH_VECTOR fixed[k] = strip.load_at(own, k), sum[k] = anew ? Vec<A>{} : strip.load_at(acc, k);
+  for (int e = segment.first; e < segment.last; ++e) {
+    segment.prefetch(strip, e);
+    Vec<A> other[S::kVectors];
+    segment.load_other(strip, e, other);
+    EACH_VECTOR sum[k] += heads.spread(factor + e * segment.heads, k) * other[k];
+    EACH_VECTOR other[k] *= fixed[k] + segment.template edge<kRows>(strip, e, k);
+    heads.add_sums(strip, other, segment.heads, products + e * segment.heads);
+  }
+  EACH_VECTOR strip.store_at(acc, k, sum[k]);
 }
 
 // to = row, rounded to the type that is stored.

@@ -18,14 +18,8 @@ class ScalarScores : public Values {
 
   // Logits of edges with the same target in each run, but for bias, cap and mask.
   NOINLINE void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
-    // Rows are on their way while the weights are computed.
     const int32_t* node = a.by_target.node + p;
-    const int64_t row_bytes = G * V * int64_t(sizeof(T));
-    for (int e = 0; e < n; ++e) {
-      copy_heads(logits + e * H, key(node[e], b));
-      const char* row = reinterpret_cast<const char*>(value_row(node[e], b));
-      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at);
-    }
+    for (int e = 0; e < n; ++e) copy_heads(logits + e * H, key(node[e], b));
     if (a.query != nullptr)
       for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], query(runs[r].row, b), logits);
     apply(b, n);

@@ -147,22 +147,23 @@ class Values : public Block {
     });
   }
 
-  // products = <grad_out_i, v_j + e_ij>; the rows of grad_out are gathered.
+  // products = <grad_out_i, v_j + e_ij>, and acc = the gradient of v_j: the sum of weights, in `logits`, times
+  // grad_out_i. The rows of grad_out are gathered; each is loaded once. acc has a row for each run.
   NOINLINE void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
-    const Dot dot = plain_dot();
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
       const T* value = value_row(run.row, b);
-      if (edges == nullptr) {
-        add_row_products(dot, kSource, run, value, gathered, nullptr, V, value_packing, products);
-        continue;
-      }
       for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-        const T* own = value + h / group * V;
+        const int64_t own = own_head(kSource, h) * V;
         const Segment segment = {gathered, h * V, edges, h * V, run.first, run.last, H};
-        add_values<kSource, kOwnRows, false>(dot, strip, heads, nullptr, own, segment, products);
+        const bool anew = begins_sum(kSource, h, run);
+        A* to = acc + r * G * V + own;
+        if (edges == nullptr)
+          add_products_and_weighted<kNone>(strip, heads, value + own, logits, segment, anew, products, to);
+        else
+          add_products_and_weighted<kOwnRows>(strip, heads, value + own, logits, segment, anew, products, to);
       });
     }
   }
@@ -180,17 +181,16 @@ class Values : public Block {
     });
   }
 
-  // From products to the gradients of weights before dropout.
+  // From products to the gradients of weights before dropout, which is drawn.
   NOINLINE void finish_products(int64_t b, int n) {
     if (a.dropout) {
-      draw_dropout(b, n);
       for (int64_t at = 0; at < n * H; at += W) store(products + at, load(products + at) * load(keep + at));
     }
     if (a.grad_weights != nullptr) add_edge_scalars(a.grad_weights, a.edges * H, b, n, products);
   }
 
-  // From logits and products to the gradients of logits, and weights after dropout in place of the logits.
-  NOINLINE void differentiate_weights(int64_t b, int n, const A* const* terms) {
+  // From logits to weights after dropout, in their place, and the derivatives of weights before it.
+  NOINLINE void weigh_again(int n, const A* const* terms) {
     if (law.is_normalized) {
       for (int e = 0; e < n; ++e) {
         copy_heads(maxima + e * H, terms[e]);
@@ -201,25 +201,23 @@ class Values : public Block {
       for (int64_t at = 0; at < n * H; at += W)
         store(maxima + at, Vec<A>{}), store(row_scales + at, splat<Vec<A>>(A(1))), store(deltas + at, Vec<A>{});
     }
-    finish_products(b, n);
     law.visit([&](auto rule) INLINE_LAMBDA {
       for (int64_t at = 0; at < n * H; at += W) {
         const Vec<A> logit = load(logits + at);
         const Applied weight = rule(logit, load(maxima + at));
         const Vec<A> scale = load(row_scales + at), derivative = weight.derivative * scale;
         const Vec<A> kept = weight.value * scale;
-        Vec<A> gradient = derivative * (load(products + at) - load(deltas + at));
-        if (law.cap != 0) gradient *= law.cap_derivative(logit);
-        store(gradients + at, gradient);
+        store(derivatives + at, law.cap == 0 ? derivative : derivative * law.cap_derivative(logit));
         store(logits + at, a.dropout ? kept * load(keep + at) : kept);
       }
     });
-    if (a.grad_bias != nullptr) store_edge_scalars(a.grad_bias, b, n, gradients);
   }
-
-  // acc += the sum of the run's weights times grad_out_i.
-  void add_value_gradients(const Run& run) {
-    add_weighted_rows(kSource, run, gathered, V, value_packing, logits, false, acc);
+  // From products to the gradients of logits.
+  NOINLINE void differentiate_weights(int64_t b, int n) {
+    finish_products(b, n);
+    for (int64_t at = 0; at < n * H; at += W)
+      store(gradients + at, load(derivatives + at) * (load(products + at) - load(deltas + at)));
+    if (a.grad_bias != nullptr) store_edge_scalars(a.grad_bias, b, n, gradients);
   }
 
   // to += the sum of the run's factors times the rows at the other ends; the run's own row is at the end `end`.
