@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,8 +139,11 @@ class _Plan:
             arguments.edge_value_batch = arguments.edge_batch
         arguments.constants[: len(inputs.constants)] = inputs.constants
         arguments.distribution_constants[: len(inputs.distribution_constants)] = inputs.distribution_constants
-        self.record_bytes, self.keeps_logits = _kept_of_edges(inputs)
-        self.is_of_rows = native.is_of_rows(inputs.distribution)
+        self.record_bytes = _record_bytes(inputs)
+        self.kept = _kept_by(inputs)
+        #: What the forward pass needs itself.
+        needed = ("stats", "logits") if native.is_of_rows(inputs.distribution) else ("stats",)
+        self.needed = [each for each in self.kept if each.name in needed]
 
 
 #: The strides that the kernels are told, by how they read a tensor.
@@ -219,13 +222,6 @@ class _Arguments:
         self.held.append(tensor)
         return tensor.data_ptr()
 
-    def kept(self, inputs: Inputs) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """See `_kept`, without what the plan knows already."""
-        plan = self.plan
-        sizes = plan.batch, self.layout.num_targets, plan.heads, inputs.most_edges
-        of_edges = plan.record_bytes, plan.keeps_logits
-        return _kept_tensors(*sizes, *of_edges, self.out_shape, plan.dtype, plan.compute)
-
 
 def _layout(inputs: Inputs) -> Layout:
     edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
@@ -256,42 +252,48 @@ def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
     return result
 
 
-def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """See `_kept_tensors`."""
-    dtype = inputs.values.dtype
-    sizes = math.prod(inputs.front), inputs.num_targets, inputs.heads, inputs.most_edges
-    kept = _kept_tensors(*sizes, *_kept_of_edges(inputs), inputs.out_shape, dtype, compute_dtype(dtype))
-    return list(kept.values()) if keep else [kept["stats"]]
+class _Kept(NamedTuple):
+    """A tensor that the forward pass keeps for the backward pass, on any graph."""
+
+    name: str
+    front: tuple[int, ...]
+    of_edges: bool
+    """Whether its rows are edges rather than targets"""
+    back: tuple[int, ...]
+    dtype: torch.dtype
+
+    def shape(self, num_targets: int, most_edges: int) -> tuple[int, ...]:
+        """Its shape on a graph with so many targets and, at most, edges."""
+        return *self.front, most_edges if self.of_edges else num_targets, *self.back
 
 
-def _kept_tensors(
-    batch: int,
-    num_targets: int,
-    heads: int,
-    most_edges: int,
-    record_bytes: int,
-    keeps_logits: bool,
-    out_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    compute: torch.dtype,
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _kept_by(inputs: Inputs) -> list[_Kept]:
     """Statistics of the softmax, a record of the logits, or these rewritten, and the output before it was rounded."""
-    kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"stats": ((batch, num_targets, 2, heads), compute)}
-    kept["record"] = ((batch * most_edges * record_bytes,), torch.uint8)
-    if keeps_logits:
-        kept["logits"] = ((batch, most_edges, heads), compute)
+    front, heads, dtype, batch = inputs.front, inputs.heads, inputs.values.dtype, (math.prod(inputs.front),)
+    compute, record_bytes = compute_dtype(dtype), _record_bytes(inputs)
+    kept = [_Kept("stats", batch, False, (2, heads), compute)]
+    if record_bytes:
+        kept.append(_Kept("record", batch, True, (record_bytes,), torch.uint8))
+    if native.keeps_logits(native.family(inputs.family)[0], inputs.distribution):
+        kept.append(_Kept("logits", batch, True, (heads,), compute))
     if dtype != compute:  # an output in half precision is too coarse for the backward pass
-        kept["out_wide"] = (out_shape, compute)
+        kept.append(_Kept("out_wide", front, False, (heads, inputs.values.size(-1)), compute))
     return kept
 
 
-def _kept_of_edges(inputs: Inputs) -> tuple[int, bool]:
-    """The number of bytes per edge that the forward pass keeps for the backward pass, and whether it keeps logits."""
+def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shapes and types of what `_forward` returns after output and weights."""
+    kept = _kept_by(inputs)
+    return [(each.shape(inputs.num_targets, inputs.most_edges), each.dtype) for each in (kept if keep else kept[:1])]
+
+
+def _record_bytes(inputs: Inputs) -> int:
+    """The number of bytes per edge that the forward pass records for the backward pass."""
     (family, _), dtype = native.family(inputs.family), DTYPES.index(inputs.key.dtype)
     channels, made = inputs.key.size(-1), (inputs.edge_projection, inputs.edge_type)
     has_edge = inputs.edge is not None and made == (None, None)
     num_bytes: int = native.library().gattn_record_bytes(family, dtype, inputs.heads, channels, has_edge)
-    return num_bytes, native.keeps_logits(family, inputs.distribution)
+    return num_bytes
 
 
 def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
@@ -303,18 +305,18 @@ def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
     if with_weights:
         weights = _empty((*plan.front, layout.num_edges, plan.heads), plan.compute)
         arguments.weights = weights.data_ptr()
-    kept = {}
-    for name, each in call.kept(inputs).items():
-        if keep or name == "stats" or (name == "logits" and plan.is_of_rows):
-            kept[name] = _empty(*each)
-            setattr(arguments, name, kept[name].data_ptr())
+    kept = []
+    for each in plan.kept if keep else plan.needed:
+        tensor = _empty(each.shape(layout.num_targets, layout.most_edges), each.dtype)
+        setattr(arguments, each.name, tensor.data_ptr())
+        kept.append(tensor)
     if keep:
         arguments.record_bytes = plan.record_bytes
     if layout.by_target.num_slots:
         state = (2 + plan.value_channels) * plan.heads
         arguments.partial = call.hold(_empty((plan.batch * layout.by_target.num_slots * state,), plan.compute))
     native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
-    return [out, weights, *(kept.values() if keep else [kept["stats"]])]
+    return [out, weights, *(kept if keep else kept[:1])]
 
 
 class _Backward(_Arguments):
@@ -414,15 +416,15 @@ def _backward(
 ) -> list[Tensor]:
     call = _Backward(inputs, grad_out)
     arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
-    expected = call.kept(inputs)
     if inputs.plan is None:  # the caller may pass anything
         given = [(grad_out, call.out_shape, plan.dtype), (out, call.out_shape, plan.dtype)]
-        given += [(tensor, *of) for tensor, of in zip(kept, expected.values(), strict=False)]
+        expected = [(each.shape(layout.num_targets, layout.most_edges), each.dtype) for each in plan.kept]
+        given += [(tensor, *of) for tensor, of in zip(kept, expected, strict=False)]
         if grad_weights is not None and weights is not None:
             edges = (*plan.front, layout.num_edges, plan.heads)
             given += [(grad_weights, edges, plan.compute), (weights, edges, plan.compute)]
         is_as_kept = all(tensor.shape == size and tensor.dtype == dtype for tensor, size, dtype in given)
-        if len(kept) != len(expected) or not is_as_kept:
+        if len(kept) != len(plan.kept) or not is_as_kept:
             raise ValueError("the graph or an input has changed between the forward and the backward pass.")
     arguments.by_source = by_source.rows
     arguments.target_position = by_source.target_position.data_ptr()
@@ -431,8 +433,8 @@ def _backward(
     if grad_weights is not None and weights is not None:
         arguments.grad_weights, arguments.weights = call.hold(grad_weights.contiguous()), weights.data_ptr()
     arguments.out = out.data_ptr()
-    for name, tensor in zip(expected, kept, strict=True):
-        setattr(arguments, name, tensor.data_ptr())
+    for each, tensor in zip(plan.kept, kept, strict=True):
+        setattr(arguments, each.name, tensor.data_ptr())
     arguments.record_bytes = plan.record_bytes
     arguments.node_terms = call.terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels, 1)

@@ -72,7 +72,9 @@ class Layout:
     def __init__(self, edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str):
         index = edge_index if edge_index.dtype == torch.int32 else edge_index.long()
         source, target = index.unbind() if flow == FLOWS[0] else reversed(index.unbind())
-        room = index.size(1) + (min(num_sources, num_targets) if self_loops else 0) + native.PADDING
+        #: An upper bound of the number of edges; see `Inputs.most_edges`.
+        self.most_edges = index.size(1) + (min(num_sources, num_targets) if self_loops else 0)
+        room = self.most_edges + native.PADDING
         start = torch.empty(num_targets + 1, dtype=torch.int32, device="cpu")
         node = torch.empty(room, dtype=torch.int32, device="cpu")
         edge = torch.empty(room, dtype=torch.int32, device="cpu")

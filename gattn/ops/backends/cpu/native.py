@@ -123,7 +123,7 @@ def library() -> ctypes.CDLL:
         "gattn_tasks": [pointer, integer] + [pointer] * 4,
         "gattn_family": [ctypes.c_char_p],
         "gattn_distribution": [ctypes.c_char_p],
-        "gattn_keeps_logits": [pointer],
+        "gattn_keeps_logits": [integer] * 2,
         "gattn_constants": [integer],
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
@@ -169,16 +169,14 @@ def distribution(name: str) -> int:
 
 @cache
 def keeps_logits(family: int, law: str) -> bool:
-    """Whether the forward pass keeps logits in memory of their own, for a family's number and a distribution."""
-    arguments = Arguments(family=family, distribution=distribution(law))
-    return bool(library().gattn_keeps_logits(ctypes.byref(arguments)))
+    """Whether the forward pass keeps logits in memory of their own, for a distribution and a family (-1: any)."""
+    return bool(library().gattn_keeps_logits(family, distribution(law)))
 
 
 @cache
 def is_of_rows(name: str) -> bool:
     """Whether a distribution looks at all logits of a row."""
-    number, _ = family("gat")  # which has no other reason to keep logits
-    return distribution(name) >= 0 and keeps_logits(number, name)
+    return distribution(name) >= 0 and keeps_logits(-1, name)
 
 
 @cache

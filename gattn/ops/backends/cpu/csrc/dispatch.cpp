@@ -108,9 +108,11 @@ int64_t gattn_record_bytes(int64_t family, int64_t type, int64_t heads, int64_t 
   return kernels(type).record_bytes(family, heads, channels, has_edge != 0);
 }
 
-// Whether the forward pass keeps logits for the backward pass, in memory of their own. Laws of rows always need it. Of the
-// arguments, family and distribution count.
-int64_t gattn_keeps_logits(const Arguments* a) { return kernels(kFloat32).keeps_logits(*a); }
+// Whether the forward pass keeps logits for the backward pass, in memory of their own. Laws of rows need it with any family
+// (-1).
+int64_t gattn_keeps_logits(int64_t family, int64_t distribution) {
+  return kernels(kFloat32).keeps_logits(family, distribution);
+}
 
 int64_t gattn_forward(const Arguments* a) { return kernels(a->type).forward(*a); }
 int64_t gattn_backward(const Arguments* a) { return kernels(a->type).backward(*a); }

@@ -126,10 +126,9 @@ int64_t record_bytes_of(int64_t heads, int64_t channels, bool has_edge) {
 }
 
 template <class F>
-bool keeps_logits_of(const Arguments& a) {
-  if (Law(a).is_of_rows) return true;
+constexpr bool is_slow() {
   if constexpr (F::kScalar) return false;
-  else return F::kIsSlow;  // any other's take no longer than to read them
+  else return F::kIsSlow;
 }
 
 template <class... X>
@@ -151,7 +150,7 @@ struct Table<List<F...>> {
   static constexpr int64_t (*kForward[])(const Arguments&) = {forward<F>...};
   static constexpr int64_t (*kBackward[])(const Arguments&) = {backward<F>...};
   static constexpr int64_t (*kRecordBytes[])(int64_t, int64_t, bool) = {record_bytes_of<F>...};
-  static constexpr bool (*kKeepsLogits[])(const Arguments&) = {keeps_logits_of<F>...};
+  static constexpr bool kIsSlow[] = {is_slow<F>()...};
 };
 using All = Table<Families>;
 
@@ -164,7 +163,12 @@ int64_t record_bytes(int64_t family, int64_t heads, int64_t channels, bool has_e
   return All::kRecordBytes[family](heads, channels, has_edge);
 }
 
-bool keeps_logits(const Arguments& a) { return All::kKeepsLogits[a.family](a); }
+bool keeps_logits(int64_t family, int64_t distribution) {
+  Arguments a = {};
+  a.distribution = distribution;
+  if (Law(a).is_of_rows) return true;
+  return family >= 0 && All::kIsSlow[family];  // any other's take no longer than to read them
+}
 
 }  // namespace
 

@@ -16,6 +16,6 @@ struct Kernels {
   const char* (*constants)(int64_t family);
   // Bytes per edge that the forward pass keeps for the backward pass.
   int64_t (*record_bytes)(int64_t family, int64_t heads, int64_t channels, bool has_edge);
-  // Whether it keeps logits, given family and distribution.
-  bool (*keeps_logits)(const Arguments&);
+  // Whether it keeps logits; family -1: with any.
+  bool (*keeps_logits)(int64_t family, int64_t distribution);
 };
