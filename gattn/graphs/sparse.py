@@ -272,26 +272,23 @@ class SparseGraph(Graph):
 
     def _loop_features(self, features: Tensor, reduce: str, num_sources: int, num_targets: int) -> Tensor:
         """The features of each node's self-loop, aggregated from those of its other edges."""
+        num_loops = min(num_sources, num_targets)
         count = max(num_sources, num_targets)  # more nodes may have edges than get a self-loop
         row = 1 if self.flow == FLOWS[0] or self._loops_as_pyg else 0
-
-        def ends() -> Tensor:
-            index = plain(self.adjacency).long()
-            if not torch.compiler.is_compiling() and not has_loops(self.adjacency):
-                return index[row]
+        index = plain(self.adjacency).long()
+        ends = index[row]
+        if torch.compiler.is_compiling() or has_loops(self.adjacency):
             # Existing self-loops go to a row of their own: in compiled code, a selection of the other edges would have
             # a size that nothing else is known to have.
-            return index[row].where(index[0] != index[1], count)
-
+            ends, count = ends.where(index[0] != index[1], count), count + 1
         is_mean = reduce == "mean" and not torch.compiler.is_compiling()
-        features = scatter(features, ends(), 0, count + 1, "sum" if is_mean else reduce)[
-            : min(num_sources, num_targets)
-        ]
+        features = scatter(features, ends, 0, count, "sum" if is_mean else reduce)
         if is_mean:
-            key = ("loop degrees", count, row)
-            degrees = derived(self.adjacency, key, lambda: ends().bincount(minlength=count + 1).clamp(min=1))
-            features = features / degrees[: features.size(0)].to(features.dtype).view(-1, *[1] * (features.dim() - 1))
-        return features
+            dtype = features.dtype
+            key = "loop degrees", count, row, dtype
+            degrees = derived(self.adjacency, key, lambda: ends.bincount(minlength=count).clamp(min=1).to(dtype))
+            features = features / degrees.view(-1, *[1] * (features.dim() - 1))
+        return features if count == num_loops else features[:num_loops]
 
     def _known_sizes(self) -> tuple[int, int]:
         if self.num_sources is None or self.num_targets is None:

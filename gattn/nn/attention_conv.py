@@ -110,11 +110,6 @@ class BaseConv(Attention):
         return bool(is_seen) and type(self).message is layer.message and self.decomposed_layers == 1
 
 
-#: Vectors of edges with fewer elements than this are made before attention: one matrix product is faster than kernels
-#: that project edge by edge, as long as its result fits into the cache.
-_SMALL = 1 << 18
-
-
 def projects(lin: Linear, features: Tensor) -> bool:
     """Whether kernels may project features by a layer's weight instead of calling the layer."""
     return is_plain(lin) and features.dtype == lin.weight.dtype and not is_autocast(features)
@@ -126,6 +121,10 @@ class AttentionConv(BaseConv):
     lin_edge: Linear | None
     flow: str
     node_dim: int
+
+    #: Vectors of edges with fewer elements than this are made before attention: one matrix product is faster than
+    #: kernels that project edge by edge, as long as its result fits into the cache.
+    _small: ClassVar[int] = 1 << 18
 
     def __init__(
         self,
@@ -169,7 +168,7 @@ class AttentionConv(BaseConv):
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
         """The score's edge term for features `[E, D]`."""
-        is_small = not is_traced() and edge_attr.size(0) * self.heads * self.out_channels < _SMALL
+        is_small = not is_traced() and edge_attr.size(0) * self.heads * self.out_channels < self._small
         if not is_small and projects(lin_edge, edge_attr):
             return Projected(edge_attr, lin_edge.weight.view(self.heads, self.out_channels, -1))
         return self._heads(lin_edge(edge_attr))

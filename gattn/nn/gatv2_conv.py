@@ -73,6 +73,7 @@ class GATv2Conv(AttentionConv):
     edge_updater_type_of_pyg: ClassVar[dict[str, Any]] = {"x": "OptPairTensor", "edge_attr": Optional[Tensor]}  # noqa: UP045
 
     takes_shards = True
+    _small = 1 << 16  # kernels that project record signs, so that their backward pass does not read the edges' vectors
 
     def __init__(
         self,
