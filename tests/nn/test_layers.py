@@ -413,6 +413,19 @@ class TestTheSwap:
         torch.testing.assert_close(conv(x, graph, edge_attr), conv(x, edge_index, edge_attr))
 
 
+@pytest.mark.parametrize("layer", [GATv2Conv, TransformerConv])
+def test_kernels_project_edge_features_as_the_layer_does(layer, x, edge_index, monkeypatch):
+    conv, x = layer(F, 4, heads=2, edge_dim=3).double(), x.double().requires_grad_()
+    edge_attr = torch.randn(30, 3, dtype=torch.double, requires_grad=True)
+    results = []
+    for small in (0, math.inf):
+        monkeypatch.setattr(layer, "_small", small)
+        assert isinstance(conv._project_edges(conv.lin_edge, edge_attr), gattn.Projected) == (small == 0)
+        out = conv(x, edge_index, edge_attr)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (x, edge_attr, *conv.parameters()))))
+    torch.testing.assert_close(*results)
+
+
 class TestHeterogeneous:
     edge_types = [("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "rev_writes", "author")]
 
