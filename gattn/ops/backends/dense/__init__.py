@@ -26,7 +26,7 @@ from gattn.distributions import Distribution, is_plain_softmax, law_of
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
-from gattn.ops.backends.cpu import matrix
+from gattn.ops.backends.cpu import matrix, pairs
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
@@ -41,6 +41,10 @@ __all__ = ["Dense", "attention"]
 
 #: Scores that no fused kernel computes have this many logits, or channels of their hidden layer, at a time.
 _CHUNK = 2**20
+
+#: With more channels of all pairs than this, what kernels keep for the backward pass (2 bits or more for each) is not
+#: kept either.
+_MOST_KEPT = 2**28
 
 #: The number of targets in a block of a window: about as many as the sources that one of them sees, within these
 #: bounds.
@@ -345,11 +349,19 @@ def _rectangle(part: _Part) -> Tensor:
         assert query is not None
         return dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout)
 
+    if not _has_products(score) and pairs.can_attend(query, key, value, score):
+        keeps = part.num_targets * key.numel() <= _MOST_KEPT
+        return torch.cat(_by_targets(_by_pairs, part, pairs.counts(part.num_targets, key.size(1)), keeps), 1)
+
     def output(part: _Part) -> Tensor:
         weights = _alpha(part)
         return _weighted(F.dropout(weights, dropout) if dropout else weights, value)
 
     return torch.cat(_by_targets(output, part), 1)
+
+
+def _by_pairs(part: _Part) -> Tensor:
+    return pairs.attend(*part)
 
 
 def _zeros(part: _Part) -> Tensor:
@@ -360,23 +372,27 @@ def _zeros(part: _Part) -> Tensor:
     return value.new_zeros(value.size(0), part.num_targets, heads, value.size(-1)) + nothing
 
 
-def _by_targets(function: Callable[[_Part], Tensor], part: _Part) -> list[Tensor]:
+def _by_targets(
+    function: Callable[[_Part], Tensor], part: _Part, counts: list[int] | None = None, keeps: bool = False
+) -> list[Tensor]:
     """Calls a function for some targets at a time.
 
-    Intermediate results are not kept for the backward pass, which computes them again.
+    Unless it `keeps` them, intermediate results are not kept for the backward pass, which computes them again.
     """
     if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
         return [function(part)]
     query, key = part.query, part.key
-    held = math.prod(key.shape[:2]) * query.size(2) if query is not None and _has_products(part.score) else key.numel()
-    counts = chunk_sizes(part.num_targets, max(_CHUNK // max(held, 1), 1)) or [0]
+    if counts is None:
+        is_product = query is not None and _has_products(part.score)
+        held = math.prod(key.shape[:2]) * query.size(2) if is_product else key.numel()
+        counts = chunk_sizes(part.num_targets, max(_CHUNK // max(held, 1), 1)) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)
     terms = part.bias, part.mask
     biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in terms)
     results = []
     for q, b, m, n in zip(queries, biases, masks, counts, strict=True):
         some = part._replace(query=q, bias=b, mask=m, num_targets=n)
-        if len(counts) > 1 and torch.is_grad_enabled():
+        if len(counts) > 1 and torch.is_grad_enabled() and not keeps:
             results.append(checkpoint(function, some, use_reentrant=False))
         else:
             results.append(function(some))

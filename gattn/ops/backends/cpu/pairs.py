@@ -1,0 +1,112 @@
+"""Attention on all pairs of targets and sources by the CPU kernels for lists, of which few and short ones are kept."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gattn.distributions import Softmax
+from gattn.graphs import FLOWS
+from gattn.ops.backends.base import needs_plain_pytorch, new_seed
+from gattn.ops.backends.cpu import Cpu
+from gattn.ops.backends.kernels import DTYPES
+from gattn.ops.operator import are_plain
+from gattn.ops.terms import Inputs
+from gattn.scores import Score, family_of
+from gattn.torch_private import is_traced
+
+__all__ = ["attend", "can_attend", "counts"]
+
+#: The pairs of a list, whose layout takes 32 bytes for each, and the number of lists that are kept.
+_MOST_PAIRS = 2**16
+_MOST_LISTS = 16
+
+_KERNELS = Cpu()
+_SOFTMAX = Softmax().law()
+
+
+def can_attend(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -> bool:
+    """Whether `attend` can be called now."""
+    if value.device.type != "cpu" or value.dtype not in DTYPES or is_traced() or needs_plain_pytorch() is not None:
+        return False
+    return are_plain((query, key, value)) and _KERNELS.knows(family_of(score, key.size(-1)))
+
+
+def counts(num_targets: int, num_sources: int) -> list[int]:
+    """The numbers of targets to call `attend` with, so that lists are short; equal ones share a list."""
+    most = max(_MOST_PAIRS // num_sources, 1)
+    full, rest = divmod(num_targets, most)
+    return [most] * full + [rest] * (rest > 0)
+
+
+def attend(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    score: Score,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    num_targets: int,
+    dropout: float,
+) -> Tensor:
+    """The output of a softmax, `[B, N, H, V]`.
+
+    Args:
+        query: `[B, N, H, C]`; without C for a scalar score.
+        key: `[B, M, H, C]`, likewise.
+        value: `[B, M, H, V]`.
+        score: A score that the kernels know, with tensors in the type of the computation.
+        bias: Broadcastable to `[B, H, N, M]`.
+        mask: Likewise.
+        num_targets: N.
+        dropout: The probability of dropping a weight.
+    """
+    if score.scalar:
+        query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
+    family = family_of(score, key.size(-1))
+    assert family is not None
+    assert _SOFTMAX is not None
+    inputs = Inputs(
+        query=query,
+        key=key,
+        value=None if value is key else value,
+        vector=family.vector,
+        edge=None,
+        edge_projection=None,
+        edge_type=None,
+        bias=None if bias is None else _per_pair(bias.expand(-1, key.size(-2), num_targets, key.size(1))),
+        mask=None if mask is None else _per_pair(mask.expand(-1, -1, num_targets, key.size(1))),
+        edge_value=None,
+        edge_index=_pairs(num_targets, key.size(1)),
+        num_targets=num_targets,
+        self_loops=False,
+        flow=FLOWS[0],
+        family=family.name,
+        constants=list(family.constants),
+        edge_is_value=False,
+        distribution=_SOFTMAX.name,
+        distribution_constants=list(_SOFTMAX.constants),
+        sink=None,
+        out_bias=None,
+        dropout=dropout,
+        seed=new_seed(dropout, value.device),
+        traced=False,
+    )
+    out: Tensor = _KERNELS.operator.run(inputs)[0]
+    return out
+
+
+def _per_pair(term: Tensor) -> Tensor:
+    """`[B or 1, H, N, M]` as `[B, E, H]`, or `[E, H]` for all elements of a batch."""
+    term = term.permute(0, 2, 3, 1).flatten(1, 2)
+    return term.squeeze(0) if term.size(0) == 1 else term
+
+
+@lru_cache(maxsize=_MOST_LISTS)
+def _pairs(num_targets: int, num_sources: int) -> Tensor:
+    """All pairs as an `edge_index`, one tensor for all calls, with which its layout is kept."""
+    with torch.inference_mode(False):
+        target, source = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (num_targets, num_sources))
+        return torch.stack([source.repeat(num_targets), target.repeat_interleave(num_sources)])
