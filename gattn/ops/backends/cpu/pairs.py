@@ -12,6 +12,7 @@ from gattn.graphs import FLOWS
 from gattn.ops.backends.base import needs_plain_pytorch, new_seed
 from gattn.ops.backends.cpu import Cpu
 from gattn.ops.backends.kernels import DTYPES
+from gattn.ops.chunks import chunk_sizes
 from gattn.ops.operator import are_plain
 from gattn.ops.terms import Inputs
 from gattn.scores import Score, family_of
@@ -19,9 +20,12 @@ from gattn.torch_private import is_traced
 
 __all__ = ["attend", "can_attend", "counts"]
 
-#: The pairs of a list, whose layout takes 32 bytes for each, and the number of lists that are kept.
+#: The pairs of a list, whose layout takes 32 bytes for each, and those of a batch that are computed at a time.
 _MOST_PAIRS = 2**16
-_MOST_LISTS = 16
+_MOST_OF_BATCH = 2**18
+
+#: With fewer targets at a time, it would cost more to add up the gradients of sources.
+_LEAST_TARGETS = 32
 
 _KERNELS = Cpu()
 _SOFTMAX = Softmax().law()
@@ -34,11 +38,10 @@ def can_attend(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -
     return are_plain((query, key, value)) and _KERNELS.knows(family_of(score, key.size(-1)))
 
 
-def counts(num_targets: int, num_sources: int) -> list[int]:
-    """The numbers of targets to call `attend` with, so that lists are short; equal ones share a list."""
-    most = max(_MOST_PAIRS // num_sources, 1)
-    full, rest = divmod(num_targets, most)
-    return [most] * full + [rest] * (rest > 0)
+def counts(num_targets: int, num_sources: int, batch: int) -> list[int]:
+    """The numbers of targets to call `attend` with, so that lists are short, and what is computed from them small."""
+    most = min(_MOST_PAIRS, _MOST_OF_BATCH // max(batch, 1)) // num_sources
+    return chunk_sizes(num_targets, max(most, _LEAST_TARGETS))
 
 
 def attend(
@@ -104,9 +107,14 @@ def _per_pair(term: Tensor) -> Tensor:
     return term.squeeze(0) if term.size(0) == 1 else term
 
 
-@lru_cache(maxsize=_MOST_LISTS)
 def _pairs(num_targets: int, num_sources: int) -> Tensor:
-    """All pairs as an `edge_index`, one tensor for all calls, with which its layout is kept."""
+    """All pairs as an `edge_index`; lists of usual size are kept, and with them their layouts."""
+    make = _kept_pairs if num_targets * num_sources <= 2 * _MOST_PAIRS else _kept_pairs.__wrapped__
+    return make(num_targets, num_sources)
+
+
+@lru_cache(maxsize=16)
+def _kept_pairs(num_targets: int, num_sources: int) -> Tensor:
     with torch.inference_mode(False):
         target, source = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (num_targets, num_sources))
         return torch.stack([source.repeat(num_targets), target.repeat_interleave(num_sources)])

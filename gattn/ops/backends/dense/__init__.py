@@ -351,7 +351,8 @@ def _rectangle(part: _Part) -> Tensor:
 
     if not _has_products(score) and pairs.can_attend(query, key, value, score):
         keeps = part.num_targets * key.numel() <= _MOST_KEPT
-        return torch.cat(_by_targets(_by_pairs, part, pairs.counts(part.num_targets, key.size(1)), keeps), 1)
+        counts = pairs.counts(part.num_targets, key.size(1), key.size(0))
+        return torch.cat(_by_targets(_by_pairs, part, counts, keeps), 1)
 
     def output(part: _Part) -> Tensor:
         weights = _alpha(part)
