@@ -227,7 +227,7 @@ class Case(Measurement):
 
     def computation(self) -> Computation:
         """Gattn's."""
-        return self._build("dense" if self.shape.name == "complete" else "cpu", torch.float32)
+        return self._build("auto" if self.shape.name == "complete" else "cpu", torch.float32)
 
     def times(self, computation: Computation) -> Row:
         """Its times, in turns with its base and the yardstick."""

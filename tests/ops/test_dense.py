@@ -14,6 +14,7 @@ from gattn import CompleteGraph, DotScore, SparseGraph, attend, weigh
 from gattn.attention import Attention
 from gattn.ops import plans
 from gattn.ops.backends import dense
+from gattn.ops.backends.cpu import pairs as cpu_pairs
 from gattn.ops.backends.dense import ragged
 from gattn.testing import assert_as_exact_as
 from tests.cases import DTYPES, HALF, SCORES, in_turn, make_score, pairs, threads
@@ -182,6 +183,14 @@ def allowed(graph, batch):
     return seen
 
 
+def make_chunks(monkeypatch, size):
+    """Computes few targets at a time, and all again in the backward pass."""
+    monkeypatch.setattr(dense, "_CHUNK", size)
+    monkeypatch.setattr(dense, "_MOST_KEPT", 0)
+    monkeypatch.setattr(cpu_pairs, "_MOST_PAIRS", size)
+    monkeypatch.setattr(cpu_pairs, "_LEAST_TARGETS", 1)
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """On tiny tensors more would only wait for each other."""
@@ -268,7 +277,7 @@ class TestAgainstTheReference:
     )
     def test_some_targets_at_a_time(self, chunk, name, score, monkeypatch):
         """So that what is made on the way is made again in the backward pass."""
-        monkeypatch.setattr(dense, "_CHUNK", chunk)
+        make_chunks(monkeypatch, chunk)
         graph, batch = GRAPHS[name]
         n, m = graph.num_targets, graph.num_sources
         tensors = make_tensors(score, graph, batch)
@@ -705,7 +714,7 @@ class TestDropout:
     )
     def test_the_backward_pass_drops_the_same(self, name, chunk, score, monkeypatch):
         """A one at each source for its value makes the output the weights that were used."""
-        monkeypatch.setattr(dense, "_CHUNK", chunk)
+        make_chunks(monkeypatch, chunk)
         graph, batch = GRAPHS[name]
         m = graph.num_sources
         tensors = make_tensors(score, graph, batch, channels=m, value_channels=m)
@@ -1015,6 +1024,139 @@ class TestMemory:
             results(score, tensors, graph, backend)
         with pytest.raises(AssertionError, match="a list of edges"):
             results(score, tensors, graph, "reference")
+
+
+@pytest.fixture
+def lists(monkeypatch):
+    """The lengths of the lists of pairs that the CPU kernels were given, in turn."""
+    lengths, run = [], cpu_pairs.Cpu.operator.run
+
+    def counted(inputs, *options):
+        lengths.append(inputs.edge_index.size(1))
+        return run(inputs, *options)
+
+    monkeypatch.setattr(cpu_pairs.Cpu.operator, "run", counted)
+    return lengths
+
+
+class TestKernelsForLists:
+    ACTIVATIONS = ("leaky_relu", "tanh", "relu", "elu", "gelu", "silu", "identity")
+
+    @pytest.mark.parametrize("backend", ["auto", "dense"])
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_they_compute_additive_scores(self, activation, backend, lists):
+        x = torch.randn(2, 6, H, C, dtype=torch.double, requires_grad=True)
+        score = gattn.AdditiveScore(torch.randn(H, C, dtype=torch.double), activation)
+        graph = CompleteGraph(6, source_lengths=lengths(4, 6))
+        out = attend(x, x, x, graph, score=score, backend=backend)
+        assert lists == [6 * 4, 6 * 6]
+        expected = attend(x, x, x, graph, score=score, backend="reference")
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        grads = [torch.autograd.grad(result.cos().sum(), x)[0] for result in (out, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+    @pytest.mark.parametrize("chunk", [2**16, 20])
+    @each_graph
+    def test_scalar_scores_of_many_heads(self, name, chunk, lists, monkeypatch):
+        make_chunks(monkeypatch, chunk)
+        graph, batch = GRAPHS[name]
+        tensors = make_tensors("gat", graph, batch, heads=4)
+        if graph.blocks is None:
+            n, m = graph.num_targets, graph.num_sources
+            bias = torch.randn(4, 1, m, dtype=torch.double)
+            compare("gat", tensors | {"bias": bias}, graph, mask=torch.rand(*batch, 1, n, m) < 0.7)
+        compare("gat", tensors, graph)
+        assert bool(lists) == (name != "zero lengths" and bool(graph.num_targets))
+
+    @pytest.mark.parametrize(
+        ("score", "heads", "channels"), [("dot", 4, 3), ("gat", 3, 3), ("gat", 4, 65)], ids=["dot", "heads", "channels"]
+    )
+    def test_matrices_are_faster(self, score, heads, channels, lists):
+        graph = CompleteGraph(5)
+        call(score, make_tensors(score, graph, heads=heads, value_channels=channels), graph)
+        assert not lists
+
+    def test_transforms_and_compiled_code_use_plain_pytorch(self, lists):
+        x, score, graph = torch.randn(3, 5, H, C), gattn.AdditiveScore(torch.randn(H, C), "tanh"), CompleteGraph(5)
+
+        def function(x):
+            return attend(x, x, x, graph, score=score)
+
+        mapped = torch.func.vmap(function)(x)
+        compiled = torch.compile(function, fullgraph=True, backend="eager")(x)
+        exported = torch.export.export(Module(function), (x,)).module()(x)
+        assert not lists
+        for result in (mapped, compiled, exported):
+            torch.testing.assert_close(result, function(x))
+        assert lists
+
+    @pytest.mark.parametrize("score", ["gat", "leaky_relu", "tanh"])
+    @each_graph
+    def test_without_them(self, name, score, monkeypatch):
+        """As on machines where they are missing."""
+        monkeypatch.setattr(cpu_pairs, "can_attend", lambda *args: False)
+        graph, batch = GRAPHS[name]
+        tensors = make_tensors(score, graph, batch)
+        options = {"return_weights": False}
+        assert_same(
+            results(score, tensors, graph, **options), results(score, tensors, graph, "reference", **options)
+        )
+
+    @pytest.mark.parametrize("score", ["leaky_relu", "tanh"])
+    def test_short_lists_that_are_made_again_in_the_backward_pass(self, score, lists, monkeypatch):
+        graph = CompleteGraph(40, 30)
+        tensors = make_tensors(score, graph, (2,))
+        compare(score, tensors, graph)
+        assert set(lists) == {40 * 30}
+        lists.clear()
+        monkeypatch.setattr(cpu_pairs, "_MOST_PAIRS", 16 * 30)
+        monkeypatch.setattr(cpu_pairs, "_LEAST_TARGETS", 1)
+        results(score, tensors, graph, return_weights=False)
+        kept = list(lists)
+        assert max(kept) == 16 * 30
+        assert sum(kept) == 40 * 30
+        lists.clear()
+        monkeypatch.setattr(dense, "_MOST_KEPT", 0)
+        compare(score, tensors, graph)
+        results(score, tensors, graph, return_weights=False)
+        assert sorted(lists) == sorted(6 * kept)  # three times, forward and backward
+        lists.clear()
+        with torch.no_grad():
+            call(score, tensors, graph)
+        assert lists == kept
+
+    def test_the_elements_of_a_batch_count(self, lists, monkeypatch):
+        monkeypatch.setattr(cpu_pairs, "_MOST_OF_BATCH", 600)
+        monkeypatch.setattr(cpu_pairs, "_LEAST_TARGETS", 1)
+        graph = CompleteGraph(20)
+        call("tanh", make_tensors("tanh", graph, (3,)), graph)
+        assert max(lists) == 600 // 3
+        lists.clear()
+        monkeypatch.setattr(cpu_pairs, "_LEAST_TARGETS", 15)
+        call("tanh", make_tensors("tanh", graph, (3,)), graph)
+        assert max(lists) == 15 * 20
+
+    def test_long_lists_are_not_kept(self, monkeypatch):
+        assert cpu_pairs._pairs(3, 5) is cpu_pairs._pairs(3, 5)
+        monkeypatch.setattr(cpu_pairs, "_MOST_PAIRS", 7)
+        assert cpu_pairs._pairs(3, 5) is not cpu_pairs._pairs(3, 5)
+        assert torch.equal(cpu_pairs._pairs(3, 5), CompleteGraph(3, 5).edge_index)
+
+    def test_second_derivatives_of_chunks(self, monkeypatch):
+        make_chunks(monkeypatch, 10)
+        graph = CompleteGraph(4)
+        vector = torch.randn(1, 2, dtype=torch.double)
+        leaves = [torch.randn(4, 1, 2, dtype=torch.double, requires_grad=True) for _ in range(3)]
+        score = gattn.AdditiveScore(vector, "tanh")
+        torch.autograd.gradgradcheck(lambda q, k, v: attend(q, k, v, graph, score=score), leaves)
+
+
+class Module(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
 
 
 @pytest.fixture

@@ -27,12 +27,18 @@ _MOST_OF_BATCH = 2**18
 #: With fewer targets at a time, it would cost more to add up the gradients of sources.
 _LEAST_TARGETS = 32
 
+#: Scalar scores are matrix operations, which are slower than the kernels with at least as many heads, of at most as many
+#: channels.
+_LEAST_HEADS, _MOST_CHANNELS = 4, 64
+
 _KERNELS = Cpu()
 _SOFTMAX = Softmax().law()
 
 
 def can_attend(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -> bool:
-    """Whether `attend` can be called now."""
+    """Whether `attend` can be called now, and is faster than plain PyTorch."""
+    if score.scalar and (key.size(2) < _LEAST_HEADS or value.size(-1) > _MOST_CHANNELS):
+        return False
     if value.device.type != "cpu" or value.dtype not in DTYPES or is_traced() or needs_plain_pytorch() is not None:
         return False
     return are_plain((query, key, value)) and _KERNELS.knows(family_of(score, key.size(-1)))
