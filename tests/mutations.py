@@ -30,8 +30,9 @@ LAYOUT, MEANS, MATRIX = (f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
 )
-REORDERING, TRANSFORMS, MATRIX_CALLS = (
-    f"gattn/{name}.py" for name in ("graphs/reordering", "transforms", "ops/backends/cpu/matrix")
+REORDERING, TRANSFORMS, MATRIX_CALLS, PAIRS = (
+    f"gattn/{name}.py"
+    for name in ("graphs/reordering", "transforms", "ops/backends/cpu/matrix", "ops/backends/cpu/pairs")
 )
 DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PLANS, CPU, OPERATOR = (
     f"gattn/{name}"
@@ -60,6 +61,7 @@ TESTS = {
     TRITON_CALLS: ["tests/ops/test_triton.py"],
     TRITON_LAYOUT: ["tests/ops/test_triton.py"],
     DENSE: ["tests/ops/test_dense.py"],
+    PAIRS: ["tests/ops/test_dense.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
     GRAPH: ["tests/ops/test_custom_parts.py"],
@@ -488,6 +490,13 @@ MUTATIONS = [
         DENSE,
         "    if «part.bias is None and part.mask is None → part.mask is None»:\n        return logits",
     ),
+    Mutation(
+        "kernels compute all targets at once",
+        DENSE,
+        "_by_targets(_by_pairs, part, «counts → [part.num_targets]», keeps)",
+    ),
+    Mutation("what kernels compute is always kept", DENSE, "part.num_targets * key.numel() <= «_MOST_KEPT → 2**60»"),
+    Mutation("pairs lack their order", PAIRS, "term.«permute(0, 2, 3, 1) → permute(0, 3, 2, 1)».flatten(1, 2)"),
     Mutation("all blocks get the first one's bias", DENSE, "x = x[[«place % x.size(0) → 0 * place» for"),
     Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * m + s → s», size[1]"),
     Mutation("returned weights forget the scale", DENSE, "@ keys.permute(0, 2, 3, 1) «* score.factor(key.size(-1)) →»"),

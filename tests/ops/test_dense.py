@@ -1098,9 +1098,7 @@ class TestKernelsForLists:
         graph, batch = GRAPHS[name]
         tensors = make_tensors(score, graph, batch)
         options = {"return_weights": False}
-        assert_same(
-            results(score, tensors, graph, **options), results(score, tensors, graph, "reference", **options)
-        )
+        assert_same(results(score, tensors, graph, **options), results(score, tensors, graph, "reference", **options))
 
     @pytest.mark.parametrize("score", ["leaky_relu", "tanh"])
     def test_short_lists_that_are_made_again_in_the_backward_pass(self, score, lists, monkeypatch):

@@ -27,8 +27,7 @@ _MOST_OF_BATCH = 2**18
 #: With fewer targets at a time, it would cost more to add up the gradients of sources.
 _LEAST_TARGETS = 32
 
-#: Scalar scores are matrix operations, which are slower than the kernels with at least as many heads, of at most as many
-#: channels.
+#: For scalar scores, matrix operations are faster than kernels with fewer heads, or with more channels in each.
 _LEAST_HEADS, _MOST_CHANNELS = 4, 64
 
 _KERNELS = Cpu()

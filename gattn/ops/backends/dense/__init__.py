@@ -2,8 +2,9 @@
 
 Dot products use PyTorch's `scaled_dot_product_attention`, with its own flag for causal graphs, so that its fused
 kernels are used. Other scores, clamped products among them, are computed for a few targets at a time, and again in the
-backward pass. A window is computed as blocks of targets, each with the sources that its targets see. In a ragged batch,
-elements of the same lengths are computed together, and padding is never computed.
+backward pass; on CPUs, additive ones by the kernels for lists, with a short list of pairs each time. A window is
+computed as blocks of targets, each with the sources that its targets see. In a ragged batch, elements of the same
+lengths are computed together, and padding is never computed.
 
 Inside, tensors have one batch dimension and nodes come before heads: query `[B, N, H, C]`, key `[B, M, H, C]` (`[B, N,
 H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadcastable to `[B, H, N, M]`.
@@ -384,8 +385,9 @@ def _by_targets(
         return [function(part)]
     query, key = part.query, part.key
     if counts is None:
-        is_product = query is not None and _has_products(part.score)
-        held = math.prod(key.shape[:2]) * query.size(2) if is_product else key.numel()
+        held = key.numel()
+        if query is not None and _has_products(part.score):
+            held = math.prod(key.shape[:2]) * query.size(2)
         counts = chunk_sizes(part.num_targets, max(_CHUNK // max(held, 1), 1)) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)
     terms = part.bias, part.mask
