@@ -39,6 +39,7 @@ __all__ = [
     "Differentiated",
     "Inputs",
     "Presence",
+    "are_plain",
     "inputs_of",
     "library",
     "presence_of",
