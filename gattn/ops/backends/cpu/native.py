@@ -123,7 +123,7 @@ def library() -> ctypes.CDLL:
         "gattn_tasks": [pointer, integer] + [pointer] * 4,
         "gattn_family": [ctypes.c_char_p],
         "gattn_distribution": [ctypes.c_char_p],
-        "gattn_keeps_logits": [integer] * 2,
+        "gattn_keeps_logits_of": [integer] * 2,
         "gattn_constants": [integer],
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
@@ -170,7 +170,7 @@ def distribution(name: str) -> int:
 @cache
 def keeps_logits(family: int, law: str) -> bool:
     """Whether the forward pass keeps logits in memory of their own, for a distribution and a family (-1: any)."""
-    return bool(library().gattn_keeps_logits(family, distribution(law)))
+    return bool(library().gattn_keeps_logits_of(family, distribution(law)))
 
 
 @cache

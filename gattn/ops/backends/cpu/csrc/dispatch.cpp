@@ -110,7 +110,7 @@ int64_t gattn_record_bytes(int64_t family, int64_t type, int64_t heads, int64_t 
 
 // Whether the forward pass keeps logits for the backward pass, in memory of their own. Laws of rows need it with any family
 // (-1).
-int64_t gattn_keeps_logits(int64_t family, int64_t distribution) {
+int64_t gattn_keeps_logits_of(int64_t family, int64_t distribution) {
   return kernels(kFloat32).keeps_logits(family, distribution);
 }
 
