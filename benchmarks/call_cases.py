@@ -20,8 +20,11 @@ NODES, TOKENS, DECODED = 10, 16, 32
 HEADS, CHANNELS = 8, 8
 WIDTH = HEADS * CHANNELS
 SIZES = {"in_channels": WIDTH, "out_channels": CHANNELS, "heads": HEADS}
+STEP_SIZES = {"in_channels": WIDTH, "out_channels": 16, "heads": 4}
 MOLECULES, ATOMS, RINGS, BOND_CHANNELS = 32, (12, 28), 2, 16
 SOURCES, TARGETS, FANOUT = 3000, 512, 10
+SEEDS, EXPANDED, REACHED = 1024, 7800, 30_000
+LAYERS, CLASSES = 3, 10
 TGN_EDGES = (200, 400, 600)
 TGN = {"in_channels": 100, "out_channels": 50, "heads": 2, "edge_dim": 172}
 
@@ -105,6 +108,14 @@ def sampled(draw: Draw) -> Graph:
     return Graph(SOURCES, torch.stack([draw.integers(0, SOURCES - 1, target.numel()), target]), TARGETS)
 
 
+def neighbourhood(draw: Draw) -> Graph:
+    """Two hops from some seeds, which come first; the nodes of the first hop follow, and are expanded as well."""
+    target = torch.arange(EXPANDED).repeat_interleave(draw.integers(3, FANOUT, EXPANDED))
+    choices = torch.where(target < SEEDS, EXPANDED, REACHED)
+    source = (torch.rand(target.numel(), generator=draw.generator) * choices).long()
+    return Graph(REACHED, torch.stack([source, target]), SEEDS)
+
+
 def interactions(draw: Draw, edges: int) -> Graph:
     """The latest interactions of some nodes, as a temporal graph network reads them."""
     return Graph(edges // 2, draw.integers(0, edges // 2 - 1, 2, edges))
@@ -149,6 +160,51 @@ def layer(
     # GPSConv's MLP is twice as wide as its input
     terms = max(degree, 2 * width), graph.nodes + graph.edge_index.size(1)
     return Built(draw.computation(call, conv, x=x, **more), *terms)
+
+
+class Network(torch.nn.Module):
+    """Layers of one kind between two linear ones; classifies molecules or targets."""
+
+    def __init__(self, make: Callable[[], torch.nn.Module]):
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.convs = torch.nn.ModuleList(make() for _ in range(LAYERS))
+        self.out = torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, graph: Graph, **more: Tensor) -> Tensor:
+        """A row per molecule or target."""
+        x = self.first(x)
+        for conv in self.convs:
+            x = F.elu(conv(x, edge_index, **more))
+        rows = x[: graph.targets] if graph.batch is None else pyg.global_mean_pool(x, graph.batch, MOLECULES)
+        out: Tensor = self.out(rows)
+        return out
+
+
+def training_step(
+    is_ours: bool,
+    draw: Draw,
+    make: Callable[[Any, dict[str, int]], torch.nn.Module],
+    find: Callable[[Draw], Graph],
+    options: Mapping[str, int],
+) -> Built:
+    """The losses of a network; with their gradients, all of a training step but the optimizer.
+
+    Nodes' features have no gradients. Of the millions of numbers that GATv2's LeakyReLU gets, rounding moves one or two
+    across its kink, which changes single rows of such gradients, but hardly any sum over all nodes.
+    """
+    graph = find(draw)
+    model = draw.module(is_ours, lambda library: Network(lambda: make(library, dict(options))))
+    x, more = draw.randn(graph.nodes, WIDTH).detach(), {}
+    if "edge_dim" in options:
+        more["edge_attr"] = draw.randn(graph.edge_index.size(1), options["edge_dim"])
+    label = draw.integers(0, CLASSES - 1, graph.targets or MOLECULES)
+
+    def call() -> Tensor:
+        return F.cross_entropy(model(x, graph.edge_index.clone(), graph, **more), label, reduction="none")
+
+    terms = max(int(graph.edge_index[1].bincount().max()) + 1, WIDTH), graph.nodes + graph.edge_index.size(1)
+    return Built(draw.computation(call, model, **more), *terms)
 
 
 def make_multihead(library: Any) -> torch.nn.Module:
@@ -209,6 +265,8 @@ class Call(NamedTuple):
     peer: str
     build: Callable[[bool, Draw], Built]
     """Creates gattn's side, or the peer's."""
+    is_compiled: bool = False
+    """Whether the peer is compiled before it is timed."""
 
 
 GRAPHS: dict[str, Callable[[Tensor], Any]] = {
@@ -241,3 +299,8 @@ for _name, _make in CONVS.items():
 for _edges in TGN_EDGES:
     _find, _make = partial(interactions, edges=_edges), CONVS["TransformerConv"]
     CALLS[f"TGN, {_edges} edges, TransformerConv"] = Call("PyG", partial(layer, make=_make, find=_find, options=TGN))
+for _name in ("GATv2Conv", "TransformerConv"):
+    for _data, _draw, _more in (("molecules", molecules, {"edge_dim": BOND_CHANNELS}), ("two hops", neighbourhood, {})):
+        _build = partial(training_step, make=CONVS[_name], find=_draw, options={**STEP_SIZES, **_more})
+        CALLS[f"training step, {_data}, {_name}"] = Call("PyG", _build)
+        CALLS[f"training step, {_data}, {_name}, compiled peer"] = Call("PyG, compiled", _build, is_compiled=True)

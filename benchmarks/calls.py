@@ -1,9 +1,10 @@
 """What one small call costs, timed in turns with its peer: `python -m benchmarks.calls`.
 
 Where a fixed cost dominates: attention and layers on ten nodes or sixteen tokens, one decoded token, a batch of
-molecules, sampled minibatches. Each row has one process, in which gattn and its peer take turns: PyTorch's attention,
-PyG's layers with the same weights, or a bare decoding loop. Nothing is timed before the results of both sides agree
-with those of the peer in float64.
+molecules, sampled minibatches; and training steps of small networks on minibatches. Each row has one process, in which
+gattn and its peer take turns: PyTorch's attention, PyG's layers with the same weights (in training steps, also
+compiled), or a bare decoding loop. Nothing is timed before the results of both sides agree with those of the peer in
+float64.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.framework.options import add_allocator, add_measuring, allocator
 from benchmarks.framework.processes import Message
 from benchmarks.framework.reports import Line, machines
 from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.pyg_peers import settle
 
 
 class Compared(TypedDict):
@@ -99,6 +101,9 @@ class Case(Measurement):
         self.prepare_process()
         build = CALLS[self.call].build
         ours, theirs = (build(is_ours, Draw(torch.float32)) for is_ours in (True, False))
+        if CALLS[self.call].is_compiled:  # for batches of all sizes, as in training
+            theirs.computation.call = torch.compile(theirs.computation.call, dynamic=True)
+            settle(theirs.computation)
         expected = torch.load(reference, weights_only=True)[""]  # type: ignore[arg-type] # each case has one
         for name, computation in (("gattn", ours.computation), ("the peer", theirs.computation)):
             for result, entry in check(computation.compared(computation.forward_backward()), expected).items():
@@ -125,7 +130,7 @@ class Calls(Benchmark[Case]):
         add = parser.add_argument
         add("--calls", nargs="+", default=list(CALLS), choices=CALLS, help="calls that are measured (default: all)")
         add_allocator(parser)
-        add_measuring(parser, cls.name, repeats=100, duration=20.0)
+        add_measuring(parser, cls.name, repeats=100, duration=8.0)
         parser.set_defaults(threads=1)
 
     def cases(self) -> list[Case]:

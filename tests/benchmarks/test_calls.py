@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import calls
-from benchmarks.call_cases import CALLS, Draw
+from benchmarks.call_cases import CALLS, Draw, neighbourhood
 from benchmarks.calls import Calls, Case, in_turns
 from benchmarks.framework import measuring
 from benchmarks.framework.measuring import with_gradients
@@ -28,8 +28,18 @@ def run(tmp_path, one_process, monkeypatch):
     return run
 
 
-def test_every_call_is_measured_and_agrees_with_its_peer(run, tmp_path):
+@pytest.fixture
+def compiled(monkeypatch):
+    """Nothing is compiled; returns the options of what would have been."""
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(options) or function)
+    return made
+
+
+def test_every_call_is_measured_and_agrees_with_its_peer(run, compiled, tmp_path):
     rows = run()
+    assert compiled == [{"dynamic": True}] * 4
+    assert sum(call.is_compiled for call in CALLS.values()) == 4
     assert [(row["call"], row["outcome"], row["threads"]) for row in rows] == [(name, "ok", 1) for name in CALLS]
     assert all(row["forward"]["rounds"] >= 3 for row in rows)
     assert [row["call"] for row in rows if "forward_backward" not in row] == ["one decoded token, KeyValueCache"]
@@ -85,13 +95,53 @@ def test_times_and_their_ratio(units, seconds, rounds, monkeypatch):
         assert found[name] == pytest.approx(dict.fromkeys(("median", "q1", "q3"), expected))
 
 
-@pytest.mark.parametrize("name", ["molecules, GPSConv", "sampled, GATConv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "molecules, GPSConv",
+        "sampled, GATConv",
+        "training step, molecules, TransformerConv",
+        "training step, two hops, GATv2Conv",
+    ],
+)
 def test_both_sides_compute_with_the_same_numbers(name):
     ours, theirs = (CALLS[name].build(is_ours, Draw(torch.float64)).computation for is_ours in (True, False))
     assert ours.leaves.keys() == theirs.leaves.keys()
     assert all(torch.equal(leaf, theirs.leaves[key]) for key, leaf in ours.leaves.items())
     for mine, other in zip(with_gradients(ours)(), with_gradients(theirs)(), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_the_peer_alone_is_compiled_before_it_is_timed(run, monkeypatch):
+    name, compiled, settled = "training step, molecules, GATv2Conv, compiled peer", [], []
+
+    def compile(function, **options):
+        compiled.append(lambda: function())
+        return compiled[-1]
+
+    def in_turns(ours, theirs, **options):
+        assert settled == compiled
+        assert len(compiled) == 1
+        assert ours is not compiled[0]
+        return found
+
+    found = calls.in_turns(lambda: None, lambda: None, 3, 0.1)
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(calls, "settle", lambda computation: settled.append(computation.call))
+    monkeypatch.setattr(calls, "in_turns", in_turns)
+    (row,) = run("--calls", name)
+    assert row["outcome"] == "ok"
+
+
+def test_two_hops_from_the_seeds():
+    graph = neighbourhood(Draw(torch.float32))
+    source, target = graph.edge_index
+    assert graph.targets == 1024
+    assert 50_000 < target.numel() < 52_000
+    degrees = target.bincount()
+    assert (degrees.min(), degrees.max()) == (3, 10)
+    assert source.max() < graph.nodes == 30_000
+    assert source[target < 1024].max() < target.max() + 1 == 7800  # each source of a seed has sources of its own
 
 
 def test_memory_is_kept_where_it_is_asked_for():
