@@ -315,7 +315,14 @@ class TestDistributions:
             ((), ("bias",), ("edge",), ("bias", "edge")),
             (3, 2 * LONG_ROW + 3),
             ((), (2,)),
-            ({}, {"wanted": ("key", "value", "bias")}, {"query": False}, {"dropout": 0.4}, {"sink": True}, {"out_bias": True}),
+            (
+                {},
+                {"wanted": ("key", "value", "bias")},
+                {"query": False},
+                {"dropout": 0.4},
+                {"sink": True},
+                {"out_bias": True},
+            ),
         ),
     )
     def test_a_head_for_each_channel(self, distribution, dtype, heads, terms, degree, batch, options):
