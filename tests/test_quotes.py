@@ -109,10 +109,9 @@ def translation():
     yield "every kind of attention improves BLEU by {} % over a fixed-size vector, and by {} % on long", spans
 
 
-KERNELS = "kernels_allocators"
-KEPT, DEFAULT = "× PyG, kept", "× PyG"
-"""The columns that compare with PyG eager."""
-TIME = "forward + backward, ms, kept"
+COMPILED, EAGER, BEST = (f"× {peer}, memory kept" for peer in ("PyG compiled", "PyG eager", "PyG's best"))
+EAGER_BY_DEFAULT = "× PyG eager, default allocator"
+TIME = "forward + backward, ms, memory kept"
 
 
 def kernels():
@@ -126,35 +125,44 @@ def kernels():
         for name, layer in LAYERS.items():
             which = {"shape": "mid", "part": part, "layer": layer + features, "dtype": "float32"}
             ours, memory = {**which, "peer": "gattn"}, {"name": "memory.md", **which, "allocator": "default"}
-            time = number(cell(KERNELS, TIME, **ours))
-            peaks = [number(cell(KERNELS, "peak, MB", peer=peer, **memory)) / 1000 for peer in ("gattn", "pyg")]
-            values = [f"{time / 1000:.2f}", *(two_digits(number(cell(KERNELS, x, **ours))) for x in (KEPT, DEFAULT))]
-            text = "{} s | {} | {} | – | {} GB, PyG {} GB |"
-            if part == "attention":
-                text = "{} s | {} | {} | {} | {} GB, PyG {} GB |"
-                values.append(two_digits(number(cell(KERNELS, TIME, peer="dgl", **which)) / time))
+            peaks = [number(cell("kernels", "peak, MB", peer=peer, **memory)) / 1000 for peer in ("gattn", "pyg")]
+            columns = (BEST, COMPILED, EAGER, EAGER_BY_DEFAULT)
+            factors = [two_digits(number(cell("kernels", column, **ours))) for column in columns]
             label = f"{title}: {name}" if layer == "gat" else name
-            yield f"| {label} | {text}", [*values, f"{peaks[0]:.2f}", f"{peaks[1]:.1f}"]
+            text = f"| {label} | {{}} s | {{}} | {{}} | {{}} | {{}} | {{}} GB, PyG {{}} GB |"
+            time = f"{number(cell('kernels', TIME, **ours)) / 1000:.2f}"
+            yield text, [time, *factors, f"{peaks[0]:.2f}", f"{peaks[1]:.1f}"]
+
+
+def kernels_on_arxiv():
+    which = {"shape": "arxiv", "part": "layer", "layer": "gat", "dtype": "float32", "peer": "gattn"}
+    factors = [two_digits(number(cell("kernels", column, **which))) for column in (COMPILED, EAGER, EAGER_BY_DEFAULT)]
+    yield "PyG's `GATConv` takes {}, {} and {} times as long", factors
+
+
+def kernels_in_gathers():
+    which = {"shape": "mid", "part": "attention", "peer": "gattn"}
+    text = "takes as long as {} (GAT), {} (GATv2) and {} (dot products) of them"
+    gathers = [
+        cell("kernels", "gathers, memory kept", layer=layer, dtype="float32", **which) for layer in LAYERS.values()
+    ]
+    yield text, gathers
+    times = [
+        [number(cell("kernels", TIME, layer=layer, dtype=dtype, **which)) for layer in LAYERS.values()]
+        for dtype in ("float32", "bfloat16")
+    ]
+    yield "in bfloat16, it is {} times as fast", [span([x / y for x, y in zip(*times, strict=True)])]
 
 
 def whole_layers():
     """The smallest and the largest factor of all whole layers."""
-    found = rows(KERNELS, shape="mid", part="layer", dtype="float32", peer="gattn")
-    kept, default = ([number(row[column]) for row in found] for column in (KEPT, DEFAULT))
+    found = rows("kernels", shape="mid", part="layer", dtype="float32", peer="gattn")
+    best, compiled, default = ([number(row[x]) for row in found] for x in (BEST, COMPILED, EAGER_BY_DEFAULT))
     text = (
-        "is {} times as fast as through PyG's eager layer if the allocator keeps freed memory, {} to {} times as fast"
+        "is {} times as fast as through the fastest form of PyG's layer and {} times as fast as through the compiled "
+        "one if the allocator keeps freed memory, {} to {} times as fast as through the eager one"
     )
-    yield text, [span(kept), f"{min(default):.0f}", f"{max(default):.0f}"]
-
-
-def small_graphs():
-    for text, shapes in {
-        "| 10 nodes | {}: both": ["tiny"],
-        "| 1 000 nodes | {} |": ["thousand"],
-        "| batches of molecules, sampled minibatches | {} |": ["batch", "sampled"],
-    }.items():
-        found = [row for shape in shapes for row in rows(KERNELS, shape=shape, part="layer", peer="gattn")]
-        yield text, [span([number(row[column]) for row in found for column in (KEPT, DEFAULT)])]
+    yield text, [span(best), span(compiled), f"{min(default):.0f}", f"{max(default):.0f}"]
 
 
 def calls():
@@ -173,13 +181,23 @@ def calls():
     yield "`GPSConv` is {} and {} times as fast", [ratio("molecules, GPSConv", mode) for mode in modes]
 
 
+def training_steps():
+    """The smaller ratio of both allocators."""
+    found = [json.loads(line) for line in (RESULTS / "calls" / "runs.jsonl").read_text().splitlines()]
+    for data, words in (("two hops", "1 024 seeds"), ("molecules", "batches of 32 molecules")):
+        factors = []
+        for peer in ("", ", compiled peer"):
+            for conv in ("GATv2Conv", "TransformerConv"):
+                call = f"training step, {data}, {conv}{peer}"
+                ratios = [row["forward_backward"]["ratio"]["median"] for row in found if row["call"] == call]
+                factors.append(f"{min(ratios):.1f}")
+        yield f"| {words} | {{}} | {{}} | {{}} | {{}} |", factors
+
+
 def layers():
-    column = "forward + backward, × PyG"
-    factors = {row["layer"]: number(row[column]) for row in rows("layers")}
-    gates = factors.pop("ResGatedGraphConv")
-    low, high = (f"{factor:.0f}" for factor in (min(factors.values()), max(factors.values())))
-    yield "eight of them are {} to {} times as fast", [low, high]
-    yield "(`ResGatedGraphConv`) are {} times as fast", [two_digits(gates)]
+    for column, words in ((BEST, "the fastest form of PyG's"), (COMPILED, "PyG compiled"), (EAGER, "PyG eager")):
+        factors = [number(row[column]) for row in rows("layers", peer="gattn") if row["layer"] != "gather"]
+        yield f"{{}} times as fast as {words}", [span(factors)]
 
 
 def families():
@@ -232,20 +250,16 @@ SECTIONS = {
         ("two CPU cores and a graph of 622 000 edges", "GATv2"),
         (),
     ),
-    ("docs/performance.md", "## Graph layers beside PyG and DGL"): (
-        (kernels, small_graphs, calls),
+    ("docs/performance.md", "## Graph layers beside PyG"): (
+        (kernels, kernels_on_arxiv, kernels_in_gathers, calls, training_steps),
         (
             "a graph of 42 000 nodes and 622 000 edges, 8 heads of 32 channels, float32",
-            "within 6 %",
-            "× DGL 2.1",
-            "GATv2Conv",
+            "2.5 million edges",
+            "two, two and five",
+            "GATv2",
             "on 32 molecules",
         ),
-        (
-            "| 169 000 nodes, 2.5 million edges (the size of ogbn-arxiv), 4 heads of 64 channels | memory kept: GAT "
-            "5.0; PyG's GATv2 and Transformer need more than the machine's 24 GB. glibc's default: GAT 22, GATv2 23, "
-            "Transformer 11 |",
-        ),
+        (),
     ),
     ("docs/performance.md", "## Other layers"): (
         (layers, families),

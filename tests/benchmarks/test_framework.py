@@ -483,10 +483,6 @@ def benchmark_of(folder, names=BENCHMARKS):
     return max((name for name in names if f"{folder.name}_".startswith(f"{name}_")), key=len)
 
 
-OLDER = ("kernels", "kernels_allocators", "kernels_one_core", "layers")
-"""Their rows have other columns, or contradict each other. Strict marks fail as soon as they are measured anew."""
-
-
 class TestCommittedResults:
     @pytest.mark.parametrize(
         ("folder", "name"), [("a", "a"), ("a_x", "a"), ("a_b", "a_b"), ("a_b_x", "a_b"), ("a_bx", "a")]
@@ -494,14 +490,7 @@ class TestCommittedResults:
     def test_the_name_of_a_folder(self, folder, name):
         assert benchmark_of(Path(folder), ["a", "a_b"]) == name
 
-    @pytest.mark.parametrize(
-        "path",
-        [
-            pytest.param(path, marks=pytest.mark.xfail(strict=True) if path.parent.name in OLDER else ())
-            for path in sorted(COMMITTED.glob("*/runs.jsonl"))
-        ],
-        ids=lambda path: path.parent.name,
-    )
+    @pytest.mark.parametrize("path", sorted(COMMITTED.glob("*/runs.jsonl")), ids=lambda path: path.parent.name)
     def test_they_give_the_committed_tables(self, path, tmp_path, monkeypatch, capsys):
         name = benchmark_of(path.parent)
         benchmark, kinds = BENCHMARKS[name], defined_in(sys.modules[f"benchmarks.{name}"], Case)
