@@ -496,6 +496,11 @@ MUTATIONS = [
         "_by_targets(_by_pairs, part, «counts → [part.num_targets]», keeps)",
     ),
     Mutation("what kernels compute is always kept", DENSE, "part.num_targets * key.numel() <= «_MOST_KEPT → 2**60»"),
+    Mutation(
+        "pairs have one element's bias", PAIRS, "return «term.squeeze(0) if term.size(0) == 1 else term → term[0]»"
+    ),
+    Mutation("pairs are of any score", PAIRS, "value)) and «_KERNELS.knows(family_of(score, key.size(-1))) → True»"),
+    Mutation("pairs drop nothing", PAIRS, "dropout=«dropout → 0.0»,\n"),
     Mutation("pairs lack their order", PAIRS, "term.«permute(0, 2, 3, 1) → permute(0, 3, 2, 1)».flatten(1, 2)"),
     Mutation("all blocks get the first one's bias", DENSE, "x = x[[«place % x.size(0) → 0 * place» for"),
     Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * m + s → s», size[1]"),
