@@ -55,7 +55,7 @@ ROW_RESULTS = (
 )
 
 DRIFT = 1.25
-"""A shared machine may become so much faster between the measurements of a part and of its whole, which are minutes apart."""
+"""So much faster may a shared machine become between the measurements of a part and of its whole, minutes later."""
 
 TURN = 0.002
 """What takes turns is timed in batches that take about this many seconds, if a call is shorter."""
@@ -166,7 +166,7 @@ class Measurement(Case):
 
     @classmethod
     def contradictions(cls, rows: Mapping[Any, Row]) -> list[str]:
-        """Parts that took longer than their wholes: their median is above the whole's upper quartile, and by `DRIFT`."""
+        """Parts that took longer than their wholes: by `DRIFT`, from the whole's upper quartile to their median."""
         found = []
         for case, row in rows.items():
             pairs = [((case, row, "forward"), (case, row, "forward_backward"))]
