@@ -157,6 +157,11 @@ class CompleteGraph(Graph):
         """Whether it is packed in blocks so small that a list of their edges is faster on the CPU."""
         return False
 
+    @property
+    def num_pairs(self) -> int:
+        """The number of pairs of a target and a source in one block, whether an edge joins them or not."""
+        return self.num_targets * self.num_sources
+
     def with_causal(self) -> CompleteGraph:
         """The same graph with `causal=True`."""
         return self if self.causal else self._changed(causal=True)
@@ -377,8 +382,9 @@ class CompleteGraph(Graph):
 class _PackedGraph(CompleteGraph):
     """What `CompleteGraph.packed` makes: several complete graphs laid end to end."""
 
-    _attributes = (*CompleteGraph._attributes, "_num_pairs")
+    _attributes = (*CompleteGraph._attributes, "num_pairs")
     blocks: tuple[tuple[int, int], ...]
+    num_pairs: int = 0
     _lists: Mapping[torch.device, Tensor] = {}
 
     def __init__(
@@ -387,13 +393,13 @@ class _PackedGraph(CompleteGraph):
         targets, sources = zip(*blocks, strict=True) if blocks else ((), ())
         super().__init__(sum(targets), sum(sources), causal=causal, window=window)
         self.blocks = blocks
-        self._num_pairs = sum(map(mul, targets, sources))
+        self.num_pairs = sum(map(mul, targets, sources))
 
     @property
     def has_small_blocks(self) -> bool:
         """See `CompleteGraph.has_small_blocks`."""
         has_lengths = self.source_lengths is not None or self.target_lengths is not None
-        return not has_lengths and self._num_pairs < _SMALL_BLOCK * self.num_targets
+        return not has_lengths and self.num_pairs < _SMALL_BLOCK * self.num_targets
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lists": {}}
@@ -410,7 +416,7 @@ class _PackedGraph(CompleteGraph):
     def _edges(self, device: torch.device | str | None) -> Tensor:
         """All edges; those of the blocks as whole matrices first, from which a reach then selects."""
         num_targets, num_sources = torch.tensor(self.blocks, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-        nodes, edges = torch.arange(self.num_targets, device=device), self._num_pairs
+        nodes, edges = torch.arange(self.num_targets, device=device), self.num_pairs
         block = torch.arange(len(self.blocks), device=device)
         block = block.repeat_interleave(num_targets, output_size=self.num_targets)
         per_target = num_sources.index_select(0, block)

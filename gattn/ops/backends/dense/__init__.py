@@ -28,6 +28,7 @@ from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
+from gattn.ops.backends.dense import linear
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
@@ -69,8 +70,8 @@ class Dense(Backend):
             return f"it needs a score whose logits broadcast, and {type(score).__name__} does not declare it"
         if graph.blocks is not None and (graph.source_lengths is not None or graph.target_lengths is not None):
             return "packed graphs with lengths are computed edge by edge"
-        if graph.blocks is not None and not is_plain_softmax(distribution):
-            return f"on packed graphs it supports the plain softmax, not {distribution}"
+        if graph.blocks is not None and not is_plain_softmax(distribution) and not _is_linear(call):
+            return f"on packed graphs it supports the plain softmax and linear attention, not {distribution}"
         if not says(distribution, "respects_infinity", "weights"):
             return f"it supports gattn's own distributions, not {distribution}"
         return None
@@ -79,6 +80,8 @@ class Dense(Backend):
         """See `Backend.yields`: small blocks of different sizes cost more calls than kernels for lists need in all."""
         graph = call.graph
         assert isinstance(graph, CompleteGraph)
+        if graph.blocks is not None and not is_plain_softmax(call.distribution):
+            return graph.has_small_blocks or not linear.is_faster(graph, max(call.channels, call.value.size(-1)))
         has_more = call.weights or call.bias is not None or call.mask is not None
         is_simple = graph.has_small_blocks and not has_more and not torch.compiler.is_compiling()
         return is_simple and call.value.device.type == "cpu"
@@ -170,6 +173,19 @@ def _has_products(score: Score) -> TypeGuard[DotScore]:
     return isinstance(score, DotScore) and family_of(score, 1) is not None
 
 
+def _is_linear(call: Call) -> bool:
+    """Whether weights are products, so that sums over sources may come first, and nothing else is asked of them."""
+    graph, law, score = call.graph, call.law, call.score
+    if law is None or law.name != "identity" or not _has_products(score) or not score.is_product:
+        return False
+    if call.bias is not None or call.mask is not None or call.dropout > 0.0 or call.weights:
+        return False
+    assert isinstance(graph, CompleteGraph)
+    if torch.compiler.is_exporting() and (graph.causal or graph.blocks is not None):  # chunks depend on sizes
+        return False
+    return graph.window is None and (graph.is_uniform or elements_of(graph, math.prod(call.batch)) is not None)
+
+
 class _Part(NamedTuple):
     """Targets and sources of one size, each of which sees what bias and mask leave."""
 
@@ -210,7 +226,17 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
         is_softmax = is_plain_softmax(distribution)
-        if not is_softmax or with_weights in ("dropped", "only"):
+        if _is_linear(call) and (
+            graph.blocks is not None
+            or torch.compiler.is_exporting()  # which must not compare sizes
+            or linear.is_faster(graph, max(key.size(-1), value.size(-1)))
+        ):
+            assert query is not None
+            assert isinstance(score, DotScore)
+            assert call.law is not None
+            normalize, eps = call.law.constants
+            out = linear.attend(query, key, value, score.factor(key.size(-1)), bool(normalize), eps, graph)
+        elif not is_softmax or with_weights in ("dropped", "only"):
             # The fused kernels support only the softmax, and do not return their weights.
             weights = list(_matrices(_alpha if is_softmax else _logits, part, graph))
             if not is_softmax:
