@@ -32,7 +32,7 @@ TRITON, TRITON_CALLS, TRITON_LAYOUT = (
 )
 REORDERING, TRANSFORMS, MATRIX_CALLS, PAIRS = (
     f"gattn/{name}.py"
-    for name in ("graphs/reordering", "transforms", "ops/backends/cpu/matrix", "ops/backends/cpu/pairs")
+    for name in ("graphs/reordering", "transforms/reorder", "ops/backends/cpu/matrix", "ops/backends/cpu/pairs")
 )
 DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PLANS, CPU, OPERATOR = (
     f"gattn/{name}"

@@ -18,6 +18,7 @@ ORDER = (
     "ops",
     "distributions",
     "edges",
+    "structure",
     "graphs",
     "scores",
     "torch_private",

@@ -9,16 +9,15 @@ import math
 import warnings
 
 import torch
-import torch.nn.functional as F
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 from torch_geometric.data import Data
-from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
-from torch_geometric.utils import is_undirected, remove_self_loops, to_scipy_sparse_matrix
+from torch_geometric.transforms import AddRandomWalkPE
+from torch_geometric.utils import remove_self_loops
 
 from gattn.errors import check_at_least
-from gattn.graphs.edge_lists import INTEGER_DTYPES, plain
+from gattn.graphs.edge_lists import plain
+from gattn.structure import LARGEST_DENSE, graph_numbers, laplacian_eigenvectors, num_components
 from gattn.tracing import Leaf
 
 __all__ = [
@@ -32,9 +31,7 @@ __all__ = [
 ]
 
 #: Graphs of up to this many nodes are solved as dense matrices, and larger ones as sparse matrices.
-_LARGEST_DENSE = 300
-#: Dense matrices of the same size are solved together, up to this many numbers at a time.
-_AT_ONCE = 2**22
+_LARGEST_DENSE = LARGEST_DENSE
 
 
 class SinusoidalPositionalEncoding(Leaf, Module):
@@ -370,20 +367,23 @@ class GraphPositionalEncoding(Leaf, Module):
             ValueError: If `batch` does not hold the graph of each node, or an edge joins nodes of two graphs.
         """
         edge_index = plain(edge_index).long()
-        graphs = _graphs(edge_index, num_nodes, batch)
+        graphs = graph_numbers(edge_index, num_nodes, batch)
         if self.kind == "random_walk":
             transform = AddRandomWalkPE(self.k, attr_name="structure")
             structure: Tensor = transform(Data(edge_index=edge_index, num_nodes=num_nodes)).structure
             return structure
         edge_index = remove_self_loops(edge_index)[0]
-        if batch is None and (count := _num_components(edge_index, num_nodes)) > 1:
+        if batch is None and (count := num_components(edge_index, num_nodes)) > 1:
             warnings.warn(
                 f"this graph has {count} components with edges, so its first {count - 1} eigenvectors only tell these "
                 "apart. If they are the graphs of a batch, pass batch, the graph of each node; if they are one graph, "
                 "pass zeros as batch to silence this warning.",
                 stacklevel=2,
             )
-        return _eigenvectors(edge_index.cpu(), graphs.cpu(), self.k).to(edge_index.device)
+        structure = laplacian_eigenvectors(
+            edge_index.cpu(), graphs.cpu(), self.k, random_signs=True, largest_dense=_LARGEST_DENSE
+        )
+        return structure.to(edge_index.device)
 
     def forward(self, x: Tensor, structure: Tensor) -> Tensor:
         """Adds the projected encoding to features.
@@ -397,68 +397,3 @@ class GraphPositionalEncoding(Leaf, Module):
             structure = structure * signs
         out: Tensor = x + self.lin(structure.to(x.dtype))
         return out
-
-
-def _graphs(edge_index: Tensor, num_nodes: int, batch: Tensor | None) -> Tensor:
-    """The graph of each node, `[N]`, numbered from 0 without gaps."""
-    if batch is None:
-        return edge_index.new_zeros(num_nodes)
-    is_integers = isinstance(batch, Tensor) and batch.dtype in INTEGER_DTYPES
-    if not is_integers or batch.shape != (num_nodes,) or bool((batch < 0).any()):
-        raise ValueError(f"batch must hold the graph of each node, integers [{num_nodes}] from 0; got {batch!r}.")
-    graphs: Tensor = torch.unique(batch, return_inverse=True)[1]
-    if bool((graphs[edge_index[0]] != graphs[edge_index[1]]).any()):
-        raise ValueError("an edge joins nodes of two graphs: batch must hold the graph of each node of edge_index.")
-    return graphs
-
-
-def _num_components(edge_index: Tensor, num_nodes: int) -> int:
-    """The number of connected components with edges; nodes without edges do not add an eigenvalue of zero."""
-    labels = connected_components(to_scipy_sparse_matrix(edge_index, num_nodes=num_nodes), directed=False)[1]
-    return len(set(labels[edge_index[0].cpu()].tolist()))
-
-
-def _eigenvectors(edge_index: Tensor, graphs: Tensor, k: int) -> Tensor:
-    """The first k non-trivial eigenvectors of each graph's Laplacian, `[N, k]`, and zeros where there are fewer."""
-    sizes = graphs.bincount()[graphs]
-    order = graphs.argsort(stable=True)
-    order = order[sizes[order].argsort(stable=True)]  # graphs of the same size side by side
-    sizes, places = sizes[order], order.argsort()
-    edge_index = places[edge_index]
-    edge_index = edge_index[:, edge_index[0].argsort()]
-    parts, first = [torch.zeros(0, k)], 0
-    while first < sizes.numel():
-        size = int(sizes[first])
-        is_dense = size <= max(_LARGEST_DENSE, k + 2)  # sparse matrices never give all of their eigenvectors
-        count = max(_AT_ONCE // size**2, 1) if is_dense else 1
-        last = min(first + count * size, int(torch.searchsorted(sizes, size, right=True)))
-        start, end = torch.searchsorted(edge_index[0], torch.tensor([first, last])).tolist()
-        edges = edge_index[:, start:end] - first
-        vectors = _dense(edges, (last - first) // size, size) if is_dense else _sparse(edges, size, k)
-        vectors = vectors[..., 1 : k + 1]
-        vectors = vectors * (2 * torch.randint(0, 2, (len(vectors), 1, vectors.size(-1))) - 1)
-        parts.append(F.pad(vectors, (0, k - vectors.size(-1))).flatten(0, 1).float())
-        first = last
-    return torch.cat(parts)[places]
-
-
-def _dense(edge_index: Tensor, count: int, size: int) -> Tensor:
-    """All eigenvectors of some graphs of the same size, which lie end to end: `[count, size, size]`."""
-    row, col = edge_index
-    degree = row.bincount(minlength=count * size).double()
-    scale = torch.where(degree > 0, degree.rsqrt(), 0.0)
-    laplacian = torch.eye(size, dtype=torch.double).repeat(count, 1, 1)
-    laplacian.view(-1, size).index_put_((row, col % size), -scale[row] * scale[col], accumulate=True)
-    if torch.equal(laplacian, laplacian.mT):
-        vectors: Tensor = torch.linalg.eigh(laplacian)[1]
-        return vectors
-    values, vectors = torch.linalg.eig(laplacian)  # some edges have one direction only
-    order = values.real.argsort(stable=True).unsqueeze(1)
-    return vectors.real.gather(2, order.expand_as(vectors))
-
-
-def _sparse(edge_index: Tensor, size: int, k: int) -> Tensor:
-    """The first k + 1 eigenvectors of one large graph by PyG, `[1, size, k + 1]`; the trivial one is left as zeros."""
-    transform = AddLaplacianEigenvectorPE(k, attr_name="structure", is_undirected=is_undirected(edge_index))
-    structure: Tensor = transform(Data(edge_index=edge_index, num_nodes=size)).structure
-    return F.pad(structure, (1, 0)).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Transforms of PyG's data objects."""
+"""Transforms that renumber nodes."""
 
 from __future__ import annotations
 
