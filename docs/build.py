@@ -32,6 +32,7 @@ PUBLIC = (
     "gattn.visualize",
     "gattn.explain",
     "gattn.distributed",
+    "gattn.features",
     "gattn.testing",
 )
 

@@ -17,6 +17,7 @@ The rest of the package:
 - `record_attention` collects the weights of a whole model, `gattn.visualize` draws them, and `gattn.explain` provides
   attention as an algorithm for PyG's explainers;
 - `backend` chooses the backend that computes, and `check_finite` looks for NaN in inputs;
+- `gattn.features`: feature maps, with which attention takes linear time;
 - `gattn.distributed`: graphs that are split among processes;
 - `gattn.testing`: comparisons and invariance checks for tests.
 
@@ -96,7 +97,7 @@ __all__ = [
 
 
 #: Modules that are imported when they are first used, since they need what nothing else does, such as matplotlib.
-_LATE = ("distributed", "explain", "testing", "transforms", "visualize")
+_LATE = ("distributed", "explain", "features", "testing", "transforms", "visualize")
 
 
 def __getattr__(name: str) -> ModuleType:

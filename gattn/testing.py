@@ -9,13 +9,19 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Batch, Data
 
-__all__ = ["assert_as_exact_as", "assert_permutation_equivariant", "random_edge_index"]
+from gattn.errors import InputError, InputTypeError, check_number
+
+__all__ = ["assert_alone_equals_in_batch", "assert_as_exact_as", "assert_permutation_equivariant", "random_edge_index"]
 
 
 def random_edge_index(
@@ -126,3 +132,203 @@ def assert_permutation_equivariant(
     out = module(x, edge_index, **kwargs)
     torch.testing.assert_close(module(x, edge_index[:, edges], **kwargs), out)
     torch.testing.assert_close(module(x[nodes], place[edge_index], **kwargs), out[nodes])
+
+
+def assert_alone_equals_in_batch(
+    module: Callable[..., Any],
+    graphs: Sequence[Data],
+    call: Callable[[Any, Batch], Tensor] | None = None,
+    *,
+    tolerance: float | None = None,
+) -> None:
+    r"""Asserts that the output for a graph does not depend on the other graphs of its batch.
+
+    Layers that pad graphs to a common size often fail this: padded nodes enter a sum, or the common size a formula.
+
+    Each graph is run alone and in batches of PyG: of all graphs in the given order, in the reverse order, and with the
+    smallest and the largest graph repeated at both ends. Differences may be due to rounding only. The tolerance is
+    derived: it is the error of float32 for the same graphs alone, scaled to the precision of float64, in which batches
+    are compared, and a few units in the last place of the largest output:
+
+    .. math::
+        \max |\mathrm{batch} - \mathrm{alone}| \le 16 \left(\frac{\epsilon_{64}}{\epsilon_{32}}
+        \max |\mathrm{alone}_{32} - \mathrm{alone}| + \epsilon_{64} \max |\mathrm{alone}|\right)
+
+    A `torch.nn.Module` is copied and put in evaluation mode; the original stays as it is. Parameters and features are
+    first rounded to float32. Meanwhile, the default type of PyTorch is the one in which the module computes.
+
+    Args:
+        module: A module, or another function that computes in the type of its input.
+        graphs: At least two graphs, among which one has a single node and one has more.
+        call: How the module is called: `call(module, data)` returns its output for a `Batch`, which may hold a single
+            graph: `[N, ...]`, `[B, ...]` or `[E, ...]`, graph by graph. (default: `None`,
+            `module(data.x, data.edge_index, batch=data.batch)`, without `batch` if the module does not take it)
+        tolerance: The largest difference allowed, relative to the largest output. If it is given, module and features
+            are used in their own types and the module itself is run, in evaluation mode; its mode is restored
+            afterwards. This is for modules that cannot be copied or converted. (default: `None`, derived)
+
+    Raises:
+        AssertionError: If an output differs, is not finite, or has another number of rows in a batch, or if two runs
+            of the same graph differ.
+        TypeError: If `graphs` are not PyG's `Data`, an output is not a tensor, or `tolerance` is not a number.
+        ValueError: If the graphs do not have the sizes described above, or `tolerance` is negative or not finite.
+
+    Example:
+        >>> import torch, gattn
+        >>> from torch_geometric.data import Data
+        >>> from gattn.testing import assert_alone_equals_in_batch, random_edge_index
+        >>> graphs = [Data(torch.randn(n, 8), random_edge_index(n, num_edges=2 * n)) for n in (5, 1, 3)]
+        >>> assert_alone_equals_in_batch(gattn.nn.GPSConv(8, gattn.nn.GATConv(8, 8)), graphs)
+        >>> def centred(x, edge_index):  # by the mean over all graphs of the batch
+        ...     return x - x.mean(0)
+        >>> assert_alone_equals_in_batch(centred, graphs)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        AssertionError: graph 1 (1 node) depends on the other graphs of its batch: ...
+    """
+    if tolerance is not None:
+        check_number("tolerance", tolerance, "finite and not negative")
+    graphs = _checked_graphs(graphs)
+    call = _call_with_batch if call is None else call
+    if tolerance is not None:
+        with _evaluating(module):
+            alone = _alone(module, graphs, call)
+            _compare(module, graphs, call, alone, tolerance * _largest(alone))
+        return
+    narrow, wide = (_converted(module, dtype) for dtype in (torch.float32, torch.float64))
+    graphs32 = [_with_type(graph, torch.float32) for graph in graphs]
+    graphs64 = [_with_type(graph, torch.float64) for graph in graphs32]
+    with _evaluating(narrow, torch.float32):
+        alone32 = _alone(narrow, graphs32, call)
+    with _evaluating(wide, torch.float64):
+        alone = _alone(wide, graphs64, call)
+        error = max(_difference(a, b) for a, b in zip(alone32, alone, strict=True))
+        eps32, eps64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+        _compare(wide, graphs64, call, alone, 16 * (eps64 / eps32 * error + eps64 * _largest(alone)))
+
+
+def _call_with_batch(module: Callable[..., Any], data: Batch) -> Any:
+    function = module.forward if isinstance(module, torch.nn.Module) else module
+    takes_batch = "batch" in inspect.signature(function).parameters
+    return module(data.x, data.edge_index, **({"batch": data.batch} if takes_batch else {}))
+
+
+def _checked_graphs(graphs: Sequence[Data]) -> list[Data]:
+    graphs = list(graphs)
+    for graph in graphs:
+        if not isinstance(graph, Data) or isinstance(graph, Batch):
+            raise InputTypeError(
+                f"graphs must be torch_geometric.data.Data, one per graph; got {type(graph).__name__}."
+            )
+    sizes = [graph.num_nodes for graph in graphs]
+    if 1 not in sizes or len(set(sizes)) < 2:
+        raise InputError(
+            "graphs must include one with a single node and one with more, because padding shows only where sizes "
+            f"differ; got graphs with {sizes} nodes."
+        )
+    return graphs
+
+
+def _with_type(graph: Data, dtype: torch.dtype) -> Data:
+    return copy.copy(graph).apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+def _converted(module: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A copy of a module in another type, rounded to float32 first, so that both copies have the same parameters."""
+    return copy.deepcopy(module).float().to(dtype) if isinstance(module, torch.nn.Module) else module
+
+
+@contextmanager
+def _evaluating(module: Callable[..., Any], dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Without gradients, in evaluation mode, which is undone for each submodule, and with another default type."""
+    modes = [(part, part.training) for part in module.modules()] if isinstance(module, torch.nn.Module) else []
+    default = torch.get_default_dtype()
+    try:
+        if isinstance(module, torch.nn.Module):
+            module.eval()
+        torch.set_default_dtype(default if dtype is None else dtype)  # modules make tensors, as SGFormer does
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for part, mode in modes:
+            part.training = mode
+
+
+def _alone(module: Callable[..., Any], graphs: list[Data], call: Callable[[Any, Batch], Tensor]) -> list[Tensor]:
+    """The output for each graph alone."""
+    alone = [_output(module, [graph], call) for graph in graphs]
+    for number, (graph, out) in enumerate(zip(graphs, alone, strict=True)):
+        if not bool(out.isfinite().all()):
+            raise AssertionError(f"the output for {_name(number, graph)} alone is not finite.")
+    return alone
+
+
+def _output(module: Callable[..., Any], graphs: list[Data], call: Callable[[Any, Batch], Tensor]) -> Tensor:
+    # Modules may write into their input, which is used again.
+    out = call(module, Batch.from_data_list([graph.clone() for graph in graphs]))
+    if not isinstance(out, Tensor):
+        raise InputTypeError(
+            f"the output must be a tensor, got {type(out).__name__}; let call(module, data) select or join tensors."
+        )
+    if out.dim() == 0:
+        raise InputError("the output must have one row per node, graph or edge; got a tensor without dimensions.")
+    return out
+
+
+def _compare(
+    module: Callable[..., Any],
+    graphs: list[Data],
+    call: Callable[[Any, Batch], Tensor],
+    alone: list[Tensor],
+    allowed: float,
+) -> None:
+    sizes = [graph.num_nodes for graph in graphs]
+    small, large = sizes.index(1), sizes.index(max(sizes))
+    order = list(range(len(graphs)))
+    batches = {
+        "in the given order": order,
+        "in the reverse order": order[::-1],
+        f"with graphs {small} and {large} repeated": [small, large, *order, large, small],
+    }
+    for number, graph in enumerate(graphs):
+        if _difference(_output(module, [graph], call), alone[number]) > allowed:
+            raise AssertionError(
+                f"two runs for {_name(number, graph)} alone differ; in evaluation mode, the module must be "
+                "deterministic."
+            )
+    worst = (0.0, "")
+    for how, members in batches.items():
+        out = _output(module, [graphs[number] for number in members], call)
+        rows = [alone[number].size(0) for number in members]
+        if out.shape[1:] != alone[0].shape[1:] or out.size(0) != sum(rows):
+            raise AssertionError(
+                f"the output for all graphs {how} has shape {list(out.shape)}; it must have the rows of the outputs "
+                f"for each graph alone, whose shapes are {[list(alone[number].shape) for number in members]}."
+            )
+        for number, part in zip(members, torch.split(out, rows), strict=True):
+            difference = _difference(part, alone[number])
+            if difference > max(worst[0], allowed):
+                size = alone[number].abs().max().item()
+                message = (
+                    f"{_name(number, graphs[number])} depends on the other graphs of its batch: with all graphs {how}, "
+                    f"its output of shape {list(part.shape)} differs by up to {difference:.3g} from the one alone, "
+                    f"whose largest element is {size:.3g}. Rounding explains {allowed:.2g}."
+                )
+                worst = difference, message
+    if worst[1]:
+        raise AssertionError(worst[1])
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, infinity for NaN."""
+    if actual.numel() == 0:
+        return 0.0
+    return (actual.double() - expected.double()).abs().nan_to_num(torch.inf, torch.inf).max().item()
+
+
+def _largest(tensors: list[Tensor]) -> float:
+    return max((x.abs().max().item() for x in tensors if x.numel()), default=0.0)
+
+
+def _name(number: int, graph: Data) -> str:
+    return f"graph {number} ({graph.num_nodes} node{'s' * (graph.num_nodes != 1)})"

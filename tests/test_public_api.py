@@ -24,6 +24,7 @@ PUBLIC = {
         "RotaryPositionalEncoding SinusoidalPositionalEncoding SuperGATConv Transformer TransformerConv "
         "TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer"
     ),
+    gattn.features: ("Favor cosine elu1 favor orthogonal_features relu sigmoid softplus"),
     gattn.models: ("GAT HAN LSTMN AttentiveFP Seq2Seq TransformerLM TransformerSeq2Seq"),
 }
 
