@@ -3,6 +3,7 @@
 `SparseGraph` is a list of edges in any of PyG's forms, and `TypedGraph` one whose edges have types. `CompleteGraph` is
 symbolic: every target sees every source, or only earlier ones, or those within a window. All are subclasses of `Graph`,
 the only interface that the core and the layers use. `reorder` renumbers nodes so that neighbours are close together.
+Functions such as `knn`, `expander` and `union` build graphs.
 """
 
 from typing import TypeAlias
@@ -10,7 +11,10 @@ from typing import TypeAlias
 from torch_geometric.typing import Adj
 
 from gattn.graphs.base import FLOWS, EdgeList, Graph
+from gattn.graphs.builders import k_hop, line_graph, union, with_virtual_nodes, within_blocks
 from gattn.graphs.complete import CompleteGraph
+from gattn.graphs.expanders import expander
+from gattn.graphs.proximity import earlier_than, grid, knn, radius
 from gattn.graphs.reordering import Reordered, reorder
 from gattn.graphs.sparse import Edges, SparseGraph, as_graph
 from gattn.graphs.typed import TypedGraph
@@ -26,7 +30,17 @@ __all__ = [
     "SparseGraph",
     "TypedGraph",
     "as_graph",
+    "earlier_than",
+    "expander",
+    "grid",
+    "k_hop",
+    "knn",
+    "line_graph",
+    "radius",
     "reorder",
+    "union",
+    "with_virtual_nodes",
+    "within_blocks",
 ]
 
 #: Whatever `gattn.attend` and the layers take as a graph.
