@@ -34,7 +34,8 @@ from importlib import import_module
 from types import ModuleType
 
 from gattn import datasets, models, nn
-from gattn.attention import Attention, aggregate, attend, weigh
+from gattn.attention import Attention, aggregate, attend, merge, weigh
+from gattn.bias import Bias, BucketBias, SparseBias
 from gattn.distributions import (
     Distribution,
     Entmax15,
@@ -62,6 +63,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AdditiveScore",
     "Attention",
+    "Bias",
+    "BucketBias",
     "CompleteGraph",
     "CosineScore",
     "Distribution",
@@ -76,6 +79,7 @@ __all__ = [
     "Score",
     "Sigmoid",
     "Softmax",
+    "SparseBias",
     "SparseGraph",
     "Sparsemax",
     "Tanh",
@@ -88,6 +92,7 @@ __all__ = [
     "backend",
     "check_finite",
     "datasets",
+    "merge",
     "models",
     "nn",
     "record_attention",

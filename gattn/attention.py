@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, Optional, TypeAlias, TypedDict, TypeVar, Unpack, overload
@@ -23,13 +23,14 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptPairTensor
 
-from gattn.distributions import Distribution, resolve_distribution
+from gattn.bias import Bias
+from gattn.distributions import Distribution, is_plain_softmax, resolve_distribution
 from gattn.edges import EdgeTerm
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import FLOWS, GraphLike, SparseGraph, as_graph
 from gattn.ops import plans, reference
 from gattn.ops.backends import Result
-from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
+from gattn.ops.backends.base import finish, log_sum_of, needs_plain_pytorch, new_seed
 from gattn.ops.backends.base import logits as logits_of
 from gattn.ops.call import GIVEN, Call, checked_call
 from gattn.ops.choose import check_name, choose, requested
@@ -62,7 +63,7 @@ class _Options(TypedDict, total=False):
 
     score: Score | None
     edge: EdgeTerm | None
-    bias: Tensor | None
+    bias: Tensor | Bias | None
     mask: Tensor | None
     edge_value: EdgeTerm | bool | None
     out_bias: Tensor | None
@@ -70,6 +71,7 @@ class _Options(TypedDict, total=False):
     dropout: float
     training: bool | None
     backend: str
+    return_lse: bool
 
 
 class Attention(Leaf, MessagePassing):
@@ -238,7 +240,7 @@ class Attention(Leaf, MessagePassing):
         *,
         score: Score | None = None,
         edge: EdgeTerm | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | Bias | None = None,
         mask: Tensor | None = None,
         edge_value: EdgeTerm | bool | None = None,
         out_bias: Tensor | None = None,
@@ -246,6 +248,7 @@ class Attention(Leaf, MessagePassing):
         dropout: float = 0.0,
         training: bool | None = None,
         return_weights: bool | str = False,
+        return_lse: bool = False,
         backend: str = "auto",
     ) -> Any:
         r"""Attention over any graph: the one function behind all of gattn's layers.
@@ -272,8 +275,8 @@ class Attention(Leaf, MessagePassing):
             edge: Per-edge term inside the score, in `edge_index` order: `[E, H, C]`; for `GATScore` `[E, H]`. Or
                 `gattn.Projected` features, or one term for each type of edge, `gattn.Typed`, which the CPU kernels make
                 edge by edge, without an `[E, H, C]` tensor. (default: `None`)
-            bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`.
-                (default: `None`)
+            bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`. Or a
+                `gattn.Bias` of some pairs or by buckets, without a tensor of all pairs. (default: `None`)
             mask: True where a target may attend: `[E]` or `[E, H]`, or with the batch dimensions in front; on a
                 complete graph broadcastable to `[B, H, N, M]`. (default: `None`)
             edge_value: Added to the value: `[E, H, Cv]`, also `Projected` or `Typed`. `True` adds the same term as in
@@ -288,6 +291,8 @@ class Attention(Leaf, MessagePassing):
             training: Whether dropout applies. (default: `None`, the module's own mode; in `gattn.attend` it does not)
             return_weights: `True` also returns the weights before dropout; `"dropped"` returns those that were applied.
                 (default: `False`)
+            return_lse: Whether to return the log-sum-exp of each target's logits as well, with its gradient;
+                `gattn.merge` needs it. Only the plain softmax has one. (default: `False`)
             backend: `"auto"` (the fastest one that can serve the call), `"dense"` (complete graphs, without a list of
                 their edges), `"cpu"` or `"triton"` (fused kernels, the latter for CUDA) or `"reference"` (plain PyG
                 message passing). (default: `"auto"`)
@@ -298,10 +303,12 @@ class Attention(Leaf, MessagePassing):
         Returns:
             `[N, H, Cv]`, in the type that the inputs promote to; a target without neighbours gets zeros. With
             `return_weights`, a pair of the output and the weights: `[E, H]` in `edge_index` order, or `[H, N, M]` for a
-            complete graph (each after the batch dimensions), or a list with one per block for a packed graph.
+            complete graph (each after the batch dimensions), or a list with one per block for a packed graph. With
+            `return_lse`, the log-sum-exp `[N, H]` comes last; it is minus infinity for a target without neighbours.
 
         Raises:
-            ValueError: If shapes do not fit each other or the graph, a name is unknown, or the requested backend cannot
+            ValueError: If shapes do not fit each other or the graph, a name is unknown, `return_lse` is set for another
+                distribution than the softmax, or the requested backend cannot
                 serve the call; the message says which.
             IndexError: If an index of the graph or a type is out of range.
             TypeError: If `graph` is not a graph, `score` not a `Score`, `training` neither true nor false, or another
@@ -340,9 +347,12 @@ class Attention(Leaf, MessagePassing):
             dropout=dropout,
             training=training,
             weights=return_weights,
+            log_sum=return_lse,
             backend=backend,
             layer=self,
         )
+        if return_lse:
+            return (result.out, result.weights, result.log_sum) if return_weights else (result.out, result.log_sum)
         return (result.out, result.weights) if return_weights else result.out
 
     def weigh(
@@ -353,7 +363,7 @@ class Attention(Leaf, MessagePassing):
         *,
         score: Score | None = None,
         edge: EdgeTerm | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | Bias | None = None,
         mask: Tensor | None = None,
         distribution: str | Distribution | None = "softmax",
         backend: str = "auto",
@@ -483,11 +493,12 @@ class Attention(Leaf, MessagePassing):
         dropout: float = 0.0,
         training: bool | None = False,
         weights: bool | str = False,
+        log_sum: bool = False,
         backend: str = "auto",
         layer: Module | None = None,
         **terms: Any,
     ) -> Result:
-        """Output and weights of a call, checked and computed; without a distribution, the logits.
+        """Output, weights and log-sum-exp of a call, checked and computed; without a distribution, the logits.
 
         `value=None` computes weights alone. `record_attention` records them as those of `layer`, if there is one.
         """
@@ -501,7 +512,8 @@ class Attention(Leaf, MessagePassing):
         dropout = dropout if training else 0.0
         watched = layer is not None and is_watched(layer)
         given = None
-        is_usual = not (weights or watched or distribution is None or checks_finite())
+        check_flag("return_lse", log_sum)
+        is_usual = not (weights or log_sum or watched or distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
             options = dropout, requested(backend)
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
@@ -517,8 +529,11 @@ class Attention(Leaf, MessagePassing):
             distribution=resolve_distribution("softmax" if distribution is None else distribution),
             dropout=dropout,
             weights=weights or watched,
+            log_sum=log_sum,
             **terms,
         )
+        if log_sum and not is_plain_softmax(call.distribution):
+            raise InputError(f"return_lse needs the plain softmax, whose sum it is; got {call.distribution!r}.")
         require_finite(query=query, key=key, value=value, **terms)
         if self.explain and call.graph.is_dense:  # explainers mask edges of their own edge_index
             with self._unexplained():
@@ -547,6 +562,10 @@ class Attention(Leaf, MessagePassing):
             if (planned := plans.planned(given)) is not None:  # as all calls like this one from now on
                 return Result(planned)
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
+        if call.log_sum and result.log_sum is None:
+            result = result._replace(
+                log_sum=log_sum_of(call, logits_of(call) if chosen is None else chosen.logits(call))
+            )
         return result if out_bias is None else result._replace(out=result.out + out_bias)
 
     def _by_messages(self, call: Call) -> Result:
@@ -659,6 +678,54 @@ class Attention(Leaf, MessagePassing):
         return aggregated
 
 
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    r"""Attention over the union of graphs without common edges, from the attention over each of them.
+
+    .. math::
+        L_i = \log \sum_g \exp L^g_i, \qquad \mathrm{out}_i = \sum_g \exp(L^g_i - L_i) \, \mathrm{out}^g_i
+
+    So a sequence that is divided among processes is attended to part by part (`ring attention
+    <https://arxiv.org/abs/2310.01889>`_), and a sparse graph can be joined to a complete one.
+
+    Args:
+        outs: The outputs of `gattn.attend(..., return_lse=True)`, `[..., N, H, C]` each.
+        lses: The log-sum-exp that each call returned, `[..., N, H]` each.
+
+    Shapes:
+        outs `[..., N, H, C]`, lses `[..., N, H]`.
+
+    Returns:
+        The output and the log-sum-exp of the union, which can be merged again; zeros and minus infinity for targets
+        without neighbours in any graph.
+
+    Raises:
+        ValueError: If there is not one log-sum-exp for each output, there are none, or shapes differ.
+
+    Example:
+        >>> import torch, gattn
+        >>> q, k, v = torch.randn(3, 4, 2, 8).unbind()  # 4 nodes, 2 heads, 8 channels
+        >>> first, second = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[3, 2], [1, 0]])
+        >>> parts = [gattn.attend(q, k, v, edges, return_lse=True) for edges in (first, second)]
+        >>> out, lse = gattn.merge(*zip(*parts))
+        >>> torch.allclose(out, gattn.attend(q, k, v, torch.cat([first, second], 1)), atol=1e-6)
+        True
+    """
+    outs, lses = list(outs), list(lses)
+    shapes = [tuple(out.shape[:-1]) for out in outs]
+    if not outs or len({*map(tuple, (out.shape for out in outs))}) > 1 or shapes != [tuple(x.shape) for x in lses]:
+        raise InputError(
+            "merge takes outputs [..., N, H, C] of one shape and a log-sum-exp [..., N, H] for each; got "
+            f"{[list(out.shape) for out in outs]} and {[list(lse.shape) for lse in lses]}."
+        )
+    lse = torch.stack(lses)
+    seen = (lse != -torch.inf).any(0)
+    total = lse.masked_fill(~seen, 0.0).logsumexp(0)
+    shares = (lse - total).masked_fill(lse == -torch.inf, -torch.inf).exp()
+    out = sum(share.unsqueeze(-1).to(out.dtype) * out for share, out in zip(shares, outs, strict=True))
+    assert isinstance(out, Tensor)
+    return out, total.masked_fill(~seen, -torch.inf)
+
+
 def _target_vectors(call: Call, value: Tensor) -> Tensor:
     """Vectors by which explainers represent targets, shaped like those of the sources; zeros if there are none."""
     if call.query is not None and not call.score.scalar and call.query.shape[-2:] == value.shape[-2:]:
@@ -696,4 +763,5 @@ _core: Attention = Attention().eval()
 #: Output and weights of `attend` for a layer that is not an `Attention`, by whose name they are recorded.
 attend_for = _core._result
 attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
-__all__ += ["aggregate", "attend", "attend_for", "weigh"]  # not before: the core's generated code imports all of these
+# Not before: the core's generated code imports all names that are in it then.
+__all__ += ["aggregate", "attend", "attend_for", "merge", "weigh"]

@@ -14,7 +14,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs.base import FLOWS
+from gattn.graphs.base import FLOWS, EdgeList
 from gattn.torch_private import assert_later, is_functorch_tensor, is_traced, is_transformed
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "is_capturing",
     "looped",
     "plain",
+    "with_loops",
 ]
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -214,6 +215,14 @@ def looped(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) ->
         return (add_loops(edge_index, min(num_sources, num_targets))[0],)
 
     return derived_tensors(edge_index, ("looped", num_sources, num_targets, flow), derive)[0]
+
+
+def with_loops(edges: EdgeList) -> EdgeList:
+    """The same edges, including their self-loops."""
+    if not edges.self_loops:
+        return edges
+    edge_index = looped(edges.edge_index, edges.num_sources, edges.num_targets, edges.flow)
+    return edges._replace(edge_index=edge_index, self_loops=False)
 
 
 def add_loops(

@@ -137,7 +137,7 @@ class EGATConv(BaseConv):
         query, key = self._heads(self.fc_nj(targets)), self._heads(self.fc_ni(sources))
         score = AdditiveScore(self.attn.squeeze(0), negative_slope=_SLOPE)
         local, key, value, *_ = graph.fetch(key, value, None, None)  # once for all that follows
-        out, alpha = self._result(query, key, value, local, score=score, edge=edge, weights=True)
+        out, alpha, _ = self._result(query, key, value, local, score=score, edge=edge, weights=True)
         record(self, graph, alpha)
         source, target = (end.long() for end in local.sources_and_targets())
         compute = compute_dtype(out.dtype)

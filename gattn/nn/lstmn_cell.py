@@ -207,7 +207,7 @@ class LSTMNCell(Leaf, Module):
         self, query: Tensor, gates: Tensor, state: LSTMNState, real: Tensor | None, return_weights: bool
     ) -> tuple[Tensor, LSTMNState, Tensor | None]:
         """Reads one token, given its projections."""
-        out, weights = attend_for(
+        out, weights, _ = attend_for(
             (query + self.summary_proj(state.summary))[..., None, None, :],
             state.keys.unsqueeze(-2),
             state.values.unsqueeze(-2),

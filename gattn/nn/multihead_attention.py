@@ -17,10 +17,10 @@ from gattn.attention import Attention
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
-from gattn.nn.graph_positions import position_bias
+from gattn.nn.graph_positions import with_positions
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
-from gattn.nn.torch_masks import add, check_mask, is_causal_mask, mask_terms
+from gattn.nn.torch_masks import check_mask, is_causal_mask, mask_terms
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.torch_private import NonDynamicallyQuantizableLinear, is_readable, no_hook
@@ -314,7 +314,7 @@ class MultiheadAttention(Attention):
         if self.bias_k is not None or self.add_zero_attn:
             k, v, resolved, bias, mask = self._append_learnt(k, v, resolved, bias, mask)
         if isinstance(self.position, RelativePosition):
-            bias = add(bias, position_bias(self.position, resolved, self.num_heads, q.device))
+            bias = with_positions(bias, self.position, resolved, self.num_heads, q.device)
         result = self.attend(
             q,
             k,

@@ -386,7 +386,7 @@ class RGATConv(AttentionConv):
             terms["edge_value"] = added.expand(*source.shape, *value.shape[-2:])
         score = GATScore(self.negative_slope)
         options: dict[str, Any] = {"score": score, "dropout": self.dropout, "training": None, "weights": True}
-        out, alpha = self._result(**terms, value=value, graph=pairs, **options)
+        out, alpha, _ = self._result(**terms, value=value, graph=pairs, **options)
         factor = self._factor(target, num_targets, out.dtype)
         more = None  # weights that `mod` adds
         if self.mod in ("additive", "f-additive"):

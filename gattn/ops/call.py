@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from gattn.bias import Bias
 from gattn.distributions import Distribution, Identity, Law, law_of
 from gattn.edges import EdgeTerm, Projected, Typed, rows_of, vectors_of
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import EdgeList, Graph
-from gattn.graphs.edge_lists import check_types, checked_types
+from gattn.graphs.edge_lists import check_types, checked_types, with_loops
 from gattn.scores import GATScore, Score
 from gattn.torch_private import guard_or_true, has_hooks, is_traced, is_wrapper
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     key: Tensor
     value: Tensor
     edge: EdgeTerm | None
-    bias: Tensor | None
+    bias: Tensor | Bias | None
     """In the form that users of the graph pass; `[..., E, H]` after `on_edges`."""
     mask: Tensor | None
     """In the form that users of the graph pass; `[..., E, H or 1]` after `on_edges`."""
@@ -58,6 +59,8 @@ class Call(NamedTuple):
     """The type of the output: the one that the inputs promote to."""
     law: Law | None
     """How the kernels know the distribution."""
+    log_sum: bool = False
+    """Whether the log-sum-exp of each target's logits is requested, too"""
 
     @property
     def batch(self) -> torch.Size:
@@ -111,7 +114,14 @@ class Call(NamedTuple):
     def cast(self, dtype: torch.dtype) -> Call:
         """The same call with vectors in `dtype`; scalars are in the type of the computation."""
         if dtype == self.compute or (self.bias is None and self.edge is None and not self.score.scalar):
-            tensors = (self.query, self.key, self.value, self.bias, *_numbers(self.edge), *_numbers(self.edge_value))
+            tensors = (
+                self.query,
+                self.key,
+                self.value,
+                *_numbers(self.bias),
+                *_numbers(self.edge),
+                *_numbers(self.edge_value),
+            )
             if {dtype, None}.issuperset([None if tensor is None else tensor.dtype for tensor in tensors]):
                 return self
         scalars = self.compute if self.score.scalar else dtype
@@ -121,7 +131,7 @@ class Call(NamedTuple):
             key=key,
             value=key if self.value is self.key else self.value.to(dtype),
             edge=_term_to(self.edge, dtype if isinstance(self.edge, Projected) else scalars, self.compute),
-            bias=_to(self.bias, self.compute),
+            bias=_bias_to(self.bias, self.compute),
             edge_value=_term_to(self.edge_value, dtype, self.compute),
         )
 
@@ -143,9 +153,13 @@ class Call(NamedTuple):
         """
         batch, heads = self.batch, self.heads
         bias, mask = (
-            None if term is None else self.graph.per_edge(term, name, batch, heads, edges)
+            term if term is None or isinstance(term, Bias) else self.graph.per_edge(term, name, batch, heads, edges)
             for name, term in ((self._name_of_bias, self.bias), ("mask", self.mask))
         )
+        if isinstance(bias, Bias):
+            bias.check(self.graph, batch, heads)
+            bias = bias.of_edges(self.graph, with_loops(edges), batch)
+            bias = bias.expand(*bias.shape[:-1], heads)
         real = self.graph.real_edges(edges)
         if real is not None:
             mask = real if mask is None else mask & real
@@ -198,10 +212,11 @@ def checked_call(
     dropout: float,
     weights: bool | str,
     edge: EdgeTerm | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | Bias | None = None,
     mask: Tensor | None = None,
     edge_value: EdgeTerm | bool | None = None,
     out_bias: Tensor | None = None,
+    log_sum: bool = False,
 ) -> Call:
     """The call with these arguments, after all checks that do not depend on the edges.
 
@@ -219,6 +234,7 @@ def checked_call(
         distribution: The distribution.
         dropout: The probability of dropping a weight in this call.
         weights: Which weights are requested.
+        log_sum: Whether the log-sum-exp is requested.
 
     Raises:
         ValueError: If arguments do not fit each other or the graph.
@@ -237,7 +253,18 @@ def checked_call(
         edge_value = None
     elif edge_value is True:
         raise InputError("edge_value=True means that the edge term is also added to the value, but there is no edge.")
-    _check_kinds(value, edge=edge, bias=bias, mask=mask, edge_value=edge_value, out_bias=out_bias)
+    if isinstance(bias, Bias):
+        _check_devices(value, bias)
+        if graph.is_sharded:
+            raise InputError(f"on a sharded graph, a bias is a tensor; got {type(bias).__name__}.")
+    _check_kinds(
+        value,
+        edge=edge,
+        bias=None if isinstance(bias, Bias) else bias,
+        mask=mask,
+        edge_value=edge_value,
+        out_bias=out_bias,
+    )
     _check_devices(value, score)
     _check_devices(value, distribution)
     end = key if query is None else query
@@ -260,8 +287,9 @@ def checked_call(
             f"{distribution!r} depends on the numbers of the sources, which differ on a sharded graph: attend on the "
             "whole graph, or with another distribution."
         )
-    graph, key, value, bias, mask = graph.fetch(key, value, bias, mask)
-    dtype = _promoted(query, key, value, *_numbers(edge), bias, *_numbers(edge_value), *score.tensors())
+    if not isinstance(bias, Bias):
+        graph, key, value, bias, mask = graph.fetch(key, value, bias, mask)
+    dtype = _promoted(query, key, value, *_numbers(edge), *_numbers(bias), *_numbers(edge_value), *score.tensors())
     if score.scalar:
         query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
         if isinstance(edge, Projected):
@@ -272,6 +300,8 @@ def checked_call(
             edge = edge.unsqueeze(-1)
     terms = (edge, bias, mask, edge_value, edge_is_value, out_bias)
     call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype, law_of(distribution))
+    if log_sum:
+        call = call._replace(log_sum=True)
     if edge_is_value and isinstance(edge, Tensor) and edge.shape[-2:] != (call.heads, value.size(-1)):
         raise InputError(call._unfit("edge_value", edge, (call.heads, value.size(-1)), None))
     distribution.check(call.batch, call.num_targets, call.heads)
@@ -289,7 +319,7 @@ def _without_key(
     graph: Graph,
     score: Score,
     edge: EdgeTerm | None,
-    bias: Tensor | None,
+    bias: Tensor | Bias | None,
 ) -> Tensor:
     """The value of a call without a key; without any channels if only weights are requested."""
     if not score.scalar:
@@ -443,8 +473,8 @@ def _check_kinds(value: Tensor, **terms: EdgeTerm | None) -> None:
                 raise InputError(f"{what} is on {tensor.device}, the features are on {value.device}: move one of them.")
 
 
-def _check_devices(value: Tensor, part: Score | Distribution) -> None:
-    """Checks on which device the tensors of a score or a distribution are."""
+def _check_devices(value: Tensor, part: Score | Distribution | Bias) -> None:
+    """Checks on which device the tensors of a score, a distribution or a bias are."""
     for term in part.tensors():
         if term.device != value.device:
             raise InputError(
@@ -486,8 +516,10 @@ def _checked_term(name: str, term: EdgeTerm | None, of_edge: tuple[int, ...], sc
     return term
 
 
-def _numbers(term: EdgeTerm | None) -> tuple[Tensor | None, ...]:
+def _numbers(term: EdgeTerm | Bias | None) -> tuple[Tensor | None, ...]:
     """The tensors of a term that hold real numbers."""
+    if isinstance(term, Bias):
+        return term.tensors()
     if isinstance(term, Projected):
         return term
     return (term.table if isinstance(term, Typed) else term,)
@@ -500,6 +532,13 @@ def _term_to(term: EdgeTerm | None, dtype: torch.dtype, compute: torch.dtype) ->
     if isinstance(term, Typed):
         return term._replace(table=term.table.to(dtype))
     return _to(term, dtype)
+
+
+def _bias_to(bias: Tensor | Bias | None, dtype: torch.dtype) -> Tensor | Bias | None:
+    if not isinstance(bias, Bias):
+        return _to(bias, dtype)
+    tensors = bias.tensors()
+    return bias if all(x.dtype == dtype for x in tensors) else bias.with_tensors([x.to(dtype) for x in tensors])
 
 
 def _with_heads(mask: Tensor, batch: torch.Size, heads: int, num_edges: int | None) -> Tensor:

@@ -59,7 +59,7 @@ def with_finished_weights(call: Call, edges: EdgeList, logits: Tensor) -> Call:
 def as_logits(call: Call) -> Call:
     """A call on the same edges whose weights are the logits, unmasked, and which computes no sums."""
     nothing = call.value.new_zeros(*call.value.shape[:-1], 0)
-    asked = call._replace(value=nothing, mask=None, out_bias=None, dropout=0.0, weights=True)
+    asked = call._replace(value=nothing, mask=None, out_bias=None, dropout=0.0, weights=True, log_sum=False)
     asked = asked._replace(edge_value=None, edge_is_value=False)
     return asked._replace(distribution=_LOGITS, law=_LOGITS.law())
 

@@ -16,7 +16,7 @@ from gattn.errors import InputError
 from gattn.ops.dropout import drop
 from gattn.scores import Score
 
-__all__ = ["attention", "broadcast_logits", "logits", "messages", "repeat_heads", "weights", "weights_of"]
+__all__ = ["attention", "broadcast_logits", "log_sum", "logits", "messages", "repeat_heads", "weights", "weights_of"]
 
 
 def logits(query: Tensor | None, key: Tensor, edge: Tensor | None, score: Score) -> Tensor:
@@ -83,6 +83,17 @@ def weights(
     if mask is not None:
         found = found.masked_fill(~mask, -torch.inf)
     return weights_of(distribution, found, index, num_targets)
+
+
+def log_sum(logits: Tensor, index: Tensor, num_targets: int) -> Tensor:
+    """The log-sum-exp of each target's logits `[..., E, H]`, `[..., N, H]`; minus infinity if it sees nothing."""
+    size = (*logits.shape[:-2], num_targets, logits.size(-1))
+    place = index.unsqueeze(-1).expand_as(logits)
+    most = logits.new_full(size, -torch.inf).scatter_reduce(-2, place, logits.detach(), "amax")
+    most = most.masked_fill(most == -torch.inf, 0.0)
+    total = logits.new_zeros(size).index_add(logits.dim() - 2, index, (logits - most.index_select(-2, index)).exp())
+    # No gradient comes from where nothing is seen: that of log(0) would be NaN.
+    return (most + total.masked_fill(total == 0.0, 1.0).log()).masked_fill(total == 0.0, -torch.inf)
 
 
 def messages(value: Tensor, alpha: Tensor, edge_value: Tensor | None) -> Tensor:

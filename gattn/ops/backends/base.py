@@ -9,13 +9,24 @@ import torch
 from torch import Tensor
 
 from gattn.graphs import EdgeList
+from gattn.graphs.edge_lists import with_loops
 from gattn.ops import reference
 from gattn.ops.call import Call
 from gattn.ops.dropout import draw_seed, drop
 from gattn.ops.plans import Given, Plan
 from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trace
 
-__all__ = ["Backend", "Missing", "Result", "dress_logits", "finish", "logits", "needs_plain_pytorch", "new_seed"]
+__all__ = [
+    "Backend",
+    "Missing",
+    "Result",
+    "dress_logits",
+    "finish",
+    "log_sum_of",
+    "logits",
+    "needs_plain_pytorch",
+    "new_seed",
+]
 
 
 class Result(NamedTuple):
@@ -25,6 +36,8 @@ class Result(NamedTuple):
     """`[..., N, H, C]`"""
     weights: Any = None
     """In the form that users of the graph get; `None` if the call does not request weights."""
+    log_sum: Tensor | None = None
+    """The log-sum-exp of each target's logits, `[..., N, H]`, if the call requests it"""
 
 
 class Missing(NamedTuple):
@@ -109,6 +122,20 @@ def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
     if isinstance(found, list):
         return [x.masked_fill(~there, -torch.inf) for x, there in zip(found, seen, strict=True)]
     return found if found.shape == logits.shape else found.masked_fill(~seen, -torch.inf)
+
+
+def log_sum_of(call: Call, logits: Any) -> Tensor:
+    """The log-sum-exp of each target's logits, `[..., N, H]`, given these in the form in which users get weights."""
+    if not call.graph.is_dense:
+        edges = with_loops(call.graph.edge_list(call.value.device))
+        _, target = edges.sources_and_targets()
+        return reference.log_sum(logits, target, edges.num_targets)
+    found = []
+    for matrix in logits if isinstance(logits, list) else [logits]:
+        empty = (matrix == -torch.inf).all(-1)
+        log_sum = matrix.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -torch.inf)
+        found.append(log_sum.transpose(-1, -2))
+    return torch.cat(found, -2) if found else call.value.new_zeros(*call.batch, 0, call.heads)
 
 
 def needs_plain_pytorch() -> str | None:

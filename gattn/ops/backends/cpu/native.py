@@ -12,8 +12,10 @@ from functools import cache
 from importlib.util import find_spec
 
 __all__ = [
+    "BUCKET_PARTS",
     "PADDING",
     "Arguments",
+    "Buckets",
     "Rows",
     "distribution",
     "family",
@@ -56,6 +58,22 @@ class Rows(ctypes.Structure):
         ("num_split", ctypes.c_int64),
         ("num_slots", ctypes.c_int64),
     ]
+
+
+class Buckets(ctypes.Structure):
+    """A bucket of each pair of nodes; mirrors `Buckets` in csrc/buckets.h."""
+
+    _fields_ = [
+        ("buckets", ctypes.c_void_p),
+        *[
+            (name, ctypes.c_int64)
+            for name in ["bytes", "element_stride", "row_stride", "count", "elements", "heads", "rows", "columns", "threads"]
+        ],
+    ]
+
+
+#: In how many parts sums of buckets come.
+BUCKET_PARTS = 4
 
 
 def _fields(names: str, kind: type) -> list[tuple[str, type]]:
@@ -126,6 +144,8 @@ def library() -> ctypes.CDLL:
         "gattn_keeps_logits_of": [integer] * 2,
         "gattn_constants": [integer],
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
+        "gattn_add_buckets": [pointer, integer, pointer, pointer],
+        "gattn_sum_buckets": [pointer, integer, pointer, pointer],
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
         "gattn_use_huge_pages": [pointer, integer],
         "gattn_record_bytes": [integer] * 5,
@@ -142,7 +162,8 @@ def library() -> ctypes.CDLL:
         function.argtypes, function.restype = functions[name], integer
     if missing or loaded.gattn_arguments_bytes() != ctypes.sizeof(Arguments):
         raise NativeLibraryError("they were built from another version of the sources: install gattn again")
-    loaded.gattn_tasks.restype = loaded.gattn_drop.restype = loaded.gattn_matrix_rows.restype = None
+    for name in ("gattn_tasks", "gattn_drop", "gattn_matrix_rows", "gattn_add_buckets", "gattn_sum_buckets"):
+        getattr(loaded, name).restype = None
     loaded.gattn_instruction_set.restype = loaded.gattn_constants.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")
     if wanted and not loaded.gattn_use_instruction_set(wanted.encode()):

@@ -23,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gattn.bias import Bias, Pairs
 from gattn.distributions import Distribution, is_plain_softmax, law_of
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
-from gattn.ops.backends.dense import linear
+from gattn.ops.backends.dense import linear, listed, rows
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
@@ -47,6 +48,9 @@ _CHUNK = 2**20
 #: With more channels of all pairs than this, what kernels keep for the backward pass (2 bits or more for each) is not
 #: kept either.
 _MOST_KEPT = 2**28
+
+#: With this many logits or fewer, a tensor of them all costs less than to avoid it.
+_SMALL = 2**16
 
 #: The number of targets in a block of a window: about as many as the sources that one of them sees, within these
 #: bounds.
@@ -146,19 +150,28 @@ class Dense(Backend):
             )
         graph = call.graph
         assert isinstance(graph, CompleteGraph)
+        if call.weights in ("dropped", "only"):  # for which logits exist as a matrix
+            call = call._replace(log_sum=False)
         for name, term in (("bias", call.bias), ("mask", call.mask)):
-            if term is not None:
+            if isinstance(term, Bias):
+                term.check(graph, call.batch, call.heads)
+            elif term is not None:
                 graph.expand(term, name, call.batch, call.heads)
-        if _is_dot(call.score) and not call.score.folds:  # fused kernels compute half precision in float32 themselves
+        if (
+            _is_dot(call.score) and not call.score.folds and not call.log_sum
+        ):  # fused kernels compute half precision in float32 themselves
             call = call.cast(call.dtype)
         else:
             call = call.cast(call.compute)._replace(score=call.score.to(call.compute))
         out, weights = attention(call, graph)
-        if not call.weights:
-            return Result(out.to(call.dtype))
+        log_sum = None
+        if call.log_sum:
+            out, log_sum = _parted(out)
         if isinstance(weights, list):
-            return Result(out.to(call.dtype), [x.to(call.dtype) for x in weights])
-        return Result(out.to(call.dtype), weights.to(call.dtype))
+            weights = [x.to(call.dtype) for x in weights]
+        elif weights is not None:
+            weights = weights.to(call.dtype)
+        return Result(out.to(call.dtype), weights, log_sum)
 
 
 def _is_dot(score: Score) -> TypeGuard[DotScore]:
@@ -194,11 +207,15 @@ class _Part(NamedTuple):
     key: Tensor
     value: Tensor
     score: Score
-    bias: Tensor | None
-    """Broadcastable to `[B, H, N, M]`, like the mask."""
+    bias: Tensor | Bias | None
+    """Broadcastable to `[B, H, N, M]`, like the mask; or that of the elements of this batch"""
     mask: Tensor | None
     num_targets: int
     dropout: float = 0.0
+    log_sum: bool = False
+    """Whether the log-sum-exp is requested; see `_joined`"""
+    first_target: int = 0
+    """The first target's place among those of the bias, if that is a `Bias`"""
 
 
 def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
@@ -215,13 +232,15 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
         query, key = None if query is None else query.squeeze(-1), key.squeeze(-1)
     front = value.shape[:-3]
     if bias is not None or mask is not None:
-        bias, mask = (_with_one_batch(x, front if graph.blocks is None else torch.Size()) for x in (bias, mask))
+        one = front if graph.blocks is None else torch.Size()
+        bias = bias.of_graph(graph) if isinstance(bias, Bias) else _with_one_batch(bias, one)
+        mask = _with_one_batch(mask, one)
     if len(front) != 1:
         query = None if query is None else _nodes_in_one_batch(query, front)
         key, value = _nodes_in_one_batch(key, front), _nodes_in_one_batch(value, front)
     if query is not None:
         query, key, score = score.folded(query, key)
-    part = _Part(query, key, value, score, bias, mask, graph.num_targets, dropout)
+    part = _Part(query, key, value, score, bias, mask, graph.num_targets, dropout, call.log_sum)
     weights: list[Tensor] = []
     kind = value.device.type
     with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
@@ -275,16 +294,17 @@ def _with_one_batch(x: Tensor | None, front: torch.Size) -> Tensor | None:
 
 def _output(part: _Part, graph: CompleteGraph) -> Tensor:
     """The output, `[B, N, H, C]`."""
-    query, key, value, score, bias, mask, num_targets, dropout = part
-    offset = graph.offset(num_targets, graph.num_sources)
+    query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
+    batch, offset = value.size(0), graph.offset(num_targets, graph.num_sources)
+    whole = Group(tuple(range(batch)), num_targets, graph.num_sources, offset)
     if graph.is_uniform:
-        return _uniform(part, offset, graph)
-    batch = value.size(0)
-    if _is_dot(score) and is_packed_flash(query, key, value, graph, bias, mask, dropout):
+        return _uniform(part._replace(bias=_of_group(bias, whole)), offset, graph)
+    if not log_sum and _is_dot(score) and is_packed_flash(query, key, value, graph, bias, mask, dropout):
         return packed_flash(query, key, value, graph, score.factor(key.size(-1)))
     elements = elements_of(graph, batch)
     if elements is None:
-        return _uniform(part._replace(mask=_both(mask, _length_mask(graph, value.device))), offset, graph)
+        mask = _both(mask, _length_mask(graph, value.device))
+        return _uniform(part._replace(bias=_of_group(bias, whole), mask=mask), offset, graph)
     if not elements:
         return _zeros(part)
     ragged = grouped.__wrapped__ if torch.compiler.is_compiling() else grouped
@@ -297,8 +317,8 @@ def _output(part: _Part, graph: CompleteGraph) -> Tensor:
         count = len(group.elements)
         q = None if q is None else q.unflatten(0, (count, group.num_targets))
         k, v = (x.unflatten(0, (count, group.num_sources)) for x in (k, v))
-        b, m = (of_group(x, group) for x in (bias, mask))
-        out = _uniform(_Part(q, k, v, score, b, m, group.num_targets, dropout), group.offset, graph)
+        b, m = _of_group(bias, group), of_group(mask, group)
+        out = _uniform(_Part(q, k, v, score, b, m, group.num_targets, dropout, log_sum), group.offset, graph)
         outputs.append(out.flatten(0, 1))
     return targets.put(outputs).unflatten(0, (batch, num_targets))
 
@@ -311,7 +331,9 @@ def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteG
     queries = [None] * len(blocks) if query is None else _blocks(query, graph, 0)
     for place, (q, k, (n, m)) in enumerate(zip(queries, _blocks(key, graph, 1), blocks, strict=True)):
         group = Group((place,), n, m, m - n)
-        b, allowed = (x if graph.blocks is None else of_group(x, group) for x in (part.bias, part.mask))
+        if graph.blocks is None:
+            group = Group(tuple(range(part.value.size(0))), n, m, graph.offset(n, m))
+        b, allowed = _of_group(part.bias, group), part.mask if graph.blocks is None else of_group(part.mask, group)
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
             allowed = _both(allowed, graph.visible(n, m, graph.offset(n, m), key.device)[None, None])
@@ -322,6 +344,11 @@ def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteG
             yield torch.cat(_by_targets(function, block), 2)
 
 
+def _of_group(bias: Tensor | Bias | None, group: Group) -> Tensor | Bias | None:
+    """The part of a bias that belongs to a group's elements."""
+    return bias.of_group(*group) if isinstance(bias, Bias) else of_group(bias, group)
+
+
 def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
     """The nodes of each block of a packed graph; for other graphs, all nodes."""
     return (x,) if graph.blocks is None else x.split([sizes[side] for sizes in graph.blocks], 1)
@@ -329,9 +356,15 @@ def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
 
 def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
     """The output for elements of one size, where target i has the position of source i + offset."""
-    query, key, value, score, bias, mask, num_targets, dropout = part
+    query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
     left, right = graph.reach
-    plain = bias is None and mask is None
+    plain = bias is None and mask is None and not log_sum
+    if isinstance(bias, Bias) and (
+        torch.compiler.is_exporting()
+        or (not log_sum and value.size(0) * num_targets * key.size(1) * _num_heads(part) <= _SMALL)
+    ):
+        bias = bias.part(slice(0, num_targets), slice(0, key.size(1)))
+        part = part._replace(bias=bias)
     if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
         if plain and left is None and right == 0 and statically_known_true(offset == 0) and _is_dot(score):
             assert query is not None
@@ -343,11 +376,11 @@ def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
     # Sources that no target sees are left out.
     first = 0 if left is None else min(max(offset - left, 0), key.size(1))
     last = key.size(1) if right is None else min(max(num_targets + offset + right, first), key.size(1))
-    if (first, last) != (0, key.size(1)):
+    if (first, last) != (0, key.size(1)) and not isinstance(bias, Bias):
         key, value, offset = key[:, first:last], value[:, first:last], offset - first
         bias, mask = (None if x is None else crop(x, 3, first, last) for x in (bias, mask))
-    num_sources = last - first
-    if num_targets == 0 or num_sources == 0:
+    num_sources = key.size(1)
+    if num_targets == 0 or last == first:
         return _zeros(part)
     if left is not None and left >= num_targets - 1 + offset:
         left = None
@@ -364,40 +397,105 @@ def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
         span = _block_targets(left, right) + left + right
         if 2 * span <= num_sources:
             return _banded(part._replace(key=key, value=value, bias=bias, mask=mask), offset, left, right)
+    part = part._replace(key=key, value=value, bias=bias, mask=mask)
+    if _is_by_rows(part):
+        return _by_rows(part, rows.Reach(left, right, offset))
     if left is not None or right is not None:
         mask = _both(mask, graph.visible(num_targets, num_sources, offset, key.device)[None, None])
-    return _rectangle(part._replace(key=key, value=value, bias=bias, mask=mask))
+    return _rectangle(part._replace(mask=mask))
+
+
+def _is_by_rows(part: _Part) -> bool:
+    """Whether this is a softmax of dot products that needs more than PyTorch's fused attention gives.
+
+    That is a bias that is not a tensor, the gradient of one that is as large as all logits, or the log-sum-exp.
+    """
+    bias, value = part.bias, part.value
+    if not _is_dot(part.score) or part.key.size(-1) == 0 or part.dropout > 0.0 or torch.compiler.is_compiling():
+        return False
+    if isinstance(bias, Bias) or part.log_sum:
+        return True
+    needs_gradient = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    return needs_gradient and value.device.type == "cpu" and value.size(0) * part.num_targets * value.size(1) > _CHUNK
+
+
+def _by_rows(part: _Part, reach: rows.Reach) -> Tensor:
+    """The output of `_is_by_rows`."""
+    query, key, value, bias, mask = part.query, part.key, part.value, part.bias, part.mask
+    assert query is not None
+    assert isinstance(part.score, DotScore)
+    scale, dtype = part.score.factor(key.size(-1)), compute_dtype(value.dtype)
+    key, value = repeat_heads(key, query.size(2)), repeat_heads(value, query.size(2))
+    inputs = query.to(dtype), key.to(dtype), value.to(dtype)
+    if bias is None and mask is None:
+        nothing = torch.empty(0, dtype=torch.int64, device=key.device)
+        bias = Pairs(None, nothing, nothing, inputs[1].new_empty(0, 1))
+    elif not isinstance(bias, Bias):
+        bias = rows.Whole(inputs[1].new_zeros(1, 1, 1, 1) if bias is None else bias.to(dtype))
+    if listed.can_attend(*inputs, bias, mask, reach):
+        assert isinstance(bias, Pairs)
+        out, log_sum = listed.attend(*inputs, scale, bias, reach)
+    else:
+        out, log_sum = rows.attend(*inputs, scale, bias, mask, reach)
+    return _joined(out, log_sum) if part.log_sum else out.to(part.value.dtype)
+
+
+def _joined(out: Tensor, log_sum: Tensor) -> Tensor:
+    """Output and log-sum-exp as channels of one tensor; in the last one, zero means that a target sees nothing."""
+    seen = log_sum != -torch.inf
+    return torch.cat([out, log_sum.masked_fill(~seen, 0.0).unsqueeze(-1), seen.to(out.dtype).unsqueeze(-1)], -1)
+
+
+def _parted(joined: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `_joined`."""
+    return joined[..., :-2], joined[..., -2].masked_fill(joined[..., -1].detach() == 0, -torch.inf)
 
 
 def _rectangle(part: _Part) -> Tensor:
     """The output if every target sees every source that the mask allows."""
-    query, key, value, score, bias, mask, _, dropout = part
-    if _is_dot(score) and key.size(-1) > 0:
+    query, key, value, score, bias, mask, _, dropout, log_sum, _ = part
+    if _is_by_rows(part):  # in bands
+        return _by_rows(part, rows.Reach(None, None, 0))
+    if _is_dot(score) and key.size(-1) > 0 and not log_sum and not isinstance(bias, Bias):
         assert query is not None
         return dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout)
 
-    if not _has_products(score) and pairs.can_attend(query, key, value, score):
+    if not _has_products(score) and not log_sum and pairs.can_attend(query, key, value, score):
         keeps = part.num_targets * key.numel() <= _MOST_KEPT
         counts = pairs.counts(part.num_targets, key.size(1), key.size(0))
         return torch.cat(_by_targets(_by_pairs, part, counts, keeps), 1)
 
     def output(part: _Part) -> Tensor:
-        weights = _alpha(part)
-        return _weighted(F.dropout(weights, dropout) if dropout else weights, value)
+        logits = _logits(part)
+        weights = _softmax(logits, part)
+        out = _weighted(F.dropout(weights, dropout) if dropout else weights, value)
+        return _joined(out, _log_sum(logits)) if log_sum else out
 
     return torch.cat(_by_targets(output, part), 1)
 
 
 def _by_pairs(part: _Part) -> Tensor:
-    return pairs.attend(*part)
+    return pairs.attend(*part[:4], _bias_of(part), *part[5:8])
+
+
+def _bias_of(part: _Part) -> Tensor | None:
+    """The bias of all targets of a part, broadcastable to `[B, H, N, M]`."""
+    if not isinstance(part.bias, Bias):
+        return part.bias
+    targets = slice(part.first_target, part.first_target + part.num_targets)
+    return part.bias.part(targets, slice(0, part.key.size(1)))
+
+
+def _num_heads(part: _Part) -> int:
+    return (part.key if part.query is None else part.query).size(2)
 
 
 def _zeros(part: _Part) -> Tensor:
     """The output if there is nothing to attend to; its gradients are zeros."""
     query, key, value = part[:3]
-    heads = key.size(2) if query is None else query.size(2)
+    heads = _num_heads(part)
     nothing = sum(x[:0].sum() for x in (query, key, value) if x is not None)
-    return value.new_zeros(value.size(0), part.num_targets, heads, value.size(-1)) + nothing
+    return value.new_zeros(value.size(0), part.num_targets, heads, value.size(-1) + 2 * part.log_sum) + nothing
 
 
 def _by_targets(
@@ -417,10 +515,12 @@ def _by_targets(
         counts = chunk_sizes(part.num_targets, max(_CHUNK // max(held, 1), 1)) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)
     terms = part.bias, part.mask
-    biases, masks = ([x] * len(counts) if x is None or x.size(2) == 1 else _split(x, counts, 2) for x in terms)
+    biases, masks = (
+        _split(x, counts, 2) if isinstance(x, Tensor) and x.size(2) != 1 else [x] * len(counts) for x in terms
+    )
     results = []
-    for q, b, m, n in zip(queries, biases, masks, counts, strict=True):
-        some = part._replace(query=q, bias=b, mask=m, num_targets=n)
+    for q, b, m, n, first in zip(queries, biases, masks, counts, accumulate(counts, initial=0), strict=False):
+        some = part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first)
         if len(counts) > 1 and torch.is_grad_enabled() and not keeps:
             results.append(checkpoint(function, some, use_reentrant=False))
         else:
@@ -436,7 +536,7 @@ def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
 
 def _logits(part: _Part) -> Tensor:
     """The logits of all targets, `[B, H, N, M]`, with masked ones at minus infinity."""
-    query, key, _, score, bias, mask, count, _ = part
+    query, key, _, score, _, mask, count, *_ = part
     if _has_products(score):
         assert query is not None
         keys = repeat_heads(key, query.size(2)).to(compute_dtype(key.dtype))
@@ -452,14 +552,25 @@ def _logits(part: _Part) -> Tensor:
         shape = (key.size(0), count, key.size(1), heads)
         query = None if query is None else query.unsqueeze(2)
         logits = broadcast_logits(query, key.unsqueeze(1), score, shape).permute(0, 3, 1, 2)
-    if bias is not None:
+    if (bias := _bias_of(part)) is not None:
         logits = logits + bias
     return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
 
 
+def _log_sum(logits: Tensor) -> Tensor:
+    """The log-sum-exp of each target, `[B, N, H]`; minus infinity, without gradients, if it sees nothing."""
+    empty = (logits == -torch.inf).all(-1, keepdim=True)
+    log_sum = logits.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+    return log_sum.squeeze(-1).transpose(1, 2)
+
+
 def _alpha(part: _Part) -> Tensor:
-    """The softmax of `_logits`; zeros for targets that see nothing."""
-    logits = _logits(part)
+    """The softmax of `_logits`."""
+    return _softmax(_logits(part), part)
+
+
+def _softmax(logits: Tensor, part: _Part) -> Tensor:
+    """The softmax of a part's logits; zeros for targets that see nothing."""
     if part.bias is None and part.mask is None:
         return logits.softmax(-1)
     empty = (logits == -torch.inf).all(-1, keepdim=True)
@@ -491,7 +602,7 @@ def _weighted(weights: Tensor, value: Tensor) -> Tensor:
 
 def _banded(part: _Part, offset: int, left: int, right: int) -> Tensor:
     """Computes a window: blocks of targets become elements of the batch, each with the sources that it sees."""
-    query, key, value, _, bias, mask, num_targets, _ = part
+    query, key, value, _, bias, mask, num_targets, *_ = part
     batch, num_sources = value.shape[:2]
     size = _block_targets(left, right)
     span = size + left + right
@@ -504,7 +615,12 @@ def _banded(part: _Part, offset: int, left: int, right: int) -> Tensor:
     place = torch.arange(span, device=value.device)
     source = torch.arange(blocks, device=value.device).unsqueeze(1) * size - before + place
     target = torch.arange(blocks * size, device=value.device).view(blocks, size)
-    bias, allowed = (_of_blocks(x, batch, target, source) for x in (bias, mask))
+    if isinstance(bias, Bias):
+        bands = bias.bands(target, source)
+        bias = bands.expand(batch, blocks, *bands.shape[2:]).flatten(0, 1)
+    else:
+        bias = _of_blocks(bias, batch, target, source)
+    allowed = _of_blocks(mask, batch, target, source)
     distance = place - torch.arange(size, device=value.device).unsqueeze(1)
     mask = (distance >= 0) & (distance <= left + right)
     mask = mask & ((source >= 0) & (source < num_sources)).unsqueeze(1)

@@ -7,8 +7,8 @@ the graph is causal, so time and memory grow with N + M. Each block of a packed 
 states of its own.
 
 Some rows are read at a time, while they are in the cache. In a causal graph, a target sees the chunk that it is in by a
-small matrix of products, and everything earlier by the state before that chunk. The backward pass computes states again:
-gradients of queries need those of earlier rows, and gradients of keys and values need those of later rows.
+small matrix of products, and everything earlier by the state before that chunk. The backward pass computes states
+again: gradients of queries need those of earlier rows, and gradients of keys and values need those of later rows.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class _Rows(NamedTuple):
         return torch.cat([value, self.ones[:, : value.size(1)]], -1) if self.rule.normalize else value
 
     def state_of(self, sources: slice) -> Tensor:
-        """The state of these rows, `[H, C, V]`; being a sum of many, in a wider type on CPUs, where that costs nothing."""
+        """The state of these rows, `[H, C, V]`: a sum of many, and on CPUs in a wider type, which costs nothing."""
         channels = self.of_value.size(-1) + self.rule.normalize
         is_wide = self.of_key.device.type == "cpu"
         dtype = torch.float64 if is_wide else self.of_key.dtype

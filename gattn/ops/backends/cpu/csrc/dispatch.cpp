@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "buckets.h"
 #include "kernels.h"
 
 #ifdef GATTN_HAS_baseline
@@ -121,6 +122,17 @@ int64_t gattn_backward(const Arguments* a) { return kernels(a->type).backward(*a
 // count.
 void gattn_matrix_rows(const Arguments* a, const void* weights, void* numbers, int64_t rows, int64_t columns) {
   kernels(a->type).matrix_rows(*a, weights, numbers, rows, columns);
+}
+
+// Adds biases by bucket to logits, or sums gradients by bucket: see buckets.h. The type is that of the numbers, float or
+// double.
+void gattn_add_buckets(const Buckets* b, int64_t type, const void* table, void* logits) {
+  if (type == kFloat32) add_buckets(*b, static_cast<const float*>(table), static_cast<float*>(logits));
+  else add_buckets(*b, static_cast<const double*>(table), static_cast<double*>(logits));
+}
+void gattn_sum_buckets(const Buckets* b, int64_t type, void* sums, void* gradients) {
+  if (type == kFloat32) sum_buckets(*b, static_cast<double*>(sums), static_cast<float*>(gradients));
+  else sum_buckets(*b, static_cast<double*>(sums), static_cast<double*>(gradients));
 }
 
 // y = x with elements dropped, the others times scale.

@@ -1,0 +1,664 @@
+"""Biases as values: what is added to the logits of all pairs of nodes, without a tensor of all pairs.
+
+Dimensions: N targets, M sources, E listed pairs, H heads, K buckets, B elements of a batch or blocks of a packed graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gattn.errors import InputError, InputTypeError
+from gattn.graphs import FLOWS, CompleteGraph, EdgeList, Graph, GraphLike, as_graph
+from gattn.graphs.edge_lists import INTEGER_DTYPES, check_range, derived, plain
+from gattn.torch_private import is_readable
+
+__all__ = ["Bias", "BucketBias", "Buckets", "DistanceBias", "Pairs", "SparseBias"]
+
+
+class Bias:
+    r"""Base class of biases :math:`b_{ij}` that know the numbers of any rows, so that all of them need never exist.
+
+    .. math::
+        \alpha_{i\cdot} = p\big(s(q_i, k_j) + b_{ij} \text{ for } j \in \mathcal{N}(i)\big)
+
+    `gattn.attend(..., bias=...)` and `gattn.weigh` take one wherever they take a tensor. On complete graphs, it is
+    evaluated for some targets at a time, and again in the backward pass; on lists of edges, for the edges.
+
+    To add one, override :meth:`rows`, :meth:`tensors` and :meth:`with_tensors`. What distance adds to a logit in `T5
+    <https://arxiv.org/abs/1910.10683>`_, and paths between nodes in `Graphormer <https://arxiv.org/abs/2106.05234>`_,
+    are such biases: see `SparseBias` and `BucketBias`.
+
+    Shapes:
+        rows `[H, n, M]`, where H may be 1.
+
+    Raises:
+        NotImplementedError: In use, if the subclass does not define :meth:`rows`.
+
+    Example:
+        >>> import torch, gattn
+        >>> class Outer(gattn.Bias):  # u_i v_j in all heads
+        ...     def __init__(self, u, v):
+        ...         self.u, self.v = u, v
+        ...     def tensors(self):
+        ...         return self.u, self.v
+        ...     def with_tensors(self, tensors):
+        ...         return Outer(*tensors)
+        ...     def rows(self, start, stop):
+        ...         return (self.u[start:stop, None] * self.v).unsqueeze(0)
+        >>> x = torch.randn(5, 2, 4)  # 5 nodes, 2 heads, 4 channels
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(5), bias=Outer(torch.randn(5), torch.randn(5))).shape
+        torch.Size([5, 2, 4])
+    """
+
+    #: Whether all elements of a batch, or all blocks of a packed graph, have the same bias (of a smaller block: its
+    #: first rows and columns).
+    shared: bool = True
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The bias of the targets from `start` to `stop`, `[H, stop - start, M]`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define rows().")
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of floating-point numbers that the bias holds, which may need gradients."""
+        return ()
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Bias:
+        """The same bias with other tensors in place of these, in their order."""
+        return self
+
+    # What backends ask. A bias that is shared by everything, and has rows, needs none of it.
+
+    def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:
+        """Raises `ValueError` or `IndexError` if the bias does not fit a graph, a batch and heads."""
+
+    def of_graph(self, graph: CompleteGraph) -> Bias:
+        """The same bias, prepared for the groups of a graph."""
+        return self
+
+    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Bias:
+        """The bias of elements of a batch, or blocks of a packed graph, of one size.
+
+        Args:
+            elements: Their numbers, counted as in a batch of all blocks.
+            num_targets: N, of each.
+            num_sources: M, of each.
+            offset: The position of target 0.
+        """
+        return self
+
+    def part(self, targets: slice, sources: slice) -> Tensor:
+        """A part of a group's bias, `[B or 1, H or 1, n, m]`."""
+        rows = self.rows(targets.start, targets.stop)[..., sources]
+        return rows if rows.dim() == 4 else rows.unsqueeze(0)
+
+    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """The parts of a group's bias for blocks of a window, `[B or 1, blocks or 1, H or 1, n, m]`.
+
+        Args:
+            targets: The targets of each block, `[blocks, n]`, consecutive; those beyond the last are not there.
+            sources: Its sources, `[blocks, m]`, likewise, also before the first.
+        """
+        parts = []
+        for target, source in zip(targets.clamp_min(0).tolist(), sources.clamp_min(0).tolist(), strict=True):
+            part = self.part(slice(target[0], target[-1] + 1), slice(source[0], source[-1] + 1))
+            missing = len(source) - part.size(-1)
+            before = missing if source[0] == 0 else 0
+            parts.append(F.pad(part, (before, missing - before, 0, len(target) - part.size(-2))))
+        return torch.stack(parts, 1)
+
+    def add_gradient(self, grads: Sequence[Tensor], targets: slice, sources: slice, grad: Tensor) -> None:
+        """Adds the gradients of the bias's tensors to `grads`, given that of a part, `[B, H, n, m]`."""
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in self.tensors()]
+            part = self.with_tensors(leaves).part(targets, sources)
+        if not part.requires_grad:
+            return
+        found = torch.autograd.grad(part, leaves, grad.sum_to_size(part.shape), allow_unused=True)
+        for total, more in zip(grads, found, strict=True):
+            if more is not None:
+                total += more
+
+    def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """The bias of pairs of a group's nodes, `[B or 1, E, H or 1]`, given the two nodes of each, `[E]`."""
+        if targets.numel() == 0:
+            return self.part(slice(0, 0), slice(0, 0)).flatten(2).transpose(1, 2)
+        whole = self.part(slice(0, int(targets.max()) + 1), slice(0, int(sources.max()) + 1))
+        return whole[:, :, targets, sources].transpose(1, 2)
+
+    def of_edges(self, graph: Graph, edges: EdgeList, batch: torch.Size) -> Tensor:
+        """The bias of a graph's edges, `[..., E, H or 1]`."""
+        source, target = edges.sources_and_targets()
+        if graph.blocks is None:
+            count = 1 if self.shared else batch.numel()
+            sizes = edges.num_targets, edges.num_sources
+            found = self.of_group(range(count), *sizes, sizes[1] - sizes[0]).of_pairs(target, source)
+            return found.squeeze(0) if self.shared else found.unflatten(0, batch)
+        parts, first_target, first_source = [], 0, 0
+        ends = torch.tensor([n for n, _ in graph.blocks], device=target.device).cumsum(0)
+        counts = torch.bucketize(target, ends, right=True).bincount(minlength=len(graph.blocks)).tolist()
+        for block, (rows, columns) in enumerate(zip(target.split(counts), source.split(counts), strict=True)):
+            n, m = graph.blocks[block]
+            group = self.of_group((block,), n, m, m - n)
+            parts.append(group.of_pairs(rows - first_target, columns - first_source).squeeze(0))
+            first_target, first_source = first_target + n, first_source + m
+        return torch.cat(parts) if parts else self.of_group((), 0, 0, 0).of_pairs(target, source).flatten(0, 1)
+
+
+class SparseBias(Bias):
+    r"""A bias of some pairs of nodes, while all pairs attend.
+
+    .. math::
+        \alpha_{ij} \propto \exp(s_{ij} + b_{ij}), \qquad b_{ij} = 0 \text{ for pairs that are not listed}
+
+    Graph Transformers such as `Graphormer <https://arxiv.org/abs/2106.05234>`_ attend to all nodes and know about edges
+    by such a bias. Minus infinity excludes a pair. A pair that is listed twice has the sum of its biases.
+
+    Scaled dot products with a softmax cost about as much as without a bias on CPUs: PyTorch's fused attention is
+    computed first, and what it gives is corrected for the listed pairs. Rows for which that would lose digits are
+    computed again.
+
+    Args:
+        pairs: The pairs, sources above targets: an `edge_index` `[2, E]` in any of PyG's forms, or a `SparseGraph`. In
+            a packed graph, nodes are numbered from end to end.
+        values: Their biases, `[E, H]`, or `[E]` for all heads.
+
+    Shapes:
+        pairs `[2, E]`, values `[E, H]`; the elements of a batch share them.
+
+    Raises:
+        TypeError: If `values` is not a tensor.
+        ValueError: If there is not one value per pair, or (in use) a pair joins two blocks or heads do not fit.
+        IndexError: In use, if there is no such node.
+
+    Example:
+        >>> import torch, gattn
+        >>> x = torch.randn(4, 2, 8)  # 4 nodes, 2 heads, 8 channels
+        >>> bonds = gattn.SparseBias(torch.tensor([[0, 1], [1, 2]]), torch.randn(2, 2, requires_grad=True))
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(4), bias=bonds).shape
+        torch.Size([4, 2, 8])
+    """
+
+    def __init__(self, pairs: GraphLike, values: Tensor):
+        if not isinstance(values, Tensor):
+            raise InputTypeError(f"values must be a tensor; got {type(values).__name__}.")
+        graph = as_graph(pairs)
+        if isinstance(pairs, Tensor) and pairs.layout == torch.strided:  # whose sizes are not known
+            edge_index = plain(pairs)
+            self.source, self.target = edge_index
+        else:
+            self.source, self.target = graph.sources_and_targets()
+        self.num_sources = graph.num_sources
+        self.values = values
+        if graph.is_dense or values.dim() not in (1, 2) or len(values) != len(self.source):
+            raise InputError(
+                f"values must have one bias per listed pair, [E, H] or [E]; got {list(values.shape)} for "
+                f"{len(self.source)} pairs."
+            )
+        _check_real("values", values)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Bias.tensors`."""
+        return (self.values,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> SparseBias:
+        """See `Bias.with_tensors`."""
+        bias = copy(self)
+        (bias.values,) = tensors
+        return bias
+
+    def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:
+        """See `Bias.check`."""
+        _check_heads("values", self.values if self.values.dim() == 2 else self.values.unsqueeze(1), heads)
+        assert graph.num_sources is not None
+        assert graph.num_targets is not None
+        if is_readable(self.target):
+            check_range(torch.stack([self.source, self.target]), graph.num_sources, graph.num_targets, FLOWS[0])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See `Bias.rows`; M is that of the pairs' own graph, or else the last source that they name plus one."""
+        num_sources = self.num_sources
+        if num_sources is None:
+            num_sources = int(self.source.max()) + 1 if self.source.numel() else 0
+        return self._pairs().part(slice(start, stop), slice(0, num_sources)).squeeze(0)
+
+    def _pairs(self) -> Pairs:
+        return Pairs.ordered(None, self.target.long(), self.source.long(), self.values)
+
+    def of_graph(self, graph: CompleteGraph) -> Bias:
+        """See `Bias.of_graph`."""
+        return self._pairs() if graph.blocks is None else _BlockPairs(self._pairs(), graph.blocks)
+
+    def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.of_pairs`."""
+        return self._pairs().of_pairs(targets, sources)
+
+    def of_edges(self, graph: Graph, edges: EdgeList, batch: torch.Size) -> Tensor:
+        """See `Bias.of_edges`; nodes of all blocks have the numbers that the pairs name."""
+        source, target = edges.sources_and_targets()
+        return self.of_pairs(target, source).squeeze(0)
+
+    def __repr__(self) -> str:
+        return f"SparseBias({len(self.values)} pairs)"
+
+
+class Pairs(Bias):
+    """A `SparseBias` for the elements of a group: each pair once, ordered by target.
+
+    Args:
+        element: The element of each pair, `[E]`; `None` if all elements share the pairs.
+        target: Its target, `[E]`.
+        source: Its source, `[E]`.
+        values: The biases, `[E, H or 1]` or `[E]`.
+        place: The row of `values` of each pair, `[E]`. (default: `None`, their order)
+        count: The number of elements. (default: `1`)
+    """
+
+    def __init__(
+        self,
+        element: Tensor | None,
+        target: Tensor,
+        source: Tensor,
+        values: Tensor,
+        place: Tensor | None = None,
+        count: int = 1,
+    ):
+        self.element, self.target, self.source, self.count = element, target, source, count
+        self.values = values if values.dim() == 2 else values.unsqueeze(1)
+        self.place = place
+        self.shared = element is None
+
+    @staticmethod
+    def ordered(element: Tensor | None, target: Tensor, source: Tensor, values: Tensor, count: int = 1) -> Pairs:
+        """The same for pairs in any order, of which some may be listed twice."""
+        values = values if values.dim() == 2 else values.unsqueeze(1)
+        if target.numel() == 0:
+            return Pairs(element, target, source, values, None, count)
+        keys = target if element is None else target * count + element
+        keys, order = (keys * (int(source.max()) + 1) + source).sort()
+        target, source = target[order], source[order]
+        element = None if element is None else element[order]
+        is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
+        if bool(is_new.all()):
+            return Pairs(element, target, source, values, order, count)
+        sums = values.new_zeros(int(is_new.sum()), values.size(1))
+        sums = sums.index_add(0, is_new.cumsum(0) - 1, values.index_select(0, order))
+        element = None if element is None else element[is_new]
+        return Pairs(element, target[is_new], source[is_new], sums, None, count)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Bias.tensors`."""
+        return (self.values,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Pairs:
+        """See `Bias.with_tensors`."""
+        return Pairs(self.element, self.target, self.source, *tensors, self.place, self.count)
+
+    def chosen(self, pairs: Tensor) -> Pairs:
+        """The same with some of the pairs, given their numbers in ascending order."""
+        element = None if self.element is None else self.element[pairs]
+        place = pairs if self.place is None else self.place[pairs]
+        return Pairs(element, self.target[pairs], self.source[pairs], self.values, place, self.count)
+
+    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:
+        """See `Bias.of_group`: padding has no pairs."""
+        is_there = (self.target < num_targets) & (self.source < num_sources)
+        return self if bool(is_there.all()) else self.chosen(is_there.nonzero().squeeze(1))
+
+    def values_of(self, pairs: slice | Tensor) -> Tensor:
+        """The biases of some pairs, `[E, H or 1]`."""
+        return self.values[pairs if self.place is None else self.place[pairs]]
+
+    def add_to(self, grad: Tensor, pairs: slice | Tensor, more: Tensor) -> None:
+        """Adds gradients of some pairs to those of `values`."""
+        grad[pairs if self.place is None else self.place[pairs]] += more
+
+    def _within(self, targets: slice, sources: slice) -> tuple[Tensor, tuple[Any, ...]]:
+        """Which pairs are in a part, and where: element, head, row and column."""
+        bounds = torch.tensor([targets.start, targets.stop], device=self.target.device)
+        first, last = torch.searchsorted(self.target, bounds).tolist()
+        pairs = torch.arange(first, last, device=self.target.device)
+        column = self.source[first:last] - sources.start
+        is_there = (column >= 0) & (column < sources.stop - sources.start)
+        if not bool(is_there.all()):
+            pairs, column = pairs[is_there], column[is_there]
+        element = torch.zeros_like(pairs) if self.element is None else self.element[pairs]
+        return pairs, (element, slice(None), self.target[pairs] - targets.start, column)
+
+    def part(self, targets: slice, sources: slice) -> Tensor:
+        """See `Bias.part`."""
+        pairs, places = self._within(targets, sources)
+        count = 1 if self.element is None else self.count
+        size = count, self.values.size(1), targets.stop - targets.start, sources.stop - sources.start
+        part = self.values.new_zeros(size)
+        part[places] = self.values_of(pairs)
+        return part
+
+    def add_gradient(self, grads: Sequence[Tensor], targets: slice, sources: slice, grad: Tensor) -> None:
+        """See `Bias.add_gradient`."""
+        pairs, places = self._within(targets, sources)
+        grad = grad.sum_to_size(1 if self.element is None else len(grad), self.values.size(1), *grad.shape[2:])
+        self.add_to(grads[0], pairs, grad[places])
+
+    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.bands`."""
+        (blocks, size), span, first = targets.shape, sources.size(1), int(sources[0, 0])
+        block = self.target // size
+        column = self.source - block * size - first
+        pairs = ((column >= 0) & (column < span)).nonzero().squeeze(1)
+        element = torch.zeros_like(pairs) if self.element is None else self.element[pairs]
+        count = 1 if self.element is None else self.count
+        bands = self.values.new_zeros(count, blocks, self.values.size(1), size, span)
+        bands[element, block[pairs], :, self.target[pairs] % size, column[pairs]] = self.values_of(pairs)
+        return bands
+
+    def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.of_pairs`."""
+        if self.target.numel() == 0 or targets.numel() == 0:
+            return self.values.new_zeros(1, len(targets), self.values.size(1)) + self.values[:0].sum()
+        width = int(max(self.source.max(), sources.max())) + 1
+        listed, asked = self.target * width + self.source, targets * width + sources
+        pairs = torch.searchsorted(listed, asked).clamp_max(len(listed) - 1)
+        return self.values_of(pairs).masked_fill((listed[pairs] != asked).unsqueeze(1), 0.0).unsqueeze(0)
+
+
+class _BlockPairs(Bias):
+    """A `SparseBias` on a packed graph, divided into its blocks.
+
+    Args:
+        pairs: All pairs, ordered by target, and therefore by block.
+        blocks: The numbers of targets and sources of each block.
+    """
+
+    def __init__(self, pairs: Pairs, blocks: Sequence[tuple[int, int]]):
+        device = pairs.target.device
+        ends = torch.tensor(blocks, dtype=torch.int64, device=device).view(-1, 2).cumsum(0)
+        of_target, of_source = (
+            torch.bucketize(nodes, ends[:, side].contiguous(), right=True)
+            for side, nodes in enumerate((pairs.target, pairs.source))
+        )
+        if bool((of_target != of_source).any()):
+            raise InputError("a SparseBias lists a pair whose nodes are in different blocks of the packed graph.")
+        starts = F.pad(ends, (0, 0, 1, 0))[of_target]
+        counts = of_target.bincount(minlength=len(blocks)).tolist()
+        target, source = pairs.target - starts[:, 0], pairs.source - starts[:, 1]
+        values = pairs.values if pairs.place is None else pairs.values.index_select(0, pairs.place)
+        self.parts = list(zip(*(x.split(counts) for x in (target, source, values)), strict=True))
+
+    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:
+        """See `Bias.of_group`."""
+        parts = [self.parts[element % len(self.parts)] for element in elements]
+        if len(parts) == 1:
+            return Pairs(None, *parts[0])
+        target, source, values = (torch.cat(x) for x in zip(*parts, strict=True))
+        counts = torch.tensor([len(part[0]) for part in parts], device=target.device)
+        element = torch.arange(len(parts), device=target.device).repeat_interleave(counts)
+        return Pairs.ordered(element, target, source, values, len(parts))
+
+
+class BucketBias(Bias):
+    r"""A bias for each bucket into which pairs of nodes fall, such as distances.
+
+    .. math::
+        b_{ij} = t_{B(i, j)}
+
+    Buckets of shortest paths are those of `Graphormer <https://arxiv.org/abs/2106.05234>`_, buckets of distances
+    between tokens those of `T5 <https://arxiv.org/abs/1910.10683>`_.
+
+    Args:
+        buckets: The bucket of each pair, integers from 0 (8 bits are enough, and are kept as they are): `[N, M]`, the
+            same for all elements of a batch; `[B, N, M]`; or a list with one `[n, m]` for each block of a packed graph.
+            Or a function of the positions of targets, `[n, 1]`, and sources, `[1, m]`, that returns buckets `[n, m]`,
+            and is called for some targets at a time.
+        table: The bias of each bucket, `[K, H]`, or `[K]` for all heads. Minus infinity excludes pairs.
+
+    Shapes:
+        buckets `[N, M]`, table `[K, H]`.
+
+    Raises:
+        TypeError: If `table` or the buckets are not tensors, or buckets are not integers.
+        ValueError: If shapes do not fit each other or (in use) the graph.
+        IndexError: In use, if a bucket has no row.
+
+    Example:
+        >>> import torch, gattn
+        >>> x, table = torch.randn(4, 2, 8), torch.randn(3, 2, requires_grad=True)  # 4 nodes, 2 heads; 3 buckets
+        >>> hops = torch.tensor([[0, 1, 2, 2], [1, 0, 1, 2], [2, 1, 0, 1], [2, 2, 1, 0]], dtype=torch.uint8)
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(4), bias=gattn.BucketBias(hops, table)).shape
+        torch.Size([4, 2, 8])
+        >>> near = gattn.BucketBias(lambda target, source: (target - source).abs().clamp(max=2), table)
+        >>> gattn.attend(x, x, x, gattn.CompleteGraph(4, causal=True), bias=near).shape
+        torch.Size([4, 2, 8])
+    """
+
+    def __init__(self, buckets: Tensor | Sequence[Tensor] | Callable[[Tensor, Tensor], Tensor], table: Tensor):
+        if not isinstance(table, Tensor):
+            raise InputTypeError(f"table must be a tensor; got {type(table).__name__}.")
+        if table.dim() not in (1, 2):
+            raise InputError(f"table must have one row per bucket, [K, H] or [K]; got {list(table.shape)}.")
+        _check_real("table", table)
+        if not callable(buckets):
+            buckets = buckets if isinstance(buckets, Tensor) else list(buckets)
+            for tensor in [buckets] if isinstance(buckets, Tensor) else buckets:
+                _check_buckets(tensor)
+                if tensor.dim() not in ((2, 3) if isinstance(buckets, Tensor) else (2,)):
+                    raise InputError(
+                        "buckets must be [N, M], [B, N, M], or a list with one [n, m] per block; got "
+                        f"{list(tensor.shape)}."
+                    )
+        self.buckets: Any = buckets
+        self.table = table
+        self.shared = callable(buckets) or (isinstance(buckets, Tensor) and buckets.dim() == 2)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Bias.tensors`."""
+        return (self.table,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> BucketBias:
+        """See `Bias.with_tensors`."""
+        return BucketBias(self.buckets, *tensors)
+
+    def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:
+        """See `Bias.check`."""
+        _check_heads("table", self.table if self.table.dim() == 2 else self.table.unsqueeze(1), heads)
+        if callable(self.buckets):
+            return
+        sizes = graph.num_targets, graph.num_sources
+        if graph.blocks is not None:
+            targets, sources = zip(*graph.blocks, strict=True) if graph.blocks else ((0,), (0,))
+            sizes = max(targets), max(sources)
+        if isinstance(self.buckets, Tensor):
+            count = len(graph.blocks) if graph.blocks is not None else batch.numel()
+            wanted = [*sizes] if self.shared else [count, *sizes]
+            if list(self.buckets.shape) != wanted:
+                raise InputError(f"buckets must be {wanted} for {graph}; got {list(self.buckets.shape)}.")
+        elif graph.blocks is None or [tuple(x.shape) for x in self.buckets] != list(graph.blocks):
+            raise InputError(f"a list of buckets has one [n, m] for each block of a packed graph; got one for {graph}.")
+        for tensor in [self.buckets] if isinstance(self.buckets, Tensor) else self.buckets:
+            _check_bounds(tensor, len(self.table))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See `Bias.rows`; where buckets are not shared, of all elements, `[B, H, stop - start, M]`.
+
+        Raises:
+            ValueError: If buckets are given by a function or by a list, since M is that of a graph.
+        """
+        if not isinstance(self.buckets, Tensor):
+            raise InputError("rows() of buckets by a function or a list depend on the graph, which gattn.attend knows.")
+        buckets = self.buckets if self.buckets.dim() == 3 else self.buckets.unsqueeze(0)
+        part = Buckets(buckets, self.table).part(slice(start, stop), slice(0, buckets.size(2)))
+        return part.squeeze(0) if self.shared else part
+
+    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Buckets:
+        """See `Bias.of_group`."""
+        buckets = self.buckets
+        if callable(buckets):
+            return Buckets(buckets, self.table, offset)
+        if not isinstance(buckets, Tensor):
+            found = [buckets[element % len(buckets)] for element in elements]
+            buckets = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+        elif buckets.dim() == 2:
+            buckets = buckets.unsqueeze(0)
+        elif tuple(elements) != tuple(range(len(buckets))):
+            buckets = buckets[[element % len(buckets) for element in elements]]
+        return Buckets(buckets[:, :num_targets, :num_sources], self.table)
+
+    def __repr__(self) -> str:
+        shape = "a function" if callable(self.buckets) else getattr(self.buckets, "shape", "a list")
+        return f"BucketBias({shape if isinstance(shape, str) else list(shape)}, {len(self.table)} buckets)"
+
+
+class Buckets(Bias):
+    """A `BucketBias` for the elements of a group.
+
+    Args:
+        buckets: `[B or 1, N, M]`, or a function of positions.
+        table: `[K, H or 1]` or `[K]`.
+        offset: The position of target 0, for a function. (default: `0`)
+    """
+
+    def __init__(self, buckets: Any, table: Tensor, offset: int = 0):
+        self.buckets, self.offset = buckets, offset
+        self.table = table if table.dim() == 2 else table.unsqueeze(1)
+        self.shared = callable(buckets) or len(buckets) == 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Bias.tensors`."""
+        return (self.table,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Buckets:
+        """See `Bias.with_tensors`."""
+        return Buckets(self.buckets, *tensors, self.offset)
+
+    def part_of(self, targets: slice, sources: slice) -> Tensor:
+        """The buckets of a part, `[B or 1, n, m]`."""
+        if not callable(self.buckets):
+            return self.buckets[:, targets, sources]
+        places = (torch.arange(x.start, x.stop, device=self.table.device) for x in (targets, sources))
+        target, source = places
+        return self._called(target.unsqueeze(1) + self.offset, source.unsqueeze(0)).unsqueeze(0)
+
+    def _called(self, target: Tensor, source: Tensor) -> Tensor:
+        """The buckets at these positions, which are broadcast."""
+        buckets = self.buckets(target, source)
+        _check_buckets(buckets)
+        try:
+            buckets = buckets.expand(torch.broadcast_shapes(target.shape, source.shape))
+        except RuntimeError as error:
+            raise InputError(
+                f"the function of a BucketBias must return one bucket per pair, [n, m]; got {list(buckets.shape)} for "
+                f"{list(target.shape)} and {list(source.shape)}."
+            ) from error
+        _check_bounds(buckets, len(self.table))
+        return buckets
+
+    def _of(self, buckets: Tensor) -> Tensor:
+        """Biases with heads in front, `[H, ...]`."""
+        found = self.table.t().contiguous().index_select(1, buckets.reshape(-1).int())
+        return found.view(self.table.size(1), *buckets.shape)
+
+    def part(self, targets: slice, sources: slice) -> Tensor:
+        """See `Bias.part`."""
+        return self._of(self.part_of(targets, sources)).transpose(0, 1)
+
+    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.bands`."""
+        target, source = targets.unsqueeze(2), sources.unsqueeze(1)
+        if callable(self.buckets):
+            buckets = self._called(target + self.offset, source).unsqueeze(0)
+        else:
+            bound, limit = self.buckets.size(1) - 1, self.buckets.size(2) - 1
+            buckets = self.buckets[:, target.clamp(max=bound), source.clamp(0, limit)]
+        return self._of(buckets).permute(1, 2, 0, 3, 4)
+
+    def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.of_pairs`."""
+        if callable(self.buckets):
+            buckets = self._called(targets + self.offset, sources).unsqueeze(0)
+        else:
+            buckets = self.buckets[:, targets, sources]
+        return self._of(buckets).permute(1, 2, 0)
+
+
+class DistanceBias(Bias):
+    """A bias for each distance between positions, source minus target, within each sequence.
+
+    Args:
+        table: The bias of each distance from `first` on, `[K, H]`.
+        first: The smallest distance.
+        offset: The position of target 0. (default: `0`)
+    """
+
+    def __init__(self, table: Tensor, first: int, offset: int = 0):
+        self.table, self.first, self.offset = table, first, offset
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Bias.tensors`."""
+        return (self.table,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> DistanceBias:
+        """See `Bias.with_tensors`."""
+        return DistanceBias(*tensors, self.first, self.offset)
+
+    def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:
+        """See `Bias.check`."""
+        _check_heads("table", self.table, heads)
+
+    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> DistanceBias:
+        """See `Bias.of_group`."""
+        return DistanceBias(self.table, self.first, offset)
+
+    def part(self, targets: slice, sources: slice) -> Tensor:
+        """See `Bias.part`: each row is that of the next target, moved by one."""
+        size, span = targets.stop - targets.start, sources.stop - sources.start
+        if size == 0 or span == 0:
+            return self.table.new_zeros(1, self.table.size(1), size, span)
+        start = sources.start - (targets.stop - 1 + self.offset) - self.first
+        return self.table[start : start + size + span - 1].unfold(0, span, 1).flip(0).transpose(0, 1).unsqueeze(0)
+
+    def add_gradient(self, grads: Sequence[Tensor], targets: slice, sources: slice, grad: Tensor) -> None:
+        """See `Bias.add_gradient`: rows are moved by one each, and then added up."""
+        size, span = grad.shape[2:]
+        start = sources.start - (targets.stop - 1 + self.offset) - self.first
+        moved = F.pad(grad.sum(0).flip(1), (0, size)).flatten(1)[:, : size * (size + span - 1)]
+        grads[0][start : start + size + span - 1] += moved.unflatten(1, (size, -1)).sum(1).t()
+
+    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.bands`: those of all blocks are the same."""
+        distance = sources[:1].unsqueeze(1) - (targets[:1].unsqueeze(2) + self.offset) - self.first
+        return self.table[distance.clamp(0, len(self.table) - 1)].movedim(-1, 1).unsqueeze(0)
+
+    def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.of_pairs`."""
+        return self.table[sources - (targets + self.offset) - self.first].unsqueeze(0)
+
+
+def _check_real(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise InputError(f"{name} must be of a floating-point type; got {tensor.dtype}.")
+
+
+def _check_heads(name: str, tensor: Tensor, heads: int) -> None:
+    if tensor.size(1) not in (1, heads):
+        raise InputError(f"{name} must have a bias for each of the {heads} heads; got {list(tensor.shape)}.")
+
+
+def _check_buckets(buckets: Any) -> None:
+    if not isinstance(buckets, Tensor):
+        raise InputTypeError(f"buckets must be a tensor; got {type(buckets).__name__}.")
+    if buckets.dtype not in INTEGER_DTYPES:
+        raise InputTypeError(f"buckets must be integers; got {buckets.dtype}.")
+
+
+def _check_bounds(buckets: Tensor, count: int) -> None:
+    """Raises `IndexError` if a bucket has no row; tensors that stay the same are looked at once."""
+    if buckets.numel() == 0 or not is_readable(buckets):
+        return
+    low, high = derived(buckets, "bounds", lambda: [int(bound) for bound in buckets.aminmax()])
+    if low < 0 or high >= count:
+        raise IndexError(f"buckets hold {low if low < 0 else high}, but the table has {count} rows (0 to {count - 1}).")
