@@ -679,13 +679,13 @@ class Attention(Leaf, MessagePassing):
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    r"""Attention over the union of graphs without common edges, from the attention over each of them.
+    r"""Combines attention over several graphs into attention over their union.
 
     .. math::
         L_i = \log \sum_g \exp L^g_i, \qquad \mathrm{out}_i = \sum_g \exp(L^g_i - L_i) \, \mathrm{out}^g_i
 
-    So a sequence that is divided among processes is attended to part by part (`ring attention
-    <https://arxiv.org/abs/2310.01889>`_), and a sparse graph can be joined to a complete one.
+    This is how `ring attention <https://arxiv.org/abs/2310.01889>`_ attends part by part to a sequence that is divided
+    among processes. It also joins a sparse graph to a complete one. An edge that is in two of the graphs counts twice.
 
     Args:
         outs: The outputs of `gattn.attend(..., return_lse=True)`, `[..., N, H, C]` each.

@@ -22,7 +22,7 @@ __all__ = ["Bias", "BucketBias", "Buckets", "DistanceBias", "Pairs", "SparseBias
 
 
 class Bias:
-    r"""Base class of biases :math:`b_{ij}` that know the numbers of any rows, so that all of them need never exist.
+    r"""Base class of biases :math:`b_{ij}` whose rows can be computed at any time, so that no matrix of them is kept.
 
     .. math::
         \alpha_{i\cdot} = p\big(s(q_i, k_j) + b_{ij} \text{ for } j \in \mathcal{N}(i)\big)
@@ -30,9 +30,10 @@ class Bias:
     `gattn.attend(..., bias=...)` and `gattn.weigh` take one wherever they take a tensor. On complete graphs, it is
     evaluated for some targets at a time, and again in the backward pass; on lists of edges, for the edges.
 
-    To add one, override :meth:`rows`, :meth:`tensors` and :meth:`with_tensors`. What distance adds to a logit in `T5
-    <https://arxiv.org/abs/1910.10683>`_, and paths between nodes in `Graphormer <https://arxiv.org/abs/2106.05234>`_,
-    are such biases: see `SparseBias` and `BucketBias`.
+    `SparseBias` is a bias of some pairs of nodes. `BucketBias` looks up the bucket of each pair in a table, as `T5
+    <https://arxiv.org/abs/1910.10683>`_ does with distances between tokens, and `Graphormer
+    <https://arxiv.org/abs/2106.05234>`_ with shortest paths between nodes. To add another, override :meth:`rows`,
+    :meth:`tensors` and :meth:`with_tensors`.
 
     Shapes:
         rows `[H, n, M]`, where H may be 1.
@@ -56,8 +57,8 @@ class Bias:
         torch.Size([5, 2, 4])
     """
 
-    #: Whether all elements of a batch, or all blocks of a packed graph, have the same bias (of a smaller block: its
-    #: first rows and columns).
+    #: Whether all elements of a batch, or all blocks of a packed graph, have the same bias; smaller blocks have its
+    #: first rows and columns.
     shared: bool = True
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -138,11 +139,13 @@ class Bias:
             count = 1 if self.shared else batch.numel()
             sizes = edges.num_targets, edges.num_sources
             found = self.of_group(range(count), *sizes, sizes[1] - sizes[0]).of_pairs(target, source)
-            return found.squeeze(0) if self.shared else found.unflatten(0, batch)
+            return found.squeeze(0) if self.shared else torch.unflatten(found, 0, batch)
         parts, first_target, first_source = [], 0, 0
         ends = torch.tensor([n for n, _ in graph.blocks], device=target.device).cumsum(0)
         counts = torch.bucketize(target, ends, right=True).bincount(minlength=len(graph.blocks)).tolist()
-        for block, (rows, columns) in enumerate(zip(target.split(counts), source.split(counts), strict=True)):
+        for block, (rows, columns) in enumerate(
+            zip(torch.split(target, counts), torch.split(source, counts), strict=True)
+        ):
             n, m = graph.blocks[block]
             group = self.of_group((block,), n, m, m - n)
             parts.append(group.of_pairs(rows - first_target, columns - first_source).squeeze(0))
@@ -156,12 +159,13 @@ class SparseBias(Bias):
     .. math::
         \alpha_{ij} \propto \exp(s_{ij} + b_{ij}), \qquad b_{ij} = 0 \text{ for pairs that are not listed}
 
-    Graph Transformers such as `Graphormer <https://arxiv.org/abs/2106.05234>`_ attend to all nodes and know about edges
-    by such a bias. Minus infinity excludes a pair. A pair that is listed twice has the sum of its biases.
+    In graph Transformers such as `Graphormer <https://arxiv.org/abs/2106.05234>`_, every node attends to all nodes, and
+    such a bias tells them about the edges. Minus infinity excludes a pair. A pair that is listed twice has the sum of
+    its biases.
 
-    Scaled dot products with a softmax cost about as much as without a bias on CPUs: PyTorch's fused attention is
-    computed first, and what it gives is corrected for the listed pairs. Rows for which that would lose digits are
-    computed again.
+    On CPUs, a softmax of scaled dot products costs about as much with this bias as without it: PyTorch's fused
+    attention is computed first, and its result is corrected for the listed pairs. Rows for which that would lose digits
+    are computed again.
 
     Args:
         pairs: The pairs, sources above targets: an `edge_index` `[2, E]` in any of PyG's forms, or a `SparseGraph`. In
@@ -297,7 +301,7 @@ class Pairs(Bias):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Pairs:
         """See `Bias.with_tensors`."""
-        return Pairs(self.element, self.target, self.source, *tensors, self.place, self.count)
+        return Pairs(self.element, self.target, self.source, tensors[0], self.place, self.count)
 
     def chosen(self, pairs: Tensor) -> Pairs:
         """The same with some of the pairs, given their numbers in ascending order."""
@@ -388,7 +392,7 @@ class _BlockPairs(Bias):
         counts = of_target.bincount(minlength=len(blocks)).tolist()
         target, source = pairs.target - starts[:, 0], pairs.source - starts[:, 1]
         values = pairs.values if pairs.place is None else pairs.values.index_select(0, pairs.place)
-        self.parts = list(zip(*(x.split(counts) for x in (target, source, values)), strict=True))
+        self.parts = list(zip(*(torch.split(x, counts) for x in (target, source, values)), strict=True))
 
     def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:
         """See `Bias.of_group`."""
@@ -407,8 +411,8 @@ class BucketBias(Bias):
     .. math::
         b_{ij} = t_{B(i, j)}
 
-    Buckets of shortest paths are those of `Graphormer <https://arxiv.org/abs/2106.05234>`_, buckets of distances
-    between tokens those of `T5 <https://arxiv.org/abs/1910.10683>`_.
+    `Graphormer <https://arxiv.org/abs/2106.05234>`_ has a bucket for each length of the shortest path between two
+    nodes, and `T5 <https://arxiv.org/abs/1910.10683>`_ has buckets of distances between tokens.
 
     Args:
         buckets: The bucket of each pair, integers from 0 (8 bits are enough, and are kept as they are): `[N, M]`, the
@@ -533,7 +537,7 @@ class Buckets(Bias):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Buckets:
         """See `Bias.with_tensors`."""
-        return Buckets(self.buckets, *tensors, self.offset)
+        return Buckets(self.buckets, tensors[0], self.offset)
 
     def part_of(self, targets: slice, sources: slice) -> Tensor:
         """The buckets of a part, `[B or 1, n, m]`."""
@@ -603,7 +607,7 @@ class DistanceBias(Bias):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> DistanceBias:
         """See `Bias.with_tensors`."""
-        return DistanceBias(*tensors, self.first, self.offset)
+        return DistanceBias(tensors[0], self.first, self.offset)
 
     def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:
         """See `Bias.check`."""
