@@ -11,10 +11,10 @@ import gattn
 
 PUBLIC = {
     gattn: (
-        "AdditiveScore Attention Bias BucketBias CompleteGraph CosineScore Distribution DotScore Entmax15 GATScore Gate "
-        "Hard Identity LocalGaussian Projected Score Sigmoid Softmax SparseBias SparseGraph Sparsemax Tanh TopK Typed "
-        "TypedGraph WithinTypes aggregate attend backend check_finite datasets merge models nn record_attention softmax "
-        "weigh"
+        "AdditiveScore Attention Bias BucketBias CompleteGraph CosineScore Distribution DotScore Entmax15 GATScore "
+        "Gate Hard Identity LocalGaussian Projected Score Sigmoid Softmax SparseBias SparseGraph Sparsemax Tanh "
+        "TopK Typed TypedGraph WithinTypes aggregate attend backend check_finite datasets merge models nn "
+        "record_attention softmax weigh"
     ),
     gattn.nn: (
         "AGNNConv ALiBi AdditiveAttention AttentionPooling DNAConv DenseGATConv DotProductAttention EGATConv FAConv "
