@@ -563,9 +563,9 @@ class Attention(Leaf, MessagePassing):
                 return Result(planned)
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
         if call.log_sum and result.log_sum is None:
-            result = result._replace(
-                log_sum=log_sum_of(call, logits_of(call) if chosen is None else chosen.logits(call))
-            )
+            wide = call._replace(dtype=call.compute)  # half precision is too coarse for it
+            found = logits_of(wide) if chosen is None else chosen.logits(wide)
+            result = result._replace(log_sum=log_sum_of(wide, found))
         return result if out_bias is None else result._replace(out=result.out + out_bias)
 
     def _by_messages(self, call: Call) -> Result:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, CompleteGraph, EdgeList, Graph, GraphLike, as_graph
-from gattn.graphs.edge_lists import INTEGER_DTYPES, check_range, derived, plain
+from gattn.graphs.edge_lists import INTEGER_DTYPES, check_later, check_range, derived, plain
 from gattn.torch_private import is_readable
 
 __all__ = ["Bias", "BucketBias", "Buckets", "DistanceBias", "Pairs", "SparseBias"]
+
+#: More than the number of nodes of any graph.
+_FAR = 2**31
 
 
 class Bias:
@@ -139,7 +143,7 @@ class Bias:
             count = 1 if self.shared else batch.numel()
             sizes = edges.num_targets, edges.num_sources
             found = self.of_group(range(count), *sizes, sizes[1] - sizes[0]).of_pairs(target, source)
-            return found.squeeze(0) if self.shared else torch.unflatten(found, 0, batch)
+            return found.squeeze(0) if self.shared else found.reshape(*batch, *found.shape[1:])
         parts, first_target, first_source = [], 0, 0
         ends = torch.tensor([n for n, _ in graph.blocks], device=target.device).cumsum(0)
         counts = torch.bucketize(target, ends, right=True).bincount(minlength=len(graph.blocks)).tolist()
@@ -223,6 +227,9 @@ class SparseBias(Bias):
         assert graph.num_targets is not None
         if is_readable(self.target):
             check_range(torch.stack([self.source, self.target]), graph.num_sources, graph.num_targets, FLOWS[0])
+        else:
+            check_later(self.source, graph.num_sources, "the pairs of a SparseBias name a source")
+            check_later(self.target, graph.num_targets, "the pairs of a SparseBias name a target")
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See `Bias.rows`; M is that of the pairs' own graph, or else the last source that they name plus one."""
@@ -236,10 +243,15 @@ class SparseBias(Bias):
 
     def of_graph(self, graph: CompleteGraph) -> Bias:
         """See `Bias.of_graph`."""
+        if not is_readable(self.target):
+            blocks = graph.blocks or ((graph.num_targets, graph.num_sources),)
+            return _TracedPairs(self.target.long(), self.source.long(), self.values, blocks)
         return self._pairs() if graph.blocks is None else _BlockPairs(self._pairs(), graph.blocks)
 
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
+        if not is_readable(self.target):
+            return _TracedPairs(self.target.long(), self.source.long(), self.values, ()).of_pairs(targets, sources)
         return self._pairs().of_pairs(targets, sources)
 
     def of_edges(self, graph: Graph, edges: EdgeList, batch: torch.Size) -> Tensor:
@@ -403,6 +415,87 @@ class _BlockPairs(Bias):
         counts = torch.tensor([len(part[0]) for part in parts], device=target.device)
         element = torch.arange(len(parts), device=target.device).repeat_interleave(counts)
         return Pairs.ordered(element, target, source, values, len(parts))
+
+
+class _TracedPairs(Bias):
+    """A `SparseBias` in a program that is being made, which cannot know how many of its pairs are where.
+
+    Args:
+        target: The target of each pair, `[E]`, in any order.
+        source: Its source, `[E]`.
+        values: Its bias, `[E, H or 1]` or `[E]`.
+        blocks: The numbers of targets and sources of each block.
+        starts: The first target and source of each element of a group. (default: none)
+        size: The numbers of targets and sources of each of these. (default: none)
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        source: Tensor,
+        values: Tensor,
+        blocks: Sequence[tuple[int, int]],
+        starts: Sequence[tuple[int, int]] = (),
+        size: tuple[int, int] = (0, 0),
+    ):
+        self.target, self.source, self.blocks, self.starts, self.size = target, source, blocks, starts, size
+        self.values = values if values.dim() == 2 else values.unsqueeze(1)
+        self.shared = len(starts) == 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Bias.tensors`."""
+        return (self.values,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> _TracedPairs:
+        """See `Bias.with_tensors`."""
+        return _TracedPairs(self.target, self.source, *tensors, self.blocks, self.starts, self.size)
+
+    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> _TracedPairs:
+        """See `Bias.of_group`."""
+        if len(self.blocks) == 1:
+            elements = elements[:1]
+        firsts = list(accumulate(self.blocks, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
+        starts = [firsts[element % len(self.blocks)] for element in elements]
+        return _TracedPairs(self.target, self.source, self.values, self.blocks, starts, (num_targets, num_sources))
+
+    def _put(self, target: Tensor, source: Tensor, size: tuple[int, ...], places: Sequence[Tensor]) -> Tensor:
+        """Biases at these places of a tensor `[*size, H]`, without those that are outside of it or of the element."""
+        limits = ((target, self.size[0]), (source, self.size[1]), *zip(places, size, strict=True))
+        is_there = torch.ones_like(target, dtype=torch.bool)
+        for place, limit in limits:
+            is_there = is_there & (place >= 0) & (place < limit)
+        values = self.values.masked_fill(~is_there.unsqueeze(1), 0.0)
+        index = [place.masked_fill(~is_there, 0) for place in places]
+        return values.new_zeros(*size, values.size(1)).index_put(index, values, accumulate=True)
+
+    def part(self, targets: slice, sources: slice) -> Tensor:
+        """See `Bias.part`."""
+        size, parts = (targets.stop - targets.start, sources.stop - sources.start), []
+        for first, second in self.starts:
+            target, source = self.target - first, self.source - second
+            parts.append(self._put(target, source, size, (target - targets.start, source - sources.start)))
+        return torch.stack(parts).movedim(-1, 1)
+
+    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.bands`."""
+        (blocks, size), span, bands = targets.shape, sources.size(1), []
+        for first, second in self.starts:
+            target, source = self.target - first, self.source - second
+            column = source - target // size * size - sources[0, 0]
+            bands.append(self._put(target, source, (blocks, size, span), (target // size, target % size, column)))
+        return torch.stack(bands).movedim(-1, 2)
+
+    def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
+        """See `Bias.of_pairs`."""
+        if self.target.size(0) == 0:
+            return self.values.new_zeros(1, targets.size(0), self.values.size(1)) + self.values[:0].sum()
+        keys, order = (self.target * _FAR + self.source).sort()
+        number = F.pad((keys[1:] != keys[:-1]).long(), (1, 0)).cumsum(0)  # the same for pairs that are listed twice
+        sums = torch.zeros_like(self.values).index_add(0, number, self.values.index_select(0, order))
+        asked = targets * _FAR + sources
+        place = torch.searchsorted(keys, asked).clamp_max(self.target.size(0) - 1)
+        found = sums.index_select(0, number.index_select(0, place))
+        return found.masked_fill((keys.index_select(0, place) != asked).unsqueeze(1), 0.0).unsqueeze(0)
 
 
 class BucketBias(Bias):

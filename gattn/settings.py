@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gattn.bias import Bias
 from gattn.edges import Projected, Typed
 
 __all__ = ["check_finite", "checks_finite", "require_finite"]
@@ -76,5 +77,7 @@ def _named(terms: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, term in terms.items():
         if isinstance(term, (Projected, Typed)):
             yield from ((f"the {part} of {name}", tensor) for part, tensor in term._asdict().items())
+        elif isinstance(term, Bias):
+            yield from ((name, tensor) for tensor in term.tensors())
         else:
             yield name, term

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
-from gattn import CompleteGraph, LocalGaussian, attend
+from gattn import Bias, BucketBias, CompleteGraph, Identity, LocalGaussian, SparseBias, attend
+from gattn.ops.backends import dense
+from gattn.ops.backends.dense import linear, listed, rows
 from tests.cases import SCORES, Alter, Results, make_score
 from tests.ops.fuzz_shared import Draw, compare_types, stored, with_gradients
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 9)
+#: With these, small calls are computed in the ways of large ones, and in several parts.
+PARTS = (
+    (dense, "_SMALL", 0),
+    (rows, "_LOGITS", 16),
+    (listed, "_MOST_PAIRS", 4),
+    (linear, "_ROWS", 4),
+    (linear, "_CHUNK", 2),
+)
+
+
+def random_bias(draw: Draw, graph: CompleteGraph, batch: tuple[int, ...], heads: int) -> tuple[Bias, Tensor]:
+    """A bias as a value, and what it holds."""
+    n, m, blocks = graph.num_targets, graph.num_sources, graph.blocks
+    of_heads = (draw.choice((1, heads)),) if draw.maybe(0.8) else ()
+    kind = draw.choice(("sparse", "buckets", "function"))
+    if kind == "sparse":
+        pairs = graph.edge_index if blocks is not None else CompleteGraph(n, m).edge_index
+        count = draw.choice((0, 1, 5, 20)) if pairs.size(1) > 0 else 0
+        values = draw.grid(count, *of_heads) * draw.choice((1, 1, 10))
+        if draw.maybe(0.2):
+            values = values.masked_fill(draw.booleans(*values.shape, share=draw.random()), -torch.inf)
+        chosen = draw.integers(max(pairs.size(1), 1), count)
+        return SparseBias(pairs[:, chosen], values), values
+    table = draw.grid(5, *of_heads)
+    if kind == "function":
+        return BucketBias(lambda target, source: (source - target).clamp(-2, 2) + 2, table), table
+    if blocks is not None:
+        return BucketBias([draw.integers(5, *size).to(torch.uint8) for size in blocks], table), table
+    front = (torch.Size(batch).numel(),) if draw.maybe(0.3) else ()
+    return BucketBias(draw.integers(5, *front, n, m).to(draw.choice((torch.uint8, torch.int64))), table), table
 
 
 def random_complete_graph(draw: Draw, batch: tuple[int, ...]) -> CompleteGraph:
@@ -67,7 +102,10 @@ def sequence(draw: Draw, alter: Alter) -> None:
         shape = [size if draw.maybe(0.8) else 1 for size in (*front, *matrix)]
         return tuple(shape[draw.choice((0, 0, len(front) - 1, len(front))) :])
 
-    if draw.maybe(0.3):
+    bias = None
+    if draw.maybe(0.25):
+        bias, terms["table"] = random_bias(draw, graph, batch, heads)
+    elif draw.maybe(0.3):
         terms["bias"] = draw.grid(*broadcastable())
         if draw.maybe(0.3):
             dead = draw.booleans(*terms["bias"].shape, share=draw.random())
@@ -76,12 +114,19 @@ def sequence(draw: Draw, alter: Alter) -> None:
     centred = blocks is None and draw.maybe(0.1)
     if centred:
         terms["centres"] = draw.grid(*draw.choice(((n,), (*batch, n)))) + 2
+    is_linear = is_product and not centred and draw.maybe(0.2)
+    if is_linear:
+        terms |= {name: terms[name].abs() + 0.25 for name in ("query", "key")}
     terms = {name: stored(term, draw) for name, term in terms.items()}
+    is_whole, lse = draw.maybe(0.5), not centred and not is_linear and draw.maybe(0.2)
     weights = draw.choice((False, True, "dropped"))
     backend = draw.choice(("dense", "dense", "auto", "auto" if centred else "cpu"))
+    if is_linear and blocks is not None:  # where dense serves nothing but what is linear
+        backend = draw.choice(("auto", "cpu"))
     dtype = draw.choice((torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16))
     shapes = {name: list(term.shape) for name, term in terms.items()}
     draw.note(score=name, graph=graph, blocks=blocks, batch=batch, shapes=shapes, scale=scale, weights=weights)
+    draw.note(bias=bias, is_linear=is_linear, lse=lse, is_whole=is_whole)
     draw.note(mask=None if mask is None else list(mask.shape), backend=backend, dtype=dtype)
     draw.note(source_lengths=graph.source_lengths, target_lengths=graph.target_lengths)
     exact = {name: term.to(dtype).double() for name, term in terms.items()}
@@ -91,27 +136,41 @@ def sequence(draw: Draw, alter: Alter) -> None:
         given = dict(leaves)
         score = make_score(name, given.pop("vector", None), scale)
         distribution = LocalGaussian(given.pop("centres"), 3.0) if centred else "softmax"
-        out = attend(
-            given.pop("query", None),
-            given.pop("key"),
-            given.pop("value"),
-            graph,
-            score=score,
-            mask=mask,
-            distribution=distribution,
-            return_weights=weights,
-            backend="reference" if reference else backend,
-            **given,
-        )
-        return with_gradients(named(out), leaves, draw.case)
+        distribution = Identity(normalize=True) if is_linear else distribution
+        if bias is not None:
+            given["bias"] = bias.with_tensors([given.pop("table")])
+        with ExitStack() as stack:
+            for module, constant, number in () if is_whole else PARTS:
+                stack.enter_context(patch.object(module, constant, number))
+            if not is_whole:
+                stack.enter_context(patch.object(linear, "is_faster", lambda *_: True))
+            out = attend(
+                given.pop("query", None),
+                given.pop("key"),
+                given.pop("value"),
+                graph,
+                score=score,
+                mask=mask,
+                distribution=distribution,
+                return_weights=weights,
+                return_lse=lse,
+                backend="reference" if reference else backend,
+                **given,
+            )
+            return with_gradients(named(out, lse), leaves, draw.case)
 
     # PyTorch's fused attention rounds weights to half precision before it sums values.
     fused = name == "dot" and backend != "cpu" and dtype.itemsize == 2
     compare_types(run, dtype, n * m, alter, rounds_terms=fused)
 
 
-def named(result: Tensor | tuple[Tensor, Tensor | list[Tensor]]) -> Results:
-    """Output and weights by name; a packed graph has some for each block."""
+def named(result: Tensor | tuple[Tensor, ...], lse: bool = False) -> Results:
+    """Output, weights and log-sum-exp by name; a packed graph has some weights for each block."""
+    if lse:
+        assert isinstance(result, tuple)
+        *rest, log_sum = result
+        found = log_sum.masked_fill(log_sum == -torch.inf, 0.0)
+        return {**named(rest[0] if len(rest) == 1 else tuple(rest)), "log-sum-exp": found}
     if isinstance(result, Tensor):
         return {"out": result}
     out, weights = result

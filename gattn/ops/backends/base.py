@@ -135,7 +135,7 @@ def log_sum_of(call: Call, logits: Any) -> Tensor:
         empty = (matrix == -torch.inf).all(-1)
         log_sum = matrix.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -torch.inf)
         found.append(log_sum.transpose(-1, -2))
-    return torch.cat(found, -2) if found else call.value.new_zeros(*call.batch, 0, call.heads)
+    return torch.cat(found, -2) if found else call.value.new_zeros(*call.batch, 0, call.heads, dtype=call.compute)
 
 
 def needs_plain_pytorch() -> str | None:

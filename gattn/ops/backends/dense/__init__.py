@@ -494,7 +494,8 @@ def _zeros(part: _Part) -> Tensor:
     """The output if there is nothing to attend to; its gradients are zeros."""
     query, key, value = part[:3]
     heads = _num_heads(part)
-    nothing = sum(x[:0].sum() for x in (query, key, value) if x is not None)
+    of_bias = part.bias.tensors() if isinstance(part.bias, Bias) else (part.bias,)
+    nothing = sum(x[:0].sum() for x in (query, key, value, *of_bias) if x is not None)
     return value.new_zeros(value.size(0), part.num_targets, heads, value.size(-1) + 2 * part.log_sum) + nothing
 
 

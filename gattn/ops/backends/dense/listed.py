@@ -40,7 +40,7 @@ __all__ = ["attend", "can_attend"]
 
 #: Targets whose weights without bias keep less than this share are computed by themselves: others lose at most a factor
 #: of its inverse.
-_LEAST_SHARE = 0.05
+_LEAST_SHARE = 0.25
 #: Targets with a bias above this, too, before its exponential is too large.
 _MOST_BIAS = 30.0
 
