@@ -598,6 +598,7 @@ class BucketBias(Bias):
             return Buckets(buckets, self.table, offset)
         if not isinstance(buckets, Tensor):
             found = [buckets[element % len(buckets)] for element in elements]
+            found = found or [torch.zeros(0, 0, dtype=torch.uint8, device=self.table.device)]
             buckets = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
         elif buckets.dim() == 2:
             buckets = buckets.unsqueeze(0)
