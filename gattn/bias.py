@@ -448,7 +448,7 @@ class _TracedPairs(Bias):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> _TracedPairs:
         """See `Bias.with_tensors`."""
-        return _TracedPairs(self.target, self.source, *tensors, self.blocks, self.starts, self.size)
+        return _TracedPairs(self.target, self.source, tensors[0], self.blocks, self.starts, self.size)
 
     def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> _TracedPairs:
         """See `Bias.of_group`."""
@@ -465,7 +465,7 @@ class _TracedPairs(Bias):
         for place, limit in limits:
             is_there = is_there & (place >= 0) & (place < limit)
         values = self.values.masked_fill(~is_there.unsqueeze(1), 0.0)
-        index = [place.masked_fill(~is_there, 0) for place in places]
+        index: list[Tensor | None] = [place.masked_fill(~is_there, 0) for place in places]
         return values.new_zeros(*size, values.size(1)).index_put(index, values, accumulate=True)
 
     def part(self, targets: slice, sources: slice) -> Tensor:
@@ -636,17 +636,18 @@ class Buckets(Bias):
     def part_of(self, targets: slice, sources: slice) -> Tensor:
         """The buckets of a part, `[B or 1, n, m]`."""
         if not callable(self.buckets):
-            return self.buckets[:, targets, sources]
+            part: Tensor = self.buckets[:, targets, sources]
+            return part
         places = (torch.arange(x.start, x.stop, device=self.table.device) for x in (targets, sources))
         target, source = places
         return self._called(target.unsqueeze(1) + self.offset, source.unsqueeze(0)).unsqueeze(0)
 
     def _called(self, target: Tensor, source: Tensor) -> Tensor:
         """The buckets at these positions, which are broadcast."""
-        buckets = self.buckets(target, source)
+        buckets: Tensor = self.buckets(target, source)
         _check_buckets(buckets)
         try:
-            buckets = buckets.expand(torch.broadcast_shapes(target.shape, source.shape))
+            buckets = buckets.expand((target + source).shape)
         except RuntimeError as error:
             raise InputError(
                 f"the function of a BucketBias must return one bucket per pair, [n, m]; got {list(buckets.shape)} for "
@@ -724,7 +725,7 @@ class DistanceBias(Bias):
         size, span = grad.shape[2:]
         start = sources.start - (targets.stop - 1 + self.offset) - self.first
         moved = F.pad(grad.sum(0).flip(1), (0, size)).flatten(1)[:, : size * (size + span - 1)]
-        grads[0][start : start + size + span - 1] += moved.unflatten(1, (size, -1)).sum(1).t()
+        grads[0][start : start + size + span - 1] += torch.unflatten(moved, 1, (size, -1)).sum(1).t()
 
     def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.bands`: those of all blocks are the same."""

@@ -51,6 +51,12 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PL
     )
 )
 
+LINEAR, ROWS, LISTED, BUCKETS = (
+    f"gattn/ops/backends/{name}"
+    for name in ("dense/linear.py", "dense/rows.py", "dense/listed.py", "cpu/csrc/buckets.h")
+)
+BIAS, FEATURES, STRUCTURE = (f"gattn/{name}.py" for name in ("bias", "features", "structure"))
+
 #: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
     KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py", "tests/ops/test_laws_of_rows.py"],
@@ -62,6 +68,10 @@ TESTS = {
     TRITON_LAYOUT: ["tests/ops/test_triton.py"],
     DENSE: ["tests/ops/test_dense.py"],
     PAIRS: ["tests/ops/test_dense.py"],
+    LINEAR: ["tests/ops/test_linear.py"],
+    **{file: ["tests/test_bias.py"] for file in (ROWS, LISTED, BUCKETS, BIAS)},
+    FEATURES: ["tests/test_features.py"],
+    STRUCTURE: ["tests/test_structure.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
     GRAPH: ["tests/ops/test_custom_parts.py"],
@@ -558,6 +568,50 @@ MUTATIONS = [
         "    return «tensor._version, tensor.shape, tensor.stride() → tensor.shape, tensor.stride()»,",
     ),
     Mutation("an index of N is in range", EDGE_LISTS, "if highest «>= → >» limit:"),
+    # ------------------------------------------------------------------------------- complete graphs without all pairs
+    Mutation("a chunk does not see itself", LINEAR, "(query @ key.mT).tril(«→ -1») @ value).flatten"),
+    Mutation("chunks see what comes after them", LINEAR, "return states[:, «:-1 → 1:»], states[:, -1]"),
+    Mutation(
+        "a causal graph's first sources are not seen", LINEAR, "seen, unseen = «min(max(offset, 0), num_sources) → 0»"
+    ),
+    Mutation("sums of weights have no gradient", LINEAR, "-(part * out[rows]).sum(-1, keepdim=True)«→ * 0.0»], -1)"),
+    Mutation("the scale is not in queries' gradients", LINEAR, "else «grad_query.mul_(rule.scale) → grad_query»,"),
+    Mutation(
+        "heads that share a key have the first one's gradient",
+        LINEAR,
+        "part.unflatten(0, (to.size(1), -1)).«sum(1) → select(1, 0)»",
+    ),
+    Mutation("zero is divided by", LINEAR, "return «total.masked_fill(total == 0.0, torch.inf) → total»"),
+    Mutation(
+        "the log-sum-exp has no gradient in rows",
+        ROWS,
+        "(grad * out).sum(-1) - «grad_log_sum → 0 * grad_log_sum».masked",
+    ),
+    Mutation("rows see one source too many", ROWS, "hidden |= distance > «self.right → self.right + 1»"),
+    Mutation(
+        "a mask hides nothing in rows", ROWS, "hidden = «~allowed if hidden is None else hidden | ~allowed → hidden»"
+    ),
+    Mutation("keys have the gradients of the last rows", ROWS, "grad_keys[:, :, sources] «+= → =» of_logits"),
+    Mutation("no target is computed by itself", LISTED, "alone = ((share < «_LEAST_SHARE → -1.0») | ~share"),
+    Mutation("large biases are cut off", LISTED, "if «large.numel() > 0 → False»:"),
+    Mutation("listed pairs keep their old share", LISTED, "log_sum = log_sum «+ share.log() →»"),
+    Mutation("values lack what pairs add", LISTED, "«of_value += edges.sums(more, grad, FLOWS[1]) →»\n"),
+    Mutation("later sources have a bias", LISTED, "        if «causal → False»:\n            seen = bias"),
+    Mutation("pairs that are listed twice count once", BIAS, "sums = «sums.index_add → sums.index_copy»(0, is_new"),
+    Mutation("bands have the bias of the next source", BIAS, "column = self.source - block * size - first«→ - 1»"),
+    Mutation("distances are those of the whole", BIAS, "return DistanceBias(self.table, self.first, «offset → 0»)"),
+    Mutation(
+        "elements have the first one's buckets",
+        BIAS,
+        "buckets = buckets[[«element % len(buckets) → 0» for element in elements]]",
+    ),
+    Mutation("the last bucket is out of range", BUCKETS, "return number < last ? number : «last → 0»;"),
+    Mutation("heads have the first one's table", BUCKETS, "const A* of_head = table + «head → 0» * b.count;"),
+    Mutation("rows of buckets are dense", BUCKETS, "row * «b.row_stride → b.columns»;"),
+    Mutation(
+        "keys have the maximum of all graphs' last", FEATURES, "largest = exponents.«amax → amin»(-3, keepdim=True)"
+    ),
+    Mutation("second eigenvectors come first", STRUCTURE, "vectors[..., «1 : k + 1 → 2 : k + 2»]"),
     # ------------------------------------------------------------------------------------------------- orders of nodes
     Mutation("edges are sorted by source", REORDERING, "lexsort(«[source, target] → [target, source]»)"),
     Mutation("the way back is the way there", REORDERING, "inverse = «permutation.argsort() → permutation»"),

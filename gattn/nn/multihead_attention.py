@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 from torch_geometric.typing import Adj
 
 from gattn.attention import Attention
+from gattn.bias import Bias
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
@@ -313,14 +314,15 @@ class MultiheadAttention(Attention):
         )
         if self.bias_k is not None or self.add_zero_attn:
             k, v, resolved, bias, mask = self._append_learnt(k, v, resolved, bias, mask)
+        given: Tensor | Bias | None = bias
         if isinstance(self.position, RelativePosition):
-            bias = with_positions(bias, self.position, resolved, self.num_heads, q.device)
+            given = with_positions(bias, self.position, resolved, self.num_heads, q.device)
         result = self.attend(
             q,
             k,
             v,
             resolved,
-            bias=bias,
+            bias=given,
             mask=mask,
             dropout=self.dropout,
             return_weights="dropped" if need_weights else False,

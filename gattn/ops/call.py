@@ -89,6 +89,12 @@ class Call(NamedTuple):
         return compute_dtype(self.dtype)
 
     @property
+    def bias_of_edges(self) -> Tensor | None:
+        """The bias, `[..., E, H]`, of a call that was returned by `on_edges`."""
+        assert not isinstance(self.bias, Bias)
+        return self.bias
+
+    @property
     def has_edge_terms(self) -> bool:
         """Whether any input has one entry per edge."""
         return any(term is not None for term in (self.edge, self.bias, self.mask, self.edge_value))
@@ -153,12 +159,12 @@ class Call(NamedTuple):
         """
         batch, heads = self.batch, self.heads
         bias, mask = (
-            term if term is None or isinstance(term, Bias) else self.graph.per_edge(term, name, batch, heads, edges)
+            None if not isinstance(term, Tensor) else self.graph.per_edge(term, name, batch, heads, edges)
             for name, term in ((self._name_of_bias, self.bias), ("mask", self.mask))
         )
-        if isinstance(bias, Bias):
-            bias.check(self.graph, batch, heads)
-            bias = bias.of_edges(self.graph, with_loops(edges), batch)
+        if isinstance(self.bias, Bias):
+            self.bias.check(self.graph, batch, heads)
+            bias = self.bias.of_edges(self.graph, with_loops(edges), batch)
             bias = bias.expand(*bias.shape[:-1], heads)
         real = self.graph.real_edges(edges)
         if real is not None:

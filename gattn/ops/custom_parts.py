@@ -72,7 +72,7 @@ def finished_logits(call: Call, edges: EdgeList) -> Tensor:
         edges: The edges, including self-loops.
     """
     logits = _logits(call.with_edges(), *edges.sources_and_targets())
-    return logits if call.bias is None else logits + call.bias.to(call.compute)
+    return logits if call.bias_of_edges is None else logits + call.bias_of_edges.to(call.compute)
 
 
 def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:

@@ -263,7 +263,7 @@ def inputs_of(call: Call, edges: EdgeList, seed: Tensor | None) -> Inputs:
         edge=edge,
         edge_projection=projection,
         edge_type=types,
-        bias=call.bias,
+        bias=call.bias_of_edges,
         mask=call.mask,
         edge_value=cast(Tensor | None, call.edge_value),
         edge_index=edges.edge_index,

@@ -104,7 +104,7 @@ def logits(call: Call) -> Any:
     query = None if call.query is None else call.query.index_select(-3, target)
     key = reference.repeat_heads(call.key.index_select(-3, source), call.heads)
     found = reference.logits(query, key, cast(Tensor | None, call.edge), call.score)
-    return dress_logits(call, edges, found if call.bias is None else found + call.bias)
+    return dress_logits(call, edges, found if call.bias_of_edges is None else found + call.bias_of_edges)
 
 
 def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:

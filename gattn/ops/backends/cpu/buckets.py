@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from gattn.bias import Bias, Buckets
+from gattn.bias import Buckets
 from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.kernels import DTYPES
@@ -21,9 +21,9 @@ _load_error = native.load_error()
 _SERIAL = 1 << 14
 
 
-def can_add(bias: Bias, numbers: Tensor) -> bool:
+def can_add(bias: Buckets, numbers: Tensor) -> bool:
     """Whether the kernels can compute with this bias, and logits or their gradients `[B, H, n, m]`, now."""
-    if not isinstance(bias, Buckets) or _load_error is not None or numbers.device.type != "cpu":
+    if _load_error is not None or numbers.device.type != "cpu":
         return False
     is_dense = numbers.is_contiguous() and numbers.dtype in (torch.float32, torch.float64)
     is_same = bias.table.dtype == numbers.dtype and len(bias.table) > 0

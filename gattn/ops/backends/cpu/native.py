@@ -67,7 +67,17 @@ class Buckets(ctypes.Structure):
         ("buckets", ctypes.c_void_p),
         *[
             (name, ctypes.c_int64)
-            for name in ["bytes", "element_stride", "row_stride", "count", "elements", "heads", "rows", "columns", "threads"]
+            for name in [
+                "bytes",
+                "element_stride",
+                "row_stride",
+                "count",
+                "elements",
+                "heads",
+                "rows",
+                "columns",
+                "threads",
+            ]
         ],
     ]
 

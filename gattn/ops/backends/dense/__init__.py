@@ -299,7 +299,11 @@ def _output(part: _Part, graph: CompleteGraph) -> Tensor:
     whole = Group(tuple(range(batch)), num_targets, graph.num_sources, offset)
     if graph.is_uniform:
         return _uniform(part._replace(bias=_of_group(bias, whole)), offset, graph)
-    if not log_sum and _is_dot(score) and is_packed_flash(query, key, value, graph, bias, mask, dropout):
+    if (
+        not (log_sum or isinstance(bias, Bias))
+        and _is_dot(score)
+        and is_packed_flash(query, key, value, graph, bias, mask, dropout)
+    ):
         return packed_flash(query, key, value, graph, score.factor(key.size(-1)))
     elements = elements_of(graph, batch)
     if elements is None:
@@ -515,12 +519,13 @@ def _by_targets(
             held = math.prod(key.shape[:2]) * query.size(2)
         counts = chunk_sizes(part.num_targets, max(_CHUNK // max(held, 1), 1)) or [0]
     queries = [None] * len(counts) if query is None else _split(query, counts, 1)
-    terms = part.bias, part.mask
-    biases, masks = (
-        _split(x, counts, 2) if isinstance(x, Tensor) and x.size(2) != 1 else [x] * len(counts) for x in terms
-    )
+
+    def parts(x: Any) -> list[Any]:
+        return _split(x, counts, 2) if isinstance(x, Tensor) and x.size(2) != 1 else [x] * len(counts)
+
     results = []
-    for q, b, m, n, first in zip(queries, biases, masks, counts, accumulate(counts, initial=0), strict=False):
+    firsts = accumulate(counts, initial=0)
+    for q, b, m, n, first in zip(queries, parts(part.bias), parts(part.mask), counts, firsts, strict=False):
         some = part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first)
         if len(counts) > 1 and torch.is_grad_enabled() and not keeps:
             results.append(checkpoint(function, some, use_reentrant=False))

@@ -88,8 +88,9 @@ def attend(
         offset = graph.offset(num_targets, num_sources)
         elements = tuple((b * num_targets, num_targets, b * num_sources, num_sources, offset) for b in range(batch))
     rule = _Rule(scale, normalize, eps, tuple(_block(*element, graph.causal) for element in elements))
-    rows = [x.flatten(0, 1) for x in (query, key, value)]
-    out: Tensor = _plain(*rows, rule) if torch.compiler.is_compiling() else _Linear.apply(*rows, rule)
+    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+    compute = _plain if torch.compiler.is_compiling() else _Linear.apply
+    out: Tensor = compute(query, key, value, rule)
     return out.unflatten(0, (batch, num_targets))
 
 
@@ -119,9 +120,9 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
         state = key[:, first].mT @ value[:, first]
         parts.append(value.new_zeros(value.size(0), targets.start - done, value.size(2)))
         if targets.stop > targets.start:
-            chunks = [_chunks(x) for x in (query[:, targets], key[:, sources], value[:, sources])]
-            before, state = _running(state, chunks[1].mT @ chunks[2])
-            parts.append(_causal(*chunks, before)[:, : targets.stop - targets.start])
+            q, k, v = (_chunks(x) for x in (query[:, targets], key[:, sources], value[:, sources]))
+            before, state = _running(state, k.mT @ v)
+            parts.append(_causal(q, k, v, before)[:, : targets.stop - targets.start])
         parts.append(query[:, last] @ state)
         done = last.stop
     parts.append(value.new_zeros(value.size(0), query.size(1) - done, value.size(2)))
@@ -174,9 +175,9 @@ class _Linear(torch.autograd.Function):
         for block in rule.blocks:
             state = read.state_of(block.first)
             for targets, sources in zip(_pieces(block.targets), _pieces(block.sources), strict=True):
-                chunks = [_chunks(x) for x in (read.query(targets), read.key(sources), read.value(sources))]
-                before, state = _running(state, chunks[1].mT @ chunks[2])
-                write(targets, _causal(*chunks, before.to(out.dtype))[:, : targets.stop - targets.start])
+                q, k, v = (_chunks(x) for x in (read.query(targets), read.key(sources), read.value(sources)))
+                before, state = _running(state, k.mT @ v)
+                write(targets, _causal(q, k, v, before.to(out.dtype))[:, : targets.stop - targets.start])
             state = state.to(out.dtype)
             for rows in _pieces(block.last):
                 write(rows, read.query(rows) @ state)
@@ -192,7 +193,9 @@ class _Linear(torch.autograd.Function):
             with torch.enable_grad():
                 leaves = [x.view_as(x) for x in (query, key, value)]  # views, so that differentiation stops here
                 leaves = [x if x.requires_grad else x.requires_grad_() for x in leaves]
-                found = torch.autograd.grad(_plain(*leaves, rule), leaves, grad, create_graph=True)
+                found = torch.autograd.grad(
+                    _plain(leaves[0], leaves[1], leaves[2], rule), leaves, grad, create_graph=True
+                )
             return *found, None
         grad_query = _written(query, rule, "targets", "last")
         grad_key, grad_value = (_written(x, rule, "sources", "first") for x in (key, value))

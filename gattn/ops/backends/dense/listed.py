@@ -61,8 +61,9 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, bias: object, mask: Te
     if _KERNELS.missing() is not None or query.dtype not in (torch.float32, torch.float64):
         return False
     with torch.no_grad():
-        views = (x.transpose(1, 2) for x in (query, key, value))
-        return bool(scaled_dot_product_choice(*views, None, 0.0, reach.right == 0) == SDPBackend.FLASH_ATTENTION.value)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        choice = scaled_dot_product_choice(q, k, v, None, 0.0, reach.right == 0)
+    return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Pairs, reach: Reach) -> tuple[Tensor, Tensor]:
@@ -178,8 +179,8 @@ class _Listed(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         causal, bias = rule.reach.right == 0, rule.bias
         assert isinstance(bias, Pairs)
-        views = (x.transpose(1, 2) for x in (query, key, value))
-        out, log_sum = flash_attention_on_cpu(*views, 0.0, causal, scale=rule.scale)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out, log_sum = flash_attention_on_cpu(q, k, v, 0.0, causal, scale=rule.scale)
         out, log_sum = out.transpose(1, 2), log_sum.transpose(1, 2)
         share = torch.ones_like(log_sum, memory_format=torch.contiguous_format)
         for edges in _lists(bias, query, key, causal):

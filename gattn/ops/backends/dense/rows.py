@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gattn.bias import Bias
+from gattn.bias import Bias, Buckets
 from gattn.ops.backends.cpu import buckets
 from gattn.ops.backends.dense.ragged import crop
 from gattn.ops.chunks import chunk_sizes
@@ -128,11 +128,12 @@ def _chunks(num_targets: int, pairs_of_one: int) -> Iterator[slice]:
 def _logits(query: Tensor, key: Tensor, rule: Rule, targets: slice, sources: slice) -> Tensor:
     """The logits of some targets, `[B, H, n, m]`, given queries times the scale `[B, H, n, C]` and keys."""
     logits = query @ key.mT
-    if not torch.is_grad_enabled() and buckets.can_add(rule.bias, logits):
-        logits = buckets.add(rule.bias, targets, sources, logits)
+    bias = rule.bias
+    if not torch.is_grad_enabled() and isinstance(bias, Buckets) and buckets.can_add(bias, logits):
+        logits = buckets.add(bias, targets, sources, logits)
     else:
-        bias = rule.bias.part(targets, sources)
-        logits = logits + bias if torch.is_grad_enabled() else logits.add_(bias)
+        part = bias.part(targets, sources)
+        logits = logits + part if torch.is_grad_enabled() else logits.add_(part)
     hidden = rule.reach.hidden(targets, sources, logits.device)
     if rule.mask is not None:
         allowed = Whole(rule.mask).part(targets, sources)
@@ -202,7 +203,7 @@ def backward(
         grad_keys[:, :, sources] += of_logits.mT @ queries
         if grads is None:
             continue
-        if buckets.can_add(rule.bias, of_logits):
+        if isinstance(rule.bias, Buckets) and buckets.can_add(rule.bias, of_logits):
             buckets.add_gradient(rule.bias, grads[0], targets, sources, of_logits)
         else:
             rule.bias.add_gradient(grads, targets, sources, of_logits)
@@ -227,8 +228,9 @@ class _Rows(torch.autograd.Function):
             return *found[:3], None, *found[3:]
         grads = [torch.zeros_like(tensor) for tensor in tensors] if any(ctx.needs_input_grad[4:]) else None
         delta = delta_of(grad, out, grad_log_sum, log_sum)
-        found = backward(query, key, value, ctx.rule, log_sum, grad, delta, grads)
-        return *found, None, *(grads or [None] * len(tensors))
+        of_nodes = backward(query, key, value, ctx.rule, log_sum, grad, delta, grads)
+        of_bias: Sequence[Tensor | None] = [None] * len(tensors) if grads is None else grads
+        return *of_nodes, None, *of_bias
 
 
 def delta_of(grad: Tensor, out: Tensor, grad_log_sum: Tensor, log_sum: Tensor) -> Tensor:
