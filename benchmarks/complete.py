@@ -1,0 +1,551 @@
+"""Time and memory of attention among all nodes as their number grows: `python -m benchmarks.complete`.
+
+It measures linear attention; softmax attention without a bias and with a bias of some pairs, of each bucket of pairs,
+or of each distance; and windows with positions. The peers do the same with PyTorch alone: einsum, padded batches,
+`scaled_dot_product_attention` with a dense bias, and FlexAttention, which computes no gradients on CPUs and is measured
+for buckets only. PyG's `PerformerAttention` is not among them: it masks the values of padded nodes but not their keys,
+so its results depend on the padding.
+
+Outputs are compared with the plain formula in float64. Up to 2 048 nodes, so are gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NotRequired
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch_geometric.utils import to_dense_batch
+
+import gattn
+from benchmarks.framework import reports
+from benchmarks.framework.benchmark import Benchmark
+from benchmarks.framework.measuring import (
+    MIN_REPEATS,
+    MODES,
+    Computation,
+    Expected,
+    Measured,
+    Measurement,
+    Times,
+    budgets,
+    duration,
+    measured,
+    spread,
+    timed,
+)
+from benchmarks.framework.options import add_allocator, add_measuring, allocators, fill
+from benchmarks.framework.processes import Message
+from benchmarks.framework.reports import Line, machines, median, megabytes, quartiles, ratio
+from benchmarks.framework.results import VERSIONS, Row
+
+SEED = 0
+HEADS, CHANNELS = 8, 32
+LAYER_HEADS = 2
+"""The number of heads of the layers on windows. Each has 32 channels, too."""
+WINDOW = (32, 0)
+PAIRS = 500_000
+"""The number of pairs with a sparse bias, but at most an eighth of all pairs."""
+BUCKETS = 20
+BAND = 32
+"""Larger distances share a bucket with this one."""
+GRAPH_SIZES = (10, 500)
+"""The smallest and the largest possible number of nodes of a ragged graph."""
+
+CHECKED = 2048
+"""Up to this many nodes, gradients are also compared. On larger graphs, only the outputs of some targets are."""
+SAMPLED_PAIRS = 2**23
+"""The largest number of pairs of these targets and all sources. There are at most 128 targets."""
+LONG = 10.0
+"""Calls that take longer than `--seconds` are timed `MIN_REPEATS` times, or until this many seconds have passed."""
+
+LINEAR: dict[str, Any] = {"score": gattn.DotScore(scale=1.0), "distribution": gattn.Identity(normalize=True)}
+LAYERS: dict[str, Callable[[], Any]] = {
+    "window": lambda: None,
+    "window, ALiBi": lambda: gattn.nn.ALiBi(LAYER_HEADS),
+    "window, learnt": lambda: gattn.nn.RelativePositionBias(LAYER_HEADS, max_distance=64),
+}
+"""The layers on windows, and their positions."""
+
+
+USUAL = {
+    "linear": (1024, 4096, 16_384, 65_536, 262_144, 1_000_000),
+    "ragged": (64,),
+    "softmax": (1024, 4096, 16_384),
+    "window": (2000, 8000, 32_000),
+}
+"""The numbers of nodes, or of graphs if they are ragged, for each group of parts."""
+QUICK = {"linear": (256, 1024), "ragged": (4,), "softmax": (256,), "window": (500,)}
+LARGEST = {"linear causal": 262_144, "distance": 4096, "dense": 4096}
+"""The largest numbers of nodes of parts and of peers that need much time or memory."""
+
+PEERS = {
+    "linear": ("gattn", "einsum"),
+    "linear causal": ("gattn",),
+    "ragged": ("gattn", "padded"),
+    "none": ("gattn", "sdpa"),
+    "sparse bias": ("gattn", "dense"),
+    "bucket bias": ("gattn", "dense", "flex"),
+    "distance": ("gattn",),
+    **dict.fromkeys(LAYERS, ("gattn",)),
+}
+"""The kinds of attention in the order of the table, and who computes each of them."""
+
+BASES = {
+    "linear causal": ("linear", "gattn"),
+    **dict.fromkeys(("none", "sparse bias", "bucket bias", "distance"), ("none", "sdpa")),
+    **dict.fromkeys([*LAYERS][1:], ("window", "gattn")),
+}
+"""The base of each part: the part and the peer with which it is compared at the same size."""
+
+DRAWN = {
+    "none": reports.BLACK,
+    "sparse bias": reports.BLUE,
+    "bucket bias": reports.RED,
+    "linear": reports.GREEN,
+    "linear causal": reports.SKY,
+    "window, learnt": reports.ORANGE,
+}
+"""The parts that the picture shows, and their colours."""
+
+
+def group_of(part: str) -> str:
+    """The group whose numbers of nodes a part has."""
+    first = part.replace(",", "").split()[0]
+    return first if first in USUAL else "softmax"
+
+
+class Result(Measured):
+    """The columns of a measurement."""
+
+    forward_backward: NotRequired[Times]
+    """Only FlexAttention lacks it."""
+
+
+@dataclass(frozen=True)
+class Case(Measurement):
+    """One measurement."""
+
+    result = Result
+
+    part: str
+    nodes: int
+    graphs: int
+    peer: str
+    threads: int
+    repeats: int
+    seconds: float
+    allocator: str
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.nodes} nodes, {self.peer}" + ", default memory" * (self.allocator == "default")
+
+    @property
+    def kind(self) -> str:
+        """What is computed; FlexAttention has no gradients."""
+        return self.part + ", forward" * (self.peer == "flex")
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the reference is small enough to compute gradients."""
+        return self.nodes <= CHECKED or self.graphs > 1
+
+    @property
+    def group(self) -> str:
+        """The group of parts that share a file of references."""
+        return group_of(self.part)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether this part and this peer are measured with so many nodes."""
+        return all(self.nodes <= LARGEST.get(name, self.nodes) for name in (self.part, self.peer))
+
+    def sizes(self) -> list[int]:
+        """The number of nodes of each graph."""
+        return sizes_of(self.graphs) if self.graphs > 1 else [self.nodes]
+
+    def problem(self) -> tuple[object, ...]:
+        """What is the same for all cases that share a file of references."""
+        return self.group, self.nodes, self.allocator
+
+    def references(self) -> dict[str, dict[str, Expected]]:
+        """The results of the plain formula for each part of the group."""
+        expected = {}
+        for case in (replace(self, part=part, peer="gattn") for part in PEERS):
+            if case.group != self.group or not case.is_measured:
+                continue
+            inputs, targets = draw(case), None
+            if not self.has_gradients:
+                count = min(SAMPLED_PAIRS // self.nodes, 128)
+                targets = torch.randperm(self.nodes, generator=torch.Generator().manual_seed(SEED))[:count]
+            exact, rounded = (reference(case, inputs, targets, dtype) for dtype in (torch.float64, torch.float32))
+            terms = self.nodes, self.nodes ** (2 if "table" in inputs.leaves else 1)
+            found = budgets(exact, rounded, torch.float32, *terms, targets, targets is not None)
+            expected[case.part] = found
+            outputs = {name: entry for name, entry in found.items() if name.startswith("output")}
+            expected[f"{case.part}, forward"] = outputs
+        return expected
+
+    def computation(self) -> Computation:
+        """The computation of the peer."""
+        if self.peer == "flex":
+            compiled = build(self)  # at its full size, as it is compiled anew for each size
+            compiled.forward()
+            return compiled
+        small = sum(sizes_of(2)) if self.graphs > 1 else 2 * BAND
+        build(replace(self, nodes=small, graphs=min(self.graphs, 2))).forward_backward()
+        return build(self)
+
+    def times(self, computation: Computation) -> Row:
+        """Its times. Long calls are timed less often, without a warm-up: the check has already made some calls."""
+        row: Row = {}
+        for mode in MODES if computation.leaves else ("forward",):
+            function = getattr(computation, mode)
+            found = [duration(function)]
+            if found[0] <= self.seconds:
+                row[mode] = timed(function, self.repeats, self.seconds)
+                continue
+            while len(found) < MIN_REPEATS and sum(found) < LONG:
+                found.append(duration(function))
+            row[mode] = spread(found)
+        return row
+
+
+# The inputs and the reference ----------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """The inputs, with the same numbers for all peers."""
+
+    leaves: dict[str, Tensor]
+    grad: Tensor
+    """The gradient of the output."""
+    pairs: Tensor
+    """The pairs with a bias, `[2, E]`, sources first."""
+    buckets: Tensor
+    """The bucket of each pair of target and source, `[N, N]`."""
+
+
+def sizes_of(graphs: int) -> list[int]:
+    """The number of nodes of each ragged graph."""
+    low, high = GRAPH_SIZES
+    return torch.randint(low, high + 1, (graphs,), generator=torch.Generator().manual_seed(SEED)).tolist()
+
+
+def band(target: Tensor, source: Tensor) -> Tensor:
+    """The buckets of distances."""
+    return (source - target).clamp(-BAND, BAND) + BAND
+
+
+def draw(case: Case) -> Inputs:
+    """Draws the inputs; linear attention gets features, which are positive."""
+    generator, nodes = torch.Generator().manual_seed(SEED), case.nodes
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    pairs, buckets = torch.empty(2, 0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.uint8)
+    if case.group == "window":
+        leaves = {"x": randn(nodes, LAYER_HEADS * CHANNELS)}
+        leaves |= {name: 0.1 * randn(*x.shape) for name, x in layer_of(case).named_parameters()}
+        return Inputs(leaves, randn(nodes, LAYER_HEADS * CHANNELS), pairs, buckets)
+    leaves = {name: randn(nodes, HEADS, CHANNELS) for name in ("query", "key", "value")}
+    grad = randn(nodes, HEADS, CHANNELS)
+    if case.group != "softmax":
+        leaves |= {name: gattn.features.elu1(leaves[name]) for name in ("query", "key")}
+    if case.part == "sparse bias":
+        pairs = torch.randint(nodes, (2, min(PAIRS, nodes**2 // 8)), generator=generator)
+        leaves["values"] = randn(pairs.size(1), HEADS)
+    elif case.part == "bucket bias":
+        buckets = torch.randint(BUCKETS, (nodes, nodes), generator=generator, dtype=torch.uint8)
+        leaves["table"] = randn(BUCKETS, HEADS)
+    elif case.part == "distance":
+        leaves["table"] = randn(2 * BAND + 1, HEADS)
+    return Inputs(leaves, grad, pairs, buckets)
+
+
+def layer_of(case: Case) -> torch.nn.Module:
+    """The layer of a window."""
+    return gattn.nn.MultiheadAttention(LAYER_HEADS * CHANNELS, LAYER_HEADS, position=LAYERS[case.part]())
+
+
+def bias_of(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -> Tensor | float:
+    """What is added to the logits of these targets, `[n, N, H]`."""
+    distance = torch.arange(case.nodes) - targets.unsqueeze(1)
+    if case.part == "sparse bias":
+        place = torch.full((case.nodes,), -1)
+        place[targets] = torch.arange(targets.numel())
+        source, target = inputs.pairs[:, place[inputs.pairs[1]] >= 0]
+        values = x["values"][place[inputs.pairs[1]] >= 0]
+        zeros = values.new_zeros(targets.numel(), case.nodes, HEADS)
+        return zeros.index_put((place[target], source), values, accumulate=True)
+    if case.part == "bucket bias":
+        return x["table"][inputs.buckets[targets].long()]
+    if case.part == "distance":
+        return x["table"][distance.clamp(-BAND, BAND) + BAND]
+    if case.group != "window":
+        return 0.0
+    bias: Tensor = torch.zeros(()).where((distance >= -WINDOW[0]) & (distance <= WINDOW[1]), -torch.inf).unsqueeze(-1)
+    if case.part == "window, ALiBi":
+        return bias - distance.abs().unsqueeze(-1) * torch.tensor([2**-4, 2**-8])
+    return bias + (x["position.weight"][distance.clamp(-64, 64) + 64] if case.part == "window, learnt" else 0.0)
+
+
+def plain(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -> Tensor:
+    """Attention of these targets by its formula, with all pairs."""
+    if case.group == "window":
+        projected = F.linear(x["x"], x["in_proj_weight"], x["in_proj_bias"])
+        query, key, value = projected.unflatten(1, (3, LAYER_HEADS, -1)).unbind(1)
+    else:
+        query, key, value = x["query"], x["key"], x["value"]
+    products = torch.einsum("nhc,mhc->nmh", query[targets], key)
+    if case.group in ("linear", "ragged"):
+        if case.part == "linear causal":
+            products = products * (torch.arange(case.nodes) <= targets.unsqueeze(1)).unsqueeze(-1)
+        weights = products / products.sum(1, keepdim=True)
+    else:
+        weights = (products / math.sqrt(CHANNELS) + bias_of(case, inputs, x, targets)).softmax(1)
+    out = torch.einsum("nmh,mhc->nhc", weights, value)
+    return F.linear(out.flatten(1), x["out_proj.weight"], x["out_proj.bias"]) if case.group == "window" else out
+
+
+def reference(case: Case, inputs: Inputs, targets: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The output of some targets, or that of all and the gradients."""
+    with torch.set_grad_enabled(targets is None):
+        x = {name: leaf.to(dtype).requires_grad_(targets is None) for name, leaf in inputs.leaves.items()}
+        if case.graphs > 1:
+            split = zip(*(leaf.split(case.sizes()) for leaf in x.values()), strict=True)
+            graphs = [dict(zip(x, parts, strict=True)) for parts in split]
+            out = torch.cat([plain(case, inputs, graph, torch.arange(len(graph["query"]))) for graph in graphs])
+        else:
+            out = plain(case, inputs, x, torch.arange(case.nodes) if targets is None else targets)
+    results = dict.fromkeys(("output", "output without autograd"), out.detach())
+    if targets is None:
+        grads = torch.autograd.grad(out, list(x.values()), inputs.grad.to(dtype))
+        results |= {f"gradient of {name}": grad for name, grad in zip(x, grads, strict=True)}
+    return results
+
+
+# The peers -----------------------------------------------------------------------------------------------------------
+
+
+def build(case: Case) -> Computation:
+    """A peer with its inputs."""
+    inputs = draw(case)
+    if case.peer in ("sdpa", "dense", "flex"):
+        return build_heads_first(case, inputs)
+    leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
+    if case.group == "window":
+        layer: Any = layer_of(case)
+        layer.load_state_dict({name: leaf.detach() for name, leaf in leaves.items() if name != "x"})
+        x, window = leaves["x"], gattn.CompleteGraph(case.nodes, window=WINDOW)
+        leaves = {"x": x, **dict(layer.named_parameters())}
+        return Computation(lambda: layer(x, x, x, need_weights=False, graph=window)[0], leaves, inputs.grad)
+    query, key, value = leaves["query"], leaves["key"], leaves["value"]
+    if case.peer == "einsum":
+        return Computation(lambda: einsum(query, key, value), leaves, inputs.grad)
+    if case.peer == "padded":
+        batch = torch.arange(case.graphs).repeat_interleave(torch.tensor(case.sizes()))
+        return Computation(lambda: padded(query, key, value, batch), leaves, inputs.grad)
+    graph = gattn.CompleteGraph(case.nodes, causal=case.part == "linear causal")
+    if case.graphs > 1:
+        graph = gattn.CompleteGraph.packed(case.sizes())
+    biases: dict[str, Callable[[], gattn.Bias]] = {
+        "sparse bias": lambda: gattn.SparseBias(inputs.pairs, leaves["values"]),
+        "bucket bias": lambda: gattn.BucketBias(inputs.buckets, leaves["table"]),
+        "distance": lambda: gattn.BucketBias(band, leaves["table"]),
+    }
+    bias, options = biases.get(case.part, lambda: None), LINEAR if case.group != "softmax" else {}
+    return Computation(lambda: gattn.attend(query, key, value, graph, bias=bias(), **options), leaves, inputs.grad)
+
+
+def einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Linear attention in three lines."""
+    products = torch.einsum("...nhc,...nhd->...hcd", key, value)
+    sums = torch.einsum("...nhc,...hc->...nh", query, key.sum(-3))
+    return torch.einsum("...nhc,...hcd->...nhd", query, products) / sums.unsqueeze(-1)
+
+
+def padded(query: Tensor, key: Tensor, value: Tensor, batch: Tensor) -> Tensor:
+    """The same for each graph of a batch, as PyG's layers compute it: padded."""
+    # With queries of zero, padded rows would divide by zero; keys of zero have no weight.
+    query, real = to_dense_batch(query, batch, fill_value=1.0)
+    key, value = (to_dense_batch(x, batch)[0] for x in (key, value))
+    return einsum(query, key, value)[real]
+
+
+def build_heads_first(case: Case, inputs: Inputs) -> Computation:
+    """PyTorch's functions, which take `[1, H, N, C]`."""
+    nodes = case.nodes
+    leaves = {
+        name: x.transpose(0, 1).unsqueeze(0).contiguous() if name in ("query", "key", "value") else x
+        for name, x in inputs.leaves.items()
+    }
+    tokens = leaves["query"], leaves["key"], leaves["value"]
+    grad = inputs.grad.transpose(0, 1).unsqueeze(0).contiguous()
+
+    def unpack(result: Tensor) -> Tensor:
+        return result.squeeze(0).transpose(0, 1)
+
+    if case.peer == "flex":
+        compiled: Any = torch.compile(flex_attention, fullgraph=True)
+        table, buckets = leaves["table"], inputs.buckets
+
+        def looked_up(score: Tensor, _: Tensor, head: Tensor, target: Tensor, source: Tensor) -> Tensor:
+            return score + table[buckets[target, source].int(), head]
+
+        return Computation(lambda: compiled(*tokens, score_mod=looked_up), {}, grad, unpack)
+
+    def bias() -> Tensor | None:
+        if case.part == "sparse bias":
+            source, target = inputs.pairs
+            zeros = leaves["values"].new_zeros(nodes, nodes, HEADS)
+            return zeros.index_put((target, source), leaves["values"], accumulate=True).permute(2, 0, 1).unsqueeze(0)
+        if case.part == "bucket bias":
+            found = leaves["table"].t().contiguous().index_select(1, inputs.buckets.flatten().int())
+            return found.view(1, HEADS, nodes, nodes)
+        return None
+
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    return Computation(lambda: F.scaled_dot_product_attention(*tokens, attn_mask=bias()), leaves, grad, unpack)
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+REMARKS = (
+    "Times are medians with quartiles. × base is the time as a multiple of the base's at the same N: for none and for "
+    "biases, PyTorch's bare sdpa; for linear causal, linear; for windows with positions, the window without. × gattn "
+    "is a peer's time or memory as a multiple of gattn's. The exponent is log(time ratio) / log(N ratio) of forward + "
+    "backward, compared with the next smaller N.",
+    "The peak is the resident memory above the inputs in the first forward + backward. FlexAttention (flex) has no "
+    "gradients on CPUs, so its peak is that of a forward pass, after compilation.",
+    f"Bare attention has {HEADS} heads with {CHANNELS} channels each. Windows are whole layers with {LAYER_HEADS} such "
+    f"heads, in which each node attends to itself and to the {WINDOW[0]} nodes before it. A sparse bias has "
+    f"{PAIRS // 1000} 000 random pairs, but at most an eighth of all pairs. There are {BUCKETS} buckets of pairs, and "
+    f"{2 * BAND + 1} of distances.",
+    f"A call that takes longer than --seconds is timed {MIN_REPEATS} times, or until {LONG:g} s have passed; if it is "
+    "timed only once, its quartiles equal its median.",
+)
+
+
+def grown(case: Case, rows: dict[Case, Row]) -> str:
+    """The exponent with which the time has grown since the next smaller size, if there is one."""
+    smaller = {other.nodes: row for other, row in rows.items() if replace(other, nodes=case.nodes) == case}
+    sizes = [nodes for nodes in smaller if nodes < case.nodes]
+    before = median(smaller[max(sizes)], "forward_backward") if sizes else None
+    after = median(rows[case], "forward_backward")
+    if not (before and after):
+        return "–"
+    return f"{math.log(after / before) / math.log(case.nodes / max(sizes)):.2f}"
+
+
+def line_of(case: Case, rows: dict[Case, Row]) -> Line:
+    """The table's line."""
+    row = rows[case]
+    part, peer = BASES.get(case.part, (case.part, case.peer))
+    base, ours = (rows.get(other) for other in (replace(case, part=part, peer=peer), replace(case, peer="gattn")))
+    line = {"attention": case.part, "N": f"{case.nodes:,}".replace(",", " "), "by": case.peer}
+    line["by"] += ", default memory" * (case.allocator == "default")
+    for mode, title in MODES.items():
+        line[f"{title}, ms"] = quartiles(row, mode)
+        for name, other in (("base", base), ("gattn", ours)):
+            time = median(other, mode) if other is not row else None
+            line[f"{title}, × {name}"] = ratio(median(row, mode), time, ".2f")
+    memory = ours["peak_bytes"] if ours and ours is not row and "peak_bytes" in ours else None
+    line |= {"exponent": grown(case, rows), "peak, MB": megabytes(row)}
+    return {**line, "peak, × gattn": ratio(row.get("peak_bytes"), memory)}
+
+
+def draw_growth(rows: dict[Case, Row]) -> Figure:
+    """Time and memory of gattn against the number of nodes, with one allocator."""
+    allocator = next(iter(rows)).allocator
+    shown = {case: row for case, row in rows.items() if (case.peer, case.allocator) == ("gattn", allocator)}
+    figure = Figure(figsize=(9, 3.8), dpi=110, layout="constrained")
+    axes = figure.subplots(1, 2)
+    columns: dict[str, Callable[[Row], float]] = {
+        "forward + backward, ms": lambda row: 1e3 * (median(row, "forward_backward") or 0),
+        "peak memory above the inputs, MB": lambda row: row.get("peak_bytes", 0) / 1e6,
+    }
+    for axis, (label, column) in zip(axes, columns.items(), strict=True):
+        for part, colour in DRAWN.items():
+            found = {case.nodes: column(row) for case, row in shown.items() if case.part == part}
+            points = sorted((nodes, value) for nodes, value in found.items() if value)
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", markersize=3, color=colour, label=part)
+        axis.set(xlabel="N", ylabel=label, xscale="log", yscale="log")
+        axis.grid(alpha=0.25)
+    if axes[0].lines:
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), fontsize=8)
+    return figure
+
+
+# The benchmark -------------------------------------------------------------------------------------------------------
+
+
+class Complete(Benchmark[Case]):
+    """Measures each kind of attention at each size."""
+
+    name = "complete"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--parts", nargs="+", default=list(PEERS), choices=PEERS, help="what is measured (default: all)")
+        add_allocator(parser, None, "kept; with --quick, default")
+        add_measuring(parser, cls.name, repeats=7, duration=2.0)
+        text = "under a minute: small sizes without flex, and at most 3 repeats and 0.3 seconds"
+        add("--quick", action="store_true", help=text)
+
+    @classmethod
+    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Applies `--quick`."""
+        if options.quick:
+            fill(options, {"allocator": "default"})
+            options.repeats, options.seconds = min(options.repeats, 3), min(options.seconds, 0.3)
+        fill(options, {"allocator": "kept"})
+
+    def cases(self) -> list[Case]:
+        """All measurements, grouped by their files of references."""
+        options = self.options
+        fixed = options.threads, options.repeats, options.seconds
+        cases = [
+            Case(part, sum(sizes_of(size)) if part == "ragged" else size, graphs, peer, *fixed, allocator)
+            for allocator in allocators(options)
+            for group, sizes in (QUICK if options.quick else USUAL).items()
+            for size in sizes
+            for graphs in (size if group == "ragged" else 1,)
+            for part in PEERS
+            if part in options.parts and group_of(part) == group
+            for peer in PEERS[part]
+            if peer != "flex" or not options.quick
+        ]
+        return [case for case in cases if case.is_measured]
+
+    def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
+        """Measures."""
+        return measured(cases, self.options.timeout)
+
+    def report(self, rows: dict[Case, Row]) -> None:
+        """One line per measurement, and the picture."""
+        order = [*PEERS]
+        chosen = sorted(rows, key=lambda case: (case.allocator, order.index(case.part), case.nodes))
+        lines = [line_of(case, rows) for case in chosen]
+        failed = [f"{case}: {row['outcome']}: {row['reason']}" for case, row in rows.items() if row["outcome"] != "ok"]
+        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {allocator} memory")
+        headings = {column: column.replace("forward + backward", "fwd+bwd") for column in lines[0]}
+        files = {"complete.png": draw_growth(rows)}
+        self.publish("Attention among all nodes", lines, [*remarks, *REMARKS, *failed], files, headings=headings)
+
+
+if __name__ == "__main__":
+    Complete.main()
