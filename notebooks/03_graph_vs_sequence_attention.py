@@ -161,11 +161,152 @@ for name, measured in costs.items():
     print(f"{name:23} twice the nodes: {more_seconds / seconds:.1f} × the time, {more_size / size:.1f} × the memory")
 
 # %% [markdown]
-# With a few edges per node, or with a window, twice the nodes take at most twice the time. On the complete graph, the
+# With a few edges per node, or with a window, twice the nodes take about twice the time. On the complete graph, the
 # factor approaches four, and the causal graph, with half the edges, saves a constant factor. Memory behaves
 # differently: it grows in proportion to $N$ on all four graphs, since fused attention never stores the $N^2$ weights
 # (it computes each row's softmax while it reads the row, as in [FlashAttention](https://arxiv.org/abs/2205.14135)).
 # Only callers who request the weights pay for them.
+
+# %% [markdown]
+# ## Everyone attends to everyone, without N²
+#
+# A graph with fewer edges is one way to spend less. There are two more, in which everyone still attends to everyone.
+#
+# The first is to *tell* attention about the graph instead of removing edges: a bias $b_{ij}$ is added to the logits.
+# Such a bias often follows from little information, so that the $N \times N$ numbers need not be stored: it has one
+# value for each distance between two positions, or for each length of the shortest path between two nodes
+# ([Graphormer](https://arxiv.org/abs/2106.05234)), or it is zero except along some edges. Here are these three for the
+# seven papers, on the complete graph, with the same random queries and keys. The upper row shows the bias, and the
+# lower row the weights.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+query, key, value = 0.5 * torch.randn(3, n, 1, 16, generator=generator)
+paths = gattn.transforms.ShortestPathBuckets(cutoff=4, directed=False)
+biases = {
+    "distance": gattn.BucketBias(lambda target, source: (target - source).abs(), -torch.arange(n).float()),
+    "shortest path": gattn.BucketBias(
+        paths.matrices(paths(cora.subgraph(nodes)))[0], -1.5 * torch.arange(paths.num_buckets)
+    ),
+    "edges": gattn.SparseBias(citations, torch.full((citations.size(1),), 3.0)),
+}
+nothing = torch.zeros(n, 1, 1)  # queries whose logits are the bias alone
+
+figure, axes = plt.subplots(2, 3, figsize=(7, 4.7), layout="constrained")
+for (name, bias), (above, below) in zip(biases.items(), axes.T, strict=True):
+    added = gattn.weigh(nothing, nothing, gattn.CompleteGraph(n), bias=bias, distribution=None)[0]
+    weights = gattn.weigh(query, key, gattn.CompleteGraph(n), bias=bias)[0]
+    drawn = above.imshow(added, cmap="PuOr", vmin=-6, vmax=6)
+    above.set(xticks=[], yticks=[])
+    above.spines[:].set_visible(False)
+    above.set_title(f"bias by {name}", fontsize=9)
+    attention_matrix(weights, ax=below, maximum=1.0)
+    for ax in (above, below):
+        ax.set_ylabel("target" if name == "distance" else "")
+for row, picture, label in (
+    (axes[0], drawn, "bias b"),
+    (axes[1], plt.cm.ScalarMappable(plt.Normalize(0, 1), WEIGHTS), "attention weight α"),
+):
+    bar = figure.colorbar(picture, ax=row, shrink=0.8, extend="min" if row is axes[0] else "neither")
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+# %% [markdown]
+# With enough bias, the complete graph looks like a window or like the citations, and anything in between can be learnt,
+# because the numbers behind the bias have gradients.
+#
+# The second way changes the weights. If they are products of features, $\alpha_{ij} \propto \phi(q_i)^\top \phi(k_j)$,
+# the sum over $j$ can be taken first,
+#
+# $$
+# \sum_j \big(\phi(q_i)^\top \phi(k_j)\big)\, v_j = \Big(\sum_j v_j\, \phi(k_j)^\top\Big)\, \phi(q_i),
+# $$
+#
+# and what is in brackets is the same for everyone. This is linear attention
+# ([Katharopoulos et al.](https://arxiv.org/abs/2006.16236), whose features are $\phi(x) = \mathrm{elu}(x) + 1$). To
+# gattn, it is one more choice of score and distribution. To make the difference visible, we compute the same weights by
+# all pairs as well, by adding a bias of zero.
+
+# %%
+linear = {"score": gattn.DotScore(scale=1.0), "distribution": gattn.Identity(normalize=True)}
+
+
+def inputs(n):
+    """Queries, keys and values of two heads, with the features of queries and keys."""
+    q, k, v = torch.randn(3, n, 2, 16, generator=generator).requires_grad_().unbind()
+    return gattn.features.elu1(q), gattn.features.elu1(k), v
+
+
+def seconds(n, graph, **options):
+    """The processor time of attention and its gradients."""
+    times = []
+    for _ in range(4):  # the first is a warm-up
+        q, k, v = inputs(n)
+        start = time.process_time()
+        gattn.attend(q, k, v, graph, **options).sum().backward()
+        times.append(time.process_time() - start)
+    return min(times[1:])
+
+
+def kept(n, bias):
+    """The bytes that attention with a bias returns and keeps for its gradients."""
+    q, k, v = inputs(n)
+    return kept_bytes(lambda: (gattn.attend(q, k, v, gattn.CompleteGraph(n), bias=bias),))
+
+
+everyone, zero, (q, k, v) = gattn.CompleteGraph(1000), torch.zeros(1), inputs(1000)
+by_pairs = gattn.attend(q, k, v, everyone, bias=zero, **linear)
+torch.testing.assert_close(gattn.attend(q, k, v, everyone, **linear), by_pairs)
+
+more = [*sizes, 8192, 16384]
+times = {
+    "softmax": [seconds(n, gattn.CompleteGraph(n)) for n in more[:-1]],
+    "linear attention, by all pairs": [seconds(n, gattn.CompleteGraph(n), bias=zero, **linear) for n in sizes[:-1]],
+    "linear attention": [seconds(n, gattn.CompleteGraph(n), **linear) for n in more],
+    "linear attention, causal": [seconds(n, gattn.CompleteGraph(n, causal=True), **linear) for n in more],
+}
+
+
+def by_edges(n):
+    """A learnt bias along random edges."""
+    edges = random_edge_index(n, num_edges=4 * n)
+    return gattn.SparseBias(edges, torch.zeros(4 * n, 2, requires_grad=True))
+
+
+table = torch.zeros(32, 2, requires_grad=True)
+by_distance = gattn.BucketBias(lambda target, source: (target - source).abs().clamp(max=31), table)
+memory = {
+    "a tensor of all pairs": [kept(n, torch.zeros(2, n, n, requires_grad=True)) for n in sizes[:-1]],
+    "SparseBias, 4 edges per node": [kept(n, by_edges(n)) for n in sizes[:-1]],
+    "BucketBias, distances": [kept(n, by_distance) for n in sizes[:-1]],
+}
+
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+for ax, lines, unit in zip(axes, (times, memory), (1e3, 1e-6), strict=True):
+    for number, (name, measured) in enumerate(lines.items()):
+        style = {"marker": "o", "markersize": 3, "color": COLOURS[number], "label": name}
+        ax.plot(more[: len(measured)], [value * unit for value in measured], **style)
+    ax.set(xscale="log", yscale="log", xlabel="nodes N")
+    ticks = more[: max(len(measured) for measured in lines.values())]
+    ax.set_xticks(ticks, ticks, fontsize=8)
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False, fontsize=8)
+axes[0].set_ylabel("time, ms")
+axes[0].set_title("attention and its gradients", fontsize=9)
+axes[1].set_ylabel("memory, MB")
+axes[1].set_title("softmax with a learnt bias", fontsize=9)
+for name, measured in (times | memory).items():
+    print(f"{name:31} twice the nodes: {measured[-1] / measured[-2]:.1f} × the {'time' if name in times else 'memory'}")
+
+# %% [markdown]
+# Left: twice the nodes take about four times as long with a softmax, and about twice as long with linear attention,
+# also if it is causal. Taken over all pairs, the same weights are even slower than a softmax, for which there is a
+# fused kernel that keeps no $N \times N$ tensors. Linear attention has its price: its weights are smoother than those of a softmax, and it has to do
+# without everything that concerns single pairs, such as a bias.
+#
+# Right: with a bias as a tensor, memory grows with the square of $N$, and with the other two in proportion to $N$. Time
+# still grows with the square, because everyone does attend to everyone.
 
 # %% [markdown]
 # ## What a graph knows
