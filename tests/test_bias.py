@@ -155,6 +155,21 @@ def test_lists_of_edges():
     assert_as_reference(bias, looped, leaves_for(N, N), [more])
 
 
+@pytest.mark.parametrize("shape", COMPLETE)
+def test_equals_a_tensor_of_all_pairs(shape):
+    graph, n, m = COMPLETE[shape]
+    leaves, distance = leaves_for(n, m), graph.distances(torch.device("cpu"))
+    for bias, held in (sparse(n, m), buckets(n, m), near(), distances()):
+        if isinstance(bias, SparseBias):
+            whole = held.new_zeros(n, m, H).index_put((bias.target, bias.source), held, accumulate=True)
+        elif isinstance(bias, DistanceBias):
+            whole = held[distance + 250]
+        else:
+            whole = held[(distance.clamp(-4, 4) + 4) if callable(bias.buckets) else bias.buckets.long()]
+        found, expected = (gattn.attend(*leaves, graph, bias=each) for each in (bias, whole.permute(2, 0, 1)))
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_list_of_all_pairs_gives_the_same():
     for bias, _ in (sparse(), buckets(N, M), near()):
         complete, leaves = CompleteGraph(N, M), leaves_for()
