@@ -207,7 +207,7 @@ for row, picture, label in (
     (axes[0], drawn, "bias b"),
     (axes[1], plt.cm.ScalarMappable(plt.Normalize(0, 1), WEIGHTS), "attention weight α"),
 ):
-    bar = figure.colorbar(picture, ax=row, shrink=0.8, extend="min" if row is axes[0] else "neither")
+    bar = figure.colorbar(picture, ax=row, shrink=0.8)
     bar.set_label(label)
     bar.outline.set_visible(False)
 
@@ -291,6 +291,7 @@ for ax, lines, unit in zip(axes, (times, memory), (1e3, 1e-6), strict=True):
     ax.set_xticks(ticks, ticks, fontsize=8)
     ax.minorticks_off()
     ax.grid(alpha=0.25)
+    ax.set_ylim(top=8 * ax.get_ylim()[1])  # room for the legend
     ax.legend(frameon=False, fontsize=8)
 axes[0].set_ylabel("time, ms")
 axes[0].set_title("attention and its gradients", fontsize=9)
@@ -302,8 +303,10 @@ for name, measured in (times | memory).items():
 # %% [markdown]
 # Left: twice the nodes take about four times as long with a softmax, and about twice as long with linear attention,
 # also if it is causal. Taken over all pairs, the same weights are even slower than a softmax, for which there is a
-# fused kernel that keeps no $N \times N$ tensors. Linear attention has its price: its weights are smoother than those of a softmax, and it has to do
-# without everything that concerns single pairs, such as a bias.
+# fused kernel that keeps no $N \times N$ tensors. (Notebook 06, on [what the machine
+# does](06_what_the_machine_does.ipynb), shows what such large tensors cost.) Linear attention has its price: its
+# weights are smoother than those of a softmax, and it has to do without everything that concerns single pairs, such as
+# a bias.
 #
 # Right: with a bias as a tensor, memory grows with the square of $N$, and with the other two in proportion to $N$. Time
 # still grows with the square, because everyone does attend to everyone.
