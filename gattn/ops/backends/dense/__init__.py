@@ -296,9 +296,8 @@ def _output(part: _Part, graph: CompleteGraph) -> Tensor:
     """The output, `[B, N, H, C]`."""
     query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
     batch, offset = value.size(0), graph.offset(num_targets, graph.num_sources)
-    whole = Group(tuple(range(batch)), num_targets, graph.num_sources, offset)
     if graph.is_uniform:
-        return _uniform(part._replace(bias=_of_group(bias, whole)), offset, graph)
+        return _uniform(part._replace(bias=_of_all(part, graph)), offset, graph)
     if (
         not (log_sum or isinstance(bias, Bias))
         and _is_dot(score)
@@ -308,7 +307,7 @@ def _output(part: _Part, graph: CompleteGraph) -> Tensor:
     elements = elements_of(graph, batch)
     if elements is None:
         mask = _both(mask, _length_mask(graph, value.device))
-        return _uniform(part._replace(bias=_of_group(bias, whole), mask=mask), offset, graph)
+        return _uniform(part._replace(bias=_of_all(part, graph), mask=mask), offset, graph)
     if not elements:
         return _zeros(part)
     ragged = grouped.__wrapped__ if torch.compiler.is_compiling() else grouped
@@ -336,8 +335,9 @@ def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteG
     for place, (q, k, (n, m)) in enumerate(zip(queries, _blocks(key, graph, 1), blocks, strict=True)):
         group = Group((place,), n, m, m - n)
         if graph.blocks is None:
-            group = Group(tuple(range(part.value.size(0))), n, m, graph.offset(n, m))
-        b, allowed = _of_group(part.bias, group), part.mask if graph.blocks is None else of_group(part.mask, group)
+            b, allowed = _of_all(part, graph), part.mask
+        else:
+            b, allowed = _of_group(part.bias, group), of_group(part.mask, group)
         allowed = _both(allowed, lengths)
         if graph.reach != (None, None):
             allowed = _both(allowed, graph.visible(n, m, graph.offset(n, m), key.device)[None, None])
@@ -346,6 +346,14 @@ def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteG
             yield function(block)
         else:
             yield torch.cat(_by_targets(function, block), 2)
+
+
+def _of_all(part: _Part, graph: CompleteGraph) -> Tensor | Bias | None:
+    """The bias of all elements of a batch."""
+    if not isinstance(part.bias, Bias):
+        return part.bias
+    sizes = part.num_targets, graph.num_sources
+    return part.bias.of_group(range(part.value.size(0)), *sizes, graph.offset(*sizes))
 
 
 def _of_group(bias: Tensor | Bias | None, group: Group) -> Tensor | Bias | None:
