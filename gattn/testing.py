@@ -183,7 +183,7 @@ def assert_alone_equals_in_batch(
         ...     return x - x.mean(0)
         >>> assert_alone_equals_in_batch(centred, graphs)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        AssertionError: graph 1 (1 node) depends on the other graphs of its batch: ...
+        AssertionError: graph ... depends on the other graphs of its batch: ...
     """
     if tolerance is not None:
         check_number("tolerance", tolerance, "finite and not negative")
