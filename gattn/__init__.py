@@ -8,6 +8,9 @@ and `gattn.aggregate` are its two halves. Its choices are independent of each ot
 - *distribution*, how scores become weights: `Softmax`, `Sparsemax`, `Entmax15`, `TopK`, `Hard`, `LocalGaussian`,
   `WithinTypes`, the gates `Sigmoid`, `Tanh` and `Identity`, or a `Distribution` of your own.
 
+A bias is a tensor, or one that needs no tensor of all pairs (`SparseBias`, `BucketBias`, a `Bias` of your own), and
+`merge` joins attention over several graphs.
+
 The rest of the package:
 
 - `gattn.nn`: layers with the arguments and parameters of PyG's and `torch.nn`'s, attention in recurrent networks,

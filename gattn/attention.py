@@ -308,8 +308,7 @@ class Attention(Leaf, MessagePassing):
 
         Raises:
             ValueError: If shapes do not fit each other or the graph, a name is unknown, `return_lse` is set for another
-                distribution than the softmax, or the requested backend cannot
-                serve the call; the message says which.
+                distribution than the softmax, or the requested backend cannot serve the call; the message says which.
             IndexError: If an index of the graph or a type is out of range.
             TypeError: If `graph` is not a graph, `score` not a `Score`, `training` neither true nor false, or another
                 input not a tensor.
