@@ -92,9 +92,10 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or uses_jit_trace()
 
 
+@torch.compiler.assume_constant_result  # PyTorch 2.11 cannot compile the call; elsewhere inputs have other types
 def is_transformed() -> bool:
     """Whether this code runs inside a transform of `torch.func`, whose tensors must not outlive it."""
-    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()  # the compiler supports this one
+    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()
     return depth > 0
 
 

@@ -163,6 +163,10 @@ class TestCache:
         assert graph.adjacency.device.type == "meta"
         assert (graph.num_sources, graph.num_targets, graph.self_loops, graph.flow) == (4, 4, True, "target_to_source")
 
+    def test_one_without_edges_to_another_device(self):
+        """PyG leaves such an `EdgeIndex` where it is."""
+        assert make(EdgeIndex(EDGES[:, :0], sparse_size=(4, 4))).to("meta").adjacency.device.type == "meta"
+
     def test_copies(self):
         graph = make(EDGES, self_loops=True)
         for copied in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):

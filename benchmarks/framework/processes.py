@@ -74,7 +74,7 @@ def in_processes(
         yield from _together(cases, work)
         return
     # Windows has no fork server, and its children would keep its environment. Otherwise, each process imports anew.
-    is_forked = sys.platform != "win32" and not environment
+    is_forked = sys.platform != "win32" and not environment and not torch.cuda.is_available()
     context = multiprocessing.get_context("forkserver") if is_forked else multiprocessing.get_context("spawn")
     context.set_forkserver_preload(list(PRELOADED))
     if is_forked and threading.current_thread() is threading.main_thread():

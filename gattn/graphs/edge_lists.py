@@ -123,15 +123,21 @@ class _Kept:
         return None if entry is None or entry[0] != state else entry[2].get()
 
 
+_lock: Any = threading.RLock()  # reentrant, because the garbage collector may run anything at any time
+_cache = WeakTensorKeyDictionary()  # {tensor: _Kept}
+_inherited: list[Any] = []
+
+
 def _forget() -> None:
-    """Starts with an empty cache: a forked process may inherit locks that none of its threads will ever release."""
+    """Starts with an empty cache: a forked process may inherit locks that none of its threads will ever release.
+
+    What the cache held is never freed there: a forked process that frees a GPU's memory or events is ended by CUDA.
+    """
     global _lock, _cache
+    _inherited.extend(list(_cache.data.values()))
     _lock, _cache = threading.RLock(), WeakTensorKeyDictionary()
 
 
-_lock: Any  # reentrant, because the garbage collector may run anything at any time
-_cache: WeakTensorKeyDictionary  # {tensor: _Kept}
-_forget()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 

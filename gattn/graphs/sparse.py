@@ -187,7 +187,10 @@ class SparseGraph(Graph):
 
     def to(self, device: torch.device | str) -> SparseGraph:
         """The same graph on another device."""
-        return self._changed(adjacency=self.adjacency.to(device))
+        adjacency = self.adjacency
+        if isinstance(adjacency, EdgeIndex) and not adjacency.size(1):
+            adjacency = plain(adjacency)  # PyG leaves an EdgeIndex without edges where it is
+        return self._changed(adjacency=adjacency.to(device))
 
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """See `Graph.edge_list`."""

@@ -6,7 +6,10 @@ import torch
 
 import gattn
 from gattn import SparseGraph, attend
-from tests.cases import compare, make_call, off_the_grid
+from tests import cases
+from tests.cases import compare, off_the_grid, on_device
+
+make_call = on_device(cases.make_call)
 
 LAWS = [gattn.Sparsemax(), gattn.Entmax15(), *map(gattn.TopK, (1, 7, 38, 39, 40, 10**30))]
 

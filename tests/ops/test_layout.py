@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -308,6 +309,24 @@ class TestKeeping:
         if ended == (0, 0):
             os.kill(child, signal.SIGKILL)
         assert ended == (child, 0)
+
+    def test_a_forked_child_frees_nothing(self):
+        """CUDA ends a forked process that frees a GPU's memory, which workers of data loaders would do."""
+        index = random_edge_index(9, num_edges=40)
+        value = weakref.ref(edge_lists.derived(index, "test", Held))
+        child = os.fork()
+        if child == 0:
+            try:
+                del index
+                gc.collect()
+                os._exit(0 if value() is not None else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0) == (child, 0)
+
+
+class Held:
+    """A value with references to it."""
 
 
 class TestThreads:

@@ -1,0 +1,205 @@
+"""Layers and verbs give on a GPU what they give on the CPU, with all gradients: run with `--device cuda`."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+import gattn
+from gattn import CompleteGraph, DotScore, Identity, nn
+from gattn.testing import random_edge_index
+
+pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cuda", reason="compares a GPU with the CPU")
+
+N, E, C, H, D = 12, 40, 8, 2, 3
+LARGE = 1100
+LINEAR = {"score": DotScore(scale=1.0), "distribution": Identity(normalize=True)}
+LENGTHS = [5, 1, 0, 6]
+
+
+class Draw:
+    """The same numbers on every device."""
+
+    def __init__(self, device: str):
+        self.device, self.leaves = device, []
+        torch.manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        self.leaves.append(torch.randn(shape, dtype=torch.double).to(self.device).requires_grad_())
+        return self.leaves[-1]
+
+    def below(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(most, shape).to(self.device)
+
+    def edges(self) -> Tensor:
+        return random_edge_index(N, num_edges=E).to(self.device)
+
+    def lengths(self) -> Tensor:
+        return torch.tensor(LENGTHS).to(self.device)
+
+    def layer(self, module: torch.nn.Module) -> torch.nn.Module:
+        module = module.double().to(self.device)
+        self.leaves += module.parameters()
+        return module
+
+
+def conv(name, *sizes, **options):
+    """A layer that is called with nodes and edges."""
+    features = {"edge_dim", "in_edge_channels"} & options.keys()
+
+    def case(draw):
+        layer = draw.layer(getattr(nn, name)(*sizes, **options))
+        return layer(draw(N, C), draw.edges(), *([draw(E, D)] if features else []))
+
+    return case
+
+
+def attend(graph=None, size=N, batch=(), **options):
+    """Attention among nodes, on a list of edges or on a graph; what is callable is drawn."""
+
+    def case(draw):
+        given = {name: make(draw) if callable(make) else make for name, make in options.items()}
+        on = draw.edges() if graph is None else graph(draw) if callable(graph) else graph
+        return gattn.attend(*(draw(*batch, size, H, C) for _ in range(3)), on, **given)
+
+    return case
+
+
+def sparse_bias(size):
+    def sparse(draw):
+        return gattn.SparseBias(draw.below(size, 2, E), draw(E, H))
+
+    return sparse
+
+
+def bucket_bias(size):
+    def buckets(draw):
+        return gattn.BucketBias(draw.below(5, size, size).to(torch.uint8), draw(5, H))
+
+    return buckets
+
+
+def within_first(draw):
+    return gattn.SparseBias(draw.below(5, 2, E), draw(E, H))
+
+
+def near(draw):
+    return gattn.BucketBias(lambda target, source: (target - source).clamp(0, 4), draw(5, H))
+
+
+def heads(draw):
+    layer = draw.layer(nn.MultiheadAttention(C, H, batch_first=True, position=nn.RelativePositionBias(H, 2)))
+    return layer(x := draw(2, 7, C), x, x)
+
+
+CASES = {
+    "GAT": conv("GATConv", C, 4, heads=H, edge_dim=D),
+    "GATv2": conv("GATv2Conv", C, 4, heads=H, edge_dim=D),
+    "Transformer": conv("TransformerConv", C, 4, heads=H, edge_dim=D, beta=True),
+    "AGNN": conv("AGNNConv"),
+    "SuperGAT": lambda draw: draw.layer(nn.SuperGATConv(C, 4, heads=H)).eval()(draw(N, C), draw.edges()),
+    "General": conv("GeneralConv", C, 4, in_edge_channels=D, heads=H, attention=True),
+    "ResGatedGraph": conv("ResGatedGraphConv", C, 4, edge_dim=D),
+    "GATE": conv("GATEConv", C, C, edge_dim=D),
+    "GatedGCN": lambda draw: draw.layer(nn.GatedGCNConv(C, D, 4))(draw(N, C), draw.edges(), draw(E, D)),
+    "EGAT": lambda draw: draw.layer(nn.EGATConv(C, D, 4, 5, H))(draw(N, C), draw.edges(), draw(E, D)),
+    "FA": lambda draw: draw.layer(nn.FAConv(C))(draw(N, C), draw(N, C), draw.edges()),
+    "DNA": lambda draw: draw.layer(nn.DNAConv(C, heads=H))(draw(N, 3, C), draw.edges()),
+    "PointTransformer": lambda draw: draw.layer(nn.PointTransformerConv(C, 4))(draw(N, C), draw(N, 3), draw.edges()),
+    "RGAT": lambda draw: draw.layer(nn.RGATConv(C, 4, 5, heads=H))(draw(N, C), draw.edges(), draw.below(5, E)),
+    "HEAT": lambda draw: draw.layer(nn.HEATConv(C, 4, 3, 5, 2, D, 2, heads=H))(
+        draw(N, C), draw.edges(), draw.below(3, N), draw.below(5, E), draw(E, D)
+    ),
+    "HGT": lambda draw: draw.layer(nn.HGTConv(C, C, (["a"], [("a", "to", "a"), ("a", "of", "a")]), heads=H))(
+        {"a": draw(N, C)}, {("a", "to", "a"): draw.edges(), ("a", "of", "a"): draw.edges()}
+    )["a"],
+    "HAN": lambda draw: draw.layer(nn.HANConv(C, C, (["a"], [("a", "to", "a"), ("a", "of", "a")]), heads=H))(
+        {"a": draw(N, C)}, {("a", "to", "a"): draw.edges(), ("a", "of", "a"): draw.edges()}
+    )["a"],
+    "Hypergraph": lambda draw: draw.layer(nn.HypergraphConv(C, 4, use_attention=True, heads=H))(
+        draw(N, C), draw.edges(), hyperedge_attr=draw(N, C)
+    ),
+    "DenseGAT": lambda draw: draw.layer(nn.DenseGATConv(C, 4, heads=H))(draw(2, N, C), draw.below(2, 2, N, N)),
+    "GPS": lambda draw: draw.layer(nn.GPSConv(C, nn.GATConv(C, C), heads=H, norm=None))(
+        draw(N, C), draw.edges(), draw.below(3, N).sort().values
+    ),
+    "pooling": lambda draw: draw.layer(nn.AttentionPooling(C))(draw(N, C), draw.below(3, N).sort().values),
+    "heads": heads,
+    "encoder": lambda draw: draw.layer(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(C, H, 16, dropout=0.0, batch_first=True), 2)
+    )(draw(2, 7, C), src_key_padding_mask=torch.arange(7, device=draw.device) >= draw.below(7, 2, 1) + 1),
+    "LSTMN": lambda draw: draw.layer(nn.LSTMNCell(C, 5))(draw(3, C)),
+    "additive": lambda draw: draw.layer(nn.AdditiveAttention(C, C))(draw(2, 3, C), draw(2, 7, C)),
+    "list": attend(),
+    "list, lse": attend(return_lse=True),
+    "list, weights": attend(return_weights=True),
+    **{
+        f"list, {type(law).__name__}": attend(distribution=law)
+        for law in (gattn.Sparsemax(), gattn.Entmax15(), gattn.TopK(3), gattn.Hard(), gattn.Sigmoid(), Identity())
+    },
+    "causal": attend(CompleteGraph(N, causal=True)),
+    "window": attend(CompleteGraph(LARGE, window=(4, 0)), LARGE),
+    "ragged": attend(lambda draw: CompleteGraph(6, source_lengths=draw.lengths()), 6, batch=(4,)),
+    "packed": attend(CompleteGraph.packed(LENGTHS)),
+    "packed, large": attend(CompleteGraph.packed([LARGE // 2] * 2), LARGE),
+    "additive score": attend(CompleteGraph(N), score=lambda draw: gattn.AdditiveScore(draw(H, C))),
+    "packed, sparse": attend(CompleteGraph.packed(LENGTHS), bias=within_first),
+    "buckets, function": attend(CompleteGraph(LARGE, causal=True), LARGE, bias=near),
+}
+for law in (gattn.Softmax(), gattn.Sparsemax(), gattn.TopK(3), Identity()):
+    CASES[f"complete, {type(law).__name__}"] = attend(CompleteGraph(N), distribution=law)
+for size in (N, LARGE):
+    for bias in (sparse_bias(size), bucket_bias(size)):
+        CASES[f"{bias.__name__} of {size}"] = attend(CompleteGraph(size), size, bias=bias, return_lse=size == LARGE)
+for name, graph in {
+    "full": CompleteGraph(LARGE),
+    "causal": CompleteGraph(LARGE, causal=True),
+    "packed": CompleteGraph.packed([LARGE // 2] * 2),
+    "ragged": lambda draw: CompleteGraph(LARGE, source_lengths=draw.below(LARGE, 2)),
+}.items():
+    CASES[f"linear, {name}"] = attend(graph, LARGE, batch=(2,), **LINEAR)
+
+
+def results(name, device):
+    draw = Draw(device)
+    found = CASES[name](draw)
+    found = [out for out in torch.utils._pytree.tree_leaves(found) if isinstance(out, Tensor)]
+    torch.manual_seed(1)
+    losses = [
+        (out.nan_to_num(neginf=0.0) * torch.randn(out.shape, dtype=out.dtype).to(device)).sum()
+        for out in found
+        if out.requires_grad
+    ]
+    grads = torch.autograd.grad(
+        sum(losses), [leaf for leaf in draw.leaves if leaf.requires_grad], materialize_grads=True, allow_unused=True
+    )
+    return [*found, *grads]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_on_the_cpu(name):
+    with torch.device("cpu"):  # as in a program that moves a model and its data to the GPU
+        found, expected = results(name, "cuda"), results(name, "cpu")
+    assert all(result.is_cuda for result in found)
+    for result, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["list", "complete", "linear", "GATConv", "GATv2Conv", "TransformerConv"])
+def test_compiled(kind):
+    with torch.device("cpu"):
+        draw = Draw("cuda")
+        edges = draw.edges()
+        if kind.endswith("Conv"):
+            layer, inputs = draw.layer(getattr(nn, kind)(C, 4, heads=H)), (draw(N, C), edges)
+        else:
+            graph = {"list": edges, "complete": CompleteGraph(N), "linear": CompleteGraph(LARGE)}[kind]
+            size, options = (LARGE, LINEAR) if kind == "linear" else (N, {})
+            inputs = [draw(size, H, C) for _ in range(3)]
+            layer = functools.partial(gattn.attend, graph=graph, **options)
+        found = []
+        for function in (layer, torch.compile(layer, fullgraph=True)):
+            out = function(*inputs)
+            found.append([out, *torch.autograd.grad(out.sin().sum(), draw.leaves)])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
