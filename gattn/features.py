@@ -20,13 +20,13 @@ Example:
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.utils import scatter
 
+from gattn.autocast import without_autocast
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number
 from gattn.graphs import CompleteGraph
 from gattn.scores import unit
@@ -421,14 +421,9 @@ def _exponents(x: Tensor, projection: Tensor, scale: float, with_length: bool = 
     """The exponents of the features, `[..., N, H, R]`, or their part that differs between features."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, projection.dtype), torch.float32)
     x = x.to(dtype) * math.sqrt(scale)
-    with _without_autocast(x.device.type):
+    with without_autocast(x):
         products = x @ projection.to(dtype).mT
     return products - 0.5 * x.square().sum(-1, keepdim=True) if with_length else products
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[None]:
-    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def _maxima(exponents: Tensor, graph: CompleteGraph | None, num_targets: int) -> tuple[Tensor, Tensor]:

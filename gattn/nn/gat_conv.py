@@ -12,10 +12,11 @@ from torch_geometric.nn.inits import glorot, zeros
 from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 
 from gattn.attention import fused
+from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights, projects
-from gattn.nn.linear import Linear, is_autocast, is_plain
+from gattn.nn.linear import Linear, is_plain
 from gattn.ops import reference
 from gattn.scores import GATScore
 from gattn.torch_private import is_traced

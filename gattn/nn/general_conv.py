@@ -11,12 +11,13 @@ from torch.nn import Parameter
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.inits import glorot
 
+from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
-from gattn.nn.linear import Linear, is_affine, is_autocast
+from gattn.nn.linear import Linear, is_affine
 from gattn.scores import GATScore, Score
 
 __all__ = ["GeneralConv"]

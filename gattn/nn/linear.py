@@ -13,12 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn.dense import HeteroLinear
 from torch_geometric.nn.dense import Linear as PyGLinear
 
+from gattn.autocast import without_autocast
 from gattn.graphs.edge_lists import derived
 from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
 from gattn.torch_private import has_hooks, is_wrapper
 
-__all__ = ["FeatureDropout", "Linear", "columns", "dropout", "is_affine", "is_autocast", "is_plain", "is_untouched"]
+__all__ = ["FeatureDropout", "Linear", "columns", "dropout", "is_affine", "is_plain", "is_untouched"]
 
 
 class Linear(PyGLinear):
@@ -91,18 +92,12 @@ def columns(lin: Any, *sizes: int) -> tuple[Tensor, ...] | None:
     return lin.weight.split(sizes, 1) if is_affine(lin) else None
 
 
-def is_autocast(x: Tensor) -> bool:
-    """Whether autocast chooses the types of matrix products on the device of `x`."""
-    kind = x.device.type
-    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 def _sparse_product(x: Tensor, weight: Tensor) -> Tensor:
     """The product x Wᵀ for a sparse x, in float32 at least, because CPU libraries support nothing else."""
     dtype = weight.dtype
     if dtype in (torch.float16, torch.bfloat16):
         x, weight = x.float(), weight.float()
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         out: Tensor = x @ weight.t() if x.requires_grad else _ConstantSparseProduct.apply(x, weight)  # type: ignore[no-untyped-call]
     return out.to(dtype)
 
@@ -123,7 +118,7 @@ class _ConstantSparseProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         x = ctx.saved_tensors[0] if ctx.x is None else ctx.x
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad):
             return None, (_transpose(x) @ grad).t()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gattn.autocast import is_autocast, without_autocast
 from gattn.bias import Bias, Pairs
 from gattn.distributions import Distribution, is_plain_softmax, law_of
 from gattn.errors import InputError
@@ -124,7 +124,7 @@ class Dense(Backend):
             return None
         if more or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
             return None
-        causal, kind = graph.causal, call.value.device.type
+        causal = graph.causal
         scale = score.factor(call.channels)  # not the score, which may be changed
 
         def plan(given: Given) -> Tensor | None:
@@ -135,7 +135,7 @@ class Dense(Backend):
                 return None
             if num_targets * num_sources == 0 or (is_causal and num_targets != num_sources):
                 return None
-            if _is_autocast_on(kind) or is_context_parallel():
+            if is_autocast(value) or is_context_parallel():
                 return None
             return dot_product_attention(query, key, value, scale, None, None, dropout, is_causal)
 
@@ -242,8 +242,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
         query, key, score = score.folded(query, key)
     part = _Part(query, key, value, score, bias, mask, graph.num_targets, dropout, call.log_sum)
     weights: list[Tensor] = []
-    kind = value.device.type
-    with torch.autocast(kind, enabled=False) if _is_autocast_on(kind) else nullcontext():
+    with without_autocast(value):
         is_softmax = is_plain_softmax(distribution)
         if _is_linear(call) and (
             graph.blocks is not None
@@ -273,10 +272,6 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     if not with_weights:
         return out, None
     return out, weights[0] if graph.blocks is None else weights
-
-
-def _is_autocast_on(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _nodes_in_one_batch(x: Tensor, front: torch.Size) -> Tensor:
