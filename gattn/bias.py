@@ -270,8 +270,9 @@ class Pairs(Bias):
         element: The element of each pair, `[E]`; `None` if all elements share the pairs.
         target: Its target, `[E]`.
         source: Its source, `[E]`.
-        values: The biases, `[E, H or 1]` or `[E]`.
-        place: The row of `values` of each pair, `[E]`. (default: `None`, their order)
+        values: The biases, `[L, H or 1]` or `[L]`; the bias of a pair that was listed twice is a sum of two.
+        place: The rows of `values`, `[L]`, in the order of the pairs. (default: `None`, they are in that order)
+        starts: Where the rows of each pair start in `place`, `[E + 1]`. (default: `None`, each pair has one)
         count: The number of elements. (default: `1`)
     """
 
@@ -282,30 +283,33 @@ class Pairs(Bias):
         source: Tensor,
         values: Tensor,
         place: Tensor | None = None,
+        starts: Tensor | None = None,
         count: int = 1,
     ):
         self.element, self.target, self.source, self.count = element, target, source, count
         self.values = values if values.dim() == 2 else values.unsqueeze(1)
-        self.place = place
+        self.place, self.starts = place, starts
         self.shared = element is None
 
     @staticmethod
     def ordered(element: Tensor | None, target: Tensor, source: Tensor, values: Tensor, count: int = 1) -> Pairs:
         """The same for pairs in any order, of which some may be listed twice."""
-        values = values if values.dim() == 2 else values.unsqueeze(1)
         if target.numel() == 0:
-            return Pairs(element, target, source, values, None, count)
+            return Pairs(element, target, source, values, count=count)
+        width = int(source.max()) + 1
         keys = target if element is None else target * count + element
-        keys, order = (keys * (int(source.max()) + 1) + source).sort()
-        target, source = target[order], source[order]
-        element = None if element is None else element[order]
-        is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
-        if bool(is_new.all()):
-            return Pairs(element, target, source, values, order, count)
-        sums = values.new_zeros(int(is_new.sum()), values.size(1))
-        sums = sums.index_add(0, is_new.cumsum(0) - 1, values.index_select(0, order))
-        element = None if element is None else element[is_new]
-        return Pairs(element, target[is_new], source[is_new], sums, None, count)
+        keys, order = (keys * width + source).sort()
+        starts = F.pad((keys[1:] != keys[:-1]).nonzero().squeeze(1) + 1, (1, 0))
+        is_each_new = len(starts) == len(keys)
+        if not is_each_new:
+            keys = keys[starts]
+            starts = F.pad(starts, (0, 1), value=len(order))
+        small = torch.int32 if max(width, int(target.max()), len(order)) < 2**31 else torch.int64
+        source, keys = (keys % width).to(small), keys.div_(width, rounding_mode="floor")
+        if element is not None:
+            element, keys = keys % count, keys.div_(count, rounding_mode="floor")
+        starts = None if is_each_new else starts
+        return Pairs(element, keys.to(small), source, values, order.to(small), starts, count)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """See `Bias.tensors`."""
@@ -313,30 +317,45 @@ class Pairs(Bias):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Pairs:
         """See `Bias.with_tensors`."""
-        return Pairs(self.element, self.target, self.source, tensors[0], self.place, self.count)
+        return Pairs(self.element, self.target, self.source, tensors[0], self.place, self.starts, self.count)
 
     def chosen(self, pairs: Tensor) -> Pairs:
         """The same with some of the pairs, given their numbers in ascending order."""
         element = None if self.element is None else self.element[pairs]
-        place = pairs if self.place is None else self.place[pairs]
-        return Pairs(element, self.target[pairs], self.source[pairs], self.values, place, self.count)
+        place, number = self._rows_of(pairs)
+        starts = None if number is None else F.pad(number.bincount(minlength=len(pairs)).cumsum(0), (1, 0))
+        return Pairs(element, self.target[pairs], self.source[pairs], self.values, place, starts, self.count)
 
     def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:
         """See `Bias.of_group`: padding has no pairs."""
         is_there = (self.target < num_targets) & (self.source < num_sources)
         return self if bool(is_there.all()) else self.chosen(is_there.nonzero().squeeze(1))
 
-    def values_of(self, pairs: slice | Tensor) -> Tensor:
-        """The biases of some pairs, `[E, H or 1]`."""
-        return self.values[pairs if self.place is None else self.place[pairs]]
+    def _rows_of(self, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows of `values` of some pairs, and the place of each row's pair among these if some have several."""
+        if self.starts is None:
+            return pairs if self.place is None else self.place[pairs], None
+        assert self.place is not None
+        first = self.starts[pairs]
+        counts = self.starts[pairs + 1] - first
+        number = torch.arange(len(pairs), device=pairs.device).repeat_interleave(counts)
+        offset = first - counts.cumsum(0) + counts
+        return self.place[torch.arange(len(number), device=pairs.device) + offset[number]], number
 
-    def add_to(self, grad: Tensor, pairs: slice | Tensor, more: Tensor) -> None:
+    def values_of(self, pairs: Tensor) -> Tensor:
+        """The biases of some pairs, `[E, H or 1]`."""
+        rows, number = self._rows_of(pairs)
+        values = self.values.index_select(0, rows)
+        return values if number is None else values.new_zeros(len(pairs), values.size(1)).index_add(0, number, values)
+
+    def add_to(self, grad: Tensor, pairs: Tensor, more: Tensor) -> None:
         """Adds gradients of some pairs to those of `values`."""
-        grad[pairs if self.place is None else self.place[pairs]] += more
+        rows, number = self._rows_of(pairs)
+        grad[rows] += more if number is None else more[number]
 
     def _within(self, targets: slice, sources: slice) -> tuple[Tensor, tuple[Any, ...]]:
         """Which pairs are in a part, and where: element, head, row and column."""
-        bounds = torch.tensor([targets.start, targets.stop], device=self.target.device)
+        bounds = torch.tensor([targets.start, targets.stop], dtype=self.target.dtype, device=self.target.device)
         first, last = torch.searchsorted(self.target, bounds).tolist()
         pairs = torch.arange(first, last, device=self.target.device)
         column = self.source[first:last] - sources.start
@@ -378,7 +397,7 @@ class Pairs(Bias):
         if self.target.numel() == 0 or targets.numel() == 0:
             return self.values.new_zeros(1, len(targets), self.values.size(1)) + self.values[:0].sum()
         width = int(max(self.source.max(), sources.max())) + 1
-        listed, asked = self.target * width + self.source, targets * width + sources
+        listed, asked = self.target.long() * width + self.source, targets * width + sources
         pairs = torch.searchsorted(listed, asked).clamp_max(len(listed) - 1)
         return self.values_of(pairs).masked_fill((listed[pairs] != asked).unsqueeze(1), 0.0).unsqueeze(0)
 
@@ -395,7 +414,7 @@ class _BlockPairs(Bias):
         device = pairs.target.device
         ends = torch.tensor(blocks, dtype=torch.int64, device=device).view(-1, 2).cumsum(0)
         of_target, of_source = (
-            torch.bucketize(nodes, ends[:, side].contiguous(), right=True)
+            torch.bucketize(nodes, ends[:, side].to(nodes.dtype), right=True)
             for side, nodes in enumerate((pairs.target, pairs.source))
         )
         if bool((of_target != of_source).any()):
@@ -403,7 +422,7 @@ class _BlockPairs(Bias):
         starts = F.pad(ends, (0, 0, 1, 0))[of_target]
         counts = of_target.bincount(minlength=len(blocks)).tolist()
         target, source = pairs.target - starts[:, 0], pairs.source - starts[:, 1]
-        values = pairs.values if pairs.place is None else pairs.values.index_select(0, pairs.place)
+        values = pairs.values_of(torch.arange(len(target), device=device))
         self.parts = list(zip(*(torch.split(x, counts) for x in (target, source, values)), strict=True))
 
     def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:

@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,6 +22,13 @@ CPU_ONLY = ("benchmarks", "ops/test_cpu.py", "ops/test_fuzz.py", "ops/test_layou
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where tests compute (default: cpu)")
+    text = "the share of the chosen tests that run, and a number that decides which (default: all)"
+    parser.addoption("--share", nargs=2, metavar=("SHARE", "SEED"), default=("1", "0"), help=text)
+
+
+def pytest_report_header(config):
+    share, seed = config.getoption("--share")
+    return [] if share == "1" else [f"a random share: --share {share} {seed}"]
 
 
 def pytest_configure(config):
@@ -36,6 +44,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    share, seed = config.getoption("--share")
+    left_out = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() >= float(share)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     if config.getoption("--device") != "cpu":
         folder = Path(__file__).parent
         for item in items:

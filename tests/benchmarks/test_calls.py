@@ -36,19 +36,22 @@ def compiled(monkeypatch):
     return made
 
 
-def test_every_call_is_measured_and_agrees_with_its_peer(run, compiled, tmp_path):
-    rows = run()
-    assert compiled == [{"dynamic": True}] * 4
-    assert sum(call.is_compiled for call in CALLS.values()) == 4
-    assert [(row["call"], row["outcome"], row["threads"]) for row in rows] == [(name, "ok", 1) for name in CALLS]
+FEW = ["10 nodes, attend, CompleteGraph", "one decoded token, KeyValueCache"]
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(list(CALLS), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_every_call_is_measured_and_agrees_with_its_peer(names, run, compiled, tmp_path):
+    rows = run("--calls", *names)
+    assert compiled == [{"dynamic": True}] * sum(CALLS[name].is_compiled for name in names)
+    assert [(row["call"], row["outcome"], row["threads"]) for row in rows] == [(name, "ok", 1) for name in names]
     assert all(row["forward"]["rounds"] >= 3 for row in rows)
-    assert [row["call"] for row in rows if "forward_backward" not in row] == ["one decoded token, KeyValueCache"]
+    assert [row["call"] for row in rows if "forward_backward" not in row] == FEW[1:]
     table = (tmp_path / "table.md").read_text()
-    assert all(f"| {name} | {call.peer} | default |" in table for name, call in CALLS.items())
+    assert all(f"| {name} | {CALLS[name].peer} | default |" in table for name in names)
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-@pytest.mark.parametrize("name", ["10 nodes, attend, CompleteGraph", "one decoded token, KeyValueCache"])
+@pytest.mark.parametrize("name", FEW)
 def test_a_wrong_result_of_either_side_is_not_timed(name, is_ours, run, tmp_path, monkeypatch):
     right = CALLS[name]
     made = []

@@ -238,6 +238,7 @@ class TestProcesses:
 
 
 class TestCommandLine:
+    @pytest.mark.slow
     def test_everything(self, board, one_process, tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(RECIPES, "minesweeper", RECIPE)
         arguments = ["--datasets", "Minesweeper", "--layers", "gattn", "pyg", "--runs", "2", "--evaluate-every", "5"]

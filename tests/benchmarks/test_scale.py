@@ -25,6 +25,7 @@ def case(part, peer="gattn", name="1e4"):
     return scale.Case(scale.GRAPHS[name], part, peer, 1, 2, 0.1, "default", 8)
 
 
+@pytest.mark.slow
 def test_peers_agree_with_float64(tmp_path):
     scale.Scale.main([*QUICK, "--peers", "gattn", "pyg", "--out", str(tmp_path)])
     rows = read_rows(tmp_path)

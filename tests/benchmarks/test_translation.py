@@ -419,6 +419,7 @@ class TestTraining:
 
 
 class TestCommandLine:
+    @pytest.mark.slow
     def test_everything(self, published, one_process, tmp_path, monkeypatch, capsys):
         chosen = ["--rows", "general", "none"]
         Translation.main(arguments(tmp_path, *chosen, "--seeds", "1", "0"))

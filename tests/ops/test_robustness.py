@@ -215,6 +215,7 @@ class TestInputsAreChecked:
             attend(x, x, x, index, score=AdditiveScore(torch.randn(H, C, device="meta")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_out_of_memory_in_one_thread():
     """Some budgets suffice for the workspace of one thread and not for two: an error then, and no waiting for ever."""
@@ -341,7 +342,9 @@ class Attended(Dataset):
         return torch.stack([out, *torch.autograd.grad(out.square().sum(), x)]).detach()
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+)
 def test_workers_of_a_data_loader(start):
     data = Attended()
     expected = [data[item] for item in range(4)]

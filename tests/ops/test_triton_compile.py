@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [["-m", "not slow"], pytest.param(["-m", "slow", "-k", "not loop"], marks=pytest.mark.slow)],
-    ids=["fast", "slow"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [["-m", "not slow"], ["-m", "slow", "-k", "not loop"]], ids=["fast", "slow"])
 def test_compiled_kernels(chosen):
     pytest.importorskip("triton", "3.7", reason="older compilers have other interfaces")
     inner = Path(__file__).with_name("compiled_triton.py")

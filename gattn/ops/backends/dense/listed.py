@@ -83,7 +83,7 @@ class _List:
         num_sources: M.
     """
 
-    def __init__(self, bias: Pairs, pairs: slice | Tensor, batch: int, num_targets: int, num_sources: int):
+    def __init__(self, bias: Pairs, pairs: Tensor, batch: int, num_targets: int, num_sources: int):
         self.bias, self.pairs = bias, pairs
         #: Each pair is listed for all elements that share it.
         self.copies = batch if bias.element is None else 1
@@ -93,8 +93,8 @@ class _List:
         self.nodes = {FLOWS[0]: batch * num_targets, FLOWS[1]: batch * num_sources}
 
     def values(self, heads: int) -> Tensor:
-        """The biases of these edges, `[E, H]`, of those that can be added without overflow."""
-        values = self.bias.values_of(self.pairs).clamp(max=_MOST_BIAS)
+        """The biases of these edges, `[E, H]`."""
+        values = self.bias.values_of(self.pairs)
         return (values.repeat(self.copies, 1) if self.copies > 1 else values).expand(-1, heads)
 
     def of_targets(self, x: Tensor) -> Tensor:
@@ -165,10 +165,9 @@ def _lists(bias: Pairs, query: Tensor, key: Tensor, causal: bool) -> Iterator[_L
     batch, num_targets, num_sources = len(query), query.size(1), key.size(1)
     most = max(_MOST_PAIRS, num_targets, num_sources)
     for start in range(0, len(bias.target), most):
-        pairs: slice | Tensor = slice(start, start + most)
+        pairs = torch.arange(start, min(start + most, len(bias.target)))
         if causal:
-            seen = bias.source[pairs] <= bias.target[pairs]
-            pairs = seen.nonzero().squeeze(1) + start
+            pairs = pairs[bias.source[pairs] <= bias.target[pairs]]
         yield _List(bias, pairs, batch, num_targets, num_sources)
 
 
@@ -183,16 +182,15 @@ class _Listed(torch.autograd.Function):
         out, log_sum = flash_attention_on_cpu(q, k, v, 0.0, causal, scale=rule.scale)
         out, log_sum = out.transpose(1, 2), log_sum.transpose(1, 2)
         share = torch.ones_like(log_sum, memory_format=torch.contiguous_format)
+        large = torch.zeros(share.shape[:2], dtype=torch.bool)
         for edges in _lists(bias, query, key, causal):
             weights = edges.products(query, key).mul_(rule.scale).sub_(edges.of_targets(log_sum)).exp_()
-            weights.mul_(edges.values(query.size(2)).expm1())
+            added = edges.values(query.size(2))
+            large.view(-1)[edges.target[(added > _MOST_BIAS).any(1)]] = True
+            weights.mul_(added.clamp(max=_MOST_BIAS).expm1())
             share.flatten(0, 1).index_add_(0, edges.target, weights)
             out = out.add_(edges.sums(weights, value))
-        alone = ((share < _LEAST_SHARE) | ~share.isfinite()).any(-1)
-        large = (bias.values_of(slice(None)) > _MOST_BIAS).any(1).nonzero().squeeze(1)
-        if large.numel() > 0:
-            element = slice(None) if bias.element is None else bias.element[large]
-            alone[element, bias.target[large]] = True
+        alone = ((share < _LEAST_SHARE) | ~share.isfinite()).any(-1) | large
         out = out.div_(share.unsqueeze(-1))
         log_sum = log_sum + share.log()
         ctx.alone = _alone(alone, rule)
@@ -219,7 +217,7 @@ class _Listed(torch.autograd.Function):
         of_query, of_key, of_value = _fused_gradients(query, key, value, out, base, grad, delta, causal, scale)
         grad_values = torch.zeros_like(values)
         for edges in _lists(bias, query, key, causal):
-            added = edges.values(query.size(2))
+            added = edges.values(query.size(2)).clamp(max=_MOST_BIAS)
             weights = edges.products(query, key).mul_(scale).sub_(edges.of_targets(base)).exp_()
             of_logits = edges.products(grad, value).sub_(edges.of_targets(delta))
             more = weights * added.expm1()
@@ -248,7 +246,8 @@ def _alone(alone: Tensor, rule: Rule) -> list[tuple[int, Tensor, Rule]]:
         if bias.element is not None:
             is_there &= bias.element == element
         part = bias.with_tensors([bias.values.detach()]).chosen(is_there.nonzero().squeeze(1))
-        part = Pairs(None, torch.searchsorted(targets, part.target), part.source, part.values, part.place)
+        target = torch.searchsorted(targets, part.target.long())
+        part = Pairs(None, target, part.source, part.values, part.place, part.starts)
         found.append((element, targets, rule._replace(bias=part, reach=rule.reach._replace(positions=targets))))
     return found
 
