@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from allpairspy import AllPairs
@@ -189,6 +190,15 @@ def pairs(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
 def in_turn(values: Iterable[Any], others: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Each of the values with one of the others, which take turns."""
     return list(zip(values, itertools.cycle(others), strict=False))
+
+
+def mostly_slow(cases: Iterable[Any], every: int = 4) -> list[Any]:
+    """All cases, of which only every fourth (or so) is not marked as slow."""
+    chosen = []
+    for number, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        chosen.append(pytest.param(*values, marks=[pytest.mark.slow] * (number % every != 0)))
+    return chosen
 
 
 def equal(first: Results, second: Results) -> None:

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch_geometric.explain import Explainer
 
 import gattn
 from gattn import AdditiveScore, BucketBias, CompleteGraph, CosineScore, DotScore, SparseBias, SparseGraph
 from gattn.bias import DistanceBias
+from gattn.explain import AttentionExplainer
 from gattn.ops.backends import dense
 from gattn.ops.backends.dense import listed, rows
 from gattn.testing import assert_as_exact_as, random_edge_index
@@ -524,3 +526,25 @@ class TestLogSumExp:
             return gattn.attend(query, key, value, CompleteGraph(4), bias=bias.with_tensors([values]), return_lse=True)
 
         assert torch.autograd.gradcheck(both, (*leaves, values))
+
+
+@pytest.mark.parametrize("make", [lambda: sparse(N, N), near], ids=["sparse", "buckets"])
+def test_explained(make):
+    """Explainers see the weights that a bias has changed."""
+
+    class Biased(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, (self.bias, _) = gattn.Attention(), make()
+
+        def forward(self, x, edge_index):
+            return self.attention(x, x, x, edge_index, bias=self.bias).flatten(1)
+
+    model, x, edges = Biased(), torch.randn(N, H, C, dtype=torch.float64), random_edge_index(N, num_edges=60)
+    config = {"mode": "regression", "task_level": "node"}
+    options = {"explanation_type": "model", "edge_mask_type": "object", "model_config": config}
+    found = Explainer(model, AttentionExplainer(), **options)(x, edges).edge_mask
+    _, weights = gattn.attend(x, x, x, edges, bias=model.bias, return_weights=True)
+    torch.testing.assert_close(found, weights.mean(1).detach(), check_dtype=False)
+    _, plain = gattn.attend(x, x, x, edges, return_weights=True)
+    assert not torch.allclose(plain, weights)

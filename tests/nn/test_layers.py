@@ -167,7 +167,7 @@ class TestEverywhere:
         torch.testing.assert_close(out, expected)
         out.sum().backward()
 
-    @pytest.mark.parametrize("dynamic", [None, True])
+    @pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.slow), True])
     def test_compile_with_edge_features_and_self_loops(self, layer, x, edge_index, dynamic):
         torch._dynamo.reset()
         conv, edge_attr = layer(F, 4, heads=2, edge_dim=3), torch.randn(30, 3)

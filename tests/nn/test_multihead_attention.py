@@ -22,6 +22,7 @@ from gattn.nn import (
     SinusoidalPositionalEncoding,
 )
 from gattn.testing import assert_as_exact_as, assert_permutation_equivariant, random_edge_index
+from tests.cases import mostly_slow
 
 E, H, B, N, M = 16, 4, 3, 6, 8
 C = E // H
@@ -849,8 +850,10 @@ COMPILED = {
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch's tracing
 @pytest.mark.parametrize(
     ("case", "position"),
-    [(case, None) for case in COMPILED]
-    + [(case, position) for case in ("self", "causal", "packed", "edges") for position in ("rotary", "alibi")],
+    mostly_slow(
+        [(case, None) for case in COMPILED]
+        + [(case, position) for case in ("self", "causal", "packed", "edges") for position in ("rotary", "alibi")]
+    ),
 )
 def test_compiles_without_graph_breaks(case, position):
     torch._dynamo.reset()

@@ -4,6 +4,7 @@ Whatever changes a linear layer inside of a layer must act as if that layer had 
 """
 
 import copy
+import itertools
 import types
 
 import pytest
@@ -16,6 +17,7 @@ from torch_geometric.nn.conv.dna_conv import Linear as GroupedLinear
 
 import gattn
 from gattn import nn as layers
+from tests.cases import mostly_slow
 
 N, F, D = 6, 8, 5
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 1, 2], [0, 0, 1, 1, 2, 2, 3, 4]])
@@ -263,8 +265,10 @@ def assert_same(found: tuple[list[Tensor], list[Tensor]], expected: tuple[list[T
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("kind", INTRUSIONS)
-@pytest.mark.parametrize("name", [name for name in LAYERS if linear_parts(made(name))])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    mostly_slow(itertools.product(INTRUSIONS, [name for name in LAYERS if linear_parts(made(name))])),
+)
 def test_changed_linear_parts_act_as_if_they_had_other_weights(name, kind):
     intrude, by_hand = INTRUSIONS[kind]
     for path in linear_parts(made(name)):

@@ -15,6 +15,7 @@ import gattn.nn
 from gattn import CompleteGraph
 from gattn.nn import ALiBi, KeyValueCache, RotaryPositionalEncoding
 from gattn.testing import assert_as_exact_as, assert_permutation_equivariant, random_edge_index
+from tests.cases import mostly_slow
 
 E, H, HIDDEN, B, S, T = 8, 2, 12, 3, 7, 5
 LAYERS = ["TransformerEncoderLayer", "TransformerDecoderLayer"]
@@ -474,9 +475,12 @@ def test_options_of_attention_reach_it():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch's tracing
 @pytest.mark.parametrize(
     ("kind", "graph"),
-    [("TransformerEncoderLayer", graph) for graph in (None, "edges", "causal", "packed")]
-    + [("TransformerDecoderLayer", "causal"), ("TransformerEncoder", "edges"), ("TransformerDecoder", None)]
-    + [("Transformer", None), ("Transformer", "edges")],
+    mostly_slow(
+        [("TransformerEncoderLayer", graph) for graph in (None, "edges", "causal", "packed")]
+        + [("TransformerDecoderLayer", "causal"), ("TransformerEncoder", "edges"), ("TransformerDecoder", None)]
+        + [("Transformer", None), ("Transformer", "edges")],
+        every=3,
+    ),
 )
 def test_compiles_without_graph_breaks(kind, graph):
     torch._dynamo.reset()

@@ -37,6 +37,7 @@ from tests.cases import (
     in_turn,
     make_call,
     make_score,
+    mostly_slow,
     pairs,
     threads,
     with_terms,
@@ -1052,7 +1053,7 @@ class TestCompiled:
             {name: expected[name] for name in ("out", "weights", *(f"grad of {n}" for n in leaves))},
         )
 
-    @pytest.mark.parametrize("layer", LAYERS)
+    @pytest.mark.parametrize("layer", mostly_slow(LAYERS))
     def test_layers_with_dynamic_sizes(self, layer):
         conv = layer(5, 4, heads=2, edge_dim=3)
         compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -10,7 +10,7 @@ import gattn
 from gattn import AdditiveScore, DotScore, GATScore, SparseGraph, Typed, attend
 from gattn.ops.backends import cpu, triton
 from gattn.testing import random_edge_index
-from tests.cases import pairs, with_terms
+from tests.cases import mostly_slow, pairs, with_terms
 
 N, M, E, R, D = 9, 7, 60, 3, 4
 EDGES = random_edge_index(M, N, E, seed=2)
@@ -120,7 +120,7 @@ def with_gradients(out, tensors):
 
 @pytest.mark.parametrize(
     ("score", "form", "heads", "channels", "dtype", "batch"),
-    pairs(SCORES, FORMS, (1, 3, 4, 20), (1, 5, 8, 32), (torch.float64, torch.float32), ((), (2,))),
+    mostly_slow(pairs(SCORES, FORMS, (1, 3, 4, 20), (1, 5, 8, 32), (torch.float64, torch.float32), ((), (2,))), 3),
 )
 def test_kernels_compute_the_formula(backend, score, form, heads, channels, dtype, batch):
     if backend == "triton" and heads * channels > 64:
