@@ -308,8 +308,8 @@ class Pairs(Bias):
         source, keys = (keys % width).to(small), keys.div_(width, rounding_mode="floor")
         if element is not None:
             element, keys = keys % count, keys.div_(count, rounding_mode="floor")
-        starts = None if is_each_new else starts
-        return Pairs(element, keys.to(small), source, values, order.to(small), starts, count)
+        several = None if is_each_new else starts
+        return Pairs(element, keys.to(small), source, values, order.to(small), several, count)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """See `Bias.tensors`."""

@@ -4,7 +4,19 @@ from gattn.models.attentive_fp import AttentiveFP
 from gattn.models.gat import GAT
 from gattn.models.han import HAN
 from gattn.models.lstmn import LSTMN
+from gattn.models.polynormer import Polynormer
 from gattn.models.seq2seq import Seq2Seq
+from gattn.models.sgformer import SGFormer
 from gattn.models.transformer import TransformerLM, TransformerSeq2Seq
 
-__all__ = ["GAT", "HAN", "LSTMN", "AttentiveFP", "Seq2Seq", "TransformerLM", "TransformerSeq2Seq"]
+__all__ = [
+    "GAT",
+    "HAN",
+    "LSTMN",
+    "AttentiveFP",
+    "Polynormer",
+    "SGFormer",
+    "Seq2Seq",
+    "TransformerLM",
+    "TransformerSeq2Seq",
+]

@@ -13,10 +13,12 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
 from torch_geometric.utils import to_dense_batch
 
+from gattn.bias import Bias
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
-from gattn.graphs.edge_lists import derived
 from gattn.nn.multihead_attention import MultiheadAttention
+from gattn.nn.packed import packed
+from gattn.nn.performer_attention import PerformerAttention
 from gattn.tracing import Leaf
 
 __all__ = ["GPSConv"]
@@ -33,9 +35,9 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         h = \mathrm{norm}(x + \mathrm{conv}(x, E)) + \mathrm{norm}(x + \mathrm{attention}(x)), \qquad
         x' = \mathrm{norm}(h + \mathrm{MLP}(h))
 
-    This is a drop-in replacement for `torch_geometric.nn.GPSConv` with its default `attn_type="multihead"`: arguments,
-    parameter names and results are the same. PyG's `attn_type="performer"` is not available and raises an error. The
-    graphs of a batch form a packed `CompleteGraph`, so there is no padding.
+    This is a drop-in replacement for `torch_geometric.nn.GPSConv`: arguments, parameter names and results are the same,
+    but with `attn_type="performer"` only on one graph, as PyG's linear attention depends on the padding. The graphs of
+    a batch form a packed `CompleteGraph`, so there is no padding here.
 
     Args:
         channels: The number of channels of the features, F.
@@ -46,15 +48,16 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         act_kwargs: The arguments of the activation. (default: `None`)
         norm: The normalisation, by name. (default: `"batch_norm"`)
         norm_kwargs: The arguments of the normalisation. (default: `None`)
-        attn_type: The kind of attention, which must be `"multihead"`. (default: `"multihead"`)
-        attn_kwargs: Further arguments of `MultiheadAttention`. (default: `None`)
+        attn_type: The kind of attention: `"multihead"`, or `"performer"` for linear attention.
+            (default: `"multihead"`)
+        attn_kwargs: Further arguments of `MultiheadAttention` or `PerformerAttention`. (default: `None`)
 
     Shapes:
         - **input:** features `[N, F]`, edge indices `[2, E]`, and the graph of each node `[N]` in ascending order.
         - **output:** `[N, F]`.
 
     Raises:
-        ValueError: If `attn_type` is not `"multihead"`, or `channels` is not a multiple of `heads`.
+        ValueError: If `attn_type` is unknown, or `channels` is not a multiple of `heads`.
 
     Example:
         >>> import torch, gattn
@@ -77,27 +80,43 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         attn_type: str = "multihead",
         attn_kwargs: dict[str, Any] | None = None,
     ):
-        if attn_type != "multihead":
-            raise ValueError(f"attn_type must be 'multihead', not {attn_type!r}.")
+        if attn_type not in ("multihead", "performer"):
+            raise ValueError(f"attn_type must be 'multihead' or 'performer', not {attn_type!r}.")
+        attn: MultiheadAttention | PerformerAttention
         with torch.random.fork_rng(devices=[]):  # so that the other parameters get the same random numbers as in PyG
-            attn = MultiheadAttention(channels, heads, batch_first=True, **(attn_kwargs or {}))
-        super().__init__(channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs)
+            if attn_type == "multihead":
+                attn = MultiheadAttention(channels, heads, batch_first=True, **(attn_kwargs or {}))
+                # Explainers mask edges, which it does not use; the setter would pin its propagate().
+                attn._explain = False
+                attn_kwargs = None  # PyG's layer may not know them
+            else:
+                attn = PerformerAttention(channels, heads, **(attn_kwargs or {}))
+        super().__init__(channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs)
         self.attn = attn
-        self.attn._explain = False  # explainers mask edges, which it does not use; the setter would pin its propagate()
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
         super().reset_parameters()
-        if isinstance(self.attn, MultiheadAttention):
+        if isinstance(self.attn, MultiheadAttention):  # PyG calls its private method
             self.attn.reset_parameters()
 
-    def forward(self, x: Tensor, edge_index: Adj | Graph, batch: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj | Graph,
+        batch: Tensor | None = None,
+        *,
+        attn_bias: Bias | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """Runs the block.
 
         Args:
             x: The features, `[N, F]`.
             edge_index: The graph, in any form that the layer on the edges takes.
             batch: The graph of each node, `[N]`, in ascending order. (default: `None`, a single graph)
+            attn_bias: What is added to the logits of multi-head attention, such as a `gattn.SparseBias` of bonds or a
+                `gattn.BucketBias` of distances, by the nodes' numbers in the batch. (default: `None`)
             **kwargs: Further arguments of the layer on the edges, such as `edge_attr`. Without this layer they have no
                 effect, as in PyG.
 
@@ -105,7 +124,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             The features, `[N, F]`.
 
         Raises:
-            ValueError: If `batch` is not ascending.
+            ValueError: If `batch` is not ascending, or the attention takes no `attn_bias`.
             TypeError: If an argument of the attention is given.
         """
         if self.conv is None and (meant := kwargs.keys() & _OF_ATTENTION):
@@ -120,13 +139,13 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         local = None  # first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:
             local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
-        out = self._add_and_norm(self._attend(x, batch), x, self.norm2, batch)
+        out = self._add_and_norm(self._attend(x, batch, attn_bias), x, self.norm2, batch)
         if local is not None:
             out = local + out
         out = out + self.mlp(out)
         return self._norm(out, self.norm3, batch)
 
-    def _attend(self, x: Tensor, batch: Tensor | None) -> Tensor:
+    def _attend(self, x: Tensor, batch: Tensor | None, attn_bias: Bias | None) -> Tensor:
         """Attention among the nodes of each graph; another module gets a padded batch, by the arguments that it has."""
         attn: Any = self.attn
         if attn is None:
@@ -135,8 +154,14 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         takes = ["graph"] if type(attn) is MultiheadAttention else inspect.signature(attn.forward).parameters
         attended: Tensor
         if isinstance(attn, MultiheadAttention) and "graph" in takes:
-            graph = CompleteGraph(x.size(0)) if batch is None else _packed(batch)
-            attended = attn(x, x, x, need_weights=False, graph=graph)[0]
+            graph = CompleteGraph(x.size(0)) if batch is None else packed(batch)
+            more = {} if attn_bias is None else {"attn_bias": attn_bias}
+            attended = attn(x, x, x, need_weights=False, graph=graph, **more)[0]
+            return attended
+        if attn_bias is not None:
+            raise InputError(f"{type(attn).__name__} takes no attn_bias: use attn_type='multihead'.")
+        if "graph" in takes:  # such as PerformerAttention
+            attended = attn(x, graph=CompleteGraph(x.size(0)) if batch is None else packed(batch))
             return attended
         padded, is_real = to_dense_batch(x, batch)
         if "key_padding_mask" in takes or "kwargs" in takes:
@@ -154,9 +179,3 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             return h
         out: Tensor = norm(h, batch=batch) if self.norm_with_batch else norm(h)
         return out
-
-
-def _packed(batch: Tensor) -> CompleteGraph:
-    """The graphs of a batch as one, the same one for all layers."""
-    graph: CompleteGraph = derived(batch, "packed graph", lambda: CompleteGraph.packed(batch.bincount()))
-    return graph

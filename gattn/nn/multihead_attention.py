@@ -15,7 +15,7 @@ from torch_geometric.typing import Adj
 
 from gattn.attention import Attention
 from gattn.bias import Bias
-from gattn.errors import InputError, check_at_least
+from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
 from gattn.nn.graph_positions import with_positions
@@ -200,6 +200,7 @@ class MultiheadAttention(Attention):
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
         static_kv: bool | None = None,
+        attn_bias: Bias | None = None,
     ) -> tuple[Tensor, Weights]: ...
 
     @overload
@@ -217,6 +218,7 @@ class MultiheadAttention(Attention):
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
         static_kv: bool | None = None,
+        attn_bias: Bias | None = None,
     ) -> tuple[Tensor, None]: ...
 
     @overload
@@ -234,6 +236,7 @@ class MultiheadAttention(Attention):
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
         static_kv: bool | None = None,
+        attn_bias: Bias | None = None,
     ) -> tuple[Tensor, Weights | None]: ...
 
     def forward(
@@ -250,6 +253,7 @@ class MultiheadAttention(Attention):
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
         static_kv: bool | None = None,
+        attn_bias: Bias | None = None,
     ) -> tuple[Tensor, Weights | None]:
         """Attends from each query to the keys that the graph and the masks allow.
 
@@ -273,6 +277,9 @@ class MultiheadAttention(Attention):
             static_kv: With a cache, whether `key` and `value` are an encoder's output, whose projections are stored in
                 the first call and used in all later ones. (default: `None`, no if `query` and `key` are equal, yes if
                 there are more or fewer keys than queries)
+            attn_bias: What is added to the logits, as a value that needs no `[N, M]` tensor, such as a
+                `gattn.SparseBias`. It cannot be combined with masks of numbers or a position that is a bias.
+                (default: `None`)
 
         Returns:
             The output, in the shape of the query, and the weights, or `None` without `need_weights`. The weights are
@@ -288,6 +295,8 @@ class MultiheadAttention(Attention):
         if static_kv is not None and cache is None:
             raise InputError("static_kv says what a cache keeps, so it needs one: pass cache, or leave out static_kv.")
         if nested.is_nested(query, key, value):
+            if attn_bias is not None:
+                raise InputError("nested tensors take no attn_bias: pass a packed graph.")
             graph = nested.packed_graph(self, query, key, value, graph, attn_mask, key_padding_mask, is_causal, cache)
             return self._forward_nested(query, key, value, graph, need_weights, average_attn_weights, is_causal)
         self._check_inputs(query, key, value)
@@ -315,7 +324,17 @@ class MultiheadAttention(Attention):
         if self.bias_k is not None or self.add_zero_attn:
             k, v, resolved, bias, mask = self._append_learnt(k, v, resolved, bias, mask)
         given: Tensor | Bias | None = bias
-        if isinstance(self.position, RelativePosition):
+        if attn_bias is not None:
+            if not isinstance(attn_bias, Bias):
+                raise InputTypeError(
+                    f"attn_bias must be a gattn.Bias; got {type(attn_bias).__name__}. A tensor is an attn_mask."
+                )
+            if bias is not None or isinstance(self.position, RelativePosition):
+                raise InputError(
+                    "attn_bias cannot be added to masks of numbers or to a position that is a bias: pass one of them."
+                )
+            given = attn_bias
+        elif isinstance(self.position, RelativePosition):
             given = with_positions(bias, self.position, resolved, self.num_heads, q.device)
         result = self.attend(
             q,

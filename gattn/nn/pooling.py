@@ -15,6 +15,7 @@ from torch_geometric.nn.aggr import Aggregation
 from gattn.attention import attend
 from gattn.errors import InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.nn.sets import sets_of
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
@@ -198,14 +199,11 @@ class AttentionPooling(Leaf, Aggregation):
             lengths = lengths.reshape(x.shape[:-2])
             is_real = torch.arange(num_elements, device=x.device) < lengths.to(x.device).unsqueeze(-1)
             x = x.masked_fill(~is_real.unsqueeze(-1), 0.0)  # zero times NaN is NaN, in gradients of the projection too
-        if index is None and ptr is not None:
-            index = _index_of(ptr, num_elements)
         graph: CompleteGraph | SparseGraph
-        if index is None:
+        if index is None and ptr is None:
             num_sets, graph = 1, CompleteGraph(1, num_elements, source_lengths=lengths)
         else:
-            assert dim_size is not None  # PyG's __call__ computes it
-            num_sets, graph = dim_size, _membership(index, num_elements, dim_size)
+            num_sets, graph = sets_of(x, index, ptr, dim_size)
         x = x.unsqueeze(-2)  # one head
         result = attend(
             self.query.expand(*x.shape[:-3], num_sets, 1, -1),
@@ -226,30 +224,3 @@ class AttentionPooling(Leaf, Aggregation):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.attention_channels})"
-
-
-def _index_of(ptr: Tensor, num_elements: int) -> Tensor:
-    """Returns the set of each element, given the first element of each set."""
-    fits = ptr.dim() == 1 and ptr.numel() > 0
-    if fits and not torch.compiler.is_compiling():
-        fits = int(ptr[0]) == 0 and int(ptr[-1]) == num_elements and bool((ptr.diff() >= 0).all())
-    if not fits:
-        raise ValueError(
-            f"ptr must hold the first element of each set and, at its end, the number of elements: it starts at 0, "
-            f"never decreases, and ends at {num_elements} here; got {ptr.tolist()}."
-        )
-    sets = torch.arange(ptr.numel() - 1, device=ptr.device)
-    return sets.repeat_interleave(ptr.diff(), output_size=num_elements)
-
-
-def _membership(index: Tensor, num_elements: int, num_sets: int) -> SparseGraph:
-    """Returns the edges from elements to their sets."""
-    if index.dim() != 1 or index.numel() != num_elements or index.is_floating_point() or index.dtype == torch.bool:
-        raise ValueError(
-            f"index must hold the set of each element, {num_elements} integers; got {index.dtype} of shape "
-            f"{list(index.shape)}."
-        )
-    if not torch.compiler.is_compiling() and num_elements and int(index.min()) < 0:
-        raise IndexError(f"index must not be negative, since sets are counted from 0; got {int(index.min())}.")
-    edge_index = torch.stack([torch.arange(num_elements, device=index.device), index])
-    return SparseGraph(edge_index, num_sources=num_elements, num_targets=num_sets)

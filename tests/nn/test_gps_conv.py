@@ -218,3 +218,44 @@ def test_modules_of_other_kinds_in_the_place_of_attention(x, edge_index, batch):
     for nothing in (torch.nn.Identity(), None):
         ours.attn = theirs.attn = nothing
         torch.testing.assert_close(ours(x, edge_index, batch), theirs(x, edge_index, batch))
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_performer(is_batched):
+    """PyG's numbers on one graph; on several, those of each alone."""
+    pair = []
+    for library in (gattn.nn, pyg):
+        torch.manual_seed(0)
+        pair.append(
+            library.GPSConv(8, None, heads=2, norm=None, attn_type="performer", attn_kwargs={"head_channels": 4})
+        )
+    ours, theirs = (conv.double().eval() for conv in pair)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    x, edges = torch.randn(6, 8, dtype=torch.double), torch.tensor([[0, 1], [1, 2]])
+    if not is_batched:
+        batch = torch.zeros(6, dtype=torch.long)
+        torch.testing.assert_close(ours(x, edges), theirs(x, edges, batch))
+        torch.testing.assert_close(ours(x, edges, batch), theirs(x, edges, batch))
+        with pytest.raises(ValueError, match="takes no attn_bias"):
+            ours(x, edges, attn_bias=gattn.SparseBias(edges, torch.zeros(2)))
+        return
+    alone = torch.cat([ours(part, edges) for part in x.split([2, 4])])
+    torch.testing.assert_close(ours(x, edges, torch.tensor([0, 0, 1, 1, 1, 1])), alone)
+
+
+@pytest.mark.parametrize("batch", [None, torch.tensor([0, 0, 0, 1, 1, 1])])
+def test_bias_of_bonds(batch):
+    """As a mask of numbers of the attention, and with gradients."""
+    conv = gattn.nn.GPSConv(8, None, heads=2, norm=None).double().eval()
+    x, bonds = torch.randn(6, 8, dtype=torch.double), torch.tensor([[0, 1, 4], [1, 2, 3]])
+    values = torch.randn(3, 2, dtype=torch.double, requires_grad=True)
+    out = conv(x, bonds, batch, attn_bias=gattn.SparseBias(bonds, values))
+    mask = torch.zeros(2, 6, 6, dtype=torch.double)
+    mask[:, bonds[1], bonds[0]] = values.detach().t()
+    if batch is not None:
+        mask = mask.masked_fill(batch != batch.unsqueeze(1), -torch.inf)
+    attended = conv.attn(x, x, x, attn_mask=mask, need_weights=False)[0] + x
+    torch.testing.assert_close(out, attended + conv.mlp(attended))
+    assert (torch.autograd.grad(out.square().sum(), values)[0] != 0).all()
+    with pytest.raises(TypeError, match="must be a gattn.Bias"):
+        conv(x, bonds, batch, attn_bias=mask)

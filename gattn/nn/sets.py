@@ -1,0 +1,51 @@
+"""Sets of elements as graphs: an edge leads from each element to its set.
+
+Dimensions: N elements, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gattn.graphs import SparseGraph
+
+__all__ = ["sets_of"]
+
+
+def sets_of(x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> tuple[int, SparseGraph]:
+    """The number of sets of the elements `[..., N, C]`, and the edges from these to their sets."""
+    num_elements = x.size(-2)
+    if index is None:
+        ptr = torch.tensor([0, num_elements], device=x.device) if ptr is None else ptr
+        index = _index_of(ptr, num_elements)
+        dim_size = ptr.numel() - 1 if dim_size is None else dim_size
+    assert dim_size is not None  # PyG's __call__ computes it
+    return dim_size, _membership(index, num_elements, dim_size)
+
+
+def _index_of(ptr: Tensor, num_elements: int) -> Tensor:
+    """Returns the set of each element, given the first element of each set."""
+    fits = ptr.dim() == 1 and ptr.numel() > 0
+    if fits and not torch.compiler.is_compiling():
+        fits = int(ptr[0]) == 0 and int(ptr[-1]) == num_elements and bool((ptr.diff() >= 0).all())
+    if not fits:
+        raise ValueError(
+            f"ptr must hold the first element of each set and, at its end, the number of elements: it starts at 0, "
+            f"never decreases, and ends at {num_elements} here; got {ptr.tolist()}."
+        )
+    sets = torch.arange(ptr.numel() - 1, device=ptr.device)
+    return sets.repeat_interleave(ptr.diff(), output_size=num_elements)
+
+
+def _membership(index: Tensor, num_elements: int, num_sets: int) -> SparseGraph:
+    """Returns the edges from elements to their sets."""
+    if index.dim() != 1 or index.numel() != num_elements or index.is_floating_point() or index.dtype == torch.bool:
+        raise ValueError(
+            f"index must hold the set of each element, {num_elements} integers; got {index.dtype} of shape "
+            f"{list(index.shape)}."
+        )
+    if not torch.compiler.is_compiling() and num_elements and int(index.min()) < 0:
+        raise IndexError(f"index must not be negative, since sets are counted from 0; got {int(index.min())}.")
+    edge_index = torch.stack([torch.arange(num_elements, device=index.device), index])
+    return SparseGraph(edge_index, num_sources=num_elements, num_targets=num_sets)
