@@ -329,7 +329,6 @@ SECTIONS = {
             "it reads 512 rows at a time",
             "for each 32 nodes, with a state of 32 × 33 numbers",
             "its gradient (16 MB)",
-            "above 4 096 nodes",
         ),
         (),
     ),
