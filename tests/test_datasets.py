@@ -95,6 +95,14 @@ class TestRealFiles:
         assert not torch.equal(first.train_mask, other.train_mask)
         assert_disjoint(first)
 
+    def test_the_fixed_split_of_luo(self, load):
+        data, again = load("photo", split="luo"), load("photo", split="luo", seed=1)
+        assert sizes(data) == [4590, 1530, 1530]
+        assert_disjoint(data)
+        assert torch.equal(data.test_mask, again.test_mask)
+        assert data.test_mask[[2736, 6359]].all()  # the first two in the file
+        assert data.train_mask[[7311, 2850]].all()
+
     def test_planetoid_splits(self, load):
         assert sizes(load("cora", split="full")) == [1208, 500, 1000]
         torch.manual_seed(0)
@@ -205,6 +213,20 @@ class TestPublishedFormats:
         data = datasets.load(name, root=tmp_path, seed=3)
         assert sizes(data) == [40, 60, 100]
         assert torch.equal(data.train_mask, datasets.load(name, split="random", root=tmp_path, seed=3).train_mask)
+
+        fixed = {"computers": "amazon-computer", "cs": "coauthor-cs", "physics": "coauthor-physics"}[name]
+        file = (tmp_path / path).with_name(f"{fixed}_split.npz")
+        with pytest.raises(datasets.DatasetUnavailableError, match=file.name):
+            datasets.load(name, split="luo", root=tmp_path)
+        train, valid, test = np.arange(120), np.arange(120, 150), np.arange(199, 149, -1)
+        np.savez(file, train=train, valid=valid, test=test)
+        data = datasets.load(name, split="luo", root=tmp_path)
+        assert sizes(data) == [120, 30, 50]
+        assert data.val_mask[120:150].all()
+        for wrong, message in ((valid + 100, "numbers of nodes, from 0 to 199"), (valid - 1, "the same node twice")):
+            np.savez(file, train=train, valid=wrong, test=test)
+            with pytest.raises(datasets.DatasetUnavailableError, match=message):
+                datasets.load(name, split="luo", root=tmp_path)
         assert_disjoint(data)
 
     @pytest.mark.parametrize("name", ["roman-empire", "amazon_ratings", "tolokers", "questions"])

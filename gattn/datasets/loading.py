@@ -85,7 +85,8 @@ def load(
       (of the same sizes as the public one).
     - `computers`, `photo` (Amazon), `cs`, `physics` (Coauthor): no split was published, so `"public"` and `"random"`
       are the same: 20 nodes per class for training, 30 times the number of classes for validation, and the rest for the
-      test. `"60-20-20"` draws these percentages of all nodes.
+      test. `"60-20-20"` draws these percentages of all nodes, and `"luo"` is the one fixed split of these sizes with
+      which `Luo et al., 2024 <https://arxiv.org/abs/2406.08993>`_ and others before them report results.
     - `roman-empire`, `amazon-ratings`, `minesweeper`, `tolokers`, `questions`: `"public"` (ten fixed splits) and
       `"random"` (as for Amazon).
     - `wikics`: `"public"` (twenty fixed splits; the two published validation sets are merged) and `"random"` (as for

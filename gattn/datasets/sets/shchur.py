@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from torch_geometric.data import Data
@@ -13,11 +14,12 @@ from torch_geometric.io.npz import parse_npz
 from gattn.datasets.checks import check_edges, csr_matrix
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
-from gattn.datasets.splits import random_split_by_class, random_split_by_share
+from gattn.datasets.splits import fixed_split, random_split_by_class, random_split_by_share
 
 __all__ = ["Amazon", "Coauthor"]
 
 _PAGE = "https://github.com/shchur/gnn-benchmark/tree/master/data/npz"
+_LUO = "https://github.com/LUOyk1999/tunedGNN/raw/main/medium_graph/data/"
 
 
 class _CheckedNpz(CheckedDataset):
@@ -46,50 +48,80 @@ class _CheckedCoauthor(_CheckedNpz, PyGCoauthor):
     pass
 
 
+class _Shchur(GraphFamily):
+    """What both families share: their splits."""
+
+    year = 2018
+    splits = ("public", "random", "60-20-20", "luo")
+    page = _PAGE
+    #: The names of the data sets in the repository of Luo et al.
+    names_of_luo: ClassVar[dict[str, str]]
+
+    def files(self, published_name: str, split: str) -> list[str]:
+        """The archive of the graph, and that of a fixed split."""
+        archives = [self.archive(published_name)]
+        if split == "luo":
+            archives.append(f"{self.names_of_luo[published_name]}_split.npz")
+        return [f"{published_name}/raw/{archive}" for archive in archives]
+
+    def url(self, file: str) -> str:
+        """The address that PyG has, or that of a fixed split."""
+        return f"{_LUO if file.endswith('_split.npz') else PyGAmazon.url}{file}"
+
+    def archive(self, published_name: str) -> str:
+        """The file of the graph."""
+        raise NotImplementedError
+
+    def graph(self, published_name: str, root: Path, trust_files: bool) -> Data:
+        """Reads the graph."""
+        raise NotImplementedError
+
+    def read(self, published_name: str, root: Path, split: str, seed: int, trust_files: bool) -> Data:
+        """Reads the graph, and draws or reads a split."""
+        data = check_edges(self.graph(published_name, root, trust_files))
+        if split == "luo":
+            return fixed_split(data, root / self.files(published_name, split)[1])
+        return random_split_by_share(data, seed) if split == "60-20-20" else random_split_by_class(data, seed)
+
+
 @register
-class Amazon(GraphFamily):
+class Amazon(_Shchur):
     """Products that are often bought together, from `Shchur et al., 2018 <https://arxiv.org/abs/1811.05868>`_."""
 
-    year = 2018
     names = {"computers": "Computers", "photo": "Photo"}
     aliases = {"amazon-computers": "computers", "amazon-photo": "photo"}
-    splits = ("public", "random", "60-20-20")
-    page = _PAGE
-    sha256 = {"amazon_electronics_photo.npz": "bdb1feb8e6ff42ee44024b04479145029c563fd42fc31bff80af20887ba0439a"}
+    names_of_luo = {"Computers": "amazon-computer", "Photo": "amazon-photo"}
+    sha256 = {
+        "amazon_electronics_photo.npz": "bdb1feb8e6ff42ee44024b04479145029c563fd42fc31bff80af20887ba0439a",
+        "amazon-computer_split.npz": "dff698aba1dd30b8bd7d1dca65c60b1f8d9027d950e07a23e86dcbf16c539f24",
+        "amazon-photo_split.npz": "0609f6ab15ddabfe33a34f10d960d09499e634472f72104abb1f3be858127432",
+    }
 
-    def files(self, published_name: str, split: str) -> list[str]:
-        """The one archive."""
-        return [f"{published_name}/raw/amazon_electronics_{published_name.lower()}.npz"]
+    def archive(self, published_name: str) -> str:
+        """The file of the graph."""
+        return f"amazon_electronics_{published_name.lower()}.npz"
 
-    def url(self, file: str) -> str:
-        """The address that PyG has."""
-        return f"{PyGAmazon.url}{file}"
-
-    def read(self, published_name: str, root: Path, split: str, seed: int, trust_files: bool) -> Data:
-        """Reads the graph, and draws a split."""
-        data = check_edges(_CheckedAmazon(str(root), published_name, trust_files=trust_files)[0])
-        return random_split_by_share(data, seed) if split == "60-20-20" else random_split_by_class(data, seed)
+    def graph(self, published_name: str, root: Path, trust_files: bool) -> Data:
+        """Reads the graph."""
+        return _CheckedAmazon(str(root), published_name, trust_files=trust_files)[0]
 
 
 @register
-class Coauthor(GraphFamily):
+class Coauthor(_Shchur):
     """Authors who wrote an article together, from `Shchur et al., 2018 <https://arxiv.org/abs/1811.05868>`_."""
 
-    year = 2018
     names = {"cs": "CS", "physics": "Physics"}
     aliases = {"coauthor-cs": "cs", "coauthor-physics": "physics"}
-    splits = ("public", "random", "60-20-20")
-    page = _PAGE
+    names_of_luo = {"CS": "coauthor-cs", "Physics": "coauthor-physics"}
+    sha256 = {
+        "coauthor-cs_split.npz": "b8c46a38d93b1f9d6b8b8ab944d870e8d44ccdde0639188681e0d38212480ec5",
+        "coauthor-physics_split.npz": "2034eb90f5ff80eee0e371cc05b20690a16786fb085924b9166c83361fbbcb39",
+    }
 
-    def files(self, published_name: str, split: str) -> list[str]:
-        """The one archive."""
-        return [f"{published_name}/raw/ms_academic_{published_name[:3].lower()}.npz"]
+    def archive(self, published_name: str) -> str:
+        """The file of the graph."""
+        return f"ms_academic_{published_name[:3].lower()}.npz"
 
-    def url(self, file: str) -> str:
-        """The address that PyG has."""
-        return f"{PyGCoauthor.url}{file}"
-
-    def read(self, published_name: str, root: Path, split: str, seed: int, trust_files: bool) -> Data:
-        """Reads the graph, and draws a split."""
-        data = check_edges(_CheckedCoauthor(str(root), published_name, trust_files=trust_files)[0])
-        return random_split_by_share(data, seed) if split == "60-20-20" else random_split_by_class(data, seed)
+    def graph(self, published_name: str, root: Path, trust_files: bool) -> Data:
+        """Reads the graph."""
+        return _CheckedCoauthor(str(root), published_name, trust_files=trust_files)[0]
