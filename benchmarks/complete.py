@@ -3,10 +3,10 @@
 It measures linear attention; softmax attention without a bias and with a bias of some pairs, of each bucket of pairs,
 or of each distance; and windows with positions. The peers do the same with PyTorch alone: einsum, padded batches,
 `scaled_dot_product_attention` with a dense bias, and FlexAttention, which computes no gradients on CPUs and is measured
-for buckets only. PyG's `PerformerAttention` is not among them: it masks the values of padded nodes but not their keys,
-so its results depend on the padding.
+for buckets only. Whole layers of linear attention are measured beside PyG's, on a padded batch.
 
-Outputs are compared with the plain formula in float64. Up to 2 048 nodes, so are gradients.
+Outputs are compared with the plain formula in float64. Up to 2 048 nodes, so are gradients. PyG's layers depend on the
+padding, so each of them is compared with itself in float64, and gattn's with PyG's on each graph alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NotRequired
 
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn.attention as pyg
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
@@ -73,6 +74,8 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "window, learnt": lambda: gattn.nn.RelativePositionBias(LAYER_HEADS, max_distance=64),
 }
 """The layers on windows, and their positions."""
+RAGGED_LAYERS = {f"ragged layer, {name}": f"{name}Attention" for name in ("Performer", "SGFormer", "Polynormer")}
+"""The layers of linear attention on ragged graphs."""
 
 
 USUAL = {
@@ -90,6 +93,7 @@ PEERS = {
     "linear": ("gattn", "einsum"),
     "linear causal": ("gattn",),
     "ragged": ("gattn", "padded"),
+    **dict.fromkeys(RAGGED_LAYERS, ("gattn", "pyg")),
     "none": ("gattn", "sdpa"),
     "sparse bias": ("gattn", "dense"),
     "bucket bias": ("gattn", "dense", "flex"),
@@ -149,8 +153,8 @@ class Case(Measurement):
 
     @property
     def kind(self) -> str:
-        """What is computed; FlexAttention has no gradients."""
-        return self.part + ", forward" * (self.peer == "flex")
+        """What is computed; FlexAttention has no gradients, and PyG's layers depend on the padding."""
+        return self.part + ", forward" * (self.peer == "flex") + ", padded" * (self.peer == "pyg")
 
     @property
     def has_gradients(self) -> bool:
@@ -178,7 +182,8 @@ class Case(Measurement):
     def references(self) -> dict[str, dict[str, Expected]]:
         """The results of the plain formula for each part of the group."""
         expected = {}
-        for case in (replace(self, part=part, peer="gattn") for part in PEERS):
+        parts = [(part, peer) for part, peers in PEERS.items() for peer in {"gattn", *{"pyg"} & {*peers}}]
+        for case in (replace(self, part=part, peer=peer) for part, peer in parts):
             if case.group != self.group or not case.is_measured:
                 continue
             inputs, targets = draw(case), None
@@ -188,9 +193,9 @@ class Case(Measurement):
             exact, rounded = (reference(case, inputs, targets, dtype) for dtype in (torch.float64, torch.float32))
             terms = self.nodes, self.nodes ** (2 if "table" in inputs.leaves else 1)
             found = budgets(exact, rounded, torch.float32, *terms, targets, targets is not None)
-            expected[case.part] = found
+            expected[case.kind] = found
             outputs = {name: entry for name, entry in found.items() if name.startswith("output")}
-            expected[f"{case.part}, forward"] = outputs
+            expected[f"{case.kind}, forward"] = outputs
         return expected
 
     def computation(self) -> Computation:
@@ -252,6 +257,10 @@ def draw(case: Case) -> Inputs:
         return torch.randn(size, generator=generator)
 
     pairs, buckets = torch.empty(2, 0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.uint8)
+    if case.part in RAGGED_LAYERS:
+        layer = ragged_layer(case)
+        leaves = {"x": randn(nodes, HEADS * CHANNELS), **{name: x.detach() for name, x in layer.named_parameters()}}
+        return Inputs(leaves, randn(*layer(leaves["x"].unsqueeze(0)).shape[1:]), pairs, buckets)
     if case.group == "window":
         leaves = {"x": randn(nodes, LAYER_HEADS * CHANNELS)}
         leaves |= {name: 0.1 * randn(*x.shape) for name, x in layer_of(case).named_parameters()}
@@ -269,6 +278,21 @@ def draw(case: Case) -> Inputs:
     elif case.part == "distance":
         leaves["table"] = randn(2 * BAND + 1, HEADS)
     return Inputs(leaves, grad, pairs, buckets)
+
+
+def ragged_layer(case: Case) -> Any:
+    """PyG's layer of linear attention, or with the same parameters gattn's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        library = pyg if case.peer == "pyg" else gattn.nn
+        return getattr(library, RAGGED_LAYERS[case.part])(HEADS * CHANNELS, HEADS, head_channels=CHANNELS)
+
+
+def by_pyg(layer: Any, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """PyG's layer on a batch, padded as PyG's networks do it."""
+    padded, is_real = to_dense_batch(x, torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)))
+    out: Tensor = layer(padded, is_real)[is_real]
+    return out
 
 
 def layer_of(case: Case) -> torch.nn.Module:
@@ -320,7 +344,9 @@ def reference(case: Case, inputs: Inputs, targets: Tensor | None, dtype: torch.d
     """The output of some targets, or that of all and the gradients."""
     with torch.set_grad_enabled(targets is None):
         x = {name: leaf.to(dtype).requires_grad_(targets is None) for name, leaf in inputs.leaves.items()}
-        if case.graphs > 1:
+        if case.part in RAGGED_LAYERS:
+            out = layer_reference(case, x)
+        elif case.graphs > 1:
             split = zip(*(leaf.split(case.sizes()) for leaf in x.values()), strict=True)
             graphs = [dict(zip(x, parts, strict=True)) for parts in split]
             out = torch.cat([plain(case, inputs, graph, torch.arange(len(graph["query"]))) for graph in graphs])
@@ -333,6 +359,25 @@ def reference(case: Case, inputs: Inputs, targets: Tensor | None, dtype: torch.d
     return results
 
 
+def layer_reference(case: Case, x: dict[str, Tensor]) -> Tensor:
+    """What PyG's layer gives in the type of `x`, on the padded batch or on each graph alone."""
+    before, dtype = torch.get_default_dtype(), x["x"].dtype
+    layer = ragged_layer(replace(case, peer="pyg")).to(dtype)
+    parameters = {name: parameter for name, parameter in x.items() if name != "x"}
+
+    def call(*args: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(layer, parameters, args)
+        return out
+
+    torch.set_default_dtype(dtype)  # in which SGFormerAttention makes tensors
+    try:
+        if case.peer == "pyg":
+            return by_pyg(call, x["x"], case.sizes())
+        return torch.cat([call(part.unsqueeze(0)).squeeze(0) for part in x["x"].split(case.sizes())])
+    finally:
+        torch.set_default_dtype(before)
+
+
 # The peers -----------------------------------------------------------------------------------------------------------
 
 
@@ -342,8 +387,15 @@ def build(case: Case) -> Computation:
     if case.peer in ("sdpa", "dense", "flex"):
         return build_heads_first(case, inputs)
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
+    if case.part in RAGGED_LAYERS:
+        layer: Any = ragged_layer(case)
+        x, sizes, graph = leaves["x"], case.sizes(), gattn.CompleteGraph.packed(case.sizes())
+        leaves = {"x": x, **dict(layer.named_parameters())}
+        if case.peer == "pyg":
+            return Computation(lambda: by_pyg(layer, x, sizes), leaves, inputs.grad)
+        return Computation(lambda: layer(x, graph=graph), leaves, inputs.grad)
     if case.group == "window":
-        layer: Any = layer_of(case)
+        layer = layer_of(case)
         layer.load_state_dict({name: leaf.detach() for name, leaf in leaves.items() if name != "x"})
         x, window = leaves["x"], gattn.CompleteGraph(case.nodes, window=WINDOW)
         leaves = {"x": x, **dict(layer.named_parameters())}
@@ -519,7 +571,7 @@ class Complete(Benchmark[Case]):
         options = self.options
         fixed = options.threads, options.repeats, options.seconds
         cases = [
-            Case(part, sum(sizes_of(size)) if part == "ragged" else size, graphs, peer, *fixed, allocator)
+            Case(part, sum(sizes_of(size)) if group_of(part) == "ragged" else size, graphs, peer, *fixed, allocator)
             for allocator in allocators(options)
             for group, sizes in (QUICK if options.quick else USUAL).items()
             for size in sizes

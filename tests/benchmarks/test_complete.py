@@ -56,7 +56,7 @@ def test_everything_is_measured_and_agrees_with_the_reference(checked, small, tm
     assert {(row["part"], row["peer"]) for row in rows} == expected
     assert {row["outcome"] for row in rows} == {"ok"}
     for row in rows:
-        has_gradients = checked > 10 or row["part"] == "ragged"
+        has_gradients = checked > 10 or row["part"].startswith("ragged")
         assert has_gradients == any(name.startswith("gradient") for name in row["errors"])
         assert row["allocator"] == "default"
     table = (tmp_path / "table.md").read_text()
@@ -66,9 +66,12 @@ def test_everything_is_measured_and_agrees_with_the_reference(checked, small, tm
 
 @pytest.mark.parametrize("part", complete.PEERS)
 def test_a_wrong_result_is_found(part, monkeypatch):
-    tested = case(part, graphs=3 if part == "ragged" else 1)
+    tested = case(part, graphs=3 if part.startswith("ragged") else 1)
     assert all(is_right(tested).values())
     wrong = (gattn.nn.MultiheadAttention, "forward") if part.startswith("window") else (gattn, "attend")
+    if part in complete.RAGGED_LAYERS:
+        assert all(is_right(case(part, graphs=3, peer="pyg")).values())
+        wrong = getattr(gattn.nn, complete.RAGGED_LAYERS[part]), "forward"
     original = getattr(*wrong)
 
     def lose_a_thousandth(*args, **kwargs):
@@ -78,7 +81,9 @@ def test_a_wrong_result_is_found(part, monkeypatch):
     monkeypatch.setattr(*wrong, lose_a_thousandth)
     found = is_right(tested)
     assert not found["output"]
-    assert not any(found[name] for name in ("gradient of x", "gradient of value") if name in found)
+    # Near the kink of Performer's ReLU, rounding decides about the input's gradient.
+    decisive = "gradient of attn_out.weight" if part.endswith("Performer") else "gradient of x"
+    assert not any(found[name] for name in (decisive, "gradient of value") if name in found)
 
 
 @pytest.mark.parametrize("part", ["sparse bias", "bucket bias", "distance", "window, ALiBi", "window, learnt"])
