@@ -136,7 +136,14 @@ CASES = {
     "list, weights": attend(return_weights=True),
     **{
         f"list, {type(law).__name__}": attend(distribution=law)
-        for law in (gattn.Sparsemax(), gattn.Entmax15(), gattn.TopK(3), gattn.Hard(), gattn.Sigmoid(), Identity())
+        for law in (
+            gattn.Sparsemax(),
+            gattn.Entmax15(),
+            gattn.TopK(3),
+            gattn.Hard(sample=False),
+            gattn.Sigmoid(),
+            Identity(),
+        )
     },
     "causal": attend(CompleteGraph(N, causal=True)),
     "window": attend(CompleteGraph(LARGE, window=(4, 0)), LARGE),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gattn.errors import check_at_least, check_number
 from gattn.graphs import GraphLike
+from gattn.nn.all_pairs import check_heads
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
@@ -71,10 +72,9 @@ class EGTConv(BaseConv):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        check_at_least(1, channels=channels, edge_channels=edge_channels, heads=heads)
+        check_at_least(1, edge_channels=edge_channels)
         check_number("clip", clip, "positive")
-        if channels % heads != 0:
-            raise ValueError(f"channels must be a multiple of heads; got {channels} channels and {heads} heads.")
+        check_heads(channels, heads, None)
         self.in_channels = channels
         self.edge_channels = edge_channels
         self.heads = heads

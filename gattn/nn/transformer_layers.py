@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Dropout, LayerNorm, Linear, Module
 from torch_geometric.typing import Adj
 
+from gattn.bias import Bias
 from gattn.errors import InputError
 from gattn.graphs import Graph
 from gattn.nn import nested
@@ -171,6 +172,7 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
         *,
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
+        attn_bias: Bias | None = None,
     ) -> Tensor:
         """Runs the layer.
 
@@ -184,6 +186,8 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             graph: Which target attends to which source, in any form that `gattn.attend` takes. (default: `None`, every
                 target to every source)
             cache: The keys and values of earlier tokens. (default: `None`)
+            attn_bias: What is added to the logits, such as a `gattn.BucketBias`; see `MultiheadAttention.forward`.
+                (default: `None`)
 
         Raises:
             ValueError: If shapes, masks and graph do not fit each other.
@@ -192,10 +196,11 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             graph = nested.packed_graph(
                 self.self_attn, src, src, src, graph, src_mask, src_key_padding_mask, is_causal, cache
             )
-            return nested.restore(self.forward(nested.flatten(src), is_causal=is_causal, graph=graph), src)
+            options = _given(graph=graph, attn_bias=attn_bias)
+            return nested.restore(self.forward(nested.flatten(src), is_causal=is_causal, **options), src)
 
         check_dtype(self, src=src)
-        masks, options = (src_mask, src_key_padding_mask), _given(graph=graph, cache=cache)
+        masks, options = (src_mask, src_key_padding_mask), _given(graph=graph, cache=cache, attn_bias=attn_bias)
         if (src_mask is not None or src_key_padding_mask is not None) and not self._reads_booleans():
             masks = _as_in_torch(masks, src.dtype)
         src = self._added(src, self.norm1, self._sa_block, *masks, is_causal=is_causal, **options)
@@ -397,6 +402,7 @@ class TransformerEncoder(Leaf, torch.nn.TransformerEncoder):
         *,
         graph: Adj | Graph | None = None,
         cache: KeyValueCache | None = None,
+        attn_bias: Bias | None = None,
     ) -> Tensor:
         """Runs all layers.
 
@@ -408,6 +414,7 @@ class TransformerEncoder(Leaf, torch.nn.TransformerEncoder):
                 (default: `None`, determined by comparing `mask` with the causal mask)
             graph: The graph of all layers. (default: `None`, every target to every source)
             cache: The keys and values of earlier tokens. (default: `None`)
+            attn_bias: What is added to the logits in all layers. (default: `None`)
 
         Raises:
             ValueError: If shapes, masks and graph do not fit each other.
@@ -421,7 +428,7 @@ class TransformerEncoder(Leaf, torch.nn.TransformerEncoder):
                 src_mask=masks[0],
                 src_key_padding_mask=masks[1],
                 is_causal=is_causal,
-                **_given(graph=graph, cache=cache),
+                **_given(graph=graph, cache=cache, attn_bias=attn_bias),
             )
         return src if self.norm is None else nested.apply(self.norm, src)
 

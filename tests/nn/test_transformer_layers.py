@@ -676,3 +676,24 @@ def test_a_hook_that_changes_queries_leaves_a_cache_alone():
     x, cache = torch.randn(B, T, E), KeyValueCache()
     steps = [layer(part, is_causal=True, cache=cache) for part in x.split(1, 1)]
     torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_bias_as_a_value(norm_first):
+    """In every layer of a stack, as a mask of numbers, and with gradients for its table."""
+    layer = gattn.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+    stack, x = gattn.nn.TransformerEncoder(layer, 2).double(), torch.randn(2, 5, 8, dtype=torch.double)
+    buckets = torch.randint(3, (5, 5), dtype=torch.uint8)
+    table = torch.randn(3, 2, dtype=torch.double, requires_grad=True)
+    mask = table[buckets.long()].permute(2, 0, 1).repeat(2, 1, 1)
+    found, expected = stack(x, attn_bias=gattn.BucketBias(buckets, table)), stack(x, mask=mask)
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(out.square().sum(), table, retain_graph=True) for out in (found, expected))
+    torch.testing.assert_close(*grads)
+    with pytest.raises(ValueError, match="attn_bias cannot be added to masks of numbers"):
+        stack(x, mask=mask.detach(), attn_bias=gattn.BucketBias(buckets, table))
+    ragged = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+    with pytest.raises(ValueError, match="nested tensors take no attn_bias"):
+        gattn.nn.MultiheadAttention(8, 2, batch_first=True).double()(
+            ragged, ragged, ragged, attn_bias=gattn.BucketBias(buckets, table)
+        )
