@@ -56,6 +56,22 @@ LINEAR, ROWS, LISTED, BUCKETS = (
     for name in ("dense/linear.py", "dense/rows.py", "dense/listed.py", "cpu/csrc/buckets.h")
 )
 BIAS, FEATURES, STRUCTURE = (f"gattn/{name}.py" for name in ("bias", "features", "structure"))
+ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES, EGT, GRIT, TGAT = (
+    f"gattn/nn/{name}.py"
+    for name in (
+        "all_pairs",
+        "performer_attention",
+        "sgformer_attention",
+        "polynormer_attention",
+        "set_transformer",
+        "aggregations",
+        "patch_transformer",
+        "egt_conv",
+        "grit_conv",
+        "tgat_conv",
+    )
+)
+SGFORMER_MODEL, POLYNORMER_MODEL = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer"))
 
 #: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
@@ -71,6 +87,12 @@ TESTS = {
     LINEAR: ["tests/ops/test_linear.py"],
     **{file: ["tests/test_bias.py"] for file in (ROWS, LISTED, BUCKETS, BIAS)},
     FEATURES: ["tests/test_features.py"],
+    **{
+        file: ["tests/nn/test_all_pairs.py"]
+        for file in (ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES)
+    },
+    **{file: ["tests/nn/test_pair_layers.py"] for file in (EGT, GRIT, TGAT)},
+    **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL)},
     STRUCTURE: ["tests/test_structure.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
@@ -650,6 +672,48 @@ MUTATIONS = [
         "self.edge_index.long()\n        return (first, second) if self.flow == FLOWS[0] else «(second, → (first,»",
     ),
     Mutation("masked edges take part", CUSTOM_PARTS, "masked_fill(«~call.mask → call.mask & False», -torch.inf)"),
+    Mutation("padding has keys", ALL_PAIRS, "else «x.masked_fill(~mask[..., None, None], 0.0) → x»"),
+    Mutation("graphs have the nodes of all", ALL_PAIRS, "return mask.«sum(-1, keepdim=True) → sum().view(1, 1)».to(x)"),
+    Mutation(
+        "a packed graph has its smallest one's nodes", ALL_PAIRS, "return «counts → counts.min() * (counts > 0)».repeat"
+    ),
+    Mutation("NaN in padding reaches gradients", ALL_PAIRS, "«x = x.masked_fill(~mask.unsqueeze(-1), 0.0) → pass»  #"),
+    Mutation(
+        "features may be zero", PERFORMER, "«self.projection_matrix.t()) + 0.001 → self.projection_matrix.t())» for x"
+    ),
+    Mutation("a node is itself once", SGFORMER, "(sums[..., :-1] + «count * value → value»)"),
+    Mutation("graphs share a norm", SGFORMER, "scatter(squares, «block → block * 0», -1"),
+    Mutation("sums are not divided by all", SGFORMER, "/ (sums[..., -1:] + «count → 1»)"),
+    Mutation(
+        "heads are not side by side",
+        POLYNORMER,
+        "«self.head_channels, self.heads).transpose(-2, -1) → self.heads, self.head_channels)»",
+    ),
+    Mutation("beta is not bounded", POLYNORMER, "else self.betas«.sigmoid() →»"),
+    Mutation("empty sets have a vector", SETS, "masked_fill((counts «== → <» 0)"),
+    Mutation("elements stay in their order", SETS, "x = «x.index_select(-2, index.argsort(stable=True)) → x»"),
+    Mutation("seeds are those of other sets", SETS, "«seeds.flatten(0, 1) → seeds.flip(1).flatten(0, 1)», x, graph"),
+    Mutation("weights are no constants", AGGREGATIONS, "x«.detach() →» * t if self.semi_grad"),
+    Mutation("what was read comes first", AGGREGATIONS, "torch.cat([«query, read → read, query»], -1)"),
+    Mutation("the last patch is full", PATCHES, "patches = (counts «+ 1 → + 0») // self.patch_size"),
+    Mutation(
+        "patches are numbered in the batch",
+        PATCHES,
+        "torch.arange(num_patches, device=x.device) - first[of«] → ] * 0»)",
+    ),
+    Mutation("a variance is biased", PATCHES, "squares / (patches «- 1 → - 0»)"),
+    Mutation("gates are not counted from one", EGT, "out * of_gates.«log1p → log»()"),
+    Mutation("weights have no gates", EGT, "self.weigh(None, None, graph, bias=logits) * «gates → gates.ceil()»"),
+    Mutation("logits are not clamped", GRIT, "(pair * self.att).sum(-1)«.clamp(-self.clamp, self.clamp) →»"),
+    Mutation("degrees have no one", GRIT, "degree.to(out).«log1p → log»()"),
+    Mutation(
+        "values have the keys' times", TGAT, '"edge_value": self._heads(self.«lin_edge_value → lin_edge_key»(edge))'
+    ),
+    Mutation("queries have no time", TGAT, "torch.cat([targets, «now → now * 0»], -1)"),
+    Mutation("weights are exchanged", SGFORMER_MODEL, "out = self.graph_weight * «on_edges → z» +"),
+    Mutation("nodes stay in another order", SGFORMER_MODEL, "z = «torch.empty_like(z).index_copy(0, order, z) → z»"),
+    Mutation("only the last local layer counts", POLYNORMER_MODEL, "else «total + x → x»"),
+    Mutation("nodes stay where they are", POLYNORMER_MODEL, "x = «torch.empty_like(x).index_copy(0, order, x) → x»"),
 ]
 
 # Makes Python import a copy of the package, however gattn is installed.
