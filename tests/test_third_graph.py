@@ -71,6 +71,8 @@ SIZES = {"a": N, "b": 4}
 #: Layers whose graph is an option, or that `LAYERS` does not call with a graph.
 WITH_GRAPH = {
     "MultiheadAttention": lambda x, g: ((x, x, x), {"graph": g(N, N)}),
+    "MultiheadAttentionBlock": lambda x, g: ((x, x.cos()), {"graph": g(N, N)}),
+    "SetAttentionBlock": lambda x, g: ((x,), {"graph": g(N, N)}),
     "TransformerEncoderLayer": lambda x, g: ((x,), {"graph": g(N, N)}),
     "TransformerDecoderLayer": lambda x, g: ((x, x[:4].cos()), {"graph": g(N, N), "memory_graph": g(N, 4)}),
     "TransformerEncoder": lambda x, g: ((x,), {"graph": g(N, N)}),
@@ -80,6 +82,8 @@ WITH_GRAPH = {
         {"src_graph": g(N, N), "tgt_graph": g(4, 4), "memory_graph": g(4, N)},
     ),
 }
+#: Layers of linear attention, in which all nodes attend to all.
+COMPLETE = {"PerformerAttention", "PerformerProjection", "PolynormerAttention", "SGFormerAttention"}
 NO_GRAPH = {"GraphPositionalEncoding", "DenseGATConv"}  # which take matrices
 
 
@@ -118,7 +122,7 @@ def assert_same(found: object, expected: object) -> None:
 
 def takes_graph(name: str) -> bool:
     parameters = inspect.signature(getattr(layers, name).forward).parameters
-    return any("edge_index" in parameter or "graph" in parameter for parameter in parameters)
+    return name not in COMPLETE and any("edge_index" in parameter or "graph" in parameter for parameter in parameters)
 
 
 CLASSES = {name for name in layers.__all__ if issubclass(getattr(layers, name), nn.Module) and takes_graph(name)}

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class MultiheadAttentionBlock(Module):
+class MultiheadAttentionBlock(Leaf, Module):
     r"""Multi-head attention from one set to another, followed by a linear layer.
 
     MAB of `Set Transformer: A Framework for Attention-based Permutation-Invariant Neural Networks
@@ -123,7 +123,7 @@ class MultiheadAttentionBlock(Module):
         )
 
 
-class SetAttentionBlock(Module):
+class SetAttentionBlock(Leaf, Module):
     r"""Multi-head attention among the elements of a set.
 
     SAB of `Set Transformer <https://arxiv.org/abs/1810.00825>`_:
@@ -181,7 +181,7 @@ class SetAttentionBlock(Module):
         return _like(self, self.mab, f"{self.mab.channels}")
 
 
-class InducedSetAttentionBlock(Module):
+class InducedSetAttentionBlock(Leaf, Module):
     r"""Multi-head attention among the elements of a set through a few learnt points, in linear time.
 
     ISAB of `Set Transformer <https://arxiv.org/abs/1810.00825>`_, with learnt points :math:`I`:
@@ -253,7 +253,7 @@ class InducedSetAttentionBlock(Module):
         return _like(self, self.mab1, f"{self.ind.size(2)}, num_induced_points={self.ind.size(1)}")
 
 
-class PoolingByMultiheadAttention(Module):
+class PoolingByMultiheadAttention(Leaf, Module):
     r"""Multi-head attention from a few learnt seeds to the elements of a set, which become as many vectors.
 
     PMA of `Set Transformer <https://arxiv.org/abs/1810.00825>`_, with learnt seeds :math:`S`:
