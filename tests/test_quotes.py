@@ -270,6 +270,15 @@ def complete():
     values = [share("ragged", ragged["N"], "padded"), *peaks("ragged", ragged["N"], "padded")]
     text = f"64 graphs of 10 to 500 nodes | {ragged['N']} | {{}} of padding them | {{}} MB, padded {{}} MB"
     yield text, values
+    ours, theirs = (
+        [row for row in rows("complete", N=ragged["N"], by=by) if row["attention"].startswith("ragged layer")]
+        for by in ("gattn", "pyg")
+    )
+    shares = []
+    for column in ("forward + backward, ms", "peak, MB"):
+        values = [number(x[column]) / number(y[column]) for x, y in zip(ours, theirs, strict=True)]
+        shares.append(f"{min(values):.2f} to {max(values):.2f}")
+    yield f"on these graphs | {ragged['N']} | {{}} of PyG's layers on a padded batch | {{}} of theirs |", shares
     for kind, words in (("sparse bias", "500 000 pairs"), ("bucket bias", "20 buckets of pairs")):
         is_sparse, nodes = kind == "sparse bias", "4 096"
         none = [peak(found("none", nodes, "sdpa"))] if is_sparse else []
