@@ -57,8 +57,6 @@ def num_nodes(x: Tensor, mask: Tensor | None, graph: CompleteGraph) -> Tensor:
     if graph.blocks is not None:
         counts = torch.tensor([sources for _, sources in graph.blocks], device=x.device)
         return counts.repeat_interleave(counts).to(x)
-    if graph.source_lengths is not None:
-        return graph.source_lengths.to(x).unsqueeze(-1)
     return x.new_full((1,), x.size(-2))
 
 

@@ -92,9 +92,16 @@ class SGFormerAttention(Leaf, torch_geometric.nn.attention.SGFormerAttention):
 
         Raises:
             TypeError: If `mask` is not of booleans, or `graph` is not a `CompleteGraph`.
-            ValueError: If shapes do not fit each other, or both `mask` and `graph` are given.
+            ValueError: If shapes do not fit each other, both `mask` and `graph` are given, or the graph is causal or
+                has a window or lengths.
         """
         x, graph = on_graph(x, mask, graph)
+        has_lengths = graph.source_lengths is not None or graph.target_lengths is not None
+        if graph.causal or graph.window is not None or has_lengths:
+            raise InputError(
+                "SGFormerAttention counts all nodes of a graph: give a packed graph, or a mask for padding; got "
+                "a graph that is causal or has a window or lengths."
+            )
         query, key, value = (lin(x).unflatten(-1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v))
         key, value = without_padding(key, mask), without_padding(value, mask)
         query, key = self._normalized(query, graph, mask), self._normalized(key, graph, mask)

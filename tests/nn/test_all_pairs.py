@@ -186,6 +186,16 @@ class TestGlobalAttention:
         assert module(x[:, :0]).shape[:2] == (2, 0)
         assert module(x[:0]).shape[:2] == (0, 6)
 
+    def test_sgformer_needs_whole_graphs(self):
+        lengths = torch.tensor([6, 3])
+        for graph in (
+            CompleteGraph(6, causal=True),
+            CompleteGraph(6, window=(1, 1)),
+            CompleteGraph(6, source_lengths=lengths),
+        ):
+            with pytest.raises(ValueError, match="a packed graph, or a mask for padding"):
+                nn.SGFormerAttention(F)(torch.randn(2, 6, F), graph=graph)
+
     def test_wrong_options(self):
         for layer in (nn.PerformerAttention, nn.SGFormerAttention):
             with pytest.raises(ValueError, match="multiple of heads"):
