@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.attention import Attention, Weights
@@ -12,7 +13,7 @@ from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, as_graph
-from gattn.nn.edge_features import checked_features
+from gattn.nn.edge_features import checked_factors, checked_features
 from gattn.nn.linear import Linear, dropout, is_plain
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
@@ -185,26 +186,48 @@ class AttentionConv(BaseConv):
         edge_value: bool,
         weights: bool | str,
         bias: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> tuple[Tensor, Weights | None]:
-        """Attends, joins the heads and adds the layer's bias: `[..., N, H * C]`, or the heads' mean `[..., N, C]`."""
+        """Attends, joins the heads and adds the layer's bias: `[..., N, H * C]`, or the heads' mean `[..., N, C]`.
+
+        Weights are multiplied by `factors` `[E, 1]`, if there are any, of a graph that is a list of edges.
+        """
         value = dropout(value, self.value_dropout, self.training)
-        result = self.attend(
-            query,
-            key,
-            value,
-            graph,
-            score=score,
-            edge=edge,
-            edge_value=edge_value and edge is not None,
-            out_bias=self._heads(bias) if self.concat and bias is not None else None,
-            dropout=self.dropout,
-            return_weights=weights,
-        )
-        out, alpha = (result, None) if isinstance(result, Tensor) else result
+        out_bias = self._heads(bias) if self.concat and bias is not None else None
+        if factors is None:
+            result = self.attend(
+                query,
+                key,
+                value,
+                graph,
+                score=score,
+                edge=edge,
+                edge_value=edge_value and edge is not None,
+                out_bias=out_bias,
+                dropout=self.dropout,
+                return_weights=weights,
+            )
+            out, alpha = (result, None) if isinstance(result, Tensor) else result
+        else:
+            alpha = self.weigh(query, key, graph, score=score, edge=edge)
+            record(self, graph, alpha)
+            alpha = alpha * factors.to(alpha.dtype)
+            dropped = F.dropout(alpha, self.dropout, self.training)
+            out = self.weighted_sum(dropped, value, graph, edge_value=edge if edge_value else None, out_bias=out_bias)
+            alpha = None if not weights else dropped if weights == "dropped" else alpha
         if self.concat:
             return out.flatten(-2), alpha
         out = out.mean(-2)
         return (out if bias is None else out + bias), alpha
+
+    def _factors(self, graph: Graph, value: Tensor, edge_weight: Tensor | None) -> tuple[Graph, Tensor | None]:
+        """The graph, as a list of edges if these have factors, and the factors, `[E, 1]`."""
+        if edge_weight is None:
+            return graph, None
+        if graph.is_sharded:
+            raise InputError(f"{type(self).__name__} takes no edge_weight on sharded graphs.")
+        graph = graph.listed(value.device)
+        return graph, checked_factors(edge_weight, graph)
 
     def _attend_with_loops(
         self,
@@ -215,6 +238,7 @@ class AttentionConv(BaseConv):
         edge_attr: Tensor | None,
         score: Score,
         return_weights: bool | None,
+        edge_weight: Tensor | None = None,
     ) -> tuple[Tensor, Any, Graph]:
         """What `_attend_and_merge` returns for layers with `fill_value`, and the graph with its self-loops.
 
@@ -227,12 +251,17 @@ class AttentionConv(BaseConv):
             edge_attr: The edges' features `[E, D]`, as the user passed them.
             score: The score.
             return_weights: Whether the weights after dropout are returned as well.
+            edge_weight: A factor for each edge's weight, `[E]`. (default: `None`)
         """
         fill_value: Any = self.fill_value
         if not self._updates_as_pyg:
+            graph, factors = self._factors(graph, value, edge_weight)
             graph, edge = self._edge_term(graph, edge_attr, fill_value)
             weights = "dropped" if return_weights else False
-            return *self._attend_and_merge(query, key, value, graph, score, edge, False, weights, self.bias), graph
+            found = self._attend_and_merge(query, key, value, graph, score, edge, False, weights, self.bias, factors)
+            return *found, graph
+        if edge_weight is not None:
+            raise InputError(f"{type(self).__name__} takes no edge_weight while a subclass defines edge_update().")
         if value.dim() != 3:
             raise InputError(f"edge_update() of {type(self).__name__} takes features [N, F], without a batch.")
         graph, edge_attr = graph.with_features(edge_attr, fill_value)

@@ -13,7 +13,7 @@ from gattn.graphs import Graph
 from gattn.ops.call import check_dtype
 from gattn.settings import require_finite
 
-__all__ = ["checked_features", "with_features"]
+__all__ = ["checked_factors", "checked_features", "with_features"]
 
 
 def checked_features(
@@ -59,6 +59,26 @@ def checked_features(
         )
     check_dtype(layer, edge_attr=edge_attr)
     return graph, edge_attr.movedim(0, -2) if batch else edge_attr
+
+
+def checked_factors(edge_weight: Any, graph: Graph) -> Tensor:
+    """Factors of attention weights `[E, 1]`, one per edge of the graph, whose self-loops get ones.
+
+    Raises:
+        TypeError: If `edge_weight` is not a tensor.
+        ValueError: If it does not hold one factor per edge, or one is not finite while `gattn.check_finite` looks.
+    """
+    if not isinstance(edge_weight, Tensor):
+        raise InputTypeError(f"edge_weight must be a tensor; got {type(edge_weight).__name__}.")
+    if edge_weight.dim() != 1:
+        raise InputError(f"edge_weight must have one factor per edge, [E]; got {list(edge_weight.shape)}.")
+    require_finite(edge_weight=edge_weight)
+    try:
+        factors = graph.with_features(edge_weight.unsqueeze(-1), 1.0)[1]
+    except InputError as error:  # it speaks of edge_attr
+        raise InputError(str(error).replace("edge_attr", "edge_weight")) from error
+    assert factors is not None
+    return factors
 
 
 def with_features(x: Tensor, edge_attr: Tensor) -> Tensor:

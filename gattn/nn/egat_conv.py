@@ -9,15 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from gattn.errors import InputError, InputTypeError, check_at_least
+from gattn.errors import InputError, check_at_least
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.edge_features import checked_features
+from gattn.nn.edge_features import checked_factors, checked_features
 from gattn.nn.linear import Linear
 from gattn.ops.call import compute_dtype
 from gattn.recording import record
 from gattn.scores import AdditiveScore
-from gattn.settings import require_finite
 
 __all__ = ["EGATConv"]
 
@@ -144,14 +143,7 @@ class EGATConv(BaseConv):
         ends = query.index_select(-3, target).to(compute), key.index_select(-3, source).to(compute)
         hidden = score.hidden(*ends, edge.to(compute)).to(out.dtype)
         if edge_weight is not None:
-            if not isinstance(edge_weight, Tensor):
-                raise InputTypeError(f"edge_weight must be a tensor; got {type(edge_weight).__name__}.")
-            require_finite(edge_weight=edge_weight)
-            if edge_weight.shape != (graph.num_edges,):
-                raise InputError(
-                    f"edge_weight must have one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
-                )
-            alpha = alpha * edge_weight.unsqueeze(-1).to(alpha.dtype)
+            alpha = alpha * checked_factors(edge_weight, graph).to(alpha.dtype)
             out = self.weighted_sum(alpha, value, local)
         results = out, F.leaky_relu(hidden, _SLOPE)
         return (*results, alpha.unsqueeze(-1)) if get_attention else results

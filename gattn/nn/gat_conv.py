@@ -156,6 +156,8 @@ class GATConv(AttentionConv):
         edge_attr: Tensor | None = None,
         size: tuple[int, int] | None = None,
         return_attention_weights: Literal[False] | None = None,
+        *,
+        edge_weight: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -167,6 +169,7 @@ class GATConv(AttentionConv):
         size: tuple[int, int] | None = None,
         *,
         return_attention_weights: Literal[True],
+        edge_weight: Tensor | None = None,
     ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
@@ -176,6 +179,8 @@ class GATConv(AttentionConv):
         edge_attr: Tensor | None = None,
         size: tuple[int, int] | None = None,
         return_attention_weights: bool | None = None,
+        *,
+        edge_weight: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, AttentionWeights]:
         """Attends over each node's neighbours.
 
@@ -187,6 +192,8 @@ class GATConv(AttentionConv):
             size: The number of nodes that each row of `edge_index` refers to, if the features do not say.
                 (default: `None`)
             return_attention_weights: Whether to return the weights, after dropout, as well. (default: `None`)
+            edge_weight: A factor for each edge's weight after the softmax, `[E]`; self-loops that the layer adds
+                get 1. It also multiplies returned weights, but not recorded ones. (default: `None`)
 
         Returns:
             `[..., N, H * F_out]`; with `return_attention_weights`, a pair of that and the result of
@@ -209,7 +216,9 @@ class GATConv(AttentionConv):
                 (query,) = self._terms(targets, lin_dst, (self.att_dst,))
 
         score = GATScore(self.negative_slope)
-        found = self._attend_with_loops(query, key, value, graph, edge_attr, score, return_attention_weights)
+        found = self._attend_with_loops(
+            query, key, value, graph, edge_attr, score, return_attention_weights, edge_weight
+        )
         out, alpha, graph = found
         if self.res is not None and targets is not None:
             out = out + self.res(targets)

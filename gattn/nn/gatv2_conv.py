@@ -152,6 +152,8 @@ class GATv2Conv(AttentionConv):
         edge_index: GraphLike,
         edge_attr: Tensor | None = None,
         return_attention_weights: Literal[False] | None = None,
+        *,
+        edge_weight: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -162,6 +164,7 @@ class GATv2Conv(AttentionConv):
         edge_attr: Tensor | None = None,
         *,
         return_attention_weights: Literal[True],
+        edge_weight: Tensor | None = None,
     ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
@@ -170,6 +173,8 @@ class GATv2Conv(AttentionConv):
         edge_index: GraphLike,
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
+        *,
+        edge_weight: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, AttentionWeights]:
         """Attends over each node's neighbours.
 
@@ -178,6 +183,8 @@ class GATv2Conv(AttentionConv):
             edge_index: The graph, in any form that `gattn.attend` takes.
             edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
             return_attention_weights: Whether to return the weights, after dropout, as well. (default: `None`)
+            edge_weight: A factor for each edge's weight after the softmax, `[E]`; self-loops that the layer adds
+                get 1. It also multiplies returned weights, but not recorded ones. (default: `None`)
 
         Returns:
             `[..., N, H * F_out]`; with `return_attention_weights`, a pair of that and the result of
@@ -195,7 +202,7 @@ class GATv2Conv(AttentionConv):
         query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
 
         score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
-        found = self._attend_with_loops(query, key, key, graph, edge_attr, score, return_attention_weights)
+        found = self._attend_with_loops(query, key, key, graph, edge_attr, score, return_attention_weights, edge_weight)
         out, alpha, graph = found
         if self.res is not None:
             out = out + self.res(targets)

@@ -120,6 +120,8 @@ class TransformerConv(AttentionConv):
         edge_index: GraphLike,
         edge_attr: Tensor | None = None,
         return_attention_weights: Literal[False] | None = None,
+        *,
+        edge_weight: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -130,6 +132,7 @@ class TransformerConv(AttentionConv):
         edge_attr: Tensor | None = None,
         *,
         return_attention_weights: Literal[True],
+        edge_weight: Tensor | None = None,
     ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
@@ -138,6 +141,8 @@ class TransformerConv(AttentionConv):
         edge_index: GraphLike,
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
+        *,
+        edge_weight: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, AttentionWeights]:
         """Attends over each node's neighbours.
 
@@ -146,6 +151,8 @@ class TransformerConv(AttentionConv):
             edge_index: The graph, in any form that `gattn.attend` takes.
             edge_attr: Edge features `[E, D]`, with `edge_dim`. (default: `None`)
             return_attention_weights: Whether to return the weights, before dropout, as well. (default: `None`)
+            edge_weight: A factor for each edge's weight after the softmax, `[E]`. It also multiplies returned
+                weights, but not recorded ones. (default: `None`)
 
         Returns:
             `[..., N, H * F_out]`; with `return_attention_weights`, a pair of that and `(edge_index, weights)`, or for a
@@ -163,9 +170,10 @@ class TransformerConv(AttentionConv):
         key = self._heads(self.lin_key(sources))
         value = self._heads(self.lin_value(sources))
 
+        graph, factors = self._factors(graph, value, edge_weight)
         graph, edge = self._edge_term(graph, edge_attr)
         weights = bool(return_attention_weights)
-        out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, True, weights)
+        out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, True, weights, factors=factors)
         if self.root_weight:
             skip = self.lin_skip(targets)
             if self.lin_beta is not None:
