@@ -10,8 +10,12 @@ from gattn.nn.aggregations import (
 from gattn.nn.agnn_conv import AGNNConv
 from gattn.nn.dense_gat_conv import DenseGATConv
 from gattn.nn.dna_conv import DNAConv
+from gattn.nn.dot_gat_conv import DotGatConv
+from gattn.nn.edge_gat_conv import EdgeGATConv
 from gattn.nn.egat_conv import EGATConv
 from gattn.nn.egt_conv import EGTConv
+from gattn.nn.egt_layer import EGTLayer
+from gattn.nn.exphormer_conv import ExphormerConv
 from gattn.nn.fa_conv import FAConv
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.gate_conv import GATEConv
@@ -19,6 +23,8 @@ from gattn.nn.gated_gcn_conv import GatedGCNConv
 from gattn.nn.gatv2_conv import GATv2Conv
 from gattn.nn.general_conv import GeneralConv
 from gattn.nn.gps_conv import GPSConv
+from gattn.nn.graph_encoders import DegreeEncoder, PathEncoder, SpatialEncoder
+from gattn.nn.graphormer_layer import BiasedMHA, GraphormerLayer
 from gattn.nn.grit_conv import GRITConv
 from gattn.nn.han_conv import HANConv
 from gattn.nn.hard_attention import HardAttention, ReinforceLoss
@@ -72,11 +78,17 @@ __all__ = [
     "AdditiveAttention",
     "AttentionPooling",
     "AttentionalAggregation",
+    "BiasedMHA",
     "DNAConv",
+    "DegreeEncoder",
     "DenseGATConv",
+    "DotGatConv",
     "DotProductAttention",
     "EGATConv",
     "EGTConv",
+    "EGTLayer",
+    "EdgeGATConv",
+    "ExphormerConv",
     "FAConv",
     "GATConv",
     "GATEConv",
@@ -88,6 +100,7 @@ __all__ = [
     "GeneralConv",
     "GraphMultisetTransformer",
     "GraphPositionalEncoding",
+    "GraphormerLayer",
     "HANConv",
     "HEATConv",
     "HGTConv",
@@ -104,6 +117,7 @@ __all__ = [
     "MultiheadAttention",
     "MultiheadAttentionBlock",
     "PatchTransformerAggregation",
+    "PathEncoder",
     "PerformerAttention",
     "PerformerProjection",
     "PointTransformerConv",
@@ -121,6 +135,7 @@ __all__ = [
     "SetTransformerAggregation",
     "SinusoidalPositionalEncoding",
     "SoftmaxAggregation",
+    "SpatialEncoder",
     "SuperGATConv",
     "TGATConv",
     "Transformer",
