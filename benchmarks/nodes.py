@@ -1,9 +1,9 @@
 """Node classification with the recipes of "Classic GNNs are Strong Baselines": `python -m benchmarks.nodes`.
 
 Each data set has one network of attention layers, with the normalisation, residuals and hyper-parameters that
-Luo, Shi and Wu 2024 (https://arxiv.org/abs/2406.08993) found for GAT. It is trained on the full batch with Adam. The
-test score is that of the evaluation with the best validation score; tables show mean and standard deviation over
-splits or seeds.
+Luo, Shi and Wu 2024 (https://arxiv.org/abs/2406.08993) found for GAT. For some data sets there are also graph
+Transformers, with recipes of their own. All are trained on the full batch with Adam. The test score is that of the
+evaluation with the best validation score; tables show mean and standard deviation over splits or seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,14 @@ CONVS = {
     "pyg": {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv},
 }
 LAYERS, MODELS = tuple(CONVS), tuple(CONVS["gattn"])
-COLOURS = {"gat": reports.BLUE, "gatv2": reports.RED, "transformer": reports.GREEN}
+COLOURS = {
+    "gat": reports.BLUE,
+    "gatv2": reports.RED,
+    "transformer": reports.GREEN,
+    "sgformer": reports.ORANGE,
+    "gps": reports.SKY,
+    "polynormer": reports.PINK,
+}
 
 
 # The data sets -------------------------------------------------------------------------------------------------------
@@ -75,6 +82,18 @@ class Recipe:
     heads: int = 1
     normalise: bool = False
     """Whether each node's features are divided by their sum."""
+
+
+@dataclass(frozen=True)
+class GlobalRecipe(Recipe):
+    """Hyper-parameters of a graph Transformer, whose norms, residuals and first layers are its own."""
+
+    global_layers: int = 0
+    """The layers of attention among all nodes, if these are apart from the other layers."""
+    graph_weight: float = 0.0
+    """The weight of SGFormer's layers on the edges."""
+    local_epochs: int = 0
+    """The first epochs, in which Polynormer has no global layers."""
 
 
 QUESTIONS = Recipe(512, 3, 0.2, 3e-5, 0.0, 1500, "layer", residual=True, linear_in=True)
@@ -103,33 +122,72 @@ BORROWED = {
     "ogbn-products": "ogbn-products uses that repository's recipe for GCN, as it has none for GAT, on the full batch.",
 }
 
+#: Those of graph Transformers, by model and data set.
+GLOBAL_RECIPES = {
+    # One point of the grid in medium_graph/GTs_baselines/sgformer.sh of Luo et al., untuned.
+    "sgformer": {
+        "photo": GlobalRecipe(64, 3, 0.5, 0.001, 5e-5, 1000, normalise=True, global_layers=3, graph_weight=0.8),
+        "minesweeper": GlobalRecipe(64, 3, 0.5, 0.001, 0.0, 2000, global_layers=3, graph_weight=0.8),
+    },
+    # One point of the grid in gps.sh beside it, untuned.
+    "gps": {
+        "photo": GlobalRecipe(64, 2, 0.7, 0.001, 5e-5, 1000, heads=2, normalise=True),
+        "minesweeper": GlobalRecipe(64, 2, 0.5, 0.001, 0.0, 2000, heads=2),
+    },
+    # The authors' run.sh, https://github.com/cornell-zhang/Polynormer.
+    "polynormer": {
+        "photo": GlobalRecipe(
+            512,
+            7,
+            0.7,
+            0.001,
+            5e-5,
+            1200,
+            input_dropout=0.2,
+            heads=8,
+            normalise=True,
+            global_layers=2,
+            local_epochs=200,
+        ),
+        "minesweeper": GlobalRecipe(
+            512, 10, 0.3, 0.001, 0.0, 2100, input_dropout=0.2, heads=8, global_layers=3, local_epochs=100
+        ),
+    },
+}
+
 #: Binary tasks with unbalanced classes are scored by the area under the ROC curve, all others by accuracy.
 BY_ROC_AUC = ("minesweeper", "tolokers", "questions")
 
 SPLITS = {
     **dict.fromkeys(("cora", "citeseer", "pubmed"), ("public", "random")),
-    **dict.fromkeys(("computers", "photo", "cs", "physics"), ("60-20-20", "random")),
+    **dict.fromkeys(("computers", "photo", "cs", "physics"), ("60-20-20", "random", "luo")),
 }
 """The splits of `gattn.datasets.load` that are used if not only the public one is."""
 
 RUNS = {"wikics": 20, "cora": 5, "citeseer": 5, "pubmed": 5, "ogbn-arxiv": 5, "ogbn-products": 5}
-"""The number of splits or seeds, if it is not ten."""
+"""The number of splits or seeds, if it is not ten; see `runs_of`."""
 
 #: Test scores of GAT by Luo et al. in percent, from the README of their repository's folder medium_graph.
 LUO = {
     ("cora", "random"): "84.46 ± 0.55",
     ("citeseer", "random"): "72.22 ± 0.84",
     ("pubmed", "random"): "80.28 ± 0.64",
-    ("computers", "60-20-20"): "94.09 ± 0.37",
-    ("photo", "60-20-20"): "96.60 ± 0.33",
-    ("cs", "60-20-20"): "96.21 ± 0.14",
-    ("physics", "60-20-20"): "97.25 ± 0.06",
+    ("computers", "luo"): "94.09 ± 0.37",
+    ("photo", "luo"): "96.60 ± 0.33",
+    ("cs", "luo"): "96.21 ± 0.14",
+    ("physics", "luo"): "97.25 ± 0.06",
     ("wikics", "public"): "81.07 ± 0.54",
     ("roman-empire", "public"): "90.63 ± 0.14",
     ("amazon-ratings", "public"): "55.54 ± 0.51",
     ("minesweeper", "public"): "97.73 ± 0.73",
     ("questions", "public"): "77.95 ± 0.51",
 }
+#: Test scores of Polynormer by its authors in percent, from Tables 1 and 2 of https://arxiv.org/abs/2403.01232. The
+#: latter is that of Polynormer-r, the variant with ReLU in their program.
+POLYNORMER = {("photo", "luo"): "96.46 ± 0.26", ("minesweeper", "public"): "97.46 ± 0.36"}
+PUBLISHED = {"gat": LUO, "polynormer": POLYNORMER}
+"""By model, then by data set and split."""
+
 #: GAT by Veličković et al., Table 2 of https://arxiv.org/abs/1710.10903, and GAT and GAT-sep by Platonov et al.,
 #: https://arxiv.org/abs/2302.11640.
 OTHERS = {
@@ -186,7 +244,7 @@ class Run(Case):
     device: str
     threads: int
     features: str
-    recipe: Recipe
+    recipe: Recipe  # of graph Transformers, a `GlobalRecipe`
     processes: int = field(default=1, kw_only=True)
     """The number of processes that train it together; each draws its own dropout."""
 
@@ -204,6 +262,35 @@ def splits_of(dataset: str) -> tuple[str, ...]:
     return next(
         family.splits for family in families() if dataset in family.names or dataset.startswith(family.prefixes)
     )
+
+
+def has_recipe(dataset: str, model: str) -> bool:
+    """Whether there are hyper-parameters of a model for a data set."""
+    return dataset in GLOBAL_RECIPES.get(model, RECIPES)
+
+
+def recipe_of(dataset: str, model: str) -> Recipe:
+    """The hyper-parameters of a model for a data set."""
+    return GLOBAL_RECIPES.get(model, RECIPES)[dataset]
+
+
+def with_epochs(recipe: Recipe, epochs: int | None) -> Recipe:
+    """The recipe with another number of epochs, if there is one; the local phase keeps its share of them."""
+    epochs = epochs or recipe.epochs
+    if isinstance(recipe, GlobalRecipe):
+        return replace(recipe, epochs=epochs, local_epochs=recipe.local_epochs * epochs // recipe.epochs)
+    return replace(recipe, epochs=epochs)
+
+
+def default_splits(dataset: str, model: str) -> tuple[str, ...]:
+    """The splits that are used by default; for graph Transformers, only that of their publications."""
+    splits = SPLITS.get(dataset, ("public",))
+    return tuple(split for split in splits if split in ("public", "luo")) if model in GLOBAL_RECIPES else splits
+
+
+def runs_of(dataset: str, split: str) -> int:
+    """The number of splits or seeds."""
+    return 5 if split == "luo" else RUNS.get(dataset, 10)
 
 
 class Network(torch.nn.Module):
@@ -243,6 +330,135 @@ class Network(torch.nn.Module):
             x = self.dropout(norm(out if residual is None else out + residual(x)).relu())
         logits: Tensor = self.linear_out(x)
         return logits
+
+
+class GPS(torch.nn.Module):
+    """A linear layer, blocks of GAT beside Performer's attention among all nodes, and a linear classifier.
+
+    Args:
+        recipe: The hyper-parameters.
+        in_channels: The number of features.
+        classes: The number of classes.
+        layers: The library whose layers are used.
+    """
+
+    def __init__(self, recipe: GlobalRecipe, in_channels: int, classes: int, layers: str):
+        super().__init__()
+        hidden, heads = recipe.hidden_channels, recipe.heads
+        block = {"gattn": gattn.nn.GPSConv, "pyg": pyg.GPSConv}[layers]
+        conv = functools.partial(CONVS[layers]["gat"], hidden, hidden // heads, heads=heads, add_self_loops=False)
+        options = {"attn_type": "performer", "attn_kwargs": {"head_channels": hidden // heads}}
+        self.linear_in = Linear(in_channels, hidden)
+        self.blocks = torch.nn.ModuleList(
+            block(hidden, conv(), heads, recipe.dropout, **options) for _ in range(recipe.layers)
+        )
+        self.linear_out = Linear(hidden, classes)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """The logits of each class, `[N, classes]`, from features `[N, F]`."""
+        x = self.linear_in(x)
+        for block in self.blocks:
+            x = block(x, edge_index)
+        logits: Tensor = self.linear_out(x)
+        return logits
+
+
+class SGFormer(torch.nn.Module):
+    """SGFormer on a single graph.
+
+    Args:
+        recipe: The hyper-parameters.
+        in_channels: The number of features.
+        classes: The number of classes.
+        layers: The library whose layers are used.
+    """
+
+    def __init__(self, recipe: GlobalRecipe, in_channels: int, classes: int, layers: str):
+        super().__init__()
+        self.net = {"gattn": gattn.models.SGFormer, "pyg": pyg.models.SGFormer}[layers](
+            in_channels,
+            recipe.hidden_channels,
+            classes,
+            trans_num_layers=recipe.global_layers,
+            trans_num_heads=recipe.heads,
+            trans_dropout=recipe.dropout,
+            gnn_num_layers=recipe.layers,
+            gnn_dropout=recipe.dropout,
+            graph_weight=recipe.graph_weight,
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """The logarithms of the classes' probabilities, `[N, classes]`, from features `[N, F]`."""
+        out: Tensor = self.net(x, edge_index, edge_index.new_zeros(x.size(0)))
+        return out
+
+
+class Polynormer(torch.nn.Module):
+    """Polynormer behind a linear layer, as in its authors' program; it starts in its local phase.
+
+    Args:
+        recipe: The hyper-parameters.
+        in_channels: The number of features.
+        classes: The number of classes.
+    """
+
+    def __init__(self, recipe: GlobalRecipe, in_channels: int, classes: int):
+        super().__init__()
+        hidden = recipe.hidden_channels
+        self.local_epochs = recipe.local_epochs
+        self.input_dropout = FeatureDropout(recipe.input_dropout)
+        self.linear_in = Linear(in_channels, hidden)
+        self.net = gattn.models.Polynormer(
+            hidden,
+            hidden // recipe.heads,
+            classes,
+            local_layers=recipe.layers,
+            global_layers=recipe.global_layers,
+            in_dropout=recipe.dropout,  # that of the linear layer
+            dropout=recipe.dropout,
+            global_dropout=recipe.dropout,
+            heads=recipe.heads,
+            beta=0.5,  # around which the program starts to learn it
+            qk_shared=True,
+            post_bn=False,
+            local_attn=True,
+        )
+        self.kept: dict[str, Any] | None = None
+        """The states of this network and its optimizer at the best evaluation of the local phase."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """The logarithms of the classes' probabilities, `[N, classes]`, from features `[N, F]`."""
+        out: Tensor = self.net(self.linear_in(self.input_dropout(x)), edge_index)
+        return out
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps the states of the network and its optimizer."""
+        self.kept = None  # so that the new one does not contain it
+        self.kept = copy.deepcopy({"model": self.state_dict(), "optimizer": optimizer.state_dict()})
+
+    def start_global(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restores what was kept, and starts the global phase."""
+        if kept := self.kept:
+            self.load_state_dict(kept["model"])  # after which nothing is kept
+            optimizer.load_state_dict(kept["optimizer"])
+        self.net.use_global()
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """What checkpoints hold besides parameters."""
+        return self.kept
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Restores it."""
+        self.kept = state
+
+
+def network(recipe: Recipe, in_channels: int, classes: int, model: str, layers: str) -> torch.nn.Module:
+    """The network of a recipe; the arguments are those of `Network`."""
+    if not isinstance(recipe, GlobalRecipe):
+        return Network(recipe, in_channels, classes, model, layers)
+    if model == "polynormer":
+        return Polynormer(recipe, in_channels, classes)
+    return {"sgformer": SGFormer, "gps": GPS}[model](recipe, in_channels, classes, layers)
 
 
 def prepare(run: Run) -> Data:
@@ -287,13 +503,15 @@ class Classifier(Training[Run]):
             self._shard(data)
         torch.manual_seed(run.seed)
         recipe = run.recipe
-        model = Network(recipe, data.num_features, int(data.y.max()) + 1, run.model, run.layers)
+        model = network(recipe, data.num_features, int(data.y.max()) + 1, run.model, run.layers)
         model = model.to(run.device)
         optimizer = torch.optim.Adam(
             model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
         )
         clock = functools.partial(computing_time, run.device)
         super().__init__(run, checkpoints, model, optimizer, recipe.epochs, run.evaluate_every, None, clock, save_every)
+        if isinstance(model, Polynormer) and self.iteration > model.local_epochs:
+            model.net.use_global()  # no checkpoint holds the phase
         # Transformer layers have weights for their targets' own features even if they do not add these.
         self.trained = parallel.data_parallel(model, has_unused=run.model == "transformer")
 
@@ -316,6 +534,19 @@ class Classifier(Training[Run]):
         """The loss of this epoch."""
         seed_iteration(self.case.seed, self.iteration)
         return self.loss_of(self.trained)
+
+    def step(self) -> None:
+        """Trains for one epoch; Polynormer's global phase starts from the best evaluation of its local phase."""
+        if isinstance(self.model, Polynormer) and self.iteration == self.model.local_epochs:
+            self.model.start_global(self.optimizer)
+        super().step()
+
+    def add_point(self) -> None:
+        """Evaluates the model."""
+        super().add_point()
+        is_local = isinstance(self.model, Polynormer) and self.iteration <= self.model.local_epochs
+        if is_local and self.best() is self.curve[-1]:
+            self.model.keep(self.optimizer)
 
     def evaluate(self) -> dict[str, float]:
         """The scores on validation and test nodes."""
@@ -352,6 +583,8 @@ class Classifier(Training[Run]):
     def peak_bytes(self) -> int:
         """The memory of a training step above data, parameters and gradients."""
         model = copy.deepcopy(self.model)  # its running means are not needed
+        if isinstance(model, Polynormer):
+            model.net.use_global()  # the phase that needs more
         self.loss_of(model).backward()  # loads the code and prepares the graph
         return peak_above(lambda: self.loss_of(model).backward(), self.case.device)[1]
 
@@ -381,6 +614,19 @@ def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
 # The report ----------------------------------------------------------------------------------------------------------
 
 
+GLOBAL_NOTES = {
+    "sgformer": "SGFormer's recipe is one point of the grid in which Luo et al. tuned it, chosen without tuning: 64 "
+    "channels, three layers of each kind, dropout 0.5, and a weight of 0.8 for the layers on the edges.",
+    "gps": "GPS's recipe is close to one point of the grid in which Luo et al. tuned it, also chosen without tuning: "
+    "64 channels, two blocks, two heads, and dropout 0.7 on Photo and 0.5 on Minesweeper. Its blocks combine GAT with "
+    "Performer's linear attention, where theirs have softmax attention.",
+    "polynormer": "Polynormer's recipe and published scores are those of its authors, https://arxiv.org/abs/2403.01232 "
+    "and https://github.com/cornell-zhang/Polynormer; here, β is 0.5 instead of learnt. Its epochs are those of both "
+    "phases.",
+}
+"""What a reader must know about the recipes of graph Transformers."""
+
+
 def summarise(rows: Sequence[Row]) -> list[Line]:
     """One line per data set, split, model and kind of layers."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
@@ -388,7 +634,8 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
         groups.setdefault((row["dataset"], row["split"], row["model"], row["layers"]), []).append(row)
     lines = []
     for (dataset, split, model, layers), group in groups.items():
-        is_published = model == "gat" and all(row["recipe"]["epochs"] == RECIPES[dataset].epochs for row in group)
+        epochs = recipe_of(dataset, model).epochs
+        is_published = all(row["recipe"]["epochs"] == epochs for row in group)
         lines.append(
             {
                 "data set": dataset,
@@ -398,10 +645,10 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
                 "runs": str(len(group)),
                 "score": metric_of(dataset),
                 "test, %": reports.mean_and_deviation([100 * row["test_score"] for row in group], digits=2),
-                "Luo et al., GAT": LUO.get((dataset, split), "–") if is_published else "–",
-                "other GATs": OTHERS.get((dataset, split), "–") if is_published else "–",
+                "published": PUBLISHED.get(model, {}).get((dataset, split), "–") if is_published else "–",
+                "other GATs": OTHERS.get((dataset, split), "–") if is_published and model == "gat" else "–",
                 "best epoch": f"{statistics.mean(row['best_epoch'] for row in group):.0f}",
-                "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f} of {RECIPES[dataset].epochs}",
+                "epochs": f"{statistics.mean(row['epochs'] for row in group):.0f} of {epochs}",
                 "seconds/epoch (quartiles)": reports.median_and_quartiles([row["seconds_per_epoch"] for row in group]),
                 "MB per step": reports.megabytes({"peak_bytes": statistics.median(row["peak_bytes"] for row in group)}),
             }
@@ -417,13 +664,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
         ", {device}, {threads} thread(s) per process, evaluated every {evaluate_every} epochs",
     )
     patience = sorted({str(row["patience"]) for row in rows if row["patience"]})
-    others = sorted({epochs for row in rows if (epochs := row["recipe"]["epochs"]) != RECIPES[row["dataset"]].epochs})
+    others = sorted(
+        {n for row in rows if (n := row["recipe"]["epochs"]) != recipe_of(row["dataset"], row["model"]).epochs}
+    )
     is_sparse = any(row["features"] == "sparse" for row in rows)
     return [
         *described,
         "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
         "The recipes are those of Luo et al. for GAT, https://arxiv.org/abs/2406.08993; GATv2 and Transformer use the "
-        "same ones, untuned.",
+        "same ones, untuned. GAT's published scores are theirs.",
+        *(text for model, text in GLOBAL_NOTES.items() if any(row["model"] == model for row in rows)),
         *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
         *(f"Some runs had {n} epochs, not the recipe's: compare their times, not their scores." for n in others),
         *(["gattn's layers take sparse features where at most a tenth of them are nonzero."] if is_sparse else []),
@@ -482,10 +732,14 @@ class Nodes(Benchmark[Run]):
         add("--datasets", nargs="+", metavar="NAME", help=f"{text}{others})")
         text = (
             "splits, which every data set must have (default: public; for Planetoid also random; for Amazon and "
-            "Coauthor 60-20-20 and random)"
+            "Coauthor 60-20-20, random and luo, of which graph Transformers use the last only)"
         )
-        add("--splits", nargs="+", choices=("public", "60-20-20", "random"), help=text)
-        add("--models", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention layer (default: all)")
+        add("--splits", nargs="+", choices=("public", "60-20-20", "random", "luo"), help=text)
+        text = (
+            f"kinds of attention layer (default: {', '.join(MODELS)}), and graph Transformers: "
+            f"{', '.join(GLOBAL_RECIPES)}, for {' and '.join(GLOBAL_RECIPES['gps'])} only"
+        )
+        add("--models", nargs="+", default=MODELS, choices=(*MODELS, *GLOBAL_RECIPES), metavar="MODEL", help=text)
         add(
             "--layers",
             nargs="+",
@@ -493,9 +747,13 @@ class Nodes(Benchmark[Run]):
             choices=LAYERS,
             help="libraries whose layers are used (default: gattn)",
         )
-        text = "number of splits or seeds, from 0 (default: 5 for Planetoid and OGB, 20 for WikiCS, 10 for others)"
+        text = (
+            "number of splits or seeds, from 0 (default: 5 for Planetoid, OGB and the split luo, 20 for WikiCS, 10 for "
+            "others)"
+        )
         add("--runs", type=whole(1, 10**6), help=text)
-        add("--epochs", type=whole(1, 10**6), help="number of epochs (default: that of the recipe)")
+        text = "number of epochs, in proportion for Polynormer's two phases (default: that of the recipe)"
+        add("--epochs", type=whole(1, 10**6), help=text)
         text = "epochs between evaluations (default: %(default)s)"
         add("--evaluate-every", type=whole(1, 10**6), default=10, help=text)
         text = "epochs without a better validation score after which training stops (default: it never stops early)"
@@ -523,6 +781,16 @@ class Nodes(Benchmark[Run]):
                 if split not in splits_of(dataset):
                     parser.error(f"{dataset} has no split {split}: it has {', '.join(splits_of(dataset))}")
         options.models, options.layers = unique(options.models), unique(options.layers)
+        chosen = [model for model in options.models if model in GLOBAL_RECIPES]
+        for model, dataset in itertools.product(chosen, options.datasets or ()):
+            if dataset not in GLOBAL_RECIPES[model]:
+                parser.error(
+                    f"there is no recipe of {model} for {dataset}: choose from {', '.join(GLOBAL_RECIPES[model])}"
+                )
+        if "polynormer" in chosen and "pyg" in options.layers:
+            parser.error("PyG's Polynormer fails in its global phase with several heads: leave it out of --layers pyg")
+        if parallel.size() > 1 and chosen:
+            parser.error(f"{chosen[0]} attends to all nodes, so it needs the whole graph: start it without torchrun")
         if parallel.size() > 1 and options.workers > 1:
             parser.error("the processes of torchrun share each run: leave --workers at 1")
         if parallel.size() > 1 and "pyg" in options.layers:
@@ -532,17 +800,23 @@ class Nodes(Benchmark[Run]):
         """All runs, seed by seed, so that an interrupted benchmark has some runs of each kind."""
         options = self.options
         found = densities(options.datasets or DEFAULT_DATASETS, None if options.datasets else self.skip)
-        most = options.runs or max((RUNS.get(dataset, 10) for dataset in found), default=0)
+        kinds = [
+            (dataset, split, model)
+            for dataset in found
+            for split in unique(options.splits or SPLITS.get(dataset, ("public",)))
+            for model in options.models
+            if has_recipe(dataset, model) and (options.splits or split in default_splits(dataset, model))
+        ]
+        most = options.runs or max((runs_of(dataset, split) for dataset, split, _ in kinds), default=0)
         runs = []
-        for seed, (dataset, density) in itertools.product(range(most), found.items()):
-            if seed >= (options.runs or RUNS.get(dataset, 10)):
+        for seed, (dataset, split, model) in itertools.product(range(most), kinds):
+            if seed >= (options.runs or runs_of(dataset, split)):
                 continue
-            recipe = RECIPES[dataset]
-            recipe = replace(recipe, epochs=options.epochs or recipe.epochs)
-            splits = unique(options.splits or SPLITS.get(dataset, ("public",)))
-            for split, model, layers in itertools.product(splits, options.models, options.layers):
+            recipe = with_epochs(recipe_of(dataset, model), options.epochs)
+            for layers in options.layers:
                 fixed = (options.evaluate_every, options.patience, options.device, options.threads)
-                more = (*fixed, storage(layers, density), recipe)
+                features = "dense" if model in GLOBAL_RECIPES else storage(layers, found[dataset])
+                more = (*fixed, features, recipe)
                 runs.append(Run(dataset, split, model, layers, seed, *more, processes=parallel.size()))
         return runs
 
@@ -561,7 +835,7 @@ class Nodes(Benchmark[Run]):
         remarks = [*notes(everything), *(f"Not run: {reason}" for reason in self.skipped.values())]
         lines = summarise(everything)
         files = {"curves.png": draw(everything)}
-        short = {"seconds/epoch (quartiles)": "s/epoch", "Luo et al., GAT": "Luo et al."}
+        short = {"seconds/epoch (quartiles)": "s/epoch"}
         headings = {column: short.get(column, column) for column in lines[0] if column != "other GATs"}
         self.publish("Node classification with the recipes of Luo et al.", lines, remarks, files, headings=headings)
 

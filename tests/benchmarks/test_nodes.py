@@ -16,10 +16,25 @@ import gattn
 from benchmarks import nodes
 from benchmarks.framework import parallel
 from benchmarks.framework.results import ResultsFile
-from benchmarks.nodes import RECIPES, Classifier, Network, Nodes, Recipe, Run, roc_auc
+from benchmarks.nodes import (
+    GLOBAL_RECIPES,
+    RECIPES,
+    Classifier,
+    GlobalRecipe,
+    Network,
+    Nodes,
+    Recipe,
+    Run,
+    recipe_of,
+    roc_auc,
+    with_epochs,
+)
 from tests.benchmarks.together import float64, together, trained
 
 RECIPE = Recipe(8, 2, 0.3, 0.01, 5e-4, 12, "batch", residual=True)
+GLOBAL = GlobalRecipe(
+    8, 2, 0.3, 0.01, 5e-4, 20, input_dropout=0.2, heads=2, global_layers=1, graph_weight=0.8, local_epochs=12
+)
 TIMES = ("seconds_per_epoch", "peak_bytes")
 
 
@@ -99,6 +114,120 @@ class TestNetwork:
         others = {"hidden_channels": 4, "layers": 3, "dropout": 0.1, "norm": "layer", "residual": True}
         for name, value in (others | {"linear_in": True, "input_dropout": 0.5, "heads": 2}).items():
             assert outcome(replace(base, **{name: value})) != outcome(base), name
+
+
+class TestGraphTransformers:
+    @pytest.mark.parametrize("model", ["sgformer", "gps"])
+    def test_both_kinds_of_layers_are_the_same_network(self, model):
+        ours, theirs = (nodes.network(GLOBAL, 5, 3, model, layers).eval() for layers in nodes.LAYERS)
+        theirs.load_state_dict(ours.state_dict())
+        x, edge_index = torch.rand(4, 5), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [1, 2, 3, 0, 0, 1, 2, 3]])
+        torch.testing.assert_close(ours(x, edge_index), theirs(x, edge_index))
+        for net, package in ((ours, "gattn"), (theirs, "torch_geometric")):
+            attentions = [part for part in net.modules() if type(part).__name__.endswith("Attention")]
+            assert {type(part).__module__.split(".")[0] for part in attentions} == {package}
+            assert len(attentions) == (GLOBAL.global_layers if model == "sgformer" else GLOBAL.layers)
+
+    @pytest.mark.parametrize("model", GLOBAL_RECIPES)
+    def test_every_hyper_parameter_is_used(self, model):
+        """Another value gives another result or other dropped features."""
+
+        def outcome(recipe):
+            torch.manual_seed(0)
+            net = nodes.network(recipe, 4, 3, model, "gattn")
+            if model == "polynormer":
+                net.net.use_global()
+            torch.manual_seed(0)
+            return net(torch.rand(3, 4), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 1, 2]])).tolist()
+
+        others = {"hidden_channels": 4, "layers": 3, "dropout": 0.1, "heads": 1}
+        others |= {"global_layers": 2} if model != "gps" else {}
+        others |= {"input_dropout": 0.5} if model == "polynormer" else {}
+        others |= {"graph_weight": 0.5} if model == "sgformer" else {}
+        for name, value in others.items():
+            assert outcome(replace(GLOBAL, **{name: value})) != outcome(GLOBAL), name
+
+    @pytest.mark.parametrize("model", GLOBAL_RECIPES)
+    def test_it_learns(self, model, run, tmp_path):
+        run = replace(run, model=model, recipe=replace(GLOBAL, dropout=0.1, epochs=60))
+        training = Classifier(run, tmp_path, 1e6)
+        assert training.peak_bytes() >= 0
+        training.advance(60)
+        assert training.best()["val_score"] > 0.8
+        assert getattr(training.model, "kept", None) is None
+
+    def test_polynormer_is_that_of_its_authors(self):
+        """Their formulas, with the constant β that takes the place of learnt ones near it."""
+        model = nodes.network(GLOBAL, 5, 3, "polynormer", "gattn").eval()
+        net = model.net.use_global()
+        features, edge_index = torch.rand(4, 5), torch.tensor([[0, 1, 2, 3, 0], [0, 1, 2, 3, 2]])
+        x, total = model.linear_in(features), 0
+        for h_lin, conv, lin, ln in zip(net.h_lins, net.local_convs, net.lins, net.lns, strict=True):
+            h, a = h_lin(x).relu(), (conv(x, edge_index) + lin(x)).relu()
+            x = (ln(h * a) + a) / 2
+            total = total + x
+        x = net.ln(total)
+        for attn in net.global_attn:
+            key, value = (rows.view(4, 4, 2) for rows in (attn.k(x).sigmoid(), attn.v(x)))  # nodes, channels, heads
+            weights = torch.einsum("ich,jch->ijh", key, key)
+            mean = torch.einsum("ijh,jch->ich", weights / weights.sum(1, keepdim=True), value)
+            x = attn.lin_out(attn.lns(mean.flatten(1)) * (attn.h_lins(x) + 0.5)).relu()
+        torch.testing.assert_close(model(features, edge_index), net.pred_global(x).log_softmax(-1))
+        dropouts = {net.in_drop, net.dropout, *(attn.dropout.p for attn in net.global_attn)}
+        assert (dropouts, model.input_dropout.p) == ({GLOBAL.dropout}, GLOBAL.input_dropout)
+
+
+class TestPhases:
+    """Polynormer's twelve local epochs, of which the fourth is the best, and its eight global ones."""
+
+    @pytest.fixture
+    def start(self, run, tmp_path, monkeypatch):
+        def start(folder="."):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            return Classifier(replace(run, model="polynormer", recipe=GLOBAL), tmp_path / folder, 0.0)
+
+        monkeypatch.setattr(Classifier, "score", lambda self, logits, part: 1 - self.iteration / 100)
+        return start
+
+    def test_global_layers_are_trained_in_the_global_phase_only(self, start):
+        training = start()
+        names = [name for name, _ in training.model.named_parameters() if "global" in name]
+        counts = []
+        for _ in range(GLOBAL.epochs):
+            before = {name: value.clone() for name, value in training.model.state_dict().items() if name in names}
+            training.advance(1)
+            after = training.model.state_dict()
+            counts.append(sum(not torch.equal(before[name], after[name]) for name in names))
+        assert counts[:12] == [0] * 12
+        assert counts[12:] == [len(names)] * 8
+
+    def test_the_global_phase_starts_from_the_best_evaluation(self, start):
+        training = start()
+        training.advance(4)
+        best = {name: value.clone() for name, value in training.model.named_parameters()}
+        training.advance(8)
+        assert not torch.equal(training.model.linear_in.weight, best["linear_in.weight"])
+        training.optimizer.defaults["lr"] = 0.0
+        training.advance(1)
+        for name, value in training.model.named_parameters():
+            assert torch.equal(value, best[name]), name
+        assert training.optimizer.state[training.model.linear_in.weight]["step"] == 5
+
+    @pytest.mark.parametrize("epoch", [4, 8, 12, 16])
+    def test_it_resumes_in_either_phase(self, epoch, start):
+        start("resumed").advance(epoch)
+        resumed, whole = start("resumed"), start("whole")
+        assert (resumed.iteration, whole.iteration) == (epoch, 0)
+        for training in (resumed, whole):
+            training.advance(GLOBAL.epochs)
+        for name, value in whole.model.named_parameters():
+            assert torch.equal(value, resumed.model.get_parameter(name)), name
+        assert resumed.curve == whole.curve
+
+    def test_fewer_epochs_are_divided_among_the_phases(self):
+        assert with_epochs(GLOBAL, 5) == replace(GLOBAL, epochs=5, local_epochs=3)
+        assert with_epochs(GLOBAL, None) == GLOBAL
+        assert with_epochs(RECIPE, 5) == replace(RECIPE, epochs=5)
 
 
 class TestTraining:
@@ -228,7 +357,11 @@ class TestProcesses:
 
     @pytest.mark.parametrize(
         ("option", "reason"),
-        [(["--layers", "pyg"], "start --layers pyg without torchrun"), (["--workers", "2"], "leave --workers at 1")],
+        [
+            (["--layers", "pyg"], "start --layers pyg without torchrun"),
+            (["--workers", "2"], "leave --workers at 1"),
+            (["--models", "gat", "gps"], "gps attends to all nodes, so it needs the whole graph"),
+        ],
     )
     def test_what_does_not_go_with_torchrun(self, option, reason, monkeypatch, capsys):
         monkeypatch.setattr(parallel, "size", lambda: 2)
@@ -273,6 +406,7 @@ class TestCommandLine:
         assert counts == {
             ("photo", "60-20-20"): 10,
             ("photo", "random"): 10,
+            ("photo", "luo"): 5,
             ("wikics", "public"): 20,
             ("cora", "public"): 5,
             ("cora", "random"): 5,
@@ -281,13 +415,60 @@ class TestCommandLine:
         assert {run.seed for run in runs[:4]} == {0}
         assert {run.features for run in runs} == {"sparse"}
 
+    def test_cases_of_graph_transformers(self, monkeypatch):
+        """They are those with a recipe, on the published split unless another one is requested."""
+        monkeypatch.setattr(nodes, "densities", lambda names, skip: dict.fromkeys(names, 0.01))
+
+        def counts(*arguments):
+            runs = Nodes(Nodes.parse(["--models", "gat", "polynormer", *arguments]), None, None).cases()
+            of_model = [run for run in runs if run.model == "polynormer"]
+            assert len(runs) > len(of_model)
+            assert {run.features for run in of_model} == {"dense"}
+            assert all(run.recipe == GLOBAL_RECIPES["polynormer"][run.dataset] for run in of_model)
+            kinds = [(run.dataset, run.split) for run in of_model]
+            return {kind: kinds.count(kind) for kind in kinds}
+
+        assert counts() == {("photo", "luo"): 5, ("minesweeper", "public"): 10}
+        assert counts("--datasets", "photo", "--splits", "random", "luo") == {
+            ("photo", "random"): 10,
+            ("photo", "luo"): 5,
+        }
+
+    def test_published_scores_stand_beside_their_model_and_split(self):
+        row = {"seed": 0, "layers": "gattn", "test_score": 0.5, "seconds_per_epoch": 1.0, "peak_bytes": 1}
+        row |= {"best_epoch": 1, "epochs": 1}
+        kinds = [("60-20-20", "gat"), *(("luo", model) for model in ("gat", "gatv2", *GLOBAL_RECIPES))]
+        rows = [
+            {**row, "dataset": "photo", "split": split, "model": model, "recipe": asdict(recipe_of("photo", model))}
+            for split, model in kinds
+        ]
+        assert [line["published"] for line in nodes.summarise(rows)] == [
+            "–",
+            "96.60 ± 0.33",
+            "–",
+            "–",
+            "–",
+            "96.46 ± 0.26",
+        ]
+        rows[-1]["recipe"]["epochs"] = 1000
+        assert nodes.summarise(rows)[-1]["published"] == "–"
+        assert nodes.summarise(rows)[-1]["epochs"] == "1 of 1200"
+
+    def test_committed_rows_have_the_recipes_of_today(self):
+        rows = ResultsFile(Path(nodes.__file__).parent / "results" / "nodes" / "runs.jsonl").rows(Run, Run.result)
+        assert len(rows) >= 120
+        for row in rows:
+            assert row["recipe"] == asdict(recipe_of(row["dataset"], row["model"]))
+
     def test_every_recipe_has_its_data_set_and_its_splits(self):
         for dataset in RECIPES:
             assert gattn.datasets.canonical_name(dataset) == dataset
             assert set(nodes.SPLITS.get(dataset, ("public",))) <= set(nodes.splits_of(dataset))
-        for dataset, split in [*nodes.LUO, *nodes.OTHERS]:
+        for dataset, split in [*nodes.LUO, *nodes.POLYNORMER, *nodes.OTHERS]:
             assert split in nodes.splits_of(dataset)
         json.dumps([asdict(recipe) for recipe in RECIPES.values()])
+        for recipes in GLOBAL_RECIPES.values():
+            assert list(recipes) == ["photo", "minesweeper"]
 
     @pytest.mark.parametrize(
         ("arguments", "reason"),
@@ -296,6 +477,11 @@ class TestCommandLine:
             (["--datasets", "karate"], "there is no recipe for karate"),
             (["--datasets", "minesweeper", "--splits", "60-20-20"], "minesweeper has no split 60-20-20"),
             (["--models", "gcn"], "invalid choice"),
+            (
+                ["--models", "gps", "--datasets", "photo", "cora"],
+                "there is no recipe of gps for cora: choose from photo",
+            ),
+            (["--models", "polynormer", "--layers", "gattn", "pyg"], "PyG's Polynormer fails in its global phase"),
             (["--epochs", "0"], "is not a whole number"),
         ],
     )
