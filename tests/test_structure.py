@@ -104,6 +104,39 @@ class TestShortestPathBuckets:
         assert matrix.tolist() == expected.tolist()
         assert transform.num_buckets == 5 > max([0, *out.pair_buckets.tolist()])
 
+    @every_graph
+    @pytest.mark.parametrize("directed", [True, False])
+    def test_paths_lead_from_sources_to_targets(self, data, directed):
+        size, cutoff, ends = data.num_nodes, 2, data.edge_index.t().tolist()
+        out = ShortestPathBuckets(cutoff, directed=directed, paths=True)(data)
+        buckets = ShortestPathBuckets(cutoff, directed=directed)(data).pair_buckets
+        assert torch.equal(out.pair_buckets, buckets)
+        hops = ShortestPathBuckets(size + 1, directed=directed)(data).pair_buckets.view(size, size).tolist()
+        assert out.pair_paths.shape == (size**2, cutoff)
+        assert out.pair_paths.dtype == torch.int32
+        for pair, path in enumerate(out.pair_paths.tolist()):
+            target, source = divmod(pair, size)
+            length = hops[target][source] if hops[target][source] <= size else 0
+            edges = [edge for edge in path if edge >= 0]
+            assert path == edges + [-1] * (cutoff - len(edges))
+            assert len(edges) == min(length, cutoff)
+            node = target
+            for edge in edges:  # from the target on
+                start, end = ends[edge] if directed or ends[edge][1] == node else ends[edge][::-1]
+                assert end == node
+                node = start
+            assert hops[node][source] == length - len(edges) or not length  # what remains is as short as it can be
+
+    def test_paths_of_a_batch(self):
+        transform = ShortestPathBuckets(3, paths=True)
+        graphs = [GRAPHS[name] for name in ("path", "no edges", "random", "no nodes", "directed cycle")]
+        singles = [transform(data) for data in graphs]
+        for batch in (Batch.from_data_list(singles), transform(Batch.from_data_list(graphs))):
+            assert torch.equal(batch.pair_paths, torch.cat([single.pair_paths for single in singles]))
+            alone = zip(batch.to_data_list(), singles, strict=True)
+            assert all(torch.equal(x.pair_paths, y.pair_paths) for x, y in alone)
+        assert repr(transform) == "ShortestPathBuckets(3, directed=True, paths=True)"
+
     def test_rows_are_targets(self):
         (matrix,) = ShortestPathBuckets.matrices(ShortestPathBuckets(9)(graph([(0, 1), (1, 2)], 3)))
         assert matrix[2].tolist() == [2, 1, 0]
@@ -397,6 +430,7 @@ class TestInputs:
             (lambda: ShortestPathBuckets(32766), InputError, "cutoff must be at most 32765, .* got 32766"),
             (lambda: ShortestPathBuckets(2.0), InputTypeError, "cutoff must be an integer"),
             (lambda: ShortestPathBuckets(2, directed="no"), InputTypeError, "directed must be True or False"),
+            (lambda: ShortestPathBuckets(2, paths="no"), InputTypeError, "paths must be True or False"),
             (lambda: RandomWalkPairs(0), InputError, "num_steps must be at least 1"),
             (lambda: Degrees(-1), InputError, "max_degree must be at least 1"),
             (lambda: LaplacianEigenvectors(0), InputError, "k must be at least 1"),

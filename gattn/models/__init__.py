@@ -2,6 +2,7 @@
 
 from gattn.models.attentive_fp import AttentiveFP
 from gattn.models.gat import GAT
+from gattn.models.graphormer import Graphormer
 from gattn.models.han import HAN
 from gattn.models.lstmn import LSTMN
 from gattn.models.polynormer import Polynormer
@@ -14,6 +15,7 @@ __all__ = [
     "HAN",
     "LSTMN",
     "AttentiveFP",
+    "Graphormer",
     "Polynormer",
     "SGFormer",
     "Seq2Seq",

@@ -62,6 +62,7 @@ from gattn.nn.set_transformer import (
 )
 from gattn.nn.sgformer_attention import SGFormerAttention
 from gattn.nn.supergat_conv import SuperGATConv
+from gattn.nn.temporal import GraphAttentionEmbedding, TemporalEncoding
 from gattn.nn.tgat_conv import TGATConv
 from gattn.nn.transformer_conv import TransformerConv
 from gattn.nn.transformer_layers import (
@@ -98,6 +99,7 @@ __all__ = [
     "GatedGCNConv",
     "GeneralAttention",
     "GeneralConv",
+    "GraphAttentionEmbedding",
     "GraphMultisetTransformer",
     "GraphPositionalEncoding",
     "GraphormerLayer",
@@ -138,6 +140,7 @@ __all__ = [
     "SpatialEncoder",
     "SuperGATConv",
     "TGATConv",
+    "TemporalEncoding",
     "Transformer",
     "TransformerConv",
     "TransformerDecoder",

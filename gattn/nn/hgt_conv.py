@@ -14,7 +14,7 @@ from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
 from torch_geometric.nn.inits import ones
 from torch_geometric.nn.parameter_dict import ParameterDict
 
-from gattn.errors import InputError
+from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import derived, derived_tensors
 from gattn.nn.hetero_conv import EdgeType, HeteroBaseConv, Metadata
@@ -39,6 +39,17 @@ class HGTConv(HeteroBaseConv):
 
     The skip connection is left out for node types whose features do not have `out_channels` channels.
 
+    With `use_rte`, keys and values also depend on how much time lies between the two ends of an edge, by the paper's
+    *relative temporal encoding*, which PyG's layer lacks: in place of :math:`x_j` there is
+
+    .. math::
+        x_j + T\, \mathrm{PE}(\Delta_{ij}) + b, \qquad \mathrm{PE}_{2c} = \frac{1}{\sqrt F}
+        \sin\frac{\Delta}{10000^{2c / F}}, \qquad \mathrm{PE}_{2c+1} = \frac{1}{\sqrt F}
+        \cos\frac{\Delta}{10000^{2c / F}}
+
+    with the numbers of the authors' program; in the paper, cosines have other frequencies and there is no
+    :math:`\sqrt F`.
+
     Attention is a single call on one bipartite graph, which `gattn.record_attention` shows. Its sources are those of
     each edge type in turn, its targets are the nodes of each type that is the target of an edge type, and its edges are
     in the order of `edge_index_dict`. For the same `edge_index` tensors, it is built only once.
@@ -54,6 +65,7 @@ class HGTConv(HeteroBaseConv):
         out_channels: Channels of the output.
         metadata: The node types and the edge types, as returned by `HeteroData.metadata()`.
         heads: Number of heads, a divisor of `out_channels`. (default: `1`)
+        use_rte: Whether edges have times; all node types then need the same number of channels. (default: `False`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
@@ -62,7 +74,7 @@ class HGTConv(HeteroBaseConv):
 
     Raises:
         TypeError: If `metadata` is not a pair.
-        ValueError: If `heads` does not divide `out_channels`.
+        ValueError: If `heads` does not divide `out_channels`, or the channels do not fit `use_rte`.
 
     Example:
         >>> import torch, gattn
@@ -80,9 +92,12 @@ class HGTConv(HeteroBaseConv):
         out_channels: int,
         metadata: Metadata,
         heads: int = 1,
+        *,
+        use_rte: bool = False,
         **kwargs: Any,
     ):
         super().__init__(in_channels, out_channels, metadata, heads, **kwargs)
+        check_flag("use_rte", use_rte)
         self.node_types, self.edge_types = metadata
         self.edge_types_map = {edge_type: number for number, edge_type in enumerate(self.edge_types)}
         self.dst_node_types = {edge_type[-1] for edge_type in self.edge_types}
@@ -98,23 +113,37 @@ class HGTConv(HeteroBaseConv):
         self.p_rel = ParameterDict()
         for edge_type in self.edge_types:  # one by one, as a dictionary would be sorted
             self.p_rel["__".join(edge_type)] = Parameter(torch.empty(1, heads))
+        self.lin_time = None
+        if use_rte:
+            widths = set(self.in_channels.values())
+            if len(widths) != 1 or min(widths) < 1:
+                raise InputError(f"use_rte needs the same number of channels for all node types; got {in_channels}.")
+            self.lin_time = Linear(*widths, *widths)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as PyG does."""
         super().reset_parameters()
-        for module in (self.kqv_lin, self.out_lin, self.k_rel, self.v_rel):
-            module.reset_parameters()
+        for module in (self.kqv_lin, self.out_lin, self.k_rel, self.v_rel, self.lin_time):
+            if module is not None:
+                module.reset_parameters()
         ones(self.skip)
         ones(self.p_rel)
 
-    def forward(self, x_dict: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, GraphLike]) -> dict[str, Tensor]:
+    def forward(
+        self,
+        x_dict: Mapping[str, Tensor],
+        edge_index_dict: Mapping[EdgeType, GraphLike],
+        edge_time_dict: Mapping[EdgeType, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         """Attends over each node's neighbours of all types.
 
         Args:
             x_dict: Features `[..., N, F]` of each node type. Types may be missing; those that the layer does not know
                 are ignored, as in PyG.
             edge_index_dict: The graph of each edge type, in any form that `gattn.attend` takes. Types may be missing.
+            edge_time_dict: With `use_rte`, the time from source to target of the edges of each type, `[E]`, in any
+                unit. (default: `None`)
 
         Returns:
             `[..., N, F_out]` for each node type that is the target of an edge type; for a node without neighbours,
@@ -145,6 +174,9 @@ class HGTConv(HeteroBaseConv):
         keys: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
         priors: dict[int, Tensor] = {}
+        key_times: dict[int, Tensor] = {}
+        value_times: dict[int, Tensor] = {}
+        times = self._times(edge_time_dict, relations)
         parts, num_sources = [], 0
         for edge_type, (source, target, graph) in relations.items():
             graph = graph.listed(query.device)
@@ -152,17 +184,57 @@ class HGTConv(HeteroBaseConv):
             number = self.edge_types_map[edge_type]
             keys[number], _, values[number] = (rows[..., :size, :, :] for rows in projected[source])
             priors[number] = self.p_rel["__".join(edge_type)].view(self.heads, 1, 1) / math.sqrt(channels)
+            if times is not None:
+                graph, time = graph.with_features(times[edge_type].unsqueeze(-1), 0.0)
+                assert time is not None
+                key_times[number], value_times[number] = self._of_time(time.squeeze(-1), self.kqv_lin.lins[source])
             parts.append(_Part(graph, num_sources, first_target[target]))
             num_sources += size
         nothing = query[..., :0, :, :]  # in case there are no edges at all
         key = torch.cat([nothing, *self._transformed(self.k_rel, keys, priors)], -3)
         value = torch.cat([nothing, *self._transformed(self.v_rel, values)], -3)
         joined = _joined(parts, num_sources, num_targets, query.device)
-        sent = self.attend(query, key, value, joined, score=DotScore(1.0))
+        terms: dict[str, Any] = {}
+        if key_times:
+            terms["edge"] = torch.cat(self._transformed(self.k_rel, key_times, priors))
+            terms["edge_value"] = torch.cat(self._transformed(self.v_rel, value_times))
+        sent = self.attend(query, key, value, joined, score=DotScore(1.0), **terms)
         assert isinstance(sent, Tensor)
         of_type = sent.flatten(-2).split_with_sizes(list(targets.values()), -2)
         received = zip(targets, of_type, strict=True)
         return self._outputs({name: rows for name, rows in received if name in self.dst_node_types}, x)
+
+    def _times(
+        self, edge_time_dict: Any, relations: Mapping[EdgeType, tuple[str, str, Graph]]
+    ) -> Mapping[EdgeType, Tensor] | None:
+        """The times of edges, checked."""
+        if self.lin_time is None:
+            if edge_time_dict is not None:
+                raise InputError("got edge_time_dict, but this layer was made without use_rte=True.")
+            return None
+        if not isinstance(edge_time_dict, Mapping):
+            raise InputTypeError(
+                "a layer with use_rte needs edge_time_dict, a dictionary of times by edge type; got "
+                f"{type(edge_time_dict).__name__}."
+            )
+        for edge_type in relations:
+            time = edge_time_dict.get(edge_type)
+            if not isinstance(time, Tensor):
+                raise InputTypeError(f"edge_time_dict[{edge_type}] must be a tensor; got {type(time).__name__}.")
+            if time.dim() != 1:
+                raise InputError(f"edge_time_dict[{edge_type}] must have one time per edge; got {list(time.shape)}.")
+        return edge_time_dict
+
+    def _of_time(self, time: Tensor, lin: Linear) -> tuple[Tensor, Tensor]:
+        """What the time `[E]` of an edge adds to keys and values of its source's type, `[E, H, C]`."""
+        assert self.lin_time is not None
+        weight, channels = lin.weight, self.lin_time.in_channels
+        # Of large times in single precision, the product's fraction would be lost.
+        angle = time.double().unsqueeze(-1) * 10000.0 ** (-torch.arange(0, channels, 2, device=time.device) / channels)
+        encoding = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[:, :channels] / math.sqrt(channels)
+        encoded = self.lin_time(encoding.to(weight.dtype))
+        of_key, _, of_value = weight.chunk(3)
+        return self._heads(F.linear(encoded, of_key)), self._heads(F.linear(encoded, of_value))
 
     def _transformed(
         self, rel: HeteroLinear, rows: dict[int, Tensor], factors: dict[int, Tensor] | None = None

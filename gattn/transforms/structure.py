@@ -103,8 +103,12 @@ class ShortestPathBuckets(_Structure):
         cutoff: The largest length with a bucket of its own.
         directed: Whether paths follow the direction of edges. With `False`, each edge leads both ways, which makes no
             difference to an undirected graph. (default: `True`)
+        paths: Whether to add the edges along one of the shortest paths as well, from which `gattn.nn.PathEncoder` makes
+            a bias. All paths are then followed to their end, however long they are. (default: `False`)
 
     Shapes:
+        - **pair_paths:** `[n * n, cutoff]`, `torch.int32`: the numbers of the graph's own edges, from the target on,
+          and -1 beyond the end of the path; of longer paths, the `cutoff` edges closest to the target.
         - **pair_buckets:** `[n * n]`, `torch.uint8` if the buckets fit, which they do for cut-offs up to 253, and
           otherwise `torch.int16`. As PyTorch takes an index of type `torch.uint8` for a mask, convert it first.
 
@@ -128,39 +132,77 @@ class ShortestPathBuckets(_Structure):
         5
     """
 
-    def __init__(self, cutoff: int, *, directed: bool = True):
+    def __init__(self, cutoff: int, *, directed: bool = True, paths: bool = False):
         check_at_least(1, cutoff=cutoff)
         check_flag("directed", directed)
+        check_flag("paths", paths)
         self.cutoff = int(cutoff)
         self.directed = bool(directed)
+        self.paths = bool(paths)
         self.num_buckets = self.cutoff + 3
         if self.num_buckets > 2**15:
             raise InputError(f"cutoff must be at most {2**15 - 3}, so that buckets fit into 16 bits; got {cutoff}.")
 
     def _attributes(self, graphs: _Graphs) -> dict[str, tuple[_Level, Tensor]]:
         dtype = torch.uint8 if self.num_buckets <= 2**8 else torch.int16
-        parts = [torch.zeros(0, dtype=dtype)]
-        parts += [self._buckets(edge_index, size, dtype) for edge_index, size in graphs.each()]
-        return {"pair_buckets": ("pair", torch.cat(parts))}
+        buckets, paths = [torch.zeros(0, dtype=dtype)], [torch.zeros(0, self.cutoff, dtype=torch.int32)]
+        for edge_index, size in graphs.each():
+            found = self._search(edge_index, size, dtype)
+            buckets.append(found[0])
+            paths.append(found[1])
+        attributes: dict[str, tuple[_Level, Tensor]] = {"pair_buckets": ("pair", torch.cat(buckets))}
+        if self.paths:
+            attributes["pair_paths"] = ("pair", torch.cat(paths))
+        return attributes
 
-    def _buckets(self, edge_index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        """The buckets of one graph, `[n * n]`."""
+    def _search(self, edge_index: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The buckets of one graph, `[n * n]`, and its paths, `[n * n, cutoff]`, if they are wanted."""
         buckets = torch.empty(size, size, dtype=dtype)
+        paths = torch.full((size if self.paths else 0, size, self.cutoff), -1, dtype=torch.int32)
         if size == 0:  # SciPy refuses such matrices
-            return buckets.flatten()
+            return buckets.flatten(), paths.flatten(0, 1)
         adjacency = to_scipy_sparse_matrix(edge_index.flip(0), num_nodes=size).tocsr()  # from targets back to sources
         num_parts, part = connected_components(adjacency, directed=False)
         # Where every path has a way back, components say what is reachable, and the search may stop at the cut-off.
         has_ways_back = not self.directed or connected_components(adjacency, connection="strong")[0] == num_parts
-        limit = self.cutoff if has_ways_back else np.inf
+        limit = self.cutoff if has_ways_back and not self.paths else np.inf
         count = max(_AT_ONCE // size, 1)
         for first in range(0, size, count):
             rows = np.arange(first, min(first + count, size))
-            hops = dijkstra(adjacency, directed=self.directed, indices=rows, unweighted=True, limit=limit)
+            options: dict[str, Any] = {"directed": self.directed, "indices": rows, "unweighted": True, "limit": limit}
+            hops = dijkstra(adjacency, return_predecessors=self.paths, **options)
+            if self.paths:
+                hops, after = hops
+                self._follow(paths[first : first + count], hops, after, edge_index)
             is_reachable = part[rows, None] == part if has_ways_back else np.isfinite(hops)
             beyond = np.where(is_reachable, self.cutoff + 1, self.cutoff + 2)
             buckets[first : first + count] = torch.from_numpy(np.where(hops <= self.cutoff, hops, beyond))
-        return buckets.flatten()
+        return buckets.flatten(), paths.flatten(0, 1)
+
+    def _follow(self, paths: Tensor, hops: Any, after: Any, edge_index: Tensor) -> None:
+        """Writes the paths to some targets, `[targets, n, cutoff]`.
+
+        Args:
+            paths: Where they are written.
+            hops: The lengths of the paths, `[targets, n]`, infinite where there is none.
+            after: The node after each source on its path, `[targets, n]`.
+            edge_index: The edges of the graph.
+        """
+        size = paths.size(1)
+        keys = edge_index[0] * size + edge_index[1]
+        if not self.directed:
+            keys = torch.cat([keys, edge_index[1] * size + edge_index[0]])
+        keys, numbers = keys.sort(stable=True)
+        numbers %= edge_index.size(1)
+        lengths = torch.from_numpy(np.where(np.isfinite(hops), hops, 0)).long()
+        following = torch.from_numpy(after).long()
+        for length in range(1, int(lengths.max()) + 1):
+            target, source = (lengths == length).nonzero().unbind(1)
+            step = following[target, source]
+            paths[target, source] = paths[target, step]
+            if length <= self.cutoff:
+                edge = torch.searchsorted(keys, source * size + step)
+                paths[target, source, length - 1] = numbers[edge].int()
 
     @staticmethod
     def matrices(data: Data) -> list[Tensor]:
@@ -190,7 +232,7 @@ class ShortestPathBuckets(_Structure):
         return [part.view(size, size) for part, size in zip(parts, sizes, strict=True)]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.cutoff}, directed={self.directed})"
+        return f"{type(self).__name__}({self.cutoff}, directed={self.directed}{', paths=True' if self.paths else ''})"
 
 
 class RandomWalkPairs(_Structure):

@@ -249,3 +249,62 @@ def test_wrong_inputs():
         conv({"paper": x["paper"]}, graphs)
     with pytest.raises(IndexError, match="source index 7, but there are 7 source nodes"):
         conv(x, {EDGE_TYPES[0]: torch.tensor([[7], [0]])})
+
+
+class TestTime:
+    """`use_rte`: the paper's relative temporal encoding."""
+
+    WRITES, CITES = ("author", "writes", "paper"), ("venue", "has", "paper")
+    METADATA = (["author", "venue", "paper"], [WRITES, CITES])
+    INDEX = {WRITES: torch.tensor([[0, 1, 1, 2], [0, 0, 2, 1]]), CITES: torch.tensor([[0, 1, 0], [2, 2, 1]])}
+
+    def made(self, **options):
+        conv = HGTConv(6, OUT, self.METADATA, heads=2, **options).double()
+        for parameter in conv.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        return conv
+
+    def inputs(self):
+        sizes = {"author": 3, "venue": 2, "paper": 4}
+        x = {name: torch.randn(size, 6, dtype=torch.double, requires_grad=True) for name, size in sizes.items()}
+        return x, {name: 1e4 * torch.rand(index.size(1)) for name, index in self.INDEX.items()}
+
+    def test_by_hand(self):
+        """Every edge gets a source of its own, to whose features the encoding is added."""
+        conv, plain = self.made(use_rte=True), self.made()
+        plain.load_state_dict(conv.state_dict(), strict=False)
+        x, times = self.inputs()
+        sources = {}
+        for edge_type, (source, _) in self.INDEX.items():
+            angle = torch.outer(times[edge_type].double(), 10000.0 ** (-torch.tensor([0, 0, 2, 2, 4, 4]) / 6).double())
+            encoding = torch.where(torch.arange(6) % 2 == 0, angle.sin(), angle.cos()) / 6**0.5
+            sources[edge_type[0]] = x[edge_type[0]][source] + conv.lin_time(encoding)
+        index = {name: torch.stack([torch.arange(e.size(1)), e[1]]) for name, e in self.INDEX.items()}
+        results = []
+        for out in (conv(x, self.INDEX, times), plain(x | sources, index)):
+            weights = torch.linspace(-1, 2, out["paper"].numel()).view_as(out["paper"])
+            leaves = [*x.values(), conv.lin_time.weight, conv.lin_time.bias]
+            results.append([out["paper"], *torch.autograd.grad((out["paper"] * weights).sum(), leaves)])
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+    def test_batches_and_compiled(self):
+        conv, (x, times) = self.made(use_rte=True), self.inputs()
+        expected = conv(x, self.INDEX, times)["paper"]
+        twice = {name: torch.stack([features, features]) for name, features in x.items()}
+        torch.testing.assert_close(conv(twice, self.INDEX, times)["paper"][1], expected)
+        compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, self.INDEX, times)["paper"], expected)
+        assert not torch.allclose(conv(x, self.INDEX, {k: 2 * t for k, t in times.items()})["paper"], expected)
+
+    def test_wrong_inputs(self):
+        conv, (x, times) = self.made(use_rte=True), self.inputs()
+        with pytest.raises(TypeError, match="needs edge_time_dict"):
+            conv(x, self.INDEX)
+        with pytest.raises(ValueError, match="made without use_rte=True"):
+            self.made()(x, self.INDEX, times)
+        with pytest.raises(TypeError, match=r"'has'.* must be a tensor; got NoneType"):
+            conv(x, self.INDEX, {self.WRITES: times[self.WRITES]})
+        with pytest.raises(ValueError, match="one row per edge"):
+            conv(x, self.INDEX, times | {self.CITES: torch.zeros(5)})
+        with pytest.raises(ValueError, match="same number of channels"):
+            HGTConv({"author": 3, "venue": 4, "paper": 3}, OUT, self.METADATA, use_rte=True)

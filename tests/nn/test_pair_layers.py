@@ -194,3 +194,76 @@ class TestTGAT:
             nn.TGATConv(F, 5, 4, heads=2)
         with pytest.raises(ValueError, match="multiple of heads"):
             nn.EGTConv(9, D, heads=2)
+
+
+def exphormer(conv, x, e, edges):
+    q, k, v = (split(lin(x)) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
+    products = (q[edges[1]] * k[edges[0]] * split(conv.lin_edge(e))).sum(-1) / (F / H) ** 0.5
+    logits = torch.full((N, edges.size(1), H), -torch.inf, dtype=torch.double)
+    places = edges[1], torch.arange(edges.size(1))
+    weights = logits.index_put(places, products.clamp(-5, 5)).softmax(1)[places]
+    return torch.zeros_like(v).index_add(0, edges[1], weights.unsqueeze(-1) * v[edges[0]]).flatten(1)
+
+
+class TestExphormer:
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_by_hand(self, bias):
+        conv, x, e = nn.ExphormerConv(F, D, heads=H, bias=bias).double(), randn(N, F), randn(N + 8, D)
+        with torch.no_grad():
+            for parameter in conv.parameters():
+                parameter.normal_()
+        edges = torch.cat([torch.arange(N).repeat(2, 1), random_edge_index(N, num_edges=8)], 1)
+        leaves, results = [x, e, *conv.parameters()], []
+        for out in (conv(x, edges, e), exphormer(conv, x, e, edges)):
+            results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+        torch.testing.assert_close(*results)
+        assert (
+            conv.weigh(
+                split(conv.lin_query(x)),
+                split(conv.lin_key(x)),
+                edges,
+                score=conv.score,
+                edge=split(conv.lin_edge(e)),
+                distribution=None,
+            ).abs()
+            <= 5
+        ).all()
+
+    def test_on_the_papers_graph(self):
+        graphs = []
+        for size in (5, 1, 8):
+            edges = random_edge_index(size, num_edges=6)
+            graphs.append(Data(torch.randn(size, F), edges))
+        conv, kinds = nn.ExphormerConv(F, D, heads=H), torch.randn(4, D)
+        virtual = torch.randn(1, F)
+
+        def run(conv, data):
+            batch = data.batch if data.batch is not None else torch.zeros(len(data.x), dtype=torch.long)
+            more = gattn.graphs.expander(len(data.x), 2, batch)
+            joined = gattn.graphs.union(data.edge_index, more, num_nodes=len(data.x), typed=True)
+            graph = gattn.graphs.with_virtual_nodes(joined, batch=batch)
+            x = torch.cat([data.x, virtual.expand(int(batch.max()) + 1, -1).to(data.x.dtype)])
+            return conv(x, graph, kinds[graph.edge_type].to(x.dtype))[: len(data.x)]
+
+        assert_alone_equals_in_batch(conv, graphs, run)
+
+    def test_recorded_compiled_and_explained(self):
+        conv, x, edges = nn.ExphormerConv(F, D, heads=H).double(), randn(N, F), random_edge_index(N, num_edges=8)
+        e = randn(8, D)
+        with gattn.record_attention(conv) as records:
+            expected = conv(x, edges, e)
+        assert len(records) == 1
+        compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, edges, e), expected)
+        assert torch.autograd.gradgradcheck(lambda x, e: conv(x, edges, e), (x, e))
+
+    def test_dropout_and_wrong_inputs(self):
+        conv, x, edges = nn.ExphormerConv(F, D, heads=H, dropout=0.5), torch.randn(N, F), ALL
+        e = torch.randn(N * N, D)
+        assert not torch.allclose(conv.train()(x, edges, e), conv.eval()(x, edges, e))
+        with pytest.raises(ValueError, match="needs edge_attr"):
+            conv(x, edges)
+        with pytest.raises(ValueError, match="multiple of heads"):
+            nn.ExphormerConv(9, D, heads=2)
+        with pytest.raises(ValueError, match="clamp must be positive"):
+            nn.ExphormerConv(F, D, clamp=0)
