@@ -3,7 +3,7 @@
 ogbg-molbace and ogbg-molhiv use OGB's encoders, scaffold split and evaluator. ZINC-12k and the peptides of LRGB can be
 added if their files are available. The tested weights are an exponential moving average, at the epoch with the best
 validation score; tables show mean and standard deviation over seeds. Times are compared with those of the same networks
-on PyG's layers.
+on PyG's layers. `--parts speed` measures time and memory on a few batches only, for data sets with long epochs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import functools
 import itertools
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -26,26 +27,46 @@ import torch_geometric.nn as pyg
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch_geometric.utils import to_dense_adj
 
 import gattn
 from benchmarks.framework import parallel, reports
 from benchmarks.framework.benchmark import Benchmark, Case
+from benchmarks.framework.measuring import Measurement, Quartiles, duration, measured, peak_above, quartiles, spread
 from benchmarks.framework.options import MOST, folder, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
 from benchmarks.framework.reports import Line
-from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.framework.results import ALLOCATORS, VERSIONS, Row
 from benchmarks.framework.training import Training, num_parameters
 from benchmarks.pyg_layers import PyGGatedGCNConv
 from gattn.datasets.ogb_package import import_ogb
 
-MODELS = ("gatv2", "transformer", "gatedgcn", "complete", "gps")
+USUAL = ("gatv2", "transformer", "gatedgcn", "complete", "gps")
+LINEAR = "gps-linear"
+MODELS = (*USUAL, LINEAR)
+GLOBAL = ("complete", "gps", LINEAR)
+"""Models of `GPSConv`, in which all atoms of a molecule attend to each other."""
 LAYERS = ("gattn", "pyg")
+SIDES = {"ours": "gattn", "theirs": "pyg"}
+"""Columns of measurements of speed."""
+PARTS = ("scores", "times", "speed")
+"""What is run: training; a few epochs of it on both libraries' layers; or a few batches of it."""
 
 TOLERANCE = 1e-3
 """The relative difference that is allowed between both libraries' losses and gradients, before training."""
 
-COLOURS = dict(zip(MODELS, (reports.BLUE, reports.RED, reports.GREEN, reports.ORANGE, reports.PINK), strict=True))
+SEED = 0
+"""The seed of measurements of speed, which determines weights and batches."""
+
+CHUNK = 64
+"""The number of molecules whose random walks are computed together."""
+
+COLOURS = dict(
+    zip(
+        MODELS,
+        (reports.BLUE, reports.RED, reports.GREEN, reports.ORANGE, reports.PINK, reports.SKY),
+        strict=True,
+    )
+)
 
 LIBRARIES: dict[str, Any] = {
     "gattn": gattn.nn,
@@ -90,19 +111,35 @@ class Task:
     published: dict[str, str]
     """Test scores by model."""
     source: str = ""
-    """Where these were published."""
+    """Where these were published, and what they are if their names do not say it."""
     title: str = ""
     """The name of the data set in reports, if it differs."""
 
 
-DEEP = Setting(num_layers=10)
 OGB = {"GCN": "76.06 ± 0.97", "GIN": "75.58 ± 1.40"}
+PEPTIDES = Setting(channels=96, num_layers=4, batch=128)  # the size and the batches of the published GPS
+FUNCTIONS = {
+    "GCN+ of Luo et al.": "72.6",
+    "GRIT": "69.88 ± 0.82",
+    "GCN of Tönshoff et al.": "68.60 ± 0.50",
+    "GPS": "65.35 ± 0.41",
+    "GPS of Tönshoff et al.": "65.34 ± 0.91",
+    "Exphormer": "65.27 ± 0.43",
+}
+OF_FUNCTIONS = (
+    "GCN+ is the tuned GCN of https://arxiv.org/abs/2502.09263; both rows of Tönshoff et al. are from "
+    "https://arxiv.org/abs/2309.00367 and tuned as well; GRIT is from https://arxiv.org/abs/2305.17589, GPS from "
+    "https://arxiv.org/abs/2205.12454, and Exphormer from https://arxiv.org/abs/2303.06147. All of them use the "
+    "published features of atoms and bonds, while ours were recomputed."
+)
 TASKS = {
     "ogbg-molbace": Task("ROC-AUC", 1, 30, Setting(batch=64), {}),
     "ogbg-molhiv": Task("ROC-AUC", 1, 12, Setting(), OGB, "https://arxiv.org/abs/2005.00687", "rebuilt molhiv"),
-    "zinc-12k": Task("MAE", 1, 400, DEEP, {"GAT": "0.384 ± 0.007"}, "https://arxiv.org/abs/2003.00982"),
-    "peptides-func": Task("AP", 10, 200, DEEP, {}),
-    "peptides-struct": Task("MAE", 11, 200, DEEP, {}),
+    "zinc-12k": Task(
+        "MAE", 1, 400, Setting(num_layers=10), {"GAT": "0.384 ± 0.007"}, "https://arxiv.org/abs/2003.00982"
+    ),
+    "peptides-func": Task("AP", 10, 200, PEPTIDES, FUNCTIONS, OF_FUNCTIONS, "rebuilt Peptides-func"),
+    "peptides-struct": Task("MAE", 11, 200, PEPTIDES, {}),
 }
 
 
@@ -121,7 +158,7 @@ class Result(TypedDict):
 
     parameters: int
     first: list[float]
-    """Loss and norm of the gradient of the untrained network on the first validation batch, without dropout."""
+    """Loss and norm of the gradient of the untrained network on validation molecules, without dropout."""
     epoch: int
     """The epoch with the best validation score."""
     validation: float
@@ -144,7 +181,7 @@ class Run(Case):
     seed: int
     epochs: int
     purpose: str
-    """`"scores"`, or `"times"` for the few epochs in which both libraries are compared."""
+    """A name in `PARTS`; `"times"` are the few epochs in which both libraries are compared."""
     setting: Setting
     processes: int = field(default=1, kw_only=True)
     """The number of processes that train it together; each draws its own dropout."""
@@ -181,19 +218,24 @@ class Molecules:
         self.y = data.y.view(len(dataset), -1).float()
         self.first_atom, self.first_bond = dataset.slices["x"], dataset.slices["edge_index"]
         self.walks = data.x.new_zeros(data.x.size(0), walks, dtype=torch.float)
-        by_size = self.first_atom.diff().argsort(stable=True)  # this leaves little padding in adjacency matrices
-        for chunk in by_size.split(256):
+        by_size = self.first_atom.diff().argsort(stable=True)  # molecules of one chunk are of about the same size
+        for chunk in by_size.split(CHUNK):
             atoms, molecules = ranges(self.first_atom, chunk)
             self.walks[atoms] = self.return_probabilities(self[chunk].edge_index, molecules, walks)
 
     @staticmethod
     def return_probabilities(edge_index: Tensor, molecules: Tensor, steps: int) -> Tensor:
         """The probabilities that a random walk is back at its atom after 1, 2, ... steps, `[N, steps]`."""
-        adjacency = to_dense_adj(edge_index, molecules)
-        step = adjacency / adjacency.sum(-1, keepdim=True).clamp(min=1)
-        place = torch.arange(len(molecules)) - torch.searchsorted(molecules, molecules)
-        powers = itertools.accumulate(itertools.repeat(step, steps), torch.matmul)
-        return torch.stack([power[molecules, place, place] for power in powers], dim=1)
+        size, source = len(molecules), edge_index[0]
+        atoms = torch.arange(size)
+        place = atoms - torch.searchsorted(molecules, molecules)
+        weights = 1 / source.bincount(minlength=size)[source]
+        step = torch.sparse_coo_tensor(edge_index, weights, (size, size), check_invariants=True).coalesce()
+        walk, back = F.one_hot(place).to(weights), []  # from each atom to each place in its molecule
+        for _ in range(steps):
+            walk = step @ walk
+            back.append(walk[atoms, place])
+        return torch.stack(back, dim=1)
 
     def __getitem__(self, index: Tensor) -> Batch:
         """The molecules with these numbers, `[B]`, as one batch."""
@@ -236,9 +278,12 @@ class Block(torch.nn.Module):
         options = {"in_channels": channels, "out_channels": channels // heads, "heads": heads}
         options["edge_dim"] = setting.bond_channels
         self.kind, self.dropout = model, torch.nn.Dropout(setting.dropout)
-        if model in ("complete", "gps"):
-            conv = library.TransformerConv(**options) if model == "gps" else None
-            self.conv = library.GPSConv(channels, conv, heads, setting.dropout)
+        if model in GLOBAL:
+            conv = None if model == "complete" else library.TransformerConv(**options)
+            kind: dict[str, Any] = {}
+            if model == LINEAR:  # with as many channels as the other kind has
+                kind = {"attn_type": "performer", "attn_kwargs": {"head_channels": None}}
+            self.conv = library.GPSConv(channels, conv, heads, setting.dropout, **kind)
             return
         if model == "gatedgcn":
             self.conv = library.GatedGCNConv(channels, channels, channels)
@@ -252,7 +297,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x: Tensor, edge_attr: Tensor, edge_index: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Features of atoms and bonds."""
-        if self.kind in ("complete", "gps"):
+        if self.kind in GLOBAL:
             return self.conv(x, edge_index, batch, edge_attr=edge_attr), edge_attr
         if self.kind == "gatedgcn":
             out, edge_attr = self.conv(x, edge_index, edge_attr)  # it has its own norms and residual connections
@@ -312,7 +357,7 @@ class Trainer(Training[Run]):
         self.molecules, self.setting, self.task = molecules, run.setting, TASKS[run.dataset]
         self.per_epoch = math.ceil(len(molecules.split["train"]) / run.setting.batch)
         network = build_network(run)
-        self.first = self.first_of(network)
+        self.first = self.first_of(network, run.model)
         average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(run.setting.decay), use_buffers=True)
         model = torch.nn.ModuleDict({"trained": network, "averaged": average})
         optimizer = torch.optim.AdamW(network.parameters(), weight_decay=run.setting.weight_decay, fused=True)
@@ -321,9 +366,13 @@ class Trainer(Training[Run]):
         super().__init__(run, checkpoints, model, optimizer, *counts, run.setting.clip, time.process_time)
         self.trained = parallel.data_parallel(network, self.has_unused)
 
-    def first_of(self, network: Network) -> list[float]:
+    def first_of(self, network: Network, model: str) -> list[float]:
         """Loss and gradient norm without dropout, which must be the same for both libraries' layers."""
-        batch = self.molecules[self.molecules.split["valid"][: self.setting.batch]]
+        index = self.molecules.split["valid"]
+        if model == LINEAR:  # PyG's depends on the padding, of which molecules of one size have none
+            sizes = self.molecules.first_atom.diff()[index]
+            index = index[sizes == sizes.mode().values]
+        batch = self.molecules[index[: self.setting.batch]]
         loss = self.loss_of(network.eval()(batch), batch.y)
         gradients = torch.autograd.grad(loss, list(network.train().parameters()), allow_unused=True)
         used = [x for x in gradients if x is not None]
@@ -391,6 +440,83 @@ def train(run: Run, show: Show, checkpoints: Path) -> Row:
     return Trainer(run, Molecules(run.dataset, run.setting.walks), checkpoints).run(show)
 
 
+# Speed ---------------------------------------------------------------------------------------------------------------
+
+
+class Side(Quartiles):
+    """Seconds per training step on one library's layers."""
+
+    times: list[float]
+    peak_bytes: int
+    """By how much memory rises in one step."""
+    first: list[float]
+    """As in `Result`."""
+
+
+class Compared(TypedDict):
+    """The columns of a measurement of speed."""
+
+    outcome: Literal["ok"]
+    reason: str
+    ours: Side
+    theirs: Side
+    ratio: Quartiles
+    """PyG's time over gattn's, batch by batch."""
+    per_epoch: int
+    """The number of batches of an epoch."""
+
+
+@dataclass(frozen=True)
+class Speed(Measurement):
+    """Training steps of one network on both libraries' layers, in turns, in one process."""
+
+    result = Compared
+
+    dataset: str
+    model: str
+    batches: int
+    """The number of batches that are timed."""
+    threads: int
+    setting: Setting
+    allocator: str
+
+    def __str__(self) -> str:
+        return f"{self.dataset} {self.model}, {self.threads} thread(s) (speed)"
+
+    @property
+    def has_reference(self) -> bool:
+        """No: each library's network is the other's reference."""
+        return False
+
+    def measure(self, reference: Path | None) -> Row:
+        """Compares both networks; then trains them on the same batches, of which the first two are not timed."""
+        self.prepare_process()
+        molecules = Molecules(self.dataset, self.setting.walks)
+        with tempfile.TemporaryDirectory() as empty:
+            trainers = {layers: self.trainer(layers, molecules, Path(empty)) for layers in LAYERS}
+        own, other = (trainers[layers].first for layers in LAYERS)
+        if not agree(own, other):
+            return {"outcome": "WRONG", "reason": f"loss and gradient are {other} on PyG's layers, {own} on gattn's"}
+        for trainer in trainers.values():  # so that loading code is not measured
+            trainer.step()
+        peaks = {layers: peak_above(trainer.step)[1] for layers, trainer in trainers.items()}
+        times: dict[str, list[float]] = {layers: [] for layers in LAYERS}
+        for number in range(self.batches):
+            for layers in LAYERS if number % 2 == 0 else reversed(LAYERS):
+                times[layers].append(duration(trainers[layers].step))
+        row: Row = {"outcome": "ok", "reason": "", "per_epoch": trainers["gattn"].per_epoch}
+        for side, layers in SIDES.items():
+            first = trainers[layers].first
+            row[side] = {**spread(times[layers]), "peak_bytes": peaks[layers], "first": first}
+        ratio = [theirs / ours for ours, theirs in zip(times["gattn"], times["pyg"], strict=True)]
+        return {**row, "ratio": quartiles(ratio)}
+
+    def trainer(self, layers: str, molecules: Molecules, folder: Path) -> Trainer:
+        """The network under training, with one library's layers."""
+        run = Run(self.dataset, self.model, layers, SEED, TASKS[self.dataset].epochs, "speed", self.setting)
+        return Trainer(run, molecules, folder)
+
+
 # The report ----------------------------------------------------------------------------------------------------------
 
 
@@ -400,6 +526,21 @@ NOTES = (
     "Seconds/epoch are the processor time of training steps on one thread, including batches, in the median epoch of a "
     "separate run. × PyG compares with the same network on PyG's layers, with the same weights and batches; loss and "
     f"gradient of the untrained networks agree within a relative difference of {TOLERANCE:g}.",
+)
+
+SPEED_NOTES = (
+    "Times are medians with quartiles of whole training steps: the batch, forward, backward, clipping, the optimizer "
+    "and the averaged weights. The networks on gattn's and PyG's layers start with the same weights and take turns in "
+    "one process on the same random batches. × PyG is PyG's time over gattn's, batch by batch.",
+    "Seconds/epoch are extrapolated: the number of batches of an epoch times the median. No epoch was trained to its "
+    "end, and evaluation is not included.",
+    "The peak is the resident memory of one training step above data and networks, on the same batch on both sides.",
+    "Before anything is timed, loss and gradient of both untrained networks must agree within a relative difference of "
+    f"{TOLERANCE:g}, without dropout, on a batch of the validation set.",
+)
+LINEAR_NOTE = (
+    f"For {LINEAR}, loss and gradient are compared on molecules of one size, because PyG's linear attention depends on "
+    "the padding. gattn's does not; on other batches, the two compute something slightly different."
 )
 
 
@@ -441,6 +582,50 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
     return lines
 
 
+def budgets(rows: Sequence[Row]) -> list[str]:
+    """Which data sets were trained for fewer epochs than `TASKS` has."""
+    found = {(row["dataset"], row["epochs"]) for row in rows if row["purpose"] == "scores"}
+    return [
+        f"The budget on {TASKS[dataset].title or dataset} was {epochs} epoch(s) per run instead of "
+        f"{TASKS[dataset].epochs}; the learning rate falls to zero within it."
+        for dataset, epochs in sorted(found)
+        if epochs < TASKS[dataset].epochs
+    ]
+
+
+def speed_line(case: Speed, row: Row) -> Line:
+    """The line of a measurement of speed."""
+    line = {"data set": TASKS[case.dataset].title or case.dataset, "model": case.model, "threads": str(case.threads)}
+    names = {"ours": "gattn", "theirs": "PyG"}
+
+    def shown(column: str, factor: float, digits: str) -> str:
+        """Median and quartiles, or the outcome if there are none."""
+        if row["outcome"] != "ok":
+            return str(row["outcome"])
+        low, middle, high = (f"{factor * row[column][x]:{digits}}" for x in ("q1", "median", "q3"))
+        return f"{middle} ({low}–{high})"
+
+    for side, name in names.items():
+        line[f"{name}, ms/batch"] = shown(side, 1000, ".0f")
+    line["× PyG"] = shown("ratio", 1, ".2f")
+    for side, name in names.items():
+        seconds = reports.median(row, side)
+        line[f"{name}, seconds/epoch"] = f"{seconds * row['per_epoch']:.0f}" if seconds else "–"
+    for side, name in names.items():
+        line[f"{name}, peak MB"] = f"{row[side]['peak_bytes'] / 1e6:.0f}" if side in row else "–"
+    return line
+
+
+def agree(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether losses and gradients of both libraries are the same up to `TOLERANCE`."""
+    return all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in zip(first, second, strict=True))
+
+
+def described(rows: Sequence[Row]) -> list[str]:
+    """The settings of each data set."""
+    return sorted({f"{row['dataset']}: " + ", ".join(f"{k} {v}" for k, v in row["setting"].items()) for row in rows})
+
+
 def check(rows: Sequence[Row]) -> None:
     """Compares the untrained networks on both libraries' layers.
 
@@ -450,7 +635,7 @@ def check(rows: Sequence[Row]) -> None:
     firsts = {key: row["first"] for key, (row,) in groups_of(rows, "times").items()}
     for (dataset, model, layers), first in firsts.items():
         own = firsts.get((dataset, model, "gattn"), first)
-        if not all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in zip(first, own, strict=True)):
+        if not agree(first, own):
             raise BenchmarkError(
                 f"{model} on {dataset} has loss and gradient {first} on {layers}'s layers, and {own} on gattn's"
             )
@@ -478,7 +663,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 # The benchmark -------------------------------------------------------------------------------------------------------
 
 
-class MoleculeProperties(Benchmark[Run]):
+class MoleculeProperties(Benchmark[Run | Speed]):
     """Trains each model with each seed, and times it beside the same model on PyG's layers."""
 
     name = "molecules"
@@ -495,7 +680,10 @@ class MoleculeProperties(Benchmark[Run]):
             choices=TASKS,
             help="data sets (default: OGB's)",
         )
-        add("--models", nargs="+", default=MODELS, choices=MODELS, help="kinds of attention (default: all)")
+        text = f"kinds of attention (default: all but {LINEAR})"
+        add("--models", nargs="+", default=USUAL, choices=MODELS, help=text)
+        text = "scores, times of whole epochs, or speed and memory on a few batches (default: scores times)"
+        add("--parts", nargs="+", default=PARTS[:2], choices=PARTS, help=text)
         add(
             "--layers",
             nargs="+",
@@ -513,6 +701,9 @@ class MoleculeProperties(Benchmark[Run]):
         add("--epochs", type=whole(1, 10**6), help="epochs per run (default: that of the data set)")
         text = "epochs for timing one seed on both libraries' layers; 0 disables timing (default: %(default)s)"
         add("--timed-epochs", type=whole(0, 10**6), default=3, help=text)
+        text = "batches that --parts speed times, after two others (default: %(default)s)"
+        add("--batches", type=whole(2, 10**6), default=10, help=text)
+        add("--threads", type=whole(1, MOST), default=1, help="threads of --parts speed (default: %(default)s)")
         text = "runs at once, each on one thread; timed runs always run alone (default: %(default)s)"
         add("--workers", type=whole(1, MOST), default=1, help=text)
         add("--out", type=folder, default=Path("runs/molecules"), help="folder of results (default: %(default)s)")
@@ -522,9 +713,11 @@ class MoleculeProperties(Benchmark[Run]):
         """Refuses options that torchrun excludes."""
         if parallel.size() > 1 and options.workers > 1:
             parser.error("the processes of torchrun share each run: leave --workers at 1")
+        if parallel.size() > 1 and "speed" in options.parts:
+            parser.error("--parts speed measures one process: start it without torchrun")
 
-    def cases(self) -> list[Run]:
-        """All runs, ending with the timed ones.
+    def cases(self) -> list[Run | Speed]:
+        """All runs, then the timed ones, then the measurements of speed.
 
         Raises:
             BenchmarkError: If data, or the package that reads them, are missing.
@@ -536,7 +729,7 @@ class MoleculeProperties(Benchmark[Run]):
                 gattn.datasets.load(dataset)
             except (gattn.datasets.DatasetUnavailableError, ImportError) as error:
                 raise BenchmarkError(f"{error} (use --datasets to leave it out)") from error
-        runs, timed = [], []
+        runs, timed, speeds = [], [], []
         for dataset, model in itertools.product(datasets, models):
             task = TASKS[dataset]
             run = functools.partial(Run, dataset, model, setting=task.setting, processes=parallel.size())
@@ -544,25 +737,33 @@ class MoleculeProperties(Benchmark[Run]):
                 runs.append(run(layers, seed, options.epochs or task.epochs, "scores"))
             for layers in LAYERS if options.timed_epochs else ():
                 timed.append(run(layers, seeds[0], options.timed_epochs, "times"))
-        return [*runs, *timed]
+            speeds.append(Speed(dataset, model, options.batches, options.threads, task.setting, "kept"))
+        parts: dict[str, Sequence[Run | Speed]] = {"scores": runs, "times": timed, "speed": speeds}
+        return [case for part, cases in parts.items() if part in options.parts for case in cases]
 
-    def run(self, cases: Sequence[Run]) -> Generator[Message[Run], None, None]:
-        """Trains."""
+    def run(self, cases: Sequence[Run | Speed]) -> Generator[Message[Run | Speed], None, None]:
+        """Trains or measures."""
         work = functools.partial(train, checkpoints=self.options.out)
+        runs = [case for case in cases if isinstance(case, Run)]
         for purpose, workers in (("scores", self.options.workers), ("times", 1)):
-            yield from in_processes([case for case in cases if case.purpose == purpose], work, workers)
+            yield from in_processes([case for case in runs if case.purpose == purpose], work, workers)
+        yield from measured([case for case in cases if isinstance(case, Speed)], math.inf)
 
     def extra_columns(self) -> Row:
         """The number of runs at once."""
         return {"workers": self.options.workers}
 
-    def report(self, rows: dict[Run, Row]) -> None:
-        """The table and the learning curves."""
+    def report(self, rows: dict[Run | Speed, Row]) -> None:
+        """The table and the learning curves, or the table of speed."""
+        speeds = {case: row for case, row in rows.items() if isinstance(case, Speed)}
+        if speeds:
+            self.report_speed(speeds)
+            return
         found = list(rows.values())
         check(found)
-        settings = {f"{row['dataset']}: " + ", ".join(f"{k} {v}" for k, v in row["setting"].items()) for row in found}
         remarks = [
             *NOTES,
+            *budgets(found),
             *sorted(
                 {
                     f"Published results: {TASKS[row['dataset']].source}"
@@ -570,11 +771,26 @@ class MoleculeProperties(Benchmark[Run]):
                     if TASKS[row["dataset"]].published
                 }
             ),
-            *sorted(settings),
+            *described(found),
             *reports.machines(found, (*VERSIONS, "python"), ", one thread, {workers} run(s) at once"),
             *parallel.notes(found),
         ]
         self.publish("Molecules", summarise(found), remarks, {"curves.png": draw(found)})
+
+    def report_speed(self, rows: dict[Speed, Row]) -> None:
+        """The table of speed and memory."""
+        found = list(rows.values())
+        kept = ", ".join(f"{name}={value}" for name, value in ALLOCATORS["kept"].items())
+        remarks = [
+            *SPEED_NOTES,
+            *[LINEAR_NOTE] * any(case.model == LINEAR for case in rows),
+            f"glibc keeps freed memory instead of returning it to the system ({kept}).",
+            *described(found),
+            *reports.machines(found, (*VERSIONS, "python"), ", {batches} batches after two others, {allocator} memory"),
+            *(f"{case}: {row['outcome']}: {row['reason']}" for case, row in rows.items() if row["outcome"] != "ok"),
+        ]
+        lines = [speed_line(case, row) for case, row in rows.items()]
+        self.publish("Training steps on both libraries' layers", lines, remarks, {}, "speed.md")
 
 
 if __name__ == "__main__":

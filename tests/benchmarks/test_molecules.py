@@ -21,7 +21,19 @@ import gattn
 from benchmarks import molecules
 from benchmarks.framework import parallel
 from benchmarks.framework.results import VERSIONS, ResultsFile
-from benchmarks.molecules import LAYERS, MODELS, TASKS, MoleculeProperties, Molecules, Run, Setting, Trainer
+from benchmarks.molecules import (
+    GLOBAL,
+    LAYERS,
+    LINEAR,
+    MODELS,
+    TASKS,
+    MoleculeProperties,
+    Molecules,
+    Run,
+    Setting,
+    Speed,
+    Trainer,
+)
 from tests.benchmarks.together import float64, together, trained
 
 pytest.importorskip("ogb")
@@ -221,14 +233,41 @@ class TestNetworks:
     def test_both_libraries_compute_the_same(self, model, dataset, root):
         if dataset == "zinc-12k":
             gattn.datasets.load(dataset, trust_files=True)
-        batch = Molecules(dataset, 3)[torch.arange(8)]
+        same_size, mixed = torch.tensor([0, 7, 14]), torch.arange(8)
+        batch = Molecules(dataset, 3)[same_size if model == LINEAR else mixed]
         run = run_of(dataset, model)
         ours, theirs = (molecules.build_network(replace(run, layers=layers)) for layers in LAYERS)
         kinds = [type(block.conv).__module__.split(".")[0] for block in (*ours.blocks, *theirs.blocks)]
         assert kinds == ["gattn"] * 2 + ["benchmarks" if model == "gatedgcn" else "torch_geometric"] * 2
         outs = [network.eval()(batch) for network in (ours, theirs)]
-        assert outs[0].shape == (8, TASKS[dataset].outputs)
+        assert outs[0].shape == (len(batch.y), TASKS[dataset].outputs)
         torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+
+    def test_linear_attention_is_compared_on_molecules_of_one_size(self, root, tmp_path, monkeypatch):
+        """On others, PyG's depends on the padding."""
+        data, sizes = Molecules("peptides-func", 3), []
+        data.split["valid"] = torch.arange(20)
+        batch = data[data.split["valid"]]
+        run = run_of("peptides-func", LINEAR)
+        outs = [molecules.build_network(replace(run, layers=layers)).eval()(batch) for layers in LAYERS]
+        assert not torch.allclose(*outs, rtol=1e-4, atol=1e-5)
+        forward = molecules.Network.forward
+
+        def watched(network, batch):
+            sizes.append(batch.batch.bincount().tolist())
+            return forward(network, batch)
+
+        monkeypatch.setattr(molecules.Network, "forward", watched)
+        firsts = [Trainer(replace(run, layers=layers), data, tmp_path).first for layers in LAYERS]
+        assert sizes == [[3, 3, 3]] * 2  # 0, 7 and 14, of 20
+        assert firsts[0] == pytest.approx(firsts[1], rel=1e-4)
+
+    def test_linear_attention_is_that_of_gps(self, root):
+        """It has the same layer on the bonds, and as many channels."""
+        full, linear = (molecules.build_network(run_of(model=model)).blocks[0].conv for model in ("gps", LINEAR))
+        assert (full.attn_type, linear.attn_type) == ("multihead", "performer")
+        assert type(full.conv) is type(linear.conv) is gattn.nn.TransformerConv
+        assert linear.attn.q.weight.shape == (SMALL.channels, SMALL.channels)
 
     @pytest.mark.parametrize("model", MODELS)
     def test_what_each_attends_to(self, model, root):
@@ -243,7 +282,7 @@ class TestNetworks:
         neighbours = set(batch.edge_index[0, batch.edge_index[1] == 0].tolist()) | {0}
         (gradient,) = torch.autograd.grad(out[0].sum() + out[0].square().sum(), x)
         seen = set(gradient.abs().sum(1).nonzero().flatten().tolist())
-        assert seen == (set(range(size)) if model in ("complete", "gps") else neighbours)
+        assert seen == (set(range(size)) if model in GLOBAL else neighbours)
         changed, _ = block(x, bonds + 1, batch.edge_index, batch.batch)
         assert torch.equal(changed, out) == (model == "complete")
 
@@ -333,6 +372,19 @@ class TestBenchmark:
         with pytest.raises(SystemExit, match="^error: gatedgcn on peptides-struct has loss and gradient "):
             benchmark("--datasets", "peptides-struct", "--models", "gatedgcn", "--seeds", 0, "--epochs", 1)
 
+    def test_published_functions_and_the_budget(self, benchmark):
+        arguments = ("--datasets", "peptides-func", "--models", "gatv2", "--seeds", 0, "--parts", "scores")
+        table, rows = benchmark(*arguments, "--epochs", 2)
+        assert [(row["purpose"], row["epochs"]) for row in rows] == [("scores", 2)]
+        assert "| rebuilt Peptides-func | GRIT, published | AP | 69.88 ± 0.82 | – |" in table
+        assert "GRIT is from https://arxiv.org/abs/2305.17589" in table
+        assert "The budget on rebuilt Peptides-func was 2 epoch(s) per run instead of 200;" in table
+
+    def test_no_budget_if_training_was_whole(self, benchmark, monkeypatch):
+        monkeypatch.setitem(TASKS, "peptides-func", replace(TASKS["peptides-func"], epochs=2))
+        arguments = ("--datasets", "peptides-func", "--models", "gatv2", "--seeds", 0, "--parts", "scores")
+        assert "budget" not in benchmark(*arguments)[0]
+
     @pytest.mark.parametrize("dataset", ["zinc-12k", "peptides-func", "peptides-struct"])
     def test_missing_data(self, dataset, tmp_path, monkeypatch):
         def refuse(*arguments, **kwargs):
@@ -345,6 +397,81 @@ class TestBenchmark:
         assert exit_info.value.code.startswith(f"error: {dataset} is not under ")
         assert "\n" not in exit_info.value.code
         assert "(use --datasets to leave it out)" in exit_info.value.code
+
+
+class TestSpeed:
+    def test_the_table(self, root, tmp_path, monkeypatch, one_process):
+        models, out = ("gatedgcn", LINEAR), tmp_path / "out"
+        monkeypatch.setattr(molecules, "train", lambda *arguments, **options: pytest.fail("a run was trained"))
+        arguments = ["--datasets", "peptides-func", "--models", *models, "--parts", "speed", "--batches", "3"]
+        MoleculeProperties.main([*arguments, "--out", str(out)])
+        rows, table = ResultsFile(out / "runs.jsonl").rows(Speed, Speed.result_of), (out / "speed.md").read_text()
+        assert [(row["model"], row["outcome"], row["per_epoch"]) for row in rows] == [(x, "ok", 3) for x in models]
+        for row in rows:
+            assert len(row["ours"]["times"]) == len(row["theirs"]["times"]) == 3
+            assert row["ours"]["first"] == pytest.approx(row["theirs"]["first"], rel=1e-4)
+            assert row["ratio"]["q1"] <= row["ratio"]["median"] <= row["ratio"]["q3"]
+            start = f"| rebuilt Peptides-func | {row['model']} | 1 | {1000 * row['ours']['median']:.0f} ("
+            (line,) = (line for line in table.splitlines() if line.startswith(start))
+            cells = line.strip("| ").split(" | ")
+            assert cells[4].startswith(f"{1000 * row['theirs']['median']:.0f} (")
+            assert cells[5].startswith(f"{row['ratio']['median']:.2f} (")
+            assert cells[6] == f"{3 * row['ours']['median']:.0f}"
+        assert "kept memory" in table
+        assert "For gps-linear, loss and gradient are compared on molecules of one size" in table
+
+    def test_seconds_of_an_epoch_are_extrapolated(self):
+        side = {"median": 20.0, "q1": 15.0, "q3": 30.0, "peak_bytes": 5_000_000}
+        quartiles = {"median": 2.5, "q1": 2.25, "q3": 3.0}
+        row = {"outcome": "ok", "per_epoch": 85, "ours": side, "theirs": {**side, "median": 25.0}, "ratio": quartiles}
+        line = molecules.speed_line(Speed("peptides-func", "gps", 10, 2, SMALL, "kept"), row)
+        assert list(line.values()) == [
+            *("rebuilt Peptides-func", "gps", "2", "20000 (15000–30000)", "25000 (15000–30000)"),
+            *("2.50 (2.25–3.00)", "1700", "2125", "5", "5"),
+        ]
+        failed = molecules.speed_line(Speed("peptides-func", "gps", 10, 2, SMALL, "kept"), {"outcome": "WRONG"})
+        assert list(failed.values())[3:] == ["WRONG", "WRONG", "WRONG", *"––––"]
+
+    def test_both_sides_take_turns_on_the_same_batches(self, root, monkeypatch):
+        """The first batch is for warming up; the second one shows the memory."""
+        steps, step = [], Trainer.step
+
+        def watched(trainer):
+            steps.append((trainer.case.layers, trainer.iteration))
+            step(trainer)
+
+        monkeypatch.setattr(Trainer, "step", watched)
+        monkeypatch.setattr(molecules, "peak_above", lambda function: (function(), len(steps)))
+        row = Speed("peptides-func", "gatv2", 3, 1, SMALL, "kept").measure(None)
+        order = ("gattn", "pyg"), ("gattn", "pyg"), ("gattn", "pyg"), ("pyg", "gattn"), ("gattn", "pyg")
+        assert steps == [(layers, number) for number, both in enumerate(order) for layers in both]
+        assert (row["ours"]["peak_bytes"], row["theirs"]["peak_bytes"]) == (3, 4)
+
+    def test_nothing_is_timed_if_the_libraries_disagree(self, benchmark, monkeypatch):
+        first_of = Trainer.first_of
+
+        def wrong(trainer, network, model):
+            loss, norm = first_of(trainer, network, model)
+            return [loss, norm * (1.01 if type(network.blocks[0].conv).__module__.startswith("torch") else 1)]
+
+        monkeypatch.setattr(Trainer, "first_of", wrong)
+        monkeypatch.setattr(molecules, "duration", lambda step: pytest.fail("timed"))
+        with pytest.raises(
+            SystemExit, match=r"peptides-func gatv2, 1 thread\(s\) \(speed\): WRONG: loss and gradient are"
+        ):
+            benchmark("--datasets", "peptides-func", "--models", "gatv2", "--parts", "speed")
+
+    def test_memory_is_kept(self):
+        """And the number of threads and of batches belong to a case."""
+        case = Speed("peptides-func", "gps", 10, 1, SMALL, "kept")
+        assert case.machine()["allocator"] == "kept"
+        assert len({case.key(), replace(case, threads=2).key(), replace(case, batches=9).key()}) == 3
+
+    def test_it_does_not_go_with_torchrun(self, monkeypatch, capsys):
+        monkeypatch.setattr(parallel, "size", lambda: 2)
+        with pytest.raises(SystemExit):
+            MoleculeProperties.parse(["--parts", "speed"])
+        assert "start it without torchrun" in capsys.readouterr().err
 
 
 def curves(runs, folder):
