@@ -1194,7 +1194,7 @@ class TestPairs:
 
 
 def test_unknown_names_and_splits():
-    with pytest.raises(ValueError, match="unknown data set 'coral': gattn has karate, cora"):
+    with pytest.raises(ValueError, match="unknown data set 'coral': gattn has karate, collegemsg, cora"):
         datasets.load("coral")
     with pytest.raises(ValueError, match="karate has no split 'full': it has 'public', 'random'"):
         datasets.load("karate", split="full")
@@ -1203,6 +1203,7 @@ def test_unknown_names_and_splits():
 def test_available():
     assert datasets.available() == [
         "karate",
+        "collegemsg",
         "cora",
         "citeseer",
         "pubmed",

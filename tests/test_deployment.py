@@ -194,8 +194,43 @@ class TestCompleteGraphs:
             torch.testing.assert_close(program.module()(*inputs), module(*inputs))
 
 
+class Readout(nn.Module):
+    """A network with a readout of one graph, or of four."""
+
+    def __init__(self, num_graphs):
+        super().__init__()
+        self.num_graphs = num_graphs
+        self.conv = TransformerConv(6, 4, heads=2)
+        self.pool = gattn.nn.AttentionalAggregation(nn.Linear(8, 1), nn.Linear(8, 5))
+
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        return self.pool(x) if self.num_graphs == 1 else self.pool(x, batch, dim_size=self.num_graphs)
+
+
 @pytest.mark.slow
 class TestOnnx:
+    @pytest.mark.parametrize("num_graphs", [1, 4])
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter's packages
+    @pytest.mark.filterwarnings("ignore:.*shares the same shape constraints:UserWarning")
+    def test_readouts(self, num_graphs):
+        pytest.importorskip("onnxscript")
+        onnxruntime = pytest.importorskip("onnxruntime")
+
+        def draw(nodes, edges):
+            return *draw_graph(nodes, edges), torch.arange(nodes) * num_graphs // nodes
+
+        model, shapes = Readout(num_graphs).eval(), (*GRAPH.shapes, {0: NODES})
+        program = torch.onnx.export(model, draw(10, 30), dynamic_shapes=shapes, dynamo=True, verbose=False)
+        content = program.model_proto.SerializeToString()
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        names = [given.name for given in session.get_inputs()]
+        for sizes in ((25, 7), (40, 300)):
+            inputs = dict(zip(("x", "edge_index", "batch"), draw(*sizes), strict=True))
+            (out,) = session.run(None, {name: inputs[name].numpy() for name in names})
+            expected = model(*inputs.values()).detach()
+            torch.testing.assert_close(torch.from_numpy(out), expected, rtol=1e-4, atol=1e-5)
+
     @each_whole_model
     @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter's packages
     def test_values(self, name):

@@ -17,20 +17,22 @@ PUBLIC = {
         "record_attention softmax weigh"
     ),
     gattn.nn: (
-        "AGNNConv ALiBi AdditiveAttention AttentionPooling AttentionalAggregation DNAConv DenseGATConv "
-        "DotProductAttention EGATConv EGTConv FAConv GATConv GATEConv GATv2Conv GPSConv GRITConv GatedGCNConv "
-        "GeneralAttention GeneralConv GraphMultisetTransformer GraphPositionalEncoding HANConv HEATConv "
-        "HGTConv HardAttention HypergraphConv InducedSetAttentionBlock JumpingKnowledge KeyValueCache "
-        "LSTMNCell LearnedPositionalEncoding LocalAttention MemoryAttention MultiAggregation "
-        "MultiheadAttention MultiheadAttentionBlock PatchTransformerAggregation PerformerAttention "
-        "PerformerProjection PointTransformerConv PolynormerAttention PoolingByMultiheadAttention RGATConv "
-        "ReinforceLoss RelativePosition RelativePositionBias ResGatedGraphConv RotaryPositionalEncoding "
-        "SGFormerAttention Set2Set SetAttentionBlock SetTransformerAggregation SinusoidalPositionalEncoding "
-        "SoftmaxAggregation SuperGATConv TGATConv Transformer TransformerConv TransformerDecoder "
+        "AGNNConv ALiBi AdditiveAttention AttentionPooling AttentionalAggregation BiasedMHA DNAConv "
+        "DegreeEncoder DenseGATConv DotGatConv DotProductAttention EGATConv EGTConv EGTLayer EdgeGATConv "
+        "ExphormerConv FAConv GATConv GATEConv GATv2Conv GPSConv GRITConv GatedGCNConv GeneralAttention "
+        "GeneralConv GraphAttentionEmbedding GraphMultisetTransformer GraphPositionalEncoding "
+        "GraphormerLayer HANConv HEATConv HGTConv HardAttention HypergraphConv InducedSetAttentionBlock "
+        "JumpingKnowledge KeyValueCache LSTMNCell LearnedPositionalEncoding LocalAttention MemoryAttention "
+        "MultiAggregation MultiheadAttention MultiheadAttentionBlock PatchTransformerAggregation "
+        "PathEncoder PerformerAttention PerformerProjection PointTransformerConv PolynormerAttention "
+        "PoolingByMultiheadAttention RGATConv ReinforceLoss RelativePosition RelativePositionBias "
+        "ResGatedGraphConv RotaryPositionalEncoding SGFormerAttention Set2Set SetAttentionBlock "
+        "SetTransformerAggregation SinusoidalPositionalEncoding SoftmaxAggregation SpatialEncoder "
+        "SuperGATConv TGATConv TemporalEncoding Transformer TransformerConv TransformerDecoder "
         "TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer"
     ),
     gattn.features: ("Favor cosine elu1 favor orthogonal_features relu sigmoid softplus"),
-    gattn.models: ("GAT HAN LSTMN AttentiveFP Polynormer SGFormer Seq2Seq TransformerLM TransformerSeq2Seq"),
+    gattn.models: ("GAT HAN LSTMN AttentiveFP Graphormer Polynormer SGFormer Seq2Seq TransformerLM TransformerSeq2Seq"),
 }
 
 

@@ -82,8 +82,15 @@ WITH_GRAPH = {
         {"src_graph": g(N, N), "tgt_graph": g(4, 4), "memory_graph": g(4, N)},
     ),
 }
-#: Layers of linear attention, in which all nodes attend to all.
-COMPLETE = {"PerformerAttention", "PerformerProjection", "PolynormerAttention", "SGFormerAttention"}
+#: Layers in which all nodes attend to all.
+COMPLETE = {
+    "BiasedMHA",
+    "GraphormerLayer",
+    "PerformerAttention",
+    "PerformerProjection",
+    "PolynormerAttention",
+    "SGFormerAttention",
+}
 NO_GRAPH = {"GraphPositionalEncoding", "DenseGATConv"}  # which take matrices
 
 

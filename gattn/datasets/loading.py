@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import platformdirs
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data, InMemoryDataset, TemporalData
 
 from gattn.datasets.registry import families, sentence_pairs, texts
 
@@ -34,7 +34,7 @@ def available() -> list[str]:
     Example:
         >>> from gattn.datasets import available
         >>> available()[:4]
-        ['karate', 'cora', 'citeseer', 'pubmed']
+        ['karate', 'collegemsg', 'cora', 'citeseer']
     """
     return [name for family in families() for name in family.names]
 
@@ -73,7 +73,7 @@ def load(
     seed: int = 0,
     root: str | os.PathLike[str] | None = None,
     trust_files: bool = False,
-) -> Data | InMemoryDataset:
+) -> Data | InMemoryDataset | TemporalData:
     """Loads a graph, or a set of graphs, by name, with the masks of a split.
 
     The names, and the splits that they have:
@@ -93,6 +93,9 @@ def load(
       Amazon).
     - `zinc-12k` and the peptides of LRGB, `peptides-func` and `peptides-struct`: `"public"`. ZINC is published as
       pickles, so the first call needs `trust_files=True`, which downloads and converts them.
+    - `collegemsg`: 59 835 messages between 1 899 users, each with its time in seconds since 1970. No split was
+      published, so `"public"` has all messages in the order of time; PyG's `train_val_test_split()` divides them by
+      time.
     - OGB's data sets of node and graph properties under the names that OGB gives them, `ogbn-...` and `ogbg-...`:
       `"public"`.
 
@@ -106,7 +109,8 @@ def load(
 
     Returns:
         PyG's `Data` with the boolean masks `train_mask`, `val_mask` and `test_mask` of shape `[N]`. For `ogbg-...`,
-        `zinc-12k` and peptides, a data set of many graphs, whose method `get_idx_split()` returns the split.
+        `zinc-12k` and peptides, a data set of many graphs, whose method `get_idx_split()` returns the split. For
+        `collegemsg`, PyG's `TemporalData` with `src`, `dst` and `t`, and without masks.
 
     Raises:
         ValueError: If there is no data set or no split of that name.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data, InMemoryDataset, TemporalData
 
 from gattn.datasets.download import download, read_dataset, remove_traces
 from gattn.datasets.errors import DatasetUnavailableError
@@ -54,7 +54,9 @@ class GraphFamily:
         """Reads a data set whose raw files are present."""
         raise NotImplementedError(f"{type(self).__name__} does not define read().")
 
-    def load(self, name: str, root: Path, split: str, seed: int, trust_files: bool) -> Data | InMemoryDataset:
+    def load(
+        self, name: str, root: Path, split: str, seed: int, trust_files: bool
+    ) -> Data | InMemoryDataset | TemporalData:
         """Loads a data set, after downloading the raw files that are missing.
 
         Raises:

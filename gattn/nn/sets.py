@@ -5,12 +5,34 @@ Dimensions: N elements, C channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gattn.graphs import SparseGraph
+from gattn.torch_private import is_traced
+from gattn.tracing import Leaf
 
-__all__ = ["sets_of"]
+__all__ = ["OfSets", "sets_of"]
+
+
+class OfSets(Leaf):
+    """What aggregations of gattn do before those of PyG, from which they also inherit."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls the aggregation; in a program that is exported, PyG could not read the number of sets from zeros."""
+        if index is None and ptr is None and dim_size is None and is_traced():
+            dim_size = 1
+        return super().__call__(x, index, ptr, dim_size, *args, **kwargs)  # type: ignore[misc]
 
 
 def sets_of(x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> tuple[int, SparseGraph]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from gattn.errors import InputError, InputTypeError, check_at_least
-from gattn.graphs import GraphLike
+from gattn.graphs import GraphLike, as_graph
 from gattn.nn.transformer_conv import TransformerConv
+from gattn.tracing import Leaf
 
 __all__ = ["GraphAttentionEmbedding", "TemporalEncoding"]
 
@@ -72,7 +73,7 @@ class TemporalEncoding(Module):
         return f"{type(self).__name__}({self.out_channels})"
 
 
-class GraphAttentionEmbedding(Module):
+class GraphAttentionEmbedding(Leaf, Module):
     r"""The attention of temporal graph networks: a `TransformerConv` whose edges know when they happened.
 
     The embedding module of `Temporal Graph Networks <https://arxiv.org/abs/2006.10637>`_ as in PyG's example `tgn.py`,
@@ -139,7 +140,7 @@ class GraphAttentionEmbedding(Module):
         Args:
             x: The memory of the nodes, `[N, in_channels]`.
             last_update: The time of each node's last update, `[N]`, integers or not.
-            edge_index: The events, `[2, E]`.
+            edge_index: The events, `[2, E]`, or a graph in another form that `gattn.attend` takes.
             t: Their times, `[E]`.
             msg: Their messages, `[E, msg_dim]`.
 
@@ -150,7 +151,7 @@ class GraphAttentionEmbedding(Module):
             TypeError: If an input is not a tensor.
             ValueError: If shapes do not fit each other.
         """
-        for name, tensor in (("edge_index", edge_index), ("last_update", last_update), ("t", t), ("msg", msg)):
+        for name, tensor in (("x", x), ("last_update", last_update), ("t", t), ("msg", msg)):
             if not isinstance(tensor, Tensor):
                 raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         if last_update.shape != x.shape[:1] or t.shape != (len(msg),):
@@ -158,6 +159,7 @@ class GraphAttentionEmbedding(Module):
                 f"last_update must have one time per node, t one per message; got {list(last_update.shape)} and "
                 f"{list(t.shape)} for {len(x)} nodes and {len(msg)} messages."
             )
-        passed = last_update[edge_index[0]] - t  # type: ignore[index]
+        source, _ = as_graph(edge_index).listed(x.device).sources_and_targets()
+        passed = last_update[source.long()] - t
         encoded = self.time_enc(passed.to(x.dtype))
         return self.conv(x, edge_index, torch.cat([encoded, msg], -1))  # type: ignore[no-any-return]

@@ -50,7 +50,23 @@ LAYERS = {
         lambda: layers.TGATConv(F, 6, time_channels=3, heads=2, edge_dim=D),
         lambda x, e: (x, EDGES, torch.arange(EDGES.size(1)).double(), e),
     ),
+    "BiasedMHA": (
+        lambda: layers.BiasedMHA(F, 2, attn_drop=0.0),
+        lambda x, e: (x, (x @ x.t().cos()).unsqueeze(-1).cos().expand(-1, -1, 2)),
+    ),
+    "DotGatConv": (lambda: layers.DotGatConv(F, 4, 2), lambda x, e: (x, EDGES)),
+    "DotGatConv of pairs": (lambda: layers.DotGatConv((F, F), 4, 2), lambda x, e: ((x, x.cos()), EDGES)),
     "EGATConv": (lambda: layers.EGATConv(F, D, 4, 3, 2), lambda x, e: (x, EDGES, e)),
+    "EGTLayer": (
+        lambda: layers.EGTLayer(F, D, 2, 1),
+        lambda x, e: (x[None], (x[None, :, None] * x[None, None]).cos()[..., :D]),
+    ),
+    "EdgeGATConv": (lambda: layers.EdgeGATConv(F, D, 4, 2), lambda x, e: (x, EDGES, e)),
+    "ExphormerConv": (lambda: layers.ExphormerConv(F, D, 2), lambda x, e: (x, EDGES, e)),
+    "GraphAttentionEmbedding": (
+        lambda: layers.GraphAttentionEmbedding(F, 4, D, layers.TemporalEncoding(3)).eval(),
+        lambda x, e: (x, torch.arange(N), EDGES, torch.arange(EDGES.size(1)), e),
+    ),
     "FAConv": (lambda: layers.FAConv(F), lambda x, e: (x, x.cos(), EDGES)),
     "GATConv": (lambda: layers.GATConv(F, 4, 2, edge_dim=D, residual=True), lambda x, e: (x, EDGES, e)),
     "GATConv of pairs": (lambda: layers.GATConv((F, F), 4, 2), lambda x, e: ((x, x.cos()), EDGES)),
