@@ -159,7 +159,7 @@ class GraphAttentionEmbedding(Leaf, Module):
                 f"last_update must have one time per node, t one per message; got {list(last_update.shape)} and "
                 f"{list(t.shape)} for {len(x)} nodes and {len(msg)} messages."
             )
-        source, _ = as_graph(edge_index).listed(x.device).sources_and_targets()
-        passed = last_update[source.long()] - t
+        graph = as_graph(edge_index).resolve(len(x), len(x), device=x.device).listed(x.device)
+        passed = last_update[graph.sources_and_targets()[0].long()] - t
         encoded = self.time_enc(passed.to(x.dtype))
-        return self.conv(x, edge_index, torch.cat([encoded, msg], -1))  # type: ignore[no-any-return]
+        return self.conv(x, graph, torch.cat([encoded, msg], -1))  # type: ignore[no-any-return]
