@@ -13,6 +13,7 @@ from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
+from gattn.ops.pair_roots import pair_roots
 from gattn.recording import record
 
 __all__ = ["GRITConv"]
@@ -134,14 +135,14 @@ class GRITConv(BaseConv):
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, x.shape[:-2])
         query, key, value = (self._heads(lin(x)) for lin in (self.lin_query, self.lin_key, self.lin_value))
         source, target = (end.long() for end in graph.sources_and_targets())
-        ends = query.index_select(-3, target) + key.index_select(-3, source)
-        pair = _signed_root(ends * self._heads(self.lin_edge_weight(edge_attr)))
-        pair = (pair + self._heads(self.lin_edge_bias(edge_attr))).relu()
+        weight, shift = (self._heads(lin(edge_attr)) for lin in (self.lin_edge_weight, self.lin_edge_bias))
+        pair = pair_roots(query, key, weight, shift, target, source)
         logits = (pair * self.att).sum(-1).clamp(-self.clamp, self.clamp)
-        of_pairs = torch.einsum("...hc,hcd->...hd", pair, self.edge_value)
-        out, alpha, _ = self._result(None, None, value, graph, bias=logits, edge_value=of_pairs, weights=True)
+        out, alpha, _ = self._result(None, None, value, graph, bias=logits, weights=True)
         record(self, graph, alpha)
-        out = out.flatten(-2)
+        # The matrices of pairs are the same for all, and multiply the sums instead of each pair.
+        of_pairs = self.weighted_sum(alpha, torch.zeros_like(value), graph, edge_value=pair)
+        out = (out + torch.einsum("...hc,hcd->...hd", of_pairs, self.edge_value)).flatten(-2)
         if self.degree_scale is not None:
             if degree is None:
                 degree = out.new_zeros(x.size(-2)).index_add(0, target, out.new_ones(target.numel()))
@@ -151,8 +152,3 @@ class GRITConv(BaseConv):
     def __repr__(self) -> str:
         sizes = self.in_channels, self.edge_channels, self.out_channels
         return f"{type(self).__name__}({', '.join(map(str, sizes))}, heads={self.heads})"
-
-
-def _signed_root(x: Tensor) -> Tensor:
-    size = x.abs()
-    return x.sign() * size.masked_fill(size == 0, 1.0).sqrt()

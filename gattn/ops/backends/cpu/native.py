@@ -16,6 +16,7 @@ __all__ = [
     "PADDING",
     "Arguments",
     "Buckets",
+    "PairRoots",
     "Rows",
     "distribution",
     "family",
@@ -79,6 +80,17 @@ class Buckets(ctypes.Structure):
                 "threads",
             ]
         ],
+    ]
+
+
+class PairRoots(ctypes.Structure):
+    """Rows of nodes and of pairs; mirrors `PairRoots` in csrc/pair_roots.h."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("target", "source")],
+        *[(name, ctypes.c_int64) for name in ("targets", "sources", "pairs", "width", "threads")],
+        *[(name, ctypes.c_void_p) for name in ("query", "key", "weight", "shift", "out")],
+        *[(name, ctypes.c_void_p) for name in ("grad", "grad_ends", "grad_weight", "grad_shift")],
     ]
 
 
@@ -156,6 +168,8 @@ def library() -> ctypes.CDLL:
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
         "gattn_add_buckets": [pointer, integer, pointer, pointer],
         "gattn_sum_buckets": [pointer, integer, pointer, pointer],
+        "gattn_pair_roots": [pointer, integer],
+        "gattn_pair_roots_backward": [pointer, integer],
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
         "gattn_use_huge_pages": [pointer, integer],
         "gattn_record_bytes": [integer] * 5,

@@ -9,6 +9,7 @@
 
 #include "buckets.h"
 #include "kernels.h"
+#include "pair_roots.h"
 
 #ifdef GATTN_HAS_baseline
 #define IF_BASELINE(F) F(baseline)
@@ -133,6 +134,14 @@ void gattn_add_buckets(const Buckets* b, int64_t type, const void* table, void* 
 void gattn_sum_buckets(const Buckets* b, int64_t type, void* sums, void* gradients) {
   if (type == kFloat32) sum_buckets(*b, static_cast<double*>(sums), static_cast<float*>(gradients));
   else sum_buckets(*b, static_cast<double*>(sums), static_cast<double*>(gradients));
+}
+
+// The features of pairs, or their gradients: see pair_roots.h. The type is float or double.
+int64_t gattn_pair_roots(const PairRoots* p, int64_t type) {
+  return type == kFloat32 ? pair_roots<float>(*p) : pair_roots<double>(*p);
+}
+int64_t gattn_pair_roots_backward(const PairRoots* p, int64_t type) {
+  return type == kFloat32 ? pair_roots_backward<float>(*p) : pair_roots_backward<double>(*p);
 }
 
 // y = x with elements dropped, the others times scale.
