@@ -56,6 +56,23 @@ LINEAR, ROWS, LISTED, BUCKETS = (
     for name in ("dense/linear.py", "dense/rows.py", "dense/listed.py", "cpu/csrc/buckets.h")
 )
 BIAS, FEATURES, STRUCTURE = (f"gattn/{name}.py" for name in ("bias", "features", "structure"))
+PAIR_ROOTS, PAIR_ROOT_CALLS = "gattn/ops/backends/cpu/csrc/pair_roots.h", "gattn/ops/pair_roots.py"
+EXPHORMER, DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER, TEMPORAL, HGT, ATTENTION_CONV, FACTORS = (
+    f"gattn/nn/{name}.py"
+    for name in (
+        "exphormer_conv",
+        "dot_gat_conv",
+        "edge_gat_conv",
+        "graphormer_layer",
+        "graph_encoders",
+        "egt_layer",
+        "temporal",
+        "hgt_conv",
+        "attention_conv",
+        "edge_features",
+    )
+)
+GRAPHORMER, PATHS = "gattn/models/graphormer.py", "gattn/transforms/structure.py"
 ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES, EGT, GRIT, TGAT = (
     f"gattn/nn/{name}.py"
     for name in (
@@ -91,7 +108,13 @@ TESTS = {
         file: ["tests/nn/test_all_pairs.py"]
         for file in (ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES)
     },
-    **{file: ["tests/nn/test_pair_layers.py"] for file in (EGT, GRIT, TGAT)},
+    **{file: ["tests/nn/test_pair_layers.py"] for file in (EGT, GRIT, TGAT, EXPHORMER, PAIR_ROOTS, PAIR_ROOT_CALLS)},
+    **{file: ["tests/nn/test_dgl_layers.py"] for file in (DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER)},
+    **{file: ["tests/nn/test_edge_weight.py"] for file in (ATTENTION_CONV, FACTORS)},
+    TEMPORAL: ["tests/nn/test_temporal.py"],
+    HGT: ["tests/nn/test_hgt_conv.py"],
+    GRAPHORMER: ["tests/models/test_graphormer.py"],
+    PATHS: ["tests/test_structure.py"],
     **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL)},
     STRUCTURE: ["tests/test_structure.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
@@ -712,6 +735,49 @@ MUTATIONS = [
     Mutation("queries have no time", TGAT, "torch.cat([targets, «now → now * 0»], -1)"),
     Mutation("weights are exchanged", SGFORMER_MODEL, "out = self.graph_weight * «on_edges → z» +"),
     Mutation("nodes stay in another order", SGFORMER_MODEL, "z = «torch.empty_like(z).index_copy(0, order, z) → z»"),
+    Mutation("a root is steep at zero", PAIR_ROOTS, "of_product = root > 0 ? ratio : «T(0) → ratio»"),
+    Mutation(
+        "a pair has the ends of the first one", PAIR_ROOTS, "else f(pair * p.width, i * p.width, «j * p.width → 0»);"
+    ),
+    Mutation("sums below zero have a gradient", PAIR_ROOTS, "of_sum = out[e + c] > 0 ? g : «T(0) → g»"),
+    Mutation(
+        "second derivatives have the first root", PAIR_ROOT_CALLS, "size = (ends * weight)«.abs() → .abs().detach()»"
+    ),
+    Mutation("features of edges are added", EXPHORMER, 'DotScore(edge="«multiply → add»"'),
+    Mutation("logits of edges are not bounded", EXPHORMER, "clamp=«clamp → None»)"),
+    Mutation("targets have the sources' projection", DOT_GAT, "self._heads(«lin_dst → lin_src»(targets))"),
+    Mutation("messages have no features of edges", EDGE_GAT, "edge_value=«edge_value → None»,"),
+    Mutation("both ends have one vector", EDGE_GAT, "(received * self.«attn_r → attn_l»).sum(-1)"),
+    Mutation("hidden pairs are the others", BIASED, '"attn_mask", attn_mask, x, ()).unsqueeze(-3) «== → !=» 0'),
+    Mutation("biases are factors of nothing", BIASED, "distribution=None) «* → +» attn_bias"),
+    Mutation(
+        "edges are counted from the other end", ENCODERS, "* self.max_len + «place → (self.max_len - 1 - place)»)"
+    ),
+    Mutation("paths are not averaged", ENCODERS, "return (sums «/ lengths →»)"),
+    Mutation("unreachable nodes are neighbours", ENCODERS, "dist.clamp(«-1 → 0», self.max_dist)"),
+    Mutation("gates do not see the mask", EGT_LAYER, "gates = gates + mask.unsqueeze(-3)« → * 0»"),
+    Mutation("times are those of the targets", TEMPORAL, "sources_and_targets()[«0 → 1»]"),
+    Mutation("sines are cosines", HGT, "torch.stack([angle.«sin → cos»(), angle.cos()]"),
+    Mutation(
+        "values have the keys' times",
+        HGT,
+        "F.linear(encoded, of_key)), self._heads(F.linear(encoded, «of_value → of_key»))",
+    ),
+    Mutation(
+        "dropped weights have no factors",
+        ATTENTION_CONV,
+        "dropped = F.dropout(alpha, self.dropout, «self.training → False»)",
+    ),
+    Mutation("self-loops weigh nothing", FACTORS, "graph.with_features(edge_weight.unsqueeze(-1), «1.0 → 0.0»)"),
+    Mutation("the token is a neighbour", GRAPHORMER, "(1, 0, 1, 0), value=«len(table) → 1»)"),
+    Mutation(
+        "degrees are exchanged",
+        GRAPHORMER,
+        "ends = («data.edge_index[1], data.edge_index[0] → data.edge_index[0], data.edge_index[1]»)",
+    ),
+    Mutation("edges are those of the first graph", GRAPHORMER, "order[(paths «+ first → + 0»)"),
+    Mutation("paths begin at their source", PATHS, "paths[target, source, «length - 1 → 0»] = numbers"),
+    Mutation("paths have their first edge only", PATHS, "paths[target, source] = paths[target, «step → target»]"),
     Mutation("only the last local layer counts", POLYNORMER_MODEL, "else «total + x → x»"),
     Mutation("nodes stay where they are", POLYNORMER_MODEL, "x = «torch.empty_like(x).index_copy(0, order, x) → x»"),
 ]
