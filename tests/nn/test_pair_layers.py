@@ -321,3 +321,19 @@ class TestPairRoots:
         assert pair_roots(*given, target, source)[target == 0].isnan().any()
         with pytest.raises(ValueError, match="out of range"):
             pair_roots(*given, target + N, source)
+
+
+def test_edge_set_attention():
+    """Edges attend to edges with which they share a node: the same as a mask on all pairs of edges."""
+    edges = torch.tensor([[0, 1, 1, 2, 2, 3, 3, 0, 4, 1], [1, 0, 2, 1, 3, 2, 0, 3, 1, 4]])
+    graph, _ = gattn.graphs.line_graph(edges, directed=False)
+    ends = edges[:, edges[0] < edges[1]]
+    shares = (ends.t()[:, None, :, None] == ends.t()[None, :, None, :]).flatten(2).any(-1)
+    shares.fill_diagonal_(False)
+    x = randn(ends.size(1), F)
+    theirs = torch.nn.MultiheadAttention(F, H, batch_first=True).double()
+    ours = nn.MultiheadAttention(F, H, batch_first=True).double()
+    ours.load_state_dict(theirs.state_dict())
+    expected, _ = theirs(x, x, x, attn_mask=~shares)
+    torch.testing.assert_close(ours(x, x, x, graph=graph)[0], expected)
+    assert 0 < shares.sum() < shares.numel()
