@@ -22,17 +22,20 @@ PUBLIC = {
         "ExphormerConv FAConv GATConv GATEConv GATv2Conv GPSConv GRITConv GatedGCNConv GeneralAttention "
         "GeneralConv GraphAttentionEmbedding GraphMultisetTransformer GraphPositionalEncoding "
         "GraphormerLayer HANConv HEATConv HGTConv HardAttention HypergraphConv InducedSetAttentionBlock "
-        "JumpingKnowledge KeyValueCache LSTMNCell LearnedPositionalEncoding LocalAttention MemoryAttention "
-        "MultiAggregation MultiheadAttention MultiheadAttentionBlock PatchTransformerAggregation "
-        "PathEncoder PerformerAttention PerformerProjection PointTransformerConv PolynormerAttention "
-        "PoolingByMultiheadAttention RGATConv ReinforceLoss RelativePosition RelativePositionBias "
-        "ResGatedGraphConv RotaryPositionalEncoding SGFormerAttention Set2Set SetAttentionBlock "
-        "SetTransformerAggregation SinusoidalPositionalEncoding SoftmaxAggregation SpatialEncoder "
-        "SuperGATConv TGATConv TemporalEncoding Transformer TransformerConv TransformerDecoder "
-        "TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer"
+        "JumpingKnowledge KeyValueCache LPAttLayer LSTMNCell LearnedPositionalEncoding LocalAttention "
+        "MemoryAttention MultiAggregation MultiheadAttention MultiheadAttentionBlock "
+        "PatchTransformerAggregation PathEncoder PerformerAttention PerformerProjection "
+        "PointTransformerConv PolynormerAttention PoolingByMultiheadAttention RGATConv ReinforceLoss "
+        "RelativePosition RelativePositionBias ResGatedGraphConv RotaryPositionalEncoding SGFormerAttention "
+        "Set2Set SetAttentionBlock SetTransformerAggregation SinusoidalPositionalEncoding "
+        "SoftmaxAggregation SpatialEncoder SuperGATConv TGATConv TemporalEncoding Transformer "
+        "TransformerConv TransformerDecoder TransformerDecoderLayer TransformerEncoder "
+        "TransformerEncoderLayer"
     ),
     gattn.features: ("Favor cosine elu1 favor orthogonal_features relu sigmoid softplus"),
-    gattn.models: ("GAT HAN LSTMN AttentiveFP Graphormer Polynormer SGFormer Seq2Seq TransformerLM TransformerSeq2Seq"),
+    gattn.models: (
+        "GAT HAN LSTMN AttentiveFP Graphormer LPFormer Polynormer SGFormer Seq2Seq TransformerLM TransformerSeq2Seq"
+    ),
 }
 
 

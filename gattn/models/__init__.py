@@ -4,6 +4,7 @@ from gattn.models.attentive_fp import AttentiveFP
 from gattn.models.gat import GAT
 from gattn.models.graphormer import Graphormer
 from gattn.models.han import HAN
+from gattn.models.lpformer import LPFormer
 from gattn.models.lstmn import LSTMN
 from gattn.models.polynormer import Polynormer
 from gattn.models.seq2seq import Seq2Seq
@@ -16,6 +17,7 @@ __all__ = [
     "LSTMN",
     "AttentiveFP",
     "Graphormer",
+    "LPFormer",
     "Polynormer",
     "SGFormer",
     "Seq2Seq",

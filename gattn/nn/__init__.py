@@ -33,6 +33,7 @@ from gattn.nn.hgt_conv import HGTConv
 from gattn.nn.hypergraph_conv import HypergraphConv
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.local_attention import LocalAttention
+from gattn.nn.lp_att_layer import LPAttLayer
 from gattn.nn.lstmn_cell import LSTMNCell
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.patch_transformer import PatchTransformerAggregation
@@ -111,6 +112,7 @@ __all__ = [
     "InducedSetAttentionBlock",
     "JumpingKnowledge",
     "KeyValueCache",
+    "LPAttLayer",
     "LSTMNCell",
     "LearnedPositionalEncoding",
     "LocalAttention",

@@ -61,6 +61,10 @@ LAYERS = {
         lambda: layers.EGTLayer(F, D, 2, 1),
         lambda x, e: (x[None], (x[None, :, None] * x[None, None]).cos()[..., :D]),
     ),
+    "LPAttLayer": (
+        lambda: layers.LPAttLayer(F // 2, 4, F),
+        lambda x, e: (EDGES.flip(0), x, x.cos(), x[:1].expand(EDGES.size(1), -1).sin()),
+    ),
     "EdgeGATConv": (lambda: layers.EdgeGATConv(F, D, 4, 2), lambda x, e: (x, EDGES, e)),
     "ExphormerConv": (lambda: layers.ExphormerConv(F, D, 2), lambda x, e: (x, EDGES, e)),
     "GraphAttentionEmbedding": (

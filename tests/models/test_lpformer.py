@@ -1,0 +1,73 @@
+"""LPFormer and its layer, beside PyG's."""
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch_geometric.nn.models.lpformer import LPAttLayer
+from torch_geometric.utils import to_undirected
+
+import gattn
+from gattn import nn
+from gattn.models import LPFormer
+from gattn.testing import random_edge_index
+
+L, N, F, E = 3, 7, 4, 11
+
+
+def inputs():
+    torch.manual_seed(0)
+    edges = torch.stack([torch.randint(L, (E,)), torch.randint(N, (E,))])
+    edges[0, :L] = torch.arange(L)
+    sizes = (L, 2 * F), (N, F), (E, F)
+    return edges, *(torch.randn(size, dtype=torch.double, requires_grad=True) for size in sizes)
+
+
+@pytest.mark.parametrize(("heads", "concat"), [(1, True), (1, False), (3, False)])
+def test_the_layer_as_pyg(heads, concat):
+    ours, theirs = (cls(F, 5, None, heads, 0.1, concat).double().eval() for cls in (nn.LPAttLayer, LPAttLayer))
+    ours.load_state_dict(theirs.state_dict())
+    assert str(ours) == str(theirs)
+    args, results = inputs(), []
+    for layer in (ours, theirs):
+        with torch.no_grad():
+            layer.bias.copy_(torch.linspace(-1, 1, layer.bias.numel()))
+        out = layer(*args)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), [*args[1:], *layer.parameters()])])
+    torch.testing.assert_close(*results)
+
+
+def test_the_layer_compiled_and_recorded():
+    layer, args = nn.LPAttLayer(F, 5).double(), inputs()
+    with gattn.record_attention(layer) as records:
+        expected = layer(*args)
+    assert len(records) == 1
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(*args), expected)
+    assert torch.autograd.gradgradcheck(lambda *x: layer(args[0], *x), args[1:])
+
+
+def test_wrong_inputs():
+    layer, (edges, links, nodes, encodings) = nn.LPAttLayer(F, 5).double(), inputs()
+    with pytest.raises(ValueError, match=r"ppr_rpes must be \[11, 4\]"):
+        layer(edges, links, nodes, encodings[1:])
+    with pytest.raises(ValueError, match="made for in_channels=8"):
+        layer(edges, nodes, nodes, encodings)
+    with pytest.raises(IndexError):
+        layer(edges + N, links, nodes, encodings)
+
+
+def test_the_network_as_pyg():
+    networks = []
+    for cls in (LPFormer, pyg.LPFormer):
+        torch.manual_seed(1)
+        networks.append(cls(F, 8).eval())
+    ours, theirs = networks
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    edges = to_undirected(random_edge_index(N, num_edges=12), num_nodes=N)
+    matrix = torch.rand(N, N).to_sparse()
+    pairs, x = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]]), torch.randn(N, F, requires_grad=True)
+    results = []
+    for network in networks:
+        out = network(pairs, x, edges, matrix)
+        results.append([out, *torch.autograd.grad(out.sum(), [x, *network.parameters()], allow_unused=True)])
+    torch.testing.assert_close(*results)
