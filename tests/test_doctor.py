@@ -1,0 +1,80 @@
+"""`python -m gattn`: the report, and that it finds what is wrong."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gattn import doctor
+from gattn.ops.backends import BACKENDS, cpu
+from gattn.ops.backends.cpu import native
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """Some of the checks, which take as long as they are many."""
+    names = ("dot products, edges", "GAT, packed", "linear attention, all pairs", "masks, edges")
+    cases = [case for case in doctor._cases() if case.name in names]
+    assert len(cases) == len(names)
+    monkeypatch.setattr(doctor, "_cases", lambda: iter(cases))
+
+
+def test_the_report(few_cases, capsys, monkeypatch):
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "123")
+    doctor.main([])
+    printed = capsys.readouterr().out
+    for text in (f"PyTorch          {torch.__version__}", "MALLOC_TOP_PAD_  123", "triton  ", "pyg-lib  ", "data  "):
+        assert text in printed
+    assert "cpu              on cpu: 8 of 8 results are right" in printed
+    assert "WRONG" not in printed
+
+
+def test_what_is_wrong_is_named(few_cases, capsys, monkeypatch):
+    plain = cpu.Cpu.attend
+
+    def broken(self, call):
+        result = plain(self, call)
+        return result._replace(out=result.out * 1.001)
+
+    def without_plans(self, call, given):
+        return None
+
+    monkeypatch.setattr(cpu.Cpu, "attend", broken)
+    monkeypatch.setattr(cpu.Cpu, "plan", without_plans)
+    with pytest.raises(SystemExit, match="1"):
+        doctor.main([])
+    printed = capsys.readouterr().out
+    assert "cpu              on cpu: 0 of 8 results are right" in printed
+    assert "WRONG: cpu on cpu, dot products, edges, torch.float64: the output is off by" in printed
+    assert "Please report this" in printed
+
+
+def test_errors_are_wrong_results(few_cases, monkeypatch):
+    def fails(self, call):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(cpu.Cpu, "attend", fails)
+    monkeypatch.setattr(cpu.Cpu, "plan", lambda self, call, given: None)
+    found = [check.error for check in doctor.checks(["cpu"]) if check.backend == "cpu"]
+    assert found == ["RuntimeError: no such luck"] * 8
+
+
+def test_kernels_that_are_missing(monkeypatch):
+    monkeypatch.setattr(native, "load_error", lambda: "nobody built them")
+    assert ("CPU kernels", "none: nobody built them") in doctor.environment()
+
+
+def test_all_backends_are_looked_at(few_cases, monkeypatch):
+    for backend in BACKENDS:
+        monkeypatch.setattr(type(backend), "missing", lambda self: None)
+    assert {check.backend for check in doctor.checks(["cpu"])} == {"dense", "cpu"}
+
+
+@pytest.mark.slow
+def test_as_a_command():
+    command = [sys.executable, "-m", "gattn", "--speed"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count(" results are right") == 2
+    assert "TransformerConv  on cpu: " in ended.stdout
