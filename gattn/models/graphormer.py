@@ -125,7 +125,8 @@ class Graphormer(Module):
 
         Raises:
             TypeError: If `data` is not a `Data`.
-            ValueError: If it lacks something, or the transform had another cut-off.
+            ValueError: If it lacks something, its buckets or paths are those of another cut-off, as far as they tell,
+                or edges have been removed since.
         """
         matrices = ShortestPathBuckets.matrices(data)
         sizes = [len(matrix) for matrix in matrices]
@@ -164,6 +165,12 @@ class Graphormer(Module):
             paths, edge_attr = data.get("pair_paths"), data.edge_attr
             if paths is None or edge_attr is None:
                 raise InputError("Graphormer with edge_dim needs edge_attr and ShortestPathBuckets(..., paths=True).")
+            if paths.size(1) != self.paths.max_len or len(edge_attr) != data.num_edges:
+                raise InputError(
+                    f"this network was made for paths of {self.paths.max_len} edges, the cut-off of the transform, and "
+                    f"one row of edge_attr per edge; got {paths.size(1)}, and {len(edge_attr)} rows for "
+                    f"{data.num_edges} edges."
+                )
             table = table[buckets.long()] + self.paths(_of_batch(data, paths, matrices), edge_attr)
             buckets = torch.arange(len(buckets), dtype=torch.int32, device=buckets.device)
         parts = torch.split(buckets, [matrix.numel() for matrix in matrices])
@@ -181,7 +188,11 @@ def _of_batch(data: Data, paths: Tensor, matrices: list[Tensor]) -> Tensor:
     graph_of_node = torch.arange(len(sizes), device=paths.device).repeat_interleave(sizes)
     graph = graph_of_node[data.edge_index[0]]
     order, counts = graph.argsort(stable=True), graph.bincount(minlength=len(sizes))
-    first = (counts.cumsum(0) - counts).repeat_interleave(sizes**2).unsqueeze(1)
+    first, limit = (
+        of_graph.repeat_interleave(sizes**2).unsqueeze(1) for of_graph in (counts.cumsum(0) - counts, counts)
+    )
+    if bool((paths >= limit).any()):
+        raise InputError("pair_paths name edges that are not there: apply ShortestPathBuckets after removing edges.")
     if order.numel() == 0:
         return paths.long()
-    return torch.where(paths >= 0, order[(paths + first).clamp(0, len(order) - 1)], -1)
+    return torch.where(paths >= 0, order[(paths + first).clamp(min=0)], -1)

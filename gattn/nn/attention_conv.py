@@ -78,6 +78,12 @@ class BaseConv(Attention):
             require_finite(**{"x[0]": sources, "x[1]": targets})
         return sources, targets
 
+    def _nodes(self, x: Any) -> Tensor:
+        """The features of nodes that are sources and targets at once."""
+        if isinstance(x, (tuple, list)):
+            raise InputError(f"{type(self).__name__} attends among one set of nodes: x must be a tensor, not a pair.")
+        return self._inputs(x)[0]
+
     def _graph(
         self,
         graph: Any,

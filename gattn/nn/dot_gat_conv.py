@@ -55,6 +55,8 @@ class DotGatConv(BaseConv):
     def __init__(self, in_channels: int | tuple[int, int], out_channels: int, heads: int, **kwargs: Any):
         super().__init__(**kwargs)
         is_pair = isinstance(in_channels, (tuple, list))
+        if isinstance(in_channels, (tuple, list)) and len(in_channels) != 2:
+            raise InputError(f"in_channels must be a number, or a pair for sources and targets; got {in_channels}.")
         sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
         check_at_least(1, in_channels=min(sources, targets), out_channels=out_channels, heads=heads)
         self.in_channels = in_channels

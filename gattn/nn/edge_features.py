@@ -70,13 +70,16 @@ def checked_factors(edge_weight: Any, graph: Graph) -> Tensor:
     """
     if not isinstance(edge_weight, Tensor):
         raise InputTypeError(f"edge_weight must be a tensor; got {type(edge_weight).__name__}.")
+    if edge_weight.is_complex():
+        raise InputTypeError(f"edge_weight must hold real numbers; got {edge_weight.dtype}.")
     if edge_weight.dim() != 1:
         raise InputError(f"edge_weight must have one factor per edge, [E]; got {list(edge_weight.shape)}.")
     require_finite(edge_weight=edge_weight)
     try:
         factors = graph.with_features(edge_weight.unsqueeze(-1), 1.0)[1]
-    except InputError as error:  # it speaks of edge_attr
-        raise InputError(str(error).replace("edge_attr", "edge_weight")) from error
+    except (InputError, NotImplementedError) as error:  # it speaks of edge_attr
+        text = str(error).replace("edge_attr", "edge_weight").replace("edge features", "edge weights")
+        raise type(error)(text) from error
     assert factors is not None
     return factors
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gattn.edges import EdgeTerm, Projected
-from gattn.errors import InputError, check_at_least, check_number
+from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv, projects
 from gattn.nn.edge_features import checked_features
@@ -81,12 +81,18 @@ class EdgeGATConv(BaseConv):
     ):
         super().__init__(**kwargs)
         is_pair = isinstance(in_channels, (tuple, list))
+        if isinstance(in_channels, (tuple, list)) and len(in_channels) != 2:
+            raise InputError(f"in_channels must be a number, or a pair for sources and targets; got {in_channels}.")
         sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
         check_at_least(1, in_channels=min(sources, targets), edge_channels=edge_channels)
         check_at_least(1, out_channels=out_channels, heads=heads)
         check_probability("feat_drop", feat_drop)
         check_probability("attn_drop", attn_drop)
         check_number("negative_slope", negative_slope)
+        check_flag("residual", residual)
+        check_flag("bias", bias)
+        if activation is not None and not callable(activation):
+            raise InputTypeError(f"activation must be a function, such as torch.relu; got {activation!r}.")
         self.in_channels = in_channels
         self.edge_channels = edge_channels
         self.out_channels = out_channels

@@ -11,7 +11,9 @@ from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads
 from gattn.nn.linear import Linear
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
+from gattn.recording import record
 from gattn.scores import DotScore
 
 __all__ = ["EGTLayer"]
@@ -112,14 +114,14 @@ class EGTLayer(Attention):
         Args:
             x: The features, `[B, N, F]`.
             edge_attr: The features of all pairs, `[B, N, N, D]`.
-            mask: What is added to the logits of weights and gates, `[B, N, N]`: 0, or minus infinity for pairs that do
-                not exist. (default: `None`)
+            mask: What is added to the logits of weights and gates, `[B, N, N]`, such as minus infinity for pairs that
+                do not exist. (default: `None`)
 
         Returns:
             The features of the nodes, and with `edge_update` those of the pairs.
 
         Raises:
-            TypeError: If an argument is not a tensor.
+            TypeError: If an argument is not a tensor of floating-point numbers.
             ValueError: If shapes do not fit each other.
         """
         self._check(x, edge_attr, mask)
@@ -130,12 +132,13 @@ class EGTLayer(Attention):
             -1, -3
         )
         gates = self.gate(pairs).movedim(-1, -3)
-        is_there = None
+        masked = logits
         if mask is not None:
-            is_there = (mask == 0).unsqueeze(-3)
-            gates = gates + mask.unsqueeze(-3)
+            masked, gates = logits + mask.unsqueeze(-3), gates + mask.unsqueeze(-3)
         gates = gates.sigmoid()
-        alpha = self.attn_dropout(self.weigh(None, None, graph, bias=logits, mask=is_there) * gates)
+        alpha = self.weigh(None, None, graph, bias=masked) * gates
+        record(self, graph, alpha)
+        alpha = self.attn_dropout(alpha)
         out = self.weighted_sum(alpha, value, graph)  # [B, N, H, C]
         scale = gates.sum(-1).log1p().movedim(-1, -2)
         scale = torch.cat(
@@ -153,8 +156,10 @@ class EGTLayer(Attention):
     def _check(self, x: Tensor, edge_attr: Tensor, mask: Tensor | None) -> None:
         given = {"x": x, "edge_attr": edge_attr} | ({} if mask is None else {"mask": mask})
         for name, tensor in given.items():
-            if not isinstance(tensor, Tensor):
-                raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                kind = getattr(tensor, "dtype", type(tensor).__name__)
+                raise InputTypeError(f"{name} must be a tensor of floating-point numbers; got {kind}.")
+        check_dtype(self, x=x, edge_attr=edge_attr, mask=mask)
         if x.dim() != 3 or x.size(-1) != self.channels:
             raise InputError(f"x must be [B, N, {self.channels}]; got {list(x.shape)}.")
         pairs = (*x.shape[:2], x.size(1))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gattn.edges import EdgeTerm, Projected
-from gattn.errors import check_number
+from gattn.errors import check_flag, check_number
 from gattn.graphs import GraphLike
 from gattn.nn.all_pairs import check_heads
 from gattn.nn.attention_conv import BaseConv, projects
@@ -85,6 +85,7 @@ class ExphormerConv(BaseConv):
         check_heads(channels, heads, edge_channels)
         check_number("clamp", clamp, "positive")
         check_probability("dropout", dropout)
+        check_flag("bias", bias)
         self.in_channels = channels
         self.edge_channels = edge_channels
         self.heads = heads
@@ -115,7 +116,7 @@ class ExphormerConv(BaseConv):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range.
         """
-        x, _ = self._inputs(x)
+        x = self._nodes(x)
         graph = self._graph(edge_index, x, x, self_loops=False)
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, ())
         edge: EdgeTerm

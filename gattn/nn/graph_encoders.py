@@ -7,6 +7,7 @@ from torch.nn import Embedding, Module
 
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs.edge_lists import INTEGER_DTYPES
+from gattn.ops.call import check_dtype
 
 __all__ = ["DegreeEncoder", "PathEncoder", "SpatialEncoder"]
 
@@ -68,7 +69,7 @@ class DegreeEncoder(Module):
             ValueError: If both directions are needed, but there are not two.
         """
         _check_integers("degrees", degrees)
-        degrees = degrees.clamp(0, self.max_degree).long()
+        degrees = degrees.long().clamp(0, self.max_degree)
         if self.direction != "both":
             return self.encoder(degrees)  # type: ignore[operator, no-any-return]
         if degrees.dim() == 0 or len(degrees) != 2:
@@ -127,7 +128,7 @@ class SpatialEncoder(Module):
             TypeError: If they are not integers.
         """
         _check_integers("dist", dist)
-        return self.embedding_table(dist.clamp(-1, self.max_dist).long() + 1)  # type: ignore[no-any-return]
+        return self.embedding_table(dist.long().clamp(-1, self.max_dist) + 1)  # type: ignore[no-any-return]
 
 
 class PathEncoder(Module):
@@ -199,7 +200,8 @@ class PathEncoder(Module):
         if paths.dim() == 0 or paths.size(-1) > self.max_len:
             raise InputError(f"paths must be [..., L] with up to {self.max_len} edges; got {list(paths.shape)}.")
         products = (edge_attr @ self.embedding_table.weight.t()).view(-1, self.max_len, self.num_heads)
-        flat = paths.reshape(-1, paths.size(-1))
+        check_dtype(self, edge_attr=edge_attr)
+        flat = paths.reshape(paths.shape[:-1].numel(), paths.size(-1))
         path, place = (flat >= 0).nonzero().unbind(1)
         on_paths = products.flatten(0, 1).index_select(0, flat[path, place].long() * self.max_len + place)
         sums = on_paths.new_zeros(len(flat), self.num_heads).index_add(0, path, on_paths)

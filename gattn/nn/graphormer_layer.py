@@ -14,6 +14,7 @@ from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, on_graph
 from gattn.nn.linear import Linear
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 
 __all__ = ["BiasedMHA", "GraphormerLayer"]
@@ -110,10 +111,15 @@ class BiasedMHA(Attention):
             ValueError: If shapes do not fit each other, or a `gattn.Bias` is to be multiplied.
         """
         x, graph = on_graph(x, None, graph)
+        if x.size(-1) != self.channels:
+            raise InputError(f"x must have {self.channels} channels; got {list(x.shape)}.")
+        check_dtype(self, x=x)
         query, key, value = (self._heads(lin(x)) for lin in (self.q_proj, self.k_proj, self.v_proj))
         mask = None if attn_mask is None else _of_pairs("attn_mask", attn_mask, x, ()).unsqueeze(-3) == 0
         if attn_bias is not None and not isinstance(attn_bias, Bias):
             attn_bias = _of_pairs("attn_bias", attn_bias, x, (self.heads,)).movedim(-1, -3)
+            if not attn_bias.is_floating_point():
+                raise InputTypeError(f"attn_bias must be of a floating-point type; got {attn_bias.dtype}.")
         ends: tuple[Tensor | None, Tensor | None] = query, key
         if attn_bias is not None and self.attn_bias_type == "mul":
             if isinstance(attn_bias, Bias) or graph.blocks is not None:
@@ -123,7 +129,7 @@ class BiasedMHA(Attention):
         return self.out_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.heads, -1)
+        return x.view(*x.shape[:-1], self.heads, self.channels // self.heads)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.channels}, heads={self.heads})"

@@ -130,7 +130,7 @@ class GRITConv(BaseConv):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range.
         """
-        x, _ = self._inputs(x)
+        x = self._nodes(x)
         graph = self._graph(edge_index, x, x, self_loops=False).listed(x.device)
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, x.shape[:-2])
         query, key, value = (self._heads(lin(x)) for lin in (self.lin_query, self.lin_key, self.lin_value))

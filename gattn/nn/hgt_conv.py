@@ -221,8 +221,11 @@ class HGTConv(HeteroBaseConv):
             time = edge_time_dict.get(edge_type)
             if not isinstance(time, Tensor):
                 raise InputTypeError(f"edge_time_dict[{edge_type}] must be a tensor; got {type(time).__name__}.")
-            if time.dim() != 1:
-                raise InputError(f"edge_time_dict[{edge_type}] must have one time per edge; got {list(time.shape)}.")
+            num_edges = relations[edge_type][2].num_edges
+            if time.shape != (num_edges,):
+                raise InputError(
+                    f"edge_time_dict[{edge_type}] must have one time per edge, [{num_edges}]; got {list(time.shape)}."
+                )
         return edge_time_dict
 
     def _of_time(self, time: Tensor, lin: Linear) -> tuple[Tensor, Tensor]:
@@ -230,7 +233,8 @@ class HGTConv(HeteroBaseConv):
         assert self.lin_time is not None
         weight, channels = lin.weight, self.lin_time.in_channels
         # Of large times in single precision, the product's fraction would be lost.
-        angle = time.double().unsqueeze(-1) * 10000.0 ** (-torch.arange(0, channels, 2, device=time.device) / channels)
+        places = torch.arange(0, channels, 2, device=time.device, dtype=torch.double)
+        angle = time.double().unsqueeze(-1) * 10000.0 ** (-places / channels)
         encoding = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[:, :channels] / math.sqrt(channels)
         encoded = self.lin_time(encoding.to(weight.dtype))
         of_key, _, of_value = weight.chunk(3)

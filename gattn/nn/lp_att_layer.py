@@ -13,7 +13,8 @@ from torch_geometric.nn.inits import glorot, zeros
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.linear import Linear, is_plain
+from gattn.nn.linear import Linear, columns
+from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import Score
 
@@ -94,6 +95,8 @@ class LPAttLayer(BaseConv):
         check_at_least(1, in_channels=in_channels, out_channels=out_channels, node_dim=around, num_heads=num_heads)
         check_probability("dropout", dropout)
         check_flag("concat", concat)
+        if concat and num_heads > 1:
+            raise InputError("the norm of LPAttLayer has out_channels channels: several heads need concat=False.")
         self.in_channels = (around, 2 * in_channels)
         self.link_channels = in_channels
         self.out_channels = out_channels
@@ -130,11 +133,12 @@ class LPAttLayer(BaseConv):
 
         Raises:
             TypeError: If an input is not a tensor.
-            ValueError: If shapes do not fit each other.
+            ValueError: If shapes or types do not fit each other.
             IndexError: If an index is out of range.
         """
         nodes, links = self._inputs((node_feats, edge_feats))
-        assert links is not None
+        if links is None:
+            raise InputError("LPAttLayer needs the features of links: edge_feats may not be None.")
         graph = self._graph(edge_index, nodes, links, self_loops=False).listed(nodes.device)
         if not isinstance(ppr_rpes, Tensor):
             raise InputTypeError(f"ppr_rpes must be a tensor; got {type(ppr_rpes).__name__}.")
@@ -142,16 +146,17 @@ class LPAttLayer(BaseConv):
             raise InputError(
                 f"ppr_rpes must be [{graph.num_edges}, {nodes.size(-1)}], one row per edge; got {list(ppr_rpes.shape)}."
             )
+        check_dtype(self, ppr_rpes=ppr_rpes)
         first, second = links.chunk(2, -1)
         query = self._heads(self.lin_l(first) + self.lin_l(second))
-        if is_plain(self.lin_r):  # its product with both halves of its input, apart
-            of_nodes, of_encodings = self.lin_r.weight.chunk(2, -1)
-            key = self._heads(F.linear(nodes, of_nodes, self.lin_r.bias))
-            edge = self._heads(F.linear(ppr_rpes, of_encodings))
+        halves = columns(self.lin_r, nodes.size(-1), nodes.size(-1))
+        if halves is not None:
+            key = self._heads(F.linear(nodes, halves[0], self.lin_r.bias))
+            edge = self._heads(F.linear(ppr_rpes, halves[1]))
         else:
-            around = nodes.index_select(0, graph.sources_and_targets()[0].long())
-            edge = self._heads(self.lin_r(torch.cat([around, ppr_rpes], -1)))
-            key = edge.new_zeros(len(nodes), *edge.shape[1:])
+            around = nodes.index_select(-2, graph.sources_and_targets()[0].long())
+            edge = self._heads(self.lin_r(torch.cat([around, ppr_rpes.expand(*around.shape[:-1], -1)], -1)))
+            key = edge.new_zeros(*nodes.shape[:-1], *edge.shape[-2:])
         score = _LinkScore(self.att.squeeze(0))
         out: Tensor = self.attend(query, key, key, graph, score=score, edge=edge, edge_value=True)
         out = (out.flatten(-2) if self.concat else out.mean(-2)) + self.bias

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gattn.graphs import SparseGraph
-from gattn.torch_private import is_traced
 from gattn.tracing import Leaf
 
 __all__ = ["OfSets", "sets_of"]
@@ -30,7 +29,7 @@ class OfSets(Leaf):
         **kwargs: Any,
     ) -> Any:
         """Calls the aggregation; in a program that is exported, PyG could not read the number of sets from zeros."""
-        if index is None and ptr is None and dim_size is None and is_traced():
+        if index is None and ptr is None and dim_size is None and torch.compiler.is_exporting():
             dim_size = 1
         return super().__call__(x, index, ptr, dim_size, *args, **kwargs)  # type: ignore[misc]
 

@@ -154,12 +154,16 @@ class GraphAttentionEmbedding(Leaf, Module):
         for name, tensor in (("x", x), ("last_update", last_update), ("t", t), ("msg", msg)):
             if not isinstance(tensor, Tensor):
                 raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
-        if last_update.shape != x.shape[:1] or t.shape != (len(msg),):
-            raise InputError(
-                f"last_update must have one time per node, t one per message; got {list(last_update.shape)} and "
-                f"{list(t.shape)} for {len(x)} nodes and {len(msg)} messages."
-            )
         graph = as_graph(edge_index).resolve(len(x), len(x), device=x.device).listed(x.device)
+        if last_update.shape != x.shape[:1] or t.shape != (graph.num_edges,) or msg.shape[:-1] != t.shape:
+            raise InputError(
+                f"last_update must have one time per node, t one and msg one row per event; got "
+                f"{list(last_update.shape)}, {list(t.shape)} and {list(msg.shape)} for {len(x)} nodes and "
+                f"{graph.num_edges} events."
+            )
+        last_update, t = (time if time.is_floating_point() else time.long() for time in (last_update, t))
         passed = last_update[graph.sources_and_targets()[0].long()] - t
-        encoded = self.time_enc(passed.to(x.dtype))
+        # Other encodings multiply times by weights of the same type.
+        passed = passed if isinstance(self.time_enc, TemporalEncoding) else passed.to(x.dtype)
+        encoded = self.time_enc(passed).to(x.dtype)
         return self.conv(x, graph, torch.cat([encoded, msg], -1))  # type: ignore[no-any-return]

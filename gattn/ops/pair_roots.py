@@ -15,7 +15,7 @@ from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.choose import requested
-from gattn.torch_private import is_traced
+from gattn.torch_private import is_batched, is_traced
 
 __all__ = ["pair_roots", "signed_root"]
 
@@ -82,7 +82,7 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, weight, target, source, out = ctx.saved_tensors
         (grad,) = grads
-        if torch.is_grad_enabled():  # as second derivatives need it
+        if torch.is_grad_enabled() or is_batched(grad):  # as second derivatives and batches of gradients need it
             ends = query.index_select(0, target) + key.index_select(0, source)
             size = (ends * weight).abs()
             is_zero = size == 0

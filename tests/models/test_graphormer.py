@@ -128,6 +128,14 @@ def test_wrong_inputs():
         made(edge_dim=D)(ShortestPathBuckets(CUTOFF)(Data(data.x, data.edge_index, data.edge_attr)))
     with pytest.raises(ValueError, match="but the layer has 5 buckets"):
         made()(ShortestPathBuckets(7)(Data(data.x, data.edge_index)))
+    fewer = data.clone()
+    fewer.edge_index, fewer.edge_attr = data.edge_index[:, :3], data.edge_attr[:3]
+    for batch in (fewer, Batch.from_data_list([fewer, GRAPHS[2]])):
+        with pytest.raises(ValueError, match="pair_paths name edges that are not there"):
+            made(edge_dim=D)(batch)
+    other = ShortestPathBuckets(CUTOFF - 1, paths=True)(Data(data.x, data.edge_index, data.edge_attr))
+    with pytest.raises(ValueError, match="paths of 2 edges, the cut-off of the transform"):
+        made(edge_dim=D)(other)
     with pytest.raises(TypeError, match="Data"):
         made()(data.x)
     with pytest.raises(ValueError, match="multiple of heads"):

@@ -45,12 +45,28 @@ def test_the_layer_compiled_and_recorded():
     assert torch.autograd.gradgradcheck(lambda *x: layer(args[0], *x), args[1:])
 
 
+@pytest.mark.parametrize("untouched", [True, False])
+def test_batches(untouched):
+    layer, (edges, links, nodes, encodings) = nn.LPAttLayer(F, 5).double(), inputs()
+    if not untouched:
+        layer.lin_r.register_forward_hook(lambda module, args, out: None)
+    expected = layer(edges, links, nodes, encodings)
+    twice = layer(edges, links.expand(2, L, -1), nodes.expand(2, N, -1), encodings)
+    torch.testing.assert_close(twice[1], expected)
+
+
 def test_wrong_inputs():
     layer, (edges, links, nodes, encodings) = nn.LPAttLayer(F, 5).double(), inputs()
     with pytest.raises(ValueError, match=r"ppr_rpes must be \[11, 4\]"):
         layer(edges, links, nodes, encodings[1:])
     with pytest.raises(ValueError, match="made for in_channels=8"):
         layer(edges, nodes, nodes, encodings)
+    with pytest.raises(ValueError, match="edge_feats may not be None"):
+        layer(edges, None, nodes, encodings)
+    with pytest.raises(ValueError, match="several heads need concat=False"):
+        nn.LPAttLayer(F, 5, num_heads=2)
+    with pytest.raises(ValueError, match="ppr_rpes is float32"):
+        layer(edges, links, nodes, encodings.float())
     with pytest.raises(IndexError):
         layer(edges + N, links, nodes, encodings)
 

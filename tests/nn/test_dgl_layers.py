@@ -144,6 +144,10 @@ class TestConvs:
             nn.EdgeGATConv(F, D, C, H)(torch.randn(M, F), EDGES)
         with pytest.raises(ValueError, match="edge_channels must be at least 1"):
             nn.EdgeGATConv(F, 0, C, H)
+        with pytest.raises(ValueError, match="a pair for sources and targets"):
+            nn.DotGatConv((F, F, F), C, H)
+        with pytest.raises(TypeError, match="activation must be a function"):
+            nn.EdgeGATConv(F, D, C, H, activation="relu")
 
 
 def biased(layer, x, bias, hidden=None):
@@ -220,6 +224,13 @@ class TestGraphormer:
             layer(x, None, torch.zeros(N, N))
         with pytest.raises(TypeError, match="a tensor or a gattn.Bias"):
             layer(x, 3)
+        with pytest.raises(TypeError, match="attn_bias must be of a floating-point type"):
+            nn.BiasedMHA(F, H, attn_bias_type="mul")(x, torch.ones(B, N, N, H, dtype=torch.bool))
+        with pytest.raises(ValueError, match="x must have 8 channels"):
+            layer(torch.randn(B, N, F + 1))
+        with pytest.raises(ValueError, match="x is float64, but the parameters"):
+            layer(x.double())
+        assert layer(x[:, :0]).shape == (B, 0, F)
         with pytest.raises(ValueError, match="no packed graph"):
             nn.BiasedMHA(F, H, attn_bias_type="mul")(x, gattn.BucketBias(torch.zeros(N, N).long(), torch.randn(1, H)))
         with pytest.raises(ValueError, match="'add' or 'mul'"):
@@ -235,6 +246,7 @@ class TestEncoders:
         assert not first[0].any()
         one = nn.DegreeEncoder(3, 5, "in")
         torch.testing.assert_close(one(degrees[0].byte()), one.encoder.weight[[0, 2, 3]])
+        torch.testing.assert_close(nn.DegreeEncoder(300, 5, "in")(degrees[0].byte()).shape, torch.Size([3, 5]))
         with pytest.raises(ValueError, match=r"degrees must be \[2, ...\]"):
             encoder(degrees[0])
         with pytest.raises(TypeError, match="must be a tensor of integers"):
@@ -245,6 +257,8 @@ class TestEncoders:
         table = encoder.embedding_table.weight
         torch.testing.assert_close(encoder(torch.tensor([[-1, 0], [3, 8]])), table[[0, 1, 4, 4]].view(2, 2, H))
         assert not table[0].any()
+        buckets = torch.tensor([0, 2, 9], dtype=torch.uint8)  # as transforms give them
+        torch.testing.assert_close(encoder(buckets), table[[1, 3, 4]])
 
     def test_paths(self):
         encoder, edge_attr = made(nn.PathEncoder(2, D, H)), randn(4, D)
@@ -262,6 +276,7 @@ class TestEncoders:
         assert_same(encoder(paths, edge_attr), expected, [edge_attr, *encoder.parameters()])
         assert torch.autograd.gradgradcheck(lambda e: encoder(paths, e), edge_attr)
         assert encoder(paths[:0], edge_attr).shape == (0, 2, H)
+        assert not encoder(paths[..., :0], edge_attr).any()
 
     def test_dgl_gives_the_same_numbers(self):
         dgl()
@@ -316,7 +331,7 @@ class TestEGT:
     @pytest.mark.parametrize("num_vns", [0, 2])
     def test_by_hand(self, num_vns):
         layer, x, e = made(nn.EGTLayer(F, D, H, num_vns)), randn(B, N, F), randn(B, N, N, D)
-        mask = torch.zeros(B, N, N, dtype=torch.double).masked_fill(torch.rand(B, N, N) < 0.3, -torch.inf)
+        mask = torch.randn(B, N, N, dtype=torch.double).masked_fill(torch.rand(B, N, N) < 0.3, -torch.inf)
         mask[..., 0] = 0
         leaves = [x, e, *layer.parameters()]
         assert_same(layer(x, e, mask), egt(layer, x, e, mask, num_vns), leaves)
@@ -340,6 +355,9 @@ class TestEGT:
         layer, x, e = made(nn.EGTLayer(F, D, H, 0, attn_dropout=0.5)), randn(B, N, F), randn(B, N, N, D)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x, e), layer(x, e))
+        with gattn.record_attention(layer) as records:
+            layer(x, e)
+        assert records[""][0].weights.shape == (B, H, N, N)
         assert not torch.allclose(layer.train()(x, e)[0], layer.eval()(x, e)[0])
 
     def test_wrong_inputs(self):
@@ -348,5 +366,6 @@ class TestEGT:
             layer(torch.randn(B, N, F), torch.randn(B, N, D))
         with pytest.raises(ValueError, match=r"x must be \[B, N, 8\]"):
             layer(torch.randn(N, F), torch.randn(N, N, D))
-        with pytest.raises(TypeError, match="mask must be a tensor"):
-            layer(torch.randn(B, N, F), torch.randn(B, N, N, D), 0)
+        for mask in (0, torch.zeros(B, N, N, dtype=torch.bool)):
+            with pytest.raises(TypeError, match="mask must be a tensor of floating-point numbers"):
+                layer(torch.randn(B, N, F), torch.randn(B, N, N, D), mask)

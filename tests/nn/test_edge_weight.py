@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch_geometric.utils import add_remaining_self_loops, remove_self_loops
+from torch_geometric.utils import add_remaining_self_loops, remove_self_loops, to_torch_coo_tensor
 
 import gattn
 from gattn import CompleteGraph, nn
@@ -113,3 +113,9 @@ def test_wrong_inputs(name):
         conv(x, EDGES, edge_weight=torch.ones(EDGES.size(1), 2))
     with pytest.raises(TypeError, match="edge_weight must be a tensor"):
         conv(x, EDGES, edge_weight=1.0)
+    with pytest.raises(TypeError, match="edge_weight must hold real numbers"):
+        conv(x, EDGES, edge_weight=torch.ones(EDGES.size(1), dtype=torch.complex64))
+    if name != "transformer":
+        with pytest.raises(NotImplementedError, match="pass edge_index and edge_weight"):
+            adjacency = to_torch_coo_tensor(EDGES, size=N).t()
+            conv(x, adjacency, edge_weight=torch.ones(adjacency._nnz()))

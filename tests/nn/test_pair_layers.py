@@ -322,6 +322,21 @@ class TestPairRoots:
         with pytest.raises(ValueError, match="out of range"):
             pair_roots(*given, target + N, source)
 
+    def test_batches_of_gradients(self):
+        given, target, source = self.inputs(pairs=4)
+        out = pair_roots(*given, target, source)
+        basis = torch.eye(out.numel(), dtype=torch.double).view(-1, *out.shape)
+        found = torch.autograd.grad(out, given, basis, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(out, given, row, retain_graph=True) for row in basis]
+        torch.testing.assert_close(found, tuple(torch.stack(rows) for rows in zip(*one_by_one, strict=True)))
+
+
+@pytest.mark.parametrize("name", ["EGTConv", "GRITConv", "ExphormerConv"])
+def test_pairs_are_refused(name):
+    conv = nn.GRITConv(F, D, C) if name == "GRITConv" else getattr(nn, name)(F, D)
+    with pytest.raises(ValueError, match=f"{name} attends among one set of nodes"):
+        conv((torch.randn(N, F), torch.randn(N, F)), ALL, torch.randn(N * N, D))
+
 
 def test_edge_set_attention():
     """Edges attend to edges with which they share a node: the same as a mask on all pairs of edges."""

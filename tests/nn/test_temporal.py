@@ -62,6 +62,16 @@ class TestGraphAttentionEmbedding:
         ours.reset_parameters()
         assert not torch.allclose(ours(*inputs), results[0][0])
 
+    def test_large_times_in_half_precision(self):
+        x, _, edges, _, msg = self.inputs()
+        module = nn.GraphAttentionEmbedding(5, 8, 3, nn.TemporalEncoding(4)).double().eval()
+        last_update, t = torch.randint(10**6, (6,)), torch.randint(200, (edges.size(1),)).byte()
+        expected = module(x, last_update, edges, t.long(), msg)
+        torch.testing.assert_close(module(x, last_update, edges, t, msg), expected)
+        for dtype in (torch.half, torch.bfloat16):
+            out = module.to(dtype)(x.to(dtype), last_update, edges, t, msg.to(dtype))
+            assert out.isfinite().all()  # the largest number in half precision is 65 504
+
     def test_compiled(self):
         module, inputs = nn.GraphAttentionEmbedding(5, 8, 3, nn.TemporalEncoding(4)).double().eval(), self.inputs()
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
@@ -70,7 +80,7 @@ class TestGraphAttentionEmbedding:
     def test_wrong_inputs(self):
         x, last_update, edges, t, msg = self.inputs()
         module = nn.GraphAttentionEmbedding(5, 8, 3, TimeEncoder(4)).double()
-        with pytest.raises(ValueError, match="one time per node, t one per message"):
+        with pytest.raises(ValueError, match="one time per node, t one and msg one row per event"):
             module(x, last_update[1:], edges, t, msg)
         with pytest.raises(TypeError, match="t must be a tensor"):
             module(x, last_update, edges, 5, msg)
