@@ -573,7 +573,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             reports.draw_quartiles(axis, epochs, curves, COLOURS[model], "-", model)
     axis.set(xlabel="epoch", ylabel="validation AP, %", title="CollegeMsg: median over runs and their middle half")
     axis.grid(alpha=0.25)
-    axis.legend(loc="lower right", fontsize=8)
+    axis.legend(loc="center right", fontsize=8)
     return figure
 
 
