@@ -106,7 +106,7 @@ def test_a_damaged_file_is_named_and_nothing_else_is_touched(content, reason, tm
 
 def test_a_missing_file_is_downloaded_unpacked_and_verified(tmp_path, server, monkeypatch):
     files, asked = server
-    files[URL] = gzip.compress(LINES)
+    files[URL] = gzip.compress(LINES, mtime=0)
     monkeypatch.setitem(FAMILY.sha256, "CollegeMsg.txt", hashlib.sha256(LINES).hexdigest())
     for _ in range(2):
         assert datasets.load("collegemsg", root=tmp_path).num_events == 4
@@ -118,8 +118,8 @@ def test_a_missing_file_is_downloaded_unpacked_and_verified(tmp_path, server, mo
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (gzip.compress(LINES), "SHA-256"),
-        (gzip.compress(LINES)[:-9], "EOFError"),
+        (gzip.compress(LINES, mtime=0), "SHA-256"),
+        (gzip.compress(LINES, mtime=0)[:-9], "EOFError"),
         (b"<html>please log in</html>", "BadGzipFile"),
         (None, "404"),
     ],
