@@ -2,5 +2,7 @@
 
 from gattn.doctor import main
 
+__all__ = ["main"]
+
 if __name__ == "__main__":
     main()

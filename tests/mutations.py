@@ -111,7 +111,7 @@ TESTS = {
     **{file: ["tests/nn/test_pair_layers.py"] for file in (EGT, GRIT, TGAT, EXPHORMER, PAIR_ROOTS, PAIR_ROOT_CALLS)},
     **{file: ["tests/nn/test_dgl_layers.py"] for file in (DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER)},
     **{file: ["tests/nn/test_edge_weight.py"] for file in (ATTENTION_CONV, FACTORS)},
-    TEMPORAL: ["tests/nn/test_temporal.py"],
+    TEMPORAL: ["tests/nn/test_temporal_layers.py"],
     HGT: ["tests/nn/test_hgt_conv.py"],
     GRAPHORMER: ["tests/models/test_graphormer.py"],
     PATHS: ["tests/test_structure.py"],
@@ -754,8 +754,10 @@ MUTATIONS = [
         "edges are counted from the other end", ENCODERS, "* self.max_len + «place → (self.max_len - 1 - place)»)"
     ),
     Mutation("paths are not averaged", ENCODERS, "return (sums «/ lengths →»)"),
-    Mutation("unreachable nodes are neighbours", ENCODERS, "dist.clamp(«-1 → 0», self.max_dist)"),
-    Mutation("gates do not see the mask", EGT_LAYER, "gates = gates + mask.unsqueeze(-3)« → * 0»"),
+    Mutation("unreachable nodes are neighbours", ENCODERS, "dist.long().clamp(«-1 → 0», self.max_dist)"),
+    Mutation(
+        "gates do not see the mask", EGT_LAYER, "logits + mask.unsqueeze(-3), gates «+ → - 0 *» mask.unsqueeze(-3)"
+    ),
     Mutation("times are those of the targets", TEMPORAL, "sources_and_targets()[«0 → 1»]"),
     Mutation("sines are cosines", HGT, "torch.stack([angle.«sin → cos»(), angle.cos()]"),
     Mutation(

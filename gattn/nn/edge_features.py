@@ -75,6 +75,10 @@ def checked_factors(edge_weight: Any, graph: Graph) -> Tensor:
     if edge_weight.dim() != 1:
         raise InputError(f"edge_weight must have one factor per edge, [E]; got {list(edge_weight.shape)}.")
     require_finite(edge_weight=edge_weight)
+    if not graph.self_loops and len(edge_weight) != graph.num_edges:
+        raise InputError(
+            f"edge_weight must have one factor per edge, [{graph.num_edges}]; got {list(edge_weight.shape)}."
+        )
     try:
         factors = graph.with_features(edge_weight.unsqueeze(-1), 1.0)[1]
     except (InputError, NotImplementedError) as error:  # it speaks of edge_attr

@@ -473,6 +473,9 @@ def case_of(row, kinds):
 
 
 def built(kind, row):
+    """A dataclass from the fields of a row; of one with subclasses, the subclass whose fields are there."""
+    fitting = [one for one in (kind, *kind.__subclasses__()) if {x.name for x in fields(one)} <= row.keys()]
+    kind = max(fitting, key=lambda one: len(fields(one)), default=kind)
     hints = get_type_hints(kind)
     values = {x.name: row[x.name] for x in fields(kind) if x.init and x.name in row}
     return kind(**{name: built(hints[name], x) if is_dataclass(hints[name]) else x for name, x in values.items()})
