@@ -100,6 +100,7 @@ def test_edges_in_any_order():
     torch.testing.assert_close(model(ShortestPathBuckets(CUTOFF, paths=True)(mixed)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's, at graph breaks
 def test_compiled_and_recorded():
     model, batch = made(edge_dim=D), Batch.from_data_list(GRAPHS)
