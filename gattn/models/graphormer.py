@@ -160,7 +160,10 @@ class Graphormer(Module):
         table = self.distances.weight
         buckets = torch.cat([matrix.flatten() for matrix in matrices]).int()
         if buckets.numel() and int(buckets.max()) >= self.num_buckets:
-            raise InputError(f"pair_buckets hold {int(buckets.max())}, but the layer has {self.num_buckets} buckets.")
+            raise InputError(
+                f"pair_buckets hold {int(buckets.max())}, but this network has {self.num_buckets} buckets: apply "
+                f"ShortestPathBuckets({self.num_buckets - 3})."
+            )
         if self.paths is not None:
             paths, edge_attr = data.get("pair_paths"), data.edge_attr
             if paths is None or edge_attr is None:

@@ -15,14 +15,14 @@ from torch.nn import Module
 from gattn.attention import attend
 from gattn.graphs import CompleteGraph
 from gattn.nn.multihead_attention import MultiheadAttention
-from gattn.nn.sets import OfSets, sets_of
+from gattn.nn.sets import ExportedAggregation, sets_of
 from gattn.scores import DotScore, GATScore
 from gattn.tracing import Leaf
 
 __all__ = ["AttentionalAggregation", "JumpingKnowledge", "MultiAggregation", "Set2Set", "SoftmaxAggregation"]
 
 
-class AttentionalAggregation(OfSets, torch_geometric.nn.AttentionalAggregation):
+class AttentionalAggregation(ExportedAggregation, torch_geometric.nn.AttentionalAggregation):
     r"""The sum of a set's elements with weights that a network gives to each.
 
     The readout of `Gated Graph Sequence Neural Networks <https://arxiv.org/abs/1511.05493>`_ and of `Graph Matching
@@ -85,7 +85,7 @@ class AttentionalAggregation(OfSets, torch_geometric.nn.AttentionalAggregation):
         return _sums(gate, x, index, ptr, dim_size, dim)
 
 
-class SoftmaxAggregation(OfSets, torch_geometric.nn.SoftmaxAggregation):
+class SoftmaxAggregation(ExportedAggregation, torch_geometric.nn.SoftmaxAggregation):
     r"""The sum of a set's elements with weights that are the softmax of the elements themselves, for each channel.
 
     The aggregation of `DeeperGCN: All You Need to Train Deeper GCNs <https://arxiv.org/abs/2006.07739>`_, with an
@@ -150,7 +150,7 @@ class SoftmaxAggregation(OfSets, torch_geometric.nn.SoftmaxAggregation):
         return _sums(logits, x, index, ptr, dim_size, dim)
 
 
-class Set2Set(OfSets, torch_geometric.nn.Set2Set):
+class Set2Set(ExportedAggregation, torch_geometric.nn.Set2Set):
     r"""Reads a set several times, by attention from the state of an LSTM.
 
     The readout of `Order Matters: Sequence to sequence for sets <https://arxiv.org/abs/1511.06391>`_:

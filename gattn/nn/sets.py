@@ -13,10 +13,10 @@ from torch import Tensor
 from gattn.graphs import SparseGraph
 from gattn.tracing import Leaf
 
-__all__ = ["OfSets", "sets_of"]
+__all__ = ["ExportedAggregation", "sets_of"]
 
 
-class OfSets(Leaf):
+class ExportedAggregation(Leaf):
     """What aggregations of gattn do before those of PyG, from which they also inherit."""
 
     def __call__(

@@ -127,7 +127,7 @@ def test_wrong_inputs():
         made()(Data(data.x, data.edge_index))
     with pytest.raises(ValueError, match=r"needs edge_attr and ShortestPathBuckets\(..., paths=True\)"):
         made(edge_dim=D)(ShortestPathBuckets(CUTOFF)(Data(data.x, data.edge_index, data.edge_attr)))
-    with pytest.raises(ValueError, match="but the layer has 5 buckets"):
+    with pytest.raises(ValueError, match=r"this network has 5 buckets: apply ShortestPathBuckets\(2\)"):
         made()(ShortestPathBuckets(7)(Data(data.x, data.edge_index)))
     fewer = data.clone()
     fewer.edge_index, fewer.edge_attr = data.edge_index[:, :3], data.edge_attr[:3]
