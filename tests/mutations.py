@@ -61,7 +61,7 @@ EXPHORMER, DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER, TEMPORAL, HGT, ATTENT
     f"gattn/nn/{name}.py"
     for name in (
         "exphormer_conv",
-        "dot_gat_conv",
+        "dgl_conv",
         "edge_gat_conv",
         "graphormer_layer",
         "graph_encoders",
@@ -745,7 +745,7 @@ MUTATIONS = [
     ),
     Mutation("features of edges are added", EXPHORMER, 'DotScore(edge="«multiply → add»"'),
     Mutation("logits of edges are not bounded", EXPHORMER, "clamp=«clamp → None»)"),
-    Mutation("targets have the sources' projection", DOT_GAT, "self._heads(«lin_dst → lin_src»(targets))"),
+    Mutation("targets have the sources' projection", DOT_GAT, "self._heads(self.fc_dst(«targets → sources»))"),
     Mutation("messages have no features of edges", EDGE_GAT, "edge_value=«edge_value → None»,"),
     Mutation("both ends have one vector", EDGE_GAT, "(received * self.«attn_r → attn_l»).sum(-1)"),
     Mutation("hidden pairs are the others", BIASED, '"attn_mask", attn_mask, x, ()).unsqueeze(-3) «== → !=» 0'),

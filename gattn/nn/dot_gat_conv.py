@@ -6,16 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from gattn.errors import InputError, check_at_least
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv
+from gattn.nn.dgl_conv import DGLConv
 from gattn.nn.linear import Linear
 from gattn.scores import DotScore
 
 __all__ = ["DotGatConv"]
 
 
-class DotGatConv(BaseConv):
+class DotGatConv(DGLConv):
     r"""Graph attention by scaled dot products of projected features, which are also the values.
 
     The attention of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_ along edges, with one projection
@@ -50,24 +49,6 @@ class DotGatConv(BaseConv):
         torch.Size([3, 2, 8])
     """
 
-    takes_shards = True
-
-    def __init__(self, in_channels: int | tuple[int, int], out_channels: int, heads: int, **kwargs: Any):
-        super().__init__(**kwargs)
-        is_pair = isinstance(in_channels, (tuple, list))
-        if isinstance(in_channels, (tuple, list)) and len(in_channels) != 2:
-            raise InputError(f"in_channels must be a number, or a pair for sources and targets; got {in_channels}.")
-        sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
-        check_at_least(1, in_channels=min(sources, targets), out_channels=out_channels, heads=heads)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
-        width = heads * out_channels
-        if is_pair:
-            self.fc_src, self.fc_dst = Linear(sources, width, bias=False), Linear(targets, width, bias=False)
-        else:
-            self.fc = Linear(sources, width, bias=False)
-
     def reset_parameters(self) -> None:
         """Resets all parameters."""
         super().reset_parameters()
@@ -94,14 +75,10 @@ class DotGatConv(BaseConv):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
-        sources, targets = self._inputs(x)
-        if targets is None:
-            raise InputError("DotGatConv compares sources with targets: x[1] may not be None.")
+        sources, targets = self._ends(x)
         graph = self._graph(edge_index, sources, targets, self_loops=False)
         graph = graph.listed(sources.device) if get_attention else graph
-        lin_src, lin_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
-        key = self._heads(lin_src(sources))
-        query = key if targets is sources and lin_dst is lin_src else self._heads(lin_dst(targets))
+        key, query = self._projected(sources, targets)
         result: Any = self.attend(query, key, key, graph, score=DotScore(), return_weights=get_attention)
         return (result[0], result[1].unsqueeze(-1)) if get_attention else result
 

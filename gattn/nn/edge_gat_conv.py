@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gattn.edges import EdgeTerm, Projected
-from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number
+from gattn.errors import InputTypeError, check_at_least, check_flag, check_number
 from gattn.graphs import GraphLike
-from gattn.nn.attention_conv import BaseConv, projects
+from gattn.nn.attention_conv import projects
+from gattn.nn.dgl_conv import DGLConv
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear, dropout
 from gattn.ops.dropout import check_probability
@@ -21,7 +22,7 @@ from gattn.scores import GATScore
 __all__ = ["EdgeGATConv"]
 
 
-class EdgeGATConv(BaseConv):
+class EdgeGATConv(DGLConv):
     r"""GAT with features of edges in the score and in the messages.
 
     The layer of `SCENE <https://arxiv.org/abs/2301.03512>`_:
@@ -63,8 +64,6 @@ class EdgeGATConv(BaseConv):
         torch.Size([3, 2, 8])
     """
 
-    takes_shards = True
-
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -79,13 +78,8 @@ class EdgeGATConv(BaseConv):
         bias: bool = True,
         **kwargs: Any,
     ):
-        super().__init__(**kwargs)
-        is_pair = isinstance(in_channels, (tuple, list))
-        if isinstance(in_channels, (tuple, list)) and len(in_channels) != 2:
-            raise InputError(f"in_channels must be a number, or a pair for sources and targets; got {in_channels}.")
-        sources, targets = in_channels if isinstance(in_channels, (tuple, list)) else (in_channels,) * 2
-        check_at_least(1, in_channels=min(sources, targets), edge_channels=edge_channels)
-        check_at_least(1, out_channels=out_channels, heads=heads)
+        super().__init__(in_channels, out_channels, heads, **kwargs)
+        check_at_least(1, edge_channels=edge_channels)
         check_probability("feat_drop", feat_drop)
         check_probability("attn_drop", attn_drop)
         check_number("negative_slope", negative_slope)
@@ -93,20 +87,14 @@ class EdgeGATConv(BaseConv):
         check_flag("bias", bias)
         if activation is not None and not callable(activation):
             raise InputTypeError(f"activation must be a function, such as torch.relu; got {activation!r}.")
-        self.in_channels = in_channels
         self.edge_channels = edge_channels
-        self.out_channels = out_channels
-        self.heads = heads
         self.feat_drop = feat_drop
         self.attn_drop = attn_drop
         self.score = GATScore(negative_slope)
         self.activation = activation
         width = heads * out_channels
-        if is_pair:
-            self.fc_src, self.fc_dst = Linear(sources, width, bias=False), Linear(targets, width, bias=False)
-        else:
-            self.fc = Linear(sources, width, bias=False)
         self.fc_edge = Linear(edge_channels, width, bias=False)
+        targets = in_channels if isinstance(in_channels, int) else in_channels[1]
         self.res_fc = Linear(targets, width, bias=False) if residual else None
         for name in ("attn_l", "attn_r", "attn_edge"):
             self.register_parameter(name, Parameter(torch.empty(1, heads, out_channels)))
@@ -147,18 +135,14 @@ class EdgeGATConv(BaseConv):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
-        sources, targets = self._inputs(x)
-        if targets is None:
-            raise InputError("EdgeGATConv compares sources with targets: x[1] may not be None.")
+        sources, targets = self._ends(x)
         graph = self._graph(edge_index, sources, targets, self_loops=False)
         graph = graph.listed(sources.device) if get_attention else graph
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, ())
         is_one = targets is sources
         sources = dropout(sources, self.feat_drop, self.training)
         targets = sources if is_one else dropout(targets, self.feat_drop, self.training)
-        lin_src, lin_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
-        value = self._heads(lin_src(sources))
-        received = value if is_one and lin_dst is lin_src else self._heads(lin_dst(targets))
+        value, received = self._projected(sources, targets)
         edge: EdgeTerm
         edge_value: EdgeTerm
         if projects(self.fc_edge, edge_attr):
