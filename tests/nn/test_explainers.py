@@ -13,6 +13,7 @@ from torch_geometric.explain import (
     ModelConfig,
     PGExplainer,
 )
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.inspector import Inspector
 
 from gattn import nn
@@ -287,3 +288,39 @@ def test_agrees_with_pygs_layers_whose_edges_differ(model, graph, algorithm):
     assert found
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(models[0](*graph), models[1](*graph))
+
+
+#: Layers that PyG lacks, or cannot explain: how to make one, and its call.
+OTHERS = {
+    "DotGatConv": (lambda: nn.DotGatConv(F, 4, 2), lambda x, g, e: (x, g)),
+    "EdgeGATConv": (lambda: nn.EdgeGATConv(F, 3, 4, 2), lambda x, g, e: (x, g, e)),
+    "ExphormerConv": (lambda: nn.ExphormerConv(F, 3), lambda x, g, e: (x, g, e)),
+    "EGTConv": (lambda: nn.EGTConv(F, 3), lambda x, g, e: (x, g, e)),
+    "GRITConv": (lambda: nn.GRITConv(F, 3, 4, 2), lambda x, g, e: (x, g, e)),
+    "TGATConv": (lambda: nn.TGATConv(F, 4, 3, edge_dim=3), lambda x, g, e: (x, g, e[:, 0].abs(), e)),
+    "GraphAttentionEmbedding": (
+        lambda: nn.GraphAttentionEmbedding(F, 4, 3, nn.TemporalEncoding(4)).eval(),
+        lambda x, g, e: (x, x[:, 0], g, e[:, 0], e),
+    ),
+    "LPAttLayer": (lambda: nn.LPAttLayer(F, 4), lambda x, g, e: (g.flip(0), x.repeat(1, 2), x, e[:, :1].expand(-1, F))),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_masks_of_edges(name, graph):
+    """A mask of ones changes nothing, and a hidden edge changes its target alone."""
+    (x, edges), (make, arguments) = graph, OTHERS[name]
+    layer, edge_attr = make(), torch.randn(edges.size(1), 3)
+
+    def run(mask=None):
+        if mask is not None:
+            set_masks(layer, mask, edges, apply_sigmoid=False)
+        out = layer(*arguments(x, edges, edge_attr))
+        clear_masks(layer)
+        return out[0] if isinstance(out, tuple) else out
+
+    expected, hidden = run(), torch.ones(edges.size(1))
+    torch.testing.assert_close(run(hidden), expected)
+    hidden[4] = 0.0
+    is_changed = (run(hidden) - expected).flatten(1).abs().amax(1) > 1e-9
+    assert is_changed.nonzero().flatten().tolist() == [int(edges[1, 4])]
