@@ -56,6 +56,7 @@ LINEAR, ROWS, LISTED, BUCKETS = (
     for name in ("dense/linear.py", "dense/rows.py", "dense/listed.py", "cpu/csrc/buckets.h")
 )
 BIAS, FEATURES, STRUCTURE = (f"gattn/{name}.py" for name in ("bias", "features", "structure"))
+CACHE, MULTIHEAD = "gattn/nn/key_value_cache.py", "gattn/nn/multihead_attention.py"
 PAIR_ROOTS, PAIR_ROOT_CALLS = "gattn/ops/backends/cpu/csrc/pair_roots.h", "gattn/ops/pair_roots.py"
 EXPHORMER, DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER, TEMPORAL, HGT, ATTENTION_CONV, FACTORS = (
     f"gattn/nn/{name}.py"
@@ -111,6 +112,7 @@ TESTS = {
     **{file: ["tests/nn/test_pair_layers.py"] for file in (EGT, GRIT, TGAT, EXPHORMER, PAIR_ROOTS, PAIR_ROOT_CALLS)},
     **{file: ["tests/nn/test_dgl_layers.py"] for file in (DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER)},
     **{file: ["tests/nn/test_edge_weight.py"] for file in (ATTENTION_CONV, FACTORS)},
+    **{file: ["tests/nn/test_multihead_attention.py"] for file in (CACHE, MULTIHEAD)},
     TEMPORAL: ["tests/nn/test_temporal_layers.py"],
     HGT: ["tests/nn/test_hgt_conv.py"],
     GRAPHORMER: ["tests/models/test_graphormer.py"],
@@ -782,6 +784,22 @@ MUTATIONS = [
     Mutation("paths have their first edge only", PATHS, "paths[target, source] = paths[target, «step → target»]"),
     Mutation("only the last local layer counts", POLYNORMER_MODEL, "else «total + x → x»"),
     Mutation("nodes stay where they are", POLYNORMER_MODEL, "x = «torch.empty_like(x).index_copy(0, order, x) → x»"),
+    # ----------------------------------------------------------------------------------------------- caches that forget
+    Mutation(
+        "what a cache forgot is not counted", CACHE, "_Entry(key, value, «forgotten → 0»)\n        return key, value"
+    ),
+    Mutation("a cache's memory is written from its start", CACHE, "memory.narrow(-3, «start + length → length», new"),
+    Mutation("a cache keeps one token less", CACHE, "min(length, «self.window → self.window - 1»)"),
+    Mutation(
+        "a cache does not hide what is further back",
+        MULTIHEAD,
+        "CompleteGraph(num_targets, num_sources, window=«window → None»)",
+    ),
+    Mutation(
+        "rotations of a cache that forgets start too early",
+        MULTIHEAD,
+        'positions("source", «first → num_sources - num_new», num_new',
+    ),
 ]
 
 # Makes Python import a copy of the package, however gattn is installed.

@@ -80,6 +80,9 @@ class TransformerLM(Module):
         position: The positional encoding, `"learned"`, `"sinusoidal"`, `"rotary"` or `"alibi"`. (default: `"learned"`)
         bias: Whether linear layers and norms have a bias. (default: `False`)
         tie_weights: Whether the output layer shares its weights with the embedding. (default: `True`)
+        window: The number of earlier tokens to which each token attends besides itself in each layer, as in `Longformer
+            <https://arxiv.org/abs/2004.05150>`_. Attention then takes time in proportion to T · window, and
+            `generate` keeps that many keys and values. (default: `None`, all)
         layer: The class of the layers, or a function with the same arguments that makes one. (default:
             `gattn.nn.TransformerEncoderLayer`)
 
@@ -111,12 +114,16 @@ class TransformerLM(Module):
         position: str = "learned",
         bias: bool = False,
         tie_weights: bool = True,
+        window: int | None = None,
         layer: Callable[..., Module] = TransformerEncoderLayer,
     ):
         super().__init__()
         check_at_least(1, num_tokens=num_tokens, channels=channels, num_layers=num_layers, heads=heads, context=context)
+        if window is not None:
+            check_at_least(0, window=window)
         self.num_tokens = num_tokens
         self.context = context
+        self.window = window
         inner = _inner_position(position, channels, heads)
         options: dict[str, Any] = {} if inner is None else {"position": inner}
         self.embedding = _Embedding(num_tokens, channels, position, context, 1.0, dropout)
@@ -157,10 +164,12 @@ class TransformerLM(Module):
 
         Args:
             tokens: The tokens, `[B, T]`; with a cache, only the new ones.
-            cache: The keys and values of earlier tokens. (default: `None`)
+            cache: The keys and values of earlier tokens, whose window, if it has one, must be that of the model or
+                larger. (default: `None`)
 
         Raises:
-            ValueError: If the sequence is longer than `context`, or tokens are not integers `[B, T]`.
+            ValueError: If the sequence is longer than `context`, the cache keeps too few tokens, or tokens are not
+                integers `[B, T]`.
             IndexError: If a token is out of range.
         """
         check_tokens("tokens", tokens, self.num_tokens)
@@ -170,13 +179,25 @@ class TransformerLM(Module):
                 f"the model was made for {self.context} tokens, but there are {first + tokens.size(1)}: make it with a "
                 "larger context, or pass only the last tokens."
             )
+        if cache is not None and cache.window is not None and (self.window is None or cache.window < self.window):
+            raise ValueError(
+                f"the cache keeps {cache.window} earlier tokens, but this model attends to "
+                f"{'all' if self.window is None else self.window} of them."
+            )
         x = self.embedding(tokens, first)
-        mask = None
+        options: dict[str, Any] = {"src_mask": None, "is_causal": True}
         if not isinstance(self.layers[0], TransformerEncoderLayer):  # PyTorch's layers need both
-            mask = torch.ones(tokens.size(1), tokens.size(1), dtype=torch.bool, device=tokens.device).triu(1)
+            pairs = torch.ones(tokens.size(1), tokens.size(1), dtype=torch.bool, device=tokens.device)
+            hidden = pairs.triu(1) if self.window is None else pairs.triu(1) | pairs.tril(-self.window - 1)
+            options = {"src_mask": hidden, "is_causal": self.window is None}
+        elif self.window is not None:
+            earlier = 0 if cache is None else cache.num_visible(self.layers[0].self_attn)
+            sizes = tokens.size(1), earlier + tokens.size(1)
+            options["graph"] = CompleteGraph(*sizes, causal=True, window=(self.window, 0))
+        if cache is not None:
+            options["cache"] = cache
         for layer in self.layers:
-            options = {} if cache is None else {"cache": cache}
-            x = layer(x, src_mask=mask, is_causal=True, **options)
+            x = layer(x, **options)
         logits: Tensor = self.output(self.norm(x))
         return logits
 
@@ -219,7 +240,7 @@ class TransformerLM(Module):
             raise ValueError("generate() needs at least one token to begin with.")
         check_at_least(0, num_new_tokens=num_new_tokens)
         use_cache = use_cache and isinstance(self.layers[0], TransformerEncoderLayer)
-        cache = KeyValueCache() if use_cache else None
+        cache = KeyValueCache(self.window) if use_cache else None
         for _ in range(num_new_tokens):
             if cache is not None and tokens.size(1) <= self.context:
                 logits = self(tokens[:, len(cache) :], cache)

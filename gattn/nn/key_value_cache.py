@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from gattn.errors import check_at_least
 from gattn.torch_private import is_traced, is_transformed
 
 __all__ = ["KeyValueCache"]
+
+
+class _Entry(NamedTuple):
+    """What is kept for a layer."""
+
+    key: Tensor
+    value: Tensor
+    forgotten: int = 0
+    """The number of earlier tokens that are no longer kept."""
 
 
 class KeyValueCache:
@@ -25,7 +35,16 @@ class KeyValueCache:
     <https://arxiv.org/abs/1911.02150>`_). One cache serves all layers of a model: each layer stores its own keys and
     values in it, `[..., T, H, C]`.
 
+    With a `window`, a layer keeps only the tokens that a new one sees, so the memory and time of a step do not grow
+    with the length of the text. `MultiheadAttention` then hides what is further back, as `CompleteGraph(N, causal=True,
+    window=(window, 0))` does. If it is given a `graph` or masks, they are those of the tokens that are kept.
+
+    Args:
+        window: The number of earlier tokens to which each token attends besides itself. (default: `None`, all)
+
     Raises:
+        TypeError: If the window is not an integer.
+        ValueError: If the window is negative.
         RuntimeError: If the keys or values of new tokens do not fit the earlier ones (in `append`).
 
     Example:
@@ -38,27 +57,30 @@ class KeyValueCache:
         True
     """
 
-    def __init__(self) -> None:
-        self._entries: dict[Module, tuple[Tensor, Tensor]] = {}
+    def __init__(self, window: int | None = None) -> None:
+        if window is not None:
+            check_at_least(0, window=window)
+        self.window = window
+        self._entries: dict[Module, _Entry] = {}
         #: The memory of entries made by `append`, which has room for more tokens.
         self._memory: dict[Module, tuple[Tensor, Tensor]] = {}
 
     def __copy__(self) -> KeyValueCache:
         """A cache of the same tokens, to which others can be appended."""
-        copied = type(self)()
+        copied = type(self)(self.window)
         copied._entries = dict(self._entries)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyValueCache:
         """A cache with copies of the keys and values, of the same layers, or of copies that were made with it."""
-        copied = type(self)()
+        copied = type(self)(self.window)
         for module, entry in self._entries.items():
             copied._entries[memo.get(id(module), module)] = copy.deepcopy(entry, memo)
         return copied
 
     def __len__(self) -> int:
         """The number of tokens so far."""
-        return max((key.size(-3) for key, _ in self._entries.values()), default=0)
+        return max(map(self.length, self._entries), default=0)
 
     def length(self, module: Module) -> int:
         """Returns the number of tokens that a layer has received so far.
@@ -66,10 +88,22 @@ class KeyValueCache:
         Args:
             module: The layer.
         """
-        return self._entries[module][0].size(-3) if module in self._entries else 0
+        if module not in self._entries:
+            return 0
+        entry = self._entries[module]
+        return entry.key.size(-3) + entry.forgotten
+
+    def num_visible(self, module: Module) -> int:
+        """Returns the number of earlier tokens of a layer to which new ones may attend, at most the window.
+
+        Args:
+            module: The layer.
+        """
+        length = self.length(module)
+        return length if self.window is None else min(length, self.window)
 
     def append(self, module: Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens, and returns all keys and values of the layer.
+        """Adds the keys and values of new tokens, and returns those of the earlier tokens that they may see and theirs.
 
         Under `torch.no_grad`, they are written into memory with room for half as many tokens again, so that most steps
         copy only the new tokens.
@@ -82,16 +116,20 @@ class KeyValueCache:
         Raises:
             RuntimeError: If they differ from the earlier ones in another dimension than T.
         """
+        forgotten = 0
         if module in self._entries:
-            if not _can_write(*self._entries[module], key, value):
+            visible = self.num_visible(module)
+            forgotten = self.length(module) - visible
+            before = [x.narrow(-3, x.size(-3) - visible, visible) for x in self._entries[module][:2]]
+            if not _can_write(*before, key, value):
                 self._memory.pop(module, None)
-                key, value = (torch.cat(pair, -3) for pair in zip(self._entries[module], (key, value), strict=True))
+                key, value = (torch.cat(pair, -3) for pair in zip(before, (key, value), strict=True))
             else:
                 memory = self._memory.get(module, (None, None))
-                pairs = zip(self._entries[module], (key, value), memory, strict=True)
+                pairs = zip(before, (key, value), memory, strict=True)
                 (key, keys), (value, values) = (_written(*pair) for pair in pairs)
                 self._memory[module] = keys, values
-        self._entries[module] = key, value
+        self._entries[module] = _Entry(key, value, forgotten)
         return key, value
 
     def keep(self, module: Module, project: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -102,8 +140,8 @@ class KeyValueCache:
             project: Computes them. It is called only the first time.
         """
         if module not in self._entries:
-            self._entries[module] = project()
-        return self._entries[module]
+            self._entries[module] = _Entry(*project())
+        return self._entries[module][:2]
 
     def reorder(self, index: Tensor) -> None:
         """Selects elements of the batch, possibly several times, which beam search does after each step.
@@ -113,8 +151,8 @@ class KeyValueCache:
         """
         self._memory.clear()
         self._entries = {
-            module: (key.index_select(0, index), value.index_select(0, index))
-            for module, (key, value) in self._entries.items()
+            module: _Entry(key.index_select(0, index), value.index_select(0, index), forgotten)
+            for module, (key, value, forgotten) in self._entries.items()
         }
 
 
@@ -135,11 +173,15 @@ def _written(before: Tensor, new: Tensor, memory: Tensor | None) -> tuple[Tensor
     Raises:
         RuntimeError: If they differ in another dimension.
     """
-    length, total = before.size(-3), before.size(-3) + new.size(-3)
-    if memory is None or memory.size(-3) < total:
+    start, length = 0, before.size(-3)
+    if memory is not None and memory.numel():
+        start = (before.storage_offset() - memory.storage_offset()) // memory.stride(-3)
+    total = length + new.size(-3)
+    if memory is None or memory.size(-3) < start + total:
+        start = 0
         memory = before.new_empty(*before.shape[:-3], total + total // 2 + 1, *before.shape[-2:])
         memory.narrow(-3, 0, length).copy_(before)
     if new.shape[:-3] != memory.shape[:-3] or new.shape[-2:] != memory.shape[-2:]:  # copy_ would broadcast
         raise RuntimeError(f"keys and values {list(new.shape)} cannot follow {list(before.shape)}.")
-    memory.narrow(-3, length, new.size(-3)).copy_(new)
-    return memory.narrow(-3, 0, total), memory
+    memory.narrow(-3, start + length, new.size(-3)).copy_(new)
+    return memory.narrow(-3, start, total), memory

@@ -308,13 +308,18 @@ class MultiheadAttention(Attention):
         grows_cache = cache is not None and not _is_static(query, key, static_kv, int(self.batch_first))
         q, k, v = self._project(query, key, value, transposed, None if grows_cache else cache)
         first = cache.length(self) if cache is not None and grows_cache else 0
-        num_targets, num_sources = q.size(-3), first + k.size(-3)
-        resolved: Graph = CompleteGraph(num_targets, num_sources)
+        num_targets, num_new = q.size(-3), k.size(-3)
+        num_sources, window = num_new, None
+        if cache is not None and grows_cache:
+            num_sources += cache.num_visible(self)
+            if cache.window is not None and cache.window < num_sources - 1:
+                window = cache.window, 0 if is_causal else num_targets
+        resolved: Graph = CompleteGraph(num_targets, num_sources, window=window)
         if graph is not None:
             resolved = as_graph(graph, sharded=True).resolve(num_sources, num_targets)
         if isinstance(self.position, RotaryPositionalEncoding):
-            q = self.position(q, resolved.positions("target", num_sources - num_targets, num_targets, q.device))
-            k = self.position(k, resolved.positions("source", first, num_sources - first, k.device))
+            q = self.position(q, resolved.positions("target", first + num_new - num_targets, num_targets, q.device))
+            k = self.position(k, resolved.positions("source", first, num_new, k.device))
         if cache is not None and grows_cache:
             k, v = cache.append(self, k, v)
         size = (num_targets, num_sources if resolved.num_all_sources is None else resolved.num_all_sources)

@@ -83,8 +83,39 @@ class TestPositionsOfLM:
         parts = [model(part, cache) for part in tokens.split([3, 1, 1, 5], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), model(tokens))
 
+    @pytest.mark.parametrize("window", [0, 3])
+    def test_a_window(self, position, window):
+        model = language_model(position=position, window=window).double()
+        tokens = torch.randint(V, (2, CONTEXT))
+        whole, edited = model(tokens), tokens.clone()
+        edited[:, 0] = (tokens[:, 0] + 1) % V
+        reach = 2 * window + 1  # of two layers
+        torch.testing.assert_close(model(edited)[:, reach:], whole[:, reach:], rtol=0, atol=1e-12)
+        assert not torch.isclose(model(edited)[:, :reach], whole[:, :reach]).all(-1).any()
+        for cache in (KeyValueCache(window), KeyValueCache(window + 1), KeyValueCache()):
+            parts = [model(part, cache) for part in tokens.split([3, 1, 1, 5], 1)]
+            torch.testing.assert_close(torch.cat(parts, 1), whole)
+            assert len(cache) == CONTEXT
+        prompt, options = tokens[:, :2], {"temperature": 0.0}
+        cached = model.generate(prompt, CONTEXT + 3, **options)
+        assert torch.equal(cached, model.generate(prompt, CONTEXT + 3, use_cache=False, **options))
+
 
 class TestLM:
+    def test_generation_keeps_a_window(self, monkeypatch):
+        model = language_model(window=2)
+        kept = []
+        append = KeyValueCache.append
+
+        def counted(*args):
+            pair = append(*args)
+            kept.append(pair[0].size(-3))
+            return pair
+
+        monkeypatch.setattr(KeyValueCache, "append", counted)
+        model.generate(torch.zeros(1, 2, dtype=torch.long), 5)
+        assert max(kept) == 3
+
     def test_generation_is_the_argmax_of_the_last_context_tokens(self):
         model = language_model()
         tokens = torch.randint(V, (2, 3))
@@ -119,7 +150,7 @@ class TestLM:
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("training", [False, True])
     def test_pytorchs_layers_give_the_same(self, training, bias, position):
-        options = {"bias": bias, "position": position}
+        options = {"bias": bias, "position": position, "window": 2 if bias else None}
         ours = language_model(**options).double().train(training)
         theirs = language_model(layer=nn.TransformerEncoderLayer, **options).double().train(training)
         theirs.load_state_dict(ours.state_dict())
@@ -209,6 +240,12 @@ class TestLM:
         model(torch.zeros(1, 8, dtype=torch.long), cache)
         with pytest.raises(ValueError, match="there are 11"):
             model(torch.zeros(1, 3, dtype=torch.long), cache)
+        with pytest.raises(ValueError, match="window must be at least 0"):
+            TransformerLM(V, window=-1)
+        with pytest.raises(ValueError, match="keeps 2 earlier tokens, but this model attends to all"):
+            model(torch.zeros(1, 1, dtype=torch.long), KeyValueCache(2))
+        with pytest.raises(ValueError, match="keeps 2 earlier tokens, but this model attends to 3"):
+            language_model(window=3)(torch.zeros(1, 1, dtype=torch.long), KeyValueCache(2))
         for bad in (torch.zeros(1, 3), torch.zeros(3, dtype=torch.long), torch.zeros(1, 3, dtype=torch.bool)):
             with pytest.raises(ValueError, match="tokens must be integers"):
                 model(bad)

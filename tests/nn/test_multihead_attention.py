@@ -780,6 +780,63 @@ def test_cached_steps_with_padding_and_a_window(attention, x):
         torch.testing.assert_close(out, whole[:, i : i + 1])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("position", [None, "rotary", "alibi", "relative"])
+@pytest.mark.parametrize("window", [0, 2, 9])
+def test_a_cache_with_a_window_equals_the_whole(window, position, mode, x):
+    attention = randomise(MultiheadAttention(E, H, batch_first=True, position=make_position(position)).double())
+    x = torch.cat([x, -x, x + 1], 1)
+    whole, weights = attention(x, x, x, graph=CompleteGraph(x.size(1), causal=True, window=(window, 0)))
+    cache, outs = KeyValueCache(window), []
+    with mode():
+        for part in x.split([1, 4, 1, 1, 5, 1, 1, 1, 3], 1):
+            done = cache.length(attention)
+            seen = cache.num_visible(attention)
+            assert seen == min(done, window)
+            out, last = attention(part, part, part, is_causal=True, cache=cache)
+            outs.append(out)
+            stop = done + part.size(1)
+            torch.testing.assert_close(last, weights[:, done:stop, done - seen : stop])
+    torch.testing.assert_close(torch.cat(outs, 1), whole)
+    assert len(cache) == x.size(1)
+
+
+def test_a_cache_with_a_window_hides_what_is_further_back_if_later_tokens_are_seen(attention, x):
+    cache = KeyValueCache(2)
+    parts = x.split([3, 3], 1)
+    for part in parts:
+        out, _ = attention(part, part, part, cache=cache, static_kv=False)
+    graph = CompleteGraph(N, window=(2, N))
+    torch.testing.assert_close(out, attention(x, x, x, graph=graph)[0][:, 3:])
+
+
+@torch.no_grad()
+def test_memory_of_a_cache_with_a_window_does_not_grow(attention):
+    cache, window, sizes, places = KeyValueCache(20), 20, set(), set()
+    whole = torch.randn(B, 500, H, C)
+    for place, part in enumerate(whole.unbind(1)):
+        keys, values = cache.append(attention, part.unsqueeze(1).clone(), part.unsqueeze(1) + 1)
+        expected = whole[:, max(0, place - window) : place + 1]
+        torch.testing.assert_close(keys, expected, rtol=0, atol=0)
+        torch.testing.assert_close(values, expected + 1, rtol=0, atol=0)
+        sizes.add(keys.untyped_storage().nbytes() // (keys.element_size() * B * H * C))
+        places.add(keys.untyped_storage().data_ptr())
+    assert max(sizes) == 32
+    assert len(places) < 60  # one in eleven steps copies what is kept
+    again = copy.copy(cache)
+    again.reorder(torch.tensor([1, 0]))
+    assert cache.length(attention) == again.length(attention) == len(copy.deepcopy(cache)) == 500
+    more = whole[:, :1]
+    torch.testing.assert_close(cache.append(attention, more, more)[0][:, :20], whole[:, 480:])
+    torch.testing.assert_close(again.append(attention, more[:2], more[:2])[0][:, :20], whole[[1, 0], 480:])
+
+
+def test_windows_of_caches_are_checked():
+    for window, error in ((-1, ValueError), (1.5, TypeError), ("2", TypeError)):
+        with pytest.raises(error, match="window"):
+            KeyValueCache(window)
+
+
 def test_cache_keeps_an_encoders_keys_and_follows_beams(attention, x):
     memory = torch.randn(B, M, E, dtype=torch.double)
     cache = KeyValueCache()
