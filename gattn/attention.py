@@ -275,8 +275,9 @@ class Attention(Leaf, MessagePassing):
             edge: Per-edge term inside the score, in `edge_index` order: `[E, H, C]`; for `GATScore` `[E, H]`. Or
                 `gattn.Projected` features, or one term for each type of edge, `gattn.Typed`, which the CPU kernels make
                 edge by edge, without an `[E, H, C]` tensor. (default: `None`)
-            bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`. Or a
-                `gattn.Bias` of some pairs or by buckets, without a tensor of all pairs. (default: `None`)
+            bias: Added to the finished logit: `[E, H]`; on a complete graph broadcastable to `[B, H, N, M]`, where B
+                counts the blocks of a packed graph, and N and M are the sizes of its largest ones. Or a `gattn.Bias` of
+                some pairs or by buckets, without a tensor of all pairs. (default: `None`)
             mask: True where a target may attend: `[E]` or `[E, H]`, or with the batch dimensions in front; on a
                 complete graph broadcastable to `[B, H, N, M]`. (default: `None`)
             edge_value: Added to the value: `[E, H, Cv]`, also `Projected` or `Typed`. `True` adds the same term as in

@@ -277,9 +277,10 @@ class MultiheadAttention(Attention):
             static_kv: With a cache, whether `key` and `value` are an encoder's output, whose projections are stored in
                 the first call and used in all later ones. (default: `None`, no if `query` and `key` are equal, yes if
                 there are more or fewer keys than queries)
-            attn_bias: What is added to the logits, as a value that needs no `[N, M]` tensor, such as a
-                `gattn.SparseBias`. It cannot be combined with masks of numbers or a position that is a bias.
-                (default: `None`)
+            attn_bias: What is added to the logits, as a value that needs no `[N, M]` tensor: a number for each edge
+                and head is `gattn.SparseBias(edge_index, values)`, on any graph that has these edges, and one for each
+                distance is a `gattn.BucketBias`. It cannot be combined with masks of numbers or a position that is a
+                bias. (default: `None`)
 
         Returns:
             The output, in the shape of the query, and the weights, or `None` without `need_weights`. The weights are

@@ -103,7 +103,7 @@ def pair_mask(attn_mask: Tensor | None, batch: torch.Size, heads: int, size: tup
     if attn_mask.shape not in (size, per_head):
         raise InputError(
             f"attn_mask must have shape {list(size)} or {list(per_head)} (batch times heads, targets, sources); got "
-            f"{list(attn_mask.shape)}."
+            f"{list(attn_mask.shape)}. Numbers for single edges are attn_bias=gattn.SparseBias(edge_index, numbers)."
         )
     return attn_mask.view(*batch, heads, *size) if attn_mask.dim() == 3 else attn_mask
 
