@@ -55,6 +55,7 @@ PAGES = (
     "SECURITY.md",
     "benchmarks/README.md",
     "docs/*.md",
+    "docs/tasks/*.md",
     "docs/reference/*.md",
     "notebooks/*.ipynb",
 )

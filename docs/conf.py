@@ -28,6 +28,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["README.md"]  # the start page includes it
@@ -128,6 +129,14 @@ def break_equations(app: Sphinx, doctree: nodes.document) -> None:
             equation.children[:] = [nodes.Text(r"\begin{gather*}" + r" \\ ".join(parts) + r"\end{gather*}")]
 
 
+def keep_together(app: Sphinx, doctree: nodes.document) -> None:
+    """Keeps a number in a table on one line with its thousands, its unit and its deviation."""
+    for text in [text for entry in doctree.findall(nodes.entry) for text in entry.findall(nodes.Text)]:
+        whole = re.sub(r"(?<=\d) (?=\d{3}\b|(?:s|ms|µs|[KMG]B|GiB|%)(?!\w)|±)|(?<=±) ", "\u00a0", text)
+        if whole != text and not isinstance(text.parent, nodes.literal | nodes.math):
+            text.parent.replace(text, nodes.Text(whole))
+
+
 def forget_overloads(app: Sphinx) -> None:
     """Documents each function by one signature, and not by one per type of its result."""
     for module in [name for name in sys.modules if name.startswith("gattn")]:
@@ -144,4 +153,5 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-resolved", link_names)
     app.connect("autodoc-skip-member", skip_generated)
     app.connect("doctree-read", break_equations)
+    app.connect("doctree-read", keep_together)
     app.connect("missing-reference", resolve)
