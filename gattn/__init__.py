@@ -61,7 +61,7 @@ from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.settings import check_finite
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdditiveScore",
