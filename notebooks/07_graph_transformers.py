@@ -330,9 +330,10 @@ print(
 # %% [markdown]
 # All lines but one are parallel: message passing, Exphormer and SGFormer are linear in the number of nodes, and
 # Graphormer is quadratic. Where the lines meet matters, too. As long as a graph has fewer nodes than a head has
-# channels, all pairs cost less than SGFormer's sums, and on graphs with the size of a drug they cost little more. This
-# is where Graphormer is at home; Exphormer and SGFormer were made for larger graphs. Padding a batch, as
-# implementations of Graphormer usually do, adds pairs that nobody needs. The line below the table counts them.
+# channels, all pairs cost less than SGFormer's sums, and with twice as many nodes, which is the size of many drugs,
+# they cost only twice as much. This is where Graphormer is at home; Exphormer and SGFormer were made for larger graphs.
+# Padding a batch, as implementations of Graphormer usually do, adds pairs that nobody needs. The line below the table
+# counts them.
 #
 # Linear attention has a price of its own. A bias of a pair needs the pair, so it cannot have Graphormer's distances.
 # SGFormer learns about edges from a graph convolution beside it instead.
@@ -573,7 +574,7 @@ equal(by_bias, gattn.attend(query, key, value, molecules.edge_index))
 #
 # A mean at some distance is a question about a part of the graph. The opposite is a question about all of it: **which
 # side of the coin has the majority?** The graphs are paths of different, odd numbers of nodes. No other connected graph
-# with so many nodes takes more steps from end to end. Every node has to give the answer for its graph, and we compare
+# with as many nodes takes more steps from end to end. Every node has to give the answer for its graph, and we compare
 # four graphs for the same model: the path itself; the path and an expander; the path and a virtual node; and all pairs,
 # without a bias.
 #
@@ -677,7 +678,7 @@ legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower 
 # The dotted lines are the limits that we computed. On the path, the model stays near its limit, which is low: each
 # layer adds at most two nodes to what a node knows. With the expander, reach grows by a factor from layer to layer, so
 # that few layers see most of a path, and the limit rises quickly. (The model does not use all of it. What a node sees
-# arrives over several ways and with different weights, while a majority needs equal ones.) With a virtual node, the
+# arrives along several paths and with different weights, while a majority needs equal ones.) With a virtual node, the
 # first layer, in which it collects, is of no use to the others; the second, in which it distributes, solves the task.
 # That takes two more edges per node. All pairs do it in one layer, with the number of pairs that the table shows.
 #
