@@ -178,6 +178,39 @@ class TestInput:
         assert edges_of(data["graphs"][0]).tolist() == [[0, 1, 3], [1, 2, 2]]
         torch.testing.assert_close(weights_of(data["layers"][0], 3)[:, 0], weights[2:].double(), atol=1e-5, rtol=0)
 
+    def test_nodes_of_several_types(self):
+        writes, cites, reviews = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("author", "on", "paper")
+        edges = {writes: [[0, 1], [2, 0]], cites: [[0, 1, 2], [1, 2, 2]], reviews: [[1], [2]]}
+        edges = {name: torch.tensor(edge_index) for name, edge_index in edges.items()}
+        x = {"paper": torch.randn(3, 4), "author": torch.randn(2, 4)}
+        model = gattn.nn.HGTConv(4, 4, (["paper", "author"], list(edges)), heads=2).eval()
+        with gattn.record_attention(model) as records:
+            model(x, edges)
+        data = stored(explore(model, x, edges, path=None))
+        (space,), (graph,) = data["spaces"], data["graphs"]
+        assert space["names"] == ["paper 0", "paper 1", "paper 2", "author 0", "author 1"]
+        assert (data["classes"], space["shared"]) == (["paper", "author"], True)
+        assert unpacked(space["classes"], "u2").tolist() == [0, 0, 0, 1, 1]
+        assert edges_of(graph).tolist() == [[3, 4, 0, 1, 2, 4], [2, 0, 1, 2, 2, 2]]
+        words = [graph["names"]["words"][i] for i in unpacked(graph["names"]["index"]["base64"], "u2")]
+        assert words == ["writes"] * 2 + ["cites"] * 3 + ["on"]
+        torch.testing.assert_close(weights_of(data["layers"][0], 6), records[""][0].weights.double(), atol=1e-5, rtol=0)
+        assert not model._forward_hooks
+
+    def test_a_layer_for_each_type_of_edges(self):
+        weights = torch.full((3, 1), 0.5)
+        graph = gattn.SparseGraph(torch.tensor([[0, 1, 1], [0, 0, 1]]), 2, 2)
+        record = gattn.recording.AttentionRecord(weights, graph)
+        names = [f"convs.<{source}___to___{target}>" for source, target in ("ab", "bb", "ba")]
+        data = stored(explore({name: [record] for name in names}, path=None))
+        assert [space["names"] for space in data["spaces"]] == [
+            ["a 0", "a 1", "b 0", "b 1"],  # sources and targets are not the same nodes, although as many
+            ["b 0", "b 1"],
+            ["b 0", "b 1", "a 0", "a 1"],
+        ]
+        assert data["classes"] == ["a", "b"]
+        assert unpacked(data["spaces"][2]["classes"], "u2").tolist() == [1, 1, 0, 0]
+
     def test_the_first_node_has_uneven_weights(self):
         edge_index = torch.tensor([[0, 1, 2, 3] * 2, [4] * 4 + [5] * 4])
         weights = torch.tensor([0.25] * 4 + [0.7, 0.1, 0.1, 0.1])
@@ -243,9 +276,16 @@ class TestPage:
         assert path.read_text(encoding="utf-8") == exploration.html
         frame = exploration._repr_html_()
         assert frame.count("<") == 2  # the frame alone: its page is quoted
-        assert 'sandbox="allow-scripts"' in frame
+        assert 'sandbox="allow-scripts allow-downloads"' in frame  # pictures are saved as downloads
         assert explore(torch.ones(2, 2), path=None).path is None
         assert "<title>7</title>" in explore(torch.ones(2, 2), path=None, title=7).html
+
+    def test_says_which_file_it_wrote(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        explore(torch.ones(2, 2))
+        assert capsys.readouterr().out == f"wrote {tmp_path / 'attention.html'}\n"
+        explore(torch.ones(2, 2), path=None).save("other.html")
+        assert not capsys.readouterr().out
 
     def test_only_its_own_scripts_may_run(self):
         html = explore(torch.ones(2, 2), path=None).html

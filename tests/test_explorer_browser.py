@@ -5,7 +5,8 @@ Skipped without Playwright or Chromium, unless `GATTN_REQUIRE_BROWSER` is set: t
 
 import os
 import shutil
-from itertools import product
+import xml.etree.ElementTree as ET
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -431,6 +432,109 @@ def test_on_a_phone(show, model):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     click_node(page, 7)
     assert page.locator("#node-name").inner_text() == "7"
+
+
+def test_tools_cover_no_picture_and_nodes_do_not_overlap(show, load):
+    data = load("karate")
+    net = gattn.models.GAT(data.num_features, 8, num_layers=1, heads=2)
+    page = show(explore(net, data.x, data.edge_index, classes=data.y, path=None), 390, 844)
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('.tools, .frame')].map((part) => part.getBoundingClientRect())"
+        ".map((box) => [box.left, box.top, box.right, box.bottom])"
+    )
+    for a, b in combinations(boxes, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+    radius = page.evaluate("gattnExplorer.radius()")
+    places = torch.tensor(page.evaluate(f"[...Array({data.num_nodes}).keys()].map(gattnExplorer.place)"))
+    assert torch.pdist(places).min() > 1.8 * radius
+
+
+def test_the_selected_row_has_no_tint(show, model):
+    page = show(explore(model, node=3, path=None))
+    source, target = layer(model, 0)[0].tolist()
+    pairs = set(zip(target, source, strict=True))
+
+    cells = [next((row, node) for node in range(NUM_NODES) if (row, node) not in pairs) for row in (3, 8)]
+    selected, other = page.evaluate(
+        f"""() => {{
+            const canvas = document.getElementById("matrix");
+            const {{ data, width }} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return {[list(cell) for cell in cells]}.map((cell) => gattnExplorer.cell(...cell).map(Math.round))
+                .map(([x, y]) => [...data.slice(4 * (y * width + x), 4 * (y * width + x) + 4)]);
+        }}"""
+    )
+    assert selected == other
+
+
+def test_all_heads_at_a_glance(show, model):
+    page = show(explore(model, node=3, path=None))
+    assert f"2 layers · {HEADS} heads, then 1 · " in page.locator("#summary").inner_text()
+    page.keyboard.press("o")
+    pictures = page.locator("#heads-overview canvas").all()
+    assert len(pictures) == HEADS + 1
+    for picture, (number, head) in zip(pictures, [(0, head) for head in range(HEADS)] + [(1, 0)], strict=True):
+        edge_index, weights = layer(model, number)
+        drawn = picture.evaluate(
+            "(canvas) => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+            ".filter((_, place) => place % 4 === 3)"
+        )
+        dense = torch.zeros(NUM_NODES, NUM_NODES, dtype=torch.double)
+        dense[edge_index[1], edge_index[0]] = weights[:, head]
+        assert drawn == (255 * (dense > 0.00001)).flatten().tolist()
+    page.get_by_role("button", name="convs.0, head 1", exact=True).click()
+    assert not page.locator("#overview").is_visible()
+    check_list(page, model, 0, 1, 3)
+    page.get_by_role("button", name="All heads").click()
+    page.get_by_role("button", name="convs.1, head 0", exact=True).click()
+    check_list(page, model, 1, 0, 3)
+
+
+@pytest.mark.parametrize("view", ["graph", "matrix"])
+def test_pictures_are_saved(show, model, tmp_path, view):
+    labels = [HOSTILE, *map(str, range(1, NUM_NODES))]
+    page = show(explore(model, node=0, labels=labels, classes=torch.arange(NUM_NODES) % 3, title="A/B", path=None))
+
+    def saved(kind):
+        with page.expect_download() as download:
+            page.locator(f"[data-view={view}][data-save={kind}]").click()
+        assert download.value.suggested_filename == f"A-B-convs.0-mean-of-heads-{view}.{kind}"
+        download.value.save_as(tmp_path / kind)
+        return tmp_path / kind
+
+    root = ET.parse(saved("svg")).getroot()
+    words = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    alpha = layer(model, 0)[1].mean(1).max()
+    assert {f"Attention weights, convs.0, mean of heads, 0 to {alpha:.2f}", "class 0", "class 1", "class 2"} <= words
+    assert any(text.startswith("<script>") for text in words)
+    header = saved("png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(header[i : i + 4], "big") for i in (16, 20))
+    size = [float(root.get(name)) for name in ("width", "height")]
+    assert [width, height] == [3 * length for length in size]
+
+
+def test_equal_names_have_numbers(show):
+    tokens = ["the", "cat", "the", "mat"]
+    page = show(explore(torch.rand(4, 4), tokens=tokens, node=0, path=None))
+    assert {name for name, _ in listed(page)} == {"the · 0", "cat", "the · 2", "mat"}
+    assert page.locator("#node-name").inner_text() == "the · 0"
+    page.locator("#graph").hover(position=dict(zip("xy", page.evaluate("gattnExplorer.place(2)"), strict=True)))
+    settled(page)
+    assert page.locator("#tooltip").inner_text().splitlines()[0] == "the · 2"
+    page.locator("#help-button").click()
+    assert "An arc above the tokens leads forwards" in page.locator("#help").inner_text()
+
+
+def test_types_of_nodes_and_edges(show):
+    cites, writes = ("paper", "cites", "paper"), ("author", "writes", "paper")
+    net = gattn.nn.HGTConv(4, 4, (["paper", "author"], [cites, writes]), heads=2)
+    x = {"paper": torch.randn(3, 4), "author": torch.randn(2, 4)}
+    edges = {cites: torch.tensor([[0, 1], [2, 2]]), writes: torch.tensor([[1], [2]])}
+    page = show(explore(net, x, edges, node=2, path=None))
+    assert page.locator("#node-name").inner_text() == "paper 2"
+    assert page.locator("#node-facts").inner_text() == "paper · 3 neighbours"
+    rows = page.locator("#details ol button .name").all_inner_texts()
+    assert sorted(" ".join(row.split()) for row in rows) == ["author 1 writes", "paper 0 cites", "paper 1 cites"]
 
 
 def test_in_the_frame_of_a_notebook(browser, tmp_path, model):

@@ -18,7 +18,7 @@ _LIBRARIES = (  # each after those that it uses
     *("color", "dispatch", "ease", "quadtree", "selection", "timer"),
     *("interpolate", "force", "drag", "transition", "zoom"),
 )
-_SCRIPTS = ("data", "measures", "layout", "graph", "arcs", "matrix", "details", "main")
+_SCRIPTS = ("data", "measures", "layout", "graph", "arcs", "matrix", "details", "export", "overview", "main")
 
 
 def build(title: str, data: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ class Content:
     """The nodes of each layer."""
     names: dict[Nodes, list[str] | None]
     """The names of the nodes in each set."""
-    class_numbers: list[int] | None
+    class_numbers: dict[Nodes, list[int]]
     positions: Tensor | None
     edge_names: Sequence[list[str] | None]
     """The names of each layer's edges."""
@@ -47,7 +47,8 @@ class Content:
         new_number = torch.zeros(nodes_before, dtype=torch.int64)
         new_number[nodes] = torch.arange(size)
         masks = torch.split(reached, [layer.edges.size(1) for layer in self.layers])
-        kept = self.sets[0]._replace(num_sources=size, num_targets=size)
+        classes = self.class_numbers.get(self.sets[0])
+        kept = self.sets[0]._replace(num_sources=size, num_targets=size, types=())
         return replace(
             self,
             layers=[
@@ -61,7 +62,7 @@ class Content:
             ],
             sets=[kept] * len(self.layers),
             names={kept: [str(i) if names is None else names[i] for i in numbers]},
-            class_numbers=None if self.class_numbers is None else [self.class_numbers[i] for i in numbers],
+            class_numbers={} if classes is None else {kept: [classes[i] for i in numbers]},
             positions=None if self.positions is None else self.positions[nodes],
             edge_names=[
                 None if found is None else [found[i] for i in mask.nonzero().flatten().tolist()]
@@ -106,7 +107,7 @@ class Content:
             start = self.node
         else:
             raise IndexError(f"there is no node {self.node}: the graph has {nodes.num_targets}, from 0.")
-        classes = self.class_numbers if nodes.is_shared and len(self.class_numbers or ()) == nodes.size else None
+        classes = self.class_numbers.get(nodes)
         positions = self.positions if nodes.is_shared else None
         if positions is not None and len(positions) != nodes.size:
             positions = None
@@ -117,6 +118,7 @@ class Content:
             "sequence": nodes.is_sequence,
             "start": start + nodes.first_target,
             "names": self.names[nodes],
+            "typed": bool(nodes.types),
             "classes": None if classes is None else packed(classes, "u2"),
             "pos": None if positions is None else packed(positions.numpy(), "f4"),
         }

@@ -54,10 +54,10 @@ class Exploration:
         return f"Exploration({len(self.html) / 1e6:.1f} MB, path={None if self.path is None else str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        """The page as a frame that may run its own scripts, but cannot reach the notebook around it."""
+        """The page as a frame that may run its own scripts and save files, but cannot reach the notebook around it."""
         return (
-            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="Attention explorer" '
-            'width="100%" height="760" style="border: 0"></iframe>'
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
+            'title="Attention explorer" width="100%" height="760" style="border: 0"></iframe>'
         )
 
 
@@ -78,10 +78,10 @@ def explore(
     r"""Writes attention weights into one HTML file in which they can be looked at and clicked through.
 
     The page shows the weights of any layer and head on the graph (on sequences, as arcs over the tokens) and as a
-    matrix. Clicking a node lists its neighbours by weight beside uniform attention, with the entropy of the weights.
-    The page also computes `rollout`, and the attribution of
-    `GAtt <https://arxiv.org/abs/2406.04612>`_: every edge :math:`j \to i` gets the products of the weights along all
-    paths from it to the node v in the computation tree of v,
+    matrix, and all heads at a glance as small matrices. It saves either picture as SVG or PNG. Clicking a node lists
+    its neighbours by weight beside uniform attention, with the entropy of the weights. The page also computes
+    `rollout`, and the attribution of `GAtt <https://arxiv.org/abs/2406.04612>`_: every edge :math:`j \to i` gets the
+    products of the weights along all paths from it to the node v in the computation tree of v,
 
     .. math::
         \Phi^v_{ji} = \sum_{m=1}^{L} \big(A_L \cdots A_{m+1}\big)_{vi} \, (A_m)_{ij},
@@ -94,14 +94,17 @@ def explore(
     Args:
         model_or_records: A model, which is run on `inputs` in evaluation mode; the records of
             `gattn.record_attention`, or those of one layer; `(edge_index, weights)`, as PyG's layers return them;
-            weights of a complete graph, `[N, M]` or `[H, N, M]`; or several of these, in a list or by name.
+            weights of a complete graph, `[N, M]` or `[H, N, M]`; or several of these, in a list or by name. An
+            `HGTConv` records no types: given the model itself, the page names its nodes and edges by their types.
         *inputs: The inputs of the model. With an `edge_index` in front, its weights: `explore(edge_index, weights)`.
         labels: The names of the N nodes. If sources and targets are different nodes, such as the tokens of two
-            sequences, a tuple of two lists. (default: `None`, numbers)
-        classes: The class of each node, `[N]`, which determines its colour and shape. (default: `None`)
+            sequences, a tuple of two lists. (default: `None`, numbers, with the type where nodes have types)
+        classes: The class of each node, `[N]`, which determines its colour and shape. (default: `None`, its type if
+            nodes have types)
         tokens: Like `labels`, for nodes that are tokens: the graph is drawn as arcs over a line. (default: `None`;
             complete graphs are drawn in this way, too)
-        edge_labels: The names of edges, by `(source, target)` or in the order of the layer's edges. (default: `None`)
+        edge_labels: The names of edges, by `(source, target)` or in the order of the layer's edges. (default: `None`,
+            their types if they have some)
         pos: The positions of the nodes: `[N, 2]`, or what a layout of networkx returns. (default: `None`, a layout that
             places neighbours close together)
         node: The node that is selected at first. (default: `None`, one with a few neighbours and uneven weights)
@@ -109,7 +112,8 @@ def explore(
             (default: `None`, everything)
         element: Which element of a batch to explore, or which block of a packed graph. (default: `0`)
         title: The title of the page. (default: `"Attention explorer"`)
-        path: The file to write. (default: `"attention.html"`; `None` writes no file)
+        path: The file to write; a line of output says where it is. (default: `"attention.html"`; `None` writes no file,
+            and prints nothing)
 
     Returns:
         An `Exploration` with the `html` and its `path`. As the last expression of a notebook's cell, it is shown.
@@ -174,5 +178,5 @@ def explore(
     }
     exploration = Exploration(build(title, data))
     if path is not None:
-        exploration.save(path)
+        print(f"wrote {exploration.save(path).resolve()}")
     return exploration

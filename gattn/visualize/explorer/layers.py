@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -11,11 +13,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.utils import is_sparse
 
-from gattn.graphs import Graph
+from gattn.graphs import Graph, TypedGraph
+from gattn.nn import HGTConv
 from gattn.recording import AttentionRecord, record_attention
 from gattn.visualize.inputs import complete_weights, edge_list, edge_weights
 
-__all__ = ["Layer", "as_layers", "is_edges", "run"]
+__all__ = ["Layer", "Types", "as_layers", "is_edges", "run"]
+
+#: The types of nodes, and how many nodes of each follow one another.
+Types: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class Layer(NamedTuple):
@@ -30,6 +36,10 @@ class Layer(NamedTuple):
     num_targets: int
     is_sequence: bool
     """Whether the graph was complete, as that of tokens is."""
+    types: Types = ()
+    """The types of the nodes: of sources followed by those of targets, where these are others."""
+    relations: Sequence[str] | None = None
+    """The type of each edge."""
 
 
 def run(model: Module, inputs: tuple[Any, ...]) -> dict[str, list[AttentionRecord]]:
@@ -41,13 +51,42 @@ def run(model: Module, inputs: tuple[Any, ...]) -> dict[str, list[AttentionRecor
         )
     training = {module: module.training for module in model.modules()}
     model.eval()
+    handles = []
     try:
         with torch.no_grad(), record_attention(model) as records:
+            for name, module in model.named_modules():
+                if isinstance(module, HGTConv):
+                    handles.append(module.register_forward_hook(_typed_record(records, name), with_kwargs=True))
             model(*inputs)
     finally:
+        for handle in handles:
+            handle.remove()
         for module, was_training in training.items():
             module.training = was_training
     return records
+
+
+def _typed_record(records: dict[str, list[AttentionRecord]], name: str) -> Callable[..., None]:
+    """A hook after an `HGTConv`, whose record lists sources per edge type: the nodes themselves take their place."""
+
+    def hook(layer: HGTConv, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        given = dict(zip(("x_dict", "edge_index_dict"), args, strict=False)) | kwargs
+        x = layer._features(given["x_dict"], layer.kqv_lin.lins)
+        relations = layer._relations(x, given["edge_index_dict"], layer.edge_types)
+        if not relations:
+            return
+        sizes = {node_type: rows.size(-2) for node_type, rows in x.items()}
+        first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        nodes = {node_type: torch.arange(size) + first[node_type] for node_type, size in sizes.items()}
+        sources = [nodes[source] if graph.num_edges else nodes[source][:0] for source, _, graph in relations.values()]
+        targets = [nodes[node_type] for node_type in sizes if node_type in layer.dst_node_types]
+        record = records[name][-1]
+        (source, target), _ = edge_list(record.graph)
+        edges = torch.stack([torch.cat(sources)[source], torch.cat(targets)[target]])
+        numbers = torch.arange(len(sources)).repeat_interleave(torch.tensor([len(part) for part in sources]))
+        records[name][-1] = record._replace(graph=TypedGraph(edges, numbers[source], list(relations), sizes))
+
+    return hook
 
 
 def as_layers(given: Any, element: int) -> tuple[list[Layer], int]:
@@ -131,7 +170,9 @@ def _layer(name: str, call: Any, batch: _Batch) -> Layer:
         weights, graph = call
         if not graph.is_dense:
             edges, (num_sources, num_targets) = edge_list(graph)
-            return Layer(name, edges, edge_weights(batch.of(weights, 2), edges), num_sources, num_targets, False)
+            types, relations = _types(name, graph, num_sources, num_targets)
+            alpha = edge_weights(batch.of(weights, 2), edges)
+            return Layer(name, edges, alpha, num_sources, num_targets, False, types, relations)
         matrices = complete_weights(batch.of(weights, 3))
         lengths = [None if x is None else int(x[batch.element]) for x in (graph.target_lengths, graph.source_lengths)]
         return _from_matrices(name, matrices[:, : lengths[0], : lengths[1]])
@@ -143,6 +184,18 @@ def _layer(name: str, call: Any, batch: _Batch) -> Layer:
         return Layer(name, edges, edge_weights(weights, edges), num_sources, num_targets, False)
     weights = torch.as_tensor(call)
     return _from_matrices(name, complete_weights(weights if weights.dim() == 2 else batch.of(weights, 3)))
+
+
+def _types(name: str, graph: Graph, num_sources: int, num_targets: int) -> tuple[Types, list[str] | None]:
+    """Returns the types of nodes and edges, as far as they are known."""
+    if isinstance(graph, TypedGraph):
+        words = [str(x[1]) if isinstance(x, tuple) and len(x) == 3 else str(x) for x in graph.edge_types]
+        return tuple((graph.num_nodes or {}).items()), [words[number] for number in graph.edge_type.tolist()]
+    found = re.search(r"<([^<>]+?)___[^<>]+___([^<>]+?)>", name)  # PyG's HeteroConv names its layers like this
+    if not found:
+        return (), None
+    source, target = (found[1], num_sources), (found[2], num_targets)
+    return ((source,) if source == target else (source, target)), None
 
 
 def _from_matrices(name: str, matrices: Tensor) -> Layer:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from gattn.visualize.explorer.layers import Layer
+from gattn.visualize.explorer.layers import Layer, Types
 from gattn.visualize.graphs import Positions
 from gattn.visualize.inputs import ArrayLike
 from gattn.visualize.style import as_list, visible
@@ -34,6 +34,8 @@ class Nodes(NamedTuple):
     is_shared: bool
     """Whether sources and targets are the same nodes."""
     is_sequence: bool
+    types: Types = ()
+    """The types of the nodes, if they are known, and how many nodes of each follow one another."""
 
     @property
     def size(self) -> int:
@@ -59,11 +61,16 @@ def node_sets(layers: Sequence[Layer], labels: Any, has_tokens: bool) -> list[No
         Nodes(
             layer.num_sources,
             layer.num_targets,
-            layer.num_sources == layer.num_targets and not alike,
+            layer.num_sources == layer.num_targets and not alike and _count(layer.types) in (0, layer.num_sources),
             layer.is_sequence or has_tokens,
+            layer.types,
         )
         for layer in layers
     ]
+
+
+def _count(types: Types) -> int:
+    return sum(count for _, count in types)
 
 
 def as_pair(labels: Any) -> tuple[list[Any], list[Any]] | None:
@@ -77,13 +84,14 @@ def as_pair(labels: Any) -> tuple[list[Any], list[Any]] | None:
 
 def names(labels: Any, sets: Sequence[Nodes], argument: str) -> list[list[str] | None]:
     """Returns the names of each set of nodes, `None` where they have numbers only."""
+    typed = [[f"{name} {i}" for name, count in nodes.types for i in range(count)] or None for nodes in sets]
     if labels is None:
-        return [None] * len(sets)
+        return typed
     pair = as_pair(labels)
     plain = None if pair else as_list(labels)
     found: list[list[str] | None] = []
     for nodes in sets:
-        chosen = None
+        chosen: list[Any] | None = None
         if pair is None:
             chosen = plain if nodes.is_shared and len(plain or ()) == nodes.size else None
         elif nodes.is_shared:
@@ -94,7 +102,7 @@ def names(labels: Any, sets: Sequence[Nodes], argument: str) -> list[list[str] |
     if not any(found):
         given = len(plain or ()) if pair is None else f"{len(pair[0])} and {len(pair[1])}"
         raise ValueError(f"{argument} must have one entry for each of the {_sizes(sets)}; got {given}.")
-    return found
+    return [names or usual for names, usual in zip(found, typed, strict=True)]
 
 
 def _sizes(sets: Sequence[Nodes]) -> str:
@@ -107,17 +115,25 @@ def _sizes(sets: Sequence[Nodes]) -> str:
     return " or ".join(sorted(counts))
 
 
-def class_numbers(classes: ArrayLike | None, sets: Sequence[Nodes]) -> tuple[list[str], list[int] | None]:
-    """Returns the names of the classes, and the number of each node's."""
+def class_numbers(classes: ArrayLike | None, sets: Sequence[Nodes]) -> tuple[list[str], dict[Nodes, list[int]]]:
+    """Returns the names of the classes, which are the types if none are given, and the number of each node's."""
     if classes is None:
-        return [], None
+        words, _ = vocabulary([name for nodes in sets for name, _ in nodes.types])
+        return words, {
+            nodes: [words.index(name) for name, count in nodes.types for _ in range(count)]
+            for nodes in sets
+            if nodes.types
+        }
     values = as_list(classes)
     _check_length("classes", len(values), sets)
     if any(isinstance(value, list) for value in values):
         raise ValueError(f"classes must be one text or number per node; got {values[0]!r} for the first one.")
     present = sorted(set(values))
     numbers = {value: number for number, value in enumerate(present)}
-    return [value if isinstance(value, str) else f"class {value}" for value in present], [numbers[x] for x in values]
+    of_nodes = [numbers[value] for value in values]
+    return [value if isinstance(value, str) else f"class {value}" for value in present], {
+        nodes: of_nodes for nodes in sets if nodes.is_shared and nodes.size == len(values)
+    }
 
 
 def coordinates(pos: Positions | None, sets: Sequence[Nodes]) -> Tensor | None:
@@ -144,7 +160,7 @@ def _check_length(argument: str, length: int, sets: Sequence[Nodes]) -> None:
 def edge_names(edge_labels: Any, layers: Sequence[Layer]) -> list[list[str] | None]:
     """Returns the name of each edge, `""` where it has none, by layer; `None` if the labels are for other layers."""
     if edge_labels is None:
-        return [None] * len(layers)
+        return [None if layer.relations is None else list(layer.relations) for layer in layers]
     if isinstance(edge_labels, Mapping):
         return [[str(edge_labels.get(edge, "")) for edge in map(tuple, layer.edges.t().tolist())] for layer in layers]
     labels = [str(label) for label in as_list(edge_labels)]

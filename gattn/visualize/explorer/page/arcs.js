@@ -5,7 +5,7 @@ const TOKEN_FONT = 12.5;
 function sequenceGeometry(view, space) {
   const { context, width, height } = view;
   context.font = `${TOKEN_FONT}px ${theme.font}`;
-  const longest = Math.max(...Array.from({ length: space.size }, (_, node) => context.measureText(shortened(nodeName(space, node), 18)).width));
+  const longest = Math.max(...Array.from({ length: space.size }, (_, node) => context.measureText(shortened(plainName(space, node), 18)).width));
   const columns = Math.max(space.sources, space.targets);
   const step = (width - 60) / Math.max(columns, 1);
   const isTurned = longest + 4 > step * view.transform.k;
@@ -106,7 +106,7 @@ function drawArcs(view, context) {
     const isAbove = !space.shared && node < space.sources;
     const bold = node === focus || node === asSource;
     const colour = bold || share > 0.1 ? theme.text : theme.soft;
-    const words = shortened(nodeName(space, node), 18);
+    const words = shortened(plainName(space, node), 18);
     if (isTurned && step * view.transform.k < 9 && !bold && !(share > 0.3)) continue;
     const angle = isTurned ? -Math.PI / 3.6 : 0;
     const align = isTurned ? (isAbove ? "left" : "right") : "center";

@@ -35,12 +35,26 @@ class Graph {
   }
 }
 
+/** Whether a node is one of those targets that are no sources. */
+const isTarget = (space, node) => !space.shared && node >= space.sources;
+
+/** The names that several sources, or several targets, have. */
+function repeatedNames(space) {
+  const seen = new Set(), repeated = new Set();
+  space.names?.forEach((name, node) => {
+    const key = `${isTarget(space, node)} ${name}`;
+    (seen.has(key) ? repeated : seen).add(key);
+  });
+  return repeated;
+}
+
 const spaces = data.spaces.map((stored) => ({
   ...stored,
   size: stored.shared ? stored.sources : stored.sources + stored.targets,
   firstTarget: stored.shared ? 0 : stored.sources,
   classes: stored.classes && unpack(stored.classes, "u2"),
   pos: stored.pos && unpack(stored.pos, "f4"),
+  repeated: repeatedNames(stored),
 }));
 
 const graphs = data.graphs.map(
@@ -74,9 +88,16 @@ const layers = data.layers.map((stored) => {
 });
 
 /** The name of a node; a number where it has no other. */
-function nodeName(space, node) {
+function plainName(space, node) {
   if (space.names) return space.names[node];
   return space.shared ? String(node) : node < space.sources ? `source ${node}` : `target ${node - space.sources}`;
+}
+
+/** The name of a node, with its number where others have the same name. */
+function nodeName(space, node) {
+  const name = plainName(space, node);
+  if (!space.repeated.has(`${isTarget(space, node)} ${name}`)) return name;
+  return `${name} · ${isTarget(space, node) ? node - space.sources : node}`;
 }
 
 const shortened = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);

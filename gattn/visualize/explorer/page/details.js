@@ -107,7 +107,7 @@ function showDetails() {
   document.getElementById("node-kind").textContent = isSource ? `Selected ${kind}, a source` : `Selected ${kind}`;
   const hasItself = space.shared && into.some((edge) => graph.source[edge] === node);
   const facts = [space.classes ? data.classes[space.classes[node]] : null];
-  if (space.names && space.shared) facts.push(`number ${node}`);
+  if (space.names && space.shared && !space.typed) facts.push(`number ${node}`);
   facts.push(isSource ? `attended to by ${counted(graph.source.filter((source) => source === node).length, "target")}` : (space.sequence ? `attends to ${counted(into.length, "token")}` : counted(into.length, "neighbour")) + (hasItself ? ", itself included" : ""));
   document.getElementById("node-facts").textContent = facts.filter(Boolean).join(" · ");
   const shown = { weights: weightDetails, rollout: rolloutDetails, gatt: attributionDetails }[state.show];

@@ -46,6 +46,16 @@ function trace(context, shape, x, y, r) {
   }
 }
 
+function drawShape(context, shape, x, y, r, colour, line) {
+  context.beginPath();
+  trace(context, shape, x, y, r);
+  context.fillStyle = colour;
+  context.fill();
+  context.lineWidth = r > 4 ? 1 : 0.5;
+  context.strokeStyle = line;
+  context.stroke();
+}
+
 const stamps = new Map();
 /** A small picture of a node, since copying it is much faster than tracing thousands of shapes. */
 function stamp(shape, r, colour, line) {
@@ -57,13 +67,7 @@ function stamp(shape, r, colour, line) {
     const image = element("canvas", { width: Math.ceil(2 * half * ratio), height: Math.ceil(2 * half * ratio) });
     const context = image.getContext("2d");
     context.scale(image.width / (2 * half), image.height / (2 * half));
-    context.beginPath();
-    trace(context, shape, half, half, r);
-    context.fillStyle = colour;
-    context.fill();
-    context.lineWidth = r > 4 ? 1 : 0.5;
-    context.strokeStyle = line;
-    context.stroke();
+    drawShape(context, shape, half, half, r, colour, line);
     stamps.set(key, { image, half });
   }
   return stamps.get(key);
@@ -199,7 +203,8 @@ class GraphView extends View {
   radius() {
     const count = this.layout.nodes.length;
     const usual = count <= 40 ? 10 : count <= 120 ? 7.5 : count <= 500 ? 5 : 3;
-    return usual * Math.min(Math.max(Math.sqrt(this.transform.k), 0.7), 2.6);
+    const spacing = Math.sqrt((this.width * this.height) / count); // on small screens, nodes are smaller
+    return Math.min(usual, Math.max(spacing / 9, 3)) * Math.min(Math.max(Math.sqrt(this.transform.k), 0.7), 2.6);
   }
 
   hit(x, y) {
@@ -300,15 +305,15 @@ class GraphView extends View {
       }
     }
     this.drawNodes(context, radius, loops, new Set([selected, ...chosen.map((edge) => graph.source[edge])]));
-    if (graph.names && chosen.length <= 14) {
-      for (const edge of chosen) {
-        const curve = this.curve(graph.source[edge], graph.target[edge]);
-        const words = shortened(graph.name(edge), 16);
-        const room = Math.hypot(curve[4] - curve[0], curve[5] - curve[1]) - 2.5 * radius;
-        if (words && room > 6 * words.length) this.text(words, ...onCurve(curve, 0.45), { size: 11, colour: theme.soft });
-      }
+    const taken = this.drawNames(named, radius);
+    if (!graph.names || chosen.length > 14) return;
+    for (const edge of chosen) {
+      const curve = this.curve(graph.source[edge], graph.target[edge]);
+      const words = shortened(graph.name(edge), 16);
+      const room = Math.hypot(curve[4] - curve[0], curve[5] - curve[1]) - 2.5 * radius;
+      const [x, y] = onCurve(curve, 0.45);
+      if (words && room > 6 * words.length && isFree(taken, x, y, words)) this.text(words, x, y, { size: 11, colour: theme.soft });
     }
-    this.drawNames(named, radius);
   }
 
   line(context, [x0, y0, x, y, x1, y1]) {
@@ -358,10 +363,14 @@ class GraphView extends View {
       const r = radius * (isInFront === "1" ? 1.9 : 1);
       const line = fill.isClass ? theme.ground : theme["node-line"];
       context.globalAlpha = isCrowded && isInFront === "0" && !nodeWeights() ? 0.6 : 1;
-      const usual = stamp(shape, r, colour, line);
+      const usual = context.isSharp || stamp(shape, r, colour, line);
       for (const node of members) {
         const [x, y] = this.at(node);
         if (x < -20 || y < -20 || x > this.width + 20 || y > this.height + 20) continue;
+        if (context.isSharp) {
+          drawShape(context, shape, x, y, node === state.node ? 1.45 * r : r, colour, line);
+          continue;
+        }
         const { image, half } = node === state.node ? stamp(shape, 1.45 * r, colour, line) : usual;
         context.drawImage(image, x - half, y - half, 2 * half, 2 * half);
       }
@@ -402,20 +411,26 @@ class GraphView extends View {
     for (const node of inPicture.filter((node) => all || first(node) < 3).sort((a, b) => first(a) - first(b))) {
       const [x, y] = this.at(node);
       const isSelected = node === state.node;
-      const name = shortened(nodeName(space, node), 22);
+      const name = shortened(plainName(space, node), 22);
       const r = isSelected ? 1.45 * radius : radius;
-      if (name.length <= 3 && r >= 9) {
-        this.text(name, x, y + 0.5, { halo: false, colour: readable(fill(node)), bold: isSelected, size: name.length < 3 ? 11 : 9.5 });
+      if (name.length <= 3 && r >= (name.length < 3 ? 7.5 : 9)) {
+        this.text(name, x, y + 0.5, { halo: false, colour: readable(fill(node)), bold: isSelected, size: name.length < 3 ? Math.min(1.3 * r, 11) : 9.5 });
         continue;
       }
       const below = y + r + (isSelected ? 15 : 9);
-      const half = 3.4 * name.length;
-      const box = [x - half, below - 7, x + half, below + 7];
-      if (taken.some((other) => box[0] < other[2] && box[2] > other[0] && box[1] < other[3] && box[3] > other[1])) continue;
-      taken.push(box);
-      this.text(name, x, below, { bold: isSelected, size: isSelected ? 12.5 : 11.5 });
+      if (isFree(taken, x, below, name)) this.text(name, x, below, { bold: isSelected, size: isSelected ? 12.5 : 11.5 });
     }
+    return taken;
   }
+}
+
+/** Takes the place of a text if no other text covers it. */
+function isFree(taken, x, y, words) {
+  const half = 3.4 * words.length;
+  const box = [x - half, y - 7, x + half, y + 7];
+  if (taken.some((other) => box[0] < other[2] && box[2] > other[0] && box[1] < other[3] && box[3] > other[1])) return false;
+  taken.push(box);
+  return true;
 }
 
 const onCurve = ([x0, y0, x, y, x1, y1], t) => [

@@ -2,6 +2,40 @@
 const SLICE = 12; // milliseconds at a time, so that the page stays responsive
 const SHOWN_EVERY = 300; // milliseconds between pictures of a layout that is not settled
 
+/** Starts each component of a graph in a place of its own, and its nodes beside their neighbours, so that they do not get entangled. */
+function spread(bodies, links) {
+  const near = bodies.map(() => []);
+  for (const { source, target } of links) {
+    near[source].push(target);
+    near[target].push(source);
+  }
+  const seen = new Set();
+  const components = [];
+  for (const first of bodies.keys()) {
+    if (seen.has(first)) continue;
+    seen.add(first);
+    const component = [first];
+    for (const body of component) {
+      for (const other of near[body]) {
+        if (seen.has(other)) continue;
+        seen.add(other);
+        component.push(other);
+      }
+    }
+    components.push(component);
+  }
+  const around = (place, distance) => [distance * Math.cos(2.4 * place), distance * Math.sin(2.4 * place)];
+  let before = 0;
+  for (const [number, component] of components.sort((a, b) => b.length - a.length).entries()) {
+    const [left, top] = around(number, number && 36 * Math.sqrt(before + component.length));
+    before += component.length;
+    component.forEach((body, place) => {
+      const [x, y] = around(place, 12 * Math.sqrt(place + 0.5));
+      Object.assign(bodies[body], { x: left + x, y: top + y });
+    });
+  }
+}
+
 class Layout {
   constructor(onMove, isUpright) {
     Object.assign(this, { onMove, isUpright });
@@ -42,7 +76,8 @@ class Layout {
       pairs.add(key);
       links.push({ source: a, target: b });
     }
-    const isSmall = bodies.length <= 150;
+    if (bodies.every(({ x }) => x === undefined)) spread(bodies, links);
+    const isSmall = bodies.length <= 300;
     this.simulation = d3
       .forceSimulation(bodies)
       .force("link", d3.forceLink(links).distance(isSmall ? 46 : 26))
@@ -54,7 +89,7 @@ class Layout {
       .stop();
     if (isSmall) this.simulation.force("link").strength(0.9);
     this.isSettled = false;
-    this.advance(performance.now() + 150); // small graphs are settled when they are first seen
+    this.advance(performance.now() + (isSmall ? 500 : 150)); // small graphs are settled when they are first seen
     if (this.isSettled) this.turn();
     if (!this.isSettled) this.schedule(this.simulation);
   }

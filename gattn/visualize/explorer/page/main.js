@@ -234,18 +234,22 @@ function update(isFirst = false) {
   }
   showControls(layer, space);
   showDetails();
-  showLegend(space);
+  showLegend();
   const { graph: all } = shownField();
   const edges = visible();
   const cut = keptVisible.get(shownField()).isCut ? ", the heaviest" : "";
   const noun = { weights: "edge", rollout: "share", gatt: "edge" }[state.show];
   byId("shown").textContent = `Showing ${counted(edges.length, noun)} of ${counted(all.size, noun).split(" ")[0]}${cut}${state.reach ? `, ${counted(nodes.length, "node")}` : ""}.`;
-  const shown = byId("show").selectedOptions[0].textContent;
   for (const [name, view] of Object.entries(views)) {
-    view.canvas.setAttribute("aria-label", `${shown}, ${layer.name}, ${headName(state.show === "weights" ? state.head : -1)}, as a ${name}: ${counted(nodes.length, "node")}, ${counted(edges.length, noun)}. Selected: ${nodeName(space, state.node)}.`);
+    view.canvas.setAttribute("aria-label", `${shownInWords()}, as a ${name}: ${counted(nodes.length, "node")}, ${counted(edges.length, noun)}. Selected: ${nodeName(space, state.node)}.`);
   }
   invalidateViews();
 }
+
+/** What is shown, for those who see only a picture, or none. */
+const shownInWords = () => `${byId("show").selectedOptions[0].textContent}, ${layers[state.layer].name}, ${headName(state.show === "weights" ? state.head : -1)}, 0 to ${largestShown().toFixed(2)}`;
+
+const largestShown = () => (state.show === "rollout" && !layers[state.layer].graph.space.sequence ? shownField().maximumShare : shownField().maximum);
 
 const headName = (head) => (head < 0 ? "mean of heads" : `head ${head}`);
 
@@ -281,10 +285,9 @@ function showControls(layer, space) {
   for (const input of heads.querySelectorAll("input")) input.checked = Number(input.value) === chosen;
 }
 
-function showLegend(space) {
+function showLegend() {
   const legend = byId("legend");
   legend.replaceChildren();
-  const { maximum, maximumShare } = shownField();
   const scale = element("canvas", { width: 180, height: 24, "aria-hidden": "true" });
   scale.style.width = "90px";
   scale.style.height = "12px";
@@ -295,21 +298,29 @@ function showLegend(space) {
     const height = 4 + 20 * share;
     context.fillRect(x, 12 - height / 2, 1, height);
   }
-  const top = state.show === "rollout" && !space.sequence ? maximumShare : maximum;
   const what = { weights: "weight", rollout: "share", gatt: "attribution" }[state.show];
-  legend.append(element("span", { className: "scale" }, what, " 0", scale, top.toFixed(2)));
-  if (space.classes && !nodeWeights()) {
-    const present = new Set(space.classes);
-    data.classes.forEach((name, number) => {
-      if (present.has(number)) legend.append(element("span", {}, classMark(number), name));
-    });
-  }
+  legend.append(element("span", { className: "scale" }, what, " 0", scale, largestShown().toFixed(2)));
+  legend.append(...shownClasses().map(({ number, name }) => element("span", {}, classMark(number), name)));
+}
+
+/** The classes that nodes are coloured by, if they are. */
+function shownClasses() {
+  const { space } = layers[state.layer].graph;
+  if (!space.classes || nodeWeights()) return [];
+  const present = new Set(space.classes);
+  return data.classes.map((name, number) => ({ name, number })).filter(({ number }) => present.has(number));
+}
+
+/** How many heads the layers have: "4 heads, then 1". */
+function headCounts() {
+  const counts = layers.map((layer) => layer.heads).filter((heads, place, all) => heads !== all[place - 1]);
+  if (counts.length > 3) return `${Math.min(...counts)} to ${counted(Math.max(...counts), "head")}`;
+  return [counted(counts[0], "head"), ...counts.slice(1)].join(", then ");
 }
 
 function showSummary() {
-  const heads = [...new Set(layers.map((layer) => layer.heads))].sort((a, b) => b - a).join(" or ");
   const { graph } = layers[0];
-  const parts = [counted(layers.length, "layer"), `${heads} head${heads === "1" ? "" : "s"}`];
+  const parts = [counted(layers.length, "layer"), headCounts()];
   const kinds = graph.space.sequence ? "token" : "node";
   if (spaces.length === 1) parts.push(graph.space.shared ? counted(graph.space.size, kinds) : `${counted(graph.space.sources, "source")}, ${counted(graph.space.targets, "target")}`);
   if (spaces.length === 1 && !graph.space.sequence) parts.push(counted(graph.size, "edge"));
@@ -325,7 +336,7 @@ function showResults() {
   const found = [];
   if (query) {
     for (let node = 0; node < space.size; node++) {
-      const name = nodeName(space, node).toLowerCase();
+      const name = plainName(space, node).toLowerCase();
       const place = name.indexOf(query);
       if (place >= 0 || String(node) === query) found.push({ node, rank: String(node) === query || name === query ? -1 : place });
     }
@@ -333,7 +344,7 @@ function showResults() {
   }
   list.replaceChildren(
     ...found.map(({ node }, place) => {
-      const item = element("li", { role: "option", id: `result-${place}`, "aria-selected": String(place === 0) }, nodeName(space, node) + (space.names && space.shared ? ` · ${node}` : ""));
+      const item = element("li", { role: "option", id: `result-${place}`, "aria-selected": String(place === 0) }, space.names && space.shared && !space.typed ? `${plainName(space, node)} · ${node}` : nodeName(space, node));
       item.dataset.node = node;
       return item;
     }),
@@ -402,6 +413,11 @@ function listen() {
   byId("reach").addEventListener("change", (event) => change({ reach: Number(event.target.value) }));
   byId("colour").addEventListener("change", (event) => change({ colour: event.target.value }));
   byId("help-button").addEventListener("click", () => byId("help").showModal());
+  byId("overview-button").hidden = layers.every(({ heads }) => heads === 1) && layers.length === 1;
+  byId("overview-button").addEventListener("click", showOverview);
+  for (const button of document.querySelectorAll("[data-save]")) {
+    button.addEventListener("click", () => savePicture(button.dataset.view, button.dataset.save));
+  }
   for (const button of document.querySelectorAll("[data-zoom]")) {
     button.addEventListener("click", () => views[button.dataset.view].scaleBy(Number(button.dataset.zoom)));
   }
@@ -449,7 +465,7 @@ function listen() {
     view.canvas.addEventListener("blur", () => view.invalidate());
   }
   document.addEventListener("keydown", (event) => {
-    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
+    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
     if (event.target.matches("input[type='text'], select")) return;
     const keys = {
       "[": () => stepLayer(-1),
@@ -457,6 +473,7 @@ function listen() {
       ",": () => stepHead(-1),
       ".": () => stepHead(1),
       "/": () => search.focus(),
+      o: () => byId("overview-button").click(),
       "?": () => byId("help").showModal(),
     };
     if (!(event.key in keys)) return;
@@ -480,6 +497,7 @@ document.documentElement.dataset.ready = "true";
 // For scripts, and for tests.
 window.gattnExplorer = {
   state,
+  radius: () => views.graph.radius(),
   place: (node) => views.graph.at(node),
   cell: (target, source) => [views.matrix.x(views.matrix.columnOf.get(source) + 0.5), views.matrix.y(views.matrix.rowOf.get(target) + 0.5)],
   field: () => ({ source: Array.from(shownField().graph.source), target: Array.from(shownField().graph.target), values: Array.from(shownField().values), shares: shownField().shares && Array.from(shownField().shares) }),

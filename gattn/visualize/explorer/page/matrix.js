@@ -1,12 +1,19 @@
 // The same weights as a matrix: rows are targets, columns are sources.
+
+/** The rows and columns of some nodes: by class, then by number. */
+function matrixOrder(space, nodes) {
+  const sorted = Array.from(nodes);
+  if (space.classes && !space.sequence) sorted.sort((a, b) => space.classes[a] - space.classes[b] || a - b);
+  return {
+    rows: space.shared ? sorted : sorted.filter((node) => isTarget(space, node)),
+    columns: space.shared ? sorted : sorted.filter((node) => !isTarget(space, node)),
+  };
+}
+
 class MatrixView extends View {
-  /** Puts the nodes that are shown in order: by class, then by number. */
+  /** Puts the nodes that are shown in order. */
   order(space, nodes) {
-    this.space = space;
-    const sorted = Array.from(nodes);
-    if (space.classes && !space.sequence) sorted.sort((a, b) => space.classes[a] - space.classes[b] || a - b);
-    this.rows = space.shared ? sorted : sorted.filter((node) => node >= space.sources);
-    this.columns = space.shared ? sorted : sorted.filter((node) => node < space.sources);
+    Object.assign(this, { space, ...matrixOrder(space, nodes) });
     this.rowOf = new Map(this.rows.map((node, row) => [node, row]));
     this.columnOf = new Map(this.columns.map((node, column) => [node, column]));
   }
@@ -15,12 +22,13 @@ class MatrixView extends View {
     const most = Math.max(this.rows.length, this.columns.length);
     const { context } = this;
     context.font = `11px ${theme.font}`;
-    const label = (nodes) => Math.max(...nodes.slice(0, 80).map((node) => context.measureText(shortened(nodeName(this.space, node), 14)).width));
+    const label = (nodes) => Math.max(...nodes.slice(0, 80).map((node) => context.measureText(shortened(plainName(this.space, node), 14)).width));
     const hasNames = most <= 60;
     this.hasNames = hasNames;
     const upright = hasNames ? label(this.columns) : 0;
-    this.left = hasNames ? label(this.rows) + 20 : 26;
-    this.top = hasNames ? upright * 0.87 + 22 : 26;
+    this.names = hasNames ? upright * 0.87 + 12 : 0; // the height of the columns' names
+    this.left = (hasNames ? label(this.rows) + 8 : 0) + 26;
+    this.top = this.names + 26;
     const [wide, high] = [this.width - this.left - 10 - upright / 2, this.height - this.top - 10];
     this.cell = Math.min(wide / this.columns.length, high / this.rows.length, 46);
     this.top += Math.max((high - this.cell * this.rows.length) / 3 - 12, 0);
@@ -98,10 +106,10 @@ class MatrixView extends View {
     context.fillStyle = theme.raised;
     context.fillRect(this.x(0), this.y(0), right - this.x(0), bottom - this.y(0));
     const row = this.rowOf.get(state.node), column = this.columnOf.get(state.node);
+    // A band behind cells would be taken for their colour: it is for those that are too small for an outline.
     context.fillStyle = theme.line;
-    const band = Math.max(size, 2);
-    if (row !== undefined) context.fillRect(this.x(0), this.y(row + 0.5) - band / 2, right - this.x(0), band);
-    if (this.rows.length > 60 && column !== undefined) context.fillRect(this.x(column + 0.5) - band / 2, this.y(0), band, bottom - this.y(0));
+    if (row !== undefined && size <= 3) context.fillRect(this.x(0), this.y(row + 0.5) - 1, right - this.x(0), 2);
+    if (column !== undefined && size <= 3) context.fillRect(this.x(column + 0.5) - 1, this.y(0), 2, bottom - this.y(0));
     const least = this.rows.length > 500 ? 1.8 : 1;
     const mark = Math.max(size - (size > 6 ? 1 : 0), least);
     bins.forEach((members, bin) => {
@@ -135,7 +143,8 @@ class MatrixView extends View {
   drawNames(context, size) {
     const { classes } = this.space;
     const strip = classes && !this.space.sequence ? 5 : 0;
-    const spaced = Math.max(1, Math.ceil(12 / size)); // every so many rows have a name
+    const spaced = Math.max(1, Math.ceil(10.5 / size)); // every so many rows have a name
+    const apart = Math.max(1, Math.ceil(13 / size));
     const here = this.rowOf.get(state.node);
     this.rows.forEach((node, row) => {
       const y = this.y(row + 0.5);
@@ -147,7 +156,7 @@ class MatrixView extends View {
       const isHere = row === here;
       if (!this.hasNames || (!isHere && (row % spaced || Math.abs(row - here) < spaced))) return;
       const colour = isHere ? theme.text : theme.soft;
-      this.text(shortened(nodeName(this.space, node), 14), this.left - strip - 6, y, { align: "right", size: 11, bold: isHere, colour });
+      this.text(shortened(plainName(this.space, node), 14), this.left - strip - 6, y, { align: "right", size: 11, bold: isHere, colour });
     });
     this.columns.forEach((node, column) => {
       const x = this.x(column + 0.5);
@@ -156,12 +165,11 @@ class MatrixView extends View {
         context.fillStyle = classColour(classes[node]);
         context.fillRect(x - Math.max(size, 1) / 2, this.top - strip - 2, Math.max(size, 1), strip);
       }
-      if (!this.hasNames || column % spaced) return;
-      const words = shortened(nodeName(this.space, node), 14);
+      if (!this.hasNames || column % apart) return;
+      const words = shortened(plainName(this.space, node), 14);
       this.text(words, x, this.top - strip - 6, { align: "left", angle: -Math.PI / 3, size: 11, colour: theme.soft, halo: false });
     });
-    if (this.hasNames) return;
-    this.text("sources →", this.left + 2, this.top - 15, { align: "left", size: 11, colour: theme.soft, halo: false });
-    this.text("← targets", this.left - 16, this.top + 2, { align: "right", angle: -Math.PI / 2, size: 11, colour: theme.soft, halo: false });
+    this.text("sources →", this.left + 2, this.top - this.names - 15, { align: "left", size: 11, colour: theme.soft, halo: false });
+    this.text("← targets", 10, this.top + 2, { align: "right", angle: -Math.PI / 2, size: 11, colour: theme.soft, halo: false });
   }
 }
