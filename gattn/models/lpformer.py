@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch_geometric.nn
 
@@ -26,10 +24,16 @@ class LPFormer(torch_geometric.nn.LPFormer):
     same.
 
     Args:
-        *args: The arguments of PyG's model: `in_channels`, `hidden_channels`, `num_gnn_layers`, `gnn_dropout`,
-            `num_transformer_layers` (PyG's works with one), `num_heads` (likewise), `transformer_dropout`,
-            `ppr_thresholds` and `gcn_cache`.
-        **kwargs: The same by name.
+        in_channels: The number of features, F.
+        hidden_channels: The number of channels of the hidden layers.
+        num_gnn_layers: The number of GCN's layers. (default: `2`)
+        gnn_dropout: The probability of dropping a feature between them. (default: `0.1`)
+        num_transformer_layers: The number of attention layers; PyG's works with one. (default: `1`)
+        num_heads: The number of heads; PyG's works with one. (default: `1`)
+        transformer_dropout: The probability of dropping an attention weight. (default: `0.1`)
+        ppr_thresholds: The least personalised PageRank of common neighbours, of neighbours of one node, and of others.
+            (default: `None`, `[0, 1e-4, 1e-2]`)
+        gcn_cache: Whether GCN's layers keep the normalised graph of their first call. (default: `False`)
 
     Shapes:
         - **input:** pairs of nodes `[2, L]`, features `[N, F]`, edges `[2, E]`, and a sparse matrix of personalised
@@ -46,8 +50,29 @@ class LPFormer(torch_geometric.nn.LPFormer):
         LPFormer(16, 32, num_gnn_layers=2, num_transformer_layers=1)
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        num_gnn_layers: int = 2,
+        gnn_dropout: float = 0.1,
+        num_transformer_layers: int = 1,
+        num_heads: int = 1,
+        transformer_dropout: float = 0.1,
+        ppr_thresholds: list[float] | None = None,
+        gcn_cache: bool = False,
+    ):
+        super().__init__(
+            in_channels,
+            hidden_channels,
+            num_gnn_layers,
+            gnn_dropout,
+            num_transformer_layers,
+            num_heads,
+            transformer_dropout,
+            ppr_thresholds,
+            gcn_cache,
+        )
         for place, theirs in enumerate(self.att_layers):
             with torch.random.fork_rng(devices=[]):  # the numbers are those that PyG has drawn
                 ours = LPAttLayer(

@@ -101,6 +101,7 @@ class GraphAttentionEmbedding(Leaf, Module):
 
     Raises:
         ValueError: If `out_channels` is not a multiple of `heads`.
+        TypeError: If `time_enc` does not say how many channels it has.
 
     Example:
         >>> import torch, gattn
@@ -125,8 +126,14 @@ class GraphAttentionEmbedding(Leaf, Module):
         check_at_least(1, out_channels=out_channels, heads=heads)
         if out_channels % heads != 0:
             raise InputError(f"out_channels must be a multiple of heads; got {out_channels} and {heads} heads.")
+        time_channels = getattr(time_enc, "out_channels", None)
+        if not isinstance(time_channels, int):
+            raise TypeError(
+                f"time_enc must have the number of its channels as out_channels, but {type(time_enc).__name__} has "
+                f"{time_channels!r}."
+            )
         self.time_enc = time_enc
-        edge_dim = msg_dim + int(time_enc.out_channels)  # type: ignore[arg-type]
+        edge_dim = msg_dim + time_channels
         self.conv = TransformerConv(in_channels, out_channels // heads, heads, dropout=dropout, edge_dim=edge_dim)
 
     def reset_parameters(self) -> None:

@@ -1,5 +1,7 @@
 """LPFormer and its layer, beside PyG's."""
 
+import inspect
+
 import pytest
 import torch
 import torch_geometric.nn as pyg
@@ -87,3 +89,8 @@ def test_the_network_as_pyg():
         out = network(pairs, x, edges, matrix)
         results.append([out, *torch.autograd.grad(out.sum(), [x, *network.parameters()], allow_unused=True)])
     torch.testing.assert_close(*results)
+
+
+def test_the_signature_is_that_of_pyg():
+    ours, theirs = (list(inspect.signature(cls).parameters.values()) for cls in (LPFormer, pyg.LPFormer))
+    assert [(x.name, x.default) for x in ours] == [(x.name, x.default) for x in theirs]

@@ -86,3 +86,5 @@ class TestGraphAttentionEmbedding:
             module(x, last_update, edges, 5, msg)
         with pytest.raises(ValueError, match="multiple of heads"):
             nn.GraphAttentionEmbedding(5, 7, 3, TimeEncoder(4))
+        with pytest.raises(TypeError, match="Linear has None"):
+            nn.GraphAttentionEmbedding(5, 8, 3, torch.nn.Linear(1, 4))
