@@ -153,8 +153,20 @@ for name, out in {
 
 # %%
 circle = torch.tensor([[math.sin(2 * math.pi * i / n), math.cos(2 * math.pi * i / n)] for i in range(n)])
+
+
+def write_words(ax):
+    """Writes the words around a graph that was drawn without names, where no arrow crosses them."""
+    ax.margins(0.5, 0.15)
+    for word, (x, y) in zip(words, circle.tolist(), strict=True):
+        sides = {"ha": ("right", "center", "left")[round(x) + 1], "va": "bottom" if y > 0.9 else "center"}
+        text = ax.annotate(word, (x, y), (14 * x, 12 * y), textcoords="offset points", fontsize=8, **sides)
+        text.set_in_layout(False)
+
+
 figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.9), layout="constrained")
-attention_graph(edge_index, weights, labels=words, pos=circle, ax=right, title="as a graph", colorbar=True)
+attention_graph(edge_index, weights, labels=[""] * n, pos=circle, ax=right, title="as a graph", colorbar=True)
+write_words(right)
 attention_matrix(matrix, words, words, ax=left, title="as a matrix")
 for i in range(n):
     for j in range(n):
@@ -192,12 +204,12 @@ syntax = torch.tensor([[0, 1, 3, 4], [1, 2, 4, 2]])
 syntax = torch.cat([syntax, syntax.flip(0), torch.arange(n).expand(2, -1)], dim=1)
 graphs = {"complete": edge_index, "causal": earlier, "window, radius 1": near, "syntax": syntax}
 
-figure, axes = plt.subplots(2, 4, figsize=(9, 4.9), layout="constrained")
+figure, axes = plt.subplots(2, 4, figsize=(9, 4.7), layout="constrained")
 for (name, edges), (above, below) in zip(graphs.items(), axes.T, strict=True):
     _, alpha = gattn.attend(q, k, v, edges, return_weights=True)
-    attention_graph(
-        edges, alpha, labels=words, pos=circle, ax=above, title=f"{name}: {edges.size(1)} edges", maximum=1.0
-    )
+    title = f"{name}: {edges.size(1)} edges"
+    attention_graph(edges, alpha, labels=[""] * n, pos=circle, ax=above, title=title, maximum=1.0)
+    write_words(above)
     dense = torch.full((n, n), torch.nan).index_put((edges[1], edges[0]), alpha.squeeze(1))
     attention_matrix(dense.nan_to_num(), words, words, ax=below, maximum=1.0)
     for i, j in dense.isnan().nonzero().tolist():
@@ -281,12 +293,12 @@ for name, rows in curves.items():
 
 # %% [markdown]
 # With the division, attention behaves in the same way for any number of channels, and all draws are alike. Without it,
-# at $d = 1024$, 95 % of the weight lies on one of the 32 neighbours on average, and the derivative is **often next to
-# nothing, and now and then a blow**. Its median is more than fifty times smaller than with the division, and for one
-# query in four it is smaller by a factor of more than 200 000. Yet its mean is eight times *larger*: for another query
-# in four, the derivative is more than three times as large, and in one draw out of twenty it reaches about 14 or more.
-# An optimiser that sees such gradients either stands still or is thrown about. The mean alone would hide the first half
-# of this, and the median the second.
+# at $d = 1024$, 95 % of the weight lies on one of the 32 neighbours on average, and the derivative is **usually tiny
+# and occasionally huge**. Its median, 0.0044, is more than fifty times smaller than with the division, and for one
+# query in four it is smaller by at least five orders of magnitude. Yet its mean is eight times *larger*: for another
+# query in four, the derivative is more than three times as large, and in one draw out of twenty it reaches 14 or more.
+# An optimiser that sees such gradients either stands still or overshoots. The mean alone would hide the first half of
+# this, and the median the second.
 
 # %% [markdown]
 # ## Several heads
@@ -310,10 +322,11 @@ one_at_a_time = [gattn.attend(q4[:, [h]], k4[:, [h]], v4[:, [h]], edge_index) fo
 equal(all_at_once, torch.cat(one_at_a_time, dim=1))
 print(f"output {list(all_at_once.shape)}, weights {list(alpha4.shape)}: [words, heads, channels], [edges, heads]")
 
-axes = attention_grid({"": alpha4}, edge_index, labels=words, pos=circle)
+axes = attention_grid({"": alpha4}, edge_index, labels=[""] * n, pos=circle)
 axes[0, 0].figure.set_size_inches(9, 2.5)
 for ax, name in zip(axes[0], ["as before", "like to like", "to nouns", "nouns to articles"], strict=True):
     ax.set_title(name, fontsize=10)
+    write_words(ax)
 
 # %% [markdown]
 # With learnt maps before it and a linear map after it, this is the multi-head attention of [Attention Is All You
