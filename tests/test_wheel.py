@@ -128,6 +128,7 @@ def check_page(text, address):
     targets = re.findall(r"(?:\]\(|src=\"|href=\")([^)\"\s]+)", text)
     assert [target for target in targets if "arxiv.org" in target]
     assert all(target.startswith("https://") for target in targets)
+    assert "four_graphs.png`" not in text  # a picture that was taken for a link
     assert (address is None) or any(target.startswith(f"{address}/") for target in targets)
 
 
