@@ -5,16 +5,18 @@ molecules, sampled minibatches; and training steps of small networks on minibatc
 gattn and its peer take turns: PyTorch's attention, PyG's layers with the same weights (in training steps, also
 compiled), or a bare decoding loop. Nothing is timed before the results of both sides agree with those of the peer in
 float64.
+
+Duration: 20 minutes; with `--quick`: 2 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 
@@ -89,6 +91,12 @@ class Case(Measurement):
         """What is the same for all cases that must have the same result."""
         return (self.call,)
 
+    @property
+    def whole(self) -> Case | None:
+        """`GPSConv`, for both of its parts."""
+        is_part = self.call in ("molecules, GPSConv's attention", "molecules, TransformerConv")
+        return replace(self, call="molecules, GPSConv") if is_part else None
+
     def references(self) -> dict[str, dict[str, Expected]]:
         """The results of the peer in float64."""
         build = CALLS[self.call].build
@@ -123,6 +131,12 @@ class Calls(Benchmark[Case]):
     """Compares each call with its peer."""
 
     name = "calls"
+    quick: ClassVar = {
+        "calls": [name for name, call in CALLS.items() if not call.is_compiled],
+        "allocator": "default",
+        "repeats": 3,
+        "seconds": 0.1,
+    }
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,8 @@ for buckets only. Whole layers of linear attention are measured beside PyG's, on
 
 Outputs are compared with the plain formula in float64. Up to 2 048 nodes, so are gradients. PyG's layers depend on the
 padding, so each of them is compared with itself in float64, and gattn's with PyG's on each graph alone.
+
+Duration: 26 minutes; with `--quick`: 1 minute.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NotRequired
+from typing import Any, ClassVar, NamedTuple, NotRequired
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +44,9 @@ from benchmarks.framework.measuring import (
     spread,
     timed,
 )
-from benchmarks.framework.options import add_allocator, add_measuring, allocators, fill
+from benchmarks.framework.options import add_allocator, add_measuring, allocators
 from benchmarks.framework.processes import Message
-from benchmarks.framework.reports import Line, machines, median, megabytes, quartiles, ratio
+from benchmarks.framework.reports import Line, factor, machines, mark, median, megabytes, quartiles, quotient, ratio
 from benchmarks.framework.results import VERSIONS, Row
 
 SEED = 0
@@ -493,11 +495,10 @@ def grown(case: Case, rows: dict[Case, Row]) -> str:
     """The exponent with which the time has grown since the next smaller size, if there is one."""
     smaller = {other.nodes: row for other, row in rows.items() if replace(other, nodes=case.nodes) == case}
     sizes = [nodes for nodes in smaller if nodes < case.nodes]
-    before = median(smaller[max(sizes)], "forward_backward") if sizes else None
-    after = median(rows[case], "forward_backward")
-    if not (before and after):
-        return "–"
-    return f"{math.log(after / before) / math.log(case.nodes / max(sizes)):.2f}"
+    before = smaller[max(sizes)] if sizes else None
+    growth = quotient(rows[case], before, "forward_backward")
+    exponent = f"{math.log(growth) / math.log(case.nodes / max(sizes)):.2f}" if growth else "–"
+    return mark(exponent, rows[case], before)
 
 
 def line_of(case: Case, rows: dict[Case, Row]) -> Line:
@@ -510,8 +511,7 @@ def line_of(case: Case, rows: dict[Case, Row]) -> Line:
     for mode, title in MODES.items():
         line[f"{title}, ms"] = quartiles(row, mode)
         for name, other in (("base", base), ("gattn", ours)):
-            time = median(other, mode) if other is not row else None
-            line[f"{title}, × {name}"] = ratio(median(row, mode), time, ".2f")
+            line[f"{title}, × {name}"] = factor(row, None if other is row else other, mode, ".2f")
     memory = ours["peak_bytes"] if ours and ours is not row and "peak_bytes" in ours else None
     line |= {"exponent": grown(case, rows), "peak, MB": megabytes(row)}
     return {**line, "peak, × gattn": ratio(row.get("peak_bytes"), memory)}
@@ -547,24 +547,15 @@ class Complete(Benchmark[Case]):
     """Measures each kind of attention at each size."""
 
     name = "complete"
+    quick: ClassVar = {"allocator": "default", "repeats": 3, "seconds": 0.1, "threads": 1}
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
         add("--parts", nargs="+", default=list(PEERS), choices=PEERS, help="what is measured (default: all)")
-        add_allocator(parser, None, "kept; with --quick, default")
+        add_allocator(parser, "kept", "kept; with --quick, default")
         add_measuring(parser, cls.name, repeats=7, duration=2.0)
-        text = "under a minute: small sizes without flex, and at most 3 repeats and 0.3 seconds"
-        add("--quick", action="store_true", help=text)
-
-    @classmethod
-    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Applies `--quick`."""
-        if options.quick:
-            fill(options, {"allocator": "default"})
-            options.repeats, options.seconds = min(options.repeats, 3), min(options.seconds, 0.3)
-        fill(options, {"allocator": "kept"})
 
     def cases(self) -> list[Case]:
         """All measurements, grouped by their files of references."""
@@ -593,7 +584,7 @@ class Complete(Benchmark[Case]):
         chosen = sorted(rows, key=lambda case: (case.allocator, order.index(case.part), case.nodes))
         lines = [line_of(case, rows) for case in chosen]
         failed = [f"{case}: {row['outcome']}: {row['reason']}" for case, row in rows.items() if row["outcome"] != "ok"]
-        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {allocator} memory")
+        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)")
         headings = {column: column.replace("forward + backward", "fwd+bwd") for column in lines[0]}
         files = {"complete.png": draw_growth(rows)}
         self.publish("Attention among all nodes", lines, [*remarks, *REMARKS, *failed], files, headings=headings)

@@ -4,6 +4,8 @@ Attention alone, from projected features to the output: all families on *mid* of
 also on *arxiv*, and additive scores also on a complete graph. Each family takes turns with its base (the scores of GAT
 and GATv2 and the dot product, each with a softmax) and with one `embedding_bag` over the same edges, so their ratios
 are of the same rounds. Nothing is timed before outputs and gradients agree with gattn's reference in float64.
+
+Duration: 10 minutes; with `--quick`: 1 minute.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NotRequired
+from typing import Any, ClassVar, NamedTuple, NotRequired
 
 import torch
 from torch import Tensor
@@ -298,6 +300,7 @@ class Families(Benchmark[Case]):
     """Measures each family."""
 
     name = "families"
+    quick: ClassVar = {"shapes": ["tiny"], "allocator": "default", "repeats": 3, "seconds": 0.1, "threads": 1}
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -329,7 +332,7 @@ class Families(Benchmark[Case]):
     def report(self, rows: dict[Case, Row]) -> None:
         """One line per family."""
         lines = [line_of(case, row) for case, row in rows.items()]
-        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {allocator} memory")
+        remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)")
         remarks.append(
             "Medians with quartiles. × base is the time as a multiple of the base's and gathers that of one "
             "embedding_bag over the same edges, both within the same rounds. Per byte divides × base by the least "

@@ -16,7 +16,21 @@ from benchmarks import pyg_peers
 from benchmarks.framework import reports
 from benchmarks.framework.measuring import MODES
 from benchmarks.framework.options import unique
-from benchmarks.framework.reports import BLACK, BLUE, GREEN, ORANGE, PINK, RED, Line, machines, median, ratio
+from benchmarks.framework.reports import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    Line,
+    factor,
+    is_same_run,
+    machines,
+    median,
+    quotient,
+    ratio,
+)
 from benchmarks.framework.results import ALLOCATORS, VERSIONS, Row
 from benchmarks.kernel_cases import SHAPES, Case
 
@@ -136,11 +150,11 @@ class Report:
         for case, row in self.rows.items():
             plain = self.peer(case, shape=SHAPES["arxiv"][0])
             if case.shape.hub is not None and plain is not None and case.part != "gather":
-                share = ratio(median(row, "forward_backward"), median(plain, "forward_backward"), ".2f")
+                share = factor(row, plain, "forward_backward", ".2f")
                 remarks.append(f"{case}: forward + backward takes {share} the time of the plain graph.")
             if case.dtype != "float32":
                 single = self.peer(case, dtype="float32")
-                share = ratio(median(single, "forward"), median(row, "forward"), ".2f")
+                share = factor(single, row, "forward", ".2f")
                 remarks.append(f"{case}: forward is {share} as fast as in float32.")
         return remarks
 
@@ -184,14 +198,14 @@ def draw_speedup(report: Report) -> Figure:
         for case, row in report.rows.items():
             if (case.part, case.edge_features, case.dtype) != (*part, "float32"):
                 continue
-            eager = median(report.peer(case, peer="pyg"), "forward_backward")
-            own = median(row, "forward_backward")
+            eager = report.peer(case, peer="pyg")
+            times = quotient(eager, row, "forward_backward")
             line = case.shape.name, case.layer
             if case.peer == "pyg" and row["outcome"] != "ok":
                 lines.setdefault(line, [])
                 failed[part, line] = row["outcome"]
-            elif case.peer in COLOURS and eager and own:
-                lines.setdefault(line, []).append((case, eager / own))
+            elif case.peer in COLOURS and times and eager and is_same_run(row, eager):
+                lines.setdefault(line, []).append((case, times))
     sizes = {case.shape.name: case.shape.edges for case in report.rows}
     panels = {
         part: dict(sorted(lines.items(), key=lambda item: sizes[item[0][0]])) for part, lines in panels.items() if lines
@@ -203,12 +217,12 @@ def draw_speedup(report: Report) -> Figure:
     for (panel, lines), axis in zip(panels.items(), axes, strict=True):
         for place, (line, points) in enumerate(lines.items()):
             points.sort(key=lambda point: list(ALLOCATORS).index(point[0].allocator))
-            for case, factor in points:
+            for case, times in points:
                 is_kept = case.allocator == "kept"
                 style = {"markerfacecolor": "white" if is_kept else COLOURS[case.peer], "color": COLOURS[case.peer]}
                 label = case.peer + ", kept memory" * is_kept
-                (shown[label],) = axis.plot(factor, place, MARKERS[case.peer], markersize=6, **style)
-            said = [f"{factor:.3g}×" for case, factor in points if case.peer == "gattn"]
+                (shown[label],) = axis.plot(times, place, MARKERS[case.peer], markersize=6, **style)
+            said = [f"{times:.3g}×" for case, times in points if case.peer == "gattn"]
             if (panel, line) in failed:
                 said.append(f"PyG: {failed[panel, line]}")
             where = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}

@@ -7,6 +7,8 @@ forward, and forward + backward to all inputs that need a gradient. `--device cu
 
 On the CPU, everything is measured twice: under glibc's allocator with its default settings (`default`), and with
 settings that make it keep freed memory (`kept`).
+
+Duration: 25 minutes; with `--quick`: 1 minute.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import platform
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch_geometric.utils import remove_self_loops
@@ -30,7 +32,6 @@ from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import measured
 from benchmarks.framework.options import MOST, add_allocator, add_only, allocators, fill, folder, seconds, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message
-from benchmarks.framework.reports import markdown
 from benchmarks.framework.results import Row
 from benchmarks.kernel_cases import (
     ATTENTION_ONLY,
@@ -68,6 +69,13 @@ class Kernels(Benchmark[Case | Compilation]):
     """Measures each peer on each shape."""
 
     name = "kernels"
+    quick: ClassVar = {
+        "peers": [peer for peer in PEERS if "compile" not in peer],
+        "allocator": "default",
+        "repeats": 3,
+        "seconds": 0.1,
+        "threads": 1,
+    }
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -90,12 +98,13 @@ class Kernels(Benchmark[Case | Compilation]):
             "on mid; with --compile-only all)"
         )
         add("--dtypes", nargs="+", choices=DTYPES, help=text)
-        add_allocator(parser, None, "both; with --quick or on a GPU, default")
+        add_allocator(parser, "both", "both; with --quick or on a GPU, default")
         text = "number of threads (default: PyTorch's, here %(default)s)"
         add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help=text)
-        add("--repeats", type=whole(1, 10**9), help="largest number of timed calls (default: 30)")
-        text = f"seconds after which no further calls are timed, once there are {measuring.MIN_REPEATS} (default: 1.5)"
-        add("--seconds", type=seconds, help=text)
+        text = "largest number of timed calls (default: %(default)s)"
+        add("--repeats", type=whole(1, 10**9), default=30, help=text)
+        least = f"seconds after which no further calls are timed, once there are {measuring.MIN_REPEATS}"
+        add("--seconds", type=seconds, default=1.5, help=f"{least} (default: %(default)s)")
         text = "seconds after which a process is ended (default: %(default)s)"
         add("--timeout", type=seconds, default=1200.0, help=text)
         add_only(parser)
@@ -105,10 +114,6 @@ class Kernels(Benchmark[Case | Compilation]):
         add("--compile-only", action="store_true", help=text)
         text = "compute capabilities for --compile-only (default: all)"
         add("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=ARCHITECTURES, help=text)
-        text = (
-            "under a minute: unless other options are given, Cora's shape, a small graph, few repeats, no compiled PyG"
-        )
-        add("--quick", action="store_true", help=text)
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -119,21 +124,18 @@ class Kernels(Benchmark[Case | Compilation]):
             if importlib.util.find_spec("triton") is None:
                 parser.error("--compile-only needs Triton, which is not installed")
             for name in ("shapes", "peers", "allocator", "repeats", "seconds"):
-                if getattr(options, name) is not None:
+                if getattr(options, name) != parser.get_default(name):
                     parser.error(f"--{name} is for measurements, but --compile-only makes none")
         elif options.device == "cuda" and not torch.cuda.is_available():
             parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, but there is none\n")
         if options.compile_only:
             fill(options, {"dtypes": DTYPES})
         if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
-            if options.allocator in ("both", "kept"):
+            if options.allocator != parser.get_default("allocator"):
                 parser.error(f"--allocator {options.allocator} works only on the CPU, if the C library is glibc")
             options.allocator = "default"
-        options.is_usual = options.peers is None
-        if options.quick:
-            peers = [peer for peer in PEERS if "compile" not in peer]
-            fill(options, {"peers": peers, "allocator": "default", "repeats": 10, "seconds": 0.3})
-        fill(options, {"peers": PEERS, "allocator": "both", "repeats": 30, "seconds": 1.5})
+        options.is_usual = options.peers == parser.get_default("peers")
+        fill(options, {"peers": PEERS})
         if options.shapes is None and options.quick:
             options.shapes = [*SHAPES["cora"], SMALL]
         else:
@@ -222,7 +224,7 @@ class Kernels(Benchmark[Case | Compilation]):
         pictures = {"speedup.png": draw_speedup(report)}
         if report.rooflines():
             pictures["roofline.png"] = draw_roofline(report)
-        files = {"forward.md": markdown(report.lines("forward"), remarks), "memory.md": markdown(memory, remarks)}
+        files = {"forward.md": report.lines("forward"), "memory.md": memory}
         self.publish(
             f"Graph attention on this machine's {device}",
             lines,

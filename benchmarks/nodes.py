@@ -4,6 +4,8 @@ Each data set has one network of attention layers, with the normalisation, resid
 Luo, Shi and Wu 2024 (https://arxiv.org/abs/2406.08993) found for GAT. For some data sets there are also graph
 Transformers, with recipes of their own. All are trained on the full batch with Adam. The test score is that of the
 evaluation with the best validation score; tables show mean and standard deviation over splits or seeds.
+
+Duration: 10 hours; with `--quick`: 2 minutes.
 """
 
 from __future__ import annotations
@@ -17,12 +19,11 @@ import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch_geometric.nn as pyg
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch_geometric.data import Data
@@ -39,15 +40,11 @@ from benchmarks.framework.processes import Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.framework.training import Training, computing_time, num_parameters, seed_iteration
+from benchmarks.nodes_models import CONVS, GlobalRecipe, Polynormer, Recipe, network
 from gattn.datasets.registry import families
 from gattn.distributed import shard
-from gattn.nn.linear import FeatureDropout, Linear
 
 DEFAULT_DATASETS = ("cora", "citeseer", "photo", "minesweeper")
-CONVS = {
-    "gattn": {"gat": gattn.nn.GATConv, "gatv2": gattn.nn.GATv2Conv, "transformer": gattn.nn.TransformerConv},
-    "pyg": {"gat": pyg.GATConv, "gatv2": pyg.GATv2Conv, "transformer": pyg.TransformerConv},
-}
 LAYERS, MODELS = tuple(CONVS), tuple(CONVS["gattn"])
 COLOURS = {
     "gat": reports.BLUE,
@@ -59,41 +56,7 @@ COLOURS = {
 }
 
 
-# The data sets -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Hyper-parameters for one data set."""
-
-    hidden_channels: int
-    layers: int
-    dropout: float
-    learning_rate: float
-    weight_decay: float
-    epochs: int
-    norm: str | None = None
-    """`"batch"`, `"layer"` or `None`."""
-    residual: bool = False
-    """Whether a linear layer bypasses each attention layer."""
-    linear_in: bool = False
-    """Whether a linear layer comes before the attention layers."""
-    input_dropout: float = 0.0
-    heads: int = 1
-    normalise: bool = False
-    """Whether each node's features are divided by their sum."""
-
-
-@dataclass(frozen=True)
-class GlobalRecipe(Recipe):
-    """Hyper-parameters of a graph Transformer, whose norms, residuals and first layers are its own."""
-
-    global_layers: int = 0
-    """The layers of attention among all nodes, if these are apart from the other layers."""
-    graph_weight: float = 0.0
-    """The weight of SGFormer's layers on the edges."""
-    local_epochs: int = 0
-    """The first epochs, in which Polynormer has no global layers."""
+# The recipes ---------------------------------------------------------------------------------------------------------
 
 
 QUESTIONS = Recipe(512, 3, 0.2, 3e-5, 0.0, 1500, "layer", residual=True, linear_in=True)
@@ -291,174 +254,6 @@ def default_splits(dataset: str, model: str) -> tuple[str, ...]:
 def runs_of(dataset: str, split: str) -> int:
     """The number of splits or seeds."""
     return 5 if split == "luo" else RUNS.get(dataset, 10)
-
-
-class Network(torch.nn.Module):
-    """Attention layers, each followed by normalisation, ReLU and dropout, and a linear classifier.
-
-    Args:
-        recipe: The hyper-parameters.
-        in_channels: The number of features.
-        classes: The number of classes.
-        model: The kind of attention layer.
-        layers: The library whose layers are used.
-    """
-
-    def __init__(self, recipe: Recipe, in_channels: int, classes: int, model: str, layers: str):
-        super().__init__()
-        hidden, heads = recipe.hidden_channels, recipe.heads
-        dropout = FeatureDropout if layers == "gattn" else torch.nn.Dropout
-        self.input_dropout, self.dropout = dropout(recipe.input_dropout), dropout(recipe.dropout)
-        self.linear_in = Linear(in_channels, hidden) if recipe.linear_in else None
-        widths = [hidden if recipe.linear_in else in_channels, *[hidden] * recipe.layers]
-        norm = {"batch": torch.nn.BatchNorm1d, "layer": torch.nn.LayerNorm, None: torch.nn.Identity}[recipe.norm]
-        # The graph already has self-loops, and the recipe adds residuals.
-        options = {"root_weight": False} if model == "transformer" else {"add_self_loops": False}
-        conv = functools.partial(CONVS[layers][model], heads=heads, bias=False, **options)
-        self.convs = torch.nn.ModuleList(conv(width, hidden // heads) for width in widths[:-1])
-        self.residuals = torch.nn.ModuleList(Linear(width, hidden) for width in widths[:-1] if recipe.residual)
-        self.norms = torch.nn.ModuleList(norm(hidden) for _ in self.convs)
-        self.linear_out = Linear(hidden, classes)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """The logits of each class, `[N, classes]`, from features `[N, F]`, which may be sparse."""
-        x = self.input_dropout(x)
-        if self.linear_in is not None:
-            x = self.dropout(self.linear_in(x))
-        for conv, residual, norm in itertools.zip_longest(self.convs, self.residuals, self.norms):
-            out = conv(x, edge_index)
-            x = self.dropout(norm(out if residual is None else out + residual(x)).relu())
-        logits: Tensor = self.linear_out(x)
-        return logits
-
-
-class GPS(torch.nn.Module):
-    """A linear layer, blocks of GAT beside Performer's attention among all nodes, and a linear classifier.
-
-    Args:
-        recipe: The hyper-parameters.
-        in_channels: The number of features.
-        classes: The number of classes.
-        layers: The library whose layers are used.
-    """
-
-    def __init__(self, recipe: GlobalRecipe, in_channels: int, classes: int, layers: str):
-        super().__init__()
-        hidden, heads = recipe.hidden_channels, recipe.heads
-        block = {"gattn": gattn.nn.GPSConv, "pyg": pyg.GPSConv}[layers]
-        conv = functools.partial(CONVS[layers]["gat"], hidden, hidden // heads, heads=heads, add_self_loops=False)
-        options = {"attn_type": "performer", "attn_kwargs": {"head_channels": hidden // heads}}
-        self.linear_in = Linear(in_channels, hidden)
-        self.blocks = torch.nn.ModuleList(
-            block(hidden, conv(), heads, recipe.dropout, **options) for _ in range(recipe.layers)
-        )
-        self.linear_out = Linear(hidden, classes)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """The logits of each class, `[N, classes]`, from features `[N, F]`."""
-        x = self.linear_in(x)
-        for block in self.blocks:
-            x = block(x, edge_index)
-        logits: Tensor = self.linear_out(x)
-        return logits
-
-
-class SGFormer(torch.nn.Module):
-    """SGFormer on a single graph.
-
-    Args:
-        recipe: The hyper-parameters.
-        in_channels: The number of features.
-        classes: The number of classes.
-        layers: The library whose layers are used.
-    """
-
-    def __init__(self, recipe: GlobalRecipe, in_channels: int, classes: int, layers: str):
-        super().__init__()
-        self.net = {"gattn": gattn.models.SGFormer, "pyg": pyg.models.SGFormer}[layers](
-            in_channels,
-            recipe.hidden_channels,
-            classes,
-            trans_num_layers=recipe.global_layers,
-            trans_num_heads=recipe.heads,
-            trans_dropout=recipe.dropout,
-            gnn_num_layers=recipe.layers,
-            gnn_dropout=recipe.dropout,
-            graph_weight=recipe.graph_weight,
-        )
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """The logarithms of the classes' probabilities, `[N, classes]`, from features `[N, F]`."""
-        out: Tensor = self.net(x, edge_index, edge_index.new_zeros(x.size(0)))
-        return out
-
-
-class Polynormer(torch.nn.Module):
-    """Polynormer behind a linear layer, as in its authors' program; it starts in its local phase.
-
-    Args:
-        recipe: The hyper-parameters.
-        in_channels: The number of features.
-        classes: The number of classes.
-    """
-
-    def __init__(self, recipe: GlobalRecipe, in_channels: int, classes: int):
-        super().__init__()
-        hidden = recipe.hidden_channels
-        self.local_epochs = recipe.local_epochs
-        self.input_dropout = FeatureDropout(recipe.input_dropout)
-        self.linear_in = Linear(in_channels, hidden)
-        self.net = gattn.models.Polynormer(
-            hidden,
-            hidden // recipe.heads,
-            classes,
-            local_layers=recipe.layers,
-            global_layers=recipe.global_layers,
-            in_dropout=recipe.dropout,  # that of the linear layer
-            dropout=recipe.dropout,
-            global_dropout=recipe.dropout,
-            heads=recipe.heads,
-            beta=0.5,  # around which the program starts to learn it
-            qk_shared=True,
-            post_bn=False,
-            local_attn=True,
-        )
-        self.kept: dict[str, Any] | None = None
-        """The states of this network and its optimizer at the best evaluation of the local phase."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """The logarithms of the classes' probabilities, `[N, classes]`, from features `[N, F]`."""
-        out: Tensor = self.net(self.linear_in(self.input_dropout(x)), edge_index)
-        return out
-
-    def keep(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keeps the states of the network and its optimizer."""
-        self.kept = None  # so that the new one does not contain it
-        self.kept = copy.deepcopy({"model": self.state_dict(), "optimizer": optimizer.state_dict()})
-
-    def start_global(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores what was kept, and starts the global phase."""
-        if kept := self.kept:
-            self.load_state_dict(kept["model"])  # after which nothing is kept
-            optimizer.load_state_dict(kept["optimizer"])
-        self.net.use_global()
-
-    def get_extra_state(self) -> dict[str, Any] | None:
-        """What checkpoints hold besides parameters."""
-        return self.kept
-
-    def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Restores it."""
-        self.kept = state
-
-
-def network(recipe: Recipe, in_channels: int, classes: int, model: str, layers: str) -> torch.nn.Module:
-    """The network of a recipe; the arguments are those of `Network`."""
-    if not isinstance(recipe, GlobalRecipe):
-        return Network(recipe, in_channels, classes, model, layers)
-    if model == "polynormer":
-        return Polynormer(recipe, in_channels, classes)
-    return {"sgformer": SGFormer, "gps": GPS}[model](recipe, in_channels, classes, layers)
 
 
 def prepare(run: Run) -> Data:
@@ -721,6 +516,13 @@ class Nodes(Benchmark[Run]):
     """Trains each model on each data set and split."""
 
     name = "nodes"
+    quick: ClassVar = {
+        "datasets": ["photo", "minesweeper"],
+        "models": [*MODELS, *GLOBAL_RECIPES],
+        "runs": 1,
+        "epochs": 2,
+        "evaluate_every": 1,
+    }
     is_parallel = True
 
     @classmethod

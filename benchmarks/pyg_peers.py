@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 
 from benchmarks.framework.measuring import MODES, Computation
-from benchmarks.framework.reports import Line, median, quartiles, ratio
+from benchmarks.framework.reports import Line, factor, median, quartiles
 from benchmarks.framework.results import ALLOCATORS, Row
 
 PYG = ("pyg", "pyg-scatter", "pyg-compile", "pyg-sorted", "pyg-sorted-scatter", "pyg-sorted-compile")
@@ -122,14 +122,14 @@ def compared(rows: Mapping[Any, Row], case: Any, mode: str, gather: Callable[[An
     for allocator in sides(rows):
         own = replace(case, allocator=allocator)
         row = rows.get(own, {"outcome": "–"})
-        found = {peer: median(rows.get(replace(own, peer=peer)), mode) for peer in PYG}
-        known = [time for time in found.values() if time]
+        found = {peer: rows.get(replace(own, peer=peer)) for peer in PYG}
+        known = {time: other for other in found.values() if other and (time := median(other, mode))}
         for name, other in {
             "PyG compiled": found["pyg-compile"],
             "PyG eager": found["pyg"],
-            "PyG's best": min(known, default=None),
+            "PyG's best": known[min(known)] if known else None,
         }.items():
-            ratios[f"× {name}, {SIDES[allocator]}"] = ratio(other, median(row, mode))
+            ratios[f"× {name}, {SIDES[allocator]}"] = factor(other, row, mode)
         times[f"{MODES[mode]}, ms, {SIDES[allocator]}"] = quartiles(row, mode)
-        times[f"gathers, {SIDES[allocator]}"] = ratio(median(row, mode), median(gather(own), "forward")).rstrip("×")
+        times[f"gathers, {SIDES[allocator]}"] = factor(row, gather(own), mode, own_mode="forward", unit="")
     return ratios | times

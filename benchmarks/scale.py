@@ -6,6 +6,8 @@ law. *products* has as many nodes and edges as ogbn-products. *communities* and 
 communities with nodes numbered in order or at random, which shows what the order is worth. `--parts reordered` measures
 the step before and after `gattn.graphs.reorder`, and the time that the ordering takes. Nothing is timed before the
 logits and all gradients agree with float64, computed on the part of the graph that the labelled nodes can see.
+
+Duration: 40 minutes; with `--quick`: 2 minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, ClassVar, NotRequired
 
 import torch
 import torch.nn.functional as F
@@ -227,6 +229,12 @@ class Case(Measurement):
         """What is the same for all cases that must have the same result."""
         return self.graph, self.part
 
+    @property
+    def whole(self) -> Case | None:
+        """A step has the layer as its first, and one that recomputes does all that one does that does not."""
+        wholes = {"layer": "step", "step": "recomputed"}
+        return replace(self, part=wholes[self.part]) if self.part in wholes else None
+
     def references(self) -> dict[str, dict[str, Expected]]:
         """The results of gattn's reference on the labelled nodes' neighbourhood."""
         edge_index, labelled = self._draw()
@@ -352,6 +360,14 @@ class Scale(Benchmark[Case]):
     """Measures each peer on graphs of growing size."""
 
     name = "scale"
+    quick: ClassVar = {
+        "graphs": ["1e4"],
+        "parts": list(PARTS),
+        "allocators": ["default"],
+        "repeats": 3,
+        "seconds": 0.1,
+        "threads": 1,
+    }
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -371,14 +387,7 @@ class Scale(Benchmark[Case]):
         add("--allocators", nargs="+", default=list(ALLOCATORS), choices=MEMORY, help=text)
         text = "GiB that a process may allocate (default: nine tenths of the machine's, here %(default)s)"
         add("--memory", type=whole(1, 2**20), default=max(int(0.9 * total_memory() / GIB), 1), help=text)
-        add("--quick", action="store_true", help="small graphs, few repeats, memory kept, to see that everything runs")
         add_measuring(parser, cls.name, repeats=5)
-
-    @classmethod
-    def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Applies `--quick`."""
-        if options.quick:
-            options.graphs, options.allocators, options.repeats, options.seconds = ["1e4"], ["kept"], 2, 0.1
 
     def peers(self) -> list[str]:
         """The installed peers.
@@ -457,9 +466,7 @@ class Scale(Benchmark[Case]):
         for case, row in rows.items():
             other = rows.get(replace(case, peer="pyg"))
             unit = rows.get(replace(case, part="gather", peer="embedding_bag"))
-            growth = exponent(case, rows)
             mode = "forward" if case.part == "gather" else "forward_backward"
-            seconds = reports.median(row, mode)
             lines.append(
                 {
                     "graph": case.graph.name,
@@ -470,9 +477,9 @@ class Scale(Benchmark[Case]):
                     "memory": case.allocator,
                     "forward, ms": reports.quartiles(row, "forward"),
                     "forward + backward, ms": reports.quartiles(row, "forward_backward"),
-                    "× PyG": reports.ratio(reports.median(other, mode), seconds),
-                    "gathers": reports.ratio(seconds, reports.median(unit, "forward")).rstrip("×"),
-                    "exponent": "–" if growth is None else f"{growth:.2f}",
+                    "× PyG": reports.factor(other, row, mode),
+                    "gathers": reports.factor(row, unit, mode, own_mode="forward", unit=""),
+                    "exponent": exponent(case, rows),
                     "peak, MB": reports.megabytes(row),
                     "bytes/edge": f"{row['peak_bytes'] / case.graph.edges:.0f}" if "peak_bytes" in row else "–",
                     "process, MB": reports.megabytes(row, "process_bytes"),
@@ -494,8 +501,7 @@ class Scale(Benchmark[Case]):
         lines = []
         for case, row in rows.items():
             assert isinstance(case, Reordered)
-            before = reports.median(rows.get(replace(case, method="none")), "forward_backward")
-            step, ordering = reports.median(row, "forward_backward"), reports.median(row, "ordering")
+            given = rows.get(replace(case, method="none"))
             lines.append(
                 {
                     "graph": case.graph.name,
@@ -505,8 +511,16 @@ class Scale(Benchmark[Case]):
                     "order": case.method,
                     "ordering, ms": reports.quartiles(row, "ordering"),
                     "step, ms": reports.quartiles(row, "forward_backward"),
-                    "speed": reports.ratio(before, step, ".2f"),
-                    "pays off after, steps": pays_off(ordering, before, step),
+                    "speed": reports.factor(given, row, "forward_backward", ".2f"),
+                    "pays off after, steps": reports.mark(
+                        pays_off(
+                            reports.median(row, "ordering"),
+                            reports.median(given, "forward_backward"),
+                            reports.median(row, "forward_backward"),
+                        ),
+                        row,
+                        given,
+                    ),
                 }
             )
         packages = (*VERSIONS, "python", "scipy", "pymetis")
@@ -527,16 +541,16 @@ def pays_off(ordering: float | None, before: float | None, after: float | None) 
     return f"{math.ceil(ordering / (before - after)):,}" if after < before else "never"
 
 
-def exponent(case: Case, rows: Mapping[Case, Row]) -> float | None:
+def exponent(case: Case, rows: Mapping[Case, Row]) -> str:
     """The power of the number of edges with which time grew from the graph a tenth as large."""
     smaller = [
         graph for graph in GRAPHS.values() if graph.edges * 10 == case.graph.edges and graph.kind == case.graph.kind
     ]
     if not smaller:
-        return None
-    mode = "forward" if case.part == "gather" else "forward_backward"
-    before, after = (reports.median(rows.get(replace(case, graph=graph)), mode) for graph in (smaller[0], case.graph))
-    return math.log10(after / before) if before and after else None
+        return "–"
+    before, after = (rows.get(replace(case, graph=graph)) for graph in (smaller[0], case.graph))
+    growth = reports.quotient(after, before, "forward" if case.part == "gather" else "forward_backward")
+    return reports.mark(f"{math.log10(growth):.2f}" if growth else "–", after, before)
 
 
 def draw(rows: Mapping[Case, Row]) -> Figure:

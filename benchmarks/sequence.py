@@ -9,6 +9,8 @@ written for this. *graphs* measures one layer on complete, causal, windowed and 
 grows with size.
 
 The results of *speed* and *graphs* are compared with a float64 reference.
+
+Duration: 45 minutes; with `--quick`: 1 minute.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
@@ -31,7 +33,7 @@ from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import MODES, measured
 from benchmarks.framework.options import MOST, fill, folder, seconds, whole
 from benchmarks.framework.processes import BenchmarkError, Message
-from benchmarks.framework.reports import Line, machines, median, megabytes, quartiles, ratio
+from benchmarks.framework.reports import Line, factor, machines, mark, median, megabytes, quartiles, ratio
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.sequence_models import (
     CHUNK,
@@ -50,6 +52,8 @@ from benchmarks.sequence_speed import Speed
 PARTS = ("lm", "speed", "graphs")
 
 TEXT = "tinyshakespeare"
+QUICK_TEXT = 30_000
+"""With `--quick`, only this many of its characters are used, as the loss on its last tenth takes long."""
 PUBLISHED_LOSS = 1.88
 """NanoGPT's validation loss in this setting, a mean over random batches: its README, "i only have a macbook"."""
 
@@ -89,7 +93,7 @@ def merge(rows: Sequence[Row]) -> Row:
     modes = [mode for mode in MODES if mode in rows[0]]
     times = {mode: measuring.spread([seconds for row in rows for seconds in row[mode]["times"]]) for mode in modes}
     peaks = {name: max(row[name] for row in rows) for name in ("forward_peak_bytes", "peak_bytes")}
-    return {**rows[0], **times, **peaks}
+    return {**rows[0], **times, **peaks, "started": [row.get("started") for row in rows]}
 
 
 class Report:
@@ -136,7 +140,7 @@ def speed_lines(report: Report) -> list[Line]:
         other = report.peer(case, peer="torch")
         line = {"graph": case.graph, "T": str(case.length), "peer": case.peer, **times_of(row)}
         for mode, title in MODES.items():
-            line[f"{title}, torch's ÷"] = ratio(median(other, mode), median(row, mode), ".2f")
+            line[f"{title}, torch's ÷"] = factor(other, row, mode, ".2f")
         line["peak, torch's ÷"] = ratio((other or {}).get("peak_bytes"), row.get("peak_bytes"))
         lines.append(line)
     return lines
@@ -148,16 +152,15 @@ def speed_remarks(report: Report) -> list[str]:
     for case, row in report.of("speed").items():
         if case.peer != "gattn":
             continue
-        own = median(row, "forward_backward")
         for graph, peer, text in (
             ("ragged", "gattn-padded", "padding it with gattn"),
             ("ragged", "torch", "padding it with torch"),
             ("window", "gattn", "full attention"),
         ):
             other = report.peer(case, peer=peer, graph="full" if graph == "window" else graph)
-            factor = ratio(median(other, "forward_backward"), own)
-            if case.graph == graph and factor != "–":
-                remarks.append(f"{case.graph} {case.length}: {factor} as fast as {text}, forward + backward.")
+            times = factor(other, row, "forward_backward")
+            if case.graph == graph and times != "–":
+                remarks.append(f"{case.graph} {case.length}: {times} as fast as {text}, forward + backward.")
     return remarks
 
 
@@ -174,7 +177,7 @@ def graph_lines(report: Report) -> list[Line]:
                 "edges": f"{edges:,}".replace(",", " "),
                 **times_of(row),
                 "forward + backward, ns per edge": f"{seconds / edges * 1e9:.1f}" if seconds else "–",
-                "time, half as many nodes' ×": ratio(seconds, median(before, "forward_backward")),
+                "time, half as many nodes' ×": factor(row, before, "forward_backward"),
                 "peak, half as many nodes' ×": ratio(row.get("peak_bytes"), (before or {}).get("peak_bytes")),
             }
         )
@@ -210,8 +213,10 @@ def lm_lines(rows: Sequence[Row]) -> list[Line]:
                 "over random batches": f"{row['val_loss_random']:.4f}",
                 "iteration, ms": f"{middle} ({low}–{high})",
                 "all iterations, s": f"{row['total_seconds']:.1f}",
-                f"iteration, × {whose}": ratio(times["median"], median(other, "iteration"), ".3f"),
-                f"all, × {whose}": ratio(row["total_seconds"], (other or {}).get("total_seconds"), ".3f"),
+                f"iteration, × {whose}": factor(row, other, "iteration", ".3f"),
+                f"all, × {whose}": mark(
+                    ratio(row["total_seconds"], (other or {}).get("total_seconds"), ".3f"), row, other
+                ),
             }
         )
     return lines
@@ -361,6 +366,7 @@ class Sequences(Benchmark[Run | Speed]):
     """Trains the language models, then measures each peer on each graph."""
 
     name = "sequence"
+    quick: ClassVar = {"iterations": 10, "rounds": 1, "repeats": 3, "seconds": 0.1, "threads": 1}
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -380,12 +386,10 @@ class Sequences(Benchmark[Run | Speed]):
         add("--timeout", type=seconds, help="seconds after which a process is ended (default: 1200)")
         text = "folder of results, checkpoints, tables and pictures (default: %(default)s)"
         add("--out", type=folder, default=Path("runs/sequence"), help=text)
-        text = "a few minutes: unless other options are given, few iterations, small sizes, few repeats, one round"
-        add("--quick", action="store_true", help=text)
 
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        """Fills in defaults, including those of `--quick`, and refuses options of parts that are left out."""
+        """Fills in defaults, and refuses options of parts that are left out."""
         options.is_asked = options.parts is not None or options.models is not None
         if options.layers and set(options.parts or PARTS) == {"lm"} and "transformer" not in (options.models or MODELS):
             parser.error("--layers is for Transformers, but --models leaves them out")
@@ -396,11 +400,9 @@ class Sequences(Benchmark[Run | Speed]):
         of_training: dict[str, object] = {"models": MODELS[:1], "iterations": 2000, "seed": 0}
         of_speed: dict[str, object] = {"rounds": 2, "repeats": 20, "seconds": 5.0, "timeout": 1200.0}
         for defaults, parts in ((of_training, ("lm",)), (of_speed, ("speed", "graphs"))):
-            given = [name for name in defaults if getattr(options, name) is not None]
+            given = [name for name in defaults if getattr(options, name) != parser.get_default(name)]
             if given and not set(parts) & set(options.parts):
                 parser.error(f"--{given[0]} is for {' and '.join(parts)}, which --parts leaves out")
-        if options.quick:
-            fill(options, {"iterations": 100, "rounds": 1, "repeats": 10, "seconds": 0.3})
         fill(options, of_training | of_speed)
         options.models = [name for name in MODELS if name in options.models]
 
@@ -418,7 +420,7 @@ class Sequences(Benchmark[Run | Speed]):
         if "lm" not in options.parts:
             return []
         try:
-            self.corpus = Corpus(gattn.datasets.load_text(TEXT))
+            self.corpus = Corpus(gattn.datasets.load_text(TEXT)[: QUICK_TEXT if options.quick else None])
         except gattn.datasets.DatasetUnavailableError as error:
             if options.is_asked:
                 raise BenchmarkError(str(error)) from error
@@ -435,16 +437,16 @@ class Sequences(Benchmark[Run | Speed]):
         problems: list[tuple[str, str, int, int, list[str]]] = []
         if "speed" in options.parts:
             peers = [*options.layers, "sdpa"]
-            lengths = LENGTHS[:3:2] if options.quick else LENGTHS
+            lengths = LENGTHS[:1] if options.quick else LENGTHS
             problems += [("speed", graph, n, BATCH, peers) for graph in ("full", "causal", "window") for n in lengths]
             batch, longest = RAGGED
-            batch = max(batch // 4, 1) if options.quick else batch
+            batch = max(batch // 16, 1) if options.quick else batch
             padded = [name for peer in peers for name in ((peer, "gattn-padded") if peer == "gattn" else (peer,))]
             problems.append(("speed", "ragged", longest, batch, padded))
             problems.append(("speed", "full", SHORT, 1, peers))
             problems.append(("speed", "decode", DECODED, 1, options.layers))
         if "graphs" in options.parts and "gattn" in options.layers:
-            sizes = NODES[:3] if options.quick else NODES
+            sizes = NODES[:2] if options.quick else NODES
             problems += [("graphs", graph, n, 1, ["gattn"]) for graph in GRAPH_COLOURS for n in sizes]
         fixed = (options.threads, options.repeats, options.seconds)
         return [

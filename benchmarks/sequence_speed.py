@@ -72,6 +72,11 @@ class Speed(Measurement):
         """Whether there are gradients, and sequences are not too long for those of the reference."""
         return self.length <= CHECKED_LENGTH and self.graph != "decode"
 
+    @property
+    def whole(self) -> Speed | None:
+        """PyTorch's layer, for its attention alone."""
+        return replace(self, peer="torch") if self.peer == "sdpa" else None
+
     def problem(self) -> tuple[object, ...]:
         """What is the same for all cases that share a reference."""
         return self.part, self.graph, self.length, self.batch, self.channels, self.heads

@@ -4,6 +4,8 @@ It measures time, bytes sent and memory per process for the training step of two
 graphs that `gattn.distributed.shard` splits. *power law* is a graph with hubs, of which every process needs almost all
 nodes; *mesh* is a grid whose nodes have eight neighbours. Nothing is timed before the logits and all gradients agree
 with float64.
+
+Duration: 5 minutes; with `--quick`: 1 minute.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import MIN_REPEATS, Times, check, measured, peak_above, peak_of_process, spread
 from benchmarks.framework.options import add_measuring, unique, whole
-from benchmarks.framework.processes import BenchmarkError, Message
+from benchmarks.framework.processes import BenchmarkError, Message, end_with_parent
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
 from gattn.distributed import shard
@@ -92,6 +94,7 @@ class Case(scale.Case):
 
 def _measure(rank: int, case: Case, reference: str, folder: str) -> None:
     """The work of one process, which writes its numbers to a file."""
+    end_with_parent()
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.processes)
     torch.set_num_threads(case.threads)
@@ -163,6 +166,7 @@ class Sharding(Benchmark[Case]):
     """Measures each graph, split in each way."""
 
     name = "sharding"
+    quick: ClassVar = {"processes": [1, 2], "repeats": 3, "seconds": 0.1}
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -217,7 +221,10 @@ def line_of(case: Case, row: Row, rows: Mapping[Case, Row]) -> Line:
     alone = rows.get(replace(case, partition="blocks", processes=1))
 
     def relative(text: str, name: str) -> str:
-        return text if alone is None or case.processes == 1 else f"{text} ({max(row[name]) / max(alone[name]):.2f})"
+        if alone is None or case.processes == 1:
+            return text
+        share = f"{max(row[name]) / max(alone[name]):.2f}"
+        return f"{text} ({reports.mark(share, row, alone) if name == 'processor_seconds' else share})"
 
     line: Line = {
         "graph": case.graph.name,

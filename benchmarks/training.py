@@ -4,6 +4,8 @@
 - *typed*: HGT on a random graph of three node types and six edge types (`torch_geometric.datasets.FakeHeteroDataset`).
 
 Both sides start with the same weights and see the same batches, so their losses agree up to rounding.
+
+Duration: 1 minute; with `--quick`: half a minute.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,7 @@ import gattn
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.options import MOST, add_saving, folder, unique, whole
 from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
-from benchmarks.framework.reports import machines, ratio
+from benchmarks.framework.reports import machines, mark, ratio
 from benchmarks.framework.results import VERSIONS, Row
 from benchmarks.framework.training import Training
 from benchmarks.pyg_layers import PyGGatedGCNConv
@@ -214,6 +216,7 @@ class Train(Benchmark[Run]):
     """Trains each network with both libraries' layers."""
 
     name = "training"
+    quick: ClassVar = {"epochs": 1}
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -262,7 +265,8 @@ class Train(Benchmark[Run]):
         """One line per run."""
         lines = []
         for run, row in rows.items():
-            other = rows.get(replace(run, layers="pyg"), {})
+            other = rows.get(replace(run, layers="pyg"))
+            theirs = other["seconds_per_epoch"] if other else None
             lines.append(
                 {
                     "task": run.task,
@@ -270,7 +274,7 @@ class Train(Benchmark[Run]):
                     "first loss": f"{row['losses'][0]:.4f}",
                     "last loss": f"{row['losses'][-1]:.4f}",
                     "seconds/epoch": f"{row['seconds_per_epoch']:.3f}",
-                    "× PyG": ratio(other.get("seconds_per_epoch"), row["seconds_per_epoch"]),
+                    "× PyG": mark(ratio(theirs, row["seconds_per_epoch"]), row, other),
                 }
             )
         remarks = machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s), {epochs} epochs")

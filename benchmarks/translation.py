@@ -9,6 +9,8 @@ same small grid by the loss on the validation set, in trials: the first thirds o
 
 Every run, one row and one seed, is trained on one thread. Training time is processor time, of training steps only, so
 that it means the same when other things run on the machine. (On a GPU, it is the clock's.)
+
+Duration: 2 hours; with `--quick`: 2 minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import statistics
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import sacrebleu
 import sentencepiece
@@ -32,7 +34,7 @@ from matplotlib.figure import Figure
 import gattn
 from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark
-from benchmarks.framework.options import MOST, device, folder, whole
+from benchmarks.framework.options import MOST, device, fill, folder, whole
 from benchmarks.framework.processes import BenchmarkError, Message, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Machine, Row
@@ -194,16 +196,16 @@ class Translation(Benchmark[Run | Trial]):
     """Trains each row with each seed."""
 
     name = "translation"
+    quick: ClassVar = {"setting": "quick"}
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
         add("--rows", nargs="+", choices=ROWS, help="rows of the table (default: all)")
-        add("--seeds", nargs="+", type=whole(0, 2**32 - 1), help="seeds of each (default: 0 1 2)")
-        text = "sizes and training: two hours on two cores; a few minutes; or for a GPU (default: %(default)s)"
+        add("--runs", type=whole(1, 10**6), help="number of seeds of each, from 0 (default: 3; with --quick, 1)")
+        text = "sizes and training: the usual ones, those of --quick, or some for a GPU (default: %(default)s)"
         add("--setting", default="default", choices=SETTINGS, help=text)
-        add("--quick", action="store_true", help="the same as --setting quick")
         add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
         text = "runs at once, each on one thread; the numbers stay the same (default: one a core, one on a GPU)"
         add("--workers", type=whole(1, MOST), help=text)
@@ -214,17 +216,16 @@ class Translation(Benchmark[Run | Trial]):
     @classmethod
     def check_options(cls, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         """Fills in defaults, and refuses options that `--report` would ignore."""
-        if options.quick:
-            if options.setting not in ("default", "quick"):
-                parser.error(f"--quick is the setting quick; leave it out, or --setting {options.setting}")
-            options.setting = "quick"
-        for name in ("rows", "seeds", "workers"):
+        if options.quick and options.setting != "quick":
+            parser.error(f"--quick is the setting quick; leave it out, or --setting {options.setting}")
+        options.quick = options.setting == "quick"
+        for name in ("rows", "runs", "workers"):
             if options.report and getattr(options, name) is not None:
                 parser.error(f"--report shows every finished run of the setting; leave --{name} out")
         if options.workers is None:
             options.workers = 1 if options.device.startswith("cuda") else os.cpu_count() or 1
         options.rows = [row for row in ROWS if row in (options.rows or ROWS)]
-        options.seeds = list(dict.fromkeys(options.seeds or (0, 1, 2)))
+        fill(options, {"runs": 1 if options.quick else 3})
         if options.out is None:
             suffix = "" if options.setting == "default" else f"-{options.setting}"
             options.out = Path(f"runs/translation{suffix}")
@@ -254,7 +255,9 @@ class Translation(Benchmark[Run | Trial]):
         corpus, device, setting = trials[0].corpus, self.options.device, SETTINGS[self.options.setting]
         chosen = self.chosen()
         rows = [row for row in self.options.rows if row in chosen]
-        yield [Run(row, seed, corpus, device, setting, chosen[row]) for seed in self.options.seeds for row in rows]
+        yield [
+            Run(row, seed, corpus, device, setting, chosen[row]) for seed in range(self.options.runs) for row in rows
+        ]
 
     def recorded(self, kind: type[Run | Trial], result: type) -> list[Row]:
         """The rows of the setting on the device."""

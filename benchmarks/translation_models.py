@@ -79,11 +79,11 @@ SETTINGS = {
         vocabulary=1000,
         parameters=400_000,
         transformer_channels=64,
-        iterations=150,
-        warm_up=30,
-        evaluate_every=50,
-        curve_sentences=50,
-        test_sentences=100,
+        iterations=30,
+        warm_up=10,
+        evaluate_every=15,
+        curve_sentences=10,
+        test_sentences=20,
         beams=2,
     ),
     "large": Setting(
@@ -136,7 +136,7 @@ class Grid:
 #: The grid of each setting.
 GRIDS = {
     "default": Grid((1.5e-3, 3e-3, 6e-3, 1.2e-2), (0.0, 0.1), (10, 20)),
-    "quick": Grid((3e-3, 1e-2), (0.1,), (10,)),
+    "quick": Grid((3e-3,), (0.1,), (10,)),
     "large": Grid((5e-4, 1e-3, 2e-3), (0.1, 0.3), (10, 20)),
 }
 

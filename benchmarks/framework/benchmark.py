@@ -9,7 +9,9 @@ import io
 import itertools
 import json
 import reprlib
+import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +21,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import summary
+import benchmarks
+from benchmarks import durations, summary
 from benchmarks.framework import parallel, reports
 from benchmarks.framework.processes import BenchmarkError, Message
 from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lock, machine, unreadable
@@ -27,6 +30,11 @@ from benchmarks.framework.results import VERSIONS, Machine, ResultsFile, Row, lo
 NO_TABLE = (
     "no table is made of rows that contradict each other; measure them again with --only followed by their names "
     "(in quotes), when nothing else runs on the machine"
+)
+
+QUICK = (
+    "**Made with `--quick`**, which only shows that everything runs: neither its scores nor its times can be compared "
+    "with others."
 )
 
 FINAL = ("ok", "out of memory", "timed out")
@@ -111,18 +119,24 @@ class Benchmark(Generic[C]):
     """`python -m benchmarks.<name>` runs it."""
     is_parallel: ClassVar[bool] = False
     """Whether several processes of torchrun can train a run together."""
+    quick: ClassVar[Mapping[str, object]]
+    """The defaults of options with `--quick`, which runs as much of the benchmark's code in a few minutes."""
 
     def __init__(self, options: argparse.Namespace, results: ResultsFile, console: Console):
         self.options = options
         self.results = results
         self.console = console
         self.skipped: dict[str, str] = {}
+        self.started = time.strftime("%Y-%m-%d %H:%M:%S")
 
     # What a benchmark defines ---------------------------------------------------------------------------------------
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds the options; one of them is `--out`, the folder of results. With `--report`, it is only read."""
+        """Adds the options except `--quick`.
+
+        One of them is `--out`, the folder of results. With `--report`, it is only read.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -153,11 +167,18 @@ class Benchmark(Generic[C]):
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Reads the command line."""
-        about = summary(sys.modules[cls.__module__].__doc__)
+        """Reads the command line; `--quick` changes defaults only."""
+        documentation = sys.modules[cls.__module__].__doc__
+        usual, quick = durations(documentation)
+        about = f"{summary(documentation)} Duration on two idle cores: {usual}."
         parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{cls.name}", description=about)
         cls.add_options(parser)
+        text = f"only see whether everything runs, by smaller defaults of other options ({quick})"
+        parser.add_argument("--quick", action="store_true", help=text)
         options = parser.parse_args(arguments)
+        if options.quick:
+            parser.set_defaults(**{"out": Path(f"runs/{cls.name}-quick"), **cls.quick})
+            options = parser.parse_args(arguments)
         cls.check_options(options, parser)
         return options
 
@@ -223,7 +244,7 @@ class Benchmark(Generic[C]):
         results = ResultsFile(out / "runs.jsonl")
         kept = f"Finished runs are in {results.path}; the same command resumes from there."
         try:
-            with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as stack, _interruptible():
                 if not is_reading:
                     try:
                         out.mkdir(parents=True, exist_ok=True)
@@ -292,7 +313,8 @@ class Benchmark(Generic[C]):
         """
         own = asdict(case)
         try:
-            row = json.loads(json.dumps({**own, **columns, **self.extra_columns(), **case.machine()}))
+            more = {**self.extra_columns(), **case.machine(), "started": self.started}
+            row = json.loads(json.dumps({**own, **columns, **more}))
         except (TypeError, ValueError) as error:
             return str(error)
         for name, value in own.items():
@@ -323,7 +345,7 @@ class Benchmark(Generic[C]):
         title: str,
         lines: Sequence[reports.Line],
         remarks: Sequence[str],
-        files: Mapping[str, Figure | str],
+        files: Mapping[str, Figure | str | Sequence[reports.Line]],
         name: str = "table.md",
         headings: dict[str, str] | None = None,
         shorten: Callable[[reports.Line], reports.Line] = lambda line: line,
@@ -334,17 +356,33 @@ class Benchmark(Generic[C]):
             title: Above the table, in the terminal.
             lines: The table's lines, by column.
             remarks: Notes for readers of the table.
-            files: Pictures and texts, by name.
+            files: Pictures, texts, and the lines of further tables with the same remarks, by name.
             name: The table's file. (default: `"table.md"`)
             headings: The columns that a terminal shows, and their headings there. (default: all, under their names)
             shorten: Makes the line that a terminal shows. (default: the line without text in brackets)
         """
         headings = headings or {column: column for column in lines[0]}
+        tables = [lines, *(content for content in files.values() if not isinstance(content, str | Figure))]
+        remarks = [*[QUICK] * self.options.quick, *reports.remarks_on(tables, remarks), *remarks]
         reports.print_table(title, [shorten(line) for line in lines], headings, self.console)
         for remark in remarks:
             self.say(remark)
         out: Path = self.options.out
-        reports.write_file(out / name, reports.markdown(lines, remarks))
-        for file, content in files.items():
+        for file, content in {name: lines, **files}.items():
+            if not isinstance(content, str | Figure):
+                content = reports.markdown(content, remarks)
             reports.write_file(out / file, content)
         self.say(f"Written: {', '.join(str(out / file) for file in (name, *files))}")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises `KeyboardInterrupt` in the block, and not `benchmarks.interrupted`, as before and after it."""
+    is_ours = signal.getsignal(signal.SIGINT) is benchmarks.interrupted
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, benchmarks.interrupted)

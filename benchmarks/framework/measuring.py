@@ -82,7 +82,9 @@ class Times(Quartiles):
 
     times: list[float]
     page_faults: NotRequired[float]
-    """Pages of memory per call that the system had to provide (minor page faults)."""
+    """Pages of memory per call that the system had to provide (minor page faults): the mean of all calls."""
+    usual_page_faults: NotRequired[float]
+    """Their median over calls or batches; `reports.is_kept` needs it."""
     system: NotRequired[float]
     """Seconds of system time per call, on all threads."""
 
@@ -500,16 +502,16 @@ def timed(function: Callable[[], object], repeats: int, seconds: float, device: 
     calls = 1
     if device == "cpu" and times:
         calls = math.ceil(min(BATCH, seconds / 20) / max(min(times), 1e-9))
-    times, before, start = [], usage(device), time.perf_counter()
+    times, work, start = [], list[dict[str, float]](), time.perf_counter()
     while True:
         elapsed = time.perf_counter() - start
         enough = len(times) >= repeats and elapsed >= min(seconds / 4, SHORT)
         if enough or (len(times) >= MIN_REPEATS and elapsed >= seconds):
             break
+        before = usage(device)
         times.append(duration(function, device, calls))
-    after, total = usage(device), calls * len(times)
-    per_call = {name: (after[name] - before[name]) / total for name in after}
-    return {**spread(times), **per_call}  # type: ignore[typeddict-item] # the two optional ones
+        work.append(used_since(before, device, calls))
+    return {**spread(times), **per_call(work)}  # type: ignore[typeddict-item] # the optional ones
 
 
 def turns(functions: Sequence[Function], rounds: int, seconds: float) -> list[list[float]]:
@@ -563,6 +565,19 @@ def usage(device: str) -> dict[str, float]:
         return {}
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {"page_faults": used.ru_minflt, "system": used.ru_stime}
+
+
+def used_since(before: dict[str, float], device: str, calls: int = 1) -> dict[str, float]:
+    """What the system has done per call since an earlier `usage`."""
+    return {name: (after - before[name]) / calls for name, after in usage(device).items()}
+
+
+def per_call(work: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The columns of what the system has done, from that of each batch of calls."""
+    columns = {name: statistics.mean(batch[name] for batch in work) for name in work[0]}
+    if "page_faults" in columns:
+        columns["usual_page_faults"] = statistics.median(batch["page_faults"] for batch in work)
+    return columns
 
 
 def spread(times: Sequence[float]) -> Times:

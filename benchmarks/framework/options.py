@@ -102,6 +102,12 @@ def add_only(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="TEXT", help=f"{text} (default: what has no row)")
 
 
+def add_runs(parser: argparse.ArgumentParser, default: int) -> None:
+    """Adds the option of a benchmark that trains each model with several seeds: `--runs`."""
+    text = "number of runs of each model, with the seeds from 0 on (default: %(default)s)"
+    parser.add_argument("--runs", type=whole(1, 10**6), default=default, help=text)
+
+
 def add_saving(parser: argparse.ArgumentParser) -> None:
     """Adds the option of a benchmark with long trainings: `--save-every`."""
     text = "least number of seconds between checkpoints (default: %(default)g)"

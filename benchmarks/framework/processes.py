@@ -77,10 +77,9 @@ def in_processes(
     is_forked = sys.platform != "win32" and not environment and not torch.cuda.is_available()
     context = multiprocessing.get_context("forkserver") if is_forked else multiprocessing.get_context("spawn")
     context.set_forkserver_preload(list(PRELOADED))
-    if is_forked and threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C would end the server's imports noisily
-        forkserver.ensure_running()
-        signal.signal(signal.SIGINT, before)
+    if is_forked:
+        with _interrupts_wait():
+            forkserver.ensure_running()
     waiting = list(reversed(cases))
     running: dict[Connection, tuple[C, BaseProcess, float]] = {}
     try:
@@ -89,7 +88,7 @@ def in_processes(
                 case = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
                 child = context.Process(target=_call, args=(sender, work, case, {**os.environ, **environment}))
-                with _in_environment(environment):
+                with _in_environment(environment), _interrupts_wait():
                     child.start()
                 sender.close()
                 running[receiver] = case, child, time.monotonic() + timeout
@@ -109,6 +108,22 @@ def in_processes(
     finally:
         for receiver, (_, process, _) in running.items():
             _end(receiver, process, 0)
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and never reaches processes that are started in it.
+
+    The parent ends these; their imports would otherwise be interrupted with a traceback.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -149,10 +164,15 @@ def _call(sender: Connection, work: Callable[[C, Show], Any], case: C, environme
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # the process to be killed if memory is short
+    end_with_parent()
+    _work(sender.send, work, case)
+
+
+def end_with_parent() -> None:
+    """Makes this process end when the one that started it has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    _work(sender.send, work, case)
 
 
 def _together(cases: Sequence[C], work: Callable[[C, Show], Any]) -> Generator[Message[C], None, None]:

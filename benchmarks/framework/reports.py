@@ -24,6 +24,22 @@ Line = dict[str, str]
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
+OTHER_RUN = "†"
+"""Follows ratios of times that were measured in different runs of the benchmark."""
+
+NOT_KEPT = "not kept"
+"""Follows times under an allocator that was to keep memory but did not."""
+
+NEW_PAGES = 0.1
+"""Calls that get more than this share of their peak from the system do not keep memory: with glibc's default, which
+returns large blocks, most get more than half of it, and some of it twice; if all memory is kept, they get nothing."""
+
+FEWEST_PAGES = 32
+"""The smallest block that glibc returns to the system by default has this many pages."""
+
+PAGE = 4096
+"""The bytes of a page (huge ones have more)."""
+
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
@@ -58,7 +74,8 @@ def machines(rows: Iterable[Row], columns: Sequence[str], rest: str) -> list[str
     """
     described, others, count = set(), 0, 0
     for row in rows:
-        named = ", ".join(f"{name} {row[name]}" for name in (*columns, "kernels") if name in row)
+        row = {"allocator": "not recorded", **row}  # older rows lack it
+        named = ", ".join(f"{name} {row[name]}" for name in (*columns, "allocator", "kernels") if name in row)
         described.add(named + rest.format(**row))
         others, count = others + (row.get("kernels") not in (kernels("cpu"), kernels("cuda"))), count + 1
     older = f"**Older than the code**: {others} of {count} rows are of other kernels than those in this repository."
@@ -84,6 +101,58 @@ def median(row: Row | None, mode: str) -> float | None:
     return row[mode]["median"] if row is not None and mode in row else None
 
 
+def is_kept(row: Row, mode: str) -> bool:
+    """Whether the calls of a measurement kept their memory, if its allocator is one that should.
+
+    What counts is the usual call, because times are medians. Older rows only have the mean.
+    """
+    times = row.get(mode, {})
+    pages = times.get("usual_page_faults", times.get("page_faults", 0))
+    should = row.get("allocator") in ("kept", "huge")
+    return not should or pages < FEWEST_PAGES or pages * PAGE <= NEW_PAGES * row["peak_bytes"]
+
+
+def is_same_run(row: Row, other: Row) -> bool:
+    """Whether both were measured in the same run of the benchmark, and so under the same load; older rows lack this."""
+    return bool(row.get("started") == other.get("started"))
+
+
+def quotient(other: Row | None, own: Row | None, mode: str, own_mode: str | None = None) -> float | None:
+    """The other's median time divided by one's own; `None` if one of them has none or did not keep its memory."""
+    own_mode = own_mode or mode
+    above, below = median(other, mode), median(own, own_mode)
+    if other is None or own is None or not (above and below and is_kept(other, mode) and is_kept(own, own_mode)):
+        return None
+    return above / below
+
+
+def mark(text: str, row: Row | None, other: Row | None) -> str:
+    """A text that was derived from the times of two rows, marked if these are of different runs."""
+    return text + OTHER_RUN * (text != "–" and row is not None and other is not None and not is_same_run(row, other))
+
+
+def factor(
+    other: Row | None, own: Row | None, mode: str, digits: str = ".1f", own_mode: str | None = None, unit: str = "×"
+) -> str:
+    """The other's median time as a multiple of one's own, if there is one, marked if it is from another run."""
+    value = quotient(other, own, mode, own_mode)
+    return mark(f"{value:{digits}}{unit}" if value else "–", own, other)
+
+
+def remarks_on(tables: Iterable[Sequence[Line]], remarks: Sequence[str]) -> list[str]:
+    """What the marks in these tables and remarks mean."""
+    texts = [*remarks, *(text for lines in tables for line in lines for text in line.values())]
+    meanings = {
+        OTHER_RUN: f"{OTHER_RUN} Both times are of different runs of the benchmark, maybe under different loads, so "
+        "their ratio may be off by any factor. To measure both again in one run, use --only with a text that is in "
+        "both names.",
+        NOT_KEPT: f"Memory was to be kept, but in times that are called '{NOT_KEPT}', the system had to provide more "
+        f"than {NEW_PAGES:.0%} of the peak again in each call (page faults; in rows that were measured before this was "
+        "recorded for each call, on average). No ratio is derived from them.",
+    }
+    return [meaning for mark, meaning in meanings.items() if any(mark in text for text in texts)]
+
+
 def ratio(other: float | None, own: float | None, digits: str = ".1f") -> str:
     """The other as a multiple of one's own."""
     return f"{other / own:{digits}}×" if other and own else "–"
@@ -96,7 +165,7 @@ def quartiles(row: Row, mode: str) -> str:
     if mode not in row:
         return "–"
     low, middle, high = (f"{1000 * row[mode][name]:.4g}" for name in ("q1", "median", "q3"))
-    return f"{middle} ({low}–{high})"
+    return f"{middle} ({low}–{high})" + f", {NOT_KEPT}" * (not is_kept(row, mode))
 
 
 def per_call(row: Row, mode: str, column: str, digits: str, factor: int = 1) -> str:

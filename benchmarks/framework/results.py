@@ -40,8 +40,9 @@ Machine = TypedDict(
         "gattn": str,
         "torch": str,
         "torch-geometric": str,
-        "allocator": NotRequired[str],  # older rows lack this and the next one
+        "allocator": NotRequired[str],  # older rows lack this and the next ones
         "kernels": NotRequired[str],
+        "started": NotRequired[str],  # when the benchmark was started: the same for all rows of a run
     },
 )
 

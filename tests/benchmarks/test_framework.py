@@ -128,7 +128,7 @@ class TestBenchmark:
         assert rows_in(tmp_path) == [(3, "right", "ok"), (5, "right", "ok")]
         row = ResultsFile(tmp_path / "runs.jsonl").rows()[0]
         columns = ["size", "peer", "threads", "repeats", "seconds", "outcome", "reason", "peak_bytes", "errors"]
-        assert list(row) == [*columns, "forward", "forward_backward", *machine()]
+        assert list(row) == [*columns, "forward", "forward_backward", *machine(), "started"]
         assert (
             (tmp_path / "table.md").read_text().startswith("| size | peer | ms |\n| --- | --- | --- |\n| 3 | right |")
         )

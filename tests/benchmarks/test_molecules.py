@@ -18,22 +18,12 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.transforms import AddRandomWalkPE
 
 import gattn
-from benchmarks import molecules
+from benchmarks import molecules, molecules_models, molecules_speed
 from benchmarks.framework import parallel
 from benchmarks.framework.results import VERSIONS, ResultsFile
-from benchmarks.molecules import (
-    GLOBAL,
-    LAYERS,
-    LINEAR,
-    MODELS,
-    TASKS,
-    MoleculeProperties,
-    Molecules,
-    Run,
-    Setting,
-    Speed,
-    Trainer,
-)
+from benchmarks.molecules import MoleculeProperties
+from benchmarks.molecules_models import GLOBAL, LAYERS, LINEAR, MODELS, TASKS, Molecules, Run, Setting, Trainer
+from benchmarks.molecules_speed import Speed, speed_line
 from tests.benchmarks.together import float64, together, trained
 
 pytest.importorskip("ogb")
@@ -236,7 +226,7 @@ class TestNetworks:
         same_size, mixed = torch.tensor([0, 7, 14]), torch.arange(8)
         batch = Molecules(dataset, 3)[same_size if model == LINEAR else mixed]
         run = run_of(dataset, model)
-        ours, theirs = (molecules.build_network(replace(run, layers=layers)) for layers in LAYERS)
+        ours, theirs = (molecules_models.build_network(replace(run, layers=layers)) for layers in LAYERS)
         kinds = [type(block.conv).__module__.split(".")[0] for block in (*ours.blocks, *theirs.blocks)]
         assert kinds == ["gattn"] * 2 + ["benchmarks" if model == "gatedgcn" else "torch_geometric"] * 2
         outs = [network.eval()(batch) for network in (ours, theirs)]
@@ -249,22 +239,22 @@ class TestNetworks:
         data.split["valid"] = torch.arange(20)
         batch = data[data.split["valid"]]
         run = run_of("peptides-func", LINEAR)
-        outs = [molecules.build_network(replace(run, layers=layers)).eval()(batch) for layers in LAYERS]
+        outs = [molecules_models.build_network(replace(run, layers=layers)).eval()(batch) for layers in LAYERS]
         assert not torch.allclose(*outs, rtol=1e-4, atol=1e-5)
-        forward = molecules.Network.forward
+        forward = molecules_models.Network.forward
 
         def watched(network, batch):
             sizes.append(batch.batch.bincount().tolist())
             return forward(network, batch)
 
-        monkeypatch.setattr(molecules.Network, "forward", watched)
+        monkeypatch.setattr(molecules_models.Network, "forward", watched)
         firsts = [Trainer(replace(run, layers=layers), data, tmp_path).first for layers in LAYERS]
         assert sizes == [[3, 3, 3]] * 2  # 0, 7 and 14, of 20
         assert firsts[0] == pytest.approx(firsts[1], rel=1e-4)
 
     def test_linear_attention_is_that_of_gps(self, root):
         """It has the same layer on the bonds, and as many channels."""
-        full, linear = (molecules.build_network(run_of(model=model)).blocks[0].conv for model in ("gps", LINEAR))
+        full, linear = (molecules_models.build_network(run_of(model=model)).blocks[0].conv for model in ("gps", LINEAR))
         assert (full.attn_type, linear.attn_type) == ("multihead", "performer")
         assert type(full.conv) is type(linear.conv) is gattn.nn.TransformerConv
         assert linear.attn.q.weight.shape == (SMALL.channels, SMALL.channels)
@@ -272,7 +262,9 @@ class TestNetworks:
     @pytest.mark.parametrize("model", MODELS)
     def test_what_each_attends_to(self, model, root):
         """Bonds, all atoms of the molecule, or both; never another molecule."""
-        network = molecules.build_network(replace(run_of(model=model), setting=replace(SMALL, num_layers=1))).eval()
+        network = molecules_models.build_network(
+            replace(run_of(model=model), setting=replace(SMALL, num_layers=1))
+        ).eval()
         batch = Molecules("peptides-struct", 3)[torch.tensor([4, 6])]
         block, size = network.blocks[0], int((batch.batch == 0).sum())
         x, bonds = torch.randn(len(batch.x), 8), network.bonds(batch.edge_attr)
@@ -290,17 +282,17 @@ class TestNetworks:
 class TestScores:
     def test_by_hand(self):
         logits, labels = torch.tensor([[0.9], [0.1], [0.4], [0.2]]), torch.tensor([[1.0], [0.0], [0.0], [1.0]])
-        assert molecules.score("ogbg-molhiv", logits, labels) == pytest.approx(75)
-        assert molecules.score("peptides-func", logits, labels) == pytest.approx(100 * (1 + 2 / 3) / 2)
-        assert molecules.score("zinc-12k", logits, labels) == pytest.approx((0.1 + 0.1 + 0.4 + 0.8) / 4)
+        assert molecules_models.score("ogbg-molhiv", logits, labels) == pytest.approx(75)
+        assert molecules_models.score("peptides-func", logits, labels) == pytest.approx(100 * (1 + 2 / 3) / 2)
+        assert molecules_models.score("zinc-12k", logits, labels) == pytest.approx((0.1 + 0.1 + 0.4 + 0.8) / 4)
 
     def test_no_search_for_a_newer_ogb(self):
         """Importing ogb would otherwise start a thread that asks the network."""
         lines = (
             "import sys, torch",
-            "from benchmarks import molecules",
-            "assert molecules.score('ogbg-molhiv', torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [0.0]])) == 100",
-            "molecules.Network('ogbg-molhiv', 'gatv2', 'gattn', molecules.TASKS['ogbg-molhiv'].setting)",
+            "from benchmarks.molecules_models import TASKS, Network, score",
+            "assert score('ogbg-molhiv', torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [0.0]])) == 100",
+            "Network('ogbg-molhiv', 'gatv2', 'gattn', TASKS['ogbg-molhiv'].setting)",
             "assert 'outdated' not in sys.modules",
         )
         subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=Path(__file__).parents[2])
@@ -339,7 +331,7 @@ class TestScores:
 
 class TestBenchmark:
     def test_the_table(self, benchmark, capsys):
-        arguments = ("--datasets", "peptides-func", "--models", "complete", "gatedgcn", "--seeds", 0, 1)
+        arguments = ("--datasets", "peptides-func", "--models", "complete", "gatedgcn", "--runs", 2)
         table, rows = benchmark(*arguments, "--epochs", 2, "--timed-epochs", 1)
         assert [(row["model"], row["layers"], row["purpose"], row["seed"]) for row in rows] == [
             *((model, "gattn", "scores", seed) for model in ("complete", "gatedgcn") for seed in (0, 1)),
@@ -357,23 +349,23 @@ class TestBenchmark:
     def test_published_rows(self, benchmark):
         gattn.datasets.load("zinc-12k", trust_files=True)
         table, _ = benchmark(
-            "--datasets", "zinc-12k", "--models", "gatv2", "--seeds", 3, "--epochs", 1, "--layers", "pyg"
+            "--datasets", "zinc-12k", "--models", "gatv2", "--runs", 1, "--epochs", 1, "--layers", "pyg"
         )
         assert "| zinc-12k | GAT, published | MAE | 0.384 ± 0.007 | – |" in table
         assert "Published results: https://arxiv.org/abs/2003.00982" in table
 
     def test_another_computation_is_an_error(self, benchmark, monkeypatch):
-        class Wrong(molecules.PyGGatedGCNConv):
+        class Wrong(molecules_models.PyGGatedGCNConv):
             def forward(self, *args):
                 x, edge_attr = super().forward(*args)
                 return 2 * x, edge_attr
 
-        monkeypatch.setattr(molecules.LIBRARIES["pyg"], "GatedGCNConv", Wrong)
+        monkeypatch.setattr(molecules_models.LIBRARIES["pyg"], "GatedGCNConv", Wrong)
         with pytest.raises(SystemExit, match="^error: gatedgcn on peptides-struct has loss and gradient "):
-            benchmark("--datasets", "peptides-struct", "--models", "gatedgcn", "--seeds", 0, "--epochs", 1)
+            benchmark("--datasets", "peptides-struct", "--models", "gatedgcn", "--runs", 1, "--epochs", 1)
 
     def test_published_functions_and_the_budget(self, benchmark):
-        arguments = ("--datasets", "peptides-func", "--models", "gatv2", "--seeds", 0, "--parts", "scores")
+        arguments = ("--datasets", "peptides-func", "--models", "gatv2", "--runs", 1, "--parts", "scores")
         table, rows = benchmark(*arguments, "--epochs", 2)
         assert [(row["purpose"], row["epochs"]) for row in rows] == [("scores", 2)]
         assert "| rebuilt Peptides-func | GRIT, published | AP | 69.88 ± 0.82 | – |" in table
@@ -382,7 +374,7 @@ class TestBenchmark:
 
     def test_no_budget_if_training_was_whole(self, benchmark, monkeypatch):
         monkeypatch.setitem(TASKS, "peptides-func", replace(TASKS["peptides-func"], epochs=2))
-        arguments = ("--datasets", "peptides-func", "--models", "gatv2", "--seeds", 0, "--parts", "scores")
+        arguments = ("--datasets", "peptides-func", "--models", "gatv2", "--runs", 1, "--parts", "scores")
         assert "budget" not in benchmark(*arguments)[0]
 
     @pytest.mark.parametrize("dataset", ["zinc-12k", "peptides-func", "peptides-struct"])
@@ -424,12 +416,12 @@ class TestSpeed:
         side = {"median": 20.0, "q1": 15.0, "q3": 30.0, "peak_bytes": 5_000_000}
         quartiles = {"median": 2.5, "q1": 2.25, "q3": 3.0}
         row = {"outcome": "ok", "per_epoch": 85, "ours": side, "theirs": {**side, "median": 25.0}, "ratio": quartiles}
-        line = molecules.speed_line(Speed("peptides-func", "gps", 10, 2, SMALL, "kept"), row)
+        line = speed_line(Speed("peptides-func", "gps", 10, 2, SMALL, "kept"), row)
         assert list(line.values()) == [
             *("rebuilt Peptides-func", "gps", "2", "20000 (15000–30000)", "25000 (15000–30000)"),
             *("2.50 (2.25–3.00)", "1700", "2125", "5", "5"),
         ]
-        failed = molecules.speed_line(Speed("peptides-func", "gps", 10, 2, SMALL, "kept"), {"outcome": "WRONG"})
+        failed = speed_line(Speed("peptides-func", "gps", 10, 2, SMALL, "kept"), {"outcome": "WRONG"})
         assert list(failed.values())[3:] == ["WRONG", "WRONG", "WRONG", *"––––"]
 
     def test_both_sides_take_turns_on_the_same_batches(self, root, monkeypatch):
@@ -441,7 +433,7 @@ class TestSpeed:
             step(trainer)
 
         monkeypatch.setattr(Trainer, "step", watched)
-        monkeypatch.setattr(molecules, "peak_above", lambda function: (function(), len(steps)))
+        monkeypatch.setattr(molecules_speed, "peak_above", lambda function: (function(), len(steps)))
         row = Speed("peptides-func", "gatv2", 3, 1, SMALL, "kept").measure(None)
         order = ("gattn", "pyg"), ("gattn", "pyg"), ("gattn", "pyg"), ("pyg", "gattn"), ("gattn", "pyg")
         assert steps == [(layers, number) for number, both in enumerate(order) for layers in both]
@@ -455,7 +447,7 @@ class TestSpeed:
             return [loss, norm * (1.01 if type(network.blocks[0].conv).__module__.startswith("torch") else 1)]
 
         monkeypatch.setattr(Trainer, "first_of", wrong)
-        monkeypatch.setattr(molecules, "duration", lambda step: pytest.fail("timed"))
+        monkeypatch.setattr(molecules_speed, "duration", lambda step: pytest.fail("timed"))
         with pytest.raises(
             SystemExit, match=r"peptides-func gatv2, 1 thread\(s\) \(speed\): WRONG: loss and gradient are"
         ):
@@ -531,7 +523,7 @@ class TestResuming:
     @pytest.mark.slow
     def test_a_killed_process_loses_nothing(self, root, tmp_path, start):
         """The settings are the real ones, as these are other processes."""
-        arguments = ["--datasets", "peptides-struct", "--models", "gps", "--seeds", "0", "--epochs", "25"]
+        arguments = ["--datasets", "peptides-struct", "--models", "gps", "--runs", "1", "--epochs", "25"]
         arguments = ["-m", "benchmarks.molecules", *arguments, "--timed-epochs", "0", "--out"]
         rows = {}
         for name in ("whole", "killed"):

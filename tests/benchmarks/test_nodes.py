@@ -13,22 +13,20 @@ import pytest
 import torch
 
 import gattn
-from benchmarks import nodes
+from benchmarks import nodes, nodes_models
 from benchmarks.framework import parallel
 from benchmarks.framework.results import ResultsFile
 from benchmarks.nodes import (
     GLOBAL_RECIPES,
     RECIPES,
     Classifier,
-    GlobalRecipe,
-    Network,
     Nodes,
-    Recipe,
     Run,
     recipe_of,
     roc_auc,
     with_epochs,
 )
+from benchmarks.nodes_models import GlobalRecipe, Network, Recipe
 from tests.benchmarks.together import float64, together, trained
 
 RECIPE = Recipe(8, 2, 0.3, 0.01, 5e-4, 12, "batch", residual=True)
@@ -119,7 +117,7 @@ class TestNetwork:
 class TestGraphTransformers:
     @pytest.mark.parametrize("model", ["sgformer", "gps"])
     def test_both_kinds_of_layers_are_the_same_network(self, model):
-        ours, theirs = (nodes.network(GLOBAL, 5, 3, model, layers).eval() for layers in nodes.LAYERS)
+        ours, theirs = (nodes_models.network(GLOBAL, 5, 3, model, layers).eval() for layers in nodes.LAYERS)
         theirs.load_state_dict(ours.state_dict())
         x, edge_index = torch.rand(4, 5), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [1, 2, 3, 0, 0, 1, 2, 3]])
         torch.testing.assert_close(ours(x, edge_index), theirs(x, edge_index))
@@ -134,7 +132,7 @@ class TestGraphTransformers:
 
         def outcome(recipe):
             torch.manual_seed(0)
-            net = nodes.network(recipe, 4, 3, model, "gattn")
+            net = nodes_models.network(recipe, 4, 3, model, "gattn")
             if model == "polynormer":
                 net.net.use_global()
             torch.manual_seed(0)
@@ -158,7 +156,7 @@ class TestGraphTransformers:
 
     def test_polynormer_is_that_of_its_authors(self):
         """Their formulas, with the constant β that takes the place of learnt ones near it."""
-        model = nodes.network(GLOBAL, 5, 3, "polynormer", "gattn").eval()
+        model = nodes_models.network(GLOBAL, 5, 3, "polynormer", "gattn").eval()
         net = model.net.use_global()
         features, edge_index = torch.rand(4, 5), torch.tensor([[0, 1, 2, 3, 0], [0, 1, 2, 3, 2]])
         x, total = model.linear_in(features), 0

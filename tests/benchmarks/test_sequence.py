@@ -633,8 +633,9 @@ class TestCommandLine:
 
     def test_quick_gives_defaults_only(self):
         quick = Sequences.parse(["--quick"])
-        assert (quick.iterations, quick.rounds, quick.repeats) == (100, 1, 10)
-        assert {case.length for case in benchmark("--quick").measurements()} == {16, 128, 256, 512, 1024}
+        assert (quick.iterations, quick.rounds, quick.repeats) == (10, 1, 3)
+        assert {case.length for case in benchmark("--quick").measurements()} == {16, 128, 256, 512}
+        assert benchmark("--quick", "--parts", "graphs").options.parts == ["graphs"]
         chosen = Sequences.parse(["--quick", "--iterations", "7", "--rounds", "3"])
         assert (chosen.iterations, chosen.rounds) == (7, 3)
         assert Sequences.parse([]).iterations == 2000

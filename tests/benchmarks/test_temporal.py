@@ -320,7 +320,7 @@ class TestTraining:
 
 class TestCommandLine:
     def test_everything(self, main, tmp_path, capsys):
-        rows, table = main("--quick", "--seeds", "0", "1", "--epochs", "2")
+        rows, table = main("--quick", "--runs", "2", "--epochs", "2")
         assert [(row["seed"], row["model"]) for row in rows] == [*((0, m) for m in MODELS), *((1, m) for m in LAYERS)]
         assert {row["recipe"]["epochs"] for row in rows} == {2}
         header, _, *lines = (line for line in table.splitlines() if line.startswith("|"))
@@ -361,7 +361,7 @@ class TestCommandLine:
             return {run.recipe for run in Temporal(Temporal.parse(list(arguments)), None, None).cases()}
 
         assert recipes() == {Recipe()}
-        assert recipes("--quick") == {Recipe(neighbours=5, epochs=1)}
+        assert recipes("--quick") == {Recipe(neighbours=2, epochs=1)}
         assert recipes("--quick", "--epochs", "7", "--neighbours", "9") == {Recipe(neighbours=9, epochs=7)}
         runs = Temporal(Temporal.parse(["--threads", "2", "--models", "tgat", "edgebank"]), None, None).cases()
         assert [(run.model, run.seed) for run in runs] == [
@@ -382,7 +382,7 @@ class TestCommandLine:
 
     @pytest.mark.slow
     def test_a_run_killed_half_way_goes_on_to_the_same_row(self, main, college, tmp_path, kill):
-        arguments = ["--models", "tgat", "--seeds", "0", "--epochs", "40"]
+        arguments = ["--models", "tgat", "--runs", "1", "--epochs", "40"]
         assert kill("temporal", arguments, tmp_path / "killed", {"GATTN_DATA": str(college)}) > 0
         found = []
         for out in ("killed", "whole"):

@@ -422,11 +422,11 @@ class TestCommandLine:
     @pytest.mark.slow
     def test_everything(self, published, one_process, tmp_path, monkeypatch, capsys):
         chosen = ["--rows", "general", "none"]
-        Translation.main(arguments(tmp_path, *chosen, "--seeds", "1", "0"))
+        Translation.main(arguments(tmp_path, *chosen, "--runs", "2"))
         rows = ResultsFile(tmp_path / "out" / "runs.jsonl").rows()
         assert [(row["row"], row.get("seed")) for row in rows] == [
             *(("none", None), ("none", None), ("general", None), ("general", None)),
-            *((row, seed) for seed in (1, 0) for row in ("none", "general")),
+            *((row, seed) for seed in (0, 1) for row in ("none", "general")),
         ]
         names = {
             "runs.jsonl",
@@ -447,7 +447,7 @@ class TestCommandLine:
             assert [run["choice"] for run in runs] == [best["choice"]] * 2
 
         monkeypatch.setattr(translation, "train", lambda *args, **options: pytest.fail("trained again"))
-        Translation.main(arguments(tmp_path, *chosen, "--seeds", "0", "1"))
+        Translation.main(arguments(tmp_path, *chosen, "--runs", "2"))
         out = capsys.readouterr().out
         assert "4 of 4 trials" in out
         assert "4 of 4 runs" in out
@@ -469,12 +469,12 @@ class TestCommandLine:
 
     def test_defaults(self):
         options = Translation.parse([])
-        assert (options.rows, options.seeds, options.setting) == (list(translation_models.ROWS), [0, 1, 2], "default")
+        assert (options.rows, options.runs, options.setting) == (list(translation_models.ROWS), 3, "default")
         assert str(options.out) == "runs/translation"
         quick = Translation.parse(["--quick"])
-        assert (quick.setting, str(quick.out)) == ("quick", "runs/translation-quick")
-        assert Translation.parse(["--rows", "hard", "dot", "--seeds", "3", "3"]).rows == ["dot", "hard"]
-        assert Translation.parse(["--seeds", "3", "3"]).seeds == [3]
+        assert (quick.setting, quick.runs, str(quick.out)) == ("quick", 1, "runs/translation-quick")
+        assert Translation.parse(["--setting", "quick"]).quick
+        assert Translation.parse(["--rows", "hard", "dot"]).rows == ["dot", "hard"]
 
     @pytest.mark.parametrize(
         "wrong",
@@ -483,16 +483,15 @@ class TestCommandLine:
             ["--setting", "small"],
             ["--quick", "--setting", "large"],
             ["--workers", "0"],
-            ["--seeds", "-1"],
-            ["--seeds"],
+            ["--runs", "0"],
+            ["--runs"],
             ["--device", "nothing"],
             ["--device", "meta"],
-            ["--seeds", "one"],
-            ["--seeds", "4294967296"],
+            ["--runs", "one"],
             ["--workers", "9999999999"],
             ["--report", "--workers", "2"],
             ["--report", "--rows", "dot"],
-            ["--report", "--seeds", "0"],
+            ["--report", "--runs", "1"],
         ],
     )
     def test_wrong_arguments(self, wrong, capsys):
@@ -698,10 +697,10 @@ def test_in_processes(published, tmp_path, monkeypatch, in_this_process):
     """Two at once, to the same numbers as here, but for times; and a process that fails."""
     wrong = replace(SETTING, heads=3)
     monkeypatch.setitem(translation.SETTINGS, "quick", wrong)
-    chosen = ["--rows", "none", "transformer", "--seeds", "0"]
+    chosen = ["--rows", "none", "transformer", "--runs", "1"]
     Translation.main(arguments(tmp_path, *chosen, "--workers", "2"))
     with pytest.raises(SystemExit, match="error: transformer: rate 0.003, dropout 0.1: InputError: "):
-        Translation.main(arguments(tmp_path, "--rows", "transformer", "--seeds", "0", "--quick"))
+        Translation.main(arguments(tmp_path, "--rows", "transformer", "--runs", "1", "--quick"))
     rows = {row["row"]: row for row in ResultsFile(tmp_path / "out" / "runs.jsonl").rows(Run)}
     assert set(rows) == {"none", "transformer"}
     monkeypatch.setattr(translation, "in_processes", in_this_process)
@@ -727,7 +726,7 @@ ONE = Grid((0.01,), (0.1,), (10,), (False,))
 
 @pytest.mark.slow
 def test_a_run_killed_half_way_goes_on_to_the_same_row(published, corpus, tmp_path, monkeypatch, one_process, start):
-    chosen = ["--rows", "dot", "--seeds", "0"]
+    chosen = ["--rows", "dot", "--runs", "1"]
     out = tmp_path / "killed" / "out"
     process = start("-c", TINY, *arguments(tmp_path / "killed", *chosen, "--workers", "1"), stdout=subprocess.DEVNULL)
     checkpoint = Run("dot", 0, corpus.name, "cpu", LONGER, CHOICE).checkpoint(out)
