@@ -203,10 +203,10 @@ class TestInput:
         record = gattn.recording.AttentionRecord(weights, graph)
         names = [f"convs.<{source}___to___{target}>" for source, target in ("ab", "bb", "ba")]
         data = stored(explore({name: [record] for name in names}, path=None))
-        assert [space["names"] for space in data["spaces"]] == [
-            ["a 0", "a 1", "b 0", "b 1"],  # sources and targets are not the same nodes, although as many
-            ["b 0", "b 1"],
-            ["b 0", "b 1", "a 0", "a 1"],
+        assert [(space["shared"], space["names"]) for space in data["spaces"]] == [
+            (False, ["a 0", "a 1", "b 0", "b 1"]),  # sources and targets are other nodes, although as many
+            (True, ["b 0", "b 1"]),
+            (False, ["b 0", "b 1", "a 0", "a 1"]),
         ]
         assert data["classes"] == ["a", "b"]
         assert unpacked(data["spaces"][2]["classes"], "u2").tolist() == [1, 1, 0, 0]
