@@ -139,7 +139,7 @@ def test_what_releasing_says_to_write_once_there_is_an_address():
     written = tomllib.loads(f"it = [{lines}]".replace("ADDRESS", "example.org/gattn"))["it"]
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     fragments = [{"text": (ROOT / "README.md").read_text()}]
-    settings = {**hook, "fragments": fragments, "substitutions": [hook["substitutions"][0], *written]}
+    settings = {**hook, "fragments": fragments, "substitutions": [*hook["substitutions"][:2], *written]}
     config = config.load_and_validate_config(settings)
     page = builder.build_text(config.fragments, config.substitutions, version="1.2.3", package_name="gattn")
     check_page(page, "https://example.org/gattn")
