@@ -1,8 +1,11 @@
+import os
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+
+import gattn
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -20,7 +23,7 @@ def test_python_runs(code, tmp_path, monkeypatch):
 
 def examples():
     """The code of each page; each block goes on where the page's first one ended."""
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in sorted((*ROOT.glob("docs/*.md"), *ROOT.glob("docs/tasks/*.md"))):
         first, *others = blocks("python", page) or [""]
         for number, code in enumerate(others or [""] * bool(first), 1):
             marks = [pytest.mark.slow] if "aoti_" in code else []
@@ -28,13 +31,19 @@ def examples():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of PyTorch's exporters
+@pytest.mark.filterwarnings("ignore:Using '.*' without a 'pyg-lib' installation:UserWarning")  # of PyG's samplers
 @pytest.mark.parametrize("code", list(examples()))
 def test_pages_run(code, tmp_path, monkeypatch):
     if "import onnxruntime" in code:
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "docs", "exec"), {})
+    try:
+        exec(compile(code, "docs", "exec"), {})
+    except gattn.datasets.DatasetUnavailableError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
 
 
 def test_commands_are_one_line_each_and_install_what_is_pinned():
@@ -56,7 +65,9 @@ def anchors(page):
 
 
 PAGES = sorted(
-    {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("notebooks/*.md")}
+    path
+    for pattern in ("*.md", "docs/*.md", "docs/tasks/*.md", "benchmarks/*.md", "notebooks/*.md")
+    for path in ROOT.glob(pattern)
 )
 
 
