@@ -50,7 +50,7 @@ def choices():
     mines = [one_decimal(cell("nodes", "test, %", data_set="minesweeper", model=conv)) for conv in CONVS]
     others = cell("nodes", "other GATs", data_set="minesweeper", model="gat").partition(",")[0]
     yield "Minesweeper, ROC-AUC {} with", [listed(mines)]
-    yield "as others had measured it {} |", [one_decimal(others)]
+    yield "GAT in an earlier comparison {} |", [one_decimal(others)]
 
     def molhiv(model, column="test"):
         return cell("molecules", column, data_set="rebuilt molhiv", model=model)
