@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks import translation
-from benchmarks.framework import measuring, options, processes, results
+from benchmarks.framework import measuring, options, processes, reports, results
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.measuring import Computation, Measured, Measurement, budgets, measured
 from benchmarks.framework.processes import BenchmarkError, in_processes
@@ -423,9 +424,53 @@ class TestSession:
         with lock(tmp_path):
             pass
 
+    def test_ctrl_c_raises_inside_only(self, tmp_path):
+        """So that before and after a session, the package's handler ends the process without a traceback."""
+        before = signal.signal(signal.SIGINT, benchmarks.interrupted)
+        try:
+            with self.session(tmp_path):
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert signal.getsignal(signal.SIGINT) is benchmarks.interrupted
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
+            with self.session(tmp_path):
+                assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def test_errors_of_users_are_one_line(self, tmp_path):
         with pytest.raises(SystemExit, match="^error: the data are missing$"), self.session(tmp_path):
             raise BenchmarkError("the data are missing")
+
+
+def has(process, text):
+    """Whether a process has loaded a library of this name."""
+    return text in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def has_child(process, text):
+    """Whether a process has a child whose command contains a text."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return any(text in Path(f"/proc/{child}/cmdline").read_text() for child in children)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+@pytest.mark.parametrize(
+    ("is_time", "said"),
+    [(lambda process: has(process, "libtorch"), ""), (lambda x: has_child(x, "spawn_main"), " Fin")],
+)
+def test_ctrl_c_during_imports(is_time, said, tmp_path, start):
+    """In the benchmark itself, or in the process of a case."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = start("-m", "benchmarks.families", "--shapes", "tiny", "--out", tmp_path, **options)
+    deadline = time.monotonic() + 300
+    while not is_time(process) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert printed.splitlines()[-1].startswith(f"Interrupted.{said}")
+    assert "Traceback" not in printed
 
 
 class TestOptionTypes:
@@ -486,6 +531,15 @@ def benchmark_of(folder, names=BENCHMARKS):
     return max((name for name in names if f"{folder.name}_".startswith(f"{name}_")), key=len)
 
 
+RATIO = re.compile("×|÷|gathers|exponent|speed|pays off|processor")
+"""Columns with ratios of times; *processor* has them in brackets."""
+
+
+def has_ratios(name):
+    """Whether a benchmark compares rows; the others have no ratios, or those of sides that took turns."""
+    return name not in ("calls", "citation", "families", "nodes", "temporal", "translation")
+
+
 class TestCommittedResults:
     @pytest.mark.parametrize(
         ("folder", "name"), [("a", "a"), ("a_x", "a"), ("a_b", "a_b"), ("a_b_x", "a_b"), ("a_bx", "a")]
@@ -519,6 +573,40 @@ class TestCommittedResults:
                 for file in (tmp_path / table.name, table)
             )
             assert ours == theirs or path.parent.name == "citation_100", f"run it with --out {path.parent} once more"
+
+    @pytest.mark.parametrize("name", [name for name in BENCHMARKS if (COMMITTED / name).exists() and has_ratios(name)])
+    def test_ratios_of_rows_of_different_runs_are_marked(self, name, tmp_path, monkeypatch):
+        benchmark, module = BENCHMARKS[name], sys.modules[f"benchmarks.{name}"]
+        kinds = defined_in(module, Case)
+        rows = {case_of(row, kinds): row for row in ResultsFile(COMMITTED / name / "runs.jsonl").rows()}
+        for number, row in enumerate(rows.values()):
+            row["started"] = str(number)
+        for function in [function for function in vars(module) if function.startswith("draw")]:
+            monkeypatch.setattr(module, function, lambda *args: None)
+        tables = []
+        monkeypatch.setattr(
+            benchmark,
+            "publish",
+            lambda self, title, lines, remarks, files, *args, **named: tables.extend([lines, *files.values()]),
+        )
+        some = benchmark(
+            benchmark.parse(["--out", str(tmp_path)]), ResultsFile(tmp_path / "runs.jsonl"), Console(quiet=True)
+        )
+        for kind in kinds:
+            if of_kind := {case: row for case, row in rows.items() if type(case) is kind}:
+                some.report(of_kind)
+        cells = [
+            cell
+            for lines in tables
+            if isinstance(lines, list)
+            for line in lines
+            for column, cell in line.items()
+            if RATIO.search(column)
+            and not re.search("peak|memory, PyG", column)
+            and not re.match(r"–|1\.0+(×|$)", cell)
+        ]
+        assert cells
+        assert {cell for cell in cells if not re.search(r"†\)?$|^\d+$", cell)} == set()
 
     @pytest.mark.parametrize("name", BENCHMARKS)
     def test_every_field_that_is_read_is_checked(self, name, tmp_path, capsys):
@@ -825,10 +913,64 @@ class TestTimes:
 
     def test_what_the_system_does(self, work, monkeypatch):
         times = measuring.timed(work, 3, 0.1)
-        assert times["page_faults"] == 3
+        assert times["page_faults"] == times["usual_page_faults"] == 3
         assert times["system"] == pytest.approx(0.0005)
+        pages = iter([3, 3, 1000, 3, 3])
+        batches = [{"page_faults": next(pages)} for _ in range(5)]
+        assert measuring.per_call(batches) == {"page_faults": 202.4, "usual_page_faults": 3}
         monkeypatch.setattr(measuring, "resource", None)
         assert not {"page_faults", "system"} & set(measuring.timed(work, 3, 0.1))
+
+
+class TestComparisons:
+    """Which times are compared."""
+
+    @staticmethod
+    def row(seconds, started="now", allocator="default", peak_bytes=10**8, **times):
+        forward = {"median": seconds, "q1": seconds, "q3": seconds, "times": [seconds] * 4, **times}
+        return {
+            "outcome": "ok",
+            "allocator": allocator,
+            "started": started,
+            "peak_bytes": peak_bytes,
+            "forward": forward,
+        }
+
+    def test_times_of_different_runs_are_marked(self):
+        row, other, older = self.row(1.0), self.row(2.0, "later"), self.row(2.0)
+        del older["started"]
+        assert reports.factor(self.row(2.0), row, "forward") == "2.0×"
+        assert reports.factor(other, row, "forward") == reports.factor(older, row, "forward") == "2.0×†"
+        assert reports.factor(older, older, "forward") == "1.0×"
+        assert reports.factor(None, row, "forward") == "–"
+        (remark,) = reports.remarks_on([[{"×": "2.0×†"}]], [])
+        assert remark.startswith("† Both times are of different runs")
+        assert reports.remarks_on([[{"×": "2.0×"}]], []) == []
+
+    @pytest.mark.parametrize("allocator", ["kept", "huge", "default"])
+    @pytest.mark.parametrize(
+        ("times", "is_kept"),
+        [
+            ({}, True),
+            ({"page_faults": 6103.0}, True),  # less than the peak in all four calls
+            ({"page_faults": 6104.0}, False),
+            ({"page_faults": 99999.0, "usual_page_faults": 2441.0}, True),  # less than a tenth of it in the usual call
+            ({"page_faults": 0.0, "usual_page_faults": 2442.0}, False),
+        ],
+    )
+    def test_memory_that_was_to_be_kept(self, times, is_kept, allocator):
+        """Without the default allocator, which keeps none, no ratio is derived from a time that paid for pages."""
+        row, other = self.row(1.0, allocator=allocator, **times), self.row(2.0, allocator=allocator)
+        is_compared = is_kept or allocator == "default"
+        assert (reports.factor(other, row, "forward") == "2.0×") == is_compared
+        assert (reports.factor(row, other, "forward") == "0.5×") == is_compared
+        assert quartiles(row, "forward").endswith(", not kept") != is_compared
+        assert bool(reports.remarks_on([[{"ms": quartiles(row, "forward")}]], [])) != is_compared
+
+    def test_small_memory(self):
+        """Fewer pages than any block that glibc returns to the system."""
+        assert reports.is_kept(self.row(1.0, allocator="kept", peak_bytes=0, page_faults=31.0), "forward")
+        assert not reports.is_kept(self.row(1.0, allocator="kept", peak_bytes=0, page_faults=32.0), "forward")
 
 
 class TestMemory:
