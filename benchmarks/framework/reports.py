@@ -31,8 +31,8 @@ NOT_KEPT = "not kept"
 """Follows times under an allocator that was to keep memory but did not."""
 
 NEW_PAGES = 0.1
-"""Calls that get more than this share of their peak from the system do not keep memory: with glibc's default, which
-returns large blocks, most get more than half of it, and some of it twice; if all memory is kept, they get nothing."""
+"""Calls that get more than this share of their peak from the system do not keep memory: if all is kept, they get
+nothing. Under glibc's default, which returns large blocks, half of all measurements get more than half of it."""
 
 FEWEST_PAGES = 32
 """The smallest block that glibc returns to the system by default has this many pages."""
