@@ -27,7 +27,7 @@ def test_minibatches_run():
         exec(compile(block, "minibatches.md", "exec"), names)
     assert names["loss"].isfinite()
     data = names["data"]
-    assert (names["classes"] == data.y).float().mean() > 0.7
+    assert (names["classes"] == data.y).float().mean() > 0.5  # of four classes
     with torch.no_grad():
         whole = names["convs"][1](names["convs"][0](data.x, data.edge_index).relu(), data.edge_index)
     assert names["classes"].equal(whole.argmax(-1))  # layer by layer, as at once
