@@ -150,3 +150,12 @@ def test_two_hops_from_the_seeds():
 def test_memory_is_kept_where_it_is_asked_for():
     assert Case("", 1, 1, 1.0, "kept").environment == ALLOCATORS["kept"]
     assert str(Case("one", 1, 1, 1.0, "kept")) == "one, kept memory"
+
+
+def test_the_parts_of_a_block():
+    """Both sides of `GPSConv` call the layer and the attention, which are measured alone, too."""
+    wholes = {call: whole.call for call in CALLS if (whole := Case(call, 1, 1, 1.0, "kept").whole)}
+    assert wholes == dict.fromkeys(
+        ("molecules, TransformerConv", "molecules, GPSConv's attention"), "molecules, GPSConv"
+    )
+    assert "molecules, GPSConv" in CALLS

@@ -84,6 +84,7 @@ class Square(Measurement):
 
 class Squares(Benchmark[Square]):
     name = "squares"
+    quick: ClassVar = {"peers": ["wrong"]}
 
     @classmethod
     def add_options(cls, parser):
@@ -138,6 +139,23 @@ class TestBenchmark:
         printed = capsys.readouterr().out
         assert "Squares" in printed
         assert f"Written: {tmp_path / 'table.md'}, {tmp_path / 'squares.png'}, {tmp_path / 'note.txt'}" in printed
+
+    def test_a_quick_table_says_so(self, squares, tmp_path, monkeypatch):
+        monkeypatch.setitem(Square.factors, "wrong", 1.0)
+        assert squares() is None
+        assert "--quick" not in (tmp_path / "table.md").read_text()
+        assert squares("--quick") is None
+        assert rows_in(tmp_path)[-1][1] == "wrong"
+        assert "- **Made with `--quick`**" in (tmp_path / "table.md").read_text()
+
+    def test_all_rows_of_a_run_have_its_start(self, squares, tmp_path, monkeypatch):
+        for number, size in enumerate((2, 3)):
+            monkeypatch.setattr(time, "strftime", lambda *args, number=number: f"start {number}")
+            squares(*["--only", "5"] * number)
+            assert [row["started"] for row in ResultsFile(tmp_path / "runs.jsonl").rows()] == [
+                *["start 0"] * 2,
+                *["start 1"] * (size - 2),
+            ]
 
     def test_nothing_runs_twice(self, squares, tmp_path, capsys, monkeypatch):
         squares()

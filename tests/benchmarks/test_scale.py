@@ -25,6 +25,11 @@ def case(part, peer="gattn", name="1e4"):
     return scale.Case(scale.GRAPHS[name], part, peer, 1, 2, 0.1, "default", 8)
 
 
+def test_parts_and_their_wholes():
+    wholes = {"gather": None, "layer": case("step"), "step": case("recomputed"), "recomputed": None}
+    assert {part: case(part).whole for part in wholes} == wholes
+
+
 @pytest.mark.slow
 def test_peers_agree_with_float64(tmp_path):
     scale.Scale.main([*QUICK, "--peers", "gattn", "pyg", "--out", str(tmp_path)])

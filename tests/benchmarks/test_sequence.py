@@ -692,3 +692,8 @@ def test_in_processes(monkeypatch, tmp_path):
     Sequences.main(arguments(tmp_path, "--parts", "graphs", *SPEED))
     rows = ResultsFile(tmp_path / "runs.jsonl").rows()
     assert [row["outcome"] for row in rows] == ["ok"] * 4
+
+
+def test_pytorchs_layer_contains_its_attention():
+    assert replace(CASE, peer="sdpa").whole == replace(CASE, peer="torch")
+    assert CASE.whole is None
