@@ -136,7 +136,7 @@ def test_what_releasing_says_to_write_once_there_is_an_address():
     builder = pytest.importorskip("hatch_fancy_pypi_readme._builder")
     config = pytest.importorskip("hatch_fancy_pypi_readme._config")
     (lines,) = re.findall(r"```toml\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
-    written = tomllib.loads(f"it = [{lines}]".replace("ADDRESS", "example.org/gattn"))["it"]
+    written = tomllib.loads(lines.replace("ADDRESS", "example.org/gattn"))["substitutions"]
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     fragments = [{"text": (ROOT / "README.md").read_text()}]
     settings = {**hook, "fragments": fragments, "substitutions": [*hook["substitutions"][:2], *written]}
