@@ -522,6 +522,7 @@ class Nodes(Benchmark[Run]):
         "runs": 1,
         "epochs": 2,
         "evaluate_every": 1,
+        "workers": 2,
     }
     is_parallel = True
 
