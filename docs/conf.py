@@ -130,10 +130,11 @@ def break_equations(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def keep_together(app: Sphinx, doctree: nodes.document) -> None:
-    """Keeps a number in a table on one line with its thousands, its unit and its deviation."""
-    for text in [text for entry in doctree.findall(nodes.entry) for text in entry.findall(nodes.Text)]:
+    """Keeps a number on one line with its thousands, its unit and its deviation."""
+    for text in list(doctree.findall(nodes.Text)):
         whole = re.sub(r"(?<=\d) (?=\d{3}\b|(?:s|ms|µs|[KMG]B|GiB|%)(?!\w)|±)|(?<=±) ", "\u00a0", text)
-        if whole != text and not isinstance(text.parent, nodes.literal | nodes.math):
+        code = nodes.literal | nodes.math | nodes.math_block | nodes.raw | nodes.FixedTextElement
+        if whole != text and not isinstance(text.parent, code):
             text.parent.replace(text, nodes.Text(whole))
 
 
