@@ -174,16 +174,17 @@ def draw_alignments(rows: Sequence[Row], number: int) -> Figure:
     columns = len(rows) if len(rows) < 4 else math.ceil(len(rows) / 2)
     lines = math.ceil(len(rows) / columns)
     width = 1.2 + 0.16 * max(len(example["source"]) for example in examples)
-    height = 1.4 + 0.16 * max(len(example["translation"]) for example in examples)
+    height = 1.8 + 0.16 * max(len(example["translation"]) for example in examples)
     size = (max(width, 2.6) * columns, max(height, 2.4) * lines)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
     for axis in axes.flat[len(rows) :]:
         axis.set_axis_off()
-    for row, example, axis in zip(rows, examples, axes.flat, strict=False):
+    for place, (row, example, axis) in enumerate(zip(rows, examples, axes.flat, strict=False)):
         weights = torch.tensor(example["weights"])
         attention_matrix(weights, example["translation"], example["source"], ax=axis, title=row["row"], maximum=1.0)
-        axis.set(xlabel="German, read", ylabel="English, written")
+        is_lowest, is_leftmost = place + columns >= len(rows), place % columns == 0
+        axis.set(xlabel="German, read" * is_lowest, ylabel="English, written" * is_leftmost)
     german, english = list(EXAMPLES.items())[number]
     figure.suptitle(f"{german}\nreference: {english}", fontsize=10)
     return figure

@@ -389,9 +389,10 @@ def draw_nodes(
     if labels is None and len(graph) > _MAX_NAMED_NODES:
         return
     names = printable(graph if labels is None else map(as_list(labels).__getitem__, graph))
-    font = max(5.0, 7.0 * _shrinkage(ax))
+    font = max(6.5, 7.0 * _shrinkage(ax))
+    # All names or none are inside of the nodes, whose sizes are in square points.
+    is_inside = all(0.7 * font * len(name) <= min(sizes) ** 0.5 for name in names)
     for place, name, colour, size in zip(places, names, colours, sizes, strict=True):
-        is_inside = 0.7 * font * len(name) <= size**0.5  # the size is in square points
         red, green, blue = to_rgb(colour)
         is_dark = is_inside and 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
         ax.annotate(
