@@ -98,7 +98,7 @@ class Kernels(Benchmark[Case | Compilation]):
             "on mid; with --compile-only all)"
         )
         add("--dtypes", nargs="+", choices=DTYPES, help=text)
-        add_allocator(parser, "both", "both; with --quick or on a GPU, default")
+        add_allocator(parser, None, "both; with --quick or on a GPU, default")
         text = "number of threads (default: PyTorch's, here %(default)s)"
         add("--threads", type=whole(1, MOST), default=torch.get_num_threads(), help=text)
         text = "largest number of timed calls (default: %(default)s)"
@@ -131,11 +131,11 @@ class Kernels(Benchmark[Case | Compilation]):
         if options.compile_only:
             fill(options, {"dtypes": DTYPES})
         if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
-            if options.allocator != parser.get_default("allocator"):
+            if options.allocator in ("both", "kept"):
                 parser.error(f"--allocator {options.allocator} works only on the CPU, if the C library is glibc")
             options.allocator = "default"
         options.is_usual = options.peers == parser.get_default("peers")
-        fill(options, {"peers": PEERS})
+        fill(options, {"peers": PEERS, "allocator": "both"})
         if options.shapes is None and options.quick:
             options.shapes = [*SHAPES["cora"], SMALL]
         else:

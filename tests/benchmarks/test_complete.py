@@ -134,7 +134,7 @@ def test_cases_with_the_same_references_are_adjacent():
 
 def test_options_of_quick_runs():
     (found,) = {(case.repeats, case.seconds, case.allocator) for case in cases_of("--quick")}
-    assert found == (3, 0.3, "default")
+    assert found == (3, 0.1, "default")
     (found,) = {(case.repeats, case.seconds, case.allocator) for case in cases_of(*QUICK, "--allocator", "kept")}
     assert found == (2, 0.01, "kept")
 
