@@ -132,7 +132,7 @@ TIME = "forward + backward, ms, memory kept"
 
 
 def kernels():
-    """One row of the table in docs/performance.md per part and layer; the first of each part names it."""
+    """One row of the table in docs/performance.md per part and layer."""
     parts = {
         "attention alone": ("attention", ""),
         "whole layer": ("layer", ""),
@@ -145,8 +145,7 @@ def kernels():
             peaks = [number(cell("kernels", "peak, MB", peer=peer, **memory)) / 1000 for peer in ("gattn", "pyg")]
             columns = (BEST, COMPILED, EAGER, EAGER_BY_DEFAULT)
             factors = [two_digits(number(cell("kernels", column, **ours))) for column in columns]
-            label = f"{title}: {name}" if layer == "gat" else name
-            text = f"| {label} | {{}} s | {{}} | {{}} | {{}} | {{}} | {{}} GB, PyG {{}} GB |"
+            text = f"| {title}: {name} | {{}} s | {{}} | {{}} | {{}} | {{}} | {{}} GB, PyG {{}} GB |"
             time = f"{number(cell('kernels', TIME, **ours)) / 1000:.2f}"
             yield text, [time, *factors, f"{peaks[0]:.2f}", f"{peaks[1]:.1f}"]
 

@@ -32,8 +32,8 @@ class CompleteGraph(Graph):
         num_sources: M. (default: N)
         causal: Whether targets see only the sources up to their own position. With N ≠ M, the *last* target sees every
             source (bottom-right alignment, as a cached decoding step needs). (default: `False`)
-        window: `(left, right)`: how far before and after its own position a target sees, inclusive; a positive
-            integer means both. (default: `None`, no limit)
+        window: A sliding window, `(left, right)`: how far before and after its own position a target sees, inclusive; a
+            positive integer means both. (default: `None`, no limit)
         source_lengths: For a padded batch, the number of real sources of each element, `[B]`. (default: `None`)
         target_lengths: Likewise for targets; the output of the others is zero. (default: `None`)
 
