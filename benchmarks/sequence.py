@@ -93,7 +93,7 @@ def merge(rows: Sequence[Row]) -> Row:
     modes = [mode for mode in MODES if mode in rows[0]]
     times = {mode: measuring.spread([seconds for row in rows for seconds in row[mode]["times"]]) for mode in modes}
     peaks = {name: max(row[name] for row in rows) for name in ("forward_peak_bytes", "peak_bytes")}
-    return {**rows[0], **times, **peaks, "started": [row.get("started") for row in rows]}
+    return {**rows[0], **times, **peaks, "started": sorted({str(row.get("started")) for row in rows})}
 
 
 class Report:

@@ -166,7 +166,7 @@ class Sharding(Benchmark[Case]):
     """Measures each graph, split in each way."""
 
     name = "sharding"
-    quick: ClassVar = {"processes": [1, 2], "repeats": 3, "seconds": 0.1}
+    quick: ClassVar = {"graphs": ["mesh"], "processes": [1, 2], "repeats": 3, "seconds": 0.1}
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ RECIPE = Recipe(8, 2, 0.3, 0.01, 5e-4, 12, "batch", residual=True)
 GLOBAL = GlobalRecipe(
     8, 2, 0.3, 0.01, 5e-4, 20, input_dropout=0.2, heads=2, global_layers=1, graph_weight=0.8, local_epochs=12
 )
-TIMES = ("seconds_per_epoch", "peak_bytes")
+TIMES = ("seconds_per_epoch", "peak_bytes", "started")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from benchmarks.temporal import (
 )
 
 RECIPE = Recipe(neighbours=3, channels=8, time_channels=4, batch=50, epochs=4)
-TIMES = ("seconds_per_epoch", "peak_bytes")
+TIMES = ("seconds_per_epoch", "peak_bytes", "started")
 
 
 def messages(*rows):
