@@ -4,7 +4,7 @@ The models are a GAT on a graph of Cora's size and a small language model. Each 
 at other sizes than those at which it is timed. Nothing is timed before its output agrees with that of eager mode in
 float64. ONNX needs the extra `onnx`; `--ways` can leave it out.
 
-Duration: 4 minutes; with `--quick`: 2 minutes.
+Duration: 4 minutes; with `--quick`: 3 minutes.
 """
 
 from __future__ import annotations
