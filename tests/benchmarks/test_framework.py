@@ -813,13 +813,15 @@ class TestProcesses:
 
     def test_ctrl_c_does_not_reach_the_server(self, monkeypatch):
         """Whose imports would end with a traceback."""
-        before, handlers = signal.getsignal(signal.SIGINT), []
-        monkeypatch.setattr(
-            processes.forkserver, "ensure_running", lambda: handlers.append(signal.getsignal(signal.SIGINT))
-        )
+
+        def blocked():
+            return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+        started = []
+        monkeypatch.setattr(processes.forkserver, "ensure_running", lambda: started.append(blocked()))
         assert ends() == {}
-        assert handlers == [signal.SIG_IGN]
-        assert signal.getsignal(signal.SIGINT) is before
+        assert started == [True]
+        assert not blocked()
 
     def test_closing_ends_them(self):
         started = time.monotonic()
