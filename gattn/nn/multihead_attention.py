@@ -308,11 +308,10 @@ class MultiheadAttention(Attention):
         transposed = query.dim() == 3 and not self.batch_first
         grows_cache = cache is not None and not _is_static(query, key, static_kv, int(self.batch_first))
         q, k, v = self._project(query, key, value, transposed, None if grows_cache else cache)
-        first = cache.length(self) if cache is not None and grows_cache else 0
         num_targets, num_new = q.size(-3), k.size(-3)
-        num_sources, window = num_new, None
+        first, num_sources, window = 0, num_new, None
         if cache is not None and grows_cache:
-            num_sources += cache.num_visible(self)
+            first, num_sources = cache.length(self), cache.num_visible(self) + num_new
             if cache.window is not None and cache.window < num_sources - 1:
                 window = cache.window, 0 if is_causal else num_targets
         resolved: Graph = CompleteGraph(num_targets, num_sources, window=window)
