@@ -418,7 +418,7 @@ SECTIONS = {
             "[published](https://arxiv.org/abs/1710.10903) | 100 | 83.0 ± 0.7 | 72.5 ± 0.7 |",
             "https://arxiv.org/abs/2406.08993",
             "five seeds of 12 epochs",
-            "[OGB, 2020](https://arxiv.org/abs/2005.00687)), GPS 78.80 ± 1.01 ([2022](https://arxiv.org/abs/2205.12454)",
+            "[OGB, 2020](https://arxiv.org/abs/2005.00687)",
             "GATv2",
             "notebooks/02_",
             "100 %",
