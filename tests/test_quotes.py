@@ -420,6 +420,7 @@ SECTIONS = {
             "https://arxiv.org/abs/2406.08993",
             "five seeds of 12 epochs",
             "[OGB, 2020](https://arxiv.org/abs/2005.00687)",
+            "[Choi et al. 2025](https://arxiv.org/abs/2511.13010)",
             "GATv2",
             "notebooks/02_",
             "100 %",
