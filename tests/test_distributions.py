@@ -799,8 +799,7 @@ def test_numbers_that_the_compiler_does_not_know_pass_the_checks():
         torch.testing.assert_close(compiled(x, number, 1), function(x, number, 1))
 
 
-@pytest.mark.parametrize("num_types", [2, None])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(("dynamic", "num_types"), [(None, 2), (True, None)])
 def test_types_of_edges_and_self_loops_in_compiled_code(dynamic, num_types):
     """The number of edges depends on data there: on how many self-loops are replaced."""
 

@@ -20,6 +20,7 @@ from typing import ClassVar, get_type_hints
 import pytest
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 from rich.console import Console
 
 import benchmarks
@@ -578,6 +579,11 @@ class TestCommittedResults:
         assert cases, f"{path} has no rows: commit those of a run"
         said = {column: rows[0][column] for column in (*machine(), "torch-scatter") if column in rows[0]}
         monkeypatch.setattr("benchmarks.framework.benchmark.machine", lambda *args: said)
+
+        def blank(figure, file, **options):
+            Image.new("RGB", (1, 1)).save(file, **options)
+
+        monkeypatch.setattr(Figure, "savefig", blank)  # drawing takes most of the time
         arguments = ["--report"] if name == "translation" else []
         if not arguments:
             monkeypatch.setattr(benchmark, "cases", lambda self: cases)

@@ -15,7 +15,6 @@ from benchmarks.framework.processes import in_processes
 from benchmarks.framework.results import ALLOCATORS, ResultsFile, machine
 from benchmarks.kernels import Kernels
 from benchmarks.pyg_peers import PYG
-from tests.benchmarks.conftest import CONTRADICTIONS
 
 TINY = kernel_cases.Shape("tiny", 30, 100, 2, 3)
 CASE = kernel_cases.Case(TINY, "attention", "gat", False, "float32", "gattn", 1, 3, 0.01)
@@ -312,7 +311,7 @@ class TestPyG:
 
 
 class TestContradictions:
-    def test_a_part_that_takes_longer_than_the_whole(self, tiny, tmp_path, monkeypatch):
+    def test_a_part_that_takes_longer_than_the_whole(self, tiny, tmp_path, monkeypatch, contradictions):
         """The rows are written, but no table; another case of the same peer is no whole of it."""
 
         def slow(case, reference):
@@ -321,7 +320,7 @@ class TestContradictions:
             return row if case.part == "gather" else {**row, "forward_backward": times}
 
         monkeypatch.setattr(kernel_cases.Case, "measure", slow)
-        monkeypatch.setattr(measuring.Measurement, "contradictions", CONTRADICTIONS)
+        monkeypatch.setattr(measuring.Measurement, "contradictions", contradictions)
         with pytest.raises(SystemExit) as exit_info:
             Kernels.main(arguments(tmp_path, "--layers", "gat", "--peers", "gattn"))
         first, second, last = exit_info.value.code.splitlines()
@@ -332,15 +331,15 @@ class TestContradictions:
         assert len(ResultsFile(tmp_path / "runs.jsonl").rows()) == 4
         assert not (tmp_path / "table.md").exists()
 
-    def test_noise_is_none(self):
+    def test_noise_is_none(self, contradictions):
         """A median that is hardly above the whole's quartiles."""
         whole = replace(CASE, part="layer")
         rows = {CASE: row_of(CASE, 0.14), whole: row_of(whole, 0.1)}
         for mode in measuring.MODES:
             rows[whole][mode] = {**rows[whole][mode], "q3": 0.12}
-        assert CONTRADICTIONS(rows) == []
+        assert contradictions(rows) == []
         rows[CASE]["forward"] = {**rows[CASE]["forward"], "median": 0.2}
-        assert [text.split(" takes")[0] for text in CONTRADICTIONS(rows)] == [
+        assert [text.split(" takes")[0] for text in contradictions(rows)] == [
             "tiny attention gat float32 gattn, forward",
             "tiny attention gat float32 gattn, forward",
         ]

@@ -335,7 +335,8 @@ class TestPositionsOfSeq2Seq:
         torch.testing.assert_close(total.detach(), scores.double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("position", [pytest.param("learned", marks=pytest.mark.slow), "rotary"])
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["learned", "rotary"])
 def test_models_compile_without_graph_breaks(position):
     torch._dynamo.reset()
     model = language_model(position=position, num_layers=1)

@@ -12,6 +12,7 @@ from torch_geometric.utils import coalesce, to_torch_coo_tensor, to_torch_csr_te
 import gattn
 from gattn.nn.fa_conv import FAConv
 from gattn.testing import assert_permutation_equivariant, random_edge_index
+from tests.cases import mostly_slow
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 
 N, F = 9, 6
@@ -193,7 +194,7 @@ def test_around_it(x, x_0, edge_index):
     assert torch.equal(records[""][0].edge_index, edges)
 
 
-@pytest.mark.parametrize("options", [{}, {"cached": True}, {"normalize": False}, {"aggr": "max"}], ids=str)
+@pytest.mark.parametrize("options", mostly_slow([{}, {"cached": True}, {"normalize": False}, {"aggr": "max"}]), ids=str)
 def test_compiled(options, x, x_0, edge_index):
     backend = "aot_eager" if options else "inductor"  # the first takes less time
     conv = FAConv(F, **options)

@@ -126,7 +126,7 @@ def test_formula(kind, directed_msg, x, edge_index):
         torch.testing.assert_close(out[i], expected, rtol=1e-6, atol=1e-6)  # PyG's scale is a number in float32
 
 
-@pytest.mark.parametrize(("kind", "directed_msg"), mostly_slow(BOTH))
+@pytest.mark.parametrize(("kind", "directed_msg"), mostly_slow(BOTH, every=7))
 def test_everywhere_the_same(kind, directed_msg, x, edge_index):
     conv, edge_attr = GeneralConv(IN, OUT, D, directed_msg=directed_msg, heads=2, **kind_of(kind)), None
     edge_attr = torch.randn(edge_index.size(1), D)

@@ -909,7 +909,8 @@ COMPILED = {
     ("case", "position"),
     mostly_slow(
         [(case, None) for case in COMPILED]
-        + [(case, position) for case in ("self", "causal", "packed", "edges") for position in ("rotary", "alibi")]
+        + [(case, position) for case in ("self", "causal", "packed", "edges") for position in ("rotary", "alibi")],
+        every=8,
     ),
 )
 def test_compiles_without_graph_breaks(case, position):

@@ -145,8 +145,7 @@ def test_gradients(attn_nn, x, pos, edge_index):
     assert torch.autograd.gradgradcheck(lambda x: call(x, *inputs[1:]), inputs[:1])
 
 
-@pytest.mark.parametrize("attn_nn", ["none", "mlp"])
-@pytest.mark.parametrize("add_self_loops", [False, True])
+@pytest.mark.parametrize(("attn_nn", "add_self_loops"), [("none", False), ("mlp", True)])
 def test_compiled(attn_nn, add_self_loops, x, pos, edge_index):
     conv = PointTransformerConv(F, C, attn_nn=ATTN_NN[attn_nn](), add_self_loops=add_self_loops)
     torch._dynamo.reset()

@@ -270,6 +270,7 @@ def test_around_it(attention_type, x, edge_index):
     torch.testing.assert_close(compiled(x, edge_index), conv(x, edge_index))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler, of the logits of the last call
 def test_drawing_pairs_is_left_out_of_compiled_code(x, edge_index):
     conv = SuperGATConv(F, C)

@@ -479,7 +479,7 @@ def test_options_of_attention_reach_it():
         [("TransformerEncoderLayer", graph) for graph in (None, "edges", "causal", "packed")]
         + [("TransformerDecoderLayer", "causal"), ("TransformerEncoder", "edges"), ("TransformerDecoder", None)]
         + [("Transformer", None), ("Transformer", "edges")],
-        every=3,
+        every=5,
     ),
 )
 def test_compiles_without_graph_breaks(kind, graph):

@@ -10,6 +10,7 @@ from gattn import SparseGraph, Typed, attend
 from gattn.nn import GATConv, GATv2Conv
 from gattn.ops.backends.cpu import layout as layout_module
 from gattn.testing import random_edge_index
+from tests.cases import mostly_slow
 
 NODES, EDGES, HEADS, CHANNELS = 12, 60, 2, 4
 
@@ -180,7 +181,9 @@ class TestSizesAtRunTime:
         "edge_value": (HEADS, CHANNELS),
     }
 
-    @pytest.mark.parametrize(("backend", "name"), [*(("cpu", name) for name in terms), ("triton", "bias")])
+    @pytest.mark.parametrize(
+        ("backend", "name"), mostly_slow([*(("cpu", name) for name in terms), ("triton", "bias")], every=3)
+    )
     def test_too_few_rows(self, name, backend):
         """How many loops go out is only known when the edges are."""
         loops = torch.stack([torch.arange(NODES)] * 2)
@@ -198,7 +201,9 @@ class TestSizesAtRunTime:
             with pytest.raises(ValueError, match=rf"{name} has shape \[{wrong}, .*\[{40 + NODES}, "):
                 function(x, edge_index, torch.randn(wrong, *self.terms[name]))
 
-    @pytest.mark.parametrize(("backend", "name"), [("cpu", "edge_value"), ("cpu", "bias"), ("reference", "bias")])
+    @pytest.mark.parametrize(
+        ("backend", "name"), mostly_slow([("cpu", "edge_value"), ("cpu", "bias"), ("reference", "bias")], every=3)
+    )
     def test_too_few_rows_where_it_shows(self, name, backend):
         @torch.compile(backend="aot_eager")
         def function(x, edge_index, term):

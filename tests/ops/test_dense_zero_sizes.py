@@ -71,7 +71,7 @@ def results(tensors, graph, score, **options):
     return [*flat, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
-@pytest.mark.parametrize(("case", "batch", "kind"), mostly_slow(pairs(CASES, BATCHES, KINDS)))
+@pytest.mark.parametrize(("case", "batch", "kind"), mostly_slow(pairs(CASES, BATCHES, KINDS), every=8))
 def test_as_the_reference(case, batch, kind, monkeypatch):
     monkeypatch.setattr(dense, "_BLOCK", (1, 1))  # so that windows of these sizes are computed as bands
     name, empty = case
