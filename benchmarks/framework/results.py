@@ -312,7 +312,9 @@ def machine(device: str = "cpu", environment: Mapping[str, str] = MappingProxyTy
             packages[package] = version(package)
         except PackageNotFoundError:
             continue
-    name = torch.cuda.get_device_name(device) if is_gpu else _cpu_name()
+    # Servers of one name may lack AVX-512, which changes ratios, too.
+    cpu = f"{_cpu_name()} with {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(device) if is_gpu else cpu
     gpu = {"cuda": str(torch.version.cuda), "driver": _driver()} if is_gpu else {}
     return {
         "machine": f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",

@@ -1109,4 +1109,6 @@ class TestOnAGpu:
         results._driver.cache_clear()
         assert machine("cuda")["driver"] == "unknown"
         results._driver.cache_clear()
-        assert not {"cuda", "driver"} & set(machine())
+        here = machine()
+        assert not {"cuda", "driver"} & set(here)
+        assert f" with {torch.backends.cpu.get_cpu_capability()}, " in here["machine"]
