@@ -1,4 +1,4 @@
-"""The figures in README.md and docs/performance.md are those of the committed tables.
+"""The figures in README.md and in the pages on performance, deployment and several processes are those of tables.
 
 Each quote is a text of the document, with `{}` in place of what a table gives. In the sections below, no digit may be
 left that is neither quoted, nor somebody else's, nor pending.
@@ -510,3 +510,33 @@ def test_a_figure_that_is_not_that_of_a_table_is_found(monkeypatch):
     monkeypatch.setitem(globals(), "two_digits", lambda value: f"{value + 1:.1f}")
     with pytest.raises(AssertionError, match="the tables say"):
         test_every_figure_is_that_of_a_table(("docs/performance.md", "## Other layers"))
+
+
+FORMS = {
+    "eager mode": "eager",
+    "exported program": "exported",
+    "exported program with kernels": "exported with kernels",
+    "compiled package": "AOTInductor",
+    "compiled package with kernels": "AOTInductor with kernels",
+    "ONNX file, onnxruntime": "onnxruntime",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_latencies(form):
+    times = [number(cell("deployment", "forward, ms", model=x, way=FORMS[form])) for x in ("GAT", "TransformerLM")]
+    line = f"| {form} | {times[0]:.1f} | {times[1]:.1f} |"
+    assert f"{line}\n" in (ROOT / "docs" / "deployment.md").read_text(), f"the table says {line}"
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("graph", ["power law", "mesh"])
+def test_shards(graph, processes):
+    (row,) = rows("sharding", graph=graph, partition="blocks", processes=str(processes))
+    whole = {name: int(row[name].split(" (")[0].replace(",", "")) for name in ("nodes", "fetched")}
+    fetched = whole["fetched"] * processes / whole["nodes"]
+    shares = [re.search(r"\((.*)\)", row[name])[1] for name in ("processor, ms", "peak, MB")]
+    sent = number(row["sent, MB"])
+    found = [str(processes), f"{float(f'{fetched:.1g}') if fetched < 1 else round(fetched, 1)}"]
+    line = " | ".join([*found, f"{sent:.0f}" if sent > 10 else f"{sent:.1f}", *shares])
+    assert f"| {line} |\n" in (ROOT / "docs" / "distributed.md").read_text(), f"the table says {line}"
