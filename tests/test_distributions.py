@@ -784,6 +784,7 @@ class TestBackends:
             torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 def test_numbers_that_the_compiler_does_not_know_pass_the_checks():
     x, types = torch.randn(4, 2, 3), torch.tensor([0, 1, 0])
 

@@ -951,6 +951,7 @@ def test_arcs_errors(error, message, arguments):
 # The module ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plotting_is_imported_by_visualize_alone_and_may_be_missing():
     code = (
         "import sys, gattn\n"

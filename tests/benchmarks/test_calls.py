@@ -104,7 +104,7 @@ def test_times_and_their_ratio(units, seconds, rounds, monkeypatch):
         "molecules, GPSConv",
         "sampled, GATConv",
         "training step, molecules, TransformerConv",
-        "training step, two hops, GATv2Conv",
+        pytest.param("training step, two hops, GATv2Conv", marks=pytest.mark.slow),
     ],
 )
 def test_both_sides_compute_with_the_same_numbers(name):

@@ -286,6 +286,7 @@ class TestScores:
         assert molecules_models.score("peptides-func", logits, labels) == pytest.approx(100 * (1 + 2 / 3) / 2)
         assert molecules_models.score("zinc-12k", logits, labels) == pytest.approx((0.1 + 0.1 + 0.4 + 0.8) / 4)
 
+    @pytest.mark.slow
     def test_no_search_for_a_newer_ogb(self):
         """Importing ogb would otherwise start a thread that asks the network."""
         lines = (

@@ -360,7 +360,7 @@ class TestTraining:
         assert last < first < math.log(corpus.size)
         assert training.curve[-1]["seconds"] == pytest.approx(sum(training.seconds), abs=0.01)
 
-    @pytest.mark.parametrize("row", ["hard", "transformer"])
+    @pytest.mark.parametrize("row", ["hard", pytest.param("transformer", marks=pytest.mark.slow)])
     def test_an_interrupted_run_ends_with_the_same_numbers(self, row, corpus, run, tmp_path, monkeypatch):
         run = replace(run, row=row)
         (tmp_path / "whole").mkdir()

@@ -404,6 +404,7 @@ class TestSeq2Seq:
         rates |= {module.dropout for module in model.modules() if isinstance(module, MultiheadAttention)}
         assert 0.5 in rates
 
+    @pytest.mark.slow
     def test_learns_to_reverse(self):
         """Copying backwards, of two lengths: positions, padding, the shift and the end are all needed."""
         generator = torch.Generator().manual_seed(0)

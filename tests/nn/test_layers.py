@@ -167,7 +167,8 @@ class TestEverywhere:
         torch.testing.assert_close(out, expected)
         out.sum().backward()
 
-    @pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.slow), True])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dynamic", [None, True])
     def test_compile_with_edge_features_and_self_loops(self, layer, x, edge_index, dynamic):
         torch._dynamo.reset()
         conv, edge_attr = layer(F, 4, heads=2, edge_dim=3), torch.randn(30, 3)
@@ -522,6 +523,7 @@ class TestExplainers:
         assert explanation.edge_mask.shape == (edge_index.size(1),)
         assert explanation.edge_mask.max() > 0
 
+    @pytest.mark.slow
     def test_explaining_survives_a_bare_message_passing(self):
         """Instantiating MessagePassing replaces its methods by generated ones, which cannot explain."""
         code = (

@@ -203,6 +203,7 @@ def test_parts_of_falling_size(total, largest):
         assert rises <= len(sizes) / (largest // 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures resident memory as Linux counts it")
 def test_no_memory_of_a_row_per_edge():
     """200 000 edges of 256 channels would be 205 MB; the nodes' are 4 MB, and chunks' about as much."""

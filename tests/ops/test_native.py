@@ -17,7 +17,7 @@ from gattn.ops import choose
 from gattn.ops.backends import cpu
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
-from tests.cases import KERNEL_SCORES, make_score
+from tests.cases import KERNEL_SCORES, make_score, mostly_slow
 from tests.ops.fuzz import DTYPES, case, threads
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,7 @@ def run(code, **environment):
 
 
 class TestThreads:
+    @pytest.mark.slow
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
     def test_one_openmp_runtime(self):
         """In a process of its own, since other packages of this one may bring theirs."""
@@ -64,6 +65,7 @@ class TestThreads:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.split()) == 1, done.stdout
 
+    @pytest.mark.slow
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
     def test_no_more_threads_are_started(self):
         done = run(
@@ -173,7 +175,7 @@ class TestInstructionSets:
             expected = (value.double() / 2 + value[other].double() / 2).float().to(dtype)
             assert torch.equal(out, expected)
 
-    @pytest.mark.parametrize("name", INSTRUCTION_SETS)
+    @pytest.mark.parametrize("name", mostly_slow(INSTRUCTION_SETS))
     def test_the_environment_chooses(self, name):
         if name != "baseline" and name not in available():
             pytest.skip(f"no {name} here")
@@ -185,6 +187,7 @@ class TestInstructionSets:
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == name
 
+    @pytest.mark.slow
     def test_an_unknown_one(self):
         done = run(
             "import warnings, torch, gattn\n"
