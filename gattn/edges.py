@@ -82,7 +82,7 @@ def vectors_of(term: EdgeTerm | None) -> Tensor | None:
     if isinstance(term, Projected):
         features, weight = term
         dtype = torch.promote_types(features.dtype, weight.dtype)
-        return F.linear(features.to(dtype), weight.flatten(0, -2).to(dtype)).unflatten(-1, weight.shape[:-1])
+        return torch.unflatten(F.linear(features.to(dtype), weight.flatten(0, -2).to(dtype)), -1, weight.shape[:-1])
     return term
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "is_batched",
     "is_compiled",
     "is_context_parallel",
+    "is_exporting",
     "is_functorch_tensor",
     "is_fx_symbolic_tracing",
     "is_lazy",
@@ -90,6 +91,11 @@ def uses_jit_trace() -> bool:
 def is_traced() -> bool:
     """Whether tensors are placeholders from which a program is made (compiled, traced) that runs without this code."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or uses_jit_trace()
+
+
+def is_exporting() -> bool:
+    """Whether a program is being exported: in PyTorch 2.11, compiled code takes the public function for true."""
+    return torch.compiler._is_exporting_flag
 
 
 @torch.compiler.assume_constant_result  # PyTorch 2.11 cannot compile the call; elsewhere inputs have other types

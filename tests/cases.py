@@ -571,3 +571,14 @@ def on_device(make: Callable[..., Any]) -> Callable[..., Any]:
         return drawn.to(torch.get_default_device())
 
     return made
+
+
+class Recorded:
+    """A backend of `torch.compile` that notes the operators of its programs, and compiles them as usual."""
+
+    def __init__(self, backend: str = "inductor"):
+        self.compile, self.operators = torch._dynamo.lookup_backend(backend), set()
+
+    def __call__(self, program: torch.fx.GraphModule, inputs: list) -> Callable:
+        self.operators.update(str(node.target) for node in program.graph.nodes)
+        return self.compile(program, inputs)

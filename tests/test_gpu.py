@@ -5,10 +5,14 @@ import functools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch_geometric.data import Data
 
 import gattn
 from gattn import CompleteGraph, DotScore, Identity, nn
 from gattn.testing import random_edge_index
+from tests.cases import Recorded
+from tests.nn.test_reaching_inside import LAYERS, features, made
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cuda", reason="compares a GPU with the CPU")
 
@@ -16,6 +20,7 @@ N, E, C, H, D = 12, 40, 8, 2, 3
 LARGE = 1100
 LINEAR = {"score": DotScore(scale=1.0), "distribution": Identity(normalize=True)}
 LENGTHS = [5, 1, 0, 6]
+GRAPH_OF_NODE = torch.arange(N) // 5
 
 
 class Draw:
@@ -44,24 +49,44 @@ class Draw:
         return module
 
 
-def conv(name, *sizes, **options):
-    """A layer that is called with nodes and edges."""
-    features = {"edge_dim", "in_edge_channels"} & options.keys()
+def layer(name):
+    """A layer of `LAYERS`, whose inputs are made on the CPU and moved."""
 
     def case(draw):
-        layer = draw.layer(getattr(nn, name)(*sizes, **options))
-        return layer(draw(N, C), draw.edges(), *([draw(E, D)] if features else []))
+        module = draw.layer(made(name))
+        draw.leaves += (leaves := [part.to(draw.device).requires_grad_() for part in features()])
+        return module(*tree_map_only(Tensor, lambda part: part.to(draw.device), LAYERS[name][1](*leaves)))
 
     return case
 
 
-def attend(graph=None, size=N, batch=(), **options):
+def model(make, *inputs):
+    """A model in evaluation, called with nodes, edges and more."""
+
+    def case(draw):
+        torch.manual_seed(0)
+        return draw.layer(make().eval())(draw(N, C), draw.edges(), *(part.to(draw.device) for part in inputs))
+
+    return case
+
+
+def graphormer(draw):
+    torch.manual_seed(0)
+    options = {"num_layers": 2, "heads": H, "cutoff": 2, "max_degree": 2}
+    module = draw.layer(gattn.models.Graphormer(C, 4, 3, **options).eval())
+    data = gattn.transforms.ShortestPathBuckets(2)(Data(torch.zeros(N, C), random_edge_index(N, num_edges=E)))
+    data.x = draw(N, C)
+    return module(data.to(draw.device))
+
+
+def attend(graph=None, size=N, batch=(), positive=False, **options):
     """Attention among nodes, on a list of edges or on a graph; what is callable is drawn."""
 
     def case(draw):
         given = {name: make(draw) if callable(make) else make for name, make in options.items()}
         on = draw.edges() if graph is None else graph(draw) if callable(graph) else graph
-        return gattn.attend(*(draw(*batch, size, H, C) for _ in range(3)), on, **given)
+        nodes = [draw(*batch, size, H, C) for _ in range(3)]
+        return gattn.attend(*(x.abs() if positive else x for x in nodes), on, **given)
 
     return case
 
@@ -94,43 +119,16 @@ def heads(draw):
 
 
 CASES = {
-    "GAT": conv("GATConv", C, 4, heads=H, edge_dim=D),
-    "GATv2": conv("GATv2Conv", C, 4, heads=H, edge_dim=D),
-    "Transformer": conv("TransformerConv", C, 4, heads=H, edge_dim=D, beta=True),
-    "AGNN": conv("AGNNConv"),
-    "SuperGAT": lambda draw: draw.layer(nn.SuperGATConv(C, 4, heads=H)).eval()(draw(N, C), draw.edges()),
-    "General": conv("GeneralConv", C, 4, in_edge_channels=D, heads=H, attention=True),
-    "ResGatedGraph": conv("ResGatedGraphConv", C, 4, edge_dim=D),
-    "GATE": conv("GATEConv", C, C, edge_dim=D),
-    "GatedGCN": lambda draw: draw.layer(nn.GatedGCNConv(C, D, 4))(draw(N, C), draw.edges(), draw(E, D)),
-    "EGAT": lambda draw: draw.layer(nn.EGATConv(C, D, 4, 5, H))(draw(N, C), draw.edges(), draw(E, D)),
-    "FA": lambda draw: draw.layer(nn.FAConv(C))(draw(N, C), draw(N, C), draw.edges()),
-    "DNA": lambda draw: draw.layer(nn.DNAConv(C, heads=H))(draw(N, 3, C), draw.edges()),
-    "PointTransformer": lambda draw: draw.layer(nn.PointTransformerConv(C, 4))(draw(N, C), draw(N, 3), draw.edges()),
-    "RGAT": lambda draw: draw.layer(nn.RGATConv(C, 4, 5, heads=H))(draw(N, C), draw.edges(), draw.below(5, E)),
-    "HEAT": lambda draw: draw.layer(nn.HEATConv(C, 4, 3, 5, 2, D, 2, heads=H))(
-        draw(N, C), draw.edges(), draw.below(3, N), draw.below(5, E), draw(E, D)
-    ),
-    "HGT": lambda draw: draw.layer(nn.HGTConv(C, C, (["a"], [("a", "to", "a"), ("a", "of", "a")]), heads=H))(
-        {"a": draw(N, C)}, {("a", "to", "a"): draw.edges(), ("a", "of", "a"): draw.edges()}
-    )["a"],
-    "HAN": lambda draw: draw.layer(nn.HANConv(C, C, (["a"], [("a", "to", "a"), ("a", "of", "a")]), heads=H))(
-        {"a": draw(N, C)}, {("a", "to", "a"): draw.edges(), ("a", "of", "a"): draw.edges()}
-    )["a"],
-    "Hypergraph": lambda draw: draw.layer(nn.HypergraphConv(C, 4, use_attention=True, heads=H))(
-        draw(N, C), draw.edges(), hyperedge_attr=draw(N, C)
-    ),
-    "DenseGAT": lambda draw: draw.layer(nn.DenseGATConv(C, 4, heads=H))(draw(2, N, C), draw.below(2, 2, N, N)),
-    "GPS": lambda draw: draw.layer(nn.GPSConv(C, nn.GATConv(C, C), heads=H, norm=None))(
-        draw(N, C), draw.edges(), draw.below(3, N).sort().values
-    ),
-    "pooling": lambda draw: draw.layer(nn.AttentionPooling(C))(draw(N, C), draw.below(3, N).sort().values),
+    **{name: layer(name) for name in LAYERS},
+    **{
+        f"models.{make.__name__}": model(functools.partial(make, C, 6, 3), GRAPH_OF_NODE)
+        for make in (gattn.models.SGFormer, gattn.models.Polynormer)
+    },
     "heads": heads,
     "encoder": lambda draw: draw.layer(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(C, H, 16, dropout=0.0, batch_first=True), 2)
     )(draw(2, 7, C), src_key_padding_mask=torch.arange(7, device=draw.device) >= draw.below(7, 2, 1) + 1),
-    "LSTMN": lambda draw: draw.layer(nn.LSTMNCell(C, 5))(draw(3, C)),
-    "additive": lambda draw: draw.layer(nn.AdditiveAttention(C, C))(draw(2, 3, C), draw(2, 7, C)),
+    "Graphormer": graphormer,
     "list": attend(),
     "list, lse": attend(return_lse=True),
     "list, weights": attend(return_weights=True),
@@ -165,13 +163,13 @@ for name, graph in {
     "packed": CompleteGraph.packed([LARGE // 2] * 2),
     "ragged": lambda draw: CompleteGraph(LARGE, source_lengths=draw.below(LARGE, 2)),
 }.items():
-    CASES[f"linear, {name}"] = attend(graph, LARGE, batch=(2,), **LINEAR)
+    CASES[f"linear, {name}"] = attend(graph, LARGE, batch=(2,), positive=True, **LINEAR)  # or a sum may be near zero
 
 
 def results(name, device):
     draw = Draw(device)
     found = CASES[name](draw)
-    found = [out for out in torch.utils._pytree.tree_leaves(found) if isinstance(out, Tensor)]
+    found = [out for out in tree_leaves(found) if isinstance(out, Tensor)]
     torch.manual_seed(1)
     losses = [
         (out.nan_to_num(neginf=0.0) * torch.randn(out.shape, dtype=out.dtype).to(device)).sum()
@@ -203,10 +201,12 @@ def test_compiled(kind):
         else:
             graph = {"list": edges, "complete": CompleteGraph(N), "linear": CompleteGraph(LARGE)}[kind]
             size, options = (LARGE, LINEAR) if kind == "linear" else (N, {})
-            inputs = [draw(size, H, C) for _ in range(3)]
+            inputs = [draw(size, H, C).abs() for _ in range(3)]
             layer = functools.partial(gattn.attend, graph=graph, **options)
-        found = []
-        for function in (layer, torch.compile(layer, fullgraph=True)):
+        found, backend = [], Recorded()
+        for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
             out = function(*inputs)
-            found.append([out, *torch.autograd.grad(out.sin().sum(), draw.leaves)])
+            found.append([out, *torch.autograd.grad(out.sin().sum(), draw.leaves, retain_graph=True)])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    is_on_edges = kind not in ("complete", "linear")
+    assert ("gattn.triton_attention.default" in backend.operators) == is_on_edges

@@ -240,7 +240,8 @@ class Seq2Seq(Leaf, Module):
             memory, _ = pad_packed_sequence(memory, batch_first=True, total_length=source.size(1))
         # The states of the two directions of each layer are concatenated.
         parts = [
-            x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) for x in (last if isinstance(last, tuple) else [last])
+            torch.unflatten(x, 0, (-1, 2)).transpose(1, 2).flatten(2)
+            for x in (last if isinstance(last, tuple) else [last])
         ]
         summary = parts[0][-1]
         parts[0] = self.bridge(parts[0]).tanh()

@@ -126,7 +126,7 @@ class EGTLayer(Attention):
         """
         self._check(x, edge_attr, mask)
         graph, pairs = CompleteGraph(x.size(-2)), self.mha_ln_e(edge_attr)
-        qkv = self.qkv_proj(self.mha_ln_h(x)).unflatten(-1, (3, -1, self.heads))  # heads are the last dimension
+        qkv = torch.unflatten(self.qkv_proj(self.mha_ln_h(x)), -1, (3, -1, self.heads))  # heads are the last dimension
         query, key, value = (part.transpose(-1, -2) for part in qkv.unbind(-3))
         logits = self.weigh(query, key, graph, score=self.score, distribution=None) + self.edge_input(pairs).movedim(
             -1, -3

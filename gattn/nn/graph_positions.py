@@ -11,6 +11,7 @@ from torch import Tensor
 from gattn.bias import Bias, DistanceBias
 from gattn.graphs import Graph
 from gattn.nn.positional import RelativePosition
+from gattn.torch_private import is_exporting
 
 __all__ = ["with_positions"]
 
@@ -30,7 +31,7 @@ def with_positions(
     Raises:
         ValueError: If the positions were made for another number of heads.
     """
-    if bias is None and graph.is_dense and not graph.is_sharded and not torch.compiler.is_exporting():
+    if bias is None and graph.is_dense and not graph.is_sharded and not is_exporting():
         assert graph.num_sources is not None
         assert graph.num_targets is not None
         blocks = graph.blocks or ((graph.num_targets, graph.num_sources),)

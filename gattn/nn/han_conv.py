@@ -147,7 +147,7 @@ class HANConv(HeteroBaseConv):
         if len(x) < len(x_dict):
             raise InputError(f"this layer was made for nodes of the types {list(self.proj)}; got {list(x_dict)}.")
         relations = self._relations(x, edge_index_dict, self.metadata[1])
-        hidden = {name: self.proj[name](x[name]).unflatten(-1, (self.heads, -1)) for name in x_dict}
+        hidden = {name: torch.unflatten(self.proj[name](x[name]), -1, (self.heads, -1)) for name in x_dict}
         found: dict[str, list[Tensor]] = {name: [] for name in x_dict}
         for edge_type, (source, target, graph) in relations.items():
             name = "__".join(edge_type)

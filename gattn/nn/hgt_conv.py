@@ -162,7 +162,7 @@ class HGTConv(HeteroBaseConv):
         targets = {name: rows.size(-2) if name in self.dst_node_types else 0 for name, rows in x.items()}
         channels = self.out_channels // self.heads
         projected = {
-            node_type: kqv.unflatten(-1, (3, self.heads, channels)).unbind(-3)
+            node_type: torch.unflatten(kqv, -1, (3, self.heads, channels)).unbind(-3)
             for node_type, kqv in self.kqv_lin(x).items()
         }
         query = torch.cat([projected[node_type][1][..., :size, :, :] for node_type, size in targets.items()], -3)
@@ -248,7 +248,7 @@ class HGTConv(HeteroBaseConv):
             return []
         num_types = len(self.edge_types)
         if is_untouched(rel):  # factors scale the matrices, so that nothing has to be done per node
-            weight = rel.weight.unflatten(0, (self.heads, num_types))
+            weight = torch.unflatten(rel.weight, 0, (self.heads, num_types))
             return [
                 _per_head(x, weight[:, number] if factors is None else weight[:, number] * factors[number])
                 for number, x in rows.items()
@@ -259,7 +259,7 @@ class HGTConv(HeteroBaseConv):
         first = torch.arange(self.heads, device=flat[0].device).unsqueeze(1) * num_types
         types = [(first + number).expand(-1, x.size(1)) for number, x in zip(order, flat, strict=True)]
         found = rel(torch.cat(flat, 1).flatten(0, 1), torch.cat(types, 1).flatten())
-        parts = found.unflatten(0, (self.heads, -1)).split([x.size(1) for x in flat], 1)
+        parts = torch.unflatten(found, 0, (self.heads, -1)).split([x.size(1) for x in flat], 1)
         outs = {
             number: part.reshape(x.shape).movedim((0, 1), (-2, -3))
             for (number, x), part in zip(nodes.items(), parts, strict=True)

@@ -167,6 +167,6 @@ class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
             ValueError: If shapes do not fit each other, or both `mask` and `graph` are given.
         """
         x, graph = on_graph(x, mask, graph)
-        given: Any = (lin(x).unflatten(-1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v))
+        given: Any = (torch.unflatten(lin(x), -1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v))
         out: Tensor = self.fast_attn(*(rows.transpose(-3, -2) for rows in given), mask, graph)
         return self.dropout(self.attn_out(out.transpose(-3, -2).flatten(-2)))  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gattn.graphs import SparseGraph
+from gattn.torch_private import is_exporting
 from gattn.tracing import Leaf
 
 __all__ = ["ExportedAggregation", "sets_of"]
@@ -29,7 +30,7 @@ class ExportedAggregation(Leaf):
         **kwargs: Any,
     ) -> Any:
         """Calls the aggregation; in a program that is exported, PyG could not read the number of sets from zeros."""
-        if index is None and ptr is None and dim_size is None and torch.compiler.is_exporting():
+        if index is None and ptr is None and dim_size is None and is_exporting():
             dim_size = 1
         return super().__call__(x, index, ptr, dim_size, *args, **kwargs)  # type: ignore[misc]
 

@@ -102,7 +102,9 @@ class SGFormerAttention(Leaf, torch_geometric.nn.attention.SGFormerAttention):
                 "SGFormerAttention counts all nodes of a graph: give a packed graph, or a mask for padding; got "
                 "a graph that is causal or has a window or lengths."
             )
-        query, key, value = (lin(x).unflatten(-1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v))
+        query, key, value = (
+            torch.unflatten(lin(x), -1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v)
+        )
         key, value = without_padding(key, mask), without_padding(value, mask)
         query, key = self._normalized(query, graph, mask), self._normalized(key, graph, mask)
         key = without_padding(key, mask)

@@ -11,6 +11,7 @@ import torch
 from gattn.ops.backends import BACKENDS, Backend
 from gattn.ops.backends.base import Missing
 from gattn.ops.call import Call
+from gattn.torch_private import is_exporting
 
 __all__ = ["backend", "check_name", "choose", "requested"]
 
@@ -44,7 +45,7 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
         return wanted
     slower: Backend | None = None
     if plain is None:
-        device, exports = call.value.device.type, torch.compiler.is_exporting()
+        device, exports = call.value.device.type, is_exporting()
         for backend in BACKENDS:
             if exports and backend.has_operators:  # the program has to run without gattn
                 continue

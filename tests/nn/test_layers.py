@@ -22,7 +22,9 @@ from torch_geometric.utils import softmax
 import gattn
 from gattn import CompleteGraph, SparseGraph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
+from gattn.ops.backends.cpu import native
 from gattn.testing import assert_permutation_equivariant, random_edge_index
+from tests.cases import Recorded
 
 LAYERS = [GATConv, GATv2Conv, TransformerConv]
 LOOPED = [GATConv, GATv2Conv]
@@ -162,10 +164,11 @@ class TestEverywhere:
     def test_compile(self, layer, x, edge_index):
         torch._dynamo.reset()
         conv = layer(F, 4, heads=2)
-        expected = conv(x, edge_index)
-        out = torch.compile(conv, fullgraph=True)(x, edge_index)
+        expected, backend = conv(x, edge_index), Recorded()
+        out = torch.compile(conv, fullgraph=True, backend=backend)(x, edge_index)
         torch.testing.assert_close(out, expected)
         out.sum().backward()
+        assert "gattn.attention.default" in backend.operators or native.load_error() is not None
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dynamic", [None, True])

@@ -11,6 +11,7 @@ from gattn.nn import GATConv, GATv2Conv
 from gattn.ops.backends.cpu import layout as layout_module
 from gattn.testing import random_edge_index
 from tests.cases import mostly_slow
+from tests.nn.test_reaching_inside import LAYERS, features, flat, made
 
 NODES, EDGES, HEADS, CHANNELS = 12, 60, 2, 4
 
@@ -301,3 +302,13 @@ def test_a_state_dict_in_functional_calls():
     torch.testing.assert_close(out, other(x[:, 0], edge_index))
     with gattn.backend("cpu"):
         torch.testing.assert_close(torch.func.functional_call(conv, doubled, (x[:, 0], edge_index)), out)
+
+
+@pytest.mark.parametrize("name", ["EGTLayer", "HANConv", "HGTConv", "SGFormerAttention"])
+def test_beside_a_default_device(name):
+    """With a default device, tensors' methods that are written in Python cannot be compiled, but functions can."""
+    layer, arguments = made(name), LAYERS[name][1](*features())
+    expected = flat(layer(*arguments))
+    with torch.device("cpu"):
+        found = flat(torch.compile(layer, fullgraph=True, backend="eager")(*arguments))
+    torch.testing.assert_close(found, expected)

@@ -24,7 +24,7 @@ from gattn.ops.dropout import drop as plain_drop
 from gattn.ops.operator import AttentionOperator, Differentiated, library
 from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import Family, Score, family_of
-from gattn.torch_private import is_batched
+from gattn.torch_private import is_batched, is_exporting
 
 __all__ = ["Cpu", "can_drop", "drop"]
 
@@ -454,7 +454,7 @@ Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _ke
 
 def can_drop(x: Tensor) -> bool:
     """Whether `drop` can be called on a tensor now."""
-    if torch.compiler.is_exporting() or needs_plain_pytorch() is not None:
+    if is_exporting() or needs_plain_pytorch() is not None:
         return False
     return x.device.type == "cpu" and x.dtype in DTYPES and _load_error is None
 

@@ -13,7 +13,7 @@ from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.operator import Differentiated, library
-from gattn.torch_private import is_batched
+from gattn.torch_private import is_batched, is_exporting
 
 __all__ = ["can_weigh", "weights"]
 
@@ -29,7 +29,7 @@ library.define("matrix_weights_backward(Tensor weights, Tensor grad, str law) ->
 
 def can_weigh(logits: Tensor, law: Law) -> bool:
     """Whether `weights` can be called now."""
-    if logits.device.type != "cpu" or torch.compiler.is_exporting():
+    if logits.device.type != "cpu" or is_exporting():
         return False
     is_known = law.name in _laws and logits.dtype in (torch.float32, torch.float64)
     return is_known and needs_plain_pytorch() is None

@@ -38,7 +38,7 @@ from gattn.ops.custom_parts import as_logits
 from gattn.ops.plans import Given, Plan
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.scores import DotScore, Score, family_of, says
-from gattn.torch_private import is_context_parallel, statically_known_true
+from gattn.torch_private import is_context_parallel, is_exporting, statically_known_true
 
 __all__ = ["Dense", "attention"]
 
@@ -194,7 +194,7 @@ def _is_linear(call: Call) -> bool:
     if call.bias is not None or call.mask is not None or call.dropout > 0.0 or call.weights:
         return False
     assert isinstance(graph, CompleteGraph)
-    if torch.compiler.is_exporting() and (graph.causal or graph.blocks is not None):  # chunks depend on sizes
+    if is_exporting() and (graph.causal or graph.blocks is not None):  # chunks depend on sizes
         return False
     return graph.window is None and (graph.is_uniform or elements_of(graph, math.prod(call.batch)) is not None)
 
@@ -246,7 +246,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
         is_softmax = is_plain_softmax(distribution)
         if _is_linear(call) and (
             graph.blocks is not None
-            or torch.compiler.is_exporting()  # which must not compare sizes
+            or is_exporting()  # which must not compare sizes
             or linear.is_faster(graph, max(key.size(-1), value.size(-1)))
         ):
             assert query is not None
@@ -313,12 +313,12 @@ def _output(part: _Part, graph: CompleteGraph) -> Tensor:
         groups, queries, sources.take(key.flatten(0, 1)), sources.take(value.flatten(0, 1)), strict=True
     ):
         count = len(group.elements)
-        q = None if q is None else q.unflatten(0, (count, group.num_targets))
-        k, v = (x.unflatten(0, (count, group.num_sources)) for x in (k, v))
+        q = None if q is None else torch.unflatten(q, 0, (count, group.num_targets))
+        k, v = (torch.unflatten(x, 0, (count, group.num_sources)) for x in (k, v))
         b, m = _of_group(bias, group), of_group(mask, group)
         out = _uniform(_Part(q, k, v, score, b, m, group.num_targets, dropout, log_sum), group.offset, graph)
         outputs.append(out.flatten(0, 1))
-    return targets.put(outputs).unflatten(0, (batch, num_targets))
+    return torch.unflatten(targets.put(outputs), 0, (batch, num_targets))
 
 
 def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteGraph) -> Iterator[Tensor]:
@@ -367,12 +367,11 @@ def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
     left, right = graph.reach
     plain = bias is None and mask is None and not log_sum
     if isinstance(bias, Bias) and (
-        torch.compiler.is_exporting()
-        or (not log_sum and value.size(0) * num_targets * key.size(1) * _num_heads(part) <= _SMALL)
+        is_exporting() or (not log_sum and value.size(0) * num_targets * key.size(1) * _num_heads(part) <= _SMALL)
     ):
         bias = bias.part(slice(0, num_targets), slice(0, key.size(1)))
         part = part._replace(bias=bias)
-    if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
+    if is_exporting():  # decisions must not depend on dynamic sizes
         if plain and left is None and right == 0 and statically_known_true(offset == 0) and _is_dot(score):
             assert query is not None
             scale = score.factor(key.size(-1))
@@ -513,7 +512,7 @@ def _by_targets(
 
     Unless it `keeps` them, intermediate results are not kept for the backward pass, which computes them again.
     """
-    if torch.compiler.is_exporting():  # decisions must not depend on dynamic sizes
+    if is_exporting():  # decisions must not depend on dynamic sizes
         return [function(part)]
     query, key = part.query, part.key
     if counts is None:
@@ -619,7 +618,7 @@ def _banded(part: _Part, offset: int, left: int, right: int) -> Tensor:
     rest = blocks * size - num_targets
     before, after = left - offset, offset + blocks * size + right - num_sources  # negative: remove nodes
     if query is not None:
-        query = _pad_nodes(query, 0, rest).unflatten(1, (blocks, size)).flatten(0, 1)
+        query = torch.unflatten(_pad_nodes(query, 0, rest), 1, (blocks, size)).flatten(0, 1)
     key, value = (_pad_nodes(x, before, after).unfold(1, span, size).movedim(-1, 2).flatten(0, 1) for x in (key, value))
     place = torch.arange(span, device=value.device)
     source = torch.arange(blocks, device=value.device).unsqueeze(1) * size - before + place
@@ -636,7 +635,7 @@ def _banded(part: _Part, offset: int, left: int, right: int) -> Tensor:
     mask = mask.repeat(batch, 1, 1).unsqueeze(1)
     mask = _both(allowed, mask)
     out = _rectangle(part._replace(query=query, key=key, value=value, bias=bias, mask=mask, num_targets=size))
-    return out.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :num_targets]
+    return torch.unflatten(out, 0, (batch, blocks)).flatten(1, 2)[:, :num_targets]
 
 
 def _of_blocks(x: Tensor | None, batch: int, target: Tensor, source: Tensor) -> Tensor | None:

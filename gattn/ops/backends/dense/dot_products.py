@@ -66,7 +66,7 @@ def packed_flash(query: Tensor | None, key: Tensor, value: Tensor, graph: Comple
         window_size=(left, right),
     )
     assert isinstance(out, Tensor)
-    return out.unflatten(0, query.shape[:2])
+    return torch.unflatten(out, 0, query.shape[:2])
 
 
 @lru_cache(maxsize=64)

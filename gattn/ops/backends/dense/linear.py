@@ -91,7 +91,7 @@ def attend(
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     compute = _plain if torch.compiler.is_compiling() else _Linear.apply
     out: Tensor = compute(query, key, value, rule)
-    return out.unflatten(0, (batch, num_targets))
+    return torch.unflatten(out, 0, (batch, num_targets))
 
 
 def _block(target: int, num_targets: int, source: int, num_sources: int, offset: int, causal: bool) -> _Block:
@@ -132,7 +132,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
 
 def _chunks(x: Tensor) -> Tensor:
     """Rows `[H, N, C]` in chunks, `[H, chunks, rows, C]`, the last one with zeros at its end."""
-    return F.pad(x, (0, 0, 0, -x.size(1) % _CHUNK)).unflatten(1, (-1, _CHUNK))
+    return torch.unflatten(F.pad(x, (0, 0, 0, -x.size(1) % _CHUNK)), 1, (-1, _CHUNK))
 
 
 def _running(state: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ class _Linear(torch.autograd.Function):
         def write(to: Tensor, rows: slice, part: Tensor) -> None:
             part = part[:, : rows.stop - rows.start, : to.size(-1)]
             if to.size(1) != part.size(0):  # heads that share a key
-                part = part.unflatten(0, (to.size(1), -1)).sum(1)
+                part = torch.unflatten(part, 0, (to.size(1), -1)).sum(1)
             to[rows] = part.transpose(0, 1)
 
         for block in rule.blocks:

@@ -118,7 +118,7 @@ class _List:
         value = value.flatten(0, 1)
         key = value.new_zeros(value.size(1), 1).expand(*value.shape[:2], 1)
         out = self._run(None, key, value, "gat", [1.0], "identity", weights, flow)[0]
-        return out.unflatten(0, (batch, -1))
+        return torch.unflatten(out, 0, (batch, -1))
 
     def _run(
         self,

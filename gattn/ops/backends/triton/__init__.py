@@ -375,7 +375,7 @@ class _Launches:
         if name in _PER_EDGE:
             grad = grad.view(*self.front, *of.shape[-_PER_EDGE[name] :]).sum_to_size(of.shape)
         elif name in ("key", "value") and self.group > 1:
-            grad = grad.unflatten(2, (-1, self.group)).sum(3)
+            grad = torch.unflatten(grad, 2, (-1, self.group)).sum(3)
         return grad.to(of.dtype).view(of.shape)
 
     def combine(self, rows: Rows, **results: Any) -> None:
