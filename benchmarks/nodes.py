@@ -463,6 +463,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         {n for row in rows if (n := row["recipe"]["epochs"]) != recipe_of(row["dataset"], row["model"]).epochs}
     )
     is_sparse = any(row["features"] == "sparse" for row in rows)
+    shared = max((row.get("workers", 1) for row in rows if row["device"] != "cpu"), default=1)
     return [
         *described,
         "The test score is that of the evaluation with the best validation score; mean ± standard deviation.",
@@ -471,6 +472,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         *(text for model, text in GLOBAL_NOTES.items() if any(row["model"] == model for row in rows)),
         *(f"Training ended after {epochs} epochs without a better validation score." for epochs in patience),
         *(f"Some runs had {n} epochs, not the recipe's: compare their times, not their scores." for n in others),
+        *([f"Up to {shared} runs shared a GPU: their seconds are not those of one run alone."] if shared > 1 else []),
         *(["gattn's layers take sparse features where at most a tenth of them are nonzero."] if is_sparse else []),
         *parallel.notes(rows),
         *(text for dataset, text in BORROWED.items() if any(row["dataset"] == dataset for row in rows)),

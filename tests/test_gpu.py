@@ -1,5 +1,6 @@
 """Layers and verbs give on a GPU what they give on the CPU, with all gradients: run with `--device cuda`."""
 
+import copy
 import functools
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.data import Data
 
 import gattn
-from gattn import CompleteGraph, DotScore, Identity, nn
+from gattn import CompleteGraph, DotScore, Identity, SparseGraph, nn
 from gattn.testing import random_edge_index
 from tests.cases import Recorded
 from tests.nn.test_reaching_inside import LAYERS, features, made
@@ -210,3 +211,60 @@ def test_compiled(kind):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
     is_on_edges = kind not in ("complete", "linear")
     assert ("gattn.triton_attention.default" in backend.operators) == is_on_edges
+
+
+@pytest.mark.parametrize("kind", ["GATConv", "GATv2Conv", "TransformerConv"])
+def test_the_same_bits_each_time(kind):
+    layer, x, edges = getattr(nn, kind)(C, 4, heads=H), torch.randn(500, C, requires_grad=True), many_edges()
+    leaves = [x, *layer.parameters()]
+    first, *others = (torch.autograd.grad(layer(x, edges).square().sum(), leaves) for _ in range(3))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_training_in_a_cuda_graph():
+    x, edges = torch.randn(500, C), many_edges()
+    layer = nn.GATConv(C, 4, heads=H)
+    layers = layer, copy.deepcopy(layer)
+    captured, eager = (functools.partial(step, layer, x, edges) for layer in layers)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as PyTorch's documentation asks, before memory is that of the graph
+        for _ in range(3):
+            captured()
+    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(3):
+        eager()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = captured()
+    for _ in range(3):
+        graph.replay()
+        torch.testing.assert_close(loss, eager())
+
+
+def many_edges():
+    return torch.randint(500, (2, 5000))
+
+
+def step(layer, x, edges):
+    """A step of gradient descent, in place; the loss before it."""
+    loss = layer(x, edges).square().mean()
+    for parameter, grad in zip(layer.parameters(), torch.autograd.grad(loss, list(layer.parameters())), strict=True):
+        parameter.data.sub_(grad, alpha=0.1)
+    return loss.detach()
+
+
+@pytest.mark.slow
+def test_features_beyond_32_bits():
+    """Nodes at both ends of more than 2³¹ numbers give what these nodes alone give."""
+    size = 2**31 // (8 * 32) + 1000
+    nodes = torch.cat([torch.arange(1000), torch.arange(size - 1000, size)])
+    few = torch.randn(len(nodes), 8, 32, dtype=torch.bfloat16, requires_grad=True)
+    many = torch.zeros(size, 8, 32, dtype=torch.bfloat16).index_put((nodes,), few.detach()).requires_grad_()
+    edges = torch.randint(len(nodes), (2, 30_000))
+    expected = gattn.attend(few, few, few, SparseGraph(edges, len(nodes), len(nodes)))
+    out = gattn.attend(many, many, many, SparseGraph(nodes[edges], size, size))
+    torch.testing.assert_close(out[nodes], expected)
+    (right,), (found,) = (torch.autograd.grad(y.square().sum(), x) for y, x in ((expected, few), (out, many)))
+    torch.testing.assert_close(found[nodes], right)

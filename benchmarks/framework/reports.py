@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.framework.results import Row, kernels, replace_file
+from benchmarks.framework.results import Row, is_current, replace_file
 
 #: A line of a table: column names and texts.
 Line = dict[str, str]
@@ -77,7 +77,7 @@ def machines(rows: Iterable[Row], columns: Sequence[str], rest: str) -> list[str
         row = {"allocator": "not recorded", **row}  # older rows lack it
         named = ", ".join(f"{name} {row[name]}" for name in (*columns, "allocator", "kernels") if name in row)
         described.add(named + rest.format(**row))
-        others, count = others + (row.get("kernels") not in (kernels("cpu"), kernels("cuda"))), count + 1
+        others, count = others + (not is_current(row)), count + 1
     older = f"**Older than the code**: {others} of {count} rows are of other kernels than those in this repository."
     return [*[older] * (others > 0), *sorted(described)]
 

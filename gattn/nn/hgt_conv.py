@@ -259,7 +259,7 @@ class HGTConv(HeteroBaseConv):
         first = torch.arange(self.heads, device=flat[0].device).unsqueeze(1) * num_types
         types = [(first + number).expand(-1, x.size(1)) for number, x in zip(order, flat, strict=True)]
         found = rel(torch.cat(flat, 1).flatten(0, 1), torch.cat(types, 1).flatten())
-        parts = torch.unflatten(found, 0, (self.heads, -1)).split([x.size(1) for x in flat], 1)
+        parts = torch.split(torch.unflatten(found, 0, (self.heads, -1)), [x.size(1) for x in flat], 1)
         outs = {
             number: part.reshape(x.shape).movedim((0, 1), (-2, -3))
             for (number, x), part in zip(nodes.items(), parts, strict=True)
