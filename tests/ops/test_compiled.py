@@ -9,6 +9,7 @@ import gattn
 from gattn import SparseGraph, Typed, attend
 from gattn.nn import GATConv, GATv2Conv
 from gattn.ops.backends.cpu import layout as layout_module
+from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
 from tests.cases import mostly_slow
 from tests.nn.test_reaching_inside import LAYERS, features, flat, made
@@ -302,6 +303,14 @@ def test_a_state_dict_in_functional_calls():
     torch.testing.assert_close(out, other(x[:, 0], edge_index))
     with gattn.backend("cpu"):
         torch.testing.assert_close(torch.func.functional_call(conv, doubled, (x[:, 0], edge_index)), out)
+
+
+@pytest.mark.skipif(native.load_error() is not None, reason="needs the CPU kernels")
+def test_compiling_is_not_exporting(monkeypatch):
+    """PyTorch 2.11 answers its public question with yes in any compiled code; the kernels are used all the same."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    monkeypatch.setattr(gattn.attention.Attention, "_by_messages", lambda self, call: pytest.fail("the reference"))
+    attention(*inputs(0))
 
 
 @pytest.mark.parametrize("name", ["EGTLayer", "HANConv", "HGTConv", "SGFormerAttention"])
