@@ -89,7 +89,7 @@ ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES, EGT, GR
         "tgat_conv",
     )
 )
-SGFORMER_MODEL, POLYNORMER_MODEL = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer"))
+SGFORMER_MODEL, POLYNORMER_MODEL, GCN = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer", "gcn_conv"))
 
 #: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
@@ -117,7 +117,7 @@ TESTS = {
     HGT: ["tests/nn/test_hgt_conv.py"],
     GRAPHORMER: ["tests/models/test_graphormer.py"],
     PATHS: ["tests/test_structure.py"],
-    **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL)},
+    **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL, GCN)},
     STRUCTURE: ["tests/test_structure.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
@@ -626,7 +626,7 @@ MUTATIONS = [
     Mutation(
         "heads that share a key have the first one's gradient",
         LINEAR,
-        "part.unflatten(0, (to.size(1), -1)).«sum(1) → select(1, 0)»",
+        "torch.unflatten(part, 0, (to.size(1), -1)).«sum(1) → select(1, 0)»",
     ),
     Mutation("zero is divided by", LINEAR, "return «total.masked_fill(total == 0.0, torch.inf) → total»"),
     Mutation(
@@ -737,6 +737,10 @@ MUTATIONS = [
     Mutation("queries have no time", TGAT, "torch.cat([targets, «now → now * 0»], -1)"),
     Mutation("weights are exchanged", SGFORMER_MODEL, "out = self.graph_weight * «on_edges → z» +"),
     Mutation("nodes stay in another order", SGFORMER_MODEL, "z = «torch.empty_like(z).index_copy(0, order, z) → z»"),
+    Mutation(
+        "sums on the kernels hide messages from explainers", GCN, "self.decomposed_layers > 1« or self.explain → »:"
+    ),
+    Mutation("sums on the kernels have no bias", GCN, "out if self.bias is None else «out + self.bias → out»"),
     Mutation("a root is steep at zero", PAIR_ROOTS, "of_product = root > 0 ? ratio : «T(0) → ratio»"),
     Mutation(
         "a pair has the ends of the first one", PAIR_ROOTS, "else f(pair * p.width, i * p.width, «j * p.width → 0»);"

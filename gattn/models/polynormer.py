@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import ModuleList
 
 from gattn.errors import check_at_least, check_flag
+from gattn.models.gcn_conv import GCNConv
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.packed import packed_batch
 from gattn.nn.polynormer_attention import PolynormerAttention
@@ -122,6 +123,9 @@ class Polynormer(torch_geometric.nn.Polynormer):
                 convs = ModuleList(GATConv(size, hidden_channels, **options) for size in sizes)
                 convs.load_state_dict(self.local_convs.state_dict())
                 self.local_convs = convs
+        if not local_attn:
+            for conv in self.local_convs:
+                conv.__class__ = GCNConv
         if heads == 1:  # with more, PyG's layers are of another width than their input
             self.global_attn.load_state_dict(theirs.state_dict())
 

@@ -9,6 +9,7 @@ from torch_geometric.nn.models import sgformer
 
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph
+from gattn.models.gcn_conv import GCNConv
 from gattn.nn.packed import packed_batch
 from gattn.nn.sgformer_attention import SGFormerAttention
 from gattn.ops.dropout import check_probability
@@ -95,6 +96,8 @@ class SGFormer(torch_geometric.nn.SGFormer):
                 ours = SGFormerAttention(hidden_channels, trans_num_heads, hidden_channels, norm=norm)
             ours.load_state_dict(theirs.state_dict())
             attns[place] = ours
+        for conv in self.graph_conv.convs:
+            conv.__class__ = GCNConv
         self.params1 = list(self.trans_conv.parameters())
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None) -> Tensor:

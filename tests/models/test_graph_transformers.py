@@ -1,14 +1,20 @@
 """SGFormer and Polynormer, beside PyG's networks."""
 
+import copy
+
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from torch.nn.utils import prune
 from torch_geometric.data import Data
+from torch_geometric.explain.algorithm.utils import set_masks
 
+import gattn
 from gattn.models import Polynormer, SGFormer
 from gattn.testing import assert_alone_equals_in_batch, random_edge_index
 
 F, C = 6, 4
+EDGES = random_edge_index(9, num_edges=30)
 OPTIONS = {
     "sgformer": (SGFormer, pyg.SGFormer, {}),
     "sgformer, cat": (SGFormer, pyg.SGFormer, {"trans_num_heads": 2, "aggregate": "cat", "graph_weight": 0.2}),
@@ -76,6 +82,75 @@ def test_alone_equals_in_batch_in_any_order(name):
     inverse = order.argsort()
     edges = torch.tensor([[0, 1, 2], [3, 2, 4]])
     torch.testing.assert_close(model(x, edges, batch), model(x[order], inverse[edges], batch[order])[inverse])
+
+
+def with_message(conv):
+    conv.message = lambda x_j, edge_weight: 2 * x_j
+
+
+def with_hook(conv):
+    conv.register_message_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def with_hook_of_aggregation(conv):
+    conv.aggr_module.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def with_mean(conv):
+    conv.aggr_module = pyg.aggr.MeanAggregation()
+
+
+def with_other_norm(conv):
+    conv.improved = True
+
+
+def with_other_weights(conv):
+    prune.l1_unstructured(conv.lin, "weight", 0.5)
+
+
+def with_explanation(conv):
+    set_masks(conv, torch.linspace(-1, 1, 30), EDGES, apply_sigmoid=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_fused"),
+    [
+        (lambda conv: None, True),
+        (with_other_norm, True),
+        (with_other_weights, True),
+        (with_message, False),
+        (with_hook, False),
+        (with_hook_of_aggregation, False),
+        (with_mean, False),
+        (with_explanation, False),
+    ],
+)
+@pytest.mark.parametrize("name", ["sgformer", "polynormer"])
+def test_graph_convolutions(name, change, is_fused, monkeypatch):
+    """They run on the kernels unless somebody reaches for messages; either way, numbers are PyG's."""
+    ours, theirs = map(copy.deepcopy, pair_of(name))  # for a copy, PyG makes code of its own
+    sums = []
+    monkeypatch.setattr("gattn.models.gcn_conv.aggregate", lambda *args: sums.append(1) or gattn.aggregate(*args))
+    convs = [model.graph_conv.convs if name == "sgformer" else model.local_convs for model in (ours, theirs)]
+    for parts in convs:
+        change(parts[1])
+    x, found = torch.randn(9, F, requires_grad=True), []
+    for model in (ours, theirs):
+        out = model(x, EDGES, torch.zeros(9, dtype=torch.long))
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()], allow_unused=True)])
+    torch.testing.assert_close(*found)
+    assert len(sums) == len(convs[0]) - (not is_fused)
+
+
+def test_edges_that_are_edited():
+    """What is kept with the edges is derived again."""
+    ours, theirs = pair_of("sgformer")
+    x, edges, batch = torch.randn(9, F), EDGES.clone(), torch.zeros(9, dtype=torch.long)
+    ours(x, edges, batch)
+    edges[0, :5] = edges[1, :5]
+    torch.testing.assert_close(ours(x, edges, batch), theirs(x, edges, batch))
+    sparse = torch.sparse_coo_tensor(edges, torch.ones(30), (9, 9)).to_sparse_csr()
+    torch.testing.assert_close(ours(x, sparse, batch), theirs(x, sparse, batch))
 
 
 def test_paper_norms_and_wrong_options():

@@ -1,0 +1,59 @@
+"""The graph convolution beside attention in graph Transformers: fixed weights, summed by the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+from gattn.attention import aggregate
+from gattn.autocast import is_autocast
+from gattn.graphs import FLOWS, SparseGraph
+from gattn.graphs.edge_lists import derived_tensors
+from gattn.torch_private import is_traced
+
+__all__ = ["GCNConv"]
+
+_STEPS = ("message", "aggregate", "update", "message_and_aggregate")
+_ORIGINALS = [getattr(torch_geometric.nn.GCNConv, step) for step in _STEPS]
+
+
+class GCNConv(torch_geometric.nn.GCNConv):
+    """PyG's layer, whose sums over edges are `gattn.aggregate` where nobody looks at single messages.
+
+    The weights of the edges are kept with the tensor of the edges, as everything is that gattn derives from it.
+    """
+
+    #: The parent's is generated code as soon as it has been used, which ignores explainers.
+    propagate = getattr(MessagePassing, "_orig_propagate", MessagePassing.propagate)
+
+    def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
+        """See `torch_geometric.nn.GCNConv`."""
+        is_list = type(edge_index) is Tensor and edge_index.layout == torch.strided
+        if not is_list or edge_weight is not None or not self._is_plain(x):
+            out: Tensor = super().forward(x, edge_index, edge_weight)
+            return out
+        size = x.size(0)
+        options = (size, self.improved, self.add_self_loops, FLOWS[0], x.dtype)
+        edges, weight = derived_tensors(edge_index, ("gcn", *options), lambda: gcn_norm(edge_index, None, *options))
+        value = self.lin(x).unsqueeze(-2)  # one head
+        out = aggregate(weight.unsqueeze(-1), value, SparseGraph(edges, size, size)).squeeze(-2)
+        return out if self.bias is None else out + self.bias
+
+    def _is_plain(self, x: Any) -> bool:
+        """Whether only the sums matter, in the usual form, for features `[N, F]`."""
+        if not isinstance(x, Tensor) or x.dim() != 2 or is_traced() or is_autocast(x):
+            return False
+        if not self.normalize or self.cached or self.flow != FLOWS[0] or self.decomposed_layers > 1 or self.explain:
+            return False
+        if type(self.aggr_module) is not SumAggregation or self.aggr_module._forward_hooks:
+            return False
+        own = vars(self)
+        if any(table for name, table in own.items() if name.endswith("_hooks")) or not own.keys().isdisjoint(_STEPS):
+            return False
+        return [getattr(type(self), step) for step in _STEPS] == _ORIGINALS
