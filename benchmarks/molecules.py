@@ -65,9 +65,21 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
     """One line per data set, model and kind of layers, below the published results."""
     timed = {key: row for key, (row,) in groups_of(rows, "times").items()}
     lines: list[Line] = []
-    for (dataset, model, layers), group in groups_of(rows, "scores").items():
+    scored = groups_of(rows, "scores")
+    if not scored:
+        return [
+            {
+                "data set": TASKS[dataset].title or dataset,
+                "model": model,
+                "layers": layers,
+                "parameters": str(row["parameters"]),
+                "seconds/epoch": f"{row['seconds_per_epoch']:.2f}",
+                "× PyG": times_pyg(row, timed.get((dataset, model, "pyg"))),
+            }
+            for (dataset, model, layers), row in timed.items()
+        ]
+    for (dataset, model, layers), group in scored.items():
         task, own, other = TASKS[dataset], timed.get((dataset, model, layers)), timed.get((dataset, model, "pyg"))
-        seconds, theirs = (row["seconds_per_epoch"] if row else None for row in (own, other))
         mean = functools.partial(reports.mean_and_deviation, digits=3 if task.metric == "MAE" else 2)
         minutes = statistics.mean(row["training_seconds"] + row["evaluation_seconds"] for row in group) / 60
         line = {
@@ -81,14 +93,20 @@ def summarise(rows: Sequence[Row]) -> list[Line]:
             "epochs": str(group[0]["epochs"]),
             "validation": mean([row["validation"] for row in group]),
             "minutes/seed": f"{minutes:.1f}",
-            "seconds/epoch": f"{seconds:.2f}" if seconds else "–",
-            "× PyG": reports.mark(reports.ratio(theirs, seconds), own, other),
+            "seconds/epoch": f"{own['seconds_per_epoch']:.2f}" if own else "–",
+            "× PyG": times_pyg(own, other),
         }
         if not any(other["data set"] == line["data set"] for other in lines):
             unknown = {**dict.fromkeys(line, "–"), "data set": line["data set"], "metric": task.metric}
             lines += [{**unknown, "model": f"{x}, published", "test": test} for x, test in task.published.items()]
         lines.append(line)
     return lines
+
+
+def times_pyg(own: Row | None, other: Row | None) -> str:
+    """How many times as fast epochs are as on PyG's layers."""
+    seconds, theirs = (row["seconds_per_epoch"] if row else None for row in (own, other))
+    return reports.mark(reports.ratio(theirs, seconds), own, other)
 
 
 def budgets(rows: Sequence[Row]) -> list[str]:
@@ -237,21 +255,17 @@ class MoleculeProperties(Benchmark[Run | Speed]):
             return
         found = list(rows.values())
         check(found)
+        scored = groups_of(found, "scores")
+        sources = {TASKS[dataset].source for dataset, *_ in scored if TASKS[dataset].published}
         remarks = [
-            *NOTES,
+            *(NOTES if scored else NOTES[1:]),
             *budgets(found),
-            *sorted(
-                {
-                    f"Published results: {TASKS[row['dataset']].source}"
-                    for row in found
-                    if TASKS[row["dataset"]].published
-                }
-            ),
+            *sorted(f"Published results: {source}" for source in sources),
             *described(found),
             *reports.machines(found, (*VERSIONS, "python"), ", one thread, {workers} run(s) at once"),
             *parallel.notes(found),
         ]
-        self.publish("Molecules", summarise(found), remarks, {"curves.png": draw(found)})
+        self.publish("Molecules", summarise(found), remarks, {"curves.png": draw(found)} if scored else {})
 
     def report_speed(self, rows: dict[Speed, Row]) -> None:
         """The table of speed and memory."""

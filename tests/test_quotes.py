@@ -122,7 +122,7 @@ def molecules():
     def score(model):
         return cell("molecules", "test", data_set="rebuilt molhiv", model=model)
 
-    faster = cell("molecules", "× PyG", data_set="rebuilt molhiv", model="gps").rstrip("×")
+    faster = cell("molecules_times", "× PyG", data_set="rebuilt molhiv", model="gps", layers="gattn").rstrip("×")
     text = (
         "test ROC-AUC is {} with `GATv2Conv`, {} with `GatedGCNConv`, {} with `TransformerConv`, {} with attention "
         "among all atoms, and {} with `GPSConv`, whose epochs are {} times as fast"
@@ -416,7 +416,7 @@ def training():
     )
     yield (
         "Epochs of GPS on ogbg-molhiv are {} times as fast",
-        [cell("molecules", "× PyG", data_set="rebuilt molhiv", model="gps").rstrip("×")],
+        [cell("molecules_times", "× PyG", data_set="rebuilt molhiv", model="gps", layers="gattn").rstrip("×")],
     )
     ours, theirs = (number(cell("training", "seconds/epoch", task="molbace", layers=x)) for x in ("gattn", "pyg"))
     yield "GatedGCN on ogbg-molbace takes {} % less time", [f"{100 - 100 * ours / theirs:.0f}"]

@@ -373,6 +373,13 @@ class TestBenchmark:
         assert "GRIT is from https://arxiv.org/abs/2305.17589" in table
         assert "The budget on rebuilt Peptides-func was 2 epoch(s) per run instead of 200;" in table
 
+    def test_times_alone(self, benchmark):
+        arguments = ("--datasets", "peptides-struct", "--models", "gatv2", "--epochs", 1, "--parts", "times")
+        table, rows = benchmark(*arguments)
+        assert [(row["purpose"], row["layers"]) for row in rows] == [("times", "gattn"), ("times", "pyg")]
+        assert table.startswith("| data set | model | layers | parameters | seconds/epoch | × PyG |\n")
+        assert table.count("| gatv2 | ") == 2
+
     def test_no_budget_if_training_was_whole(self, benchmark, monkeypatch):
         monkeypatch.setitem(TASKS, "peptides-func", replace(TASKS["peptides-func"], epochs=2))
         arguments = ("--datasets", "peptides-func", "--models", "gatv2", "--runs", 1, "--parts", "scores")
