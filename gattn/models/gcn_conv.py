@@ -15,7 +15,7 @@ from gattn.attention import aggregate
 from gattn.autocast import is_autocast
 from gattn.graphs import FLOWS, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
-from gattn.torch_private import is_traced
+from gattn.torch_private import has_hooks, is_traced
 
 __all__ = ["GCNConv"]
 
@@ -51,9 +51,10 @@ class GCNConv(torch_geometric.nn.GCNConv):
             return False
         if not self.normalize or self.cached or self.flow != FLOWS[0] or self.decomposed_layers > 1 or self.explain:
             return False
-        if type(self.aggr_module) is not SumAggregation or self.aggr_module._forward_hooks:
+        aggr, own = self.aggr_module, vars(self)
+        if type(aggr) is not SumAggregation or has_hooks(aggr) or type(self) is not GCNConv:
             return False
-        own = vars(self)
-        if any(table for name, table in own.items() if name.endswith("_hooks")) or not own.keys().isdisjoint(_STEPS):
+        if any(table for name, table in own.items() if name.endswith("_hooks")):
             return False
-        return [getattr(type(self), step) for step in _STEPS] == _ORIGINALS
+        is_own = own.keys().isdisjoint((*_STEPS, "propagate"))
+        return is_own and [getattr(GCNConv, step) for step in _STEPS] == _ORIGINALS

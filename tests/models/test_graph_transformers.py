@@ -88,6 +88,11 @@ def with_message(conv):
     conv.message = lambda x_j, edge_weight: 2 * x_j
 
 
+def with_propagation(conv):
+    original = conv.propagate
+    conv.propagate = lambda *args, **kwargs: 2 * original(*args, **kwargs)
+
+
 def with_hook(conv):
     conv.register_message_forward_hook(lambda module, inputs, out: 2 * out)
 
@@ -119,6 +124,7 @@ def with_explanation(conv):
         (with_other_norm, True),
         (with_other_weights, True),
         (with_message, False),
+        (with_propagation, False),
         (with_hook, False),
         (with_hook_of_aggregation, False),
         (with_mean, False),
