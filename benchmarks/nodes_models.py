@@ -55,6 +55,66 @@ class GlobalRecipe(Recipe):
     """The first epochs, in which Polynormer has no global layers."""
 
 
+QUESTIONS = Recipe(512, 3, 0.2, 3e-5, 0.0, 1500, "layer", residual=True, linear_in=True)
+
+#: GAT's hyper-parameters in run_gnn.sh of https://github.com/LUOyk1999/tunedGNN.
+RECIPES = {
+    "cora": Recipe(512, 3, 0.2, 0.001, 5e-4, 500, residual=True),
+    "citeseer": Recipe(256, 3, 0.5, 0.001, 0.01, 500, residual=True),
+    "pubmed": Recipe(512, 2, 0.5, 0.01, 5e-4, 500),
+    "computers": Recipe(64, 2, 0.5, 0.001, 5e-5, 1000, "layer", normalise=True),
+    "photo": Recipe(64, 3, 0.5, 0.001, 5e-5, 1000, "layer", residual=True, normalise=True),
+    "cs": Recipe(256, 1, 0.3, 0.001, 5e-4, 1500, "layer", residual=True, normalise=True),
+    "physics": Recipe(256, 2, 0.7, 0.001, 5e-4, 1500, "batch", residual=True, normalise=True),
+    "wikics": Recipe(512, 2, 0.7, 0.001, 0.0, 1000, "layer", residual=True),
+    "roman-empire": Recipe(512, 10, 0.3, 0.001, 0.0, 2500, "batch", residual=True, linear_in=True),
+    "amazon-ratings": Recipe(512, 4, 0.5, 0.001, 0.0, 2500, "batch", residual=True),
+    "minesweeper": Recipe(64, 15, 0.2, 0.01, 0.0, 2000, "batch", residual=True),
+    "tolokers": QUESTIONS,
+    "questions": QUESTIONS,
+    "ogbn-arxiv": Recipe(512, 5, 0.5, 0.0005, 5e-4, 2000, "batch", residual=True, input_dropout=0.15),
+    "ogbn-products": Recipe(200, 5, 0.5, 0.003, 0.0, 300, "layer", linear_in=True),
+}
+BORROWED = {
+    "tolokers": "Tolokers is not in that paper, so it uses the recipe of Questions.",
+    "ogbn-arxiv": "ogbn-arxiv uses that repository's recipe for GCN, as it has none for GAT.",
+    "ogbn-products": "ogbn-products uses that repository's recipe for GCN, as it has none for GAT, on the full batch.",
+}
+
+#: Those of graph Transformers, by model and data set.
+GLOBAL_RECIPES = {
+    # One point of the grid in medium_graph/GTs_baselines/sgformer.sh of Luo et al., untuned.
+    "sgformer": {
+        "photo": GlobalRecipe(64, 3, 0.5, 0.001, 5e-5, 1000, normalise=True, global_layers=3, graph_weight=0.8),
+        "minesweeper": GlobalRecipe(64, 3, 0.5, 0.001, 0.0, 2000, global_layers=3, graph_weight=0.8),
+    },
+    # One point of the grid in gps.sh beside it, untuned.
+    "gps": {
+        "photo": GlobalRecipe(64, 2, 0.7, 0.001, 5e-5, 1000, heads=2, normalise=True),
+        "minesweeper": GlobalRecipe(64, 2, 0.5, 0.001, 0.0, 2000, heads=2),
+    },
+    # The authors' run.sh, https://github.com/cornell-zhang/Polynormer.
+    "polynormer": {
+        "photo": GlobalRecipe(
+            512,
+            7,
+            0.7,
+            0.001,
+            5e-5,
+            1200,
+            input_dropout=0.2,
+            heads=8,
+            normalise=True,
+            global_layers=2,
+            local_epochs=200,
+        ),
+        "minesweeper": GlobalRecipe(
+            512, 10, 0.3, 0.001, 0.0, 2100, input_dropout=0.2, heads=8, global_layers=3, local_epochs=100
+        ),
+    },
+}
+
+
 class Network(torch.nn.Module):
     """Attention layers, each followed by normalisation, ReLU and dropout, and a linear classifier.
 

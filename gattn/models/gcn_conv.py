@@ -33,7 +33,7 @@ class GCNConv(torch_geometric.nn.GCNConv):
     propagate = getattr(MessagePassing, "_orig_propagate", MessagePassing.propagate)
 
     def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
-        """See `torch_geometric.nn.GCNConv`."""
+        """`[N, out_channels]` from features `[N, in_channels]`, edges `[2, E]` and perhaps weights `[E]`, as in PyG."""
         is_list = type(edge_index) is Tensor and edge_index.layout == torch.strided
         if not is_list or edge_weight is not None or not self._is_plain(x):
             out: Tensor = super().forward(x, edge_index, edge_weight)
