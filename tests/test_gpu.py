@@ -202,8 +202,11 @@ def test_compiled(kind):
         else:
             graph = {"list": edges, "complete": CompleteGraph(N), "linear": CompleteGraph(LARGE)}[kind]
             size, options = (LARGE, LINEAR) if kind == "linear" else (N, {})
-            inputs = [draw(size, H, C).abs() for _ in range(3)]
-            layer = functools.partial(gattn.attend, graph=graph, **options)
+            inputs = [draw(size, H, C) for _ in range(3)]
+
+            def layer(*inputs):
+                return gattn.attend(*(part.abs() for part in inputs), graph=graph, **options)
+
         found, backend = [], Recorded()
         for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
             out = function(*inputs)

@@ -36,6 +36,7 @@ from tests.cases import (
     pairs,
 )
 from tests.ops import fuzz
+from tests.ops.bounds import check_bounds
 from tests.ops.laws_shared import LAWS, check_a_nan, check_missing_and_infinite_logits, check_ties
 
 if torch.get_default_device().type == "cpu":
@@ -68,6 +69,30 @@ def slow(cases, first):
 def long_row(monkeypatch):
     """Rows are split from a few edges on: tiny graphs take every path, and the interpreter few steps."""
     monkeypatch.setattr(layout_module, "LONG_ROW", 4)
+
+
+@pytest.fixture(autouse=True)
+def bounds(monkeypatch):
+    """Every kernel of every test stays inside its tensors."""
+    if kernels._INTERPRETED:
+        check_bounds(monkeypatch)
+
+
+@pytest.mark.skipif(not kernels._INTERPRETED, reason="a GPU has compute-sanitizer for this")
+@pytest.mark.parametrize("name", ["split", "partial", "out"])
+def test_an_access_outside_a_tensor_is_noticed(name):
+    arguments = {"split": torch.tensor([[0], [0], [2]]).int(), "partial": torch.ones(1, 2, 3), "out": torch.ones(1, 1, 3)}
+    sizes = {"num_split": 1, "num_slots": 2, "num_rows": 1, "WIDTH": 3, "BLOCK_P": 16, "BLOCK_C": 4}
+    compute = kernels._triton_type(torch.float32)
+
+    def launch():
+        kernels.run(kernels._kernels().add_partial, (1, 1), 4, {**arguments, **sizes, "COMPUTE": compute})
+
+    launch()
+    assert arguments["out"].tolist() == [[[2, 2, 2]]]
+    arguments[name] = arguments[name].flatten()[:-1]
+    with pytest.raises(Exception, match="outside its tensors"):
+        launch()
 
 
 class TestFamilies:
