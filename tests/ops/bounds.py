@@ -1,4 +1,4 @@
-"""Whether kernels in Triton's interpreter touch only the tensors that they are given, as compute-sanitizer sees on a GPU."""
+"""Whether kernels in Triton's interpreter touch only the tensors that they are given."""
 
 import numpy as np
 from torch import Tensor

@@ -81,7 +81,11 @@ def bounds(monkeypatch):
 @pytest.mark.skipif(not kernels._INTERPRETED, reason="a GPU has compute-sanitizer for this")
 @pytest.mark.parametrize("name", ["split", "partial", "out"])
 def test_an_access_outside_a_tensor_is_noticed(name):
-    arguments = {"split": torch.tensor([[0], [0], [2]]).int(), "partial": torch.ones(1, 2, 3), "out": torch.ones(1, 1, 3)}
+    arguments = {
+        "split": torch.tensor([[0], [0], [2]]).int(),
+        "partial": torch.ones(1, 2, 3),
+        "out": torch.ones(1, 1, 3),
+    }
     sizes = {"num_split": 1, "num_slots": 2, "num_rows": 1, "WIDTH": 3, "BLOCK_P": 16, "BLOCK_C": 4}
     compute = kernels._triton_type(torch.float32)
 
