@@ -47,7 +47,7 @@ def two_digits(value):
     return f"{value:.1f}" if value < 9.95 else f"{float(f'{value:.2g}'):.0f}"
 
 
-def factor(text):
+def two_digits_or_dash(text):
     """Two digits, or a dash where the table has no ratio."""
     return text if text == "–" else two_digits(number(text))
 
@@ -164,7 +164,7 @@ def kernels():
             ours, memory = {**which, "peer": "gattn"}, {"name": "memory.md", **which, "allocator": "default"}
             peaks = [number(cell("kernels", "peak, MB", peer=peer, **memory)) / 1000 for peer in ("gattn", "pyg")]
             columns = (BEST, COMPILED, EAGER, EAGER_BY_DEFAULT)
-            factors = [factor(cell("kernels", column, **ours)) for column in columns]
+            factors = [two_digits_or_dash(cell("kernels", column, **ours)) for column in columns]
             text = f"| {title}: {name} | {{}} s | {{}} | {{}} | {{}} | {{}} | {{}} GB, PyG {{}} GB |"
             time = f"{number(cell('kernels', TIME, **ours)) / 1000:.2f}"
             yield text, [time, *factors, f"{peaks[0]:.2f}", f"{peaks[1]:.1f}"]
