@@ -211,7 +211,7 @@ def draw_speedup(report: Report) -> Figure:
         part: dict(sorted(lines.items(), key=lambda item: sizes[item[0][0]])) for part, lines in panels.items() if lines
     } or {parts[0]: {}}
     heights = [max(1, len(lines)) for lines in panels.values()]
-    figure = Figure(figsize=(7.5, 0.24 * sum(heights) + 0.7 * len(panels) + 0.7), dpi=110, layout="constrained")
+    figure = Figure(figsize=(7.5, 0.24 * sum(heights) + 0.7 * len(panels) + 1.1), dpi=110, layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=[1 + x for x in heights])[:, 0]
     shown: dict[str, Line2D] = {}
     for (panel, lines), axis in zip(panels.items(), axes, strict=True):
@@ -243,7 +243,7 @@ def draw_speedup(report: Report) -> Figure:
     axes[-1].set_xlabel(f"how many times faster than PyG eager (numbers: {numbers})", fontsize=9)
     peers = sorted(shown, key=lambda label: (list(COLOURS).index(label.split(",")[0]), label))
     handles = [shown[label] for label in peers]
-    figure.legend(handles, peers, loc="outside lower center", ncols=max(len(shown), 1), fontsize=8)
+    figure.legend(handles, peers, loc="outside lower center", ncols=min(max(len(shown), 1), 3), fontsize=8)
     figure.suptitle("Forward + backward, compared with PyG eager", fontsize=10)
     return figure
 

@@ -566,6 +566,17 @@ class TestReport:
         assert "MALLOC_TOP_PAD_=268435456" in (tmp_path / "table.md").read_text()
         assert "| gattn | kept |" in (tmp_path / "memory.md").read_text()
 
+    def test_the_legend_of_all_peers_is_inside_the_picture(self):
+        peers = sorted({"pyg", *kernel_reports.COLOURS})
+        cases = [replace(CASE, peer=peer, allocator=x) for peer in peers for x in ("default", "kept")]
+        figure = kernel_reports.draw_speedup(kernel_reports.Report({case: row_of(case) for case in cases}))
+        figure.canvas.draw()
+        legend = figure.legends[0]
+        assert len(legend.texts) == 2 * len(kernel_reports.COLOURS)
+        box = legend.get_window_extent()
+        assert min(box.x0, box.y0) >= 0
+        assert box.x1 <= figure.bbox.x1
+
     def test_bytes(self):
         """130 edges with loops, 30 nodes, rows of 24 bytes, indices of 8."""
         assert kernel_reports.bytes_moved(CASE, "forward") == 130 * (24 + 8) + 30 * 24
