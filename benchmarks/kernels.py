@@ -8,7 +8,7 @@ forward, and forward + backward to all inputs that need a gradient. `--device cu
 On the CPU, everything is measured twice: under glibc's allocator with its default settings (`default`), and with
 settings that make it keep freed memory (`kept`).
 
-Duration: 25 minutes; with `--quick`: 2 minutes.
+Duration: 25 to 50 minutes; with `--quick`: 2 minutes.
 """
 
 from __future__ import annotations

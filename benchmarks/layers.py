@@ -4,7 +4,7 @@ Each layer runs on one graph (by default *mid* of `benchmarks.kernels`: 42 000 n
 with the same weights on both sides, forward and forward + backward to inputs and parameters, beside PyG's in the forms
 of `benchmarks/pyg_peers.py`. Nothing is timed before outputs and gradients agree with PyG's layer in float64.
 
-Duration: 15 minutes; with `--quick`: 2 minutes.
+Duration: 15 to 40 minutes; with `--quick`: 2 minutes.
 """
 
 from __future__ import annotations

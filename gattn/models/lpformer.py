@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch_geometric.nn
 
+from gattn.errors import check_at_least
 from gattn.nn.lp_att_layer import LPAttLayer
 
 __all__ = ["LPFormer"]
@@ -21,15 +22,15 @@ class LPFormer(torch_geometric.nn.LPFormer):
         \mathrm{MLP}[\mathrm{LPAtt}_{ab} \,\Vert\, \text{numbers of nodes around}]\big]
 
     This is a drop-in replacement for `torch_geometric.nn.LPFormer`: arguments, parameter names and results are the
-    same.
+    same. Several layers or heads work only here; their outputs are as wide as the heads side by side.
 
     Args:
         in_channels: The number of features, F.
         hidden_channels: The number of channels of the hidden layers.
         num_gnn_layers: The number of GCN's layers. (default: `2`)
         gnn_dropout: The probability of dropping a feature between them. (default: `0.1`)
-        num_transformer_layers: The number of attention layers; PyG's works with one. (default: `1`)
-        num_heads: The number of heads; PyG's works with one. (default: `1`)
+        num_transformer_layers: The number of attention layers; PyG's network only works with one. (default: `1`)
+        num_heads: The number of heads; PyG's network only works with one. (default: `1`)
         transformer_dropout: The probability of dropping an attention weight. (default: `0.1`)
         ppr_thresholds: The least personalised PageRank of common neighbours, of neighbours of one node, and of others.
             (default: `None`, `[0, 1e-4, 1e-2]`)
@@ -41,7 +42,7 @@ class LPFormer(torch_geometric.nn.LPFormer):
         - **output:** logits, `[L]`.
 
     Raises:
-        ValueError: If there are not three `ppr_thresholds`.
+        ValueError: If there are not three `ppr_thresholds`, or no layers or heads.
 
     Example:
         >>> import torch, gattn
@@ -49,6 +50,8 @@ class LPFormer(torch_geometric.nn.LPFormer):
         >>> model
         LPFormer(16, 32, num_gnn_layers=2, num_transformer_layers=1)
     """
+
+    att_layers: torch.nn.ModuleList
 
     def __init__(
         self,
@@ -62,21 +65,30 @@ class LPFormer(torch_geometric.nn.LPFormer):
         ppr_thresholds: list[float] | None = None,
         gcn_cache: bool = False,
     ):
+        check_at_least(1, num_transformer_layers=num_transformer_layers, num_heads=num_heads)
         super().__init__(
             in_channels,
             hidden_channels,
             num_gnn_layers,
             gnn_dropout,
-            num_transformer_layers,
-            num_heads,
-            transformer_dropout,
-            ppr_thresholds,
-            gcn_cache,
+            num_heads=num_heads,
+            transformer_dropout=transformer_dropout,
+            ppr_thresholds=ppr_thresholds,
+            gcn_cache=gcn_cache,
         )
-        for place, theirs in enumerate(self.att_layers):
-            with torch.random.fork_rng(devices=[]):  # the numbers are those that PyG has drawn
-                ours = LPAttLayer(
-                    theirs.in_channels, theirs.out_channels, num_heads=theirs.heads, dropout=theirs.dropout
+        works_there = num_transformer_layers == num_heads == 1
+        with torch.random.fork_rng(devices=[], enabled=works_there):  # then the numbers are those that PyG has drawn
+            # Two nodes enter the first layer; their halves of what the layer before made of them enter the others.
+            layers = torch.nn.ModuleList(
+                LPAttLayer(
+                    hidden_channels * (num_heads if place else 1),
+                    hidden_channels * (1 if place == num_transformer_layers - 1 else 2),
+                    hidden_channels,
+                    num_heads,
+                    transformer_dropout,
                 )
-            ours.load_state_dict(theirs.state_dict())
-            self.att_layers[place] = ours
+                for place in range(num_transformer_layers)
+            )
+        if works_there:
+            layers.load_state_dict(self.att_layers.state_dict())
+        self.att_layers = layers

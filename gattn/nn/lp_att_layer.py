@@ -53,8 +53,8 @@ class LPAttLayer(BaseConv):
         \mathrm{out} = \mathrm{LN}\Big(\Big\Vert_h \sum_u \alpha_u h_u + b\Big)
 
     This is a drop-in replacement for the layer of this name in `torch_geometric.nn.models.lpformer`, with the same
-    arguments, parameter names and results. As there, the norm has `out_channels` channels, so several heads have to be
-    averaged (`concat=False`).
+    arguments, parameter names and results. With several heads side by side, which PyG's layer cannot norm, the norm
+    has the channels of all heads.
 
     Args:
         in_channels: The number of channels of a node in a link, F.
@@ -95,8 +95,6 @@ class LPAttLayer(BaseConv):
         check_at_least(1, in_channels=in_channels, out_channels=out_channels, node_dim=around, num_heads=num_heads)
         check_probability("dropout", dropout)
         check_flag("concat", concat)
-        if concat and num_heads > 1:
-            raise InputError("the norm of LPAttLayer has out_channels channels: several heads need concat=False.")
         self.in_channels = (around, 2 * in_channels)
         self.link_channels = in_channels
         self.out_channels = out_channels
@@ -107,7 +105,7 @@ class LPAttLayer(BaseConv):
         self.lin_r = Linear(2 * around, num_heads * out_channels, weight_initializer="glorot")
         self.att = Parameter(torch.empty(1, num_heads, out_channels))
         self.bias = Parameter(torch.empty(num_heads * out_channels if concat else out_channels))
-        self.post_att_norm = LayerNorm(out_channels)
+        self.post_att_norm = LayerNorm(self.bias.numel())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -65,12 +65,30 @@ def test_wrong_inputs():
         layer(edges, nodes, nodes, encodings)
     with pytest.raises(ValueError, match="edge_feats may not be None"):
         layer(edges, None, nodes, encodings)
-    with pytest.raises(ValueError, match="several heads need concat=False"):
-        nn.LPAttLayer(F, 5, num_heads=2)
     with pytest.raises(ValueError, match="ppr_rpes is float32"):
         layer(edges, links, nodes, encodings.float())
     with pytest.raises(IndexError):
         layer(edges + N, links, nodes, encodings)
+
+
+def test_heads_side_by_side_are_normed_together():
+    """PyG's norm has the channels of one head, so its layer fails."""
+    args, parts = inputs(), []
+    layer, single = (nn.LPAttLayer(F, 5, num_heads=heads).double() for heads in (3, 1))
+    assert layer.post_att_norm.normalized_shape == (15,)
+    layer.post_att_norm = single.post_att_norm = torch.nn.Identity()
+    for head in range(3):
+        own = {name: value[5 * head : 5 * head + 5] for name, value in layer.state_dict().items()}
+        single.load_state_dict(own | {"att": layer.att[:, [head]]})
+        parts.append(single(*args))
+    torch.testing.assert_close(layer(*args), torch.cat(parts, -1))
+
+
+def link_inputs():
+    edges = to_undirected(random_edge_index(N, num_edges=12), num_nodes=N)
+    matrix = torch.rand(N, N).to_sparse()
+    pairs, x = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]]), torch.randn(N, F, requires_grad=True)
+    return pairs, x, edges, matrix
 
 
 def test_the_network_as_pyg():
@@ -81,14 +99,26 @@ def test_the_network_as_pyg():
     ours, theirs = networks
     assert list(ours.state_dict()) == list(theirs.state_dict())
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-    edges = to_undirected(random_edge_index(N, num_edges=12), num_nodes=N)
-    matrix = torch.rand(N, N).to_sparse()
-    pairs, x = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]]), torch.randn(N, F, requires_grad=True)
+    pairs, x, edges, matrix = link_inputs()
     results = []
     for network in networks:
         out = network(pairs, x, edges, matrix)
         results.append([out, *torch.autograd.grad(out.sum(), [x, *network.parameters()], allow_unused=True)])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 2), (2, 1), (3, 2)])
+def test_several_layers_and_heads(layers, heads):
+    """PyG's network fails (https://github.com/pyg-team/pytorch_geometric/pull/10680)."""
+    network = LPFormer(F, 8, num_transformer_layers=layers, num_heads=heads).eval()
+    pairs, x, edges, matrix = link_inputs()
+    out = network(pairs, x, edges, matrix)
+    assert out.shape == (4,)
+    used = torch.autograd.grad(out.sin().sum(), [*network.att_layers.parameters()])
+    assert all(grad.any() for grad in used)
+    assert f"num_transformer_layers={layers}" in str(network)
+    with pytest.raises(ValueError, match="num_transformer_layers must be at least 1"):
+        LPFormer(F, 8, num_transformer_layers=0)
 
 
 def test_the_signature_is_that_of_pyg():
