@@ -7,7 +7,7 @@ communities with nodes numbered in order or at random, which shows what the orde
 the step before and after `gattn.graphs.reorder`, and the time that the ordering takes. Nothing is timed before the
 logits and all gradients agree with float64, computed on the part of the graph that the labelled nodes can see.
 
-Duration: 40 minutes; with `--quick`: 1 minute.
+Duration: 40 to 60 minutes; with `--quick`: 1 minute.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ def two_digits_or_dash(text):
 
 
 def span(values, to=" to "):
-    """The smallest and the largest."""
-    return f"{two_digits(min(values))}{to}{two_digits(max(values))}"
+    """The smallest and the largest, or one figure if they are equal in two digits."""
+    ends = dict.fromkeys(two_digits(end) for end in (min(values), max(values)))
+    return to.join(ends)
 
 
 def one_decimal(text):
@@ -385,9 +386,44 @@ def large_graphs():
     def gain(graph, order):
         return f"{number(cell('scale', 'speed', 'reordered.md', graph=graph, order=order)):.1f}"
 
-    values = [gain("mesh", "rcm"), gain("communities", "rcm"), gain("communities", "metis")]
-    text = "is {} times as fast on a mesh of 150 000 nodes whose numbers are random, and {} times on communities, "
-    yield text + "where METIS reaches {}", values
+    text = "is {} times as fast on a mesh of 150 000 nodes whose numbers are random, and {} times on communities; "
+    values = [gain(graph, order) for order in ("rcm", "metis") for graph in ("mesh", "communities")]
+    yield text + "with METIS, it is {} and {} times as fast", values
+    yield "the gain is small ({} and {} times)", [gain(graph, "rcm") for graph in ("power law", "photo")]
+
+
+def scale():
+    """Of a step: a range is that of both allocators."""
+
+    def own(graph, memory="default", part="step"):
+        layers = "embedding_bag" if part == "gather" else "gattn"
+        (row,) = rows("scale", graph=graph, part=part, memory=memory, layers=layers)
+        return row
+
+    def both(graph, column, part="step"):
+        return span([number(own(graph, memory, part)[column]) for memory in ("default", "kept")])
+
+    def gibibytes(row):
+        return f"{number(row['process, MB']) * 1e6 / 2**30:.0f}"
+
+    sizes = [own(graph, memory)["bytes/edge"] for graph in ("1e6", "1e7") for memory in ("default", "kept", "huge")]
+    theirs = [number(row["bytes/edge"]) / 1000 for row in rows("scale", graph="1e6", part="step", layers="pyg")]
+    products, largest = own("products"), own("1e8", part="recomputed")
+    text = "between {} (products) and {} bytes per edge, and one of PyG takes {} kB"
+    yield text, [products["bytes/edge"], max(sizes, key=number), span(theirs)]
+    values = [f"{milliseconds(products) / 1000:.0f}", gibibytes(products)]
+    yield "The step on products takes {} s and {} GiB, code and inputs included", values
+    values = [f"{milliseconds(largest) / 1000:.0f}", gibibytes(largest)]
+    yield "it takes {} s and {} GiB if it recomputes", values
+    for edges, graph in (("10⁴ to 10⁵", "1e5"), ("10⁵ to 10⁶", "1e6"), ("10⁶ to 10⁷", "1e7")):
+        values = [both(graph, "exponent"), both(graph, "exponent", "gather"), both(graph, "gathers")]
+        yield f"| {edges} | {{}} | {{}} | {{}} |", values
+    assert largest["exponent"].endswith("†")
+    yield "| 10⁷ to 10⁸, recomputed | {}† | | |", [two_digits(number(largest["exponent"]))]
+    times = [milliseconds(own(graph, "kept")) / 1000 for graph in ("communities", "shuffled")]
+    yield "a step takes {} s, compared with {} s", [f"{time:.1f}" for time in times]
+    huge = [two_digits(number(own(graph, "huge")["gathers"])) for graph in ("1e6", "1e7")]
+    yield "In huge pages, a step takes {} and {} gathers", huge
 
 
 def sequences():
@@ -474,6 +510,27 @@ SECTIONS = {
             "x, edge_index = torch.randn(10_000, 100), torch.randperm(10_000)[grid(100, 100)[0]]",
             "gattn.nn.GATConv(100, 32, heads=4)",
             "num_nodes=10_000",
+        ),
+        (),
+    ),
+    ("benchmarks/README.md", "## scale"): (
+        (scale,),
+        (
+            "(100 → 4 × 32)",
+            "10⁴ to 10⁸ edges with 20 edges per node",
+            "(2.4 M, 124 M)",
+            "64 labelled nodes",
+            "float64",
+            "10⁷ edges within communities of 500 nodes",
+            "all three of 150 000 nodes",
+            "1e8 --parts step recomputed --peers gattn --allocators default --timeout 2400",
+            "at most 21 GiB",
+            "On power-law graphs of 10⁶ edges",
+            "on 10⁶.",
+            "On 10⁸ edges",
+            "From 10⁵ edges on",
+            "the rows of 50 000 nodes fit into the machine's cache (32 MB) and those of 500 000 do not",
+            "on 10⁶ and 10⁷ edges",
         ),
         (),
     ),
