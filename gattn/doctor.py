@@ -106,6 +106,7 @@ def _cases() -> Iterator[_Case]:
         "causal": gattn.CompleteGraph(_TARGETS, causal=True),
         "window": gattn.CompleteGraph(_TARGETS, window=(3, 2)),
         "packed": gattn.CompleteGraph.packed([25, 1, 14]),
+        "a hub": gattn.SparseGraph(random_edge_index(_TARGETS, num_edges=50 * _EDGES, hub=0.5), _TARGETS, _TARGETS),
     }
     wide = dict.fromkeys(("query", "key", "value"), (_TARGETS, _HEADS, _CHANNELS))
     scalar: dict[str, tuple[int, ...]] = {**wide, "query": (_TARGETS, _HEADS), "key": (_TARGETS, _HEADS)}
@@ -125,13 +126,18 @@ def _cases() -> Iterator[_Case]:
     for graph in graphs:
         yield case("dot products", graph, wide, attend(gattn.DotScore()))
         yield case("GAT", graph, scalar, attend(gattn.GATScore()))
+    sink = gattn.Softmax(sink=0.0)
+    yield case("a sink", "a hub", wide, attend(gattn.DotScore(), distribution=sink))
+    channels = {name: (_TARGETS, 32, 1)[: 3 if name == "value" else 2] for name in wide}  # each is a head
+    for law in ("softmax", "sigmoid"):
+        yield case(f"{law} of channels", "edges", channels, attend(gattn.GATScore(), distribution=law))
     for graph in ("edges", "all pairs"):
         for activation in ("leaky_relu", "tanh", "relu", "elu", "gelu", "silu", "identity"):
             score = _additive(activation)
             yield case(f"additive with {activation}", graph, wide | vector, attend(score))
         yield case("cosines", graph, wide, attend(gattn.CosineScore(2.0)))
         for distribution in (
-            gattn.Softmax(sink=0.0),
+            sink,
             gattn.Softmax(softcap=3.0),
             "sigmoid",
             "tanh",
