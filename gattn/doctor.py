@@ -126,6 +126,8 @@ def _cases() -> Iterator[_Case]:
     for graph in graphs:
         yield case("dot products", graph, wide, attend(gattn.DotScore()))
         yield case("GAT", graph, scalar, attend(gattn.GATScore()))
+    for graph in ("edges", "a hub"):
+        yield case("returned weights", graph, wide, _weights)
     sink = gattn.Softmax(sink=0.0)
     yield case("a sink", "a hub", wide, attend(gattn.DotScore(), distribution=sink))
     channels = {name: (_TARGETS, 32, 1)[: 3 if name == "value" else 2] for name in wide}  # each is a head
@@ -177,6 +179,12 @@ def _linear(graph: Any, query: Tensor, key: Tensor, value: Tensor, **options: An
     law = gattn.Identity(normalize=True)
     out: Tensor = gattn.attend(*positive, value, graph, score=gattn.DotScore(1.0), distribution=law, **options)
     return out
+
+
+def _weights(graph: gattn.SparseGraph, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    out, weights = gattn.attend(query, key, value, graph, return_weights=True, **options)
+    assert isinstance(weights, Tensor)
+    return torch.cat([out.flatten(), weights.flatten()])
 
 
 def _with_term(options: Callable[[Tensor], dict[str, Any]]) -> Callable[..., Tensor]:
