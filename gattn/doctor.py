@@ -130,7 +130,8 @@ def _cases() -> Iterator[_Case]:
         yield case("returned weights", graph, wide, _weights)
     sink = gattn.Softmax(sink=0.0)
     yield case("a sink", "a hub", wide, attend(gattn.DotScore(), distribution=sink))
-    channels = {name: (_TARGETS, 32, 1)[: 3 if name == "value" else 2] for name in wide}  # each is a head
+    per_channel = _TARGETS, 32
+    channels: dict[str, tuple[int, ...]] = {"query": per_channel, "key": per_channel, "value": (*per_channel, 1)}
     for law in ("softmax", "sigmoid"):
         yield case(f"{law} of channels", "edges", channels, attend(gattn.GATScore(), distribution=law))
     for graph in ("edges", "all pairs"):

@@ -22,7 +22,8 @@ class LPFormer(torch_geometric.nn.LPFormer):
         \mathrm{MLP}[\mathrm{LPAtt}_{ab} \,\Vert\, \text{numbers of nodes around}]\big]
 
     This is a drop-in replacement for `torch_geometric.nn.LPFormer`: arguments, parameter names and results are the
-    same. Several layers or heads work only here; their outputs are as wide as the heads side by side.
+    same. Several layers or heads, with which PyG's network fails, work here: heads lie side by side, and each further
+    layer takes what the layer before made of a link's two nodes in place of their features.
 
     Args:
         in_channels: The number of features, F.

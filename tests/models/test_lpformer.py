@@ -69,6 +69,9 @@ def test_wrong_inputs():
         layer(edges, links, nodes, encodings.float())
     with pytest.raises(IndexError):
         layer(edges + N, links, nodes, encodings)
+    for option in ("num_transformer_layers", "num_heads"):
+        with pytest.raises(ValueError, match=f"{option} must be at least 1"):
+            LPFormer(F, 8, **{option: 0})
 
 
 def test_heads_side_by_side_are_normed_together():
@@ -117,8 +120,6 @@ def test_several_layers_and_heads(layers, heads):
     used = torch.autograd.grad(out.sin().sum(), [*network.att_layers.parameters()])
     assert all(grad.any() for grad in used)
     assert f"num_transformer_layers={layers}" in str(network)
-    with pytest.raises(ValueError, match="num_transformer_layers must be at least 1"):
-        LPFormer(F, 8, num_transformer_layers=0)
 
 
 def test_the_signature_is_that_of_pyg():
