@@ -202,3 +202,14 @@ def test_a_picture_keeps_the_colours_of_its_curves(tmp_path):
     assert picture.mode == "P"
     drawn = {f"#{red:02X}{green:02X}{blue:02X}" for _, (red, green, blue) in picture.convert("RGB").getcolors()}
     assert set(colours) <= drawn
+
+
+COMMITTED = sorted((Path(results.__file__).parents[1] / "results").glob("*/runs.jsonl"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
+def test_a_table_of_rows_without_a_digest_says_that_it_is_old(path):
+    """It may have been written before tables named their sources."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    tables = [table.read_text() for table in path.parent.glob("*.md")]
+    assert all("kernels" in row for row in rows) or any("**Older than the code**" in table for table in tables)
