@@ -164,7 +164,11 @@ class Call(NamedTuple):
         )
         if isinstance(self.bias, Bias):
             self.bias.check(self.graph, batch, heads)
-            bias = self.bias.of_edges(self.graph, with_loops(edges), batch)
+            whole = _bias_to(
+                self.bias, self.compute
+            )  # so that sums over edges are made in this type, also going backward
+            assert isinstance(whole, Bias)
+            bias = whole.of_edges(self.graph, with_loops(edges), batch)
             bias = bias.expand(*bias.shape[:-1], heads)
         real = self.graph.real_edges(edges)
         if real is not None:

@@ -71,18 +71,17 @@ def finished_logits(call: Call, edges: EdgeList) -> Tensor:
         call: A call on these edges, with bias and mask per edge, and with vectors of edges.
         edges: The edges, including self-loops.
     """
-    logits = _logits(call.with_edges(), *edges.sources_and_targets())
+    call = call.cast(call.compute).with_edges()  # first, so that sums of gradients are made in this type
+    logits = _logits(call._replace(score=call.score.to(call.compute)), *edges.sources_and_targets())
     return logits if call.bias_of_edges is None else logits + call.bias_of_edges.to(call.compute)
 
 
 def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
     """The logits of all edges, `[..., E, H]`, in the type of the computation."""
-    score, compute, heads = call.score, call.compute, call.heads
     edge = cast(Tensor | None, call.edge)
 
     def of_edges(query: Tensor | None, key: Tensor, edge: Tensor | None) -> Tensor:
-        query, edge = (None if x is None else x.to(compute) for x in (query, edge))
-        return logits(query, repeat_heads(key, heads).to(compute), edge, score).to(compute)
+        return logits(query, repeat_heads(key, call.heads), edge, call.score).to(call.compute)
 
     count = max((call.key.size(-3) + call.num_targets) // 8, _FEWEST)
     if torch.compiler.is_compiling() or source.size(0) <= count:
