@@ -6,14 +6,13 @@ import functools
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch_geometric.data import Data
 
 import gattn
 from gattn import CompleteGraph, DotScore, Identity, SparseGraph, nn
 from gattn.testing import random_edge_index
 from tests.cases import Recorded
-from tests.nn.test_reaching_inside import LAYERS, features, made
+from tests.layers import LAYERS, MODELS, made, row, tensors
+from tests.layers import Draw as DrawInputs
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cuda", reason="compares a GPU with the CPU")
 
@@ -21,7 +20,6 @@ N, E, C, H, D = 12, 40, 8, 2, 3
 LARGE = 1100
 LINEAR = {"score": DotScore(scale=1.0), "distribution": Identity(normalize=True)}
 LENGTHS = [5, 1, 0, 6]
-GRAPH_OF_NODE = torch.arange(N) // 5
 
 
 class Draw:
@@ -51,33 +49,15 @@ class Draw:
 
 
 def layer(name):
-    """A layer of `LAYERS`, whose inputs are made on the CPU and moved."""
+    """A layer or model of the table."""
 
     def case(draw):
         module = draw.layer(made(name))
-        draw.leaves += (leaves := [part.to(draw.device).requires_grad_() for part in features()])
-        return module(*tree_map_only(Tensor, lambda part: part.to(draw.device), LAYERS[name][1](*leaves)))
+        inputs = row(name).inputs(DrawInputs(device=draw.device, requires_grad=True))
+        draw.leaves += tensors(inputs)
+        return row(name).call(module, *inputs)
 
     return case
-
-
-def model(make, *inputs):
-    """A model in evaluation, called with nodes, edges and more."""
-
-    def case(draw):
-        torch.manual_seed(0)
-        return draw.layer(make().eval())(draw(N, C), draw.edges(), *(part.to(draw.device) for part in inputs))
-
-    return case
-
-
-def graphormer(draw):
-    torch.manual_seed(0)
-    options = {"num_layers": 2, "heads": H, "cutoff": 2, "max_degree": 2}
-    module = draw.layer(gattn.models.Graphormer(C, 4, 3, **options).eval())
-    data = gattn.transforms.ShortestPathBuckets(2)(Data(torch.zeros(N, C), random_edge_index(N, num_edges=E)))
-    data.x = draw(N, C)
-    return module(data.to(draw.device))
 
 
 def attend(graph=None, size=N, batch=(), positive=False, **options):
@@ -120,16 +100,11 @@ def heads(draw):
 
 
 CASES = {
-    **{name: layer(name) for name in LAYERS},
-    **{
-        f"models.{make.__name__}": model(functools.partial(make, C, 6, 3), GRAPH_OF_NODE)
-        for make in (gattn.models.SGFormer, gattn.models.Polynormer)
-    },
+    **{name: layer(name) for name in LAYERS | MODELS},
     "heads": heads,
     "encoder": lambda draw: draw.layer(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(C, H, 16, dropout=0.0, batch_first=True), 2)
     )(draw(2, 7, C), src_key_padding_mask=torch.arange(7, device=draw.device) >= draw.below(7, 2, 1) + 1),
-    "Graphormer": graphormer,
     "list": attend(),
     "list, lse": attend(return_lse=True),
     "list, weights": attend(return_weights=True),
@@ -170,7 +145,7 @@ for name, graph in {
 def results(name, device):
     draw = Draw(device)
     found = CASES[name](draw)
-    found = [out for out in tree_leaves(found) if isinstance(out, Tensor)]
+    found = tensors(found)
     torch.manual_seed(1)
     losses = [
         (out.nan_to_num(neginf=0.0) * torch.randn(out.shape, dtype=out.dtype).to(device)).sum()

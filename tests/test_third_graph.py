@@ -14,9 +14,9 @@ from gattn.distributed import shard
 from gattn.graphs import Graph
 from gattn.visualize.inputs import edge_list, matrices, unpack
 from tests.cases import DISTRIBUTIONS
-from tests.nn.test_reaching_inside import LAYERS, F, N, features, flat, made
+from tests.layers import LAYERS, Draw, F, made, tensors
 
-M = 8  # sources of cross-attention
+N, M = 6, 8  # nodes, sources of cross-attention
 
 
 class Ring(Graph):
@@ -66,7 +66,6 @@ class KeptRing(Ring):
 
 KINDS = [Edges, Unsized, KeptEdges]
 RINGS = [Ring, KeptRing]
-SIZES = {"a": N, "b": 4}
 
 #: Layers whose graph is an option, or that `LAYERS` does not call with a graph.
 WITH_GRAPH = {
@@ -91,31 +90,32 @@ COMPLETE = {
     "PolynormerAttention",
     "SGFormerAttention",
 }
-NO_GRAPH = {"GraphPositionalEncoding", "DenseGATConv"}  # which take matrices
 
 
-def is_edges(given: object) -> bool:
-    return isinstance(given, Tensor) and given.dtype == torch.int64 and given.dim() == 2
+class Graphs(Draw):
+    """Draws graphs of a kind."""
+
+    def __init__(self, kind: type):
+        super().__init__(requires_grad=True)
+        self.kind, self.count = kind, 0
+
+    def edges(
+        self, edges: str = "edges", sources: str = "nodes", targets: str = "nodes", to_source: bool = False
+    ) -> Graph:
+        self.count += 1
+        return self.kind(super().edges(edges, sources, targets), self.sizes[targets], self.sizes[sources])
 
 
-def with_graphs(name: str, arguments: tuple, kind: type) -> tuple[tuple, int]:
-    """The arguments with graphs in place of edges, and the number of these graphs."""
-    found = []
-    for given in arguments:
-        if is_edges(given):
-            num_targets = 5 if name == "HypergraphConv" else N
-            found.append(kind(given, num_targets, N))
-        elif isinstance(given, dict) and all(is_edges(edges) for edges in given.values()):
-            found.append({t: kind(edges, SIZES[t[-1]], SIZES[t[0]]) for t, edges in given.items()})
-        else:
-            found.append(given)
-    return tuple(found), sum(one is not other for one, other in zip(found, arguments, strict=True))
+def with_graphs(name: str, kind: type) -> tuple[tuple, int]:
+    """The inputs with graphs in place of edges, and the number of these graphs."""
+    draw = Graphs(kind)
+    return LAYERS[name].inputs(draw), draw.count
 
 
 def results(layer: nn.Module, leaves: list[Tensor], arguments: tuple, options: dict) -> list[Tensor]:
     """Outputs and gradients."""
     torch.manual_seed(2)
-    outs = [out for out in flat(layer(*arguments, **options)) if out.requires_grad]
+    outs = [out for out in tensors(layer(*arguments, **options)) if out.requires_grad]
     loss = sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).cos()).sum() for out in outs)
     return [
         *outs,
@@ -133,9 +133,7 @@ def takes_graph(name: str) -> bool:
 
 
 CLASSES = {name for name in layers.__all__ if issubclass(getattr(layers, name), nn.Module) and takes_graph(name)}
-ON_EDGES = [
-    name for name in LAYERS if name not in NO_GRAPH and with_graphs(name, LAYERS[name][1](*features()), SparseGraph)[1]
-]
+ON_EDGES = [name for name in LAYERS if with_graphs(name, SparseGraph)[1]]
 
 
 def test_every_layer_with_a_graph_is_tested():
@@ -147,9 +145,9 @@ def test_every_layer_with_a_graph_is_tested():
 def test_every_layer(name, kind):
     found = []
     for graph in (SparseGraph, kind):
-        leaves = [part.requires_grad_() for part in features()]
-        arguments, _ = with_graphs(name, LAYERS[name][1](*leaves), graph)
-        found.append(results(made(name), leaves, arguments, {}))
+        inputs, _ = with_graphs(name, graph)
+        leaves = [leaf for leaf in tensors(inputs) if leaf.requires_grad]
+        found.append(results(made(name), leaves, inputs, {}))
     assert_same(*found)
 
 
@@ -158,9 +156,13 @@ def test_every_layer(name, kind):
 def test_layers_of_transformers(name, kind):
     found = []
     for graph in (as_list, kind):
-        x = features()[0].requires_grad_()
+        x = features()
         found.append(results(made(name), [x], *WITH_GRAPH[name](x, graph)))
     assert_same(*found)
+
+
+def features() -> Tensor:
+    return torch.linspace(-2, 2, N * F, dtype=torch.double).view(N, F).sin().requires_grad_()
 
 
 def as_list(num_targets: int, num_sources: int, flow: str = "source_to_target") -> SparseGraph:
@@ -233,7 +235,7 @@ def test_options_of_layers(option, kind):
     for flow in ("source_to_target", "target_to_source") if option != "hyperedges" else ("source_to_target",):
         for graph in (as_list, kind):
             torch.manual_seed(0)
-            layer, x = make().double(), features()[0].requires_grad_()
+            layer, x = make().double(), features()
             edge_attr = torch.linspace(-1, 1, 3 * 3 * N, dtype=x.dtype).view(-1, 3).requires_grad_()
             options = after(x, edge_attr)
             arguments, options = (options, {}) if isinstance(options, tuple) else ((), options)

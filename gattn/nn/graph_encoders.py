@@ -8,11 +8,12 @@ from torch.nn import Embedding, Module
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs.edge_lists import INTEGER_DTYPES
 from gattn.ops.call import check_dtype
+from gattn.tracing import Leaf
 
 __all__ = ["DegreeEncoder", "PathEncoder", "SpatialEncoder"]
 
 
-class DegreeEncoder(Module):
+class DegreeEncoder(Leaf, Module):
     r"""A learnt vector for each degree, Graphormer's centrality encoding.
 
     The encoding of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_:
@@ -77,7 +78,7 @@ class DegreeEncoder(Module):
         return self.encoder1(degrees[0]) + self.encoder2(degrees[1])  # type: ignore[operator, no-any-return]
 
 
-class SpatialEncoder(Module):
+class SpatialEncoder(Leaf, Module):
     r"""A learnt bias for each distance between nodes, Graphormer's spatial encoding, for all pairs at once.
 
     The encoding of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_:
@@ -131,7 +132,7 @@ class SpatialEncoder(Module):
         return self.embedding_table(dist.long().clamp(-1, self.max_dist) + 1)  # type: ignore[no-any-return]
 
 
-class PathEncoder(Module):
+class PathEncoder(Leaf, Module):
     r"""A learnt bias of the edges along the shortest path between two nodes, Graphormer's edge encoding.
 
     The encoding of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_:

@@ -16,6 +16,7 @@ from gattn.nn.all_pairs import check_heads, on_graph
 from gattn.nn.linear import Linear
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
+from gattn.tracing import Leaf
 
 __all__ = ["BiasedMHA", "GraphormerLayer"]
 
@@ -135,7 +136,7 @@ class BiasedMHA(Attention):
         return f"{type(self).__name__}({self.channels}, heads={self.heads})"
 
 
-class GraphormerLayer(Module):
+class GraphormerLayer(Leaf, Module):
     r"""A layer of Graphormer: attention with biases, and a feed-forward network, each with a residual connection.
 
     The layer of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_,

@@ -265,7 +265,7 @@ class ALiBi(Leaf, RelativePosition):
         return -distance.abs().unsqueeze(-1) * self.slopes
 
 
-class RelativePositionBias(RelativePosition):
+class RelativePositionBias(Leaf, RelativePosition):
     r"""A learnt bias for each distance.
 
     .. math::

@@ -16,7 +16,7 @@ from gattn.tracing import Leaf
 __all__ = ["GraphAttentionEmbedding", "TemporalEncoding"]
 
 
-class TemporalEncoding(Module):
+class TemporalEncoding(Leaf, Module):
     r"""The encoding of time by cosines with fixed frequencies of `GraphMixer <https://openreview.net/forum?id=ayPPc0SyLv1>`_.
 
     .. math::

@@ -12,7 +12,7 @@ from gattn.ops.backends.cpu import layout as layout_module
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
 from tests.cases import mostly_slow
-from tests.nn.test_reaching_inside import LAYERS, features, flat, made
+from tests.layers import LAYERS, Draw, made, tensors
 
 NODES, EDGES, HEADS, CHANNELS = 12, 60, 2, 4
 
@@ -316,8 +316,8 @@ def test_compiling_is_not_exporting(monkeypatch):
 @pytest.mark.parametrize("name", ["EGTLayer", "HANConv", "HGTConv", "SGFormerAttention"])
 def test_beside_a_default_device(name):
     """With a default device, tensors' methods that are written in Python cannot be compiled, but functions can."""
-    layer, arguments = made(name), LAYERS[name][1](*features())
-    expected = flat(layer(*arguments))
+    layer, arguments = made(name), LAYERS[name].inputs(Draw())
+    expected = tensors(layer(*arguments))
     with torch.device("cpu"):
-        found = flat(torch.compile(layer, fullgraph=True, backend="eager")(*arguments))
+        found = tensors(torch.compile(layer, fullgraph=True, backend="eager")(*arguments))
     torch.testing.assert_close(found, expected)
