@@ -386,8 +386,8 @@ class DotScore(Score):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """See `Score.folds`."""
-        return isinstance(self.scale, Tensor)
+        """See `Score.folds`: fused kernels also multiply their mask of minus infinities by the scale."""
+        return isinstance(self.scale, Tensor) or (self.scale is not None and self.scale <= 0.0)
 
     @property
     def is_product(self) -> bool:
@@ -396,7 +396,7 @@ class DotScore(Score):
 
     def family(self, channels: int) -> Family:
         """See `Score.family`."""
-        scale = 1.0 if isinstance(self.scale, Tensor) else self.factor(channels)
+        scale = 1.0 if self.folds else self.factor(channels)
         return Family("dot", (scale, self.negative_slope, float(self.edge == "multiply"), self.clamp or 0.0))
 
     @classmethod
@@ -424,11 +424,12 @@ class DotScore(Score):
         return 1 / math.sqrt(channels) if channels else 1.0
 
     def folded(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, DotScore]:
-        """See `Score.folded`: a scale that is a tensor is multiplied into the query."""
-        if not isinstance(self.scale, Tensor):
+        """See `Score.folded`: a scale that is a tensor, or not positive, is multiplied into the query."""
+        if not self.folds:
             return query, key, self
         score = DotScore(1.0, self.negative_slope, edge=self.edge, clamp=self.clamp)
-        return (query * self.scale.unsqueeze(-1)).to(query.dtype), key, score
+        scale: Any = self.scale.unsqueeze(-1) if isinstance(self.scale, Tensor) else self.scale
+        return (query * scale).to(query.dtype), key, score
 
     def check(self, heads: int, channels: int) -> None:
         """Raises `ValueError` if the scale is a tensor that does not fit `heads`."""

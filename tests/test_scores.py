@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, GATScore, attend
+import gattn
+from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, GATScore, SparseGraph, attend
 from gattn.nn import AGNNConv
 from gattn.scores import family_of
 from gattn.testing import assert_as_exact_as, random_edge_index
@@ -318,3 +319,48 @@ def test_numbers_of_every_kind(number, backend):
             attend(given["query"], given["key"], given["value"], EDGES, score=score, backend=backend).isfinite().all()
         )
     assert DotScore(clamp=torch.inf).clamp == torch.inf  # no bound
+
+
+SCALED = {
+    "complete": CompleteGraph(6),
+    "causal": CompleteGraph(6, causal=True),
+    "window": CompleteGraph(6, window=(2, 1)),
+    "padded": CompleteGraph(6, causal=True, source_lengths=torch.tensor([6, 4]), target_lengths=torch.tensor([6, 4])),
+    "packed": CompleteGraph.packed([4, 2]),
+    "causal, packed": CompleteGraph.packed([4, 2], causal=True),
+    "list": SparseGraph(torch.tensor([[0, 1, 2, 3, 4, 5, 5, 1], [1, 2, 3, 4, 5, 0, 1, 0]])),
+}
+MORE = {
+    "plain": lambda: {},
+    "weights": lambda: {"return_weights": True},
+    "lse": lambda: {"return_lse": True},
+    "pairs": lambda: {
+        "bias": gattn.SparseBias(torch.tensor([[0, 1, 4], [1, 1, 5]]), torch.tensor([[0.5, 1], [-2, 3], [1, 0]]))
+    },
+}
+
+
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("graph", SCALED)
+@pytest.mark.parametrize("scale", [0.0, -0.7, (0.0,), (-2.0,), (0.0, -1.5), (float("nan"), 1.0)], ids=str)
+@pytest.mark.parametrize("score", [gattn.DotScore, gattn.CosineScore])
+def test_scales_that_are_not_positive(score, scale, graph, more):
+    """PyTorch's fused kernel multiplies its mask by the scale, too, and loses a NaN of all logits."""
+
+    def attend(backend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        made = score(torch.tensor(scale, dtype=dtype) if isinstance(scale, tuple) else scale)
+        with gattn.backend(backend):
+            found = gattn.attend(*leaves, SCALED[graph], score=made, **MORE[more]())
+        out, *others = found if isinstance(found, tuple) else (found,)
+        out.square().sum().backward()
+        others = [x for other in others for x in (other if isinstance(other, list) else [other])]
+        return [out, *others, *(x.grad for x in leaves)]
+
+    inputs = torch.randn(3, *((2,) if graph == "padded" else ()), 6, 2, 4)
+    found, exact = attend("auto", torch.float32), attend("reference", torch.float64)
+    if "nan" in str(scale):
+        assert torch.equal(found[0].isnan(), exact[0].isnan())
+        return
+    for ours, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), wanted.double(), rtol=1e-5, atol=1e-5)

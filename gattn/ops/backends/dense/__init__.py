@@ -238,6 +238,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     if len(front) != 1:
         query = None if query is None else _nodes_in_one_batch(query, front)
         key, value = _nodes_in_one_batch(key, front), _nodes_in_one_batch(value, front)
+    scale = getattr(score, "scale", None)
     if query is not None:
         query, key, score = score.folded(query, key)
     part = _Part(query, key, value, score, bias, mask, graph.num_targets, dropout, call.log_sum)
@@ -265,6 +266,13 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
             weights = dropped if with_weights == "dropped" else weights
         else:
             out = _output(part, graph)
+            if isinstance(scale, Tensor):  # PyTorch's fused kernel on CPUs loses its NaN
+                lost = scale.detach().mul(0.0).to(out.dtype).unsqueeze(-1)
+                if graph.target_lengths is not None:
+                    places = torch.arange(out.size(1), device=out.device).view(-1, 1, 1)
+                    lengths = graph.target_lengths.to(out.device).view(-1, 1, 1, 1)
+                    lost = lost.masked_fill(places >= lengths, 0.0)
+                out = out + lost
             if with_weights:
                 weights = list(_matrices(_alpha, part, graph))
     if len(front) != 1:
