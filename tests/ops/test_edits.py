@@ -1,5 +1,7 @@
 """Inputs that are edited in place between the passes: autograd's error, or the gradients without the edit."""
 
+import re
+
 import pytest
 import torch
 
@@ -94,8 +96,8 @@ def test_edits_between_the_passes(graph, term, score, law, monkeypatch):
     try:
         found = gradients(graph, term, score, law, edited=True)
     except RuntimeError as error:
-        assert "modified" in str(error)
-        assert "inplace" in str(error)
+        if not re.search("modified .*inplace", str(error)):
+            raise
     else:
         for ours, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, wanted)
