@@ -326,6 +326,10 @@ class AdditiveScore(Score):
         return f"AdditiveScore(vector={list(self.vector.shape)}, activation={self.activation!r}{slope})"
 
 
+#: The least number that float32 does not take for zero.
+_LEAST_SCALE = 2.0**-126
+
+
 class DotScore(Score):
     r"""The (scaled) dot product of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
@@ -387,7 +391,7 @@ class DotScore(Score):
     @property
     def folds(self) -> bool:  # type: ignore[override]
         """See `Score.folds`: fused kernels also multiply their mask of minus infinities by the scale."""
-        return isinstance(self.scale, Tensor) or (self.scale is not None and self.scale <= 0.0)
+        return isinstance(self.scale, Tensor) or (self.scale is not None and self.scale < _LEAST_SCALE)
 
     @property
     def is_product(self) -> bool:

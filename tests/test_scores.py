@@ -342,7 +342,7 @@ MORE = {
 
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("graph", SCALED)
-@pytest.mark.parametrize("scale", [0.0, -0.7, (0.0,), (-2.0,), (0.0, -1.5), (float("nan"), 1.0)], ids=str)
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-60, (0.0,), (-2.0,), (0.0, -1.5), (float("nan"), 1.0)], ids=str)
 @pytest.mark.parametrize("score", [gattn.DotScore, gattn.CosineScore])
 def test_scales_that_are_not_positive(score, scale, graph, more):
     """PyTorch's fused kernel multiplies its mask by the scale, too, and loses a NaN of all logits."""
