@@ -103,7 +103,17 @@ class Bias:
 
     def part(self, targets: slice, sources: slice) -> Tensor:
         """A part of a group's bias, `[B or 1, H or 1, n, m]`."""
-        rows = self.rows(targets.start, targets.stop)[..., sources]
+        rows = self.rows(targets.start, targets.stop)
+        if not isinstance(rows, Tensor):
+            raise InputTypeError(f"{type(self).__name__}.rows() must return a tensor; got {type(rows).__name__}.")
+        size = targets.stop - targets.start
+        is_broadcast = rows.dim() > 2 and ((rows.size(-2) == 1 < size) or (rows.size(-1) == 1 < sources.stop))
+        if rows.dim() not in (3, 4) or is_broadcast:  # blocks of a window may reach beyond the last nodes
+            raise InputError(
+                f"{type(self).__name__}.rows({targets.start}, {targets.stop}) must have one row per target and one "
+                f"column per source, [H, {size}, M]; got {list(rows.shape)}."
+            )
+        rows = rows[..., sources]
         return rows if rows.dim() == 4 else rows.unsqueeze(0)
 
     def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
@@ -234,6 +244,15 @@ class SparseBias(Bias):
         else:
             check_later(self.source, graph.num_sources, "the pairs of a SparseBias name a source")
             check_later(self.target, graph.num_targets, "the pairs of a SparseBias name a target")
+        if graph.blocks is None:
+            return
+        of_target, of_source = (
+            _block_of(nodes, graph.blocks, side) for side, nodes in enumerate((self.target, self.source))
+        )
+        if not is_readable(self.target):
+            check_later((of_target != of_source).long(), 1, "the blocks of a pair of a SparseBias differ: a node is")
+        elif bool((of_target != of_source).any()):
+            raise InputError("a SparseBias lists a pair whose nodes are in different blocks of the packed graph.")
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See `Bias.rows`; M is that of the pairs' own graph, or else the last source that they name plus one."""
@@ -417,12 +436,7 @@ class _BlockPairs(Bias):
     def __init__(self, pairs: Pairs, blocks: Sequence[tuple[int, int]]):
         device = pairs.target.device
         ends = torch.tensor(blocks, dtype=torch.int64, device=device).view(-1, 2).cumsum(0)
-        of_target, of_source = (
-            torch.bucketize(nodes, ends[:, side].to(nodes.dtype), right=True)
-            for side, nodes in enumerate((pairs.target, pairs.source))
-        )
-        if bool((of_target != of_source).any()):
-            raise InputError("a SparseBias lists a pair whose nodes are in different blocks of the packed graph.")
+        of_target = _block_of(pairs.target, blocks, 0)
         starts = F.pad(ends, (0, 0, 1, 0))[of_target]
         counts = of_target.bincount(minlength=len(blocks)).tolist()
         target, source = pairs.target - starts[:, 0], pairs.source - starts[:, 1]
@@ -758,6 +772,12 @@ class DistanceBias(Bias):
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
         return self.table[sources - (targets + self.offset) - self.first].unsqueeze(0)
+
+
+def _block_of(nodes: Tensor, blocks: Sequence[tuple[int, int]], side: int) -> Tensor:
+    """The block of each node of a packed graph, a target (side 0) or a source."""
+    sizes = torch.tensor([sizes[side] for sizes in blocks], dtype=nodes.dtype, device=nodes.device)
+    return torch.bucketize(nodes, sizes.cumsum(0, dtype=nodes.dtype), right=True)
 
 
 def _check_real(name: str, tensor: Tensor) -> None:

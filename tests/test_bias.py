@@ -548,3 +548,41 @@ def test_explained(make):
     torch.testing.assert_close(found, weights.mean(1).detach(), check_dtype=False)
     _, plain = gattn.attend(x, x, x, edges, return_weights=True)
     assert not torch.allclose(plain, weights)
+
+
+@pytest.mark.parametrize("law", ["softmax", "sigmoid", "sparsemax", gattn.Identity(normalize=True), None], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "dense", "cpu", "reference"])
+def test_a_pair_that_joins_two_blocks(backend, law):
+    graph, (query, key, value) = CompleteGraph.packed([2, 3]), leaves_for(5, 5)
+    bias = SparseBias(torch.tensor([[0, 0], [1, 3]]), torch.zeros(2, H))
+    options = {"bias": bias, "distribution": law, "backend": backend}
+    with pytest.raises(ValueError, match="different blocks of the packed graph"):
+        gattn.weigh(query, key, graph, **options) if law is None else gattn.attend(query, key, value, graph, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "graph", [CompleteGraph(3), CompleteGraph.packed([2, 1]), SparseGraph(torch.tensor([[0], [1]]), 3, 3)]
+)
+def test_pairs_that_are_listed_twice_are_summed_before_they_are_rounded(graph, backend, dtype):
+    nothing = torch.zeros(3, 1, 2, dtype=dtype)
+    bias = SparseBias(
+        torch.zeros(2, 2, dtype=torch.int64) + torch.tensor([[0], [1]]), torch.tensor([[1], [0]]).to(dtype)
+    )
+    bias.values[1] = torch.finfo(dtype).eps / 4
+    _, log_sum = gattn.attend(nothing, nothing, nothing, graph, bias=bias, return_lse=True, backend=backend)
+    others = 0 if isinstance(graph, SparseGraph) else 2 if graph.blocks is None else 1
+    exact = (bias.values.double().sum().exp() + others).log()
+    torch.testing.assert_close(log_sum[1, 0].double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 6, 1), (6, 6)])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_rows_of_the_wrong_shape(shape, backend):
+    class Wrong(gattn.Bias):
+        def rows(self, start, stop):
+            return torch.zeros(shape)
+
+    with pytest.raises(ValueError, match=r"Wrong\.rows\(0, 6\) must have one row per target"):
+        gattn.attend(*leaves_for(6, 6), CompleteGraph(6), bias=Wrong(), backend=backend)

@@ -314,3 +314,16 @@ def test_exported_code():
     x, edges = torch.randn(N, H, C), random_edge_index(N, N, E)
     program = torch.export.export(Halves(), (x, edges))
     torch.testing.assert_close(program.module()(x, edges), Halves()(x, edges))
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("graph", [CompleteGraph.packed([4, 3, 0, 2], [2, 3, 1, 1]), CompleteGraph(N, M)])
+def test_weights_are_taken_in_the_form_in_which_they_are_given(graph, batch):
+    given = tensors(batch)
+    leaves = [given[name].requires_grad_() for name in ("query", "key", "value")]
+    expected = attend(*leaves, graph)
+    found = aggregate(weigh(*leaves[:2], graph), leaves[2], graph)
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected))
+    for ours, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, wanted)

@@ -479,13 +479,19 @@ class _PackedGraph(CompleteGraph):
         return (len(self.blocks), heads, targets, sources), "blocks, heads, most targets, most sources"
 
     def as_bias(self, weights: Any) -> Tensor:
-        """See `Graph.as_bias`: matrices of all blocks, `[B, H, N, M]`, with zeros beyond their sizes."""
+        """See `Graph.as_bias`: matrices of all blocks, `[..., B, H, N, M]`, with zeros beyond their sizes."""
         shapes = [tuple(matrix.shape[-2:]) if isinstance(matrix, Tensor) else None for matrix in weights]
         if isinstance(weights, Tensor) or shapes != list(self.blocks):
             raise InputError(f"the weights of a packed graph are a list with one matrix [H, N, M] per block, {self}.")
         targets, sources = self._largest()
         padded = [F.pad(matrix, (0, sources - matrix.size(-1), 0, targets - matrix.size(-2))) for matrix in weights]
-        return torch.stack(padded) if padded else torch.zeros(0, 1, 0, 0)
+        return torch.stack(padded, -4) if padded else torch.zeros(0, 1, 0, 0)
+
+    def expand(self, term: Tensor, name: str, batch: torch.Size, heads: int) -> Tensor:
+        """See `CompleteGraph.expand`; weights, unlike biases and masks, may have a batch in front of the blocks."""
+        if name == "weights" and term.dim() > 4 and term.shape[:-4] == batch:
+            return term.expand(*batch, *self._dense_shape(batch, heads)[0])
+        return super().expand(term, name, batch, heads)
 
     def to_dense(self, weights: Tensor, edge_index: Tensor) -> list[Tensor]:
         source, target = edge_index
@@ -503,7 +509,8 @@ class _PackedGraph(CompleteGraph):
         counts = torch.tensor(self.blocks, dtype=torch.int64, device=source.device).view(-1, 2)
         block = torch.arange(len(self.blocks), device=source.device).repeat_interleave(counts[:, 0])[target]
         first = counts.cumsum(0) - counts
-        return dense[block, :, target - first[block, 0], source - first[block, 1]]
+        picked = dense[..., block, :, target - first[block, 0], source - first[block, 1]]
+        return picked if dense.dim() == 4 else picked.movedim(0, -2)
 
 
 def _distances(num_targets: int, num_sources: int, offset: int, device: torch.device | str | None) -> Tensor:

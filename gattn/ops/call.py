@@ -163,7 +163,6 @@ class Call(NamedTuple):
             for name, term in ((self._name_of_bias, self.bias), ("mask", self.mask))
         )
         if isinstance(self.bias, Bias):
-            self.bias.check(self.graph, batch, heads)
             whole = _bias_to(
                 self.bias, self.compute
             )  # so that sums over edges are made in this type, also going backward
@@ -312,6 +311,8 @@ def checked_call(
     call = Call(query, key, value, *terms, graph, score, distribution, dropout, weights, dtype, law_of(distribution))
     if log_sum:
         call = call._replace(log_sum=True)
+    if isinstance(bias, Bias):
+        bias.check(graph, call.batch, call.heads)
     if edge_is_value and isinstance(edge, Tensor) and edge.shape[-2:] != (call.heads, value.size(-1)):
         raise InputError(call._unfit("edge_value", edge, (call.heads, value.size(-1)), None))
     distribution.check(call.batch, call.num_targets, call.heads)

@@ -152,9 +152,7 @@ class Dense(Backend):
         if call.weights in ("dropped", "only"):  # for which logits exist as a matrix
             call = call._replace(log_sum=False)
         for name, term in (("bias", call.bias), ("mask", call.mask)):
-            if isinstance(term, Bias):
-                term.check(graph, call.batch, call.heads)
-            elif term is not None:
+            if isinstance(term, Tensor):
                 graph.expand(term, name, call.batch, call.heads)
         if (
             _is_dot(call.score) and not call.score.folds and not call.log_sum
