@@ -380,6 +380,12 @@ class _Sharded:
             return self.source_ids.to(device)
         return self.target_ids.to(device) + (self._sources.size - self._targets.size)
 
+    def of_all_processes(self, x: Tensor) -> Tensor:
+        """See `Graph.of_all_processes`."""
+        group = self._targets.group
+        ones = [1] * group.size()
+        return _all_to_all(x.expand(group.size(), *x.shape), ones, ones, group)
+
     def _all_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value of all sources that this process needs."""
         dim = value.dim() - 3
@@ -540,8 +546,7 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
         first = min(max(first, 0), sources.size)
         last = max(min(last, sources.size), first) if own[0] else first
         self._seen = (first, last)
-        # Lengths count all sources, unless there are no targets to see them.
-        self.source_lengths = None if whole.source_lengths is None else whole.source_lengths.clamp(max=last - first)
+        self.source_lengths = whole.source_lengths
         self._targets, self._sources = targets, sources
         self.target_ids, self.source_ids = targets.own(device), sources.own(device)
         seen = torch.arange(first, last, device=device)
@@ -584,7 +589,9 @@ class ShardedCompleteGraph(_Sharded, CompleteGraph):
     ) -> tuple[Graph, Tensor, Tensor, Tensor | None, Tensor | None]:
         """See `Graph.fetch`."""
         first, last = self._seen
-        lengths = {"source_lengths": self.source_lengths, "target_lengths": self.target_lengths}
+        # Lengths count all sources, unless there are no targets to see them.
+        real = None if self.source_lengths is None else self.source_lengths.clamp(max=last - first)
+        lengths = {"source_lengths": real, "target_lengths": self.target_lengths}
         local = CompleteGraph(self.num_targets, last - first, causal=self.causal, window=self.window, **lengths)
         local._offset = self._targets.first + self._sources.size - self._targets.size - first
         bias, mask = (self._columns(term, name) for term, name in ((bias, "bias"), (mask, "mask")))

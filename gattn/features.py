@@ -28,10 +28,14 @@ from torch_geometric.utils import scatter
 
 from gattn.autocast import without_autocast
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number
-from gattn.graphs import CompleteGraph
+from gattn.graphs import CompleteGraph, Graph
 from gattn.scores import unit
 
 __all__ = ["Favor", "cosine", "elu1", "favor", "orthogonal_features", "relu", "sigmoid", "softplus"]
+
+#: What stabilised exponents lie between, so that sums of their products overflow neither in the type of computation,
+#: nor, with the reciprocals of these sums, in gradients.
+_SPANS = {torch.float64: (-340.0, 340.0), torch.float32: (-37.0, 33.0), torch.float16: (-5.0, 11.0)}
 
 
 def elu1(x: Tensor) -> Tensor:
@@ -252,7 +256,7 @@ def favor(
     query: Tensor,
     key: Tensor,
     projection: Tensor,
-    graph: CompleteGraph | None = None,
+    graph: Graph | None = None,
     *,
     scale: float | None = None,
     stabilize: bool = True,
@@ -269,16 +273,17 @@ def favor(
 
     With `stabilize`, exponents are shifted so that none overflows. For keys, the maximum :math:`m_r` of feature r over
     all keys of the graph is subtracted. For queries, it is added, which cancels it, and then the maximum over all r is
-    subtracted. What remains is one factor per target, which cancels when weights are divided by their sum. For a target
-    that sees all keys of its graph, this sum is at least 1 / R, so it is never zero. Published implementations add a
+    subtracted. A constant c is then added to both: 33 in float32 and bfloat16, 340 in float64, 11 in float16. What
+    remains is one factor per target, which cancels when weights are divided by their sum. For a target that sees all
+    keys of its graph, this sum is at least :math:`e^{2b} / R`, so it is never zero. Published implementations add a
     small number to each feature to prevent that, which pulls all weights towards their mean; here, none is added.
 
     Each graph of a batch has its own maxima, so that results do not depend on the other graphs. In a causal graph, the
     maxima are also taken over later keys. They cancel, so results depend on later keys through rounding only, unless
-    the exponents of later keys are larger by about 100 (in float16, by 16): the features of earlier keys are then
-    rounded to zero, and so may be the output of targets that see nothing else. Where that matters, or where weights are
-    not divided by their sum, use `stabilize=False`, which leaves exponents as they are. They may overflow if vectors
-    are long.
+    the exponents of later keys are larger by 70 (in float64 by 680, in float16 by 16): the features of earlier keys are
+    then zero, and so may be the output of targets that see nothing else. (Smaller numbers would have gradients that
+    overflow.) Where that matters, or where weights are not divided by their sum, use `stabilize=False`, which leaves
+    exponents as they are. They may overflow if vectors are long.
 
     Exponents are computed in float32 or float64, also under autocast.
 
@@ -286,8 +291,8 @@ def favor(
         query: `[..., N, H, C]`.
         key: `[..., M, H, C]`, possibly with fewer heads that divide H.
         projection: The vectors :math:`\omega_r`, `[R, C]`, as from :func:`orthogonal_features`.
-        graph: The graph of the attention, whose blocks and lengths say which keys belong together.
-            (default: `None`, all keys of each element of the batch)
+        graph: The graph of the attention, whose blocks and lengths say which keys belong together; on a sharded graph,
+            the maxima are those of all processes. (default: `None`, all keys of each element of the batch)
         scale: The factor :math:`c` of dot products. (default: `None`, :math:`1 / \sqrt{C}`)
         stabilize: Whether the maxima are subtracted. (default: `True`)
 
@@ -296,8 +301,8 @@ def favor(
         Those of padded keys are zero.
 
     Raises:
-        TypeError: If `query`, `key` or `projection` is not a tensor, `graph` is not a `CompleteGraph`, `scale` is not a
-            number, or `stabilize` is neither true nor false.
+        TypeError: If `query`, `key` or `projection` is not a tensor, `graph` is neither a `CompleteGraph` nor sharded,
+            `scale` is not a number, or `stabilize` is neither true nor false.
         ValueError: If tensors do not hold floating-point numbers, shapes do not fit each other or the graph, or `scale`
             is not positive and finite.
 
@@ -326,7 +331,15 @@ def favor(
         to_query = to_query + (per_target if heads == 1 else per_target.repeat_interleave(heads, dim=-2))
         to_query = to_query - to_query.detach().amax(-1, keepdim=True)
     rows = 1.0 / math.sqrt(projection.size(0))
-    return (to_query.exp() * rows).to(query.dtype), (to_key.exp() * rows).to(key.dtype)
+
+    def features(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+        if not stabilize:
+            return (exponents.exp() * rows).to(dtype)
+        smallest, largest = _SPANS.get(dtype, _SPANS[torch.float32])
+        exponents = exponents + largest
+        return (exponents.exp() * rows).to(dtype).masked_fill(exponents < smallest, 0.0)
+
+    return features(to_query, query.dtype), features(to_key, key.dtype)
 
 
 class Favor(torch.nn.Module):
@@ -397,7 +410,7 @@ class Favor(torch.nn.Module):
         new = orthogonal_features(*old.shape, generator=generator, dtype=old.dtype, device=old.device)
         old.copy_(new)
 
-    def forward(self, query: Tensor, key: Tensor, graph: CompleteGraph | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, graph: Graph | None = None) -> tuple[Tensor, Tensor]:
         """Computes the features of queries and keys.
 
         Args:
@@ -426,13 +439,11 @@ def _exponents(x: Tensor, projection: Tensor, scale: float, with_length: bool = 
     return products - 0.5 * x.square().sum(-1, keepdim=True) if with_length else products
 
 
-def _maxima(exponents: Tensor, graph: CompleteGraph | None, num_targets: int) -> tuple[Tensor, Tensor]:
+def _maxima(exponents: Tensor, graph: Graph | None, num_targets: int) -> tuple[Tensor, Tensor]:
     """The maximum of each feature over the keys of a graph, for each of its keys and for each of its targets."""
-    if exponents.size(-3) == 0:
-        largest = exponents.new_zeros(*exponents.shape[:-3], 1, *exponents.shape[-2:])
-        return largest, largest
-    if graph is None or graph.blocks is None:
-        largest = exponents.amax(-3, keepdim=True)
+    if graph is None or graph.blocks is None or exponents.size(-3) == 0:
+        largest = F.pad(exponents, (0, 0, 0, 0, 0, 1), value=-torch.inf).amax(-3, keepdim=True)  # there may be no keys
+        largest = largest if graph is None else graph.of_all_processes(largest).amax(0)
         largest = largest.masked_fill(largest == -torch.inf, 0.0)  # of an element without real keys
         return largest, largest
     sizes = torch.tensor(graph.blocks, dtype=torch.int64, device=exponents.device).view(-1, 2)
@@ -443,16 +454,17 @@ def _maxima(exponents: Tensor, graph: CompleteGraph | None, num_targets: int) ->
     return largest.index_select(-3, of_key), largest.index_select(-3, of_target)
 
 
-def _real_keys(graph: CompleteGraph, key: Tensor) -> Tensor | None:
+def _real_keys(graph: Graph, key: Tensor) -> Tensor | None:
     """Which keys are not padding, `[..., M, 1, 1]`."""
     if graph.source_lengths is None:
         return None
     lengths = graph.source_lengths.to(key.device).unsqueeze(-1)
-    return (torch.arange(key.size(-3), device=key.device) < lengths).unsqueeze(-1).unsqueeze(-1)
+    places = graph.positions("source", 0, key.size(-3), key.device)
+    return (places < lengths).unsqueeze(-1).unsqueeze(-1)
 
 
 def _check_favor(
-    query: Tensor, key: Tensor, projection: Tensor, graph: CompleteGraph | None, scale: float | None, stabilize: bool
+    query: Tensor, key: Tensor, projection: Tensor, graph: Graph | None, scale: float | None, stabilize: bool
 ) -> None:
     for name, x in (("query", query), ("key", key), ("projection", projection)):
         _check_tensor(name, x)
@@ -477,7 +489,7 @@ def _check_favor(
         raise InputError(f"the heads of key must divide those of query; got {shared} and {heads}.")
     if graph is None:
         return
-    if not isinstance(graph, CompleteGraph):
+    if not (isinstance(graph, CompleteGraph) or (isinstance(graph, Graph) and graph.is_sharded)):
         raise InputTypeError(
             f"graph must be a CompleteGraph, whose blocks say which keys belong together; got {type(graph).__name__}. "
             "For attention on another graph, leave it out: the maxima are then taken over all keys."

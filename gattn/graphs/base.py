@@ -180,6 +180,10 @@ class Graph(ABC):
         """The same graph, key, value, bias and mask, after other processes have sent what a sharded graph lacks."""
         return self, key, value, bias, mask
 
+    def of_all_processes(self, x: Tensor) -> Tensor:
+        """What each process of a sharded graph passes, of one shape, `[processes, ...]`; with gradients."""
+        return x.unsqueeze(0)
+
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """The edges of a resolved graph.
 

@@ -57,7 +57,7 @@ def num_nodes(x: Tensor, mask: Tensor | None, graph: CompleteGraph) -> Tensor:
     if graph.blocks is not None:
         counts = torch.tensor([sources for _, sources in graph.blocks], device=x.device)
         return counts.repeat_interleave(counts).to(x)
-    return x.new_full((1,), x.size(-2))
+    return x.new_full((1,), graph.num_all_sources)
 
 
 def check_heads(channels: int, heads: int, head_channels: int | None) -> int:

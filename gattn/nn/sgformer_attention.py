@@ -123,7 +123,8 @@ class SGFormerAttention(Leaf, torch_geometric.nn.attention.SGFormerAttention):
             return rows / norms
         squares = without_padding(rows, mask).square().sum((-2, -1))
         if graph.blocks is None:
-            return rows / squares.sum(-1, keepdim=True).sqrt()[..., None, None]
+            whole = graph.of_all_processes(squares.sum(-1, keepdim=True)).sum(0)
+            return rows / whole.sqrt()[..., None, None]
         counts = torch.tensor([targets for targets, _ in graph.blocks], device=rows.device)
         block = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
         norms = scatter(squares, block, -1, len(counts)).sqrt().index_select(-1, block)
