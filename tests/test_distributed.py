@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import DiffGroupNorm, GraphSizeNorm, MeanSubtractionNorm, PairNorm
 
 import gattn
 from gattn.distributed import ShardedCompleteGraph, ShardedSparseGraph, shard
@@ -135,6 +136,38 @@ def complete(mesh):
     cross(mesh, gattn.SparseGraph(random_edge_index(12, 5, 30), num_targets=5, num_sources=12))
 
 
+def whole_numbers(mesh):
+    """Layers and features that read a number of the whole graph: N, a norm of all queries, maxima of all keys."""
+    torch.manual_seed(9)
+    for size in (13, 1):
+        whole = gattn.CompleteGraph(size)
+        for norm in ("row", "frobenius"):
+            layer = gattn.nn.SGFormerAttention(8, heads=2, head_channels=3, norm=norm)
+            compare_layer(layer, whole, mesh, run=lambda m, x, graph: m(x, graph=graph))
+        for kind in (gattn.nn.PerformerAttention, gattn.nn.PolynormerAttention):
+            compare_layer(kind(8, 2, 4), whole, mesh, run=lambda m, x, graph: m(x, graph=graph))
+    lengths = torch.tensor([13, 4, 0])
+    for whole in (
+        gattn.CompleteGraph(13),
+        gattn.CompleteGraph(1),
+        gattn.CompleteGraph(13, causal=True),
+        gattn.CompleteGraph(13, window=2),
+        gattn.CompleteGraph(13, source_lengths=lengths),
+        gattn.SparseGraph(random_edge_index(13, 13, 60), 13, 13),
+    ):
+        batch = () if whole.source_lengths is None else (3,)
+        compare_layer(gattn.features.Favor(3, 7), whole, mesh, features=18, dim=len(batch), batch=batch, run=performer)
+
+
+def performer(features, x, graph):
+    """Linear attention; keys differ in length, so that maxima come from one process."""
+    query, key, value = x.unflatten(-1, (3, 2, 3)).unbind(-3)
+    known = graph if graph.is_dense or graph.is_sharded else None
+    query, key = features(query, key * key.sum(-1, keepdim=True).exp().clamp(max=5), known)
+    law = gattn.Identity(normalize=True)
+    return gattn.attend(query, key, value, graph, score=gattn.DotScore(1.0), distribution=law).flatten(-2)
+
+
 def masks(mesh):
     """Masks of MultiheadAttention have a column for each source of all processes; so has a bias by positions."""
     torch.manual_seed(8)
@@ -247,6 +280,16 @@ def traffic(mesh):
     compare_layer(gattn.nn.GATConv(8, 3), gattn.SparseGraph(shuffled, size, size), mesh, partition="metis")
 
 
+NORMS = (
+    *("batch_norm", "instance_norm", "layer_norm", "graph_norm"),
+    *(GraphSizeNorm(), PairNorm(), MeanSubtractionNorm(), DiffGroupNorm(2, 2)),
+)
+
+
+def net(norm, **options):
+    return gattn.models.GAT(2, 2, 2, heads=1, norm=norm, **options)
+
+
 def mistakes(mesh):
     graph = gattn.SparseGraph(torch.tensor([[0, 1], [1, 2]]), 3, 3)
     sharded, n = shard(graph, mesh), 3
@@ -278,11 +321,17 @@ def mistakes(mesh):
         (lambda: gattn.nn.SuperGATConv(2, 2)(x, sharded), "sharded graphs are for"),
         (lambda: gattn.nn.GatedGCNConv(2, 2, 2)(x, sharded, x), "sharded graphs are for"),
         (lambda: gattn.nn.RGATConv(2, 2, 1)(x, sharded, torch.zeros(2)), "sharded graphs are for"),
-        (lambda: gattn.nn.GPSConv(2, None)(x, sharded), "attends over all nodes"),
+        (lambda: gattn.nn.GPSConv(2, None)(x, sharded), "GPSConv also attends over all nodes"),
+        (lambda: gattn.models.SGFormer(2, 2, 2)(x, sharded), "SGFormer also attends over all nodes"),
+        (lambda: gattn.models.SGFormer(2, 2, 2, gnn_num_layers=0)(x, sharded), "SGFormer also attends over all nodes"),
+        (lambda: gattn.models.Polynormer(2, 2, 2)(x, sharded), "Polynormer also attends over all nodes"),
+        *((lambda norm=norm: net(norm)(x, sharded), "reads all nodes, of which a process has some") for norm in NORMS),
         (lambda: adding_attention(x, x, x, graph=shard(gattn.CompleteGraph(3), mesh)), "or a packed or sharded graph"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             wrong()
+    net("batch_norm").eval()(x, sharded)
+    net("layer_norm", norm_kwargs={"mode": "node"})(x, sharded)
     mesh_2d = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("a", "b"))
     with pytest.raises(ValueError, match=r"mesh\['a'\]"):
         shard(graph, mesh_2d)
@@ -341,7 +390,7 @@ def work(rank, ranks, path):
     torch.set_num_threads(1)
     try:
         mesh = init_device_mesh("cpu", (ranks,))
-        for check in (sparse, complete, backends, training, tools, traffic, mistakes):
+        for check in (sparse, complete, whole_numbers, backends, training, tools, traffic, mistakes):
             check(mesh)
     finally:
         dist.destroy_process_group()

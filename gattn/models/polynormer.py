@@ -12,6 +12,7 @@ from torch.nn import ModuleList
 
 from gattn.errors import check_at_least, check_flag
 from gattn.models.gcn_conv import GCNConv
+from gattn.nn.all_pairs import check_whole
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.packed import packed_batch
 from gattn.nn.polynormer_attention import PolynormerAttention
@@ -157,8 +158,9 @@ class Polynormer(torch_geometric.nn.Polynormer):
             The logarithms of the classes' probabilities, `[N, out_channels]`.
 
         Raises:
-            ValueError: If shapes do not fit each other.
+            ValueError: If shapes do not fit each other, or the graph is sharded.
         """
+        check_whole(self, edge_index)
         x, total = F.dropout(x, self.in_drop, self.training), None
         for i, conv in enumerate(self.local_convs):
             if self.pre_ln:

@@ -10,6 +10,7 @@ from torch_geometric.nn.models import sgformer
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.gcn_conv import GCNConv
+from gattn.nn.all_pairs import check_whole
 from gattn.nn.packed import packed_batch
 from gattn.nn.sgformer_attention import SGFormerAttention
 from gattn.ops.dropout import check_probability
@@ -112,8 +113,9 @@ class SGFormer(torch_geometric.nn.SGFormer):
             The logarithms of the classes' probabilities, `[N, out_channels]`.
 
         Raises:
-            ValueError: If shapes do not fit each other.
+            ValueError: If shapes do not fit each other, or the graph is sharded.
         """
+        check_whole(self, edge_index)
         order, graph = packed_batch(x, batch)
         z = self._attended(x if order is None else x.index_select(0, order), graph)
         if order is not None:

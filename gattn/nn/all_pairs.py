@@ -5,13 +5,15 @@ Dimensions: B graphs, N nodes, F channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_at_least
-from gattn.graphs import CompleteGraph
+from gattn.graphs import CompleteGraph, Graph
 
-__all__ = ["check_heads", "num_nodes", "on_graph", "without_padding"]
+__all__ = ["check_heads", "check_whole", "num_nodes", "on_graph", "without_padding"]
 
 
 def on_graph(x: Tensor, mask: Tensor | None, graph: CompleteGraph | None) -> tuple[Tensor, CompleteGraph]:
@@ -69,3 +71,9 @@ def check_heads(channels: int, heads: int, head_channels: int | None) -> int:
         return channels // heads
     check_at_least(1, head_channels=head_channels)
     return head_channels
+
+
+def check_whole(module: torch.nn.Module, edge_index: Any) -> None:
+    """Raises `ValueError` if the edges beside attention among all nodes are those of a part of the graph."""
+    if isinstance(edge_index, Graph) and edge_index.is_sharded:
+        raise InputError(f"{type(module).__name__} also attends over all nodes, so it does not take sharded graphs.")

@@ -16,6 +16,7 @@ from torch_geometric.utils import to_dense_batch
 from gattn.bias import Bias
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
+from gattn.nn.all_pairs import check_whole
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.packed import packed
 from gattn.nn.performer_attention import PerformerAttention
@@ -134,8 +135,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             )
         if batch is not None and bool((batch.diff() < 0).any()):
             raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
-        if isinstance(edge_index, Graph) and edge_index.is_sharded:
-            raise InputError("GPSConv also attends over all nodes, so it does not take sharded graphs.")
+        check_whole(self, edge_index)
         local = None  # first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:
             local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)

@@ -27,6 +27,7 @@ from tests.ops.fuzz_edits import edits
 from tests.ops.fuzz_formulas import formula
 from tests.ops.fuzz_layers import layer
 from tests.ops.fuzz_sequences import sequence
+from tests.ops.fuzz_sharded import sharded
 from tests.ops.fuzz_shared import Draw, compare_types
 from tests.ops.fuzz_threads import concurrent
 from tests.ops.fuzz_variants import conv, variant
@@ -65,6 +66,7 @@ KINDS = {
     "conv": Kind(conv, 10),
     "sequence": Kind(sequence, 25),
     "edits": Kind(edits, 8),
+    "sharded": Kind(sharded, 6),
     "threads": Kind(concurrent, 2),
     "compiled": Kind(compiled, 0.5),  # the first cases compile for seconds, later ones share what they compiled
 }

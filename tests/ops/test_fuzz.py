@@ -16,6 +16,7 @@ CASES = {
     "conv": (36, 12),
     "sequence": (80, 30),
     "edits": (30, 10),
+    "sharded": (60, 20),
     "threads": (12, 6),
     "compiled": (2, 0),
 }
@@ -101,6 +102,10 @@ def test_a_wrong_result_of_a_call_is_found_and_named(name):
         ("edits", "out"),
         ("edits", "edges"),
         ("edits", "grad of value"),
+        ("sharded", "out"),
+        ("sharded", "grad of key"),
+        ("sharded", "grad of edge"),
+        ("sharded", "grad of k.weight"),
         ("threads", "out"),
         ("threads", "grad of key"),
         ("compiled", "out"),
