@@ -17,9 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch_geometric.data import Data, InMemoryDataset
 
 from gattn import datasets
 from gattn.datasets import DatasetUnavailableError, data_root, sets
+from gattn.datasets.checks import check_edges_of_graphs
 from gattn.datasets.download import read_dataset
 from gattn.datasets.registry import families, sentence_pairs, texts
 
@@ -223,7 +225,7 @@ class TestPublishedFormats:
         data = datasets.load(name, split="luo", root=tmp_path)
         assert sizes(data) == [120, 30, 50]
         assert data.val_mask[120:150].all()
-        for wrong, message in ((valid + 100, "numbers of nodes, from 0 to 199"), (valid - 1, "the same node twice")):
+        for wrong, message in ((valid + 100, "numbers from 0 to 199"), (valid - 1, "the same number twice")):
             np.savez(file, train=train, valid=wrong, test=test)
             with pytest.raises(datasets.DatasetUnavailableError, match=message):
                 datasets.load(name, split="luo", root=tmp_path)
@@ -716,6 +718,50 @@ class TestWrongContent:
         self.unreadable("cora", tmp_path)
         write_npz(tmp_path / NPZ[2][1], "heterophilous", {"edges": np.array([[0, 1], [1, node]])})
         self.unreadable("tolokers", tmp_path)
+
+    @pytest.mark.parametrize("numbers", [[-1], [591], [598] * 2, [10**12]])
+    @pytest.mark.parametrize("name", ["PubMed", "CiteSeer"])
+    def test_indices_of_test_nodes(self, tmp_path, name, numbers):
+        raw = tmp_path / name / "raw"
+        write_planetoid(raw, name.lower())
+        file = raw / f"ind.{name.lower()}.test.index"
+        good = list(map(int, file.read_text().split()))
+        wrong = [*numbers, *good[len(numbers) :]]
+        file.write_text("".join(f"{number}\n" for number in wrong))
+        self.unreadable(name.lower(), tmp_path, reason="test.index must list different nodes, from 590 to 599")
+        file.write_text("".join(f"{number}\n" for number in reversed(good)))
+        assert datasets.load(name.lower(), root=tmp_path).test_mask.sum() == 10
+
+    @pytest.mark.parametrize("link", [8, -1])
+    def test_links_of_wikics(self, tmp_path, link):
+        """Edge 0 → 8 is the same number as edge 1 → 0 where there are 8 nodes, and so could replace it."""
+        raw = tmp_path / "WikiCS" / "raw"
+        raw.mkdir(parents=True)
+        content = {name: [[True] * 8] * 20 for name in ("train_masks", "val_masks", "stopping_masks")}
+        content |= {"features": [[1.0]] * 8, "labels": [0] * 8, "test_mask": [True] * 8}
+        (raw / "data.json").write_text(json.dumps(content | {"links": [[link], [0], *[[]] * 6]}))
+        self.unreadable("wikics", tmp_path, reason="only 8 nodes")
+
+    @pytest.mark.parametrize("node", [2, -1])
+    def test_edges_of_many_graphs(self, node):
+        """Node 2 of the first graph would be the first one of the second."""
+        edges = [torch.tensor([[0, 1], [1, last]]) for last in (0, node, 0)]
+        dataset = InMemoryDataset()
+        for parts in (edges[::2], edges[1:]):
+            graphs = [Data(edge_index=part, num_nodes=size) for part, size in zip(parts, (2, 3), strict=True)]
+            dataset._data, dataset.slices = dataset.collate(graphs)
+            if parts[0] is edges[0]:
+                check_edges_of_graphs(dataset)
+        with pytest.raises(ValueError, match="a graph does not have"):
+            check_edges_of_graphs(dataset)
+
+    @pytest.mark.parametrize("part", [[-1], [20], [0, 0]])
+    def test_splits_of_ogb(self, tmp_path, monkeypatch, part):
+        parts = write_ogbn(tmp_path, monkeypatch)
+        split = tmp_path / "submission_ogbn_tiny" / "tiny" / "split" / "random" / "split_dict.pt"
+        torch.save({**parts, "test": np.array(part)}, split)
+        with pytest.raises(DatasetUnavailableError, match="random cannot be used: the split"):
+            datasets.load("ogbn-tiny", root=tmp_path)
 
     def test_edges_of_processed_files(self, tmp_path):
         write_planetoid(tmp_path / "Cora" / "raw", "cora")

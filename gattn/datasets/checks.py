@@ -8,9 +8,9 @@ from typing import Any
 import scipy.sparse
 import torch
 from numpy.typing import NDArray
-from torch_geometric.data import Data
+from torch_geometric.data import Data, InMemoryDataset
 
-__all__ = ["check_edges", "csr_matrix"]
+__all__ = ["check_edges", "check_edges_of_graphs", "csr_matrix"]
 
 
 def check_edges(data: Data) -> Data:
@@ -29,6 +29,22 @@ def check_edges(data: Data) -> Data:
             f"edges connect nodes {int(edges.min())} to {int(edges.max())}, but the graph has only {num_nodes} nodes"
         )
     return data
+
+
+def check_edges_of_graphs(dataset: InMemoryDataset) -> None:
+    """Checks the edges of all graphs of a data set, without making each of them.
+
+    Raises:
+        ValueError: If a node is out of range.
+    """
+    if dataset.slices is None:  # a single graph
+        check_edges(dataset[0])
+        return
+    data: Any = dataset._data
+    sizes = torch.as_tensor(data._num_nodes)
+    counts = torch.as_tensor(dataset.slices["edge_index"]).diff()
+    if bool(((data.edge_index < 0) | (data.edge_index >= sizes.repeat_interleave(counts))).any()):
+        raise ValueError("edges connect nodes that a graph does not have")
 
 
 def csr_matrix(

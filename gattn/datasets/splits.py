@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomNodeSplit
 
-__all__ = ["fixed_split", "pick_split", "random_split", "random_split_by_class", "random_split_by_share"]
+__all__ = ["check_parts", "fixed_split", "pick_split", "random_split", "random_split_by_class", "random_split_by_share"]
 
 # Where no split is published: the numbers of nodes per class of Shchur et al., https://arxiv.org/abs/1811.05868.
 _TRAIN_PER_CLASS = 20
@@ -41,15 +43,30 @@ def fixed_split(data: Data, path: Path) -> Data:
     """
     with np.load(path, allow_pickle=False) as file:
         parts = {name: torch.from_numpy(file[name]) for name in ("train", "valid", "test")}
-    nodes = torch.cat(list(parts.values()))
-    if nodes.dtype != torch.int64 or nodes.dim() != 1 or nodes.min() < 0 or nodes.max() >= data.num_nodes:
-        raise ValueError(f"{path.name} must hold numbers of nodes, from 0 to {data.num_nodes - 1}")
-    if bool((nodes.bincount() > 1).any()):
-        raise ValueError(f"{path.name} has the same node twice")
+    check_parts(parts.values(), data.num_nodes, path.name)
     for name, part in parts.items():
         mask = torch.zeros(data.num_nodes, dtype=torch.bool).index_fill(0, part, True)
         data["val_mask" if name == "valid" else f"{name}_mask"] = mask
     return data
+
+
+def check_parts(parts: Iterable[Tensor], count: int, name: str) -> None:
+    """Checks the numbers of nodes, or of graphs, in the parts of a split.
+
+    Args:
+        parts: The numbers.
+        count: The number of nodes or graphs.
+        name: What held them.
+
+    Raises:
+        ValueError: If a number is out of range, or in a split twice.
+    """
+    numbers = torch.cat([part for part in parts if part.numel()] or [torch.zeros(0, dtype=torch.int64)])
+    is_list = numbers.dtype == torch.int64 and numbers.dim() == 1
+    if not is_list or (numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < count):
+        raise ValueError(f"{name} must hold numbers from 0 to {count - 1}")
+    if bool((numbers.bincount() > 1).any()):
+        raise ValueError(f"{name} has the same number twice")
 
 
 def pick_split(data: Data, seed: int) -> Data:

@@ -44,7 +44,9 @@ def sharded(draw: Draw, alter: Alter) -> None:
         partition = [draw.integers(ranks, whole.num_targets), draw.integers(ranks, whole.num_sources)]
         partition = partition[0] if whole.num_targets == whole.num_sources else partition
     dtype = draw.choice((torch.float64, torch.float64, torch.float32))
-    draw.note(graph=whole, module=module, partition=partition, shapes={name: list(x.shape) for name, x in given.items()})
+    draw.note(
+        graph=whole, module=module, partition=partition, shapes={name: list(x.shape) for name, x in given.items()}
+    )
     draw.note(lengths=(whole.source_lengths, whole.target_lengths), dtype=dtype)
     given = {name: stored(x, draw) for name, x in given.items()}
     dims = {name: x.dim() - 2 if name == "bias" else 0 if name == "edge" else len(batch) for name, x in given.items()}
@@ -60,7 +62,9 @@ def sharded(draw: Draw, alter: Alter) -> None:
             return x.detach() if mesh is None else graph.gather(x.detach(), rows, dim)
 
         net = copy.deepcopy(module).to(dtype) if isinstance(module, Module) else module
-        leaves = {name: mine(x.to(dtype), ROWS[name], dims[name]).detach().requires_grad_() for name, x in given.items()}
+        leaves = {
+            name: mine(x.to(dtype), ROWS[name], dims[name]).detach().requires_grad_() for name, x in given.items()
+        }
         parameters = dict(net.named_parameters()) if isinstance(net, Module) else {}
         out = compute(net, leaves, graph)
         shape = (*batch, whole.num_targets, *out.shape[len(batch) + 1 :])
@@ -131,7 +135,9 @@ def verbs(draw: Draw, batch: tuple[int, ...]) -> tuple[Any, tuple[int, ...], Any
     def compute(module: Any, given: Results, graph: Any) -> Tensor:
         rest = {name: given[name] for name in ("bias", "edge") if name in given}
         query, key, value = (given[name] for name in ("query", "key", "value"))
-        return gattn.attend(query, key, value, graph, score=score.to(key.dtype), distribution=law, backend=backend, **rest)
+        return gattn.attend(
+            query, key, value, graph, score=score.to(key.dtype), distribution=law, backend=backend, **rest
+        )
 
     return graph, batch, None, given, compute
 

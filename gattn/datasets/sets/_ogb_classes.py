@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch_geometric.data import InMemoryDataset
 
 from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.ogb_package import import_ogb
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.safe_files import read_torch
+from gattn.datasets.splits import check_parts
 
 __all__ = ["PygGraphPropPredDataset", "PygNodePropPredDataset", "read_dictionary"]
 
@@ -40,8 +42,15 @@ class _FromDisk(CheckedDataset):
 
     def get_idx_split(self, split_type: str | None = None) -> dict[str, Any]:
         """Does what OGB's method does, but reads the file safely."""
-        split = Path(self.root) / "split" / (split_type or self.meta_info["split"]) / "split_dict.pt"
-        return read_dictionary(split, self.trust_files) if split.is_file() else super().get_idx_split(split_type)
+        folder = Path(self.root) / "split" / (split_type or self.meta_info["split"])
+        split = folder / "split_dict.pt"
+        parts = read_dictionary(split, self.trust_files) if split.is_file() else super().get_idx_split(split_type)
+        count = len(self) if isinstance(self, _Graph) else self[0].num_nodes
+        try:
+            check_parts((torch.as_tensor(part).long() for part in parts.values()), count, "the split")
+        except ValueError as error:
+            raise DatasetUnavailableError(f"{folder} cannot be used: {error}") from error
+        return parts
 
 
 class PygNodePropPredDataset(_FromDisk, _Node):

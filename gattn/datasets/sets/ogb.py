@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, InMemoryDataset
 
-from gattn.datasets.checks import check_edges
+from gattn.datasets.checks import check_edges_of_graphs
 from gattn.datasets.download import download, read_dataset
 from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.registry import GraphFamily, register
@@ -56,8 +56,7 @@ class OGB(GraphFamily):
 
         def read() -> Any:
             dataset = dataset_class(name, {**meta, "dir_path": str(folder)}, trust_files)
-            if is_node:
-                check_edges(dataset[0])
+            check_edges_of_graphs(dataset)
             return dataset
 
         try:

@@ -54,7 +54,11 @@ def _read_planetoid(folder: Path, name: str, trust_files: bool) -> Data:
     test = read_txt_array(str(folder / f"ind.{name}.test.index"), dtype=torch.long)
     if test.numel() != tx.size(0):  # a truncated file would give another data set
         raise ValueError(f"ind.{name}.test.index lists {test.numel()} nodes, but ind.{name}.tx has {tx.size(0)}")
-    in_order = test.sort()[0]
+    in_order, first = test.sort()[0], allx.size(0)
+    limit = len(graph) if name == "citeseer" else first + len(test)
+    is_in_range = len(test) > 0 and int(in_order[0]) == first and int(in_order[-1]) < limit
+    if not is_in_range or bool((in_order.diff() == 0).any()):
+        raise ValueError(f"ind.{name}.test.index must list different nodes, from {first} to {limit - 1}")
 
     if name == "citeseer":  # its files leave out isolated test nodes, whose features and labels become zeros
         rows = in_order - in_order[0]
