@@ -732,16 +732,6 @@ class TestWrongContent:
         file.write_text("".join(f"{number}\n" for number in reversed(good)))
         assert datasets.load(name.lower(), root=tmp_path).test_mask.sum() == 10
 
-    @pytest.mark.parametrize("link", [8, -1])
-    def test_links_of_wikics(self, tmp_path, link):
-        """Edge 0 → 8 is the same number as edge 1 → 0 where there are 8 nodes, and so could replace it."""
-        raw = tmp_path / "WikiCS" / "raw"
-        raw.mkdir(parents=True)
-        content = {name: [[True] * 8] * 20 for name in ("train_masks", "val_masks", "stopping_masks")}
-        content |= {"features": [[1.0]] * 8, "labels": [0] * 8, "test_mask": [True] * 8}
-        (raw / "data.json").write_text(json.dumps(content | {"links": [[link], [0], *[[]] * 6]}))
-        self.unreadable("wikics", tmp_path, reason="only 8 nodes")
-
     @pytest.mark.parametrize("node", [2, -1])
     def test_edges_of_many_graphs(self, node):
         """Node 2 of the first graph would be the first one of the second."""
