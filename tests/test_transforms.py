@@ -10,7 +10,7 @@ from torch_geometric.transforms import RandomLinkSplit, ToSparseTensor
 from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
 
 import gattn
-from gattn.transforms import Reorder
+from gattn.transforms import Degrees, RandomWalkPairs, Reorder, ShortestPathBuckets, structure
 
 NODES, EDGES = 9, 16
 EDGE = torch.tensor([[0], [1]])
@@ -95,6 +95,61 @@ def test_there_is_a_way_back(make, method):
     assert_same(Reorder.inverse(Reorder(method)(data)), data)
     twice = Reorder("degree")(Reorder(method)(data))
     assert_same(Reorder.inverse(twice), data)
+
+
+def directed(size=11, edges=24):
+    return Data(x=torch.randn(size, 6), edge_index=torch.randint(size, (2, edges)), edge_attr=torch.randn(edges, 3))
+
+
+@pytest.mark.parametrize("make", [directed, lambda: directed(3, 9), lambda: directed(1, 1), lambda: directed(2, 0)])
+@pytest.mark.parametrize("method", ["rcm", "degree"])
+def test_pairs_are_those_of_the_new_nodes(method, make):
+    """Also where there are as many edges as pairs. Paths of the same length may be others: edges are compared."""
+    transforms = (ShortestPathBuckets(2, paths=True), RandomWalkPairs(3), Degrees(4))
+    data = make()
+    for transform in transforms:
+        data = transform(data)
+    assert {name for name in data.to_dict() if name.startswith("pair_")} == set(structure.PAIRS)
+    out = Reorder(method)(data)
+    fresh = out.clone()
+    for transform in transforms:
+        fresh = transform(fresh)
+    for name in ("pair_buckets", "pair_index", "pair_walks", "node_walks", "in_degree"):
+        assert torch.equal(out[name], fresh[name]), name
+    size = data.num_nodes
+    paths = [part.pair_paths.view(size, size, 2) for part in (out, data)]
+    order = out.node_permutation
+    ends = (
+        [
+            torch.where(part[..., None] < 0, -1, edges.t()[part.long()])
+            for part, edges in zip(paths, (order[out.edge_index], data.edge_index), strict=True)
+        ]
+        if data.num_edges
+        else paths
+    )
+    assert torch.equal(ends[0], ends[1][order][:, order])
+    assert out.pair_paths.dtype == torch.int32
+    assert_same(Reorder.inverse(out), data)
+
+
+def test_graphormer_does_not_depend_on_the_order_of_nodes():
+    data = ShortestPathBuckets(3, paths=True)(directed())
+    model = gattn.models.Graphormer(6, 8, 2, cutoff=3, edge_dim=3, heads=2, num_layers=2).double().eval()
+    data.x, data.edge_attr = data.x.double(), data.edge_attr.double()
+    torch.nn.init.normal_(model.distances.weight)
+    for method in ("rcm", "degree"):
+        torch.testing.assert_close(model(Reorder(method)(data)), model(data), rtol=0, atol=1e-12)
+
+
+def test_pairs_that_are_not_all_pairs_stay_together():
+    data = RandomWalkPairs(2)(directed(4, 7))
+    data.pair_index, data.pair_walks = data.pair_index[:, 3:10], data.pair_walks[3:10]  # as many as edges
+    out = Reorder("degree")(data)
+    assert torch.equal(out.node_permutation[out.pair_index], data.pair_index)
+    assert out.pair_walks is data.pair_walks
+    data.pair_buckets = torch.zeros(9)
+    with pytest.raises(ValueError, match="pair_buckets has 9 rows, but 4 nodes have 16 pairs"):
+        Reorder()(data)
 
 
 def test_an_edge_index_stays_one():

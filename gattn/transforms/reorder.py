@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.hypergraph_data import HyperGraphData
@@ -15,9 +16,10 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import select
 
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs import TypedGraph
+from gattn.graphs import CompleteGraph, TypedGraph
 from gattn.graphs.edge_lists import INTEGER_DTYPES, plain
 from gattn.graphs.reordering import node_order, renumber
+from gattn.transforms.structure import PAIRS
 
 __all__ = ["Reorder"]
 
@@ -27,8 +29,9 @@ class Reorder(BaseTransform):
 
     It reorders whatever has one entry per node or edge (features, labels, masks, positions, lists of names). Numbers of
     nodes change where PyG's batches would increase them, too: in integer tensors whose names contain `index`, such as
-    `edge_label_index`, and in `face`. Labels of an index, such as `edge_label`, keep its order. Other lists of nodes,
-    such as a `train_idx`, are not recognised: make them masks, or look them up in `node_permutation.argsort()`.
+    `edge_label_index`, and in `face`. Labels of an index, such as `edge_label`, keep its order. What gattn's transforms
+    add for each pair of nodes, such as `pair_buckets`, is reordered by both nodes. Other lists of nodes, such as a
+    `train_idx`, are not recognised: make them masks, or look them up in `node_permutation.argsort()`.
 
     The nodes of a heterogeneous graph are ordered jointly, across all types of edges.
 
@@ -44,8 +47,8 @@ class Reorder(BaseTransform):
 
     Raises:
         TypeError: When called, if the data are neither a `Data` nor a `HeteroData`.
-        ValueError: When called, if they are a batch or a hypergraph, have no `edge_index`, or have a sparse adjacency
-            (apply `ToSparseTensor` afterwards).
+        ValueError: When called, if they are a batch or a hypergraph, have no `edge_index`, have a sparse adjacency
+            (apply `ToSparseTensor` afterwards), or have something for each pair of other nodes.
         IndexError: When called, if they hold a number that no node has.
 
     Example:
@@ -144,6 +147,8 @@ def _permute(data: Data | HeteroData, nodes: dict[Any, Tensor], edges: dict[Any,
             ends = (numbers[None],) if key is None else (numbers[key[0]], numbers[key[-1]])
             changed["edge_index"], orders[key] = renumber(store.edge_index, ends[0], ends[-1], edges.get(key))
             index = {name for name, value in store.items() if _is_index(name, value, len(ends))}
+            if key is None:
+                changed |= _permuted_pairs(store, nodes[key], orders[key])
         for name, value in store.items():
             if name in changed or f"{name}_index" in index:
                 continue
@@ -156,6 +161,25 @@ def _permute(data: Data | HeteroData, nodes: dict[Any, Tensor], edges: dict[Any,
             changed[name] = _renumbered(name, value, ends) if name in index else value
         store.update(changed)  # at the end, because PyG may infer the number of nodes from edge_index
     return orders
+
+
+def _permuted_pairs(store: Any, nodes: Tensor, edges: Tensor) -> dict[str, Any]:
+    """What gattn's transforms have added for each pair of nodes, `[n * n, ...]` target by target, in a new order."""
+    size, listed = len(nodes), store.get("pair_index")
+    has_all = listed is None or torch.equal(listed, CompleteGraph(size).edge_index.to(listed))
+    found = {name: store[name] for name in PAIRS if name in store and (has_all or name != "pair_index")}
+    for name in found.keys() - ({"pair_index"} if has_all else {"pair_walks"}):  # which stay where they are
+        value = found[name]
+        if len(value) != size**2:
+            raise InputError(
+                f"{name} has {len(value)} rows, but {size} nodes have {size**2} pairs: reorder the graph before the "
+                "transform that adds them."
+            )
+        found[name] = value.index_select(0, (nodes.unsqueeze(1) * size + nodes).flatten())
+    if "pair_paths" in found:
+        numbers = F.pad(edges.argsort(), (0, 1), value=-1).to(found["pair_paths"])  # -1, beyond the end, stays
+        found["pair_paths"] = numbers[found["pair_paths"].long()]
+    return found
 
 
 def _is_index(name: str, value: Any, num_ends: int) -> bool:

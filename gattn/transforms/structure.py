@@ -30,6 +30,9 @@ _AT_ONCE = 2**22
 #: Entries whose magnitudes differ by less than this fraction count as equal, whatever their last bits are.
 _TIE = 1e-3
 
+#: What the transforms add for each pair of nodes.
+PAIRS = ("pair_buckets", "pair_paths", "pair_index", "pair_walks")
+
 _Level = Literal["node", "pair", "graph"]
 
 
