@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +21,12 @@ from torch_geometric.utils import is_undirected, to_scipy_sparse_matrix
 from gattn.errors import InputError
 from gattn.graphs.edge_lists import INTEGER_DTYPES
 
-__all__ = ["LARGEST_DENSE", "graph_numbers", "laplacian_eigenvectors", "num_components", "threads_for"]
+__all__ = ["LARGEST_DENSE", "graph_numbers", "laplacian_eigenvectors", "num_components", "returns", "threads_for"]
 
 #: Graphs of up to this many nodes are solved as dense matrices, and larger ones as sparse matrices.
 LARGEST_DENSE = 300
+#: Random walks on larger graphs are products of sparse matrices.
+_LARGEST_DENSE_WALK = 2000
 #: Dense matrices of the same size are made together, up to this many numbers at a time.
 _AT_ONCE = 2**22
 #: Newer versions of SciPy draw the vectors with which a solver starts again from a generator.
@@ -55,6 +59,24 @@ def num_components(edge_index: Tensor, num_nodes: int) -> int:
     """The number of connected components with edges; nodes without edges do not add an eigenvalue of zero."""
     labels = connected_components(to_scipy_sparse_matrix(edge_index, num_nodes=num_nodes), directed=False)[1]
     return len(set(labels[edge_index[0].cpu()].tolist()))
+
+
+def returns(edge_index: Tensor, num_nodes: int, k: int) -> Tensor:
+    """The probabilities that a random walk is back at each node after 1, ..., k steps, `[N, k]`.
+
+    Args:
+        edge_index: The edges, `[2, E]`, int64.
+        num_nodes: The number of nodes, N.
+        k: The number of steps.
+    """
+    share = edge_index[0].bincount(minlength=num_nodes).float().reciprocal()[edge_index[0]]
+    step: Any
+    if num_nodes <= _LARGEST_DENSE_WALK:
+        step = share.new_zeros(num_nodes, num_nodes).index_put_(tuple(edge_index), share, accumulate=True)
+    else:
+        step = to_scipy_sparse_matrix(edge_index, share, num_nodes).tocsr()
+    walks = itertools.accumulate([step] * k, lambda walk, step: walk @ step)
+    return torch.stack([torch.as_tensor(walk.diagonal(), device=edge_index.device) for walk in walks], 1)
 
 
 def laplacian_eigenvectors(

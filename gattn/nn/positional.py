@@ -11,13 +11,11 @@ import warnings
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
-from torch_geometric.data import Data
-from torch_geometric.transforms import AddRandomWalkPE
 from torch_geometric.utils import remove_self_loops
 
 from gattn.errors import check_at_least
 from gattn.graphs.edge_lists import plain
-from gattn.structure import LARGEST_DENSE, graph_numbers, laplacian_eigenvectors, num_components
+from gattn.structure import LARGEST_DENSE, graph_numbers, laplacian_eigenvectors, num_components, returns
 from gattn.tracing import Leaf
 
 __all__ = [
@@ -313,8 +311,8 @@ class GraphPositionalEncoding(Leaf, Module):
     `"laplacian"`: the first k non-trivial eigenvectors of the graph's Laplacian (`Dwivedi and Bresson
     <https://arxiv.org/abs/2012.09699>`_), whose signs have no meaning and are flipped at random during training.
     `"random_walk"`: the probabilities that a random walk is back at the node after 1, ..., k steps (`Dwivedi et al.
-    <https://arxiv.org/abs/2110.07875>`_). Both are those of PyG's transforms; for the graphs of a PyG batch, `compute`
-    takes the vector `batch`.
+    <https://arxiv.org/abs/2110.07875>`_). Both are those of PyG's transforms, except that PyG's random walk counts
+    parallel edges once; for the graphs of a PyG batch, `compute` takes the vector `batch`.
 
     Args:
         kind: The encoding, `"laplacian"` or `"random_walk"`.
@@ -355,7 +353,8 @@ class GraphPositionalEncoding(Leaf, Module):
 
         A graph of n nodes has n - 1 non-trivial eigenvectors; if these are fewer than k, the remaining columns are
         zeros. The sign of each eigenvector is random, as in PyG. Without `batch`, a graph that is not connected causes
-        a warning, because it may be several graphs: their common eigenvectors would only tell them apart.
+        a warning, because it may be several graphs: their common eigenvectors would only tell them apart. A random walk
+        takes each of a node's edges with the same probability, also if several of them lead to the same node.
 
         Args:
             edge_index: The edges, `[2, E]`; for `"laplacian"`, each in both directions.
@@ -369,9 +368,7 @@ class GraphPositionalEncoding(Leaf, Module):
         edge_index = plain(edge_index).long()
         graphs = graph_numbers(edge_index, num_nodes, batch)
         if self.kind == "random_walk":
-            transform = AddRandomWalkPE(self.k, attr_name="structure")
-            structure: Tensor = transform(Data(edge_index=edge_index, num_nodes=num_nodes)).structure
-            return structure
+            return returns(edge_index, num_nodes, self.k)
         edge_index = remove_self_loops(edge_index)[0]
         if batch is None and (count := num_components(edge_index, num_nodes)) > 1:
             warnings.warn(

@@ -6,6 +6,7 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 from torch_geometric.utils import to_undirected
 
+from gattn import structure
 from gattn.nn import (
     ALiBi,
     GraphPositionalEncoding,
@@ -16,6 +17,7 @@ from gattn.nn import (
     SinusoidalPositionalEncoding,
     positional,
 )
+from gattn.transforms import RandomWalkPairs
 
 
 def sinusoid(place, channel, channels, base=10000.0):
@@ -214,6 +216,21 @@ class TestGraph:
         walk /= walk.sum(1, keepdim=True)
         expected = torch.stack([torch.linalg.matrix_power(walk, step).diagonal() for step in (1, 2, 3)], 1)
         torch.testing.assert_close(GraphPositionalEncoding("random_walk", 3, 8).compute(edge_index, 6), expected)
+
+    @pytest.mark.parametrize("largest", [2000, 1])  # 1: sparse matrices
+    def test_parallel_edges_and_loops_of_a_random_walk(self, largest, monkeypatch):
+        monkeypatch.setattr(structure, "_LARGEST_DENSE_WALK", largest)
+        encoding = GraphPositionalEncoding("random_walk", 2, 8)
+        assert encoding.compute(torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0]]), 2).tolist() == [[0, 1], [0, 1]]
+        loops = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]])
+        assert encoding.compute(loops, 3).tolist() == [[0.75, 0.5625], [0, 0], [0, 0]]
+        edges = torch.randint(12, (2, 60))
+        walks = RandomWalkPairs(5)(Data(edge_index=edges, num_nodes=13)).node_walks[:, 1:]  # step 0 is left out
+        torch.testing.assert_close(GraphPositionalEncoding("random_walk", 4, 8).compute(edges, 13), walks)
+        simple = to_undirected(torch.unique(edges, dim=1))
+        expected = AddRandomWalkPE(4, attr_name="pe")(Data(edge_index=simple, num_nodes=13)).pe
+        torch.testing.assert_close(GraphPositionalEncoding("random_walk", 4, 8).compute(simple, 13), expected)
+        assert encoding.compute(edges[:, :0], 0).shape == (0, 2)
 
     def test_eigenvectors_are_of_the_laplacian(self, edge_index):
         structure = GraphPositionalEncoding("laplacian", 3, 8).compute(edge_index, 6)
