@@ -15,6 +15,7 @@ from torch_geometric.utils import scatter
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.nn.set_transformer import MultiheadAttentionBlock
+from gattn.nn.sets import counts_of
 from gattn.tracing import Leaf
 
 __all__ = ["PatchTransformerAggregation"]
@@ -124,18 +125,15 @@ class PatchTransformerAggregation(Leaf, Aggregation):
             The sets, `[B, out_channels]`.
 
         Raises:
-            ValueError: If shapes do not fit each other.
+            ValueError: If shapes do not fit each other, or `dim_size` is too small.
+            IndexError: If an index is negative.
         """
         self.assert_two_dimensional_input(x, dim)
         x = x.movedim(dim, -2)
-        if index is None:
-            counts = torch.tensor([len(x)], device=x.device) if ptr is None else ptr.diff()
-            index = torch.arange(len(counts), device=x.device).repeat_interleave(counts)
-        else:
-            counts = index.bincount(minlength=0 if dim_size is None else dim_size)
-            if bool((index.diff() < 0).any()):
-                order = index.argsort(stable=True)
-                x, index = x.index_select(0, order), index.index_select(0, order)
+        index, counts = counts_of(x, index, ptr, dim_size)
+        if bool((index.diff() < 0).any()):
+            order = index.argsort(stable=True)
+            x, index = x.index_select(0, order), index.index_select(0, order)
         patches = (counts + 1) // self.patch_size
         if max_num_elements is not None:
             patches = patches.clamp(max=max_num_elements // self.patch_size)

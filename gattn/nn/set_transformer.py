@@ -13,6 +13,7 @@ from torch_geometric.nn.aggr import Aggregation
 from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.multihead_attention import MultiheadAttention
+from gattn.nn.sets import counts_of
 from gattn.tracing import Leaf
 
 __all__ = [
@@ -366,18 +367,16 @@ class _OfSets(Leaf, Aggregation):
             The sets; an empty one becomes zero.
 
         Raises:
-            ValueError: If shapes do not fit each other.
+            ValueError: If shapes do not fit each other, or `dim_size` is too small.
+            IndexError: If an index is negative.
         """
         self.assert_two_dimensional_input(x, dim)
         if x.size(-1) != self.channels:
             raise InputError(f"x has {x.size(-1)} channels, but this layer was made for channels={self.channels}.")
         x = x.movedim(dim, -2)
-        if index is not None:
-            counts = index.bincount(minlength=0 if dim_size is None else dim_size)
-            if bool((index.diff() < 0).any()):
-                x = x.index_select(-2, index.argsort(stable=True))
-        else:
-            counts = torch.tensor([x.size(-2)], device=x.device) if ptr is None else ptr.diff()
+        index, counts = counts_of(x, index, ptr, dim_size)
+        if bool((index.diff() < 0).any()):
+            x = x.index_select(-2, index.argsort(stable=True))
         out = self._of_sets(x, counts.tolist())
         return out.masked_fill((counts == 0).unsqueeze(-1), 0.0)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.graphs import SparseGraph
 from gattn.torch_private import is_exporting
 from gattn.tracing import Leaf
 
-__all__ = ["ExportedAggregation", "sets_of"]
+__all__ = ["ExportedAggregation", "counts_of", "sets_of"]
 
 
 class ExportedAggregation(Leaf):
@@ -46,6 +47,21 @@ def sets_of(x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int |
     return dim_size, _membership(index, num_elements, dim_size)
 
 
+def counts_of(x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> tuple[Tensor, Tensor]:
+    """The set of each of the elements `[..., N, C]`, `[N]`, and how many elements each set has, `[B]`."""
+    num_elements = x.size(-2)
+    if index is None:
+        index = _index_of(torch.tensor([0, num_elements], device=x.device) if ptr is None else ptr, num_elements)
+        counts = x.new_tensor([num_elements], dtype=torch.int64) if ptr is None else ptr.diff()
+    else:
+        _check_index(index, num_elements)
+        counts = index.bincount()
+    missing = 0 if dim_size is None else dim_size - len(counts)
+    if missing < 0:
+        raise IndexError(f"there are elements of {len(counts)} sets, but dim_size={dim_size}.")
+    return index, F.pad(counts, (0, missing))
+
+
 def _index_of(ptr: Tensor, num_elements: int) -> Tensor:
     """Returns the set of each element, given the first element of each set."""
     fits = ptr.dim() == 1 and ptr.numel() > 0
@@ -62,6 +78,13 @@ def _index_of(ptr: Tensor, num_elements: int) -> Tensor:
 
 def _membership(index: Tensor, num_elements: int, num_sets: int) -> SparseGraph:
     """Returns the edges from elements to their sets."""
+    _check_index(index, num_elements)
+    edge_index = torch.stack([torch.arange(num_elements, device=index.device), index])
+    return SparseGraph(edge_index, num_sources=num_elements, num_targets=num_sets)
+
+
+def _check_index(index: Tensor, num_elements: int) -> None:
+    """Raises `ValueError` or `IndexError` if it does not hold the set of each element."""
     if index.dim() != 1 or index.numel() != num_elements or index.is_floating_point() or index.dtype == torch.bool:
         raise ValueError(
             f"index must hold the set of each element, {num_elements} integers; got {index.dtype} of shape "
@@ -69,5 +92,3 @@ def _membership(index: Tensor, num_elements: int, num_sets: int) -> SparseGraph:
         )
     if not torch.compiler.is_compiling() and num_elements and int(index.min()) < 0:
         raise IndexError(f"index must not be negative, since sets are counted from 0; got {int(index.min())}.")
-    edge_index = torch.stack([torch.arange(num_elements, device=index.device), index])
-    return SparseGraph(edge_index, num_sources=num_elements, num_targets=num_sets)

@@ -350,6 +350,22 @@ class TestAggregations:
             torch.testing.assert_close(module(x, BATCH), module(x, BATCH))
         assert len(records) > 0
 
+    @pytest.mark.parametrize(
+        ("sets", "error", "match"),
+        [
+            ({"index": BATCH, "dim_size": 3}, ValueError, "invalid 'dim_size' .got '3' but expected >= '4'."),
+            ({"index": BATCH[:-1], "dim_size": 4}, ValueError, "index must hold the set of each element, 21 integers"),
+            ({"index": BATCH.float(), "dim_size": 4}, ValueError, "21 integers; got torch.float32"),
+            ({"index": BATCH - 1, "dim_size": 4}, IndexError, "index must not be negative"),
+            ({"ptr": torch.tensor([0, 5, 20])}, ValueError, "ends at 21 here"),
+            ({"ptr": torch.tensor([0, 6, 5, 21])}, ValueError, "never decreases"),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["set transformer", "multiset", "attentional", "softmax", "set2set", "patches"])
+    def test_wrong_sets(self, name, sets, error, match):
+        with pytest.raises(error, match=match):
+            pair_of(name)[0](randn(len(BATCH), F), **sets)
+
     def test_wrong_inputs(self):
         with pytest.raises(ValueError, match="made for channels=8"):
             nn.GraphMultisetTransformer(F, k=2)(torch.randn(3, F + 1))
