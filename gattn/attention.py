@@ -534,7 +534,9 @@ class Attention(Leaf, MessagePassing):
         )
         if log_sum and not is_plain_softmax(call.distribution):
             raise InputError(f"return_lse needs the plain softmax, whose sum it is; got {call.distribution!r}.")
-        require_finite(query=query, key=key, value=value, **terms)
+        if checks_finite():
+            named = {"weights" if name == "bias" and distribution is GIVEN else name: x for name, x in terms.items()}
+            require_finite(query=query, key=key, value=value, score=score, distribution=call.distribution, **named)
         if self.explain and call.graph.is_dense:  # explainers mask edges of their own edge_index
             with self._unexplained():
                 result = self._compute(call, backend, distribution is None)

@@ -1,8 +1,4 @@
-"""Whether inputs are checked for NaN, in a block of code.
-
-It applies to the whole process, as PyTorch's own flags do: `torch.compile` guards on it, while a context variable would
-break its graph.
-"""
+"""Whether inputs are checked for NaN, in a block of code."""
 
 from __future__ import annotations
 
@@ -14,12 +10,14 @@ import torch
 from torch import Tensor
 
 from gattn.bias import Bias
+from gattn.blocks import Setting
+from gattn.distributions import Distribution
 from gattn.edges import Projected, Typed
+from gattn.scores import Score
 
 __all__ = ["check_finite", "checks_finite", "require_finite"]
 
-
-_checks_finite = False
+_checks_finite = Setting(False)
 
 
 @contextmanager
@@ -41,22 +39,18 @@ def check_finite(enabled: bool = True) -> Iterator[None]:
         ...
         ValueError: x holds 1 value that is NaN or infinite (the first one at index (1, 0)).
     """
-    global _checks_finite
-    before, _checks_finite = _checks_finite, enabled
-    try:
+    with _checks_finite.block(enabled):
         yield
-    finally:
-        _checks_finite = before
 
 
 def checks_finite() -> bool:
     """Whether inputs are checked at the moment."""
-    return _checks_finite
+    return _checks_finite.value
 
 
 def require_finite(**tensors: Any) -> None:
-    """Raises `ValueError` in a `check_finite` block if one of these tensors or terms of edges holds NaN or infinity."""
-    if not _checks_finite:
+    """Raises `ValueError` in a `check_finite` block if one of these, or a tensor in one of them, is not finite."""
+    if not _checks_finite.value:
         return
     for name, tensor in _named(tensors):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -64,8 +58,8 @@ def require_finite(**tensors: Any) -> None:
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
         bad = ~tensor.isfinite()
-        if name == "bias":
-            bad &= tensor != -torch.inf  # which masks an edge
+        if name == "bias" or name.endswith("'s sink"):
+            bad &= tensor != -torch.inf  # which masks an edge, or takes no weight
         if bad.any():
             count, first = int(bad.sum()), tuple(bad.nonzero()[0].tolist())
             what = "1 value that is" if count == 1 else f"{count} values that are"
@@ -73,11 +67,13 @@ def require_finite(**tensors: Any) -> None:
 
 
 def _named(terms: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is given by name, and the parts of edge terms by theirs."""
+    """What is given by name, and the parts of edge terms, scores and distributions by theirs."""
     for name, term in terms.items():
         if isinstance(term, (Projected, Typed)):
             yield from ((f"the {part} of {name}", tensor) for part, tensor in term._asdict().items())
         elif isinstance(term, Bias):
             yield from ((name, tensor) for tensor in term.tensors())
+        elif isinstance(term, (Score, Distribution)):
+            yield from _named({f"{type(term).__name__}'s {part}": value for part, value in vars(term).items()})
         else:
             yield name, term

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch_geometric.nn.conv import MessagePassing
 
 import gattn
-from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, Projected, SparseGraph, attend
+from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, Projected, SparseGraph, attend, settings
 from gattn.attention import Attention
+from gattn.ops import choose
 from gattn.testing import random_edge_index
 from tests.cases import DTYPES, HALF, SCORES, make_score
 
@@ -578,6 +579,77 @@ class TestBadInput:
             attend(self.x, self.x, self.x, self.edge_index)
         with pytest.raises(ValueError, match="unknown backend 'tpu'"), gattn.backend("tpu"):
             pass
+
+    @pytest.mark.parametrize(
+        ("block", "outside", "first", "second", "now"),
+        [
+            (gattn.backend, "auto", "reference", "cpu", lambda: choose.requested("auto")),
+            (gattn.check_finite, False, True, False, settings.checks_finite),
+        ],
+        ids=["backend", "check_finite"],
+    )
+    def test_blocks_that_overlap(self, block, outside, first, second, now):
+        """As those of several threads: each exit withdraws its own request, and the last one entered decides."""
+        one, two, three = block(first), block(second), block(first)
+        for entered in (one, two, three):
+            entered.__enter__()
+        seen = [now()]
+        for left in (one, three, two):
+            left.__exit__(None, None, None)
+            seen.append(now())
+        assert seen == [first, first, second, outside]
+
+    @pytest.mark.parametrize(
+        ("options", "name"),
+        [
+            (lambda bad: {"score": AdditiveScore(bad(H, C))}, "AdditiveScore's vector"),
+            (lambda bad: {"score": DotScore(bad(H))}, "DotScore's scale"),
+            (lambda bad: {"distribution": gattn.Softmax(bad(H))}, "Softmax's sink"),
+            (lambda bad: {"distribution": gattn.LocalGaussian(bad(4), 1.0)}, "LocalGaussian's centres"),
+            (
+                lambda bad: {"distribution": gattn.WithinTypes(torch.tensor([0, 1]), gattn.Softmax(bad(H)), 2)},
+                "Softmax's sink",
+            ),
+            (lambda bad: {"bias": bad(2, H)}, "bias"),
+            (lambda bad: {"edge": bad(2, H, C)}, "edge"),
+            (lambda bad: {"edge_value": bad(2, H, C)}, "edge_value"),
+            (lambda bad: {"edge": Projected(bad(2, 1), torch.ones(H, C, 1))}, "the features of edge"),
+            (lambda bad: {"edge": Projected(torch.ones(2, 1), bad(H, C, 1))}, "the weight of edge"),
+            (lambda bad: {"edge_value": Projected(torch.ones(2, 1), bad(H, C, 1))}, "the weight of edge_value"),
+            (lambda bad: {"edge": gattn.Typed(bad(3, H, C), torch.tensor([0, 2]))}, "the table of edge"),
+            (lambda bad: {"edge_value": gattn.Typed(bad(3, H, C), torch.tensor([0, 2]))}, "the table of edge_value"),
+            (lambda bad: {"out_bias": bad(H, C)}, "out_bias"),
+            (
+                lambda bad: {"graph": CompleteGraph(4), "bias": gattn.BucketBias(torch.zeros(4, 4).int(), bad(1))},
+                "bias",
+            ),
+        ],
+        ids=lambda name: name if isinstance(name, str) else "",
+    )
+    def test_every_tensor_of_a_call_is_looked_at(self, options, name):
+        def bad(*shape):
+            tensor = torch.ones(shape)
+            tensor.view(-1)[-1] = math.nan
+            return tensor
+
+        arguments = {"query": self.x, "key": self.x, "value": self.x, "graph": self.edge_index, **options(bad)}
+        attend(**{**arguments, **options(torch.ones)})
+        with gattn.check_finite():
+            attend(**{**arguments, **options(torch.ones)})
+            with pytest.raises(ValueError, match=f"^{name} holds 1 value that is NaN"):
+                attend(**arguments)
+
+    @pytest.mark.parametrize("mistake", [math.nan, -math.inf])
+    def test_weights_that_are_given_are_looked_at(self, mistake):
+        with gattn.check_finite(), pytest.raises(ValueError, match="weights holds 3 values"):
+            gattn.aggregate(torch.tensor([[mistake], [1.0]]).expand(2, H), self.x, self.edge_index)
+
+    def test_a_sink_of_minus_infinity_is_no_mistake(self):
+        with gattn.check_finite():
+            no_sink = gattn.Softmax(torch.full((H,), -math.inf))
+            attend(self.x, self.x, self.x, self.edge_index, distribution=no_sink)
+            with pytest.raises(ValueError, match="Softmax's sink holds"):
+                attend(self.x, self.x, self.x, self.edge_index, distribution=gattn.Softmax(-no_sink.sink))
 
     def test_nan_is_named_on_request(self):
         bad = self.x.clone()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from gattn.blocks import Setting
 from gattn.ops.backends import BACKENDS, Backend
 from gattn.ops.backends.base import Missing
 from gattn.ops.call import Call
@@ -15,9 +16,8 @@ from gattn.torch_private import is_exporting
 
 __all__ = ["backend", "check_name", "choose", "requested"]
 
-#: What the block around a call requests; of the whole process, since `torch.compile` guards on it, while a context
-#: variable would break its graph.
-_requested = "auto"
+#: What the block around a call requests.
+_requested = Setting("auto")
 
 _BY_NAME: dict[str, Backend | None] = {backend.name: backend for backend in BACKENDS} | {"reference": None}
 
@@ -61,7 +61,7 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
 
 def requested(name: str) -> str:
     """The backend that a call requests by its `backend` argument, or that the block around it requests."""
-    return _requested if name == "auto" else name
+    return _requested.value if name == "auto" else name
 
 
 def check_name(name: str) -> None:
@@ -93,13 +93,9 @@ def backend(name: str) -> Iterator[None]:
         >>> with gattn.backend("reference"):
         ...     pass
     """
-    global _requested
     check_name(name)
-    before, _requested = _requested, name
-    try:
+    with _requested.block(name):
         yield
-    finally:
-        _requested = before
 
 
 _warned: set[str] = set()

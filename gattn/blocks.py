@@ -1,0 +1,47 @@
+"""Settings of the whole process, each for a block of code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+__all__ = ["Setting"]
+
+_Value = TypeVar("_Value")
+
+
+class _Request(Generic[_Value]):
+    """What one block asks for; requests of equal values are told apart."""
+
+    def __init__(self, value: _Value):
+        self.value = value
+
+
+class Setting(Generic[_Value]):
+    """What the block that was entered last, and has not been left, asks for.
+
+    Blocks may overlap in any order, as those of several threads do. A setting applies to the whole process, as
+    PyTorch's own flags do: `torch.compile` guards on it, while a context variable would break its graph.
+
+    Args:
+        default: The value outside of all blocks.
+    """
+
+    def __init__(self, default: _Value):
+        self._requests = [_Request(default)]
+
+    @property
+    def value(self) -> _Value:
+        """The value at the moment."""
+        return self._requests[-1].value
+
+    @contextmanager
+    def block(self, value: _Value) -> Iterator[None]:
+        """Asks for a value until the block is left."""
+        request = _Request(value)
+        self._requests.append(request)
+        try:
+            yield
+        finally:
+            self._requests.remove(request)
