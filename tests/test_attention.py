@@ -620,7 +620,7 @@ class TestBadInput:
             (lambda bad: {"edge_value": gattn.Typed(bad(3, H, C), torch.tensor([0, 2]))}, "the table of edge_value"),
             (lambda bad: {"out_bias": bad(H, C)}, "out_bias"),
             (
-                lambda bad: {"graph": CompleteGraph(4), "bias": gattn.BucketBias(torch.zeros(4, 4).int(), bad(1))},
+                lambda bad: {"graph": CompleteGraph(4), "bias": gattn.BucketBias(torch.eye(4).byte(), bad(2))},
                 "bias",
             ),
         ],
