@@ -24,7 +24,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptPairTensor
 
 from gattn.bias import Bias
-from gattn.distributions import Distribution, is_plain_softmax, resolve_distribution
+from gattn.distributions import Distribution, is_plain_softmax, law_of, resolve_distribution
 from gattn.edges import EdgeTerm
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import FLOWS, GraphLike, SparseGraph, as_graph
@@ -121,6 +121,8 @@ class Attention(Leaf, MessagePassing):
     #: What PyG's layer of the same name passes to `edge_update`, if subclasses may ask for that instead.
     edge_updater_type_of_pyg: ClassVar[dict[str, Any]] = {}
     _known_machinery: ClassVar[tuple[Any, ...]] = ()
+    #: Whether calls of `weigh` and `weighted_sum` are recorded: gattn's layers record what they make of those.
+    _records_parts: ClassVar[bool] = True
     #: Whether messages are `[..., E, C]`, as in PyG's layers with a single head, or with one head per channel.
     flat_messages: ClassVar[bool] = False
 
@@ -418,6 +420,7 @@ class Attention(Leaf, MessagePassing):
             distribution=distribution,
             weights="only",
             backend=backend,
+            layer=self if self._records_parts else None,
         ).weights
 
     def weighted_sum(
@@ -467,12 +470,13 @@ class Attention(Leaf, MessagePassing):
             raise InputTypeError(f"weights must be a tensor, or a list of tensors; got {type(weights).__name__}.")
         if isinstance(weights, Tensor) and not weights.is_floating_point():
             raise InputError(f"weights must be of a floating-point type; got {weights.dtype}: use .float().")
-        return self._result(
+        graph = as_graph(graph, self.flow, sharded=True)
+        out = self._result(
             None,
             None,
             value,
             graph,
-            bias=as_graph(graph, self.flow, sharded=True).as_bias(weights),
+            bias=graph.as_bias(weights),
             edge_value=edge_value,
             out_bias=out_bias,
             distribution=GIVEN,
@@ -480,6 +484,9 @@ class Attention(Leaf, MessagePassing):
             training=training,
             backend=backend,
         ).out
+        if self._records_parts and is_watched(self):
+            record(self, graph.resolve(value.size(-3), None), weights, "applied")
+        return out
 
     def _result(
         self,
@@ -502,6 +509,9 @@ class Attention(Leaf, MessagePassing):
 
         `value=None` computes weights alone. `record_attention` records them as those of `layer`, if there is one.
         """
+        if layer is not None and is_watched(layer):
+            terms |= {"score": score, "distribution": distribution, "dropout": dropout, "training": training}
+            return self._recorded(layer, query, key, value, graph, weights, log_sum=log_sum, backend=backend, **terms)
         check_name(backend)
         score = _DOT if score is None else score
         if not isinstance(score, Score):
@@ -510,10 +520,9 @@ class Attention(Leaf, MessagePassing):
         training = self.training if training is None else training
         check_flag("training", training)
         dropout = dropout if training else 0.0
-        watched = layer is not None and is_watched(layer)
         given = None
         check_flag("return_lse", log_sum)
-        is_usual = not (weights or log_sum or watched or distribution is None or checks_finite())
+        is_usual = not (weights or log_sum or distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
             options = dropout, requested(backend)
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
@@ -528,7 +537,7 @@ class Attention(Leaf, MessagePassing):
             score=score,
             distribution=resolve_distribution("softmax" if distribution is None else distribution),
             dropout=dropout,
-            weights=weights or watched,
+            weights=weights,
             log_sum=log_sum,
             **terms,
         )
@@ -542,11 +551,40 @@ class Attention(Leaf, MessagePassing):
                 result = self._compute(call, backend, distribution is None)
         else:
             result = self._compute(call, backend, distribution is None, given)
-        if watched:
-            assert layer is not None
+        return result
+
+    def _recorded(
+        self,
+        layer: Module,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
+        graph: GraphLike,
+        weights: bool | str,
+        **options: Any,
+    ) -> Result:
+        """`_result`, whose weights are recorded; the output is computed as it is without recording."""
+        distribution = options["distribution"]
+        if distribution is None:  # logits are no weights
+            return self._result(query, key, value, graph, weights=weights, **options)
+        # Whoever draws weights, or looks at messages, may do so once only.
+        apart = (
+            not weights and self._needs_messages() is None and law_of(resolve_distribution(distribution)) is not None
+        )
+        result = self._result(query, key, value, graph, weights=weights or not apart, **options)
+        alpha = result.weights
+        if apart:
             assert value is not None
-            num_targets = None if query is None else query.size(value.dim() - 3)
-            record(layer, graph.resolve(value.size(-3), num_targets), result.weights)
+            of_output = {"edge_value", "out_bias", "dropout", "log_sum"}
+            options = {name: option for name, option in options.items() if name not in of_output}
+            alpha = self._result(query, key, value[..., :0], graph, weights="only", **options).weights
+        graph = as_graph(graph, self.flow, sharded=True)
+        rows = -2 if options["score"] is not None and options["score"].scalar else -3
+        num_sources = graph.num_sources if key is None else key.size(rows)
+        num_sources = num_sources if value is None else value.size(-3)
+        assert num_sources is not None
+        num_targets = None if query is None else query.size(rows)
+        record(layer, graph.resolve(num_sources, num_targets), alpha, "weighed" if weights == "only" else None)
         return result
 
     def _compute(self, call: Call, backend: str, logits: bool, given: Given | None = None) -> Result:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -94,17 +96,19 @@ def is_watched(layer: Module) -> bool:
     return any(recorder.name_of(layer) is not None for recorder in _recorders)
 
 
-def record(layer: Module, graph: Graph, weights: Any) -> None:
+def record(layer: Module, graph: Graph, weights: Any, part: str | None = None) -> None:
     """Records the weights of a layer, for every `record_attention` that knows it.
 
     Args:
         layer: The layer; for `gattn.attend`, which is none of the model's, the module that is running counts.
         graph: Who attended to whom, with its sizes known.
         weights: As `gattn.attend` returns them on this graph.
+        part: `"weighed"` if `weights` were not applied yet, `"applied"` if they were given: the same weights are
+            recorded once. (default: `None`, the weights of a whole call)
     """
     if not torch.compiler.is_compiling():
         for recorder in _recorders:
-            if (name := recorder.name_of(layer)) is not None:
+            if (name := recorder.name_of(layer)) is not None and not recorder.has_just(weights, part):
                 recorder.add(name, weights, graph)
 
 
@@ -124,10 +128,21 @@ class _Recorder:
         self.detach = detach
         self.replacements = replacements
         self.records: dict[str, list[AttentionRecord]] = {}
+        self._weighed: list[weakref.ref[Tensor]] = []
 
     def name_of(self, layer: Module) -> str | None:
         """The name of a layer; where it is not the model's, as in `gattn.attend`, of the innermost that is running."""
         return next((self.names[module] for module in (layer, *reversed(_running())) if module in self.names), None)
+
+    def has_just(self, weights: Any, part: str | None) -> bool:
+        """Whether weights that are applied now were recorded when they were made; keeps those that are made now."""
+        first = weights[0] if isinstance(weights, list) and weights else weights
+        if part == "weighed":
+            self._weighed = [other for other in self._weighed if other() is not None] + [weakref.ref(first)]
+        same = [other for other in self._weighed if part == "applied" and other() is first]
+        for other in same:
+            self._weighed.remove(other)
+        return bool(same)
 
     def add(self, name: str, weights: Any, graph: Graph) -> None:
         if self.detach:
@@ -151,30 +166,71 @@ _Replacements = dict[type[Module], Callable[..., Any]]
 _recorders: tuple[_Recorder, ...] = ()
 #: The methods that are replaced at the moment. Classes are changed, not layers: a copy of a layer is then a layer of
 #: its own, and PyTorch's fast paths, which hooks would switch off, give the same outputs.
-_originals: dict[type[Module], Callable[..., Any]] = {}
-_lock = threading.Lock()
+_patches: dict[type[Module], _Patch] = {}
+_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """In a forked process, whose copy of the lock may belong to a thread that is not there."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+class _Patch:
+    """A method that is replaced, until another tool that replaced it later is gone, too.
+
+    Args:
+        cls: The class.
+        name: The method's name.
+        replacement: Takes the original and its arguments.
+    """
+
+    def __init__(self, cls: type[Module], name: str, replacement: Callable[..., Any]):
+        original = getattr(cls, name)
+
+        @wraps(original)
+        def method(module: Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(module, *args, **kwargs)
+            if not self._is_on:
+                with _lock:
+                    self.undo()
+                return original(module, *args, **kwargs)
+            return replacement(original, module, *args, **kwargs)
+
+        self._place, self._original, self._method, self._is_on = (cls, name), original, method, True
+        setattr(cls, name, method)
+
+    def undo(self) -> None:
+        """Calls the original from now on, and puts it back unless another tool's replacement calls this one."""
+        cls, name = self._place
+        self._is_on = False
+        if vars(cls)[name] is self._method:
+            setattr(cls, name, self._original)
 
 
 def _switch(recorder: _Recorder, on: bool) -> None:
-    global _recorders, _call
+    global _recorders
     with _lock:
         others = tuple(other for other in _recorders if other is not recorder)
         _recorders = (*others, recorder) if on else others
-        needed = {cls: new for other in _recorders for cls, new in other.replacements.items()}
+        needed = {cls: _recorded_forward(new) for other in _recorders for cls, new in other.replacements.items()}
+        if _recorders:
+            needed[Module] = _call_in_turn
         for cls, new in needed.items():
-            if cls not in _originals:
-                _originals[cls] = cls.forward
-                cls.forward = _recorded_forward(cls.forward, new)
-        for cls in _originals.keys() - needed.keys():
-            cls.forward = _originals.pop(cls)
-        if bool(_recorders) != (Module.__call__ is _call_in_turn):
-            _call, Module.__call__ = Module.__call__, (_call_in_turn if _recorders else _call)  # type: ignore[method-assign]
+            if cls not in _patches:
+                _patches[cls] = _Patch(cls, "__call__" if cls is Module else "forward", new)
+        for cls in _patches.keys() - needed.keys():
+            _patches.pop(cls).undo()
 
 
 #: Which modules are running, the innermost last. Hooks would say it, too, but layers of PyTorch and ours take other
 #: paths where there are some.
 _threads = threading.local()
-_call: Callable[..., Any] = Module.__call__
 
 
 def _running() -> list[Module]:
@@ -182,28 +238,25 @@ def _running() -> list[Module]:
     return modules
 
 
-def _call_in_turn(self: Module, *args: Any, **kwargs: Any) -> Any:
+def _call_in_turn(call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
     """Calls a module, and keeps it in the list of those that are running."""
-    if torch.compiler.is_compiling():
-        return _call(self, *args, **kwargs)
     modules = _running()
-    modules.append(self)
+    modules.append(module)
     try:
-        return _call(self, *args, **kwargs)
+        return call(module, *args, **kwargs)
     finally:
         modules.pop()
 
 
-def _recorded_forward(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded_forward(replacement: Callable[..., Any]) -> Callable[..., Any]:
     """Makes another's layer known to `record_attention`."""
-    signature = inspect.signature(forward)
 
-    @wraps(forward)
-    def method(self: Module, *args: Any, **kwargs: Any) -> Any:
-        layers = [(recorder, recorder.names[self]) for recorder in _recorders if self in recorder.names]
-        if not layers or torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        return replacement(partial(forward, self), self, signature.bind(self, *args, **kwargs), layers)
+    def method(forward: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
+        layers = [(recorder, recorder.names[module]) for recorder in _recorders if module in recorder.names]
+        if not layers:
+            return forward(module, *args, **kwargs)
+        call = inspect.signature(forward).bind(module, *args, **kwargs)
+        return replacement(partial(forward, module), module, call, layers)
 
     return method
 
@@ -215,7 +268,9 @@ def _replacements(model: Module) -> _Replacements:
         for cls in type(module).__mro__:
             forward = cls.__dict__.get("forward")
             if cls in (MultiheadAttention, TransformerEncoderLayer):
-                found[cls] = _call_of_multihead if cls is MultiheadAttention else _call_of_encoder_layer
+                found[cls] = _recorded_forward(
+                    _call_of_multihead if cls is MultiheadAttention else _call_of_encoder_layer
+                )
             elif cls.__module__.startswith("torch_geometric.") and inspect.isfunction(forward):
                 if "return_attention_weights" not in inspect.signature(forward).parameters:
                     continue

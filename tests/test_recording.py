@@ -15,6 +15,7 @@ from gattn import recording
 from gattn.recording import record_attention
 from gattn.testing import random_edge_index
 
+CALL = Module.__call__
 NODES, EDGES = 9, 30
 TOKENS = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
 
@@ -69,7 +70,8 @@ def nothing_is_left():
     forwards = [cls.forward for cls in (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, pyg.GATConv)]
     yield
     assert recording._recorders == ()
-    assert recording._originals == {}
+    assert recording._patches == {}
+    assert Module.__call__ is CALL
     assert forwards == [
         cls.forward for cls in (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, pyg.GATConv)
     ]

@@ -11,7 +11,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from gattn.attention import aggregate
+from gattn.attention import attend_for
 from gattn.autocast import is_autocast
 from gattn.graphs import FLOWS, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
@@ -42,7 +42,9 @@ class GCNConv(torch_geometric.nn.GCNConv):
         options = (size, self.improved, self.add_self_loops, FLOWS[0], x.dtype)
         edges, weight = derived_tensors(edge_index, ("gcn", *options), lambda: gcn_norm(edge_index, None, *options))
         value = self.lin(x).unsqueeze(-2)  # one head
-        out = aggregate(weight.unsqueeze(-1), value, SparseGraph(edges, size, size)).squeeze(-2)
+        graph = SparseGraph(edges, size, size)
+        # Not aggregate(): degrees are no attention that could be recorded.
+        out = attend_for(None, None, value, graph, bias=weight.unsqueeze(-1), distribution="identity").out.squeeze(-2)
         return out if self.bias is None else out + self.bias
 
     def _is_plain(self, x: Any) -> bool:

@@ -37,6 +37,7 @@ class BaseConv(Attention):
     heads: int
     #: Whether the layer takes the graphs of `gattn.distributed`; such a layer reads no features at the ends of edges.
     takes_shards: ClassVar[bool] = False
+    _records_parts: ClassVar[bool] = False
 
     def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
         """Source and target features; the same tensor twice if `x` is a single one."""

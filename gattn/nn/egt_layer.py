@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import Dropout, LayerNorm, Module, Sequential
@@ -63,6 +65,8 @@ class EGTLayer(Attention):
         >>> x.shape, pair_attr.shape
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5, 4]))
     """
+
+    _records_parts: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ from torch_geometric.experimental import is_experimental_mode_enabled
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.inits import glorot, zeros
 
-from gattn.attention import weigh
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph, as_graph
 from gattn.graphs.base import check_size
@@ -171,7 +170,7 @@ class HypergraphConv(BaseConv):
             of_node, of_edge = self.att.chunk(2, -1)
             ends = (x * of_node).sum(-1), (self._heads(self.lin(attr)) * of_edge).sum(-1)
             query, key, graph = (*ends[::-1], gather) if self.attention_mode == "node" else (*ends, spread)
-            alpha = weigh(query, key, graph, score=GATScore(self.negative_slope))
+            alpha = self.weigh(query, key, graph, score=GATScore(self.negative_slope))
             if self.training and self.dropout > 0.0:
                 alpha = drop(alpha, self.dropout, draw_seed(alpha.device))
 
