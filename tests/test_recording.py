@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ from torch_geometric.utils import to_torch_coo_tensor, to_torch_csr_tensor
 
 import gattn
 from gattn import recording
+from gattn.edges import vectors_of
+from gattn.ops import plans
+from gattn.ops.call import NO_SCORE
 from gattn.recording import record_attention
 from gattn.testing import random_edge_index
+from tests import layers
+from tests.layers import Draw, made
 
 CALL = Module.__call__
 NODES, EDGES = 9, 30
@@ -322,6 +328,103 @@ def test_compiles_without_a_break_beside_it():
     with record_attention(gattn.nn.GATConv(8, 4)) as records:
         torch.testing.assert_close(compiled(x, edge_index), expected)
     assert not records
+
+
+# Every layer ---------------------------------------------------------------------------------------------------------
+
+
+def weighted(record, value, edge_value=None):
+    """The sums of values, `[..., M, H, C]`, with recorded weights, `[..., N, H, C]`, in plain PyTorch."""
+    weights, graph = record
+    if isinstance(weights, list):
+        sizes = [matrix.shape[-2:] for matrix in weights]
+        pieces = value.split([m for _, m in sizes], -3)
+        return torch.cat([torch.einsum("hnm,mhc->nhc", *pair) for pair in zip(weights, pieces, strict=True)])
+    if graph.is_dense:
+        return torch.einsum("...hnm,...mhc->...nhc", weights, value)
+    source, target = record.edge_index.long()
+    vectors = value.index_select(-3, source) + (0 if edge_value is None else edge_value)
+    messages = weights.unsqueeze(-1) * vectors
+    return messages.new_zeros(*messages.shape[:-3], graph.num_targets, *messages.shape[-2:]).index_add(
+        -3, target, messages
+    )
+
+
+def is_applied_by(record, call, result):
+    """Whether a call of the core is the sum with these weights."""
+    ends = "num_targets", "num_sources"
+    if call.graph.is_dense != record.graph.is_dense or call.value.size(-1) == 0:
+        return False
+    if any(getattr(call.graph, end) != getattr(record.graph, end) for end in ends):
+        return False
+    terms = call.vectors_of_values
+    try:
+        value = call.value.repeat_interleave(call.heads // call.value.size(-2), -2)
+        expected = weighted(record, value, None if terms is None else vectors_of(terms))
+    except RuntimeError:  # of other sizes
+        return False
+    expected = expected if call.out_bias is None else expected + call.out_bias
+    return expected.shape == result.out.shape and torch.allclose(result.out, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """All calls that the core computes, with their results."""
+    calls, compute = [], gattn.attention.Attention._compute
+
+    def kept(self, call, *args, **options):
+        result = compute(self, call, *args, **options)
+        calls.append((call, result))
+        return result
+
+    monkeypatch.setattr(gattn.attention.Attention, "_compute", kept)
+    monkeypatch.setattr(plans, "given", lambda *args, **options: None)
+    return calls
+
+
+@pytest.mark.parametrize("name", [*layers.LAYERS, *layers.MODELS])
+def test_recorded_weights_are_those_that_every_layer_applies(name, core):
+    """Each record times the values of a call of the core is its output, and each such call has its record."""
+    layer, inputs = made(name), layers.row(name).inputs(Draw())
+    with record_attention(layer) as found:
+        layers.row(name).call(layer, *inputs)
+    records = [record for calls in found.values() for record in calls]
+    if name == "RGATConv":  # whose calls number sources by relation
+        records = [record._replace(graph=call.graph) for record in records for call, _ in core[:1]]
+    if name.startswith("SGFormer"):  # whose weights are made of those of the core
+        assert records
+        return
+    applied = [[is_applied_by(record, *call) for call in core] for record in records]
+    assert all(map(any, applied))
+    for number, (call, _) in enumerate(core):
+        is_attention = call.score is not NO_SCORE and call.weights != "only" and call.value.size(-1) > 0
+        assert not is_attention or any(calls[number] for calls in applied)
+
+
+@pytest.mark.parametrize("name", [*layers.LAYERS, *layers.MODELS])
+def test_recording_changes_no_bit_of_any_layer(name):
+    layer, inputs = made(name, torch.float), layers.row(name).inputs(Draw(torch.float))
+    outs = []
+    for block in (nullcontext, lambda: record_attention(layer)):
+        torch.manual_seed(0)
+        with block():
+            outs.append(layers.tensors(layers.row(name).call(layer, *inputs)))
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+
+
+@pytest.mark.parametrize("graph", ["whole", "masked", "packed"])
+@pytest.mark.parametrize("norm", ["row", "frobenius"])
+def test_sgformers_weights_are_those_of_its_equation(norm, graph):
+    layer = gattn.nn.SGFormerAttention(8, 2, 4, norm=norm).double()
+    x = torch.randn(*[2] * (graph != "packed"), 6, 8, dtype=torch.double)
+    mask = torch.arange(6) < torch.tensor([[6], [4]]) if graph == "masked" else None
+    with record_attention(layer) as records:
+        out = layer(x, mask, graph=gattn.CompleteGraph.packed([2, 4]) if graph == "packed" else None)
+    (record,) = records[""]
+    found = weighted(record, layer.v(x).unflatten(-1, (2, 4))).mean(-2)
+    torch.testing.assert_close(found[mask] if graph == "masked" else found, out[mask] if graph == "masked" else out)
+    for matrix in record.weights:
+        torch.testing.assert_close(matrix.sum(-1), torch.ones_like(matrix[..., 0]))
 
 
 # Layers of PyG and PyTorch -------------------------------------------------------------------------------------------

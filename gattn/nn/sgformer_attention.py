@@ -5,16 +5,19 @@ Dimensions: B graphs, N nodes, F channels, H heads, C channels per head.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch_geometric.nn.attention
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from gattn.attention import attend
+from gattn.attention import attend_for
 from gattn.distributions import Identity
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, num_nodes, on_graph, without_padding
+from gattn.recording import is_watched, record
 from gattn.scores import DotScore
 from gattn.tracing import Leaf
 
@@ -109,10 +112,26 @@ class SGFormerAttention(Leaf, torch_geometric.nn.attention.SGFormerAttention):
         query, key = self._normalized(query, graph, mask), self._normalized(key, graph, mask)
         key = without_padding(key, mask)
         ones = torch.ones_like(value[..., :1])  # whose sum is that of the weights
-        sums = attend(query, key, torch.cat([value, ones], -1), graph, score=DotScore(1.0), distribution=Identity())
+        products: dict[str, Any] = {"score": DotScore(1.0), "distribution": Identity()}
+        sums = attend_for(query, key, torch.cat([value, ones], -1), graph, **products).out
         count = num_nodes(x, mask, graph)[..., None, None]
+        if is_watched(self):
+            self._record(attend_for(query, key, None, graph, weights="only", **products).weights, graph, count)
         out = (sums[..., :-1] + count * value) / (sums[..., -1:] + count)
         return out.mean(-2)
+
+    def _record(self, products: Tensor | list[Tensor], graph: CompleteGraph, count: Tensor) -> None:
+        """Records the weights of all nodes, `[..., H, N, N]`, of which the attention core computes the products."""
+
+        def whole(products: Tensor, count: Tensor) -> Tensor:
+            to_itself = count * torch.eye(products.size(-1), dtype=count.dtype, device=count.device)
+            return (products + to_itself) / (products.sum(-1, keepdim=True) + count)
+
+        if isinstance(products, list):
+            weights = [whole(block, block.new_full((1, 1, 1), block.size(-1))) for block in products]
+        else:
+            weights = whole(products, count)
+        record(self, graph, weights)
 
     def _normalized(self, rows: Tensor, graph: CompleteGraph, mask: Tensor | None) -> Tensor:
         """Queries or keys `[..., N, H, C]`, divided by their norms."""
