@@ -268,9 +268,7 @@ def _replacements(model: Module) -> _Replacements:
         for cls in type(module).__mro__:
             forward = cls.__dict__.get("forward")
             if cls in (MultiheadAttention, TransformerEncoderLayer):
-                found[cls] = _recorded_forward(
-                    _call_of_multihead if cls is MultiheadAttention else _call_of_encoder_layer
-                )
+                found[cls] = _call_of_multihead if cls is MultiheadAttention else _call_of_encoder_layer
             elif cls.__module__.startswith("torch_geometric.") and inspect.isfunction(forward):
                 if "return_attention_weights" not in inspect.signature(forward).parameters:
                     continue

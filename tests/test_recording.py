@@ -1,6 +1,8 @@
 """Recording changes nothing, and gathers the very weights that layers return."""
 
 import copy
+import multiprocessing
+import os
 import threading
 from contextlib import nullcontext
 
@@ -307,6 +309,57 @@ def test_a_functional_call_in_another_thread_is_not_taken_for_a_layers():
     assert not records
 
 
+@pytest.mark.parametrize(("cls", "name"), [(Module, "__call__"), (torch.nn.MultiheadAttention, "forward")])
+@pytest.mark.parametrize("leaves_first", ["recording", "other"])
+def test_another_tool_replaces_the_same_method(cls, name, leaves_first):
+    """Whoever leaves first, the other goes on, nothing is recorded twice, and everything is restored in the end."""
+    layer, x, seen = torch.nn.MultiheadAttention(8, 2), torch.randn(5, 8), []
+    original, recorder = getattr(cls, name), record_attention(layer)
+    records = recorder.__enter__()
+    inner = getattr(cls, name)
+
+    def other(self, *args, **kwargs):
+        seen.append(self)
+        return inner(self, *args, **kwargs)
+
+    setattr(cls, name, other)
+    try:
+        layer(x, x, x)
+        assert seen[0] is layer
+        assert len(records[""]) == 1
+        if leaves_first == "recording":
+            recorder.__exit__(None, None, None)
+            seen.clear()
+            with record_attention(layer) as more:
+                layer(x, x, x)
+            assert seen[0] is layer
+            assert len(more[""]) == len(records[""]) == 1
+    finally:
+        setattr(cls, name, inner)
+    if leaves_first == "other":
+        recorder.__exit__(None, None, None)
+    layer(x, x, x)
+    assert getattr(cls, name) is original
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_that_is_forked_while_another_thread_starts_to_record():
+    with recording._lock:
+        process = multiprocessing.get_context("fork").Process(target=record_in_a_fork)
+        thread = threading.Thread(target=process.start)
+        thread.start()
+        thread.join()
+    process.join(10)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def record_in_a_fork():
+    with record_attention(gattn.nn.GATConv(8, 4)):
+        pass
+
+
 def test_needs_a_module_that_is_not_compiled():
     with pytest.raises(TypeError, match="got function"), record_attention(lambda x: x):
         pass
@@ -328,6 +381,51 @@ def test_compiles_without_a_break_beside_it():
     with record_attention(gattn.nn.GATConv(8, 4)) as records:
         torch.testing.assert_close(compiled(x, edge_index), expected)
     assert not records
+
+
+class Halves(gattn.attention.Attention):
+    """A user's layer that weighs and sums by itself, by functions or by its own methods."""
+
+    def __init__(self, change, functional):
+        super().__init__()
+        self.change, self.functional = change, functional
+
+    def forward(self, x, graph):
+        q = x.unflatten(-1, (2, -1))
+        weigh, aggregate = (gattn.weigh, gattn.aggregate) if self.functional else (self.weigh, self.weighted_sum)
+        gattn.weigh(q, q, graph, distribution=None)  # logits are no weights
+        applied = self.change(weigh(q, q, graph))
+        self.applied = [] if applied is None else [applied, aggregate(applied, q, graph), aggregate(applied, q, graph)]
+        return x
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (lambda alpha: alpha, 2),
+        (lambda alpha: [block * 2 for block in alpha] if isinstance(alpha, list) else alpha * 2, 3),
+        (lambda alpha: None, 1),
+    ],
+    ids=["as they are", "changed", "not applied"],
+)
+def test_weights_and_sums_of_a_users_layer(change, count, packed, functional):
+    """Each sum has a record, and so have weights, except that the first sum with them shares theirs."""
+    x, edge_index = graph_inputs()
+    graph = gattn.CompleteGraph.packed([4, 5]) if packed else gattn.SparseGraph(edge_index, NODES, NODES)
+    model = Halves(change, functional)
+    with record_attention(model) as records, record_attention(model, detach=False) as attached:
+        model(x.requires_grad_(), graph)
+    q = x.unflatten(-1, (2, -1))
+    alpha = gattn.weigh(q, q, graph)
+    assert [len(records[""]), len(attached[""])] == [count, count]
+    for number, record in enumerate(records[""]):
+        expected = alpha if number == 0 else model.applied[0]
+        for pair in zip(record.weights, expected, strict=True):
+            assert torch.equal(*pair)
+        if number > 0:
+            torch.testing.assert_close(weighted(record, q), model.applied[number - count])
 
 
 # Every layer ---------------------------------------------------------------------------------------------------------
@@ -404,12 +502,15 @@ def test_recorded_weights_are_those_that_every_layer_applies(name, core):
 @pytest.mark.parametrize("name", [*layers.LAYERS, *layers.MODELS])
 def test_recording_changes_no_bit_of_any_layer(name):
     layer, inputs = made(name, torch.float), layers.row(name).inputs(Draw(torch.float))
-    outs = []
+    found = []
     for block in (nullcontext, lambda: record_attention(layer)):
         torch.manual_seed(0)
         with block():
-            outs.append(layers.tensors(layers.row(name).call(layer, *inputs)))
-    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+            outs = layers.tensors(layers.row(name).call(layer, *inputs))
+        ends, leaves = [out.sum() for out in outs if out.requires_grad], list(layer.parameters())
+        gradients = torch.autograd.grad(sum(ends), leaves, allow_unused=True) if ends and leaves else ()
+        found.append(outs + [gradient for gradient in gradients if gradient is not None])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("graph", ["whole", "masked", "packed"])
