@@ -45,11 +45,13 @@ class AttentionRecord(NamedTuple):
 def record_attention(model: Module, *, detach: bool = True) -> Iterator[dict[str, list[AttentionRecord]]]:
     """Gathers the weights of every attention layer of a model, whenever it runs inside the block.
 
-    These layers are gattn's own, modules that call `gattn.attend`, `torch.nn.MultiheadAttention` (also inside
-    `torch.nn.TransformerEncoderLayer`), and PyG's layers with the argument `return_attention_weights`, such as
-    `GATConv`. Outputs, gradients and random numbers are the same as without recording. Weights are those before
-    dropout, unless the layer itself returns those after it, as PyG's `GATConv` does. A compiled model records nothing,
-    so it is refused.
+    These layers are gattn's own, modules that call `gattn.attend`, `gattn.weigh` or `gattn.aggregate`,
+    `torch.nn.MultiheadAttention` (also inside `torch.nn.TransformerEncoderLayer`), and PyG's layers with the argument
+    `return_attention_weights`, such as `GATConv`. Outputs, gradients and random numbers are the same as without
+    recording: where a call does not return its weights anyway, they are computed a second time. Weights are those
+    before dropout, unless the layer itself returns those after it, as PyG's `GATConv` does. Weights that
+    `gattn.aggregate` takes as `gattn.weigh` returned them make one record, and others make one each. A compiled model
+    records nothing, so it is refused.
 
     Args:
         model: Any module that contains such layers.
@@ -346,7 +348,7 @@ def _check_has_attention(model: Module) -> None:
         return
     raise ValueError(
         f"nothing was recorded: either {type(model).__name__} did not run inside the block, or it has no attention "
-        "layer that record_attention can record, which is a layer of gattn, a module that calls gattn.attend, "
-        "torch.nn.MultiheadAttention, or a layer of PyG with the argument return_attention_weights. For PyG's other "
+        "layer that record_attention can record, which is a layer of gattn, a module that calls gattn.attend, weigh or "
+        "aggregate, torch.nn.MultiheadAttention, or a layer of PyG with the argument return_attention_weights. For PyG's other "
         "attention layers, gattn.nn has drop-in replacements."
     )

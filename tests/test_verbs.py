@@ -283,14 +283,14 @@ def test_logits_of_packed_graphs_are_a_list():
     assert logits[1][0, 0, 2] == -torch.inf
 
 
-def test_only_attention_is_recorded():
+def test_both_halves_are_recorded_as_the_whole_is():
     layer, x = gattn.Attention(), torch.randn(N, H, C)
     with gattn.record_attention(layer) as records:
-        alpha = layer.weigh(x, x, EDGES)
-        layer.weighted_sum(alpha, x, EDGES)
-        assert not records
+        layer.weighted_sum(layer.weigh(x, x, EDGES), x, EDGES)
         layer(x, x, x, EDGES)
-    torch.testing.assert_close(records[""][0].weights, alpha)
+    halves, whole = records[""]
+    torch.testing.assert_close(halves.weights, whole.weights)
+    assert torch.equal(halves.edge_index, whole.edge_index)
 
 
 @pytest.mark.parametrize("distribution", [None, "softmax"])
