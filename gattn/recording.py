@@ -349,6 +349,6 @@ def _check_has_attention(model: Module) -> None:
     raise ValueError(
         f"nothing was recorded: either {type(model).__name__} did not run inside the block, or it has no attention "
         "layer that record_attention can record, which is a layer of gattn, a module that calls gattn.attend, weigh or "
-        "aggregate, torch.nn.MultiheadAttention, or a layer of PyG with the argument return_attention_weights. For PyG's other "
-        "attention layers, gattn.nn has drop-in replacements."
+        "aggregate, torch.nn.MultiheadAttention, or a layer of PyG with the argument return_attention_weights. For "
+        "PyG's other attention layers, gattn.nn has drop-in replacements."
     )

@@ -128,10 +128,9 @@ class SGFormerAttention(Leaf, torch_geometric.nn.attention.SGFormerAttention):
             return (products + to_itself) / (products.sum(-1, keepdim=True) + count)
 
         if isinstance(products, list):
-            weights = [whole(block, block.new_full((1, 1, 1), block.size(-1))) for block in products]
+            record(self, graph, [whole(block, block.new_full((1, 1, 1), block.size(-1))) for block in products])
         else:
-            weights = whole(products, count)
-        record(self, graph, weights)
+            record(self, graph, whole(products, count))
 
     def _normalized(self, rows: Tensor, graph: CompleteGraph, mask: Tensor | None) -> Tensor:
         """Queries or keys `[..., N, H, C]`, divided by their norms."""
