@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BackendError",
     "InputError",
     "InputTypeError",
     "check_at_least",
@@ -43,6 +44,10 @@ class InputError(ValueError, AssertionError, RuntimeError):
 
 class InputTypeError(InputError, TypeError):
     """An argument of the wrong type, where the originals raise one of the base classes of `InputError`."""
+
+
+class BackendError(ValueError):
+    """The backend that was requested cannot serve a call."""
 
 
 def is_integer(number: Any) -> bool:

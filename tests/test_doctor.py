@@ -50,14 +50,19 @@ def test_what_is_wrong_is_named(few_cases, capsys, monkeypatch):
     assert "Please report this" in printed
 
 
-def test_errors_are_wrong_results(few_cases, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such luck"), ValueError("one cannot serve this call"), AssertionError("not equal")]
+)
+def test_errors_are_wrong_results(few_cases, monkeypatch, error):
+    """Only the refusal of a backend is none, whatever an error says."""
+
     def fails(self, call):
-        raise RuntimeError("no such luck")
+        raise error
 
     monkeypatch.setattr(cpu.Cpu, "attend", fails)
     monkeypatch.setattr(cpu.Cpu, "plan", lambda self, call, given: None)
     found = [check.error for check in doctor.checks(["cpu"]) if check.backend == "cpu"]
-    assert found == ["RuntimeError: no such luck"] * 8
+    assert found == [str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"] * 8
 
 
 def test_kernels_that_are_missing(monkeypatch):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from gattn.blocks import Setting
+from gattn.errors import BackendError
 from gattn.ops.backends import BACKENDS, Backend
 from gattn.ops.backends.base import Missing
 from gattn.ops.call import Call
@@ -31,7 +32,7 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
         plain: Why it needs the reference, as the end of a sentence; `None` if it does not.
 
     Raises:
-        ValueError: If the requested backend cannot serve the call; the message says why.
+        BackendError: If the requested backend cannot serve the call, a `ValueError`; the message says why.
         RuntimeError: If the requested backend is not available on this machine.
     """
     asked = requested(name)
@@ -39,7 +40,7 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
         wanted = _BY_NAME[asked]
         if wanted is not None and (reason := wanted.refuses(call) or plain) is not None:
             by_block = "The surrounding block requests it; " if name == "auto" else ""
-            raise ValueError(f"backend={asked!r} cannot serve this call: {reason}. {by_block}backend='auto' can.")
+            raise BackendError(f"backend={asked!r} cannot serve this call: {reason}. {by_block}backend='auto' can.")
         if wanted is not None and (missing := wanted.missing()) is not None:
             raise RuntimeError(f"backend={asked!r} needs {missing.what}, but {missing.why}.")
         return wanted
