@@ -5,8 +5,10 @@ A new version of PyTorch may change any of them; the tests of the code that uses
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "is_wrapper",
+    "load_allowing",
     "needs_dispatcher",
     "no_hook",
     "scaled_dot_product_choice",
@@ -169,3 +172,27 @@ def autograd_below(op: Any, keys: Any, *inputs: Any) -> Any:
     """Calls an operator as if tensors had no gradients, like `torch.library` internally, but with less overhead."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+
+def load_allowing(path: Any, allowed: list[Any]) -> Any:
+    """What `torch.load(path, weights_only=True)` returns if these classes are allowed as well.
+
+    They take the place of others of their names. PyTorch's own list is one for the process, so changing that would
+    reach files that other threads are loading.
+    """
+    spec: Any = torch._weights_only_unpickler.__spec__
+    own: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+
+    def name(entry: Any) -> str:
+        return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+
+    ours = set(map(name, allowed))
+    others = [entry for entry in torch.serialization.get_safe_globals() if name(entry) not in ours]
+    own._add_safe_globals(others + allowed)
+    names = {**vars(torch.serialization), own.__name__.rpartition(".")[2]: own}
+    for function in (torch.serialization._legacy_load, torch.serialization.load):  # the second calls the first
+        copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        copied.__kwdefaults__ = function.__kwdefaults__
+        names[function.__name__] = copied
+    return names["load"](path, weights_only=True)

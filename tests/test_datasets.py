@@ -20,7 +20,7 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset
 
 from gattn import datasets
-from gattn.datasets import DatasetUnavailableError, data_root, sets
+from gattn.datasets import DatasetUnavailableError, data_root, safe_files, sets
 from gattn.datasets.checks import check_edges_of_graphs
 from gattn.datasets.download import read_dataset
 from gattn.datasets.registry import families, sentence_pairs, texts
@@ -843,6 +843,35 @@ class TestSafeGlobals:
             for _ in range(2):
                 datasets.load("ogbn-tiny", root=tmp_path)
             assert set(torch.serialization.get_safe_globals()) == before
+
+    def test_it_stays_as_it_is_meanwhile(self, tmp_path, monkeypatch):
+        """Other threads may load files, and change the list."""
+        torch.save(np.arange(3), tmp_path / "array.pt")
+        core = np.zeros(1).__reduce__()[0]
+        allowed = [core, (core, "a.name"), np.ndarray, np.dtype, type(np.dtype("i8"))]
+        seen, plain = [], safe_files._array
+
+        def watched(*args):
+            seen.append([set(torch.serialization.get_safe_globals()), torch.load(tmp_path / "array.pt")])
+            return plain(*args)
+
+        monkeypatch.setattr(safe_files, "_array", watched)
+        with torch.serialization.safe_globals(allowed):
+            before = set(torch.serialization.get_safe_globals())
+            assert safe_files.read_torch(tmp_path / "array.pt").tolist() == [0, 1, 2]
+        ((during, theirs),) = seen
+        assert during == before
+        assert isinstance(theirs, np.ndarray)
+        assert theirs.tolist() == [0, 1, 2]
+
+    def test_what_others_allow_stays_allowed(self, tmp_path):
+        torch.save([range(3), np.arange(3)], tmp_path / "file.pt")
+        with pytest.raises(DatasetUnavailableError, match="asks for .*range"):
+            safe_files.read_torch(tmp_path / "file.pt")
+        with torch.serialization.safe_globals([range]):
+            first, second = safe_files.read_torch(tmp_path / "file.pt")
+        assert first == range(3)
+        assert second.tolist() == [0, 1, 2]
 
     def test_threads_do_not_disturb_each_other(self, tmp_path, monkeypatch):
         write_ogbn(tmp_path, monkeypatch)

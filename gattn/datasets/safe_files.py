@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import pickle
 import re
-import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from torch_geometric.data.storage import EdgeStorage, GlobalStorage, NodeStorage
 
 from gattn.datasets.checks import csr_matrix
 from gattn.datasets.errors import DatasetUnavailableError
+from gattn.torch_private import load_allowing
 
 __all__ = ["read_pickle", "read_torch"]
 
@@ -198,36 +196,9 @@ def _unwrapped(content: Any) -> Any:
 
 # PyTorch's files -----------------------------------------------------------------------------------------------------
 
-_LOCK = threading.RLock()
-
 #: What the processed files of PyG, of OGB and of OGB's DatasetSaver name in addition to tensors.
 _TORCH_ALLOWED: list[Any] = [Data, DataEdgeAttr, DataTensorAttr, GlobalStorage, NodeStorage, EdgeStorage]
 _TORCH_ALLOWED += [(stand_in, path) for path, stand_in in _NUMPY.items()]
-
-
-@contextmanager
-def _allowed_in_torch() -> Iterator[None]:
-    """Adds to PyTorch's list of safe classes, and restores the list afterwards, since the whole process shares it."""
-    with _LOCK:
-        before = torch.serialization.get_safe_globals()
-        ours = [entry for entry in _TORCH_ALLOWED if entry not in before]
-        # If somebody else allowed NumPy's own functions, they have the same names.
-        theirs = [entry for entry in before if entry not in _TORCH_ALLOWED and _path(entry) in _NUMPY]
-        _exchange(theirs, ours)
-        try:
-            yield
-        finally:
-            _exchange(ours, theirs)
-
-
-def _exchange(old: list[Any], new: list[Any]) -> None:
-    kept = [entry for entry in torch.serialization.get_safe_globals() if entry not in old]
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(kept + new)
-
-
-def _path(entry: Any) -> str:
-    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def read_torch(path: Path, trust_files: bool = False) -> Any:
@@ -243,8 +214,7 @@ def read_torch(path: Path, trust_files: bool = False) -> Any:
     if trust_files:
         return torch.load(path, weights_only=False)
     try:
-        with _allowed_in_torch():
-            return _unwrapped(torch.load(path, weights_only=True))
+        return _unwrapped(load_allowing(path, _TORCH_ALLOWED))
     except pickle.UnpicklingError as error:
         # The rest of PyTorch's message advises the user to load the file unsafely.
         if name := re.search(r"GLOBAL (\S+)", str(error)):
