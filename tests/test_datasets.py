@@ -20,7 +20,7 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset
 
 from gattn import datasets
-from gattn.datasets import DatasetUnavailableError, data_root, safe_files, sets
+from gattn.datasets import DatasetUnavailableError, data_root, download, safe_files, sets
 from gattn.datasets.checks import check_edges_of_graphs
 from gattn.datasets.download import read_dataset
 from gattn.datasets.registry import families, sentence_pairs, texts
@@ -1151,6 +1151,62 @@ def write_pairs(folder, text, member="deu.txt"):
     (folder / "tatoeba").mkdir()
     with zipfile.ZipFile(folder / "tatoeba" / "deu-eng.zip", "w") as archive:
         archive.writestr(member, text)
+
+
+def bomb(member, size=1 << 26):
+    """A zip file whose content is a thousand times as large."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive, archive.open(member, "w") as file:
+        for _ in range(size >> 20):
+            file.write(bytes(1 << 20))
+    return content.getvalue()
+
+
+class TestBombs:
+    """Archives that would fill the memory or the disk are not unpacked."""
+
+    @pytest.mark.parametrize(
+        ("file", "member", "load"),
+        [
+            ("tatoeba/deu-eng.zip", "deu.txt", lambda root: datasets.load_pairs("tatoeba", root)),
+            ("questions/raw/questions.npz", "edges.npy", lambda root: datasets.load("questions", root=root)),
+        ],
+    )
+    def test_a_file_of_ones_own(self, file, member, load, tmp_path, monkeypatch):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_bytes(bomb(member))
+        monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args, **options: pytest.fail("was unpacked"))
+        with pytest.raises(DatasetUnavailableError, match="but its content 67108864, far more"):
+            load(tmp_path)
+
+    def test_a_download(self, tmp_path, server, monkeypatch):
+        files, _ = server
+        files[sets.lrgb.LRGBDataset.urls["peptides-func"]] = bomb("peptides-func/train.pt")
+        monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args, **options: pytest.fail("was unpacked"))
+        with pytest.raises(DatasetUnavailableError, match="but its content 67108864, far more"):
+            datasets.load("peptides-func", root=tmp_path)
+        assert not list(tmp_path.iterdir())
+
+
+class TestLocks:
+    @pytest.fixture
+    def cache(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / "cache" / name)
+        return tmp_path / "cache"
+
+    def test_nobody_else_can_put_a_file_in_their_place(self, cache, tmp_path, monkeypatch):
+        """They are in the user's cache, not in the folder that all users share."""
+        monkeypatch.setattr("tempfile.gettempdir", lambda: pytest.fail("it is shared"))
+        with download._lock(tmp_path / "root" / "name") as lock:
+            assert Path(lock.lock_file).parent == cache / "gattn" / "locks"
+
+    def test_without_a_cache(self, cache, tmp_path):
+        cache.write_text("is no folder")
+        (tmp_path / "root").mkdir()
+        with download._lock(tmp_path / "root" / "name") as lock:
+            assert Path(lock.lock_file).parent == tmp_path / "root" / "locks"
+        with download._lock(cache / "root" / "name") as lock:
+            assert lock is None
 
 
 class TestPairs:

@@ -9,14 +9,16 @@ import tempfile
 import urllib.request
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import platformdirs
 from filelock import FileLock
 
 from gattn.datasets.errors import DatasetUnavailableError
 
-__all__ = ["download", "download_archive", "read_dataset", "remove_traces"]
+__all__ = ["check_unpacked", "download", "download_archive", "most_unpacked", "read_dataset", "remove_traces"]
 
 _TIMEOUT_SECONDS = 30.0
 _HEADERS = {"User-Agent": "gattn"}  # some servers refuse Python's default
@@ -57,6 +59,21 @@ def download(url: str, path: Path, sha256: str | None = None) -> None:
         part.unlink(missing_ok=True)
 
 
+def most_unpacked(archive: Path) -> int:
+    """How many bytes the content of an archive may have: 100 times its own, and 16 MiB."""
+    return 100 * archive.stat().st_size + (16 << 20)
+
+
+def check_unpacked(archive: Path) -> None:
+    """Raises `ValueError` if the content of a zip file, such as an `.npz` file, is out of proportion to its size."""
+    with zipfile.ZipFile(archive) as file:
+        size = sum(entry.file_size for entry in file.infolist())
+    if size > most_unpacked(archive):
+        raise ValueError(
+            f"{archive.name} has {archive.stat().st_size} bytes, but its content {size}, far more than data compress to"
+        )
+
+
 def download_archive(url: str, member: str, folder: Path) -> None:
     """Downloads a zip file, and extracts the files of one folder in it.
 
@@ -67,12 +84,14 @@ def download_archive(url: str, member: str, folder: Path) -> None:
 
     Raises:
         OSError: If the file cannot be downloaded, or has no such folder.
+        ValueError: If its content is out of proportion to its size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # If it were unpacked in place, an archive could replace the files of other data sets.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         archive, unpacked = Path(temporary) / "archive.zip", Path(temporary) / "unpacked"
         download(url, archive)
+        check_unpacked(archive)
         with zipfile.ZipFile(archive) as file:
             file.extractall(unpacked)
         for path in sorted((unpacked / member).iterdir()):
@@ -108,10 +127,22 @@ def read_dataset(
         return _read_dataset(name, folder, files, page, fetch, read)
 
 
-def _lock(folder: Path) -> FileLock:
-    """A lock of a folder, which may be missing or read-only: its file is among the temporary ones of this user."""
-    key = hashlib.sha256(f"{os.path.expanduser('~')}\0{folder.resolve()}".encode()).hexdigest()
-    return FileLock(Path(tempfile.gettempdir()) / f"gattn-{key[:16]}.lock")
+def _lock(folder: Path) -> AbstractContextManager[Any]:
+    """A lock of a folder, which may be missing or read-only.
+
+    Its file is in this user's cache, where nobody else can put another one in its place, or else beside the folder;
+    where neither can be written, there is nothing to take turns for.
+    """
+    name = f"{hashlib.sha256(bytes(folder.resolve())).hexdigest()[:16]}.lock"
+    for place in (platformdirs.user_cache_path("gattn"), folder.parent):
+        path = place / "locks" / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError:
+            continue
+        return FileLock(path)
+    return nullcontext()
 
 
 def _read_dataset(

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomNodeSplit
 
+from gattn.datasets.download import check_unpacked
+
 __all__ = ["check_parts", "fixed_split", "pick_split", "random_split", "random_split_by_class", "random_split_by_share"]
 
 # Where no split is published: the numbers of nodes per class of Shchur et al., https://arxiv.org/abs/1811.05868.
@@ -41,6 +43,7 @@ def fixed_split(data: Data, path: Path) -> Data:
     Raises:
         ValueError: If a number is not that of a node, or a node is in two parts.
     """
+    check_unpacked(path)
     with np.load(path, allow_pickle=False) as file:
         parts = {name: torch.from_numpy(file[name]) for name in ("train", "valid", "test")}
     check_parts(parts.values(), data.num_nodes, path.name)

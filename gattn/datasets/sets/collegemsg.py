@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch_geometric.data import TemporalData
 
-from gattn.datasets.download import download, read_dataset
+from gattn.datasets.download import download, most_unpacked, read_dataset
 from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.registry import GraphFamily, register
 
@@ -59,7 +59,8 @@ class CollegeMsg(GraphFamily):
         archive, part = (path.with_name(f"{path.name}.{suffix}") for suffix in ("gz", "part"))
         try:
             download(self.url(path.name), archive)
-            content = gzip.decompress(archive.read_bytes())
+            with gzip.open(archive) as file:
+                content = file.read(most_unpacked(archive))
             digest = hashlib.sha256(content).hexdigest()
             if digest != self.sha256[path.name]:
                 raise ValueError(

@@ -10,6 +10,7 @@ from torch_geometric.data import Data
 from torch_geometric.datasets import HeterophilousGraphDataset
 
 from gattn.datasets.checks import check_edges
+from gattn.datasets.download import check_unpacked
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.splits import pick_split, random_split_by_class
@@ -23,6 +24,7 @@ class _CheckedHeterophilous(CheckedDataset, HeterophilousGraphDataset):
     """Checks the indices before PyG reads them, with NumPy and without pickles."""
 
     def process(self) -> None:
+        check_unpacked(Path(self.raw_paths[0]))
         with np.load(self.raw_paths[0], allow_pickle=False) as file:
             edges = torch.from_numpy(file["edges"]).t()
             check_edges(Data(edge_index=edges, num_nodes=file["node_features"].shape[0]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data, InMemoryDataset
 
 from gattn.datasets.checks import check_edges_of_graphs
-from gattn.datasets.download import download, read_dataset
+from gattn.datasets.download import check_unpacked, download, read_dataset
 from gattn.datasets.errors import DatasetUnavailableError
 from gattn.datasets.registry import GraphFamily, register
 
@@ -116,6 +116,7 @@ def _fetch(meta: dict[str, Any], folder: Path, root: Path, release: str) -> None
         if not archive.exists():
             source = Path(temporary) / archive.name
             download(meta["url"].replace("http://", "https://"), source)
+        check_unpacked(source)
         with zipfile.ZipFile(source) as file:
             file.extractall(unpacked)
         if not (unpacked / meta["download_name"] / release).exists():

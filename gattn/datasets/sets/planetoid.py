@@ -14,6 +14,7 @@ from torch_geometric.io import read_txt_array
 from torch_geometric.utils import coalesce, index_to_mask, remove_self_loops
 
 from gattn.datasets.checks import check_edges
+from gattn.datasets.download import check_unpacked
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.safe_files import read_pickle
@@ -33,6 +34,7 @@ class _CheckedPlanetoid(CheckedDataset, PyGPlanetoid):
             masks: dict[str, list[Tensor]] = {"train_mask": [], "val_mask": [], "test_mask": []}
             for i in range(10):
                 file = Path(self.raw_dir) / f"{self.name.lower()}_split_0.6_0.2_{i}.npz"
+                check_unpacked(file)
                 with np.load(file, allow_pickle=False) as part:
                     for name, columns in masks.items():
                         columns.append(torch.from_numpy(part[name]))

@@ -12,6 +12,7 @@ from torch_geometric.datasets import Coauthor as PyGCoauthor
 from torch_geometric.io.npz import parse_npz
 
 from gattn.datasets.checks import check_edges, csr_matrix
+from gattn.datasets.download import check_unpacked
 from gattn.datasets.processed import CheckedDataset
 from gattn.datasets.registry import GraphFamily, register
 from gattn.datasets.splits import fixed_split, random_split_by_class, random_split_by_share
@@ -26,6 +27,7 @@ class _CheckedNpz(CheckedDataset):
     """Reads the format of Shchur et al., and checks the indices."""
 
     def process(self) -> None:
+        check_unpacked(Path(self.raw_paths[0]))
         with np.load(self.raw_paths[0], allow_pickle=False) as file:
             parts = {name: file[name] for name in file.files if name.startswith(("adj_", "attr_")) or name == "labels"}
         adjacency, features = (

@@ -6,6 +6,7 @@ import unicodedata
 import zipfile
 from pathlib import Path
 
+from gattn.datasets.download import check_unpacked
 from gattn.datasets.registry import SentencePairs, register
 
 __all__ = ["Tatoeba"]
@@ -25,6 +26,7 @@ class Tatoeba(SentencePairs):
 
     def read(self, path: Path) -> list[tuple[str, str]]:
         """Reads the pairs (German, English) in the order of the file, without duplicates."""
+        check_unpacked(path)
         with zipfile.ZipFile(path) as archive:
             lines = archive.read("deu.txt").decode("utf-8").split("\n")
         # Newer files have a third column, which names the authors.
