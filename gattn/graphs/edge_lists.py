@@ -32,6 +32,7 @@ __all__ = [
     "has_loops",
     "is_capturing",
     "looped",
+    "making",
     "plain",
     "with_loops",
 ]
@@ -125,6 +126,7 @@ class _Kept:
 
 _lock: Any = threading.RLock()  # reentrant, because the garbage collector may run anything at any time
 _cache = WeakTensorKeyDictionary()  # {tensor: _Kept}
+_making: Any = threading.RLock()
 _inherited: list[Any] = []
 
 
@@ -133,13 +135,18 @@ def _forget() -> None:
 
     What the cache held is never freed there: a forked process that frees a GPU's memory or events is ended by CUDA.
     """
-    global _lock, _cache
+    global _lock, _making, _cache
     _inherited.extend(list(_cache.data.values()))
-    _lock, _cache = threading.RLock(), WeakTensorKeyDictionary()
+    _lock, _making, _cache = threading.RLock(), threading.RLock(), WeakTensorKeyDictionary()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
+
+
+def making() -> Any:
+    """The lock with which parts of what was derived are made when they are first needed: one at a time."""
+    return _making
 
 
 def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], contents: Hashable = None) -> Any:

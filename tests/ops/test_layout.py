@@ -294,16 +294,27 @@ class TestKeeping:
     def test_a_forked_child_starts_anew(self):
         """Locks that another thread held at the fork would never be released."""
         index = random_edge_index(9, num_edges=40)
-        layout_of(index, 9, 9, False, FLOWS[0])
-        with edge_lists._lock, edge_lists._cache[index].lock:
-            child = os.fork()
-            if child == 0:
-                try:
-                    layout_of(index, 9, 9, False, FLOWS[0])
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-        deadline = time.monotonic() + 30
+        layout, barrier = layout_of(index, 9, 9, False, FLOWS[0]), threading.Barrier(2)
+
+        def hold():
+            with edge_lists._lock, edge_lists._cache[index].lock, edge_lists.making():
+                barrier.wait()  # until they are held
+                barrier.wait()  # until the process is forked
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        barrier.wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                layout_of(index, 9, 9, False, FLOWS[0])
+                assert layout.by_source.node.numel() >= 40  # for the backward pass of what was computed before
+                os._exit(0)
+            finally:
+                os._exit(1)
+        barrier.wait()
+        holder.join()
+        deadline = time.monotonic() + 10
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         if ended == (0, 0):

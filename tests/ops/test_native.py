@@ -132,6 +132,26 @@ class TestFork:
         os.waitpid(child, 0)
         assert torch.equal(attend(X, X, X, EDGE_INDEX, backend="cpu"), self.out)
 
+    def test_another_thread_goes_on(self):
+        """A fork ends OpenMP's threads only of the thread that forks."""
+        ended, wrong = threading.Event(), []
+
+        def work():
+            torch.set_num_threads(2)
+            while not ended.is_set():
+                wrong.extend([True] * (not torch.equal(attend(X, X, X, EDGE_INDEX, backend="cpu"), self.out)))
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            assert os.waitpid(child, 0) == (child, 0)
+        ended.set()
+        worker.join()
+        assert not wrong
+
     def test_workers_of_a_loader(self):
         loader = DataLoader(InWorkers(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60)
         for number, out in loader:

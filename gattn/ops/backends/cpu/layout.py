@@ -7,13 +7,12 @@ lives.
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import torch
 from torch import Tensor
 
 from gattn.graphs import FLOWS
-from gattn.graphs.edge_lists import check_range, derived
+from gattn.graphs.edge_lists import check_range, derived, making
 from gattn.ops.backends.cpu import native
 
 __all__ = ["Layout", "layout_of"]
@@ -104,12 +103,11 @@ class Layout:
         self.edge = None if is_sorted.value else edge
         self.by_target = RowTable(start, node)
         self._by_source: SourceRows | None = None
-        self._lock = threading.Lock()
 
     @property
     def by_source(self) -> SourceRows:
         """Rows by source, made when they are first needed."""
-        with self._lock:
+        with making():
             if self._by_source is None:
                 self._by_source = SourceRows(self)
             return self._by_source

@@ -6,14 +6,13 @@ lives. Only the check of the indices and the sizes of the result wait for the de
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gattn.graphs import FLOWS
-from gattn.graphs.edge_lists import OnStream, already_derived, check_range, derived, is_capturing
+from gattn.graphs.edge_lists import OnStream, already_derived, check_range, derived, is_capturing, making
 from gattn.torch_private import assert_later
 
 __all__ = ["LONG_ROW", "Layout", "Rows", "layout_of"]
@@ -138,12 +137,11 @@ class Layout:
         self._is_counted = self.edge_count is not None and self._is_captured
         self._num_edges = known_edges if self._is_counted else self.by_target.node.numel()
         self._by_source: OnStream[Rows] | None = None
-        self._lock = threading.Lock()
 
     @property
     def by_source(self) -> Rows:
         """Rows by source, made once; the edges of each are ordered by target."""
-        with self._lock:
+        with making():
             if self._by_source is None:
                 target = self.by_target.row_of_edges()
                 source = self.by_target.node
