@@ -139,9 +139,9 @@ class Attention(Leaf, MessagePassing):
         self._updates_as_pyg = bool(asked & (self.edge_updater_type_of_pyg.keys() - Attention.edge_updater_type.keys()))
         if self._updates_as_pyg:
             type(self).edge_updater_type = self.edge_updater_type_of_pyg
-        elif vars(type(self)).get("edge_updater_type") is self.edge_updater_type_of_pyg:  # of a patch that is undone
-            del type(self).edge_updater_type
-        super().__init__(aggr, flow=flow, node_dim=-3, **kwargs)
+        elif self.edge_updater_type is self.edge_updater_type_of_pyg:  # of a parent, or of a patch that is undone
+            type(self).edge_updater_type = Attention.edge_updater_type
+        super().__init__(aggr, flow=flow, node_dim=0 if self._updates_as_pyg else -3, **kwargs)
         self._alpha: Optional[Tensor] = None  # PyG's layers have it, and code written for them reads it
         self._restore_originals()
         self._check_hooks()

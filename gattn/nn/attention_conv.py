@@ -285,13 +285,16 @@ class AttentionConv(BaseConv):
         edges = graph.edge_list(value.device)
         rows, size = torch.stack(edges.sources_and_targets()), (edges.num_sources, edges.num_targets)
         terms = dict.fromkeys(self.edge_updater_type_of_pyg, (key, query)) | {"edge_attr": edge_attr}
-        before = self.node_dim, self.flow
-        self.node_dim, self.flow = 0, FLOWS[0]
-        try:
-            alpha = self.edge_updater(rows, **terms, size=size)
-            return self.propagate(rows, x=value, alpha=alpha, size=size), alpha
-        finally:
-            self.node_dim, self.flow = before
+        layer = self
+        if self.flow != FLOWS[0]:  # the code that PyG generates takes sources first, whatever the flow
+            layer = object.__new__(type(self))  # as other threads may call this one
+            layer.__dict__.update(self.__dict__, flow=FLOWS[0])
+        alpha = layer.edge_updater(rows, **terms, size=size)
+        out = layer.propagate(rows, x=value, alpha=alpha, size=size)
+        if layer is not self:  # what hooks have set
+            more = {name: kept for name, kept in layer.__dict__.items() if self.__dict__.get(name) is not kept}
+            self.__dict__.update(more, flow=self.flow)
+        return out, alpha
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

@@ -743,6 +743,41 @@ def test_subclasses_that_update_edges_with_the_names_of_pyg(layer, flow, x, edge
         ours(x.unsqueeze(0), edge_index, weight)
 
 
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_while_edges_are_updated_the_layer_is_as_it_was(flow, x, edge_index):
+    """Another thread may call it; what a subclass keeps is kept."""
+    seen = []
+
+    class Watched(GATConv):
+        def edge_update(self, alpha_j: Tensor, alpha_i: Maybe, index: Tensor, ptr: Maybe, size_i: Size) -> Tensor:
+            self.kept = alpha_j
+            seen.append((conv.flow, conv.node_dim))
+            return softmax(alpha_j, index, ptr, size_i)
+
+    conv = Watched(F, 4, heads=2, flow=flow)
+    before = conv.flow, conv.node_dim
+    _, (_, alpha) = conv(x, edge_index, return_attention_weights=True)
+    assert seen == [before]
+    assert (conv.flow, conv.node_dim) == before
+    assert conv.kept.shape == alpha.shape
+
+
+def test_a_subclass_may_update_edges_with_other_names_than_its_parent(x, edge_index):
+    class OfPyG(GATConv):
+        def edge_update(self, alpha_j: Tensor, index: Tensor, ptr: Maybe, size_i: Size) -> Tensor:
+            return softmax(alpha_j, index, ptr, size_i)
+
+    class OfGattn(OfPyG):
+        def edge_update(self, query_i: Maybe, key_j: Tensor, index: Tensor, num_targets: int) -> Tensor:
+            return gattn.softmax(key_j.squeeze(-1), index, num_targets)
+
+    parent, child = OfPyG(F, 4, heads=2), OfGattn(F, 4, heads=2)
+    child.load_state_dict(parent.state_dict())
+    for conv in (parent, OfPyG(F, 4), child):
+        assert conv(x, edge_index).isfinite().all()
+    torch.testing.assert_close(child(x, edge_index), parent(x, edge_index))
+
+
 def test_an_override_of_propagate_counts_in_subclasses_and_for_explainers(x, edge_index):
     class Zero(GATConv):
         def propagate(self, edge_index, size=None, **kwargs):

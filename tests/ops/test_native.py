@@ -144,7 +144,7 @@ class TestFork:
 
         worker = threading.Thread(target=work)
         worker.start()
-        for _ in range(20):
+        for _ in range(5):
             child = os.fork()
             if child == 0:
                 os._exit(0)
