@@ -30,7 +30,8 @@ from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import FLOWS, GraphLike, SparseGraph, as_graph
 from gattn.ops import plans, reference
 from gattn.ops.backends import Result
-from gattn.ops.backends.base import finish, log_sum_of, needs_plain_pytorch, new_seed
+from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
+from gattn.ops.backends.base import log_sum as log_sum_of
 from gattn.ops.backends.base import logits as logits_of
 from gattn.ops.call import GIVEN, Call, checked_call
 from gattn.ops.choose import check_name, choose, requested
@@ -604,8 +605,7 @@ class Attention(Leaf, MessagePassing):
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
         if call.log_sum and result.log_sum is None:
             wide = call._replace(dtype=call.compute)  # half precision is too coarse for it
-            found = logits_of(wide) if chosen is None else chosen.logits(wide)
-            result = result._replace(log_sum=log_sum_of(wide, found))
+            result = result._replace(log_sum=log_sum_of(wide) if chosen is None else chosen.log_sum(wide))
         return result if out_bias is None else result._replace(out=result.out + out_bias)
 
     def _by_messages(self, call: Call) -> Result:

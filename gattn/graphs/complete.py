@@ -494,15 +494,22 @@ class _PackedGraph(CompleteGraph):
         return super().expand(term, name, batch, heads)
 
     def to_dense(self, weights: Tensor, edge_index: Tensor) -> list[Tensor]:
-        source, target = edge_index
-        matrices, first_target, first_source, first_edge = [], 0, 0, 0
-        for num_targets, num_sources in self.blocks:
-            last = first_edge + self._block_edges(num_targets, num_sources, source.device).size(1)
-            edges = slice(first_edge, last)
-            rows, columns = target[edges] - first_target, source[edges] - first_source
-            matrices.append(_to_matrix(weights[..., edges, :], columns, rows, num_targets, num_sources))
-            first_target, first_source, first_edge = first_target + num_targets, first_source + num_sources, last
-        return matrices
+        if self.reach != (None, None):  # else, edges are whole matrices already
+            source, target = edge_index
+            counts = torch.tensor(self.blocks, dtype=torch.int64, device=source.device).view(-1, 2)
+            block = torch.arange(len(self.blocks), device=source.device).repeat_interleave(counts[:, 0])[target]
+            row, column = (
+                nodes - (counts.cumsum(0) - counts)[block, side] for side, nodes in enumerate((target, source))
+            )
+            pairs = counts.prod(1)
+            place = (pairs.cumsum(0) - pairs)[block] + row * counts[block, 1] + column
+            whole = weights.new_zeros(*weights.shape[:-2], self.num_pairs, weights.size(-1))
+            weights = whole.index_copy(-2, place, weights)
+        parts = weights.split([num_targets * num_sources for num_targets, num_sources in self.blocks], -2)
+        return [
+            torch.unflatten(part, -2, sizes).movedim(-1, -3).contiguous()
+            for part, sizes in zip(parts, self.blocks, strict=True)
+        ]
 
     def pick(self, dense: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gattn.graphs import EdgeList
-from gattn.graphs.edge_lists import with_loops
 from gattn.ops import reference
 from gattn.ops.call import Call
 from gattn.ops.dropout import draw_seed, drop
@@ -22,7 +21,8 @@ __all__ = [
     "Result",
     "dress_logits",
     "finish",
-    "log_sum_of",
+    "log_sum",
+    "log_sum_of_edges",
     "logits",
     "needs_plain_pytorch",
     "new_seed",
@@ -86,6 +86,10 @@ class Backend(ABC):
         """See `logits`, for a call that it does not refuse."""
         return logits(call)
 
+    def log_sum(self, call: Call) -> Tensor:
+        """See `log_sum`, for a call that it does not refuse."""
+        return log_sum(call)
+
     def plan(self, call: Call, given: Given) -> Plan | None:
         """How to compute the output of calls with the same signature, checked already; `None` to look at each anew.
 
@@ -98,13 +102,23 @@ class Backend(ABC):
 
 def logits(call: Call) -> Any:
     """The logits of a call, including its bias, in the form in which users get weights; masked: minus infinity."""
+    return dress_logits(*_logits_of_edges(call))
+
+
+def log_sum(call: Call) -> Tensor:
+    """The log-sum-exp of each target's logits, `[..., N, H]`."""
+    return log_sum_of_edges(*_logits_of_edges(call))
+
+
+def _logits_of_edges(call: Call) -> tuple[Call, EdgeList, Tensor]:
+    """The call on its edges, these, and their logits before the mask."""
     edges = call.graph.edge_list(call.value.device)
     call = call.on_edges(edges, edges.num_edges).cast(call.compute).with_edges()
     source, target = edges.sources_and_targets()
     query = None if call.query is None else call.query.index_select(-3, target)
     key = reference.repeat_heads(call.key.index_select(-3, source), call.heads)
     found = reference.logits(query, key, cast(Tensor | None, call.edge), call.score)
-    return dress_logits(call, edges, found if call.bias_of_edges is None else found + call.bias_of_edges)
+    return call, edges, found if call.bias_of_edges is None else found + call.bias_of_edges
 
 
 def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
@@ -124,18 +138,11 @@ def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
     return found if found.shape == logits.shape else found.masked_fill(~seen, -torch.inf)
 
 
-def log_sum_of(call: Call, logits: Any) -> Tensor:
-    """The log-sum-exp of each target's logits, `[..., N, H]`, given these in the form in which users get weights."""
-    if not call.graph.is_dense:
-        edges = with_loops(call.graph.edge_list(call.value.device))
-        _, target = edges.sources_and_targets()
-        return reference.log_sum(logits, target, edges.num_targets)
-    found = []
-    for matrix in logits if isinstance(logits, list) else [logits]:
-        empty = (matrix == -torch.inf).all(-1)
-        log_sum = matrix.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -torch.inf)
-        found.append(log_sum.transpose(-1, -2))
-    return torch.cat(found, -2) if found else call.value.new_zeros(*call.batch, 0, call.heads, dtype=call.compute)
+def log_sum_of_edges(call: Call, edges: EdgeList, logits: Tensor) -> Tensor:
+    """The log-sum-exp of each target's logits, `[..., N, H]`, given those of edges; see `dress_logits`."""
+    if call.mask is not None:
+        logits = logits.masked_fill(~call.mask, -torch.inf)
+    return reference.log_sum(logits, edges.sources_and_targets()[1], edges.num_targets)
 
 
 def needs_plain_pytorch() -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gattn.distributions import Law
 from gattn.graphs import EdgeList
 from gattn.ops import plans
-from gattn.ops.backends.base import Backend, Result, dress_logits, finish, new_seed
+from gattn.ops.backends.base import Backend, Result, dress_logits, finish, log_sum_of_edges, new_seed
 from gattn.ops.call import NO_SCORE, Call
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
 from gattn.ops.operator import AttentionOperator, inputs_of, presence_of
@@ -109,9 +109,16 @@ class KernelBackend(Backend):
 
     def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
+        return dress_logits(*self._logits_of_edges(call))
+
+    def log_sum(self, call: Call) -> Tensor:
+        """See `Backend.log_sum`."""
+        return log_sum_of_edges(*self._logits_of_edges(call))
+
+    def _logits_of_edges(self, call: Call) -> tuple[Call, EdgeList, Tensor]:
         edges = call.graph.edge_list(call.value.device)
         call = call.on_edges(edges, edges.num_edges)
-        return dress_logits(call, edges, self._logits(call, edges))
+        return call, edges, self._logits(call, edges)
 
     def _logits(self, call: Call, edges: EdgeList) -> Tensor:
         """The logits of a call, including its bias, `[..., E, H]`, in the type of the computation."""

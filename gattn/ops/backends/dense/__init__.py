@@ -85,7 +85,7 @@ class Dense(Backend):
         assert isinstance(graph, CompleteGraph)
         if graph.blocks is not None and not is_plain_softmax(call.distribution):
             return graph.has_small_blocks or not linear.is_faster(graph, max(call.channels, call.value.size(-1)))
-        has_more = call.weights or call.bias is not None or call.mask is not None
+        has_more = call.bias is not None or call.mask is not None or call.log_sum
         is_simple = graph.has_small_blocks and not has_more and not torch.compiler.is_compiling()
         return is_simple and call.value.device.type == "cpu"
 
@@ -102,6 +102,12 @@ class Dense(Backend):
         visible = visible.view(*(call.batch if visible.size(0) != 1 else ()), *visible.shape[1:])
         logits = logits.masked_fill(~visible, -torch.inf)
         return logits if call.mask is None else logits.masked_fill(~call.mask, -torch.inf)
+
+    def log_sum(self, call: Call) -> Tensor:
+        """See `Backend.log_sum`."""
+        if call.graph.blocks is not None:
+            return super().log_sum(call)
+        return _log_sum(self.logits(call).flatten(0, -4)).view(*call.batch, call.num_targets, call.heads)
 
     def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""
@@ -254,7 +260,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
             out = linear.attend(query, key, value, score.factor(key.size(-1)), bool(normalize), eps, graph)
         elif not is_softmax or with_weights in ("dropped", "only"):
             # The fused kernels support only the softmax, and do not return their weights.
-            weights = list(_matrices(_alpha if is_softmax else _logits, part, graph))
+            weights = _matrices(_alpha if is_softmax else _logits, part, graph)
             if not is_softmax:
                 weights = [_distribute(distribution, weights[0], front)]
             dropped = [F.dropout(x, dropout) for x in weights] if dropout > 0.0 else weights
@@ -271,7 +277,7 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
                     lost = lost.masked_fill(places >= lengths, 0.0)
                 out = out + lost
             if with_weights:
-                weights = list(_matrices(_alpha, part, graph))
+                weights = _matrices(_alpha, part, graph)
     if len(front) != 1:
         out, *weights = (x.reshape(*front, *x.shape[1:]) for x in (out, *weights))
     if not with_weights:
@@ -310,42 +316,53 @@ def _output(part: _Part, graph: CompleteGraph) -> Tensor:
         return _uniform(part._replace(bias=_of_all(part, graph), mask=mask), offset, graph)
     if not elements:
         return _zeros(part)
-    ragged = grouped.__wrapped__ if torch.compiler.is_compiling() else grouped
-    targets, sources, groups = ragged(elements, batch * num_targets, batch * graph.num_sources)
-    queries = [None] * len(groups) if query is None else targets.take(query.flatten(0, 1))
-    outputs = []
-    for group, q, k, v in zip(
-        groups, queries, sources.take(key.flatten(0, 1)), sources.take(value.flatten(0, 1)), strict=True
-    ):
-        count = len(group.elements)
-        q = None if q is None else torch.unflatten(q, 0, (count, group.num_targets))
-        k, v = (torch.unflatten(x, 0, (count, group.num_sources)) for x in (k, v))
-        b, m = _of_group(bias, group), of_group(mask, group)
-        out = _uniform(_Part(q, k, v, score, b, m, group.num_targets, dropout, log_sum), group.offset, graph)
-        outputs.append(out.flatten(0, 1))
+    targets, parts = _by_groups(part, graph, elements)
+    outputs = [_uniform(some, group.offset, graph).flatten(0, 1) for group, some in parts]
     return torch.unflatten(targets.put(outputs), 0, (batch, num_targets))
 
 
-def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteGraph) -> Iterator[Tensor]:
+def _by_groups(part: _Part, graph: CompleteGraph, elements: Any) -> tuple[Any, Iterator[tuple[Group, _Part]]]:
+    """The places of targets, and groups of elements of one size with their part of the call."""
+    query, key, value, batch = part.query, part.key, part.value, part.value.size(0)
+    ragged = grouped.__wrapped__ if torch.compiler.is_compiling() else grouped
+    targets, sources, groups = ragged(elements, batch * part.num_targets, batch * graph.num_sources)
+    queries = [None] * len(groups) if query is None else targets.take(query.flatten(0, 1))
+    keys, values = (sources.take(x.flatten(0, 1)) for x in (key, value))
+
+    def parts() -> Iterator[tuple[Group, _Part]]:
+        for group, q, k, v in zip(groups, queries, keys, values, strict=True):
+            count = len(group.elements)
+            q = None if q is None else torch.unflatten(q, 0, (count, group.num_targets))
+            k, v = (torch.unflatten(x, 0, (count, group.num_sources)) for x in (k, v))
+            b, m = _of_group(part.bias, group), of_group(part.mask, group)
+            yield group, part._replace(query=q, key=k, value=v, bias=b, mask=m, num_targets=group.num_targets)
+
+    return targets, parts()
+
+
+def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteGraph) -> list[Tensor]:
     """What a function computes per target, weights before dropout or logits, for all: `[B, H, N, M]` by block."""
-    query, key = part.query, part.key
-    lengths = _length_mask(graph, key.device)
-    blocks = ((graph.num_targets, graph.num_sources),) if graph.blocks is None else graph.blocks
-    queries = [None] * len(blocks) if query is None else _blocks(query, graph, 0)
-    for place, (q, k, (n, m)) in enumerate(zip(queries, _blocks(key, graph, 1), blocks, strict=True)):
-        group = Group((place,), n, m, m - n)
-        if graph.blocks is None:
-            b, allowed = _of_all(part, graph), part.mask
-        else:
-            b, allowed = _of_group(part.bias, group), of_group(part.mask, group)
-        allowed = _both(allowed, lengths)
+
+    def matrix(part: _Part) -> Tensor:
+        n, m, device = part.num_targets, part.key.size(1), part.key.device
         if graph.reach != (None, None):
-            allowed = _both(allowed, graph.visible(n, m, graph.offset(n, m), key.device)[None, None])
-        block = part._replace(query=q, key=k, bias=b, mask=allowed, num_targets=n)
+            visible = graph.visible(n, m, graph.offset(n, m), device)[None, None]
+            part = part._replace(mask=_both(part.mask, visible))
         if _has_products(part.score):  # which needs nothing larger than these matrices
-            yield function(block)
-        else:
-            yield torch.cat(_by_targets(function, block), 2)
+            return function(part)
+        return torch.cat(_by_targets(function, part), 2)
+
+    if graph.blocks is None:
+        mask = _both(part.mask, _length_mask(graph, part.key.device))
+        return [matrix(part._replace(bias=_of_all(part, graph), mask=mask))]
+    batch, found = part.key.size(0), {}
+    elements = elements_of(graph, batch)
+    for group, some in _by_groups(part, graph, elements)[1] if elements else ():
+        found.update(zip(group.elements, matrix(some).split(1), strict=True))
+    count = len(graph.blocks)
+    if batch == 1:
+        return [found[block] for block in range(count)]
+    return [torch.cat([found[block + element * count] for element in range(batch)]) for block in range(count)]
 
 
 def _of_all(part: _Part, graph: CompleteGraph) -> Tensor | Bias | None:
