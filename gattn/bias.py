@@ -213,8 +213,10 @@ class SparseBias(Bias):
         if isinstance(pairs, Tensor) and pairs.layout == torch.strided:  # whose sizes are not known
             edge_index = plain(pairs)
             self.source, self.target = edge_index
+            self._index = edge_index
         else:
             self.source, self.target = graph.sources_and_targets()
+            self._index = self.target
         self.num_sources = graph.num_sources
         self.values = values
         if graph.is_dense or values.dim() not in (1, 2) or len(values) != len(self.source):
@@ -240,18 +242,20 @@ class SparseBias(Bias):
         assert graph.num_sources is not None
         assert graph.num_targets is not None
         if is_readable(self.target):
-            check_range(torch.stack([self.source, self.target]), graph.num_sources, graph.num_targets, FLOWS[0])
-        else:
-            check_later(self.source, graph.num_sources, "the pairs of a SparseBias name a source")
-            check_later(self.target, graph.num_targets, "the pairs of a SparseBias name a target")
-        if graph.blocks is None:
+            sizes = graph.num_sources, graph.num_targets, graph.blocks
+            derived(self._index, ("fits", *sizes), lambda: self._check_pairs(*sizes))
             return
-        of_target, of_source = (
-            _block_of(nodes, graph.blocks, side) for side, nodes in enumerate((self.target, self.source))
-        )
-        if not is_readable(self.target):
-            check_later((of_target != of_source).long(), 1, "the blocks of a pair of a SparseBias differ: a node is")
-        elif bool((of_target != of_source).any()):
+        check_later(self.source, graph.num_sources, "the pairs of a SparseBias name a source")
+        check_later(self.target, graph.num_targets, "the pairs of a SparseBias name a target")
+        if graph.blocks is not None:
+            joins = _block_of(self.target, graph.blocks, 0) != _block_of(self.source, graph.blocks, 1)
+            check_later(joins.long(), 1, "the blocks of a pair of a SparseBias differ: a node is")
+
+    def _check_pairs(self, num_sources: int, num_targets: int, blocks: Sequence[tuple[int, int]] | None) -> None:
+        check_range(torch.stack([self.source, self.target]), num_sources, num_targets, FLOWS[0])
+        if blocks is None:
+            return
+        if bool((_block_of(self.target, blocks, 0) != _block_of(self.source, blocks, 1)).any()):
             raise InputError("a SparseBias lists a pair whose nodes are in different blocks of the packed graph.")
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -262,14 +266,27 @@ class SparseBias(Bias):
         return self._pairs().part(slice(start, stop), slice(0, num_sources)).squeeze(0)
 
     def _pairs(self) -> Pairs:
-        return Pairs.ordered(None, self.target.long(), self.source.long(), self.values)
+        return self._order().with_tensors([self.values])
+
+    def _order(self) -> Pairs:
+        """The pairs in order, which is found once, without values."""
+
+        def order() -> Pairs:
+            return Pairs.ordered(None, self.target.long(), self.source.long(), self.values.new_empty(0, 1))
+
+        found: Pairs = derived(self._index, "pairs in order", order)
+        return found
 
     def of_graph(self, graph: CompleteGraph) -> Bias:
         """See `Bias.of_graph`."""
         if not is_readable(self.target):
             blocks = graph.blocks or ((graph.num_targets, graph.num_sources),)
             return _TracedPairs(self.target.long(), self.source.long(), self.values, blocks)
-        return self._pairs() if graph.blocks is None else _BlockPairs(self._pairs(), graph.blocks)
+        return (
+            self._pairs()
+            if graph.blocks is None
+            else _BlockPairs(self._index, self._order(), self.values, graph.blocks)
+        )
 
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
@@ -318,7 +335,7 @@ class Pairs(Bias):
     def ordered(element: Tensor | None, target: Tensor, source: Tensor, values: Tensor, count: int = 1) -> Pairs:
         """The same for pairs in any order, of which some may be listed twice."""
         if target.numel() == 0:
-            return Pairs(element, target, source, values, count=count)
+            return Pairs(element, target.clone(), source.clone(), values, count=count)
         width = int(source.max()) + 1
         keys = target if element is None else target * count + element
         keys, order = (keys * width + source).sort()
@@ -374,7 +391,7 @@ class Pairs(Bias):
     def add_to(self, grad: Tensor, pairs: Tensor, more: Tensor) -> None:
         """Adds gradients of some pairs to those of `values`."""
         rows, number = self._rows_of(pairs)
-        grad[rows] += more if number is None else more[number]
+        grad.index_add_(0, rows, (more if number is None else more[number]).to(grad.dtype))
 
     def _within(self, targets: slice, sources: slice) -> tuple[Tensor, tuple[Any, ...]]:
         """Which pairs are in a part, and where: element, head, row and column."""
@@ -429,29 +446,41 @@ class _BlockPairs(Bias):
     """A `SparseBias` on a packed graph, divided into its blocks.
 
     Args:
-        pairs: All pairs, ordered by target, and therefore by block.
+        index: With which what is derived here is kept.
+        pairs: All pairs, ordered by target, and therefore by block, without values.
+        values: Their biases.
         blocks: The numbers of targets and sources of each block.
     """
 
-    def __init__(self, pairs: Pairs, blocks: Sequence[tuple[int, int]]):
-        device = pairs.target.device
-        ends = torch.tensor(blocks, dtype=torch.int64, device=device).view(-1, 2).cumsum(0)
-        of_target = _block_of(pairs.target, blocks, 0)
-        starts = F.pad(ends, (0, 0, 1, 0))[of_target]
-        counts = of_target.bincount(minlength=len(blocks)).tolist()
-        target, source = pairs.target - starts[:, 0], pairs.source - starts[:, 1]
-        values = pairs.values_of(torch.arange(len(target), device=device))
-        self.parts = list(zip(*(torch.split(x, counts) for x in (target, source, values)), strict=True))
+    def __init__(self, index: Tensor, pairs: Pairs, values: Tensor, blocks: Sequence[tuple[int, int]]):
+        self.index, self.pairs, self.values, self.blocks = index, pairs, values, tuple(blocks)
 
     def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:
         """See `Bias.of_group`."""
-        parts = [self.parts[element % len(self.parts)] for element in elements]
-        if len(parts) == 1:
-            return Pairs(None, *parts[0])
-        target, source, values = (torch.cat(x) for x in zip(*parts, strict=True))
-        counts = torch.tensor([len(part[0]) for part in parts], device=target.device)
-        element = torch.arange(len(parts), device=target.device).repeat_interleave(counts)
-        return Pairs.ordered(element, target, source, values, len(parts))
+        groups: dict[tuple[int, ...], Pairs] = derived(self.index, ("pairs of blocks", self.blocks), dict)
+        elements = tuple(elements)
+        if elements not in groups:
+            groups[elements] = self._of(elements)
+        return groups[elements].with_tensors([self.values])
+
+    def _of(self, elements: tuple[int, ...]) -> Pairs:
+        """The pairs of elements, without values."""
+        pairs, device = self.pairs, self.pairs.target.device
+        sizes = torch.tensor(self.blocks, dtype=torch.int64, device=device).view(-1, 2)
+        first = sizes.cumsum(0) - sizes
+        starts = F.pad(_block_of(pairs.target, self.blocks, 0).bincount(minlength=len(sizes)).cumsum(0), (1, 0))
+        block = torch.tensor(elements, dtype=torch.int64, device=device) % max(len(sizes), 1)
+        counts = starts[block + 1] - starts[block]
+        element = torch.arange(len(elements), device=device).repeat_interleave(counts)
+        number = torch.arange(len(element), device=device) + (starts[block] - counts.cumsum(0) + counts)[element]
+        target = pairs.target[number] - first[block, 0][element]
+        source = pairs.source[number] - first[block, 1][element]
+        several = len(elements) > 1
+        order = Pairs.ordered(element if several else None, target.long(), source.long(), pairs.values, len(elements))
+        chosen = pairs.chosen(number if order.place is None else number[order.place])
+        return Pairs(
+            order.element, order.target, order.source, pairs.values, chosen.place, chosen.starts, len(elements)
+        )
 
 
 class _TracedPairs(Bias):

@@ -1,5 +1,7 @@
 """Biases as values, the log-sum-exp, and unions of graphs."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
@@ -586,3 +588,29 @@ def test_rows_of_the_wrong_shape(shape, backend):
 
     with pytest.raises(ValueError, match=r"Wrong\.rows\(0, 6\) must have one row per target"):
         gattn.attend(*leaves_for(6, 6), CompleteGraph(6), bias=Wrong(), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "graph", [CompleteGraph(30), CompleteGraph.packed([10, 12, 8]), SparseGraph(random_edge_index(30, 30, 90))]
+)
+@pytest.mark.parametrize("made", ["once", "per step"])
+def test_what_follows_from_pairs_is_found_once(made, graph, monkeypatch):
+    """Several layers and steps sort and lay out the pairs of a bias once, also if only its values are new."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (counts.update([name]), function(*args, **kwargs))[1])
+
+    counted(gattn.bias.Pairs, "ordered")
+    counted(gattn.bias.SparseBias, "_check_pairs")
+    counted(gattn.ops.backends.cpu.layout, "Layout")
+    pairs, values = torch.randint(8, (2, 20)), torch.randn(20, H, requires_grad=True)
+    bias, found = SparseBias(pairs, values), []
+    for _ in range(3):
+        x = torch.randn(30, H, C, requires_grad=True)
+        for _ in range(4):
+            x = gattn.attend(x, x, x, graph, bias=SparseBias(pairs, values * 1) if made == "per step" else bias)
+        x.sum().backward()
+        found.append(dict(counts))
+    assert found[0] == found[2]

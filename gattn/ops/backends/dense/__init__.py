@@ -107,7 +107,8 @@ class Dense(Backend):
         """See `Backend.log_sum`."""
         if call.graph.blocks is not None:
             return super().log_sum(call)
-        return _log_sum(self.logits(call).flatten(0, -4)).view(*call.batch, call.num_targets, call.heads)
+        logits = self.logits(call)
+        return _log_sum(logits.reshape(-1, *logits.shape[-3:])).view(*call.batch, call.num_targets, call.heads)
 
     def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""

@@ -14,7 +14,7 @@ is added: it is a sum over pairs, as in attention on a list of edges, and comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from gattn.bias import Pairs
 from gattn.graphs import FLOWS
+from gattn.graphs.edge_lists import derived
 from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.backends.cpu import Cpu
 from gattn.ops.backends.dense import rows
@@ -46,6 +47,9 @@ _MOST_BIAS = 30.0
 
 #: The number of pairs at a time, or as many as nodes, whose sums are as large.
 _MOST_PAIRS = 2**16
+
+#: Lists of this many edges are kept with the bias that they belong to, and their layouts with them.
+_MOST_KEPT = 2**22
 
 _KERNELS = Cpu()
 
@@ -78,18 +82,16 @@ class _List:
     Args:
         bias: The pairs.
         pairs: Which of them.
+        edge_index: Their edges; see `_edges`.
         batch: B.
         num_targets: N.
         num_sources: M.
     """
 
-    def __init__(self, bias: Pairs, pairs: Tensor, batch: int, num_targets: int, num_sources: int):
-        self.bias, self.pairs = bias, pairs
+    def __init__(self, bias: Pairs, pairs: Tensor, edge_index: Tensor, batch: int, num_targets: int, num_sources: int):
+        self.bias, self.pairs, self.edge_index, self.target = bias, pairs, edge_index, edge_index[1]
         #: Each pair is listed for all elements that share it.
         self.copies = batch if bias.element is None else 1
-        element = torch.arange(batch).unsqueeze(1) if bias.element is None else bias.element[pairs]
-        self.target = (bias.target[pairs] + element * num_targets).flatten()
-        self.edge_index = torch.stack([(bias.source[pairs] + element * num_sources).flatten(), self.target])
         self.nodes = {FLOWS[0]: batch * num_targets, FLOWS[1]: batch * num_sources}
 
     def values(self, heads: int) -> Tensor:
@@ -162,13 +164,28 @@ class _List:
 
 def _lists(bias: Pairs, query: Tensor, key: Tensor, causal: bool) -> Iterator[_List]:
     """The listed pairs that targets see, some at a time."""
-    batch, num_targets, num_sources = len(query), query.size(1), key.size(1)
-    most = max(_MOST_PAIRS, num_targets, num_sources)
+    sizes = len(query), query.size(1), key.size(1)
+    most = max(_MOST_PAIRS, *sizes[1:])
+    if len(bias.target) * (sizes[0] if bias.element is None else 1) > _MOST_KEPT:
+        lists: Iterable[tuple[Tensor, Tensor]] = _edges(bias, *sizes, most, causal)
+    else:
+        made = ("lists of pairs", *sizes, most, causal)
+        lists = derived(bias.target, made, lambda: list(_edges(bias, *sizes, most, causal)))
+    for pairs, edge_index in lists:
+        yield _List(bias, pairs, edge_index, *sizes)
+
+
+def _edges(
+    bias: Pairs, batch: int, num_targets: int, num_sources: int, most: int, causal: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The numbers of some pairs at a time, and their edges, which are those of all elements that share a pair."""
     for start in range(0, len(bias.target), most):
         pairs = torch.arange(start, min(start + most, len(bias.target)))
         if causal:
             pairs = pairs[bias.source[pairs] <= bias.target[pairs]]
-        yield _List(bias, pairs, batch, num_targets, num_sources)
+        element = torch.arange(batch).unsqueeze(1) if bias.element is None else bias.element[pairs]
+        ends = (bias.source[pairs] + element * num_sources, bias.target[pairs] + element * num_targets)
+        yield pairs, torch.stack([end.flatten() for end in ends])
 
 
 class _Listed(torch.autograd.Function):
