@@ -20,6 +20,7 @@ from gattn.graphs import (
     k_hop,
     knn,
     line_graph,
+    proximity,
     radius,
     union,
     with_virtual_nodes,
@@ -123,6 +124,40 @@ class TestNeighbours:
         graph, distances = radius(x, r, loop=loop, max_num_neighbors=most)
         assert edges(graph) == self.brute(x, most, exact**0.5 + 1e-9, loop=loop)
         assert (distances <= r + 1e-6).all()
+
+    @pytest.mark.parametrize("first", [1, 16])
+    @pytest.mark.parametrize("r", [0, 0.3, 0.1 + 0.2, 2**0.5, 1e-200, 1e160])
+    def test_the_nearest_within_a_radius_are_the_first_of_all_within_it(self, r, first, monkeypatch):
+        """Sums of decimals round to different distances; many nodes are at one place, or as far away as others."""
+        monkeypatch.setattr(proximity, "_AT_FIRST", first)
+        steps = torch.randint(0, 3, (2, 60, 2), dtype=torch.float64)
+        x = steps[0] * 0.1 + steps[1] * 0.3
+        for y in (None, x + 0.0, x[:7]):
+            source, target = radius(x, r, y=y)[0].edge_index
+            place = torch.arange(len(target)) - torch.searchsorted(target, target)
+            for most in (1, 3, 16, 17, 40, 100):
+                found, lengths = radius(x, r, y=y, max_num_neighbors=most)
+                assert torch.equal(found.edge_index, torch.stack([source, target])[:, place < most])
+                assert (lengths <= r * (1 + 1e-9)).all()
+
+    def test_a_limit_of_neighbours_limits_what_is_made(self, monkeypatch):
+        """All of 2 000 nodes are within the radius, or hardly any; the limit may be above what there is."""
+        asked = []
+
+        class Tree(proximity.cKDTree):
+            def query(self, x, k, **options):
+                asked.append(len(x) * len(k))
+                return super().query(x, k, **options)
+
+            def sparse_distance_matrix(self, *args, **options):
+                raise AssertionError("makes all pairs")
+
+        monkeypatch.setattr(proximity, "cKDTree", Tree)
+        x = torch.rand(2000, 3)
+        for r, most, limit in ((2.0, 8, 10), (0.01, 8, 10), (0.01, 2000, 50)):
+            asked.clear()
+            radius(x, r, max_num_neighbors=most)
+            assert sum(asked) <= limit * len(x)
 
     @pytest.mark.parametrize("seed", range(3))
     def test_bipartite(self, seed):

@@ -22,6 +22,8 @@ _Array: TypeAlias = np.ndarray[Any, Any]
 
 #: Distances that are computed at a time.
 _AT_ONCE = 2**22
+#: The number of neighbours within a distance that are looked for first, and then twice as many where there are more.
+_AT_FIRST = 16
 #: Squares of larger coordinates might overflow.
 _LARGEST = 1e150
 
@@ -220,31 +222,35 @@ def _by_graph(x: Tensor, batch: Tensor) -> dict[int, tuple[_Array, _Array]]:
     return {int(graph): (nodes, positions[nodes]) for graph, nodes in zip(graphs, parts, strict=False)}
 
 
-def _nearest(points: _Array, queries: _Array, k: int, own: bool) -> tuple[_Array, _Array]:
-    """The queries and their k nearest points, without the point of the same number if they are the same."""
-    chosen = np.full((len(queries), min(k, len(points) - own)), -1)
-    k = chosen.shape[1]
-    if k == 0:
-        return (np.zeros(0, dtype=np.int64),) * 2
+def _nearest(points: _Array, queries: _Array, k: int, own: bool, r: float = np.inf) -> tuple[_Array, _Array]:
+    """The queries and their k nearest points, or fewer within r, without the point of the same number."""
+    k, rows, none = min(k, len(points) - own), np.arange(len(queries)), np.zeros(0, dtype=np.int64)
+    if k <= 0:
+        return none, none
     kept = _first_at_each_place(points, k + own)  # later ones are never among the nearest, and slow the tree down
-    tree = cKDTree(points[kept])
-    count, rows = k + own + 1, np.arange(len(queries))
+    tree, numbers = cKDTree(points[kept]), np.append(kept, len(points))  # the last one for points that are too far
+    count, found = (k if r == np.inf else min(k, _AT_FIRST)) + own + 1, [(none, none)]
     while rows.size:
         count = min(count, len(kept))
-        unsettled = []
+        unsettled = [none]
         for part in np.array_split(rows, -(-rows.size * count // _AT_ONCE)):
-            distances, places = tree.query(queries[part], np.arange(1, count + 1))
-            farthest, sources = distances[:, -1].copy(), kept[places]
+            distances, places = tree.query(queries[part], np.arange(1, count + 1), distance_upper_bound=_farther(r))
+            distances[distances > r] = np.inf
+            farthest, sources = distances[:, -1].copy(), numbers[places]
             if own:
                 distances[sources == part[:, None]] = np.inf
             order = np.lexsort((sources, distances), axis=-1)[:, :k]
-            chosen[part] = np.take_along_axis(sources, order, 1)
-            last = np.take_along_axis(distances, order[:, -1:], 1)[:, 0]
-            if count < len(kept):  # others may be as far as the last one
-                unsettled.append(part[last >= farthest])
-        rows = np.concatenate(unsettled) if unsettled else rows[:0]
+            near, chosen = np.take_along_axis(distances, order, 1), np.take_along_axis(sources, order, 1)
+            # Others may be as far as the last one, unless there are none.
+            is_settled = (count - own >= k) & (near[:, -1] < farthest) | (farthest == np.inf) | (count == len(kept))
+            is_near = is_settled[:, None] & (near < np.inf)
+            found.append((part[is_near.nonzero()[0]], chosen[is_near]))
+            unsettled.append(part[~is_settled])
+        rows = np.concatenate(unsettled)
         count *= 2
-    return np.arange(len(queries)).repeat(k), chosen.ravel()
+    target, source = (np.concatenate(ends) for ends in zip(*found, strict=True))
+    order = target.argsort(kind="stable")
+    return target[order], source[order]
 
 
 def _first_at_each_place(points: _Array, count: int) -> _Array:
@@ -257,15 +263,17 @@ def _first_at_each_place(points: _Array, count: int) -> _Array:
 
 def _within(points: _Array, queries: _Array, r: float, most: int | None, own: bool) -> tuple[_Array, _Array]:
     """The queries and the points within r of them, nearest first, without the point of the same number."""
-    # A little farther, because SciPy compares squares, whose rounding may lose pairs at exactly this distance.
-    pairs = cKDTree(queries).sparse_distance_matrix(cKDTree(points), r * (1 + 1e-12), output_type="ndarray")
+    if most is not None:
+        return _nearest(points, queries, most, own, r)
+    pairs = cKDTree(queries).sparse_distance_matrix(cKDTree(points), _farther(r), output_type="ndarray")
     pairs = pairs[(pairs["v"] <= r) & ~(own & (pairs["i"] == pairs["j"]))]
     pairs = pairs[np.lexsort((pairs["j"], pairs["v"], pairs["i"]))]
-    target, source = pairs["i"].astype(np.int64), pairs["j"].astype(np.int64)
-    if most is not None:
-        is_near = np.arange(len(target)) - np.searchsorted(target, target) < most
-        target, source = target[is_near], source[is_near]
-    return target, source
+    return pairs["i"].astype(np.int64), pairs["j"].astype(np.int64)
+
+
+def _farther(r: float) -> float:
+    """A little more, because SciPy compares squares, whose rounding may lose pairs at exactly this distance."""
+    return max(r * (1 + 1e-12), 1e-150)
 
 
 def earlier_than(
