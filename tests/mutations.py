@@ -118,7 +118,7 @@ TESTS = {
     GRAPHORMER: ["tests/models/test_graphormer.py"],
     PATHS: ["tests/test_structure.py"],
     **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL, GCN)},
-    STRUCTURE: ["tests/test_structure.py"],
+    STRUCTURE: ["tests/test_structure.py", "tests/nn/test_positional.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
     GRAPH: ["tests/ops/test_custom_parts.py"],
@@ -655,9 +655,9 @@ MUTATIONS = [
     Mutation("the last bucket is out of range", BUCKETS, "return number < last ? number : «last → 0»;"),
     Mutation("heads have the first one's table", BUCKETS, "const A* of_head = table + «head → 0» * b.count;"),
     Mutation("rows of buckets are dense", BUCKETS, "row * «b.row_stride → b.columns»;"),
-    Mutation(
-        "keys have the maximum of all graphs' last", FEATURES, "largest = exponents.«amax → amin»(-3, keepdim=True)"
-    ),
+    Mutation("keys have no maximum", FEATURES, "value=-torch.inf).«amax → amin»(-3, keepdim=True)"),
+    Mutation("features may be as small as any", FEATURES, "«.masked_fill(exponents < smallest, 0.0) → »"),
+    Mutation("a random walk takes one of parallel edges", STRUCTURE, "share, «accumulate=True → accumulate=False»"),
     Mutation("second eigenvectors come first", STRUCTURE, "vectors[..., «1 : k + 1 → 2 : k + 2»]"),
     # ------------------------------------------------------------------------------------------------- orders of nodes
     Mutation("edges are sorted by source", REORDERING, "lexsort(«[source, target] → [target, source]»)"),
@@ -666,6 +666,8 @@ MUTATIONS = [
     Mutation("nodes are in the order of their parts' first", REORDERING, "order[«parts[order] → parts».argsort("),
     Mutation("a data set's types share their first number", TRANSFORMS, "first = «last → 0»"),
     Mutation("an earlier order is forgotten", TRANSFORMS, "if «name not in store → True»:"),
+    Mutation("pairs have one order for both nodes", TRANSFORMS, "(«nodes.unsqueeze(1) → nodes» * size + nodes)"),
+    Mutation("paths name the old edges", TRANSFORMS, "F.pad(«edges.argsort() → edges», (0, 1)"),
     Mutation("a number of N is in range", TRANSFORMS, "row.max() «< → <=» len(numbers)"),
     Mutation(
         "inverse reorders once more", TRANSFORMS, "{key: «order.argsort() → order» for key, order in orders.items()}"

@@ -59,7 +59,9 @@ def num_nodes(x: Tensor, mask: Tensor | None, graph: CompleteGraph) -> Tensor:
     if graph.blocks is not None:
         counts = torch.tensor([sources for _, sources in graph.blocks], device=x.device)
         return counts.repeat_interleave(counts).to(x)
-    return x.new_full((1,), graph.num_all_sources)
+    count = graph.num_all_sources
+    assert count is not None  # complete graphs have sizes
+    return x.new_full((1,), count)
 
 
 def check_heads(channels: int, heads: int, head_channels: int | None) -> int:
