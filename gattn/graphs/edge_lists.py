@@ -39,7 +39,7 @@ __all__ = [
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-# For a tensor that is used with many numbers of nodes, only what was derived for the last few is kept.
+# For a tensor that is used with many numbers of nodes, only what was derived for the last few is kept, of each kind.
 _MOST_KEPT = 8
 
 
@@ -111,9 +111,10 @@ class _Kept:
             if entry is None or entry[0] != state:
                 with torch.inference_mode(False):  # what is kept must also serve training
                     entry = state, _memory(tensor), OnStream(derive(), tensor)
+                same = [other for other in self.entries if _kind(other) == _kind(key)]
+                if len(same) >= _MOST_KEPT:
+                    del self.entries[same[0]]
             self.entries[key] = entry
-            if len(self.entries) > _MOST_KEPT:
-                del self.entries[next(iter(self.entries))]
             if is_capturing(tensor):
                 self.captured.append(entry)
         return entry[2].get()
@@ -122,6 +123,13 @@ class _Kept:
         with self.lock:
             entry = self.entries.get(key)
         return None if entry is None or entry[0] != state else entry[2].get()
+
+
+def _kind(key: Hashable) -> Hashable:
+    """What a key says about the kind of value; all that follows are options."""
+    while isinstance(key, tuple):
+        key = key[0]
+    return key
 
 
 _lock: Any = threading.RLock()  # reentrant, because the garbage collector may run anything at any time

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from gattn import AdditiveScore, SparseGraph, attend
+from gattn import AdditiveScore, SparseGraph, attend, nn
 from gattn.graphs import edge_lists
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.cpu.layout import Layout, layout_of
@@ -290,6 +290,33 @@ class TestKeeping:
         for extra in range(1, 20):
             layout_of(index, 9 + extra, 9, False, FLOWS[0])
             assert layout_of(index, 9, 9, False, FLOWS[0]) is first
+
+    def test_a_network_of_many_kinds_of_layers_derives_once(self, monkeypatch):
+        shared, made, get = random_edge_index(6, num_edges=8), [], edge_lists._Kept.get
+
+        def counted(self, tensor, key, state, derive):
+            noted = made if tensor is shared else []
+            return get(self, tensor, key, state, lambda: (noted.append(key), derive())[1])
+
+        monkeypatch.setattr(edge_lists._Kept, "get", counted)
+        x, features = torch.randn(6, 8), torch.randn(8, 8)
+        network = [
+            (nn.GATConv(8, 8), x, shared),
+            (nn.GATConv(8, 8, flow=FLOWS[1]), x, shared),
+            (nn.GATConv((8, 8), 8, edge_dim=8), (x, x), shared, features),
+            (nn.TransformerConv(8, 8), x, shared),
+            (nn.TransformerConv(8, 8, flow=FLOWS[1]), x, shared),
+            (nn.FAConv(8), x, x, shared),
+            (nn.DNAConv(8), x.unsqueeze(1), shared),
+            (nn.RGATConv(8, 8, 2), x, shared, torch.randint(2, (8,))),
+            (nn.HypergraphConv(8, 8), x, shared),
+            (nn.SuperGATConv(8, 8).eval(), x, shared),
+        ]
+        for _ in range(2):
+            for layer, *inputs in network:
+                layer(*inputs)
+        assert len(made) > 8
+        assert len(made) == len(set(made))
 
     def test_a_forked_child_starts_anew(self):
         """Locks that another thread held at the fork would never be released."""
