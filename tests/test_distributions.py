@@ -1,4 +1,7 @@
+import copy
 import math
+import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -574,6 +577,26 @@ class TestHard:
         (grad,) = torch.autograd.grad(log_prob.sum() + entropy.sum(), logits)
         assert (grad[dead] == 0).all()
         assert (grad[[0, 3], 1] != 0).all()
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda hard: pickle.loads(pickle.dumps(hard))])
+    def test_copies_start_without_choices(self, copied):
+        hard, logits = Hard(sample=False), torch.randn(6, 2, requires_grad=True)
+        hard.weights(logits, INDEX, 4, 0)
+        other = copied(hard)
+        assert not hasattr(other, "log_prob")
+        other.weights(logits.detach(), INDEX, 4, 0)
+        assert hard.log_prob.requires_grad
+        assert torch.equal(other.log_prob, hard.log_prob)
+
+    def test_threads_have_choices_of_their_own(self):
+        hard, ones = Hard(sample=False), torch.ones(6, 2)
+        hard.weights(ones, INDEX, 4, 0)
+        expected = hard.log_prob, hard.entropy
+        worker = threading.Thread(target=hard.weights, args=(ones[:2], INDEX[:2], 2, 0))
+        worker.start()
+        worker.join()
+        assert hard.log_prob is expected[0]
+        assert hard.entropy is expected[1]
 
     def test_probabilities_too_small_for_their_type(self):
         """Gradients are finite where a probability is zero, or has lost its digits."""

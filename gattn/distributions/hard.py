@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
@@ -21,7 +24,9 @@ class Hard(Distribution):
 
     Such weights have no gradient with respect to the logits, so an estimator is needed. `"reinforce"`
     (`Show, Attend and Tell <https://arxiv.org/abs/1502.03044>`_) keeps `log_prob` and `entropy` of the choices, from
-    which `gattn.nn.ReinforceLoss` makes a loss with an unbiased gradient. `"straight_through"`
+    which `gattn.nn.ReinforceLoss` makes a loss with an unbiased gradient. They are those of the last call in the same
+    thread, whose gradients they keep in memory until the next one; copies of the object start without them.
+    `"straight_through"`
     (`Gumbel-softmax <https://arxiv.org/abs/1611.01144>`_) computes the backward pass as if the weights were
     :math:`\mathrm{softmax}((\mathrm{logits} + g) / \tau)`, where g is the Gumbel noise with which they were drawn. Its
     gradient varies less, but is biased.
@@ -55,11 +60,6 @@ class Hard(Distribution):
 
     respects_infinity = True
 
-    log_prob: Tensor
-    """The log-probability of each of the last choices, `[..., N, H]`; 0 where nothing was chosen."""
-    entropy: Tensor
-    """The entropy of the distribution from which they were drawn, in nats, `[..., N, H]`."""
-
     def __init__(
         self,
         sample: bool = True,
@@ -89,6 +89,25 @@ class Hard(Distribution):
         self.temperature = temperature
         self.expected = expected
         self.generator = generator
+        self._last = threading.local()
+
+    @property
+    def log_prob(self) -> Tensor:
+        """The log-probability of each of the last choices, `[..., N, H]`; 0 where nothing was chosen."""
+        found: Tensor = self._last.log_prob
+        return found
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of the distribution from which they were drawn, in nats, `[..., N, H]`."""
+        found: Tensor = self._last.entropy
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: option for name, option in self.__dict__.items() if name != "_last"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _last=threading.local())
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """See `Distribution.weights`; sets `log_prob` and `entropy`."""
@@ -115,8 +134,8 @@ class Hard(Distribution):
             is_soft = coin.index_select(dim, index)
             weights = torch.where(is_soft, soft, weights)
             chosen = chosen & ~is_soft
-        self.log_prob = scatter(torch.where(chosen, log_soft, 0.0), index, dim, num_targets, reduce="sum")
-        self.entropy = scatter(-soft * log_soft, index, dim, num_targets, reduce="sum")
+        self._last.log_prob = scatter(torch.where(chosen, log_soft, 0.0), index, dim, num_targets, reduce="sum")
+        self._last.entropy = scatter(-soft * log_soft, index, dim, num_targets, reduce="sum")
         return weights.to(dtype)
 
     def __repr__(self) -> str:
