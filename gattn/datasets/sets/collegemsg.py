@@ -59,8 +59,8 @@ class CollegeMsg(GraphFamily):
         archive, part = (path.with_name(f"{path.name}.{suffix}") for suffix in ("gz", "part"))
         try:
             download(self.url(path.name), archive)
-            with gzip.open(archive) as file:
-                content = file.read(most_unpacked(archive))
+            with gzip.open(archive) as packed:
+                content = packed.read(most_unpacked(archive))
             digest = hashlib.sha256(content).hexdigest()
             if digest != self.sha256[path.name]:
                 raise ValueError(
