@@ -82,15 +82,17 @@ def attend(
     """
     dtype = compute_dtype(value.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    batch, num_targets, num_sources = len(value), graph.num_targets, graph.num_sources
-    elements = elements_of(graph, batch)
+    batch, num_targets, num_sources = value.size(0), graph.num_targets, graph.num_sources
+    elements, offset = elements_of(graph, batch), graph.offset(num_targets, num_sources)
+    is_compiling = torch.compiler.is_compiling()
+    if elements is None and is_compiling:  # one block for all, since the size of the batch may be open
+        block = _block(0, num_targets, 0, num_sources, offset, graph.causal)
+        return _plain(query, key, value, _Rule(scale, normalize, eps, (block,)))
     if elements is None:
-        offset = graph.offset(num_targets, num_sources)
         elements = tuple((b * num_targets, num_targets, b * num_sources, num_sources, offset) for b in range(batch))
     rule = _Rule(scale, normalize, eps, tuple(_block(*element, graph.causal) for element in elements))
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    compute = _plain if torch.compiler.is_compiling() else _Linear.apply
-    out: Tensor = compute(query, key, value, rule)
+    out: Tensor = (_plain if is_compiling else _Linear.apply)(query, key, value, rule)
     return torch.unflatten(out, 0, (batch, num_targets))
 
 
@@ -110,40 +112,40 @@ def _block(target: int, num_targets: int, source: int, num_sources: int, offset:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
-    """The output `[N, H, V]` for rows `[N, H, C]`, by operations that PyTorch can differentiate any number of times."""
-    key, value = (repeat_heads(x, query.size(1)) for x in (key, value))
-    query, key, value = (x.transpose(0, 1) for x in (query * rule.scale, key, value))
+    """The output `[..., N, H, V]` for rows `[..., N, H, C]`, by operations that PyTorch can differentiate further."""
+    key, value = (repeat_heads(x, query.size(-2)) for x in (key, value))
+    query, key, value = (x.transpose(-3, -2) for x in (query * rule.scale, key, value))
     if rule.normalize:
         value = F.pad(value, (0, 1), value=1.0)  # whose sum is that of the weights
     parts, done = [], 0
     for first, targets, sources, last in rule.blocks:
-        state = key[:, first].mT @ value[:, first]
-        parts.append(value.new_zeros(value.size(0), targets.start - done, value.size(2)))
+        state = key[..., first, :].mT @ value[..., first, :]
+        parts.append(value.new_zeros(*value.shape[:-2], targets.start - done, value.size(-1)))
         if targets.stop > targets.start:
-            q, k, v = (_chunks(x) for x in (query[:, targets], key[:, sources], value[:, sources]))
+            q, k, v = (_chunks(x) for x in (query[..., targets, :], key[..., sources, :], value[..., sources, :]))
             before, state = _running(state, k.mT @ v)
-            parts.append(_causal(q, k, v, before)[:, : targets.stop - targets.start])
-        parts.append(query[:, last] @ state)
+            parts.append(_causal(q, k, v, before)[..., : targets.stop - targets.start, :])
+        parts.append(query[..., last, :] @ state)
         done = last.stop
-    parts.append(value.new_zeros(value.size(0), query.size(1) - done, value.size(2)))
-    sums = torch.cat(parts, 1).transpose(0, 1)
+    parts.append(value.new_zeros(*value.shape[:-2], query.size(-2) - done, value.size(-1)))
+    sums = torch.cat(parts, -2).transpose(-3, -2)
     return sums[..., :-1] / _divisor(sums[..., -1:], rule.eps) if rule.normalize else sums
 
 
 def _chunks(x: Tensor) -> Tensor:
-    """Rows `[H, N, C]` in chunks, `[H, chunks, rows, C]`, the last one with zeros at its end."""
-    return torch.unflatten(F.pad(x, (0, 0, 0, -x.size(1) % _CHUNK)), 1, (-1, _CHUNK))
+    """Rows `[..., N, C]` in chunks, `[..., chunks, rows, C]`, the last one with zeros at its end."""
+    return torch.unflatten(F.pad(x, (0, 0, 0, -x.size(-2) % _CHUNK)), -2, (-1, _CHUNK))
 
 
 def _running(state: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The state `[H, chunks, C, V]` before each chunk and the one after the last, given the first and each chunk's."""
-    states = torch.cat([state.unsqueeze(1), states], 1).cumsum(1)
-    return states[:, :-1], states[:, -1]
+    """The state `[..., chunks, C, V]` before each chunk and that after the last, given the first and each chunk's."""
+    states = torch.cat([state.unsqueeze(-3), states], -3).cumsum(-3)
+    return states[..., :-1, :, :], states[..., -1, :, :]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, before: Tensor) -> Tensor:
-    """The sums of chunks, `[H, N, V]`, given the states before them."""
-    return (query @ before + (query @ key.mT).tril() @ value).flatten(1, 2)
+    """The sums of chunks, `[..., N, V]`, given the states before them."""
+    return (query @ before + (query @ key.mT).tril() @ value).flatten(-3, -2)
 
 
 def _divisor(total: Tensor, eps: float) -> Tensor:
