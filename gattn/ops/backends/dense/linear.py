@@ -35,16 +35,41 @@ _CHUNK = 32
 
 
 class _Block(NamedTuple):
-    """Rows that attend to each other; its other rows see nothing, or are seen by nobody."""
+    """Rows that attend to each other; its other rows see nothing, or are seen by nobody.
 
-    first: slice
-    """The sources that all of these targets see"""
-    targets: slice
-    """Targets of a causal graph, which also see the sources up to their own position"""
-    sources: slice
-    """The sources at these positions"""
-    last: slice
-    """The targets that see all sources"""
+    Numbers and not slices, with which a compiler would make a program for each size.
+    """
+
+    source: int
+    """The first source"""
+    middle: int
+    """The first source after those that all of these targets see"""
+    target: int
+    """The first target that sees a source"""
+    beside: int
+    """The number of targets of a causal graph that also see the sources up to their own position"""
+    end: int
+    """The first target after these"""
+
+    @property
+    def first(self) -> slice:
+        """The sources that all of these targets see."""
+        return slice(self.source, self.middle)
+
+    @property
+    def targets(self) -> slice:
+        """Targets of a causal graph, which also see the sources up to their own position."""
+        return slice(self.target, self.target + self.beside)
+
+    @property
+    def sources(self) -> slice:
+        """The sources at these positions."""
+        return slice(self.middle, self.middle + self.beside)
+
+    @property
+    def last(self) -> slice:
+        """The targets that see all sources."""
+        return slice(self.target + self.beside, self.end)
 
 
 class _Rule(NamedTuple):
@@ -98,14 +123,11 @@ def attend(
 
 def _block(target: int, num_targets: int, source: int, num_sources: int, offset: int, causal: bool) -> _Block:
     """The block of these targets and sources, whose target 0 has the position of source `offset`."""
-    seen, unseen, beside, end = num_sources, 0, 0, target + num_targets
+    seen, unseen, beside = num_sources, 0, 0
     if causal:
         seen, unseen = min(max(offset, 0), num_sources), min(max(-offset, 0), num_targets)
         beside = min(num_targets - unseen, num_sources - seen)
-    first, target = source + seen, target + unseen
-    return _Block(
-        slice(source, first), slice(target, target + beside), slice(first, first + beside), slice(target + beside, end)
-    )
+    return _Block(source, source + seen, target + unseen, beside, target + num_targets)
 
 
 # ---------------------------------------------------------------------------------------------------- by few operations
@@ -118,7 +140,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
     if rule.normalize:
         value = F.pad(value, (0, 1), value=1.0)  # whose sum is that of the weights
     parts, done = [], 0
-    for first, targets, sources, last in rule.blocks:
+    for block in rule.blocks:
+        first, targets, sources, last = block.first, block.targets, block.sources, block.last
         state = key[..., first, :].mT @ value[..., first, :]
         parts.append(value.new_zeros(*value.shape[:-2], targets.start - done, value.size(-1)))
         if targets.stop > targets.start:
@@ -134,7 +157,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
 
 def _chunks(x: Tensor) -> Tensor:
     """Rows `[..., N, C]` in chunks, `[..., chunks, rows, C]`, the last one with zeros at its end."""
-    return torch.unflatten(F.pad(x, (0, 0, 0, -x.size(-2) % _CHUNK)), -2, (-1, _CHUNK))
+    chunks = -(-x.size(-2) // _CHUNK)
+    return torch.unflatten(F.pad(x, (0, 0, 0, chunks * _CHUNK - x.size(-2))), -2, (chunks, _CHUNK))
 
 
 def _running(state: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
