@@ -5,6 +5,7 @@ Dimensions: N targets, M sources, E listed pairs, H heads, K buckets, B elements
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import accumulate
@@ -90,11 +91,12 @@ class Bias:
         """The same bias, prepared for the groups of a graph."""
         return self
 
-    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Bias:
+    def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> Bias:
         """The bias of elements of a batch, or blocks of a packed graph, of one size.
 
         Args:
-            elements: Their numbers, counted as in a batch of all blocks.
+            elements: Their numbers, counted as in a batch of all blocks; `None` for a whole batch of one graph, whose
+                size may be open.
             num_targets: N, of each.
             num_sources: M, of each.
             offset: The position of target 0.
@@ -154,9 +156,8 @@ class Bias:
         """The bias of a graph's edges, `[..., E, H or 1]`."""
         source, target = edges.sources_and_targets()
         if graph.blocks is None:
-            count = 1 if self.shared else batch.numel()
             sizes = edges.num_targets, edges.num_sources
-            found = self.of_group(range(count), *sizes, sizes[1] - sizes[0]).of_pairs(target, source)
+            found = self.of_group(None, *sizes, sizes[1] - sizes[0]).of_pairs(target, source)
             return found.squeeze(0) if self.shared else found.reshape(*batch, *found.shape[1:])
         parts, first_target, first_source = [], 0, 0
         ends = torch.tensor([n for n, _ in graph.blocks], device=target.device).cumsum(0)
@@ -219,10 +220,10 @@ class SparseBias(Bias):
             self._index = self.target
         self.num_sources = graph.num_sources
         self.values = values
-        if graph.is_dense or values.dim() not in (1, 2) or len(values) != len(self.source):
+        if graph.is_dense or values.dim() not in (1, 2) or values.size(0) != self.source.size(0):
             raise InputError(
                 f"values must have one bias per listed pair, [E, H] or [E]; got {list(values.shape)} for "
-                f"{len(self.source)} pairs."
+                f"{self.source.size(0)} pairs."
             )
         _check_real("values", values)
 
@@ -366,7 +367,7 @@ class Pairs(Bias):
         starts = None if number is None else F.pad(number.bincount(minlength=len(pairs)).cumsum(0), (1, 0))
         return Pairs(element, self.target[pairs], self.source[pairs], self.values, place, starts, self.count)
 
-    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:
+    def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> Pairs:
         """See `Bias.of_group`: padding has no pairs."""
         is_there = (self.target < num_targets) & (self.source < num_sources)
         return self if bool(is_there.all()) else self.chosen(is_there.nonzero().squeeze(1))
@@ -455,8 +456,9 @@ class _BlockPairs(Bias):
     def __init__(self, index: Tensor, pairs: Pairs, values: Tensor, blocks: Sequence[tuple[int, int]]):
         self.index, self.pairs, self.values, self.blocks = index, pairs, values, tuple(blocks)
 
-    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Pairs:
+    def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> Pairs:
         """See `Bias.of_group`."""
+        assert elements is not None  # blocks are always named
         groups: dict[tuple[int, ...], Pairs] = derived(self.index, ("pairs of blocks", self.blocks), dict)
         elements = tuple(elements)
         if elements not in groups:
@@ -516,10 +518,10 @@ class _TracedPairs(Bias):
         """See `Bias.with_tensors`."""
         return _TracedPairs(self.target, self.source, tensors[0], self.blocks, self.starts, self.size)
 
-    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> _TracedPairs:
+    def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> _TracedPairs:
         """See `Bias.of_group`."""
-        if len(self.blocks) == 1:
-            elements = elements[:1]
+        if elements is None or len(self.blocks) == 1:
+            elements = (0,)
         firsts = list(accumulate(self.blocks, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
         starts = [firsts[element % len(self.blocks)] for element in elements]
         return _TracedPairs(self.target, self.source, self.values, self.blocks, starts, (num_targets, num_sources))
@@ -636,7 +638,7 @@ class BucketBias(Bias):
             targets, sources = zip(*graph.blocks, strict=True) if graph.blocks else ((0,), (0,))
             sizes = max(targets), max(sources)
         if isinstance(self.buckets, Tensor):
-            count = len(graph.blocks) if graph.blocks is not None else batch.numel()
+            count = len(graph.blocks) if graph.blocks is not None else math.prod(batch)
             wanted = [*sizes] if self.shared else [count, *sizes]
             if list(self.buckets.shape) != wanted:
                 raise InputError(f"buckets must be {wanted} for {graph}; got {list(self.buckets.shape)}.")
@@ -657,19 +659,19 @@ class BucketBias(Bias):
         part = Buckets(buckets, self.table).part(slice(start, stop), slice(0, buckets.size(2)))
         return part.squeeze(0) if self.shared else part
 
-    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> Buckets:
+    def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> Buckets:
         """See `Bias.of_group`."""
         buckets = self.buckets
         if callable(buckets):
             return Buckets(buckets, self.table, offset)
         if not isinstance(buckets, Tensor):
-            found = [buckets[element % len(buckets)] for element in elements]
+            found = [buckets[element % len(buckets)] for element in elements or ()]
             found = found or [torch.zeros(0, 0, dtype=torch.uint8, device=self.table.device)]
             buckets = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
         elif buckets.dim() == 2:
             buckets = buckets.unsqueeze(0)
-        elif tuple(elements) != tuple(range(len(buckets))):
-            buckets = buckets[[element % len(buckets) for element in elements]]
+        elif elements is not None and tuple(elements) != tuple(range(buckets.size(0))):
+            buckets = buckets[[element % buckets.size(0) for element in elements]]
         return Buckets(buckets[:, :num_targets, :num_sources], self.table)
 
     def __repr__(self) -> str:
@@ -689,7 +691,7 @@ class Buckets(Bias):
     def __init__(self, buckets: Any, table: Tensor, offset: int = 0):
         self.buckets, self.offset = buckets, offset
         self.table = table if table.dim() == 2 else table.unsqueeze(1)
-        self.shared = callable(buckets) or len(buckets) == 1
+        self.shared = callable(buckets) or buckets.size(0) == 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         """See `Bias.tensors`."""
@@ -774,7 +776,7 @@ class DistanceBias(Bias):
         """See `Bias.check`."""
         _check_heads("table", self.table, heads)
 
-    def of_group(self, elements: Sequence[int], num_targets: int, num_sources: int, offset: int) -> DistanceBias:
+    def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> DistanceBias:
         """See `Bias.of_group`."""
         return DistanceBias(self.table, self.first, offset)
 

@@ -202,10 +202,10 @@ class PathEncoder(Leaf, Module):
             raise InputError(f"paths must be [..., L] with up to {self.max_len} edges; got {list(paths.shape)}.")
         products = (edge_attr @ self.embedding_table.weight.t()).view(-1, self.max_len, self.num_heads)
         check_dtype(self, edge_attr=edge_attr)
-        flat = paths.reshape(paths.shape[:-1].numel(), paths.size(-1))
+        flat = paths.flatten(0, -2) if paths.dim() > 1 else paths.unsqueeze(0)
         path, place = (flat >= 0).nonzero().unbind(1)
         on_paths = products.flatten(0, 1).index_select(0, flat[path, place].long() * self.max_len + place)
-        sums = on_paths.new_zeros(len(flat), self.num_heads).index_add(0, path, on_paths)
+        sums = on_paths.new_zeros(flat.size(0), self.num_heads).index_add(0, path, on_paths)
         lengths = (flat >= 0).sum(1, keepdim=True).clamp(min=1)
         return (sums / lengths).view(*paths.shape[:-1], self.num_heads)
 

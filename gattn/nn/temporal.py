@@ -161,11 +161,11 @@ class GraphAttentionEmbedding(Leaf, Module):
         for name, tensor in (("x", x), ("last_update", last_update), ("t", t), ("msg", msg)):
             if not isinstance(tensor, Tensor):
                 raise InputTypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
-        graph = as_graph(edge_index).resolve(len(x), len(x), device=x.device).listed(x.device)
+        graph = as_graph(edge_index).resolve(x.size(0), x.size(0), device=x.device).listed(x.device)
         if last_update.shape != x.shape[:1] or t.shape != (graph.num_edges,) or msg.shape[:-1] != t.shape:
             raise InputError(
                 f"last_update must have one time per node, t one and msg one row per event; got "
-                f"{list(last_update.shape)}, {list(t.shape)} and {list(msg.shape)} for {len(x)} nodes and "
+                f"{list(last_update.shape)}, {list(t.shape)} and {list(msg.shape)} for {x.size(0)} nodes and "
                 f"{graph.num_edges} events."
             )
         last_update, t = (time if time.is_floating_point() else time.long() for time in (last_update, t))

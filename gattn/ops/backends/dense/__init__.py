@@ -371,7 +371,7 @@ def _of_all(part: _Part, graph: CompleteGraph) -> Tensor | Bias | None:
     if not isinstance(part.bias, Bias):
         return part.bias
     sizes = part.num_targets, graph.num_sources
-    return part.bias.of_group(range(part.value.size(0)), *sizes, graph.offset(*sizes))
+    return part.bias.of_group(None, *sizes, graph.offset(*sizes))
 
 
 def _of_group(bias: Tensor | Bias | None, group: Group) -> Tensor | Bias | None:
