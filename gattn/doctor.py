@@ -25,8 +25,14 @@ from gattn.ops.backends import BACKENDS, Backend
 from gattn.ops.backends.cpu import native
 from gattn.testing import assert_as_exact_as, random_edge_index
 
-__all__ = ["checks", "environment", "main", "speed"]
+__all__ = ["TESTED", "checks", "environment", "main", "speed"]
 
+#: The versions that `.ci/run` tests, the oldest and the newest among them.
+TESTED = {
+    "Python": ("3.11", "3.13"),
+    "PyTorch": ("2.11.0", "2.13.0", "2.14.1"),
+    "torch-geometric": ("2.7", "2.8.1"),
+}
 _PACKAGES = ("torch-geometric", "triton", "torch-scatter", "torch-sparse", "pyg-lib", "numpy", "scipy")
 _VARIABLES = ("OMP_NUM_THREADS", "GATTN_KERNELS", "GATTN_INSTRUCTION_SET", "GATTN_DATA", "LD_PRELOAD")
 _TARGETS, _EDGES, _HEADS, _CHANNELS, _TYPES = 40, 400, 2, 8, 3
@@ -283,7 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--speed", action="store_true", help="also compare the speed of three layers with PyG's")
     options = parser.parse_args(arguments)
     for name, text in environment():
-        print(f"{name:16} {text}")
+        tested = f" (tested: {', '.join(TESTED[name])})" if name in TESTED else ""
+        print(f"{name:16} {text}{tested}")
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     counts: dict[tuple[str, str], int] = {}
     wrong = []

@@ -1,7 +1,10 @@
 """`python -m gattn`: the report, and that it finds what is wrong."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,8 @@ def test_the_report(few_cases, capsys, monkeypatch):
     monkeypatch.setenv("MALLOC_TOP_PAD_", "123")
     doctor.main([])
     printed = capsys.readouterr().out
+    for name, tested in doctor.TESTED.items():
+        assert re.search(rf"^{name} .*\(tested: {', '.join(tested)}\)$", printed, re.M)
     for text in (f"PyTorch          {torch.__version__}", "MALLOC_TOP_PAD_  123", "triton  ", "pyg-lib  ", "data  "):
         assert text in printed
     assert "cpu              on cpu: 8 of 8 results are right" in printed
@@ -74,6 +79,23 @@ def test_all_backends_are_looked_at(few_cases, monkeypatch):
     for backend in BACKENDS:
         monkeypatch.setattr(type(backend), "missing", lambda self: None)
     assert {check.backend for check in doctor.checks(["cpu"])} == {"dense", "cpu"}
+
+
+def test_the_tested_versions_are_those_of_the_project():
+    """The oldest that it allows, the pinned ones and the newest; `.ci/run` reads PyTorch's from the same table."""
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    oldest = dict(text.split(">=") for text in project["dependencies"] if ">=" in text)
+    named = [text.split()[-1] for text in project["classifiers"] if re.search(r"Python :: \d", text)]
+    python, pytorch, pyg = (doctor.TESTED[name] for name in ("Python", "PyTorch", "torch-geometric"))
+    assert project["requires-python"] == f">={python[0]}"
+    assert (python[0], python[-1]) == (named[0], named[-1])
+    assert (pytorch[0], pyg[0]) == (oldest["torch"] + ".0", oldest["torch-geometric"])
+    constraints = root / "constraints.txt"
+    if constraints.exists():  # not beside an installed wheel
+        pinned = dict(re.findall(r"^(\S+)==(\S+)$", constraints.read_text(), re.M))
+        assert pinned["torch"] in pytorch
+        assert pinned["torch-geometric"] == pyg[-1]
 
 
 @pytest.mark.slow
