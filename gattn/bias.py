@@ -78,10 +78,6 @@ class Bias:
         """The same bias with other tensors in place of these, in their order."""
         return self
 
-    def held(self) -> dict[str, Tensor]:
-        """All tensors among the attributes, also those of integers, by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
     # What backends ask. A bias that is shared by everything, and has rows, needs none of it.
 
     def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:

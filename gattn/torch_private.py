@@ -54,7 +54,7 @@ __all__ = [
 
 #: PyTorch's fused attention on the CPU, called directly because its public function has no second derivative.
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 #: Which kernel `scaled_dot_product_attention` would choose: there is no public way to ask for the CPU.
 scaled_dot_product_choice = torch._fused_sdp_choice
@@ -152,14 +152,6 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`, without searching its arguments for tensors of `torch.func` transforms that have ended."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
-
-
-def flash_attention_on_cpu_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any, **options: Any
-) -> Any:
-    """The gradients of query, key and value; PyTorch's kernel assumes dense rows of these tensors without looking."""
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
-    return _flash_backward(*rows, *others, **options)
 
 
 def is_context_parallel() -> bool:

@@ -351,13 +351,12 @@ def has_gradient(tensors: Iterable[Tensor | None]) -> bool:
 def are_plain(inputs: Sequence[Any]) -> bool:
     """Whether no input is lazy, a wrapper, or of a tensor subclass, which may want to see every operator.
 
-    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them, computes lazy tensors, and
-    negates those whose sign is only a flag.
+    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them and computes lazy tensors.
     """
     if not _PLAIN.issuperset(map(type, inputs)):
         return False
-    for value in inputs:
-        if isinstance(value, Tensor) and (is_functorch_tensor(value) or is_lazy(value) or value.is_neg()):
+    for value in inputs:  # noqa: SIM110 - twice as fast as all()
+        if isinstance(value, Tensor) and (is_functorch_tensor(value) or is_lazy(value)):
             return False
     return True
 
@@ -403,7 +402,7 @@ def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
     if ctx.forms is not None and _forms(tensors) != ctx.forms:
         values[_PLAN] = None
     for place, tensor in zip(ctx.places, tensors, strict=False):
-        values[place] = tensor.resolve_neg()
+        values[place] = tensor
     return Inputs(*values), list(tensors[len(ctx.places) :])
 
 

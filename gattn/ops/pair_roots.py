@@ -72,7 +72,7 @@ def _can_use_kernels(given: tuple[Tensor, ...]) -> bool:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
-        query, key, weight, shift, target, source = map(native.ready, given)
+        query, key, weight, shift, target, source = (x.contiguous() for x in given)
         out = torch.empty_like(weight)
         _run("gattn_pair_roots", query, key, weight, target, source, shift=shift, out=out)
         ctx.save_for_backward(query, key, weight, target, source, out)
@@ -80,7 +80,7 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, weight, target, source, out = map(native.ready, ctx.saved_tensors)
+        query, key, weight, target, source, out = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled() or is_batched(grad):  # as second derivatives and batches of gradients need it
             ends = query.index_select(0, target) + key.index_select(0, source)
@@ -90,7 +90,7 @@ class _Kernel(torch.autograd.Function):
             of_product = grad_shift * (0.5 / size.masked_fill(is_zero, 1.0).sqrt()).masked_fill(is_zero, 0.0)
             grad_ends, grad_weight = of_product * weight, of_product * ends
         else:
-            grad = native.ready(grad)
+            grad = grad.contiguous()
             grad_ends, grad_weight, grad_shift = (torch.empty_like(weight) for _ in range(3))
             terms = {"grad_ends": grad_ends, "grad_weight": grad_weight, "grad_shift": grad_shift}
             _run("gattn_pair_roots_backward", query, key, weight, target, source, out=out, grad=grad, **terms)

@@ -152,7 +152,6 @@ _plain_keys: tuple[set[int], set[int]] = (set(), set())
 def _is_plain(tensor: Tensor, keys: int, plain_keys: set[int]) -> bool:
     """Whether these are the keys of plain tensors, such as this one."""
     is_plain = tensor.layout is torch.strided and not is_functorch_tensor(tensor) and not is_lazy(tensor)
-    is_plain = is_plain and not tensor.is_neg()
     if is_plain and (torch.is_inference_mode_enabled() or not tensor.is_inference()):
         plain_keys.add(keys)
         return True

@@ -209,7 +209,7 @@ class _Arguments:
         if inputs.edge_projection is not None:
             rows = inputs.edge_projection.contiguous().flatten(0, 1)
             arguments.edge_projection_rows = self.hold(rows)
-            arguments.edge_projection = self.hold(rows.t())
+            arguments.edge_projection = self.hold(rows.t().contiguous())
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
         if inputs.seed is not None:
@@ -218,8 +218,7 @@ class _Arguments:
             arguments.seed, arguments.threshold, arguments.keep_scale = dropout
 
     def hold(self, tensor: Tensor) -> int:
-        """The address of a tensor, made ready for C and kept alive until the kernel is done."""
-        tensor = native.ready(tensor)
+        """The address of a tensor, which is kept alive until the kernel is done."""
         self.held.append(tensor)
         return tensor.data_ptr()
 
@@ -243,7 +242,7 @@ def _dropout_arguments(p: float, seed: Tensor) -> tuple[int, int, float]:
 
 
 def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    x = native.ready(x)
+    x = x.contiguous()
     result = torch.empty_like(x)
     seed_value, threshold, scale = _dropout_arguments(p, seed)
     threads = torch.get_num_threads() if x.numel() > _SERIAL_WORK else 1
@@ -430,11 +429,12 @@ def _backward(
     arguments.by_source = by_source.rows
     arguments.target_position = by_source.target_position.data_ptr()
     arguments.source_position = by_source.source_position.data_ptr()
-    arguments.grad_out, arguments.out = call.hold(grad_out), call.hold(out)
+    arguments.grad_out = call.hold(grad_out.contiguous())
     if grad_weights is not None and weights is not None:
-        arguments.grad_weights, arguments.weights = call.hold(grad_weights), call.hold(weights)
-    for each, tensor in zip(plan.kept, kept, strict=True):  # which hooks on saved tensors may have laid out anew
-        setattr(arguments, each.name, call.hold(tensor))
+        arguments.grad_weights, arguments.weights = call.hold(grad_weights.contiguous()), weights.data_ptr()
+    arguments.out = out.data_ptr()
+    for each, tensor in zip(plan.kept, kept, strict=True):
+        setattr(arguments, each.name, tensor.data_ptr())
     arguments.record_bytes = plan.record_bytes
     arguments.node_terms = call.terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels, 1)

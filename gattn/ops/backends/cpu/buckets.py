@@ -25,14 +25,14 @@ def can_add(bias: Buckets, numbers: Tensor) -> bool:
     """Whether the kernels can compute with this bias, and logits or their gradients `[B, H, n, m]`, now."""
     if _load_error is not None or numbers.device.type != "cpu":
         return False
-    is_dense = numbers.is_contiguous() and not numbers.is_neg() and numbers.dtype in (torch.float32, torch.float64)
+    is_dense = numbers.is_contiguous() and numbers.dtype in (torch.float32, torch.float64)
     is_same = bias.table.dtype == numbers.dtype and len(bias.table) > 0
     return is_dense and is_same and not is_traced() and needs_plain_pytorch() is None
 
 
 def add(bias: Buckets, targets: slice, sources: slice, logits: Tensor) -> Tensor:
     """Adds the biases of these pairs to their logits, `[B, H, n, m]`, in place."""
-    table = native.ready(bias.table.t().expand(logits.size(1), -1))
+    table = bias.table.t().expand(logits.size(1), -1).contiguous()
     pairs = _pairs(bias, targets, sources, logits)
     kind = DTYPES.index(logits.dtype)
     native.library().gattn_add_buckets(ctypes.byref(pairs[0]), kind, table.data_ptr(), logits.data_ptr())

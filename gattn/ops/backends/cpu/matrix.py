@@ -65,11 +65,11 @@ def _call(rows: Tensor, weights: Tensor | None, law: str, constants: list[float]
 
 
 def _weigh(logits: Tensor, law: str, constants: list[float]) -> Tensor:
-    return _call(logits.resolve_neg().clone(memory_format=torch.contiguous_format), None, law, constants)
+    return _call(logits.clone(memory_format=torch.contiguous_format), None, law, constants)
 
 
 def _gradient(weights: Tensor, grad: Tensor, law: str) -> Tensor:
-    return _call(grad.resolve_neg().clone(memory_format=torch.contiguous_format), native.ready(weights), law, [])
+    return _call(grad.clone(memory_format=torch.contiguous_format), weights.contiguous(), law, [])
 
 
 def _plain_gradient(weights: Tensor, grad: Tensor, law: str) -> Tensor:

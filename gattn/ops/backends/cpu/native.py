@@ -11,8 +11,6 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
-from torch import Tensor
-
 __all__ = [
     "BUCKET_PARTS",
     "PADDING",
@@ -246,11 +244,6 @@ def load_error() -> str | None:
     except NativeLibraryError as error:
         return str(error)
     return None
-
-
-def ready(tensor: Tensor) -> Tensor:
-    """A tensor whose address C can take: contiguous, and with a sign that is not only a flag of the tensor."""
-    return tensor.contiguous().resolve_neg()
 
 
 def raise_for(status: int) -> None:

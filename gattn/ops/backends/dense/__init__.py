@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gattn.autocast import is_autocast, without_autocast
 from gattn.bias import Bias, Pairs
@@ -32,7 +33,7 @@ from gattn.ops.backends.dense import linear, listed, rows
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
-from gattn.ops.chunks import chunk_sizes, computed_again
+from gattn.ops.chunks import chunk_sizes
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.plans import Given, Plan
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
@@ -553,9 +554,7 @@ def _by_targets(
     for q, b, m, n, first in zip(queries, parts(part.bias), parts(part.mask), counts, firsts, strict=False):
         some = part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first)
         if len(counts) > 1 and torch.is_grad_enabled() and not keeps:
-            bias = b.held().values() if isinstance(b, Bias) else (b,)
-            reads = (q, key, part.value, m, *part.score.tensors(), *bias)
-            results.append(computed_again(function, some, reads=reads))
+            results.append(checkpoint(function, some, use_reentrant=False))
         else:
             results.append(function(some))
     return results

@@ -216,15 +216,13 @@ class _Rows(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: Rule, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, log_sum = forward(query, key, value, rule)
+        ctx.save_for_backward(query, key, value, out, log_sum, *tensors)
         ctx.rule = rule._replace(bias=rule.bias.with_tensors([tensor.detach() for tensor in tensors]))
-        # Through autograd, which notices edits in place.
-        ctx.held = held = ctx.rule.bias.held()
-        ctx.save_for_backward(query, key, value, out, log_sum, *tensors, rule.mask, *held.values())
         return out, log_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_log_sum: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sum, *tensors = ctx.saved_tensors[: -1 - len(ctx.held)]
+        query, key, value, out, log_sum, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batched(grad):
             found = differentiate_twice(query, key, value, ctx.rule, tensors, grad, grad_log_sum)
             return *found[:3], None, *found[3:]
