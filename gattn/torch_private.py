@@ -128,6 +128,11 @@ def is_lazy(tensor: Tensor) -> bool:
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
+def resolved(tensor: Tensor) -> Tensor:
+    """The same numbers in a tensor that is not lazy."""
+    return tensor.clone() if is_lazy(tensor) else tensor
+
+
 def uses_forward_mode() -> bool:
     """Whether forward-mode differentiation is on: operators with only a backward formula would drop the tangents."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -586,7 +586,7 @@ MUTATIONS = [
     Mutation(
         "copies of saved tensors are read with the strides of the originals",
         OPERATOR,
-        "if ctx.forms is not None and «_forms(tensors) != ctx.forms → False»:",
+        "if «_forms(tensors) != ctx.forms → False»:",
     ),
     Mutation(
         "a single row has no stride",

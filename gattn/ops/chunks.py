@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["chunk_sizes"]
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["chunk_sizes", "recomputed"]
 
 #: How much smaller each part is than the one before.
 _STEP = 4
@@ -24,3 +31,28 @@ def chunk_sizes(total: int, largest: int) -> list[int]:
         sizes.append(min(largest - len(sizes) % falls * _STEP, left))
         left -= sizes[-1]
     return sizes
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Any, reads: Sequence[Tensor | None]) -> Tensor:
+    """The result of a function, of which nothing is kept for the backward pass: it calls the function again.
+
+    Args:
+        function: The function.
+        *arguments: Its arguments.
+        reads: The tensors that it reads. As for tensors that autograd saves, the backward pass raises an error if one
+            of them was edited in place; `checkpoint` itself would compute with what is there then.
+    """
+    if torch.compiler.is_compiling():  # where autograd saves them
+        return checkpoint(function, *arguments, use_reentrant=False)  # type: ignore[no-any-return]
+    read = [x for x in reads if x is not None and not x.is_inference()]  # those are not edited outside inference mode
+    versions = [x._version for x in read]
+
+    def call(*arguments: Any) -> Tensor:
+        if [x._version for x in read] != versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation, "
+                "between the forward and the backward pass of attention."
+            )
+        return function(*arguments)
+
+    return checkpoint(call, *arguments, use_reentrant=False)  # type: ignore[no-any-return]

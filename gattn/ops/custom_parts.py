@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from gattn.distributions import Identity, Logits
 from gattn.graphs import EdgeList
 from gattn.ops.call import Call
-from gattn.ops.chunks import chunk_sizes
+from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.reference import logits, repeat_heads, weights_of
 from gattn.scores import GATScore
 from gattn.torch_private import backward_pass
@@ -97,8 +96,9 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
 
     # Not narrow(), whose gradient would have the size of all edges for each chunk.
     edges = [None] * len(sizes) if edge is None else edge.split(sizes, -3)
+    reads = call.query, call.key, edge, source, target, *score.tensors()
     found = [
-        checkpoint(chunk, call.query, call.key, *parts, use_reentrant=False)
+        recomputed(chunk, call.query, call.key, *parts, reads=reads)
         for parts in zip(edges, source.split(sizes), target.split(sizes), strict=True)
     ]
     return torch.cat(found, -2)

@@ -31,6 +31,7 @@ from gattn.torch_private import (
     is_lazy,
     is_traced,
     needs_dispatcher,
+    resolved,
 )
 
 __all__ = [
@@ -387,20 +388,21 @@ def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Se
     saved = [inputs[place] for place in places]
     saved += tensors
     ctx.save_for_backward(*saved)
-    ctx.forms = None if inputs.plan is None else _forms(saved)
+    ctx.forms = _forms(saved)
 
 
 def _forms(tensors: Iterable[Any]) -> list[Any]:
     """What a plan relies on. Between the passes, hooks on saved tensors and edits of `.data` may change it."""
-    return [None if x is None else (x.shape, x.dtype, layout_key(x)) for x in tensors]
+    return [None if x is None else (x.shape, x.dtype, layout_key(x), is_lazy(x)) for x in tensors]
 
 
 def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
     """The inputs, and the other tensors that were saved."""
     tensors = ctx.saved_tensors
     values = list(ctx.others)
-    if ctx.forms is not None and _forms(tensors) != ctx.forms:
+    if _forms(tensors) != ctx.forms:
         values[_PLAN] = None
+        tensors = [None if x is None else resolved(x) for x in tensors]
     for place, tensor in zip(ctx.places, tensors, strict=False):
         values[place] = tensor
     return Inputs(*values), list(tensors[len(ctx.places) :])

@@ -72,7 +72,7 @@ def _can_use_kernels(given: tuple[Tensor, ...]) -> bool:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
-        query, key, weight, shift, target, source = (x.contiguous() for x in given)
+        query, key, weight, shift, target, source = map(native.readable, given)
         out = torch.empty_like(weight)
         _run("gattn_pair_roots", query, key, weight, target, source, shift=shift, out=out)
         ctx.save_for_backward(query, key, weight, target, source, out)
@@ -90,8 +90,9 @@ class _Kernel(torch.autograd.Function):
             of_product = grad_shift * (0.5 / size.masked_fill(is_zero, 1.0).sqrt()).masked_fill(is_zero, 0.0)
             grad_ends, grad_weight = of_product * weight, of_product * ends
         else:
-            grad = grad.contiguous()
-            grad_ends, grad_weight, grad_shift = (torch.empty_like(weight) for _ in range(3))
+            grad_ends, grad_weight, grad_shift = (
+                torch.empty_like(weight, memory_format=torch.contiguous_format) for _ in range(3)
+            )
             terms = {"grad_ends": grad_ends, "grad_weight": grad_weight, "grad_shift": grad_shift}
             _run("gattn_pair_roots_backward", query, key, weight, target, source, out=out, grad=grad, **terms)
         of_nodes = (
@@ -105,6 +106,7 @@ def _run(
 ) -> None:
     """Calls a function of the library."""
     terms |= {"query": query, "key": key, "weight": weight, "target": target, "source": source}
+    terms = {term: native.readable(tensor) for term, tensor in terms.items()}
     rows = native.PairRoots(
         targets=len(query),
         sources=len(key),

@@ -202,14 +202,11 @@ class _Arguments:
         self.held: list[Tensor] = []
         for name, place, is_copied in plan.read:
             tensor: Any = inputs[place]
-            if is_copied:
-                tensor = tensor.contiguous()
-                self.held.append(tensor)
-            setattr(arguments, name, tensor.data_ptr())
+            setattr(arguments, name, self.hold(tensor) if is_copied else tensor.data_ptr())
         if inputs.edge_projection is not None:
-            rows = inputs.edge_projection.contiguous().flatten(0, 1)
+            rows = native.readable(inputs.edge_projection).flatten(0, 1)
             arguments.edge_projection_rows = self.hold(rows)
-            arguments.edge_projection = self.hold(rows.t().contiguous())
+            arguments.edge_projection = self.hold(rows.t())
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
         if inputs.seed is not None:
@@ -218,7 +215,8 @@ class _Arguments:
             arguments.seed, arguments.threshold, arguments.keep_scale = dropout
 
     def hold(self, tensor: Tensor) -> int:
-        """The address of a tensor, which is kept alive until the kernel is done."""
+        """The address of a tensor to be read, which is kept alive until the kernel is done."""
+        tensor = native.readable(tensor)
         self.held.append(tensor)
         return tensor.data_ptr()
 
@@ -242,7 +240,7 @@ def _dropout_arguments(p: float, seed: Tensor) -> tuple[int, int, float]:
 
 
 def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    x = x.contiguous()
+    x = native.readable(x)
     result = torch.empty_like(x)
     seed_value, threshold, scale = _dropout_arguments(p, seed)
     threads = torch.get_num_threads() if x.numel() > _SERIAL_WORK else 1
@@ -429,12 +427,12 @@ def _backward(
     arguments.by_source = by_source.rows
     arguments.target_position = by_source.target_position.data_ptr()
     arguments.source_position = by_source.source_position.data_ptr()
-    arguments.grad_out = call.hold(grad_out.contiguous())
+    arguments.grad_out = call.hold(grad_out)
     if grad_weights is not None and weights is not None:
-        arguments.grad_weights, arguments.weights = call.hold(grad_weights.contiguous()), weights.data_ptr()
-    arguments.out = out.data_ptr()
+        arguments.grad_weights, arguments.weights = call.hold(grad_weights), call.hold(weights)
+    arguments.out = call.hold(out)
     for each, tensor in zip(plan.kept, kept, strict=True):
-        setattr(arguments, each.name, tensor.data_ptr())
+        setattr(arguments, each.name, call.hold(tensor))
     arguments.record_bytes = plan.record_bytes
     arguments.node_terms = call.terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels, 1)

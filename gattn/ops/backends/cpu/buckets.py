@@ -11,7 +11,7 @@ from gattn.bias import Buckets
 from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.kernels import DTYPES
-from gattn.torch_private import is_traced
+from gattn.torch_private import is_lazy, is_traced
 
 __all__ = ["add", "add_gradient", "can_add"]
 
@@ -26,13 +26,14 @@ def can_add(bias: Buckets, numbers: Tensor) -> bool:
     if _load_error is not None or numbers.device.type != "cpu":
         return False
     is_dense = numbers.is_contiguous() and numbers.dtype in (torch.float32, torch.float64)
+    is_dense = is_dense and not is_lazy(numbers)
     is_same = bias.table.dtype == numbers.dtype and len(bias.table) > 0
     return is_dense and is_same and not is_traced() and needs_plain_pytorch() is None
 
 
 def add(bias: Buckets, targets: slice, sources: slice, logits: Tensor) -> Tensor:
     """Adds the biases of these pairs to their logits, `[B, H, n, m]`, in place."""
-    table = bias.table.t().expand(logits.size(1), -1).contiguous()
+    table = native.readable(bias.table.t().expand(logits.size(1), -1))
     pairs = _pairs(bias, targets, sources, logits)
     kind = DTYPES.index(logits.dtype)
     native.library().gattn_add_buckets(ctypes.byref(pairs[0]), kind, table.data_ptr(), logits.data_ptr())
@@ -51,8 +52,7 @@ def add_gradient(bias: Buckets, to: Tensor, targets: slice, sources: slice, grad
 def _pairs(bias: Buckets, targets: slice, sources: slice, numbers: Tensor) -> tuple[native.Buckets, Tensor]:
     """The buckets of these pairs as the kernels take them, and what has to be kept alive meanwhile."""
     buckets = bias.part_of(targets, sources)
-    if buckets.stride(2) != 1:
-        buckets = buckets.contiguous()
+    buckets = native.readable(buckets, strided=buckets.stride(2) == 1)
     elements, heads, rows, columns = numbers.shape
     pairs = native.Buckets(
         buckets=buckets.data_ptr(),

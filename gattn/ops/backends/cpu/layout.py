@@ -69,7 +69,7 @@ class Layout:
     """
 
     def __init__(self, edge_index: Tensor, num_sources: int, num_targets: int, self_loops: bool, flow: str):
-        index = edge_index if edge_index.dtype == torch.int32 else edge_index.long()
+        index = native.readable(edge_index if edge_index.dtype == torch.int32 else edge_index.long(), strided=True)
         source, target = index.unbind() if flow == FLOWS[0] else reversed(index.unbind())
         #: An upper bound of the number of edges; see `Inputs.most_edges`.
         self.most_edges = index.size(1) + (min(num_sources, num_targets) if self_loops else 0)
@@ -154,7 +154,7 @@ def layout_of(
 
 def _hash(edge_index: Tensor) -> tuple[int, int]:
     """The number of edges, and a hash of them in their order."""
-    index = edge_index.long()
+    index = native.readable(edge_index.long(), strided=True)
     first, second = index.unbind()
     stride = index.stride(1)
     return index.size(1), native.library().gattn_hash_edges(

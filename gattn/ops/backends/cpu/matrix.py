@@ -69,7 +69,7 @@ def _weigh(logits: Tensor, law: str, constants: list[float]) -> Tensor:
 
 
 def _gradient(weights: Tensor, grad: Tensor, law: str) -> Tensor:
-    return _call(grad.clone(memory_format=torch.contiguous_format), weights.contiguous(), law, [])
+    return _call(grad.clone(memory_format=torch.contiguous_format), native.readable(weights), law, [])
 
 
 def _plain_gradient(weights: Tensor, grad: Tensor, law: str) -> Tensor:

@@ -11,6 +11,10 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+from torch import Tensor
+
+from gattn.torch_private import resolved
+
 __all__ = [
     "BUCKET_PARTS",
     "PADDING",
@@ -26,6 +30,7 @@ __all__ = [
     "library",
     "load_error",
     "raise_for",
+    "readable",
 ]
 
 # Part of the C interface: see csrc/arguments.h.
@@ -197,6 +202,17 @@ def library() -> ctypes.CDLL:
         # are ended before a fork, and started again where they are needed.
         os.register_at_fork(before=lambda: loaded.omp_pause_resource_all(_OMP_PAUSE_HARD))
     return loaded
+
+
+def readable(tensor: Tensor, strided: bool = False) -> Tensor:
+    """The tensor, or a copy if its memory does not hold its numbers, one after another: C reads only what comes out.
+
+    Args:
+        tensor: A tensor whose address will be passed. What Python has just allocated to be written needs no check.
+        strided: Whether its strides are passed as well. (default: `False`)
+    """
+    tensor = resolved(tensor)
+    return tensor if strided else tensor.contiguous()
 
 
 def knows_family(name: str) -> bool:

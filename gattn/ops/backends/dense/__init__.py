@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from gattn.autocast import is_autocast, without_autocast
 from gattn.bias import Bias, Pairs
@@ -33,7 +32,7 @@ from gattn.ops.backends.dense import linear, listed, rows
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
-from gattn.ops.chunks import chunk_sizes
+from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.plans import Given, Plan
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
@@ -550,11 +549,13 @@ def _by_targets(
         return _split(x, counts, 2) if isinstance(x, Tensor) and x.size(2) != 1 else [x] * len(counts)
 
     results = []
+    of_bias = rows.held_by(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
+    reads = *part[:3], part.mask, *of_bias, *part.score.tensors()
     firsts = accumulate(counts, initial=0)
     for q, b, m, n, first in zip(queries, parts(part.bias), parts(part.mask), counts, firsts, strict=False):
         some = part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first)
         if len(counts) > 1 and torch.is_grad_enabled() and not keeps:
-            results.append(checkpoint(function, some, use_reentrant=False))
+            results.append(recomputed(function, some, reads=reads))
         else:
             results.append(function(some))
     return results

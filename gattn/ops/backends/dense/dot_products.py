@@ -16,10 +16,11 @@ from gattn.graphs import CompleteGraph
 from gattn.torch_private import (
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
+    resolved,
     scaled_dot_product_choice,
 )
 
-__all__ = ["dot_product_attention", "is_packed_flash", "packed_flash"]
+__all__ = ["dot_product_attention", "flash_backward", "is_packed_flash", "packed_flash"]
 
 #: The devices on which PyTorch has attention for sequences of various lengths.
 _PACKED = ("cuda",)
@@ -132,6 +133,23 @@ def _may_be_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.numel() * value.numel() > 0  # because the kernel divides by the sizes
 
 
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    causal: bool,
+    scale: float,
+    terms: Tensor | None = None,
+) -> Any:
+    """PyTorch's fused backward pass, with heads first, for any strides: the kernel reads channels one after another."""
+    given = (x if x.stride(-1) == 1 else x.contiguous() for x in map(resolved, (grad, query, key, value, out)))
+    log_sum, terms = resolved(log_sum), None if terms is None else resolved(terms)
+    return flash_attention_on_cpu_backward(*given, log_sum, 0.0, causal, attn_mask=terms, scale=scale)
+
+
 class _Flash(torch.autograd.Function):
     """PyTorch's fused attention on the CPU. Its gradient has no gradient, so plain PyTorch computes that.
 
@@ -160,9 +178,7 @@ class _Flash(torch.autograd.Function):
         *inputs, terms, out, log_sum = ctx.saved_tensors
         if not torch.is_grad_enabled():
             query, key, value, out, grad = (_heads_first(x) for x in (*inputs, out, grad))
-            grads = flash_attention_on_cpu_backward(
-                grad, query, key, value, out, log_sum, 0.0, ctx.causal, attn_mask=terms, scale=ctx.scale
-            )
+            grads = flash_backward(grad, query, key, value, out, log_sum, ctx.causal, ctx.scale, terms)
             dim = inputs[0].dim()
             return *[_nodes_first(x, dim) for x in grads], None, None, None, None
         leaves = [x.view_as(x) for x in inputs]  # views, so that differentiation stops here

@@ -27,11 +27,11 @@ from gattn.graphs.edge_lists import derived
 from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.backends.cpu import Cpu
 from gattn.ops.backends.dense import rows
+from gattn.ops.backends.dense.dot_products import flash_backward
 from gattn.ops.backends.dense.rows import Reach, Rule
 from gattn.ops.terms import Inputs
 from gattn.torch_private import (
     flash_attention_on_cpu,
-    flash_attention_on_cpu_backward,
     is_batched,
     is_traced,
     scaled_dot_product_choice,
@@ -215,14 +215,12 @@ class _Listed(torch.autograd.Function):
             at = slice(element, element + 1)
             exact = rows.forward(query[at, targets], key[at], value[at], sub)
             out[at, targets], log_sum[at, targets] = exact
-        ctx.save_for_backward(query, key, value, values, out, log_sum)
-        ctx.rule = rule._replace(bias=bias.with_tensors([values.detach()]))
+        rule.save(ctx, query, key, value, out, log_sum)
         return out, log_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_log_sum: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, values, out, log_sum = ctx.saved_tensors
-        rule: Rule = ctx.rule
+        rule, (query, key, value, out, log_sum), (values,) = Rule.saved(ctx)
         if torch.is_grad_enabled() or is_batched(grad):
             return *rows.differentiate_twice(query, key, value, rule, [values], grad, grad_log_sum), None
         causal, scale, bias = rule.reach.right == 0, rule.scale, rule.bias
@@ -246,6 +244,7 @@ class _Listed(torch.autograd.Function):
         for element, targets, sub in ctx.alone:
             at = slice(element, element + 1)
             given = log_sum[at, targets], grad[at, targets], delta[at, targets], [grad_values]
+            sub = sub._replace(bias=sub.bias.with_tensors([values]))
             exact = rows.backward(query[at, targets], key[at], value[at], sub, *given)
             of_query[at, targets] = exact[0]
             of_key[at] += exact[1]
@@ -287,8 +286,8 @@ def _fused_gradients(
     if has_more:  # a channel in which the output's gradient is one gives D any value
         grad, query, key, value, out = (torch.nn.functional.pad(x, (0, 1)) for x in given)
         grad[..., -1], out[..., -1] = 1.0, -more
-    views = (x.transpose(1, 2) for x in (grad, query, key, value, out))
-    grads = flash_attention_on_cpu_backward(*views, log_sum.transpose(1, 2), 0.0, causal, scale=scale)
+    views = (x.transpose(1, 2) for x in (grad, query, key, value, out, log_sum))
+    grads = flash_backward(*views, causal, scale)
     channels = given[0].size(-1)
     first, second, third = (x.transpose(1, 2)[..., :channels] for x in grads)
     return first, second, third

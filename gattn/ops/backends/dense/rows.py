@@ -11,6 +11,7 @@ where dP_ij = <dout_i, v_j>, and dL_i is the gradient of the log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from gattn.ops.backends.dense.ragged import crop
 from gattn.ops.chunks import chunk_sizes
 from gattn.torch_private import is_batched
 
-__all__ = ["Reach", "Rule", "Whole", "attend", "backward", "delta_of", "differentiate_twice", "forward"]
+__all__ = ["Reach", "Rule", "Whole", "attend", "backward", "delta_of", "differentiate_twice", "forward", "held_by"]
 
 #: The number of logits at a time, which fit into the cache.
 _LOGITS = 2**20
@@ -90,6 +91,11 @@ class Whole(Bias):
         to += grad.sum_to_size(to.shape)
 
 
+def held_by(bias: Bias) -> dict[str, Tensor]:
+    """The tensors that a bias holds, by the names of its attributes: those with gradients, and buckets or pairs."""
+    return {name: x for name, x in vars(bias).items() if isinstance(x, Tensor)}
+
+
 class Rule(NamedTuple):
     """What the logits are, beside query and key."""
 
@@ -98,6 +104,28 @@ class Rule(NamedTuple):
     mask: Tensor | None
     """True = may attend, broadcastable to `[B, H, N, M]`"""
     reach: Reach
+
+    def save(self, ctx: Any, *tensors: Tensor) -> None:
+        """Saves tensors, and with them those that the rule reads again: autograd notices if they are edited."""
+        of_bias = self.bias.tensors()
+        held = {name: x for name, x in held_by(self.bias).items() if not x.is_inference()}
+        held = {name: x for name, x in held.items() if not any(x is other for other in of_bias)}
+        mask = None if self.mask is None or self.mask.is_inference() else self.mask
+        ctx.rule, ctx.held = self, tuple(held)
+        ctx.save_for_backward(*tensors, *of_bias, mask, *held.values())
+
+    @staticmethod
+    def saved(ctx: Any) -> tuple[Rule, list[Tensor], list[Tensor]]:
+        """The rule, the tensors that were saved beside it, and those of its bias that have gradients."""
+        rule: Rule = ctx.rule
+        tensors = list(ctx.saved_tensors)
+        held = [tensors.pop() for _ in ctx.held][::-1]
+        mask = tensors.pop()
+        of_bias = [tensors.pop() for _ in rule.bias.tensors()][::-1]
+        bias = copy(rule.bias)
+        vars(bias).update(zip(ctx.held, held, strict=True))
+        rule = rule._replace(bias=bias.with_tensors(of_bias), mask=rule.mask if mask is None else mask)
+        return rule, tensors, of_bias
 
 
 def attend(
@@ -216,19 +244,18 @@ class _Rows(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: Rule, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, log_sum = forward(query, key, value, rule)
-        ctx.save_for_backward(query, key, value, out, log_sum, *tensors)
-        ctx.rule = rule._replace(bias=rule.bias.with_tensors([tensor.detach() for tensor in tensors]))
+        rule.save(ctx, query, key, value, out, log_sum)
         return out, log_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_log_sum: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sum, *tensors = ctx.saved_tensors
+        rule, (query, key, value, out, log_sum), tensors = Rule.saved(ctx)
         if torch.is_grad_enabled() or is_batched(grad):
-            found = differentiate_twice(query, key, value, ctx.rule, tensors, grad, grad_log_sum)
+            found = differentiate_twice(query, key, value, rule, tensors, grad, grad_log_sum)
             return *found[:3], None, *found[3:]
         grads = [torch.zeros_like(tensor) for tensor in tensors] if any(ctx.needs_input_grad[4:]) else None
         delta = delta_of(grad, out, grad_log_sum, log_sum)
-        of_nodes = backward(query, key, value, ctx.rule, log_sum, grad, delta, grads)
+        of_nodes = backward(query, key, value, rule, log_sum, grad, delta, grads)
         of_bias: Sequence[Tensor | None] = [None] * len(tensors) if grads is None else grads
         return *of_nodes, None, *of_bias
 

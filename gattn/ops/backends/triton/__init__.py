@@ -480,7 +480,7 @@ def _backward(
     kept: Sequence[Tensor],
     wanted: Sequence[str],
 ) -> list[Tensor]:
-    stats, *others = kept
+    stats, *others = (x.contiguous() for x in kept)  # as kernels read them
     with torch.cuda.device_of(grad_out):
         call = _Launches(inputs)
         if call.is_of_rows:
