@@ -33,7 +33,7 @@ def chunk_sizes(total: int, largest: int) -> list[int]:
     return sizes
 
 
-def recomputed(function: Callable[..., Tensor], *arguments: Any, reads: Sequence[Tensor | None]) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *arguments: Any, reads: Sequence[Tensor | None]) -> Any:
     """The result of a function, of which nothing is kept for the backward pass: it calls the function again.
 
     Args:
@@ -43,7 +43,7 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any, reads: Sequence
             of them was edited in place; `checkpoint` itself would compute with what is there then.
     """
     if torch.compiler.is_compiling():  # where autograd saves them
-        return checkpoint(function, *arguments, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(function, *arguments, use_reentrant=False)
     read = [x for x in reads if x is not None and not x.is_inference()]  # those are not edited outside inference mode
     versions = [x._version for x in read]
 
@@ -55,4 +55,4 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any, reads: Sequence
             )
         return function(*arguments)
 
-    return checkpoint(call, *arguments, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(call, *arguments, use_reentrant=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gattn.distributions import LAWS, Law
-from gattn.edges import Typed
+from gattn.edges import Projected, Typed
 from gattn.graphs.edge_lists import check_types
 from gattn.ops.backends.base import Missing, needs_plain_pytorch
 from gattn.ops.backends.cpu import native
@@ -64,6 +64,8 @@ class Cpu(KernelBackend):
     def projects_edges(self, call: Call) -> bool:
         """See `KernelBackend.projects_edges`."""
         edge, family = call.edge, family_of(call.score, call.channels)
+        if any(isinstance(term, Projected) and term.features.size(-1) == 0 for term in (edge, call.edge_value)):
+            return False  # to kernels, zero features say that there is no projection
         if isinstance(edge, Typed) and not 0 <= edge.table.size(0) <= min(_MOST_TYPES, edge.types.size(0)):
             return False
         if call.edge_value is not None:
