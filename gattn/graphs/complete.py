@@ -505,10 +505,10 @@ class _PackedGraph(CompleteGraph):
             place = (pairs.cumsum(0) - pairs)[block] + row * counts[block, 1] + column
             whole = weights.new_zeros(*weights.shape[:-2], self.num_pairs, weights.size(-1))
             weights = whole.index_copy(-2, place, weights)
-        parts = weights.split([num_targets * num_sources for num_targets, num_sources in self.blocks], -2)
+        sizes = [num_targets * num_sources for num_targets, num_sources in self.blocks]
         return [
-            torch.unflatten(part, -2, sizes).movedim(-1, -3).contiguous()
-            for part, sizes in zip(parts, self.blocks, strict=True)
+            torch.unflatten(part, -2, block).movedim(-1, -3).contiguous()
+            for part, block in zip(torch.split(weights, sizes, -2), self.blocks, strict=True)
         ]
 
     def pick(self, dense: Tensor, edge_index: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def _logits(call: Call, source: Tensor, target: Tensor) -> Tensor:
 
     # Not narrow(), whose gradient would have the size of all edges for each chunk.
     edges = [None] * len(sizes) if edge is None else edge.split(sizes, -3)
-    reads = call.query, call.key, edge, source, target, *score.tensors()
+    reads = call.query, call.key, edge, source, target, *call.score.tensors()
     found = [
         recomputed(chunk, call.query, call.key, *parts, reads=reads)
         for parts in zip(edges, source.split(sizes), target.split(sizes), strict=True)

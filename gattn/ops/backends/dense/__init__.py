@@ -356,7 +356,8 @@ def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteG
     if graph.blocks is None:
         mask = _both(part.mask, _length_mask(graph, part.key.device))
         return [matrix(part._replace(bias=_of_all(part, graph), mask=mask))]
-    batch, found = part.key.size(0), {}
+    batch = part.key.size(0)
+    found: dict[int, Tensor] = {}
     elements = elements_of(graph, batch)
     for group, some in _by_groups(part, graph, elements)[1] if elements else ():
         found.update(zip(group.elements, matrix(some).split(1), strict=True))

@@ -286,8 +286,8 @@ def _fused_gradients(
     if has_more:  # a channel in which the output's gradient is one gives D any value
         grad, query, key, value, out = (torch.nn.functional.pad(x, (0, 1)) for x in given)
         grad[..., -1], out[..., -1] = 1.0, -more
-    views: Any = (x.transpose(1, 2) for x in (grad, query, key, value, out, log_sum))
-    grads = flash_backward(*views, causal, scale)
+    grad, query, key, value, out, log_sum = (x.transpose(1, 2) for x in (grad, query, key, value, out, log_sum))
+    grads = flash_backward(grad, query, key, value, out, log_sum, causal, scale)
     channels = given[0].size(-1)
     first, second, third = (x.transpose(1, 2)[..., :channels] for x in grads)
     return first, second, third
