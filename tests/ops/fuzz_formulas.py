@@ -15,7 +15,17 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
-from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, GATScore, SparseGraph, TypedGraph, attend
+from gattn import (
+    AdditiveScore,
+    CompleteGraph,
+    CosineScore,
+    DotScore,
+    GATScore,
+    SparseBias,
+    SparseGraph,
+    TypedGraph,
+    attend,
+)
 from tests.cases import HALF, Alter, Results, projection, with_terms
 from tests.ops.fuzz_sequences import named, random_complete_graph
 from tests.ops.fuzz_shared import FLOWS, Draw, compare_types, in_flow, random_graph, with_gradients
@@ -240,6 +250,17 @@ def all_pairs(graph: CompleteGraph) -> Pairs:
     return Pairs(source, target, seen.unsqueeze(-1), graph)
 
 
+def random_listed(draw: Draw, pairs: Pairs, packed: bool, heads: int) -> tuple[Tensor, Tensor]:
+    """Pairs of a `SparseBias`, most of them listed several times, and their values."""
+    among = pairs.given.edge_index if packed else torch.stack([pairs.source, pairs.target])
+    count = draw.choice((0, 1, 5, 40)) if among.size(1) else 0
+    chosen = among[:, draw.integers(among.size(1), count)]
+    if draw.maybe(0.7):
+        chosen = chosen[:, draw.integers(draw.randint(1, max(count // 4, 1)), count)]
+    values = draw.grid(count, *draw.choice(((), (1,), (heads,)))) / 4
+    return chosen, values.masked_fill(draw.booleans(*values.shape, share=draw.choice((0.0, 0.0, 0.1))), -torch.inf)
+
+
 def formula(draw: Draw, alter: Alter) -> None:
     """One call: output, weights, gradients, and some second derivatives."""
     score, distribution = draw.choice(tuple(SCORES)), draw.choice(tuple(DISTRIBUTIONS))
@@ -290,7 +311,10 @@ def formula(draw: Draw, alter: Alter) -> None:
     law = DISTRIBUTIONS[distribution]
     packed = not is_list and graph.blocks is not None
     shape = (num_pairs, heads) if is_list else (*batch, heads, targets, sources)
-    if not packed and (draw.maybe(0.3) or (law.margin is not None and not is_exact)):
+    listed = None
+    if draw.maybe(0.15):
+        listed, t["listed"] = random_listed(draw, pairs, packed, heads)
+    elif not packed and (draw.maybe(0.3) or (law.margin is not None and not is_exact)):
         bias = coarse(*shape) if is_exact else draw.normal(*shape)
         t["bias"] = bias.masked_fill(draw.booleans(*shape, share=draw.choice((0.0, 0.3))), -torch.inf)
     mask = draw.booleans(*shape, share=draw.random()) if not packed and draw.maybe(0.3) else None
@@ -319,7 +343,7 @@ def formula(draw: Draw, alter: Alter) -> None:
     draw.note(
         graph=graph, score=score, distribution=distribution, form=form, is_value=is_value, batch=batch, dtype=dtype,
         shapes={name: list(x.shape) for name, x in t.items()}, mask=mask is not None, zeros=list(zeros),
-        second=second, backend=backend,
+        second=second, backend=backend, listed=listed,
     )  # fmt: skip
     if "within" in distribution:
         row, num_rows = target * num_types + types, targets * num_types
@@ -342,6 +366,10 @@ def formula(draw: Draw, alter: Alter) -> None:
         z = SCORES[score][1](query, key.index_select(nodes, source), edge, t)
         if "bias" in t:
             z = z + (t["bias"] if is_list else t["bias"].flatten(-2).transpose(-1, -2))
+        if listed is not None:
+            values = t["listed"] if t["listed"].dim() == 2 else t["listed"].unsqueeze(1)
+            sums = values.new_zeros(targets, sources, values.size(1)).index_put((listed[1], listed[0]), values, True)
+            z = z + sums[target, source]
         for allowed in (seen, mask if mask is None or is_list else mask.flatten(-2).transpose(-1, -2)):
             z = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
         return spread(z)
@@ -386,6 +414,8 @@ def formula(draw: Draw, alter: Alter) -> None:
         else:
             if is_value:
                 given["edge_value"] = given["edge"]
+            if listed is not None:
+                given["bias"] = SparseBias(listed, given.pop("listed"))
             plain = {name: x for name, x in given.items() if name not in own}
             found = attend(
                 **{"query": None} | with_terms(plain, types if form == "types" else None),

@@ -37,6 +37,8 @@ def random_bias(draw: Draw, graph: CompleteGraph, batch: tuple[int, ...], heads:
         if draw.maybe(0.2):
             values = values.masked_fill(draw.booleans(*values.shape, share=draw.random()), -torch.inf)
         chosen = draw.integers(max(pairs.size(1), 1), count)
+        if draw.maybe(0.3):  # most of them several times
+            chosen = chosen[draw.integers(draw.randint(1, max(count // 4, 1)), count)]
         return SparseBias(pairs[:, chosen], values), values
     table = draw.grid(5, *of_heads)
     if kind == "function":
