@@ -804,7 +804,7 @@ class DistanceBias(Bias):
 def _block_of(nodes: Tensor, blocks: Sequence[tuple[int, int]], side: int) -> Tensor:
     """The block of each node of a packed graph, a target (side 0) or a source."""
     sizes = torch.tensor([sizes[side] for sizes in blocks], dtype=nodes.dtype, device=nodes.device)
-    return torch.bucketize(nodes, sizes.cumsum(0, dtype=nodes.dtype), right=True)
+    return torch.bucketize(nodes.contiguous(), sizes.cumsum(0, dtype=nodes.dtype), right=True)
 
 
 def _check_real(name: str, tensor: Tensor) -> None:
