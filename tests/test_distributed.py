@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import DiffGroupNorm, GraphSizeNorm, MeanSubtractionNorm, PairNorm
 
 import gattn
 from gattn.distributed import ShardedCompleteGraph, ShardedSparseGraph, shard
 from gattn.testing import random_edge_index
+from tests import layers
 from tests.cases import SCORES, TERMS, changed, make_call
+from tests.shards import on_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo here")
 
@@ -400,3 +403,70 @@ def work(rank, ranks, path):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_compute_what_one_does(ranks, tmp_path):
     mp.spawn(work, args=(ranks, tmp_path / "store"), nprocs=ranks)
+
+
+class Drawn(layers.Draw):
+    """Inputs of a layer on a graph, which is sharded if there is a mesh."""
+
+    ROWS = {"nodes": 13, "others": 17, "edges": 29, "edges2": 31, "edges3": 37}
+
+    def __init__(self, mesh):
+        super().__init__(**self.ROWS)
+        self.mesh, self.owners = mesh, {}
+
+    def edges(self, edges="edges", sources="nodes", targets="nodes", to_source=False):
+        graph = gattn.SparseGraph(self.rows((sources, targets), edges), self.sizes[targets], self.sizes[sources])
+        graph = graph if self.mesh is None else shard(graph, self.mesh)
+        self.owners |= {name: (graph, rows) for name, rows in ((sources, "sources"), (targets, "targets"))}
+        self.owners[edges] = graph, "edges"
+        return graph
+
+    def of_process(self, leaf):
+        for drawn, axes in self._axes:
+            if drawn is leaf:
+                for dim, axis in enumerate(axes):
+                    graph, rows = self.owners.get(axis, (None, ""))
+                    leaf = leaf if graph is None else graph.scatter(leaf, rows, dim)
+        return leaf
+
+    def of_all(self, leaf, expected):
+        """The rows of all processes; sizes tell which they are."""
+        for dim, size in enumerate(expected.shape):
+            for name, (graph, rows) in self.owners.items():
+                if size == self.sizes[name]:
+                    leaf = graph.gather(leaf, rows, dim)
+        return leaf
+
+
+#: Of those that take a list of edges. Others refuse shards.
+TAKE_SHARDS = {
+    *("AGNNConv", "DotGatConv", "DotGatConv of pairs", "EGATConv", "EdgeGATConv", "ExphormerConv", "GAT", "GATConv"),
+    *("GATConv of pairs", "GATv2Conv", "HEATConv", "ResGatedGraphConv", "ResGatedGraphConv of batches"),
+    "TransformerConv",
+}
+
+
+@pytest.mark.parametrize("name", [*layers.LAYERS, *layers.MODELS])
+def test_every_layer_takes_a_shard_or_refuses_it(name):
+    """What a layer reads of a whole graph, it must not read of a part."""
+    _, inputs, call = layers.row(name)
+    draw = Drawn(None)
+    given, layer = inputs(draw), layers.made(name)
+    if not draw.owners:
+        assert name not in TAKE_SHARDS
+        return
+    expected = layers.tensors(call(layer, *given)) if name in TAKE_SHARDS else []
+
+    def run(mesh):
+        own = Drawn(mesh)
+        found = layers.tensors(call(copy.deepcopy(layer), *tree_map(own.of_process, inputs(own))))
+        return [own.of_all(x.detach(), y) for x, y in zip(found, expected, strict=True)]
+
+    if name in TAKE_SHARDS:
+        for found in on_processes(2, run):
+            torch.testing.assert_close(found, expected)
+        return
+    with pytest.raises((TypeError, ValueError)) as error:
+        on_processes(2, run)
+    takes_only_tensors = name in ("Graphormer", "LPFormer")
+    assert takes_only_tensors or "sharded graphs" in str(error.value)
