@@ -12,7 +12,7 @@ from gattn import Bias, BucketBias, CompleteGraph, Identity, LocalGaussian, Spar
 from gattn.ops.backends import dense
 from gattn.ops.backends.dense import linear, listed, rows
 from tests.cases import SCORES, Alter, Results, make_score
-from tests.ops.fuzz_shared import Draw, compare_types, stored, with_gradients
+from tests.ops.fuzz_shared import Draw, compare_types, stored, tampering, with_gradients
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 9)
 #: With these, small calls are computed in the ways of large ones, and in several parts.
@@ -91,7 +91,7 @@ def sequence(draw: Draw, alter: Alter) -> None:
         terms["query"] = draw.grid(*batch, n, heads, *wide)
     if SCORES[name].has_vector:
         terms["vector"] = draw.normal(heads, channels) / max(channels, 1) ** 0.5
-    scale = draw.choice((None, 1.0, 0.25)) if is_product else None
+    scale = draw.choice((None, 1.0, 0.25, 0.0, -0.5, -1.0)) if is_product else None
 
     matrix = (n, m)
     front = (*batch, heads)
@@ -118,6 +118,7 @@ def sequence(draw: Draw, alter: Alter) -> None:
         terms["centres"] = draw.grid(*draw.choice(((n,), (*batch, n)))) + 2
     is_linear = is_product and not centred and draw.maybe(0.2)
     if is_linear:
+        scale = None if scale is None else abs(scale)  # weights are divided by their sum
         terms |= {name: terms[name].abs() + 0.25 for name in ("query", "key")}
     terms = {name: stored(term, draw) for name, term in terms.items()}
     is_whole, lse = draw.maybe(0.5), not centred and not is_linear and draw.maybe(0.2)
@@ -132,10 +133,11 @@ def sequence(draw: Draw, alter: Alter) -> None:
     draw.note(mask=None if mask is None else list(mask.shape), backend=backend, dtype=dtype)
     draw.note(source_lengths=graph.source_lengths, target_lengths=graph.target_lengths)
     exact = {name: term.to(dtype).double() for name, term in terms.items()}
+    tampers = tampering(draw)
 
     def run(dtype: torch.dtype, reference: bool) -> Results:
         leaves = {name: term.to(dtype).detach().requires_grad_() for name, term in exact.items()}
-        given = dict(leaves)
+        given = dict(leaves) if reference else tampers.given(leaves)
         score = make_score(name, given.pop("vector", None), scale)
         distribution = LocalGaussian(given.pop("centres"), 3.0) if centred else "softmax"
         distribution = Identity(normalize=True) if is_linear else distribution
@@ -146,6 +148,8 @@ def sequence(draw: Draw, alter: Alter) -> None:
                 stack.enter_context(patch.object(module, constant, number))
             if not is_whole:
                 stack.enter_context(patch.object(linear, "is_faster", lambda *_: True))
+            if not reference:
+                stack.enter_context(tampers.hooks())
             out = attend(
                 given.pop("query", None),
                 given.pop("key"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -208,3 +209,47 @@ def in_flow(edge_index: Tensor, num_sources: int, num_targets: int, flow: str, f
     if flow != FLOWS[0]:
         edge_index, num_sources, num_targets = edge_index.flip(0), num_targets, num_sources
     return in_form(edge_index, num_sources, num_targets, form, draw)
+
+
+class Tampering(NamedTuple):
+    """What is done to tensors on their way: in saved-tensor hooks, and before a call."""
+
+    saved: Callable[[Tensor], Tensor] | None
+    lazy: frozenset[str]
+    """The names of the tensors whose memory holds their negatives"""
+
+    def given(self, leaves: Results) -> Results:
+        """The tensors of a call, from its leaves."""
+        return {name: torch._neg_view(-leaf) if name in self.lazy else leaf for name, leaf in leaves.items()}
+
+    def hooks(self) -> Any:
+        """While this is entered, saved tensors are given back in another form; copies, as in memory elsewhere."""
+        if self.saved is None:
+            return nullcontext()
+        saved = self.saved
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: saved(x.detach().clone()), lambda x: x)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers, with strides in the reverse order."""
+    order = tuple(reversed(range(x.dim())))
+    return x.permute(order).contiguous().permute(order)
+
+
+def negated(x: Tensor) -> Tensor:
+    """The same numbers, which memory holds negated."""
+    return torch._neg_view(-x) if x.is_floating_point() else x
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same numbers, none beside another."""
+    return torch.stack([x, x], -1).select(-1, 1)
+
+
+def tampering(draw: Draw) -> Tampering:
+    """Mostly nothing."""
+    saved = draw.choice((transposed, negated, apart)) if draw.maybe(0.2) else None
+    names = ("query", "key", "value", "table", "bias", "vector") if draw.maybe(0.1) else ()
+    lazy = frozenset(name for name in names if draw.maybe(0.5))
+    draw.note(saved=saved and saved.__name__, lazy=sorted(lazy))
+    return Tampering(saved, lazy)

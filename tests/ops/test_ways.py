@@ -6,12 +6,33 @@ import pytest
 import torch
 
 from tests.cases import threads
-from tests.ops.ways import WAYS, in_parts
+from tests.ops.fuzz_shared import apart, negated, transposed
+from tests.ops.ways import WAYS, in_parts, ways
+
+#: Those in which PyTorch multiplies matrices, whose bits depend on the number of threads: see docs/backends.md.
+BY_MATRICES = {
+    "matrix",
+    "buckets",
+    "buckets of bytes",
+    "buckets of one head",
+    "buckets, mask",
+    "pairs, mask",
+    "window, buckets",
+    "lengths, own score",
+    "linear",
+    "linear, causal",
+    "own score",
+    "own score, buckets",
+    "sigmoid",
+    "sparsemax",
+    "weights",
+    "logits",
+}
 
 each_way = pytest.mark.parametrize("name", WAYS)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_parts():
     with in_parts(), threads(1):
         yield
@@ -41,6 +62,7 @@ def edit(x):
 
 
 @each_way
+@pytest.mark.usefixtures("small_parts")
 def test_edits_between_the_passes_are_noticed_or_change_nothing(name):
     way = WAYS[name]
     expected = run(way, leaves_of(way))
@@ -63,26 +85,11 @@ def test_edits_between_the_passes_are_noticed_or_change_nothing(name):
     assert noticed or name in ("logits", "dropout")
 
 
-def transposed(x):
-    """The same numbers with other strides."""
-    order = tuple(reversed(range(x.dim())))
-    return x.permute(order).contiguous().permute(order)
-
-
-def apart(x):
-    """The same numbers, none beside another."""
-    return torch.stack([x, x], -1).select(-1, 1)
-
-
-def negated(x):
-    """The same numbers, which memory holds negated."""
-    return torch._neg_view(-x) if x.is_floating_point() else x
-
-
 CHANGES = [transposed, apart, negated]
 
 
 @each_way
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")  # which is slower for other strides
 def test_hooks_on_saved_tensors_may_give_back_other_strides(name, change):
@@ -96,6 +103,7 @@ def test_hooks_on_saved_tensors_may_give_back_other_strides(name, change):
 
 
 @each_way
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("change", CHANGES)
 def test_inputs_that_are_not_plain(name, change):
     way = WAYS[name]
@@ -107,3 +115,15 @@ def test_inputs_that_are_not_plain(name, change):
         outs = way.outputs(given)
         found = [*(x.detach() for x in outs), *way.gradients(outs, leaves)]
         torch.testing.assert_close(found, expected, msg=lambda m, changed=changed: f"{changed}: {m}")
+
+
+@each_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bits_for_one_and_two_threads(name, dtype):
+    """Forward and backward; where matrices are multiplied, at least for two runs with as many threads."""
+    way = ways(100 if name in BY_MATRICES else 400)[name]
+    found = []
+    for number in (2, 2) if name in BY_MATRICES else (1, 2):
+        with threads(number):
+            found.append(run(way, leaves_of(way, dtype)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
