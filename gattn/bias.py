@@ -240,7 +240,7 @@ class SparseBias(Bias):
         assert graph.num_targets is not None
         if is_readable(self.target):
             sizes = graph.num_sources, graph.num_targets, graph.blocks
-            derived(self._index, ("fits", *sizes), lambda: self._check_pairs(*sizes))
+            self._derived(("fits", *sizes), lambda: self._check_pairs(*sizes))
             return
         check_later(self.source, graph.num_sources, "the pairs of a SparseBias name a source")
         check_later(self.target, graph.num_targets, "the pairs of a SparseBias name a target")
@@ -271,8 +271,13 @@ class SparseBias(Bias):
         def order() -> Pairs:
             return Pairs.ordered(None, self.target.long(), self.source.long(), self.values.new_empty(0, 1))
 
-        found: Pairs = derived(self._index, "pairs in order", order)
+        found: Pairs = self._derived(("pairs in order",), order)
         return found
+
+    def _derived(self, key: tuple[Any, ...], derive: Callable[[], Any]) -> Any:
+        """What is kept with the pairs; an edit of their other row counts, too, where both are not of one tensor."""
+        token = derived(self.source, "token", object) if self._index is self.target else None
+        return derived(self._index, (*key, token), derive)
 
     def of_graph(self, graph: CompleteGraph) -> Bias:
         """See `Bias.of_graph`."""
@@ -443,19 +448,18 @@ class _BlockPairs(Bias):
     """A `SparseBias` on a packed graph, divided into its blocks.
 
     Args:
-        index: With which what is derived here is kept.
         pairs: All pairs, ordered by target, and therefore by block, without values.
         values: Their biases.
         blocks: The numbers of targets and sources of each block.
     """
 
-    def __init__(self, index: Tensor, pairs: Pairs, values: Tensor, blocks: Sequence[tuple[int, int]]):
-        self.index, self.pairs, self.values, self.blocks = index, pairs, values, tuple(blocks)
+    def __init__(self, pairs: Pairs, values: Tensor, blocks: Sequence[tuple[int, int]]):
+        self.pairs, self.values, self.blocks = pairs, values, tuple(blocks)
 
     def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> Pairs:
         """See `Bias.of_group`."""
         assert elements is not None  # blocks are always named
-        groups: dict[tuple[int, ...], Pairs] = derived(self.index, ("pairs of blocks", self.blocks), dict)
+        groups: dict[tuple[int, ...], Pairs] = derived(self.pairs.target, ("pairs of blocks", self.blocks), dict)
         elements = tuple(elements)
         if elements not in groups:
             groups[elements] = self._of(elements)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -82,7 +83,12 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that holds other tensors or does something else with them than tensors do."""
+    """Whether a tensor is of a class that holds other tensors or does something else with them than tensors do.
+
+    The exporter's stand-ins for parameters, which have shapes only, do not.
+    """
+    if isinstance(tensor, FakeTensor):
+        return False
     return is_traceable_wrapper_subclass(tensor) or has_torch_function((tensor,))
 
 

@@ -614,3 +614,8 @@ def test_what_follows_from_pairs_is_found_once(made, graph, monkeypatch):
         x.sum().backward()
         found.append(dict(counts))
     assert found[0] == found[2]
+    pairs.copy_(pairs.flip(1) + 1)  # and again when they were edited
+    bias = SparseBias(pairs, values) if made == "per step" else bias
+    out, expected = (gattn.attend(x, x, x, graph, bias=bias, backend=name) for name in ("auto", "reference"))
+    torch.testing.assert_close(out, expected)
+    assert counts["ordered"] > found[2]["ordered"]

@@ -5,6 +5,7 @@ Each way of deployment runs a graph model and a sequence model.
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +16,9 @@ from torch.export import Dim
 import gattn
 from gattn import CompleteGraph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
+from tests.cases import mostly_slow
+from tests.layers import LAYERS, SIZES, Draw, made, on_edges, row, tensors
+from tests.layers import MODELS as NETWORKS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec:FutureWarning",  # of PyTorch's export
@@ -144,6 +148,105 @@ class TestExport:
     def test_a_backend_that_cannot_serve_a_call_is_refused_as_in_eager_mode(self):
         with pytest.raises(ValueError, match="backend='dense' cannot serve this call"):
             export(GATConv(6, 4), draw_graph(10, 30), GRAPH.shapes, "dense")
+
+
+class Called(nn.Module):
+    """A row of the table of layers as a module that takes the row's inputs."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.layer, self.call = made(name), row(name).call
+
+    def forward(self, *inputs):
+        return self.call(self.layer, *inputs)
+
+
+#: What reads numbers that decide shapes, and why; docs/deployment.md says the same.
+COUNTED = "counts the nodes of each graph of a batch"
+NOT_OPEN = {
+    **dict.fromkeys(("GPSConv", "Graphormer", "Polynormer", "SGFormer"), COUNTED),
+    **dict.fromkeys(("GraphMultisetTransformer", "PatchTransformerAggregation", "SetTransformerAggregation"), COUNTED),
+    "HAN": "reads the lengths of sentences",
+    "LPFormer": "reads a sparse matrix",
+    "LSTMN": "has a loop over tokens",
+    "Seq2Seq": "has a loop over tokens",
+}
+#: These also take one graph without a batch.
+ALONE = ("GPSConv", "Polynormer", "SGFormer")
+#: Sizes of positions.
+LONGEST = {"LearnedPositionalEncoding": 62, "TransformerLM": 64}
+MORE = (
+    {"nodes": 9, "others": 7, "edges": 12, "edges2": 10, "edges3": 6, "batch": 4, "length": 8, "memory": 5, "words": 6},
+    {"nodes": 70, "others": 90, "edges": 300, "edges2": 200, "edges3": 100, "batch": 3, "length": 40, "memory": 50},
+)
+
+
+def export_open(name, draw):
+    module, axes = Called(name), Draw()
+    dims = {size: Dim(size, max=LONGEST.get(name) if size == "length" else None) for size in SIZES}
+    inputs = draw(axes)
+
+    def shape(leaf):
+        return None if leaf is None else {place: dims[size] for place, size in leaf.items()}
+
+    def is_leaf(leaf):
+        return leaf is None or (isinstance(leaf, dict) and all(isinstance(place, int) for place in leaf))
+
+    shapes = torch.utils._pytree.tree_map(shape, axes.open(inputs), is_leaf=is_leaf)
+    return module, export(module, inputs, (shapes,)), axes.constants
+
+
+class TestEveryLayerWithOpenSizes:
+    """What the table of layers calls open may be of any size in the program."""
+
+    @pytest.mark.parametrize(
+        ("name", "is_alone"),
+        mostly_slow(
+            [("PerformerAttention", False), *((name, True) for name in ALONE)]
+            + [(name, False) for name in (*LAYERS, *NETWORKS) if name not in (*NOT_OPEN, "PerformerAttention")],
+            every=20,
+        ),
+    )
+    def test_gives_the_values_of_eager_mode(self, name, is_alone):
+        draw = on_edges if is_alone else row(name).inputs
+        module, program, constants = export_open(name, draw)
+        for sizes in MORE:
+            inputs = draw(Draw(**{size: n for size, n in sizes.items() if size not in constants}))
+            torch.testing.assert_close(tensors(program.module()(*inputs)), tensors(module(*inputs)))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", NOT_OPEN)
+    def test_others_are_refused_and_listed(self, name):
+        with pytest.raises((RuntimeError, ValueError, torch._dynamo.exc.UserError)):
+            export_open(name, row(name).inputs)
+        page = (Path(__file__).parents[1] / "docs/deployment.md").read_text()
+        assert f"`{name}`" in page
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", ["sparse", "buckets", "buckets of each"])
+    def test_biases(self, kind):
+        nodes, pairs = Dim("nodes"), Dim("pairs")
+
+        class Biased(nn.Module):
+            def forward(self, x, listed, values):
+                bias = gattn.SparseBias(listed, values) if kind == "sparse" else gattn.BucketBias(listed, values)
+                return gattn.attend(x, x, x, CompleteGraph(x.size(1)), bias=bias)
+
+        def draw(batch, nodes, pairs):
+            x = torch.randn(batch, nodes, 2, 4)
+            if kind == "sparse":
+                return x, torch.randint(nodes, (2, pairs)), torch.randn(pairs, 2)
+            return x, torch.randint(3, (batch, nodes, nodes)[kind == "buckets" :]), torch.randn(3, 2)
+
+        of_bias = {
+            "sparse": ({1: pairs}, {0: pairs}),
+            "buckets": ({0: nodes, 1: nodes}, None),
+            "buckets of each": ({0: BATCH, 1: nodes, 2: nodes}, None),
+        }
+        program = export(Biased(), draw(2, 6, 9), ({0: BATCH, 1: nodes}, *of_bias[kind]))
+        for sizes in ((3, 9, 5), (1, 30, 100)):
+            inputs = draw(*sizes)
+            torch.testing.assert_close(program.module()(*inputs), Biased()(*inputs))
 
 
 class Attend(nn.Module):

@@ -195,15 +195,23 @@ def test_compiles_as_a_whole():
             torch.testing.assert_close(x, y)
 
 
-def test_exports_with_open_sizes():
-    class Layer(torch.nn.Module):
-        def forward(self, query, key, value):
-            return attend(query, key, value, CompleteGraph(query.size(0), key.size(0)))
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "causal"])
+def test_one_compiled_program_serves_all_sizes(causal):
+    programs = []
 
-    size = torch.export.Dim("n", min=2)
-    program = torch.export.export(Layer(), tuple(x.detach() for x in inputs(70, 70)), dynamic_shapes=[{0: size}] * 3)
-    leaves = inputs(90, 90)
-    torch.testing.assert_close(program.module()(*leaves), Layer()(*leaves))
+    def count(module, inputs):
+        programs.append(module)
+        return module
+
+    def function(query, key, value):
+        return attend(query, key, value, CompleteGraph(query.size(1), key.size(1), causal=causal))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=count)
+    for size in (70, 80, 96, 170, 75, 110):
+        leaves = inputs(size, size, (size // 20,))
+        torch.testing.assert_close(compiled(*leaves), function(*leaves))
+    assert len(programs) == 2  # the first one is for one size
 
 
 def test_gradients_in_batches(calls):
