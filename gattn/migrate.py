@@ -112,9 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if any(part.startswith(".") or part == "site-packages" for part in file.relative_to(path).parts):
             continue  # somebody else's, such as a virtual environment
         try:
+            if file != path and not file.is_file():  # a pipe might never end
+                raise OSError("it is no file")
             found = sorted(set(names_in(file.read_bytes())))
-        except (OSError, SyntaxError, ValueError) as error:
-            print(f"{file}: cannot be read: {str(error).splitlines()[0]}", file=sys.stderr)
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            reason = str(error) or "it is nested too deeply"  # for which the parser has no memory
+            print(f"{file}: cannot be read: {reason.splitlines()[0]}", file=sys.stderr)
             errors += 1
             continue
         for line, full in found:

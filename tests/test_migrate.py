@@ -1,6 +1,7 @@
 """`python -m gattn.migrate`: what it finds in programs, and how it fails."""
 
 import inspect
+import os
 
 import pytest
 import torch_geometric.nn
@@ -74,18 +75,22 @@ def test_the_report_of_a_folder(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize("content", [b"def (:\n", b"x = '\xff'\n", b"\x00"])
+NESTED = [b"x = " + b"-" * 200_000 + b"1", b"x = a" + b".b" * 2_000, b"x = " + b"a + " * 50_000 + b"b"]
+
+
+@pytest.mark.parametrize("content", [b"def (:\n", b"x = '\xff'\n", b"\x00", *NESTED], ids=range(6))
 def test_a_file_that_is_not_python_is_one_line_and_the_others_are_read(content, tmp_path, capsys):
     (tmp_path / "a.py").write_bytes(content)
     (tmp_path / "b.py").write_text("from torch_geometric.nn import GATConv\n")
     (tmp_path / "c.py").mkdir()
+    os.mkfifo(tmp_path / "d.py")
     with pytest.raises(SystemExit) as end:
         migrate.main([str(tmp_path)])
     assert end.value.code == 1
     out, err = capsys.readouterr()
-    first, second = err.splitlines()
+    first, *others = err.splitlines()
     assert first.startswith(f"{tmp_path}/a.py: cannot be read: ")
-    assert second.startswith(f"{tmp_path}/c.py: cannot be read: ")
+    assert others == [f"{tmp_path}/{name}.py: cannot be read: it is no file" for name in "cd"]
     assert "b.py:1: torch_geometric.nn.GATConv -> gattn.nn.GATConv" in out
 
 
