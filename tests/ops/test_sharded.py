@@ -8,9 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import gattn
+from gattn import CompleteGraph, DotScore, Identity
 from gattn.ops.backends.triton import Triton
 from gattn.testing import random_edge_index
 from tests.cases import SCORES, make_call
+from tests.layers import tensors
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo here")
 
@@ -39,6 +41,33 @@ def compare(mesh, score, backend, heads=4, key_heads=None, plain=("edge_value",)
     torch.testing.assert_close(*found)
 
 
+#: Graphs of seven nodes without a list of edges, and options of calls.
+COMPLETE = (
+    (CompleteGraph(7), {}),
+    (CompleteGraph(7, causal=True), {"return_lse": True}),
+    (CompleteGraph(7, window=2), {"return_weights": True}),
+    (CompleteGraph(7, source_lengths=torch.tensor([2, 5])), {}),
+    (CompleteGraph(7), {"mask": torch.arange(49).view(7, 7) % 3 > 0, "distribution": gattn.Sparsemax()}),
+    (CompleteGraph(40, causal=True), {"score": DotScore(1.0), "distribution": Identity()}),
+    (CompleteGraph(7), {"key_heads": 2}),
+)
+
+
+def compare_complete(mesh, graph, options):
+    """Outputs, weights and gradients of training on complete graphs."""
+    heads = options.get("key_heads", 4)
+    options = {name: option for name, option in options.items() if name != "key_heads"}
+    inputs = [torch.randn(2, graph.num_targets, number, 3) for number in (4, heads, heads)]
+    found = []
+    for is_split in (False, True):
+        leaves = [distribute_tensor(x, mesh, [Shard(2)]) if is_split else x for x in inputs]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        results = tensors(gattn.attend(*leaves, graph, **options))
+        grads = torch.autograd.grad([x.square().sum() for x in results], leaves)
+        found.append([x.full_tensor() if is_split else x for x in (*results, *grads)])
+    torch.testing.assert_close(*found)
+
+
 def work(rank, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
@@ -61,8 +90,17 @@ def work(rank, path):
         with pytest.raises(ValueError, match="attention on distributed tensors is computed by heads"):
             gattn.attend(by_nodes, by_nodes, by_nodes, edges)
         one = distribute_tensor(x[:, :1], mesh, [Shard(1)])
-        with pytest.raises(ValueError, match="each rank needs a head"):
-            gattn.attend(one, one, one, edges)
+        for graph in (edges, CompleteGraph(7)):
+            with pytest.raises(ValueError, match="each rank needs a head"):
+                gattn.attend(one, one, one, graph)
+        query, key = (distribute_tensor(torch.randn(7, number, 3), mesh, [Shard(1)]) for number in (6, 3))
+        with pytest.raises(ValueError, match="6 heads share 3 heads of keys and values, which 2 ranks cannot"):
+            gattn.attend(query, key, key, edges)
+        for case in COMPLETE:
+            compare_complete(mesh, *case)
+        for options in ({"bias": torch.zeros(7, 7)}, {"score": gattn.AdditiveScore(torch.zeros(6, 3))}):
+            with pytest.raises(ValueError, match="on complete graphs, distributed tensors are split by heads without"):
+                gattn.attend(query, query, query, CompleteGraph(7), **options)
     finally:
         dist.destroy_process_group()
 

@@ -36,6 +36,7 @@ from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.plans import Given, Plan
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
+from gattn.ops.sharded import complete_by_heads, is_distributed
 from gattn.scores import DotScore, Score, family_of, says
 from gattn.torch_private import is_context_parallel, is_exporting, statically_known_true
 
@@ -112,6 +113,8 @@ class Dense(Backend):
 
     def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""
+        if type(call.value) is not Tensor and is_distributed(call.value):
+            return complete_by_heads(self._result, call)
         return self._result(call)
 
     def plan(self, call: Call, given: Given) -> Plan | None:
@@ -128,7 +131,7 @@ class Dense(Backend):
             or len(call.batch) > 1
         ):
             return None
-        if more or call.key.size(-1) == 0 or call.cast(call.dtype) is not call:
+        if more or call.key.size(-1) == 0 or call.cast(call.dtype) is not call or is_distributed(call.value):
             return None
         causal = graph.causal
         scale = score.factor(call.channels)  # not the score, which may be changed
