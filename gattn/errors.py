@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__ = [
     "BackendError",
@@ -50,7 +53,7 @@ class BackendError(ValueError):
     """The backend that was requested cannot serve a call."""
 
 
-def is_integer(number: Any) -> bool:
+def is_integer(number: Any) -> TypeIs[int]:
     """Whether an option is one integer of any library; a boolean is none."""
     if isinstance(number, (int, torch.SymInt)):  # the compiler cannot ask a symbol for its attributes
         return not isinstance(number, bool)

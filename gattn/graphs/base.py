@@ -8,23 +8,24 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, is_integer
 from gattn.torch_private import uses_jit_trace
 
-__all__ = ["FLOWS", "EdgeList", "Graph", "check_size"]
+__all__ = ["FLOWS", "EdgeList", "Graph", "checked_size"]
 
 #: The directions of messages: which row of an `edge_index` holds the sources. PyG calls them `flow`.
 FLOWS = ("source_to_target", "target_to_source")
 
 
-def check_size(name: str, size: Any) -> None:
-    """Raises `TypeError` or `ValueError` if `size` is not a number of nodes."""
+def checked_size(name: str, size: Any) -> int:
+    """The number of nodes, an integer of Python or of the compiler; raises `TypeError` or `ValueError` for others."""
     if uses_jit_trace():  # where sizes are tensors
-        return
-    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+        return size  # type: ignore[no-any-return]
+    if not is_integer(size):
         raise InputTypeError(f"{name} must be a number of nodes, an integer; got {size!r}.")
     if size < 0:
         raise InputError(f"a graph's number of nodes must not be negative; got {name}={size}.")
+    return size if isinstance(size, torch.SymInt) else int(size)
 
 
 class EdgeList(NamedTuple):

@@ -20,7 +20,7 @@ from torch_geometric.utils import coalesce, is_undirected, lexsort
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
-from gattn.graphs.base import Graph, check_size
+from gattn.graphs.base import Graph, checked_size
 from gattn.graphs.edge_lists import INTEGER_DTYPES
 from gattn.graphs.sparse import SparseGraph, as_graph
 from gattn.graphs.typed import TypedGraph
@@ -82,8 +82,7 @@ def k_hop(
     check_flag("loop", loop)
     given = _same_nodes(_listed(edge_index, num_nodes))
     (source, target), size = given.sources_and_targets(), int(given.num_targets or 0)
-    device = source.device
-    nodes = torch.arange(size if loop else 0)
+    nodes = torch.arange(size if loop else 0, device="cpu")
     edges, hops = [torch.stack([nodes, nodes])], [torch.zeros_like(nodes)]
     if source.numel():  # SciPy has no matrices without rows
         ends = target.cpu().numpy(), source.cpu().numpy()
@@ -96,10 +95,10 @@ def k_hop(
             reached = reached + newest
             found = newest.tocoo()
             edges.append(torch.from_numpy(np.stack([found.col, found.row])).long())
-            hops.append(torch.full((found.nnz,), hop))
+            hops.append(torch.full_like(edges[-1][0], hop))
     joined, hop_counts = torch.cat(edges, 1), torch.cat(hops)
     order = lexsort([joined[0], joined[1]])
-    return SparseGraph(joined[:, order].to(device), size, size), hop_counts[order].to(device)
+    return SparseGraph(joined[:, order].to(source.device), size, size), hop_counts[order].to(source.device)
 
 
 def line_graph(
@@ -242,8 +241,7 @@ def with_virtual_nodes(
         (('edge', 'node_to_virtual', 'virtual_to_node'), tensor([0, 0, 1, 1, 1, 2, 2, 2]))
     """
     check_at_least(1, count=count)
-    if batch_size is not None:
-        check_size("batch_size", batch_size)
+    batch_size = None if batch_size is None else checked_size("batch_size", batch_size)
     if num_nodes is None and isinstance(batch, Tensor) and batch.dim() == 1:
         given = _sized(as_graph(edge_index).listed(), batch.numel(), batch.numel(), "batch")
     else:
@@ -256,7 +254,7 @@ def with_virtual_nodes(
             "gattn.graphs.within_blocks."
         )
     least = 1 if batch is None else int(graphs.max()) + 1 if graphs.numel() else 0
-    num_graphs = least if batch_size is None else int(batch_size)
+    num_graphs = least if batch_size is None else batch_size
     if num_graphs < least:
         raise InputError(f"batch holds {least} graphs or more, but batch_size is {num_graphs}.")
     types = given.edge_type if isinstance(given, TypedGraph) else torch.zeros_like(source)
@@ -430,7 +428,7 @@ def checked_batch(
         raise InputTypeError(f"{wanted}; got {type(batch).__name__}.")
     if batch.dtype not in INTEGER_DTYPES or batch.shape != (int(num_nodes),):
         raise InputError(f"{wanted}; got {list(batch.shape)} of {batch.dtype}.")
-    if batch.numel() and int(batch.min()) < 0:
+    if batch.numel() and not torch.compiler.is_compiling() and int(batch.min()) < 0:
         raise InputError(f"{wanted}; got {int(batch.min())}.")
     return batch.long() if device is None else batch.long().to(device)
 
@@ -449,8 +447,7 @@ def runs(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 def _listed(edge_index: Any, num_nodes: int | None) -> SparseGraph:
     """The edges of a graph in any form, with known sizes."""
-    if num_nodes is not None:
-        check_size("num_nodes", num_nodes)
+    num_nodes = None if num_nodes is None else checked_size("num_nodes", num_nodes)
     return _sized(as_graph(edge_index).listed(), num_nodes, num_nodes, "num_nodes")
 
 

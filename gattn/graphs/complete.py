@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gattn.errors import InputError, InputTypeError, check_flag
-from gattn.graphs.base import EdgeList, Graph, check_size
+from gattn.errors import InputError, InputTypeError, check_flag, is_integer
+from gattn.graphs.base import EdgeList, Graph, checked_size
 from gattn.torch_private import is_traced, is_transformed
 
 __all__ = ["CompleteGraph"]
@@ -70,23 +70,20 @@ class CompleteGraph(Graph):
         target_lengths: Tensor | None = None,
     ):
         num_sources = num_targets if num_sources is None else num_sources
-        check_size("num_targets", num_targets)
-        check_size("num_sources", num_sources)
+        self.num_targets = checked_size("num_targets", num_targets)
+        self.num_sources = checked_size("num_sources", num_sources)
         check_flag("causal", causal)
-        if isinstance(window, int) and not isinstance(window, bool) and window > 0:
-            window = (window, window)
-        if window is not None and not (
-            isinstance(window, (tuple, list))
-            and len(window) == 2
-            and all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in window)
+        sides: Any = window if isinstance(window, (tuple, list)) else (window,)
+        is_one = len(sides) == 1 and is_integer(window) and window > 0
+        if (
+            window is not None
+            and not is_one
+            and not (len(sides) == 2 and all(is_integer(side) and side >= 0 for side in sides))
         ):
-            sides = window if isinstance(window, (tuple, list)) else (window,)
-            error = InputError if all(type(side) is int for side in sides) else InputTypeError
+            error = InputError if all(map(is_integer, sides)) else InputTypeError
             raise error(f"window must be (left, right), both at least 0, or one positive integer; got {window!r}.")
-        self.num_targets = num_targets
-        self.num_sources = num_sources
         self.causal = causal
-        self.window: tuple[int, int] | None = None if window is None else (window[0], window[1])
+        self.window: tuple[int, int] | None = None if window is None else (sides[0], sides[-1])
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
         self._check_lengths()
@@ -99,7 +96,7 @@ class CompleteGraph(Graph):
             if lengths is None:
                 continue
             _check_counts(name, lengths)
-            if lengths.numel() and not torch.compiler.is_compiling() and int(lengths.max()) > limit:
+            if _is_known(lengths) and int(lengths.max()) > limit:
                 raise ValueError(f"{name} must lie between 0 and {limit}; got {lengths.tolist()}.")
         source_lengths, target_lengths = self.source_lengths, self.target_lengths
         if source_lengths is not None and target_lengths is not None and source_lengths.shape != target_lengths.shape:
@@ -467,7 +464,8 @@ class _PackedGraph(CompleteGraph):
             range(num_sources - num_targets, num_sources) if side == "target" else range(num_sources)
             for num_targets, num_sources in self.blocks
         ]
-        return torch.cat([torch.arange(0), *(torch.arange(row.start, row.stop) for row in rows)]).to(device)
+        parts = (torch.arange(row.start, row.stop, device=device) for row in rows)
+        return torch.cat([torch.arange(0, device=device), *parts])
 
     def _largest(self) -> tuple[int, int]:
         """The number of targets and sources of the largest blocks."""
@@ -536,14 +534,20 @@ def _check_counts(name: str, lengths: Any) -> None:
         raise TypeError(f"{name} must be a tensor; got {type(lengths).__name__}.")
     if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.dim() == 0:
         raise ValueError(f"{name} must hold one integer per element of the batch, [B]; got {lengths}.")
-    if lengths.numel() and not torch.compiler.is_compiling() and int(lengths.min()) < 0:
+    if _is_known(lengths) and int(lengths.min()) < 0:
         raise ValueError(f"{name} must not be negative; got {lengths.tolist()}.")
 
 
+def _is_known(lengths: Tensor) -> bool:
+    """Whether there are numbers to check."""
+    return bool(lengths.numel()) and not torch.compiler.is_compiling() and not lengths.is_meta
+
+
 def _as_tensor(name: str, numbers: Any) -> Tensor:
-    """Numbers of blocks as a tensor; no numbers are integers."""
+    """Numbers of blocks as a tensor, on the CPU unless it is one already; no numbers are integers."""
     try:
-        return torch.as_tensor(numbers, dtype=None if len(numbers) else torch.int64)
+        device = numbers.device if isinstance(numbers, Tensor) else "cpu"
+        return torch.as_tensor(numbers, dtype=None if len(numbers) else torch.int64, device=device)
     except (TypeError, ValueError) as error:
         raise InputTypeError(f"{name} must be a tensor or a sequence of integers; got {numbers!r}.") from error
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.utils import coalesce
 
 from gattn.errors import InputError, check_at_least
-from gattn.graphs.base import check_size
+from gattn.graphs.base import checked_size
 from gattn.graphs.builders import checked_batch
 from gattn.graphs.sparse import SparseGraph
 
@@ -69,7 +69,7 @@ def expander(num_nodes: int, degree: int, batch: Tensor | None = None, *, seed: 
         tensor([[1, 2, 0, 2, 0, 1],
                 [0, 0, 1, 1, 2, 2]])
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = checked_size("num_nodes", num_nodes)
     check_at_least(1, degree=degree)
     check_at_least(0, seed=seed)
     graphs = checked_batch(batch, num_nodes)

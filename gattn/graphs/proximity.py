@@ -11,7 +11,7 @@ from scipy.spatial import cKDTree
 from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number, check_real
-from gattn.graphs.base import check_size
+from gattn.graphs.base import checked_size
 from gattn.graphs.builders import checked_batch, runs
 from gattn.graphs.edge_lists import INTEGER_DTYPES
 from gattn.graphs.sparse import SparseGraph
@@ -465,8 +465,8 @@ def grid(
         >>> gattn.attend(x, x, x, graph, bias=table[row, column]).shape
         torch.Size([4, 2, 8])
     """
-    for name, size in (("height", height), ("width", width), ("batch_size", batch_size)):
-        check_size(name, size)
+    height, width = checked_size("height", height), checked_size("width", width)
+    batch_size = checked_size("batch_size", batch_size)
     check_at_least(1, radius=radius)
     check_flag("loop", loop)
     if isinstance(neighbors, bool) or neighbors not in (4, 8):

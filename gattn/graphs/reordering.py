@@ -15,7 +15,7 @@ from torch_geometric.utils import lexsort
 from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from gattn.errors import InputError, check_at_least
-from gattn.graphs.base import check_size
+from gattn.graphs.base import checked_size
 from gattn.graphs.edge_lists import plain
 from gattn.graphs.sparse import SparseGraph
 
@@ -103,7 +103,7 @@ def node_order(edge_index: Adj, num_nodes: int | None, method: str, num_parts: i
         raise InputError(f"method must be 'rcm', 'metis' or 'degree'; got {method!r}.")
     if num_nodes is None:
         num_nodes = max(maybe_num_nodes(edge_index), 0)  # negative indices are reported below
-    check_size("num_nodes", num_nodes)
+    num_nodes = checked_size("num_nodes", num_nodes)
     edges = graph.with_sizes(num_nodes, num_nodes).edges().edge_index
     if num_parts is not None:
         if method != "metis":
@@ -145,7 +145,7 @@ def _order(edge_index: Tensor, num_nodes: int, method: str, num_parts: int | Non
         import_metis()
     adjacency = undirected(edge_index, num_nodes)
     if not adjacency.nnz:
-        return torch.arange(num_nodes)
+        return torch.arange(num_nodes, device="cpu")
     # SciPy sorts the neighbours of each node by degree, which takes quadratic time unless they are sorted already.
     order = np.diff(adjacency.indptr).argsort(kind="stable")
     by_degree = adjacency[order][:, order]
@@ -154,7 +154,7 @@ def _order(edge_index: Tensor, num_nodes: int, method: str, num_parts: int | Non
     if method == "metis":
         parts = partition(adjacency, num_parts or -(-num_nodes // NODES_PER_PART))
         order = order[parts[order].argsort(kind="stable")]
-    return torch.as_tensor(order)
+    return torch.from_numpy(order)
 
 
 def undirected(edge_index: Tensor, num_nodes: int) -> csr_array:

@@ -19,7 +19,7 @@ from torch_geometric.utils import (
 )
 
 from gattn.errors import InputError, InputTypeError, check_flag
-from gattn.graphs.base import FLOWS, EdgeList, Graph, check_size
+from gattn.graphs.base import FLOWS, EdgeList, Graph, checked_size
 from gattn.graphs.edge_lists import (
     INTEGER_DTYPES,
     add_loops,
@@ -103,9 +103,8 @@ class SparseGraph(Graph):
             raise ValueError(f"flow must be 'source_to_target' or 'target_to_source'; got {flow!r}.")
         _check_form(edge_index)
         check_flag("self_loops", self_loops)
-        for name, size in (("num_targets", num_targets), ("num_sources", num_sources)):
-            if size is not None:
-                check_size(name, size)
+        num_targets = None if num_targets is None else checked_size("num_targets", num_targets)
+        num_sources = None if num_sources is None else checked_size("num_sources", num_sources)
         if is_sparse(edge_index):
             if flow != FLOWS[0]:
                 raise ValueError(
@@ -263,7 +262,7 @@ class SparseGraph(Graph):
         num_loops = min(num_sources, num_targets)
         if isinstance(fill_value, str):
             fill_value = self._loop_features(features, fill_value, num_sources, num_targets)
-        elif isinstance(fill_value, (int, float)):
+        elif not isinstance(fill_value, Tensor):
             fill_value = features.new_full((num_loops, *features.shape[1:]), fill_value)
         has_all_rows = fill_value.shape == (num_loops, *features.shape[1:])
         if has_all_rows and not torch.compiler.is_compiling() and not has_loops(self.adjacency):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from gattn.errors import InputError, InputTypeError
-from gattn.graphs.base import Graph, check_size
+from gattn.errors import InputError, InputTypeError, is_integer
+from gattn.graphs.base import Graph, checked_size
 from gattn.graphs.edge_lists import check_types, checked_types
 from gattn.graphs.sparse import SparseGraph, as_graph
 
@@ -66,8 +66,7 @@ class TypedGraph(SparseGraph):
         if num_nodes is not None:
             if not isinstance(num_nodes, Mapping):
                 raise InputTypeError(f"num_nodes must be a dictionary of numbers by node type; got {num_nodes!r}.")
-            for name, size in num_nodes.items():
-                check_size(f"num_nodes[{name!r}]", size)
+            num_nodes = {name: checked_size(f"num_nodes[{name!r}]", size) for name, size in num_nodes.items()}
             total = sum(num_nodes.values())
             num_targets, num_sources = (total if size is None else size for size in (num_targets, num_sources))
             if {num_targets, num_sources} != {total}:
@@ -81,12 +80,13 @@ class TypedGraph(SparseGraph):
         num_edges = self.adjacency.size(1) if is_list else self.num_edges
         if edge_type.size(0) != num_edges:
             raise InputError(f"there are {num_edges} edges, but edge_type has {edge_type.size(0)} entries.")
-        if isinstance(edge_types, (bool, str)) or not isinstance(edge_types, (int, Iterable, NoneType)):
+        is_number = is_integer(edge_types)
+        if isinstance(edge_types, str) or not (is_number or isinstance(edge_types, (Iterable, NoneType))):
             raise InputTypeError(f"edge_types must be names of types, or their number; got {edge_types!r}.")
         if edge_types is None:
-            edge_types = int(edge_type.max()) + 1 if edge_type.numel() else 0
+            edge_types = range(int(edge_type.max()) + 1 if edge_type.numel() else 0)
         #: The types' names, or their numbers.
-        self.edge_types = tuple(range(edge_types)) if isinstance(edge_types, int) else tuple(edge_types)
+        self.edge_types = tuple(range(int(edge_types)) if is_number else edge_types)  # type: ignore[arg-type]
         check_types(edge_type, len(self.edge_types))
         self.edge_type = edge_type
         #: The number of nodes of each type; `None` if nodes have no types.
@@ -130,8 +130,8 @@ class TypedGraph(SparseGraph):
             source, target = graph.sources_and_targets()
             ends.append(torch.stack([source.long() + first[edge_type[0]], target.long() + first[edge_type[-1]]]))
             types.append(torch.full_like(ends[-1][0], number))
-        edge_index = torch.cat(ends, 1) if ends else torch.zeros(2, 0, dtype=torch.int64)
-        edge_type = torch.cat(types) if types else torch.zeros(0, dtype=torch.int64)
+        nothing = torch.zeros(2, 0, dtype=torch.int64)
+        edge_index, edge_type = torch.cat(ends or [nothing], 1), torch.cat(types or [nothing[0]])
         return cls(edge_index, edge_type, list(edges), num_nodes)
 
     def join(self, features: Mapping[str, Tensor], dim: int = 0) -> Tensor:
@@ -183,7 +183,7 @@ class TypedGraph(SparseGraph):
 
     def to(self, device: torch.device | str) -> TypedGraph:
         """See `SparseGraph.to`."""
-        return self._changed(adjacency=self.adjacency.to(device), edge_type=self.edge_type.to(device))
+        return super().to(device)._changed(edge_type=self.edge_type.to(device))  # type: ignore[return-value]
 
     def __repr__(self) -> str:
         return f"{super().__repr__().removesuffix(')')}, edge_types={len(self.edge_types)})".replace("Sparse", "Typed")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gattn.errors import InputError, check_at_least
+from gattn.errors import InputError, check_at_least, is_integer
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.linear import Linear
 
@@ -38,7 +38,7 @@ class DGLConv(BaseConv):
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.heads = heads
-        names = ("fc",) if isinstance(in_channels, int) else ("fc_src", "fc_dst")
+        names = ("fc",) if is_integer(in_channels) else ("fc_src", "fc_dst")
         for name, channels in zip(names, ends, strict=True):
             self.add_module(name, Linear(channels, heads * out_channels, bias=False))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gattn.edges import EdgeTerm, Projected
-from gattn.errors import InputTypeError, check_at_least, check_flag, check_number
+from gattn.errors import InputTypeError, check_at_least, check_flag, check_number, is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import projects
 from gattn.nn.dgl_conv import DGLConv
@@ -94,7 +94,7 @@ class EdgeGATConv(DGLConv):
         self.activation = activation
         width = heads * out_channels
         self.fc_edge = Linear(edge_channels, width, bias=False)
-        targets = in_channels if isinstance(in_channels, int) else in_channels[1]
+        targets = in_channels if is_integer(in_channels) else in_channels[1]
         self.res_fc = Linear(targets, width, bias=False) if residual else None
         for name in ("attn_l", "attn_r", "attn_edge"):
             self.register_parameter(name, Parameter(torch.empty(1, heads, out_channels)))

@@ -14,6 +14,7 @@ from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up
 from gattn.attention import fused
 from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
+from gattn.errors import is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights, projects
 from gattn.nn.linear import Linear, is_plain
@@ -112,7 +113,7 @@ class GATConv(AttentionConv):
         self.lin: Linear | None = None
         self.lin_src: Any = None
         self.lin_dst: Any = None
-        if isinstance(in_channels, int):
+        if is_integer(in_channels):
             self.lin = Linear(in_channels, channels, bias=False, weight_initializer="glorot")
         else:
             self.lin_src = Linear(in_channels[0], channels, bias=False, weight_initializer="glorot")
@@ -127,7 +128,7 @@ class GATConv(AttentionConv):
             self.register_parameter("att_edge", None)
         total = channels if concat else out_channels
         if residual:
-            target_channels = in_channels if isinstance(in_channels, int) else in_channels[1]
+            target_channels = in_channels if is_integer(in_channels) else in_channels[1]
             self.res = Linear(target_channels, total, bias=False, weight_initializer="glorot")
         else:
             self.register_parameter("res", None)

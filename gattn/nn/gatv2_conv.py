@@ -11,6 +11,7 @@ from torch_geometric.nn.inits import glorot, zeros
 from torch_geometric.typing import OptPairTensor  # noqa: F401 - PyG looks it up here
 
 from gattn.attention import fused
+from gattn.errors import is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear
@@ -110,7 +111,7 @@ class GATv2Conv(AttentionConv):
         self.share_weights = share_weights
 
         channels = heads * out_channels
-        source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels
+        source_channels, target_channels = (in_channels,) * 2 if is_integer(in_channels) else in_channels
         if share_weights and source_channels != target_channels:
             raise ValueError(
                 f"share_weights=True needs sources and targets with the same channels; got in_channels={in_channels}."

@@ -13,7 +13,7 @@ from torch_geometric.nn.inits import glorot
 
 from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
-from gattn.errors import InputError, check_at_least
+from gattn.errors import InputError, check_at_least, is_integer
 from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features
@@ -111,7 +111,7 @@ class GeneralConv(BaseConv):
         self.attention_type = attention_type
         self.normalize_l2 = l2_normalize
 
-        source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels
+        source_channels, target_channels = (in_channels,) * 2 if is_integer(in_channels) else in_channels
         self._is_product = attention and attention_type == "dot_product"
         is_shared = self._is_product or not directed_msg
         if is_shared and source_channels != target_channels and min(source_channels, target_channels) > 0:

@@ -14,7 +14,7 @@ from torch_geometric.nn.inits import glorot, zeros
 
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph, as_graph
-from gattn.graphs.base import check_size
+from gattn.graphs.base import checked_size
 from gattn.graphs.edge_lists import derived
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.linear import Linear
@@ -198,7 +198,7 @@ class HypergraphConv(BaseConv):
 def _num_edges(graph: Graph, weight: Tensor | None, attr: Tensor | None, num_edges: int | None) -> int:
     """M, on which all arguments that imply it must agree."""
     if num_edges is not None:
-        check_size("num_edges", num_edges)
+        num_edges = checked_size("num_edges", num_edges)
     elif is_experimental_mode_enabled("disable_dynamic_shapes"):
         raise InputError("with PyG's experimental mode 'disable_dynamic_shapes', num_edges must be given.")
     if weight is not None and weight.dim() != 1:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch_geometric.nn.inits import reset
 
-from gattn.errors import InputError, InputTypeError, check_at_least
+from gattn.errors import InputError, InputTypeError, check_at_least, is_integer
 from gattn.graphs import FLOWS, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.linear import Linear
@@ -79,7 +79,7 @@ class PointTransformerConv(BaseConv):
         check_at_least(1, out_channels=out_channels)
         self.add_self_loops = add_self_loops
 
-        source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels
+        source_channels, target_channels = (in_channels,) * 2 if is_integer(in_channels) else in_channels
         self.pos_nn = Linear(3, out_channels) if pos_nn is None else pos_nn
         self.attn_nn = attn_nn
         self.lin = Linear(source_channels, out_channels, bias=False)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch_geometric.nn.inits import zeros
 
 from gattn.distributions import Gate, Identity, Sigmoid, Tanh
-from gattn.errors import InputError, InputTypeError, check_at_least
+from gattn.errors import InputError, InputTypeError, check_at_least, is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features, with_features
@@ -90,7 +90,7 @@ class ResGatedGraphConv(BaseConv):
         self.edge_dim = edge_dim
         self.root_weight = root_weight
 
-        source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels
+        source_channels, target_channels = (in_channels,) * 2 if is_integer(in_channels) else in_channels
         self.lin_key = Linear(_joined(target_channels, edge_dim), out_channels)
         self.lin_query = Linear(_joined(source_channels, edge_dim), out_channels)
         self.lin_value = Linear(_joined(source_channels, edge_dim), out_channels)

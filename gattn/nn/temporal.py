@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from gattn.errors import InputError, InputTypeError, check_at_least
+from gattn.errors import InputError, InputTypeError, check_at_least, is_integer
 from gattn.graphs import GraphLike, as_graph
 from gattn.nn.transformer_conv import TransformerConv
 from gattn.tracing import Leaf
@@ -127,7 +127,7 @@ class GraphAttentionEmbedding(Leaf, Module):
         if out_channels % heads != 0:
             raise InputError(f"out_channels must be a multiple of heads; got {out_channels} and {heads} heads.")
         time_channels = getattr(time_enc, "out_channels", None)
-        if not isinstance(time_channels, int):
+        if not is_integer(time_channels):
             raise TypeError(
                 f"time_enc must have the number of its channels as out_channels, but {type(time_enc).__name__} has "
                 f"{time_channels!r}."

@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from gattn.errors import is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights
 from gattn.nn.linear import Linear
@@ -96,7 +97,7 @@ class TransformerConv(AttentionConv):
         self.root_weight = root_weight
 
         channels = heads * out_channels
-        source_channels, target_channels = (in_channels,) * 2 if isinstance(in_channels, int) else in_channels
+        source_channels, target_channels = (in_channels,) * 2 if is_integer(in_channels) else in_channels
         self.lin_key = Linear(source_channels, channels, bias=bias)
         self.lin_query = Linear(target_channels, channels, bias=bias)
         self.lin_value = Linear(source_channels, channels, bias=bias)
