@@ -147,7 +147,7 @@ class _Blocks:
     def __init__(self, size: int, group: dist.ProcessGroup):
         self.size, self.group = size, group
         ranks = group.size()
-        self._starts = torch.tensor([size * rank // ranks for rank in range(ranks + 1)])
+        self._starts = torch.tensor([size * rank // ranks for rank in range(ranks + 1)], device="cpu")
         self.first, self.last = self._starts[group.rank() :][:2].tolist()
 
     def own(self, device: torch.device) -> Tensor:

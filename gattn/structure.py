@@ -58,7 +58,7 @@ def graph_numbers(edge_index: Tensor, num_nodes: int, batch: Tensor | None) -> T
 def num_components(edge_index: Tensor, num_nodes: int) -> int:
     """The number of connected components with edges; nodes without edges do not add an eigenvalue of zero."""
     labels = connected_components(to_scipy_sparse_matrix(edge_index, num_nodes=num_nodes), directed=False)[1]
-    return len(set(labels[edge_index[0].cpu()].tolist()))
+    return int(np.unique(labels[edge_index[0].cpu().numpy()]).size)
 
 
 def returns(edge_index: Tensor, num_nodes: int, k: int) -> Tensor:
@@ -92,6 +92,12 @@ def laplacian_eigenvectors(
             each time.
         largest_dense: The number of nodes up to which matrices are dense. (default: `LARGEST_DENSE`)
     """
+    with torch.device("cpu"):
+        return _eigenvectors(edge_index, graphs, k, random_signs, largest_dense)
+
+
+def _eigenvectors(edge_index: Tensor, graphs: Tensor, k: int, random_signs: bool, largest_dense: int) -> Tensor:
+    """See `laplacian_eigenvectors`, where the default device is the CPU."""
     sizes = graphs.bincount()[graphs]
     order = graphs.argsort(stable=True)
     order = order[sizes[order].argsort(stable=True)]  # graphs of the same size side by side

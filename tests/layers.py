@@ -62,14 +62,16 @@ class Draw:
         return self._kept(drawn.to(self.dtype), axes, self.requires_grad)
 
     def integers(self, below: int | str, *axes: int | str, least: int = 0) -> Tensor:
-        end, shape = self.sizes[below] if isinstance(below, str) else below, self._shape(axes)
-        drawn = torch.randint(least, max(end, least + 1), shape, generator=self._generator, device="cpu")
-        assert end > least or drawn.numel() == 0, f"{axes} need a number from {least} to less than {end}"
-        return self._kept(drawn, axes)
+        return self._kept(self._integers(below, axes, least), axes)
 
     def booleans(self, *axes: int | str) -> Tensor:
         drawn = torch.rand(self._shape(axes), generator=self._generator, device="cpu") < 0.6
         return self._kept(drawn, axes)
+
+    def lengths(self, most: str, *axes: int | str) -> Tensor:
+        """Numbers up to a size, which do not grow along the last dimension."""
+        drawn = torch.randint(0, self.sizes[most] + 1, self._shape(axes), generator=self._generator, device="cpu")
+        return self._kept(drawn.sort(-1, descending=True)[0], axes)
 
     def edges(
         self, edges: str = "edges", sources: str = "nodes", targets: str = "nodes", to_source: bool = False
@@ -79,12 +81,11 @@ class Draw:
 
     def rows(self, below: tuple[str, str], edges: str) -> Tensor:
         """Two rows of indices."""
-        both = torch.stack([self.integers(end, edges).cpu() for end in below])
-        return self._kept(both, (2, edges))
+        return self._kept(torch.stack([self._integers(end, (edges,)) for end in below]), (2, edges))
 
     def graph_of_node(self) -> Tensor:
         """The graph of each node, sorted; the last graph has a node if there is one."""
-        graph = self.integers("graphs", "nodes").cpu().sort()[0]
+        graph = self._integers("graphs", ("nodes",)).sort()[0]
         if graph.numel():
             graph[-1] = self.sizes["graphs"] - 1
         return self._kept(graph, ("nodes",))
@@ -99,6 +100,12 @@ class Draw:
             return None
 
         return tree_map(named, inputs)
+
+    def _integers(self, below: int | str, axes: tuple[int | str, ...], least: int = 0) -> Tensor:
+        end, shape = self.sizes[below] if isinstance(below, str) else below, self._shape(axes)
+        drawn = torch.randint(least, max(end, least + 1), shape, generator=self._generator, device="cpu")
+        assert end > least or drawn.numel() == 0, f"{axes} need a number from {least} to less than {end}"
+        return drawn
 
     def _shape(self, axes: tuple[int | str, ...]) -> list[int]:
         return [self.sizes[axis] if isinstance(axis, str) else axis for axis in axes]
@@ -202,7 +209,7 @@ def graphormer_call(layer: nn.Module, x: Tensor, edge_index: Tensor, buckets: Te
 
 
 def lpformer_call(layer: nn.Module, pairs: Tensor, x: Tensor, edges: Tensor, scores: Tensor) -> Tensor:
-    return layer(pairs, x, edges, scores.abs().to_sparse())
+    return layer(pairs, x, edges, scores.detach().abs().to_sparse())
 
 
 #: By name of the class, with a word more where a class has several rows.
@@ -220,7 +227,9 @@ LAYERS = {
     ),
     "DotGatConv": Layer(lambda: layers.DotGatConv(F, 4, H), on_edges),
     "DotGatConv of pairs": Layer(lambda: layers.DotGatConv((F, F), 4, H), from_others),
-    "DotProductAttention": Layer(lambda: layers.DotProductAttention(), of_memory),
+    "DotProductAttention": Layer(
+        lambda: layers.DotProductAttention(), lambda d: (*of_memory(d), d.lengths("memory", "batch"))
+    ),
     "EGATConv": Layer(lambda: layers.EGATConv(F, D, 4, 3, H), with_features),
     "EGTConv": Layer(lambda: layers.EGTConv(F, D, H), with_features),
     "EGTLayer": Layer(
@@ -235,6 +244,7 @@ LAYERS = {
     "GATEConv of batches": Layer(lambda: layers.GATEConv(F, F, D), batched_features),
     "GATv2Conv": Layer(lambda: layers.GATv2Conv(F, 4, H, edge_dim=D, residual=True), with_features),
     "GPSConv": Layer(lambda: layers.GPSConv(F, layers.GATConv(F, F), H, norm="layer_norm"), of_graphs),
+    "GPSConv of Performer": Layer(lambda: layers.GPSConv(F, None, H, attn_type="performer"), on_edges),
     "GRITConv": Layer(lambda: layers.GRITConv(F, D, 4, H), with_features),
     "GatedGCNConv": Layer(lambda: layers.GatedGCNConv(F, D, 4), with_features),
     "GeneralAttention": Layer(lambda: layers.GeneralAttention(F, F), of_memory),
@@ -371,7 +381,7 @@ MODELS = {
     ),
     "HAN": Layer(
         lambda: models.HAN(TOKENS, 3, 6, 4, 5),
-        lambda d: (d.integers(TOKENS, "batch", "length", "words"), d.integers("words", "batch", "length")),
+        lambda d: (d.integers(TOKENS, "batch", "length", "words"), d.lengths("words", "batch", "length")),
     ),
     "LPFormer": Layer(
         lambda: models.LPFormer(F, 8),

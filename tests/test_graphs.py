@@ -165,7 +165,10 @@ class TestCache:
 
     def test_one_without_edges_to_another_device(self):
         """PyG leaves such an `EdgeIndex` where it is."""
-        assert make(EdgeIndex(EDGES[:, :0], sparse_size=(4, 4))).to("meta").adjacency.device.type == "meta"
+        nothing = EdgeIndex(EDGES[:, :0], sparse_size=(4, 4))
+        for graph in (make(nothing), TypedGraph(nothing, EDGES[0, :0])):
+            assert graph.to("meta").adjacency.device.type == "meta"
+            assert type(graph.to("meta")) is type(graph)
 
     def test_copies(self):
         graph = make(EDGES, self_loops=True)

@@ -132,20 +132,21 @@ class Graphormer(Module):
         sizes = [len(matrix) for matrix in matrices]
         h = self._with_degrees(data)
         bias = self._bias(data, matrices)
-        if self.token is None:
-            graph, is_token = CompleteGraph.packed(sizes), None
-        else:
-            graph = CompleteGraph.packed([size + 1 for size in sizes])
-            counts = torch.tensor(sizes, device=h.device)
-            is_token = h.new_zeros(len(h) + len(sizes), dtype=torch.bool)
-            is_token[(counts + 1).cumsum(0) - counts - 1] = True  # the first of each graph
-            rows = torch.empty(len(is_token), h.size(1), dtype=h.dtype, device=h.device)
-            h = rows.index_put((~is_token,), h).index_put((is_token,), self.token.weight.to(h.dtype))
+        tokens = None  # the row of each graph's virtual token, which is its first
+        if self.token is not None:
+            counts = torch.tensor(sizes, dtype=torch.int64, device=h.device)
+            tokens = (counts + 1).cumsum(0) - counts - 1
+            nodes = torch.arange(len(h), device=h.device)
+            nodes = nodes + 1 + torch.arange(len(sizes), device=h.device).repeat_interleave(counts)
+            token = self.token.weight.to(h.dtype).expand(len(sizes), -1)
+            h = torch.cat([token, h]).index_select(0, torch.cat([tokens, nodes]).argsort())
+            sizes = [size + 1 for size in sizes]
+        graph = CompleteGraph.packed(sizes)
         h = F.dropout(h, self.dropout, self.training)
         for layer in self.layers:
             h = layer(h, bias, graph=graph)
-        if is_token is not None:
-            h = h[is_token]
+        if tokens is not None:
+            h = h.index_select(0, tokens)
         return self.lin_out(self.norm(h))  # type: ignore[no-any-return]
 
     def _with_degrees(self, data: Data) -> Tensor:

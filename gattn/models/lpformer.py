@@ -90,6 +90,6 @@ class LPFormer(torch_geometric.nn.LPFormer):
                 )
                 for place in range(num_transformer_layers)
             )
-        if works_there:
+        if works_there and not layers[0].att.is_meta:
             layers.load_state_dict(self.att_layers.state_dict())
         self.att_layers = layers

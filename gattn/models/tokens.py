@@ -23,7 +23,7 @@ def check_tokens(name: str, tokens: Tensor, num_tokens: int, shape: str = "[B, T
     is_integer = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
     if tokens.dim() != shape.count(",") + 1 or not is_integer:
         raise ValueError(f"{name} must be integers, {shape}; got {tokens.dtype} of shape {list(tokens.shape)}.")
-    if torch.compiler.is_compiling() or tokens.numel() == 0:
+    if torch.compiler.is_compiling() or tokens.numel() == 0 or tokens.is_meta:
         return
     lowest, highest = (int(bound) for bound in tokens.aminmax())
     if lowest < 0 or highest >= num_tokens:

@@ -57,7 +57,7 @@ def num_nodes(x: Tensor, mask: Tensor | None, graph: CompleteGraph) -> Tensor:
     if mask is not None:
         return mask.sum(-1, keepdim=True).to(x)
     if graph.blocks is not None:
-        counts = torch.tensor([sources for _, sources in graph.blocks], device=x.device)
+        counts = torch.tensor([sources for _, sources in graph.blocks], dtype=torch.int64, device=x.device)
         return counts.repeat_interleave(counts).to(x)
     count = graph.num_all_sources
     assert count is not None  # complete graphs have sizes

@@ -16,6 +16,7 @@ from torch_geometric.utils import to_dense_batch
 from gattn.bias import Bias
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
+from gattn.graphs.builders import checked_batch
 from gattn.nn.all_pairs import check_whole
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.packed import packed
@@ -92,7 +93,14 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 attn_kwargs = None  # PyG's layer may not know them
             else:
                 attn = PerformerAttention(channels, heads, **(attn_kwargs or {}))
-        super().__init__(channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type, attn_kwargs)
+        if attn_type == "performer" and torch.get_default_device().type == "meta":  # where PyG cannot draw a projection
+            attn_type_of_pyg, attn_kwargs = "multihead", None
+        else:
+            attn_type_of_pyg = attn_type
+        super().__init__(
+            channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type_of_pyg, attn_kwargs
+        )
+        self.attn_type = attn_type
         self.attn = attn
 
     def reset_parameters(self) -> None:
@@ -125,7 +133,8 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             The features, `[N, F]`.
 
         Raises:
-            ValueError: If `batch` is not ascending, or the attention takes no `attn_bias`.
+            ValueError: If `batch` does not hold the graph of each node in ascending order, or the attention takes no
+                `attn_bias`.
             TypeError: If an argument of the attention is given.
         """
         if self.conv is None and (meant := kwargs.keys() & _OF_ATTENTION):
@@ -133,7 +142,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 f"{type(self).__name__} passes further arguments to the layer on the edges, not to its attention; got "
                 f"{', '.join(sorted(meant))}."
             )
-        if batch is not None and bool((batch.diff() < 0).any()):
+        if batch is not None and bool((checked_batch(batch, x.size(0)).diff() < 0).any()):
             raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
         check_whole(self, edge_index)
         local = None  # first, so that dropout gets the same random numbers as in PyG
@@ -175,7 +184,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         return self._norm(h + x, norm, batch)
 
     def _norm(self, h: Tensor, norm: Any, batch: Tensor | None) -> Tensor:
-        if norm is None:
+        if norm is None or h.numel() == 0:  # PyG's norms fail without nodes
             return h
         out: Tensor = norm(h, batch=batch) if self.norm_with_batch else norm(h)
         return out

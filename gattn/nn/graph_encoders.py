@@ -200,8 +200,8 @@ class PathEncoder(Leaf, Module):
             raise InputError(f"edge_attr must be [E, {self.feat_dim}]; got {list(edge_attr.shape)}.")
         if paths.dim() == 0 or paths.size(-1) > self.max_len:
             raise InputError(f"paths must be [..., L] with up to {self.max_len} edges; got {list(paths.shape)}.")
-        products = (edge_attr @ self.embedding_table.weight.t()).view(-1, self.max_len, self.num_heads)
         check_dtype(self, edge_attr=edge_attr)
+        products = (edge_attr @ self.embedding_table.weight.t()).view(-1, self.max_len, self.num_heads)
         flat = paths.flatten(0, -2) if paths.dim() > 1 else paths.unsqueeze(0)
         path, place = (flat >= 0).nonzero().unbind(1)
         on_paths = products.flatten(0, 1).index_select(0, flat[path, place].long() * self.max_len + place)

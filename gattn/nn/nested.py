@@ -129,5 +129,5 @@ def _rows(x: Any) -> Tensor | None:
     if x.lengths() is None:
         return None
     starts = x.offsets()[:-1].tolist()
-    pieces = [torch.arange(a, a + n) for a, n in zip(starts, _lengths(x), strict=True)]
-    return torch.cat(pieces).to(x.device)
+    pieces = [torch.arange(a, a + n, device=x.device) for a, n in zip(starts, _lengths(x), strict=True)]
+    return torch.cat(pieces)

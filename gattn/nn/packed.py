@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gattn.graphs import CompleteGraph
+from gattn.graphs.builders import checked_batch
 from gattn.graphs.edge_lists import derived
 
 __all__ = ["packed", "packed_batch"]
@@ -18,9 +19,15 @@ def packed(batch: Tensor) -> CompleteGraph:
 
 
 def packed_batch(x: Tensor, batch: Tensor | None) -> tuple[Tensor | None, CompleteGraph]:
-    """The order in which nodes lie graph by graph (`None` if they do already), and the packed graph of that order."""
+    """The order in which nodes lie graph by graph (`None` if they do already), and the packed graph of that order.
+
+    Raises:
+        TypeError: If `batch` is not a tensor.
+        ValueError: If it does not hold the graph of each node.
+    """
     if batch is None:
         return None, CompleteGraph(x.size(0))
+    checked_batch(batch, x.size(0))
     order: Tensor | None = derived(batch, "order of graphs", lambda: _order(batch))
     return order, packed(batch)
 

@@ -145,7 +145,7 @@ class PatchTransformerAggregation(Leaf, Aggregation):
         at = (first[index] * self.patch_size + place)[is_kept]
         num_patches, h = int(patches.sum()), self.lin(x)
         padded = h.new_zeros(num_patches * self.patch_size, h.size(-1)).index_copy(0, at, h[is_kept])
-        z = self.pad_projector(padded.view(num_patches, -1))
+        z = self.pad_projector(padded.view(num_patches, self.patch_size * h.size(-1)))
         of = torch.arange(len(counts), device=x.device).repeat_interleave(patches)
         z = z + self.pe(torch.arange(num_patches, device=x.device) - first[of])
         graph = CompleteGraph.packed(patches.tolist())

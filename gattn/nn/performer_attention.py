@@ -59,7 +59,9 @@ class PerformerProjection(Leaf, performer.PerformerProjection):
 
     def __init__(self, num_cols: int, kernel: Callable[[Tensor], Tensor] | None = None):
         check_at_least(2, num_cols=num_cols)
-        super().__init__(num_cols, torch.nn.ReLU() if kernel is None else kernel)
+        with torch.device("cpu"):  # where PyG factorises what it draws, and leaves it
+            super().__init__(num_cols, torch.nn.ReLU() if kernel is None else kernel)
+        self.register_buffer("projection_matrix", self.get_buffer("projection_matrix").to(torch.get_default_device()))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, graph: CompleteGraph | None = None

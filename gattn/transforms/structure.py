@@ -44,7 +44,8 @@ class _Graphs(NamedTuple):
 
     def numbers(self) -> Tensor:
         """The graph of each node, `[N]`."""
-        return torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes, dtype=torch.int64))
+        sizes = torch.tensor(self.sizes, dtype=torch.int64, device="cpu")
+        return torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
 
     def each(self) -> Iterator[tuple[Tensor, int]]:
         """The edges of each graph, between numbers that begin at 0, and its number of nodes."""
@@ -71,15 +72,15 @@ class _Structure(BaseTransform):
         """Adds the attributes in place; calling the transform adds them to a shallow copy."""
         graphs = _graphs(data, type(self).__name__)
         device = data.edge_index.device
-        with threads_for(max(graphs.sizes, default=0)):
+        with torch.device("cpu"), threads_for(max(graphs.sizes, default=0)):
             attributes = self._attributes(graphs)
         for name, (level, value) in attributes.items():
             data[name] = value.to(device)
             if isinstance(data, Batch) and hasattr(data, "_slice_dict"):  # or the batch could not be taken apart again
-                starts = torch.tensor([0, *graphs.sizes[:-1]]).cumsum(0) if "index" in name else None
-                slices = torch.tensor([0, *graphs.rows(level)]).cumsum(0)
+                sizes = [0, *graphs.sizes[:-1]], [0, *graphs.rows(level)]
+                starts, slices = (torch.tensor(part, device="cpu").cumsum(0) for part in sizes)
                 data._slice_dict = {**data._slice_dict, name: slices}
-                data._inc_dict = {**data._inc_dict, name: starts}
+                data._inc_dict = {**data._inc_dict, name: starts if "index" in name else None}
         return data
 
 
@@ -493,7 +494,7 @@ def _sizes(data: Data) -> list[int]:
     batch = data.get("batch")
     if batch is None:
         return [data.num_nodes]
-    graph_numbers(torch.zeros(2, 0, dtype=torch.int64), data.num_nodes, batch)
+    graph_numbers(batch.new_zeros(2, 0), data.num_nodes, batch)
     if bool((batch.diff() < 0).any()):
         raise InputError("batch must be sorted, so that the nodes of each graph are side by side: sort the nodes.")
     num_graphs = data.num_graphs if isinstance(data, Batch) else 0  # the last ones may have no nodes

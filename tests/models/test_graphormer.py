@@ -141,3 +141,16 @@ def test_wrong_inputs():
         made()(data.x)
     with pytest.raises(ValueError, match="multiple of heads"):
         Graphormer(F, 7, 3, num_layers=1, heads=2)
+
+
+def test_vmap():
+    """Over features of the same graphs."""
+    model, data = made(), Batch.from_data_list(GRAPHS)
+    x = torch.randn(2, *data.x.shape, dtype=torch.double)
+
+    def run(x):
+        given = data.clone()
+        given.x = x
+        return model(given)
+
+    torch.testing.assert_close(torch.func.vmap(run)(x), torch.stack([run(each) for each in x]))

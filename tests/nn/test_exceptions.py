@@ -224,6 +224,11 @@ MIXED = {
         "edge_attr",
     ),
     "EGATConv": (lambda: gattn.nn.EGATConv(6, 6, 3, 2, 1), lambda layer, x: layer(X, INDEX, x[:3]), "edge_attr"),
+    "PathEncoder": (
+        lambda: gattn.nn.PathEncoder(1, 6),
+        lambda layer, x: layer(torch.zeros(2, 1, dtype=torch.int64), x),
+        "edge_attr",
+    ),
     "GATEConv": (lambda: gattn.nn.GATEConv(6, 6, 6), lambda layer, x: layer(X, INDEX, x[:3]), "edge_attr"),
     "PointTransformerConv": (
         lambda: gattn.nn.PointTransformerConv(6, 3),

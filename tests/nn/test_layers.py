@@ -56,12 +56,6 @@ class TestEverywhere:
         out.sum().backward()
         assert x.grad.isfinite().all()
 
-    def test_empty_graphs(self, layer):
-        conv = layer(F, 4, heads=2, edge_dim=3)
-        empty = torch.empty(2, 0, dtype=torch.long)
-        assert conv(torch.randn(0, F), empty, torch.empty(0, 3)).shape == (0, 8)
-        assert conv(torch.randn(3, F), empty, torch.empty(0, 3)).shape == (3, 8)
-
     def test_static_batches(self, layer, edge_index):
         conv = layer(F, 4, heads=2, edge_dim=3)
         x, edge_attr = torch.randn(3, N, F), torch.randn(30, 3)

@@ -1,4 +1,4 @@
-"""Zero is a size: layers on batches, sequences and sets with nothing in them, against the reference backend."""
+"""Zero is a size: options of layers on batches, sequences and sets with nothing in them, against the reference."""
 
 import pytest
 import torch
@@ -10,9 +10,7 @@ from gattn.nn import (
     ALiBi,
     AttentionPooling,
     DotProductAttention,
-    GATConv,
     GeneralAttention,
-    GPSConv,
     HardAttention,
     KeyValueCache,
     LocalAttention,
@@ -192,16 +190,6 @@ def test_transformer_layers(sizes, batch, norm_first):
         assert out.shape == x.shape
         stack = TransformerDecoder(decoder, 2)
         check(lambda given=given, stack=stack: stack(x, memory, **given), stack, x, memory)
-
-
-@pytest.mark.parametrize("conv", [None, GATConv])
-def test_gps(conv):
-    """What of PyG's norms takes an empty batch is theirs to say."""
-    block = GPSConv(E, None if conv is None else conv(E, E), H, norm=None).double()
-    no_edges = torch.empty(2, 0, dtype=torch.long)
-    for batch in (torch.empty(0, dtype=torch.long), torch.tensor([0, 0, 2]), None):
-        x = randn(0 if batch is None else len(batch), E)
-        check(lambda x=x, batch=batch: block(x, no_edges, batch), block, x)
 
 
 @pytest.mark.parametrize("batch", [None, 0, 2])

@@ -222,3 +222,16 @@ def test_gradients_in_batches(calls):
     for place, grad in enumerate(grads):
         for x, y in zip(found, torch.autograd.grad(out, leaves, grad, retain_graph=True), strict=True):
             torch.testing.assert_close(x[place], y)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_empty_batch_has_gradients(is_compiled):
+    def attended(x):
+        return gattn.attend(x, x, x, gattn.CompleteGraph(40), score=gattn.DotScore(1.0), distribution=gattn.Identity())
+
+    x = torch.randn(0, 40, 2, 3, requires_grad=True)
+    out = (torch.compile(attended, backend="aot_eager", fullgraph=True) if is_compiled else attended)(x)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=not is_compiled)
+    assert grad.shape == x.shape
+    if not is_compiled:
+        assert torch.autograd.grad(grad.square().sum(), x)[0].shape == x.shape

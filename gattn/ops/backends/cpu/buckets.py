@@ -42,7 +42,7 @@ def add(bias: Buckets, targets: slice, sources: slice, logits: Tensor) -> Tensor
 
 def add_gradient(bias: Buckets, to: Tensor, targets: slice, sources: slice, grad: Tensor) -> None:
     """Adds the sums of the gradients `[B, H, n, m]` of each bucket's pairs to those of the table, `[K, H]`."""
-    sums = torch.zeros(grad.size(1), native.BUCKET_PARTS, len(to), dtype=torch.float64)
+    sums = torch.zeros(grad.size(1), native.BUCKET_PARTS, len(to), dtype=torch.float64, device="cpu")
     pairs = _pairs(bias, targets, sources, grad)
     kind = DTYPES.index(grad.dtype)
     native.library().gattn_sum_buckets(ctypes.byref(pairs[0]), kind, sums.data_ptr(), grad.data_ptr())

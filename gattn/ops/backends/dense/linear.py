@@ -139,7 +139,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
     query, key, value = (x.transpose(-3, -2) for x in (query * rule.scale, key, value))
     if rule.normalize:
         value = F.pad(value, (0, 1), value=1.0)  # whose sum is that of the weights
-    parts, done = [], 0
+    nothing = query[..., :0, :] @ (key[..., :0, :].mT @ value[..., :0, :])
+    parts, done = [nothing], 0  # or an empty batch would have no gradients
     for block in rule.blocks:
         first, targets, sources, last = block.first, block.targets, block.sources, block.last
         state = key[..., first, :].mT @ value[..., first, :]

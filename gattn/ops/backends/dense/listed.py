@@ -180,10 +180,10 @@ def _edges(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The numbers of some pairs at a time, and their edges, which are those of all elements that share a pair."""
     for start in range(0, len(bias.target), most):
-        pairs = torch.arange(start, min(start + most, len(bias.target)))
+        pairs = torch.arange(start, min(start + most, len(bias.target)), device="cpu")
         if causal:
             pairs = pairs[bias.source[pairs] <= bias.target[pairs]]
-        element = torch.arange(batch).unsqueeze(1) if bias.element is None else bias.element[pairs]
+        element = torch.arange(batch, device="cpu").unsqueeze(1) if bias.element is None else bias.element[pairs]
         ends = (bias.source[pairs] + element * num_sources, bias.target[pairs] + element * num_targets)
         yield pairs, torch.stack([end.flatten() for end in ends])
 
@@ -199,7 +199,7 @@ class _Listed(torch.autograd.Function):
         out, log_sum = flash_attention_on_cpu(q, k, v, 0.0, causal, scale=rule.scale)
         out, log_sum = out.transpose(1, 2), log_sum.transpose(1, 2)
         share = torch.ones_like(log_sum, memory_format=torch.contiguous_format)
-        large = torch.zeros(share.shape[:2], dtype=torch.bool)
+        large = torch.zeros(share.shape[:2], dtype=torch.bool, device="cpu")
         for edges in _lists(bias, query, key, causal):
             weights = edges.products(query, key).mul_(rule.scale).sub_(edges.of_targets(log_sum)).exp_()
             added = edges.values(query.size(2))
