@@ -284,11 +284,7 @@ class SparseBias(Bias):
         if not is_readable(self.target):
             blocks = graph.blocks or ((graph.num_targets, graph.num_sources),)
             return _TracedPairs(self.target.long(), self.source.long(), self.values, blocks)
-        return (
-            self._pairs()
-            if graph.blocks is None
-            else _BlockPairs(self._index, self._order(), self.values, graph.blocks)
-        )
+        return self._pairs() if graph.blocks is None else _BlockPairs(self._order(), self.values, graph.blocks)
 
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
