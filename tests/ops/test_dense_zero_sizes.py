@@ -89,3 +89,15 @@ def test_as_the_reference(case, batch, kind, monkeypatch):
                 torch.testing.assert_close(
                     actual, expected, rtol=1e-10, atol=1e-10, msg=lambda m, case=(graph, options): f"{case}: {m}"
                 )
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (2, 3)])
+@pytest.mark.parametrize("sizes", list(itertools.product((0, 3), (0, 4), (0, 2))))
+def test_log_sum_beside_dropped_weights(sizes, batch):
+    num_targets, num_sources, heads = sizes
+    query, key = torch.randn(*batch, num_targets, heads, 5), torch.randn(*batch, num_sources, heads, 5)
+    score = make_score("leaky_relu", torch.randn(heads, 5))
+    options = {"score": score, "return_weights": "dropped", "return_lse": True}
+    graph = CompleteGraph(num_targets, num_sources)
+    found, wanted = (attend(query, key, key, graph, backend=backend, **options) for backend in ("dense", "reference"))
+    torch.testing.assert_close(found, wanted)

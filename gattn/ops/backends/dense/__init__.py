@@ -109,7 +109,8 @@ class Dense(Backend):
         if call.graph.blocks is not None:
             return super().log_sum(call)
         logits = self.logits(call)
-        return _log_sum(logits.reshape(-1, *logits.shape[-3:])).view(*call.batch, call.num_targets, call.heads)
+        log_sum = _log_sum(logits.reshape(math.prod(call.batch), *logits.shape[-3:]))
+        return log_sum.view(*call.batch, call.num_targets, call.heads)
 
     def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""
