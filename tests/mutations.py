@@ -563,7 +563,7 @@ MUTATIONS = [
     Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * m + s → s», size[1]"),
     Mutation("returned weights forget the scale", DENSE, "@ keys.permute(0, 2, 3, 1) «* score.factor(key.size(-1)) →»"),
     # ------------------------------------------------------------------------------------------------------- the verbs
-    Mutation("logits are not masked", BASE, "    if «call.mask is not None → False»:\n        logits"),
+    Mutation("logits are not masked", BASE, "return logits if «call.mask is None → True» else logits.masked_fill"),
     Mutation("logits of pairs without an edge are zero", BASE, "«x.masked_fill(~there, -torch.inf) → x» for x, there"),
     Mutation(
         "projected features are those of one head",
@@ -617,7 +617,7 @@ MUTATIONS = [
     Mutation("an index of N is in range", EDGE_LISTS, "if highest «>= → >» limit:"),
     # ------------------------------------------------------------------------------- complete graphs without all pairs
     Mutation("a chunk does not see itself", LINEAR, "(query @ key.mT).tril(«→ -1») @ value).flatten"),
-    Mutation("chunks see what comes after them", LINEAR, "return states[:, «:-1 → 1:»], states[:, -1]"),
+    Mutation("chunks see what comes after them", LINEAR, "return states[..., «:-1 → 1:», :, :], states[..., -1, :, :]"),
     Mutation(
         "a causal graph's first sources are not seen", LINEAR, "seen, unseen = «min(max(offset, 0), num_sources) → 0»"
     ),
@@ -650,7 +650,7 @@ MUTATIONS = [
     Mutation(
         "elements have the first one's buckets",
         BIAS,
-        "buckets = buckets[[«element % len(buckets) → 0» for element in elements]]",
+        "buckets = buckets[[«element % buckets.size(0) → 0» for element in elements]]",
     ),
     Mutation("the last bucket is out of range", BUCKETS, "return number < last ? number : «last → 0»;"),
     Mutation("heads have the first one's table", BUCKETS, "const A* of_head = table + «head → 0» * b.count;"),

@@ -129,8 +129,7 @@ def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
         edges: Its edges.
         logits: The logits, before the mask.
     """
-    if call.mask is not None:
-        logits = logits.masked_fill(~call.mask, -torch.inf)
+    logits = _masked(call, logits)
     there = torch.ones_like(logits, dtype=torch.bool)
     found, seen = (call.graph.dress(x, edges) for x in (logits.to(call.dtype), there))
     if isinstance(found, list):
@@ -140,9 +139,11 @@ def dress_logits(call: Call, edges: EdgeList, logits: Tensor) -> Any:
 
 def log_sum_of_edges(call: Call, edges: EdgeList, logits: Tensor) -> Tensor:
     """The log-sum-exp of each target's logits, `[..., N, H]`, given those of edges; see `dress_logits`."""
-    if call.mask is not None:
-        logits = logits.masked_fill(~call.mask, -torch.inf)
-    return reference.log_sum(logits, edges.sources_and_targets()[1], edges.num_targets)
+    return reference.log_sum(_masked(call, logits), edges.sources_and_targets()[1], edges.num_targets)
+
+
+def _masked(call: Call, logits: Tensor) -> Tensor:
+    return logits if call.mask is None else logits.masked_fill(~call.mask, -torch.inf)
 
 
 def needs_plain_pytorch() -> str | None:
