@@ -250,14 +250,15 @@ def all_pairs(graph: CompleteGraph) -> Pairs:
     return Pairs(source, target, seen.unsqueeze(-1), graph)
 
 
-def random_listed(draw: Draw, pairs: Pairs, packed: bool, heads: int) -> tuple[Tensor, Tensor]:
+def random_listed(draw: Draw, pairs: Pairs, packed: bool, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Pairs of a `SparseBias`, most of them listed several times, and their values."""
     among = pairs.given.edge_index if packed else torch.stack([pairs.source, pairs.target])
     count = draw.choice((0, 1, 5, 40)) if among.size(1) else 0
     chosen = among[:, draw.integers(among.size(1), count)]
-    if draw.maybe(0.7):
-        chosen = chosen[:, draw.integers(draw.randint(1, max(count // 4, 1)), count)]
     values = draw.grid(count, *draw.choice(((), (1,), (heads,)))) / 4
+    if draw.maybe(0.5):  # large ones that cancel, between which half precision would lose the others
+        large = torch.full_like(values, 256.0 if dtype in HALF else 4.0)
+        chosen, values = chosen.repeat(1, 3), torch.cat([large, values, -large])
     return chosen, values.masked_fill(draw.booleans(*values.shape, share=draw.choice((0.0, 0.0, 0.1))), -torch.inf)
 
 
@@ -313,7 +314,7 @@ def formula(draw: Draw, alter: Alter) -> None:
     shape = (num_pairs, heads) if is_list else (*batch, heads, targets, sources)
     listed = None
     if draw.maybe(0.15):
-        listed, t["listed"] = random_listed(draw, pairs, packed, heads)
+        listed, t["listed"] = random_listed(draw, pairs, packed, heads, dtype)
     elif not packed and (draw.maybe(0.3) or (law.margin is not None and not is_exact)):
         bias = coarse(*shape) if is_exact else draw.normal(*shape)
         t["bias"] = bias.masked_fill(draw.booleans(*shape, share=draw.choice((0.0, 0.3))), -torch.inf)
