@@ -361,6 +361,9 @@ def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteG
         mask = _both(part.mask, _length_mask(graph, part.key.device))
         return [matrix(part._replace(bias=_of_all(part, graph), mask=mask))]
     batch = part.key.size(0)
+    if batch == 0:
+        nothing = _zeros(part).sum()
+        return [part.value.new_zeros(0, _num_heads(part), *sizes) + nothing for sizes in graph.blocks]
     found: dict[int, Tensor] = {}
     elements = elements_of(graph, batch)
     for group, some in _by_groups(part, graph, elements)[1] if elements else ():
