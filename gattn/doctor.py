@@ -32,6 +32,7 @@ TESTED = {
     "Python": ("3.11", "3.13"),
     "PyTorch": ("2.11.0", "2.13.0", "2.14.1"),
     "torch-geometric": ("2.7", "2.8.1"),
+    "triton": ("3.6.0", "3.7.1", "3.8.0"),  # in the order of PyTorch
 }
 _PACKAGES = ("torch-geometric", "triton", "torch-scatter", "torch-sparse", "pyg-lib", "numpy", "scipy")
 _VARIABLES = ("OMP_NUM_THREADS", "GATTN_KERNELS", "GATTN_INSTRUCTION_SET", "GATTN_DATA", "LD_PRELOAD")

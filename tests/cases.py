@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,8 @@ from gattn.testing import assert_as_exact_as
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 TERMS = ("edge", "bias", "edge_value")
+#: Older interpreters do not know NumPy 2.4.
+OLDEST_INTERPRETER = "3.7" if np.lib.NumpyVersion(np.__version__) >= "2.4.0" else None
 LONG_ROW = 8192  # longer rows are split among threads
 
 Results = dict[str, Tensor]

@@ -84,18 +84,24 @@ def test_all_backends_are_looked_at(few_cases, monkeypatch):
 def test_the_tested_versions_are_those_of_the_project():
     """The oldest that it allows, the pinned ones and the newest; `.ci/run` reads PyTorch's from the same table."""
     root = Path(__file__).parents[1]
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    project, tools = settings["project"], settings["tool"]
     oldest = dict(text.split(">=") for text in project["dependencies"] if ">=" in text)
     named = [text.split()[-1] for text in project["classifiers"] if re.search(r"Python :: \d", text)]
-    python, pytorch, pyg = (doctor.TESTED[name] for name in ("Python", "PyTorch", "torch-geometric"))
+    least_triton = re.match(r"triton>=([\d.]+);", *project["optional-dependencies"]["triton"])[1]
+    python, pytorch, pyg, triton = (doctor.TESTED[x] for x in ("Python", "PyTorch", "torch-geometric", "triton"))
     assert project["requires-python"] == f">={python[0]}"
     assert (python[0], python[-1]) == (named[0], named[-1])
-    assert (pytorch[0], pyg[0]) == (oldest["torch"] + ".0", oldest["torch-geometric"])
-    constraints = root / "constraints.txt"
-    if constraints.exists():  # not beside an installed wheel
-        pinned = dict(re.findall(r"^(\S+)==(\S+)$", constraints.read_text(), re.M))
+    assert [f"cp{version.replace('.', '')}-*" for version in python] == tools["cibuildwheel"]["build"]
+    assert (pytorch[0], pyg[0], triton[0]) == (oldest["torch"] + ".0", oldest["torch-geometric"], least_triton + ".0")
+    if (root / "constraints.txt").exists():  # not beside an installed wheel
+        pinned = dict(re.findall(r"^(\S+)==(\S+)$", (root / "constraints.txt").read_text(), re.M))
         assert pinned["torch"] in pytorch
         assert pinned["torch-geometric"] == pyg[-1]
+        assert pinned["triton"] == triton[pytorch.index(pinned["torch"])]
+        assert "import TESTED" in (root / ".ci" / "run").read_text()
+    readme = (root / "README.md").read_text()
+    assert f"Python {python[0]} or newer, PyTorch {oldest['torch']} or newer, and PyTorch Geometric {pyg[0]}" in readme
 
 
 @pytest.mark.slow

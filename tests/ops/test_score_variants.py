@@ -10,7 +10,7 @@ import gattn
 from gattn import AdditiveScore, DotScore, GATScore, SparseGraph, Typed, attend
 from gattn.ops.backends import cpu, triton
 from gattn.testing import random_edge_index
-from tests.cases import mostly_slow, pairs, with_terms
+from tests.cases import OLDEST_INTERPRETER, mostly_slow, pairs, with_terms
 
 N, M, E, R, D = 9, 7, 60, 3, 4
 EDGES = random_edge_index(M, N, E, seed=2)
@@ -55,7 +55,7 @@ FORMS = ("vectors", "features", "types", "types, values too")
 @pytest.fixture(params=["cpu", "triton"])
 def backend(request):
     if request.param == "triton":
-        pytest.importorskip("triton", "3.7")
+        pytest.importorskip("triton", OLDEST_INTERPRETER)
         if not triton.Triton().serves(torch.device("cpu")):
             pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 only")
     elif cpu.Cpu().missing():

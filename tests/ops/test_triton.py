@@ -39,10 +39,7 @@ from tests.ops import fuzz
 from tests.ops.bounds import check_bounds
 from tests.ops.laws_shared import LAWS, check_a_nan, check_missing_and_infinite_logits, check_ties
 
-if torch.get_default_device().type == "cpu":
-    pytest.importorskip("triton", "3.7", reason="older interpreters do not know NumPy 2.4")
-else:
-    pytest.importorskip("triton")
+pytest.importorskip("triton", cases.OLDEST_INTERPRETER if torch.get_default_device().type == "cpu" else None)
 
 LAYERS = [GATConv, GATv2Conv, TransformerConv]
 
