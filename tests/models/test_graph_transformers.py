@@ -136,7 +136,8 @@ def test_graph_convolutions(name, change, is_fused, monkeypatch):
     """They run on the kernels unless somebody reaches for messages; either way, numbers are PyG's."""
     ours, theirs = map(copy.deepcopy, pair_of(name))  # for a copy, PyG makes code of its own
     sums = []
-    monkeypatch.setattr("gattn.models.gcn_conv.aggregate", lambda *args: sums.append(1) or gattn.aggregate(*args))
+    attend_for = gattn.attention.attend_for
+    monkeypatch.setattr("gattn.models.gcn_conv.attend_for", lambda *a, **k: sums.append(1) or attend_for(*a, **k))
     convs = [model.graph_conv.convs if name == "sgformer" else model.local_convs for model in (ours, theirs)]
     for parts in convs:
         change(parts[1])
