@@ -47,6 +47,7 @@ __all__ = [
     "load_allowing",
     "needs_dispatcher",
     "no_hook",
+    "resolved",
     "scaled_dot_product_choice",
     "statically_known_true",
     "uses_forward_mode",

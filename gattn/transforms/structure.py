@@ -23,7 +23,7 @@ from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.graphs.edge_lists import plain
 from gattn.structure import graph_numbers, laplacian_eigenvectors, threads_for
 
-__all__ = ["Degrees", "LaplacianEigenvectors", "RandomWalkPairs", "ShortestPathBuckets"]
+__all__ = ["PAIRS", "Degrees", "LaplacianEigenvectors", "RandomWalkPairs", "ShortestPathBuckets"]
 
 #: SciPy returns distances as 64-bit floats, at most this many at a time.
 _AT_ONCE = 2**22
