@@ -23,6 +23,7 @@ from tests.layers import MODELS as NETWORKS
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec:FutureWarning",  # of PyTorch's export
     "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:The tensor attributes .* were assigned during export:UserWarning",  # of its LSTM
 )
 
 NODES, EDGES, BATCH, LENGTH = Dim("nodes"), Dim("edges"), Dim("batch"), Dim("length", max=64)
