@@ -102,7 +102,7 @@ def test_beside_a_default_device(name):
             torch.testing.assert_close(results(name, sizes), expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, 3))
 def test_on_the_meta_device(name):
     """Made there or moved there, a layer gives the right shapes, or PyTorch says that there are no numbers to read."""
     with torch.device("meta"):

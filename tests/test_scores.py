@@ -1,5 +1,7 @@
 """Scores that others are made of: cosines, and additive ones with the activations that a LeakyReLU can do."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from gattn import AdditiveScore, CompleteGraph, CosineScore, DotScore, GATScore,
 from gattn.nn import AGNNConv
 from gattn.scores import family_of
 from gattn.testing import assert_as_exact_as, random_edge_index
-from tests.cases import with_terms
+from tests.cases import mostly_slow, with_terms
 
 N, M, H, C, D = 6, 9, 4, 5, 3
 EDGES = random_edge_index(M, N, 30)
@@ -340,10 +342,12 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("graph", SCALED)
-@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-60, (0.0,), (-2.0,), (0.0, -1.5), (float("nan"), 1.0)], ids=str)
-@pytest.mark.parametrize("score", [gattn.DotScore, gattn.CosineScore])
+SCALES = (0.0, -0.7, 1e-60, (0.0,), (-2.0,), (0.0, -1.5), (float("nan"), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("score", "scale", "graph", "more"), mostly_slow(product((DotScore, CosineScore), SCALES, SCALED, MORE), 3), ids=str
+)
 def test_scales_that_are_not_positive(score, scale, graph, more):
     """PyTorch's fused kernel multiplies its mask by the scale, too, and loses a NaN of all logits."""
 

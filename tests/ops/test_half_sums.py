@@ -26,7 +26,7 @@ def gradients(case, batch, backend, given, grad):
     return {leaf: x.grad for leaf, x in leaves.items()}
 
 
-@pytest.mark.parametrize(("name", "graph", "law", "batch", "backend", "dtype"), mostly_slow(CASES, 19), ids=str)
+@pytest.mark.parametrize(("name", "graph", "law", "batch", "backend", "dtype"), mostly_slow(CASES, 61), ids=str)
 def test_sums_of_gradients(name, graph, law, batch, backend, dtype):
     given = {leaf: x.to(dtype) for leaf, x in draw(name).items()}
     grad = (torch.rand(N, H, C) / 2 + 0.5).to(dtype) / 64

@@ -54,7 +54,9 @@ class Sizes:
         return self.leaves[-1]
 
 
-@pytest.mark.parametrize("backend", ["cpu", *(["triton"] if _INTERPRETED else [])])
+@pytest.mark.parametrize(
+    "backend", ["cpu", *([pytest.param("triton", marks=pytest.mark.slow)] if _INTERPRETED else [])]
+)
 @pytest.mark.parametrize(
     ("score", "term", "empty", "batched"),
     [("product of edges", "projected", "D", False), *pairs(SCORES, TERMS, SIZES, (False, True))],
