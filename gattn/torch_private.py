@@ -137,7 +137,7 @@ def is_lazy(tensor: Tensor) -> bool:
 
 def resolved(tensor: Tensor) -> Tensor:
     """The same numbers in a tensor that is not lazy."""
-    return tensor.clone() if is_lazy(tensor) else tensor
+    return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor  # is_lazy(), without a call
 
 
 def uses_forward_mode() -> bool:

@@ -19,7 +19,6 @@ from gattn.graphs import FLOWS, EdgeList
 from gattn.graphs.edge_lists import looped
 from gattn.ops import reference
 from gattn.ops.call import Call, compute_dtype
-from gattn.ops.plans import layout_key
 from gattn.ops.sharded import by_heads, is_distributed
 from gattn.ops.terms import DIFFERENTIABLE, PLACES, SCHEMA, Inputs
 from gattn.scores import Family, Score
@@ -393,7 +392,10 @@ def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Se
 
 def _forms(tensors: Iterable[Any]) -> list[Any]:
     """What a plan relies on. Between the passes, hooks on saved tensors and edits of `.data` may change it."""
-    return [None if x is None else (x.shape, x.dtype, layout_key(x), is_lazy(x)) for x in tensors]
+    return [  # without the calls of layout_key() and is_lazy()
+        None if x is None else (x.shape, x.dtype, x.is_contiguous() or x.stride(), x.is_neg(), x._is_zerotensor())
+        for x in tensors
+    ]
 
 
 def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:

@@ -275,12 +275,12 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
         else:
             out = _output(part, graph)
             if isinstance(scale, Tensor):  # PyTorch's fused kernel on CPUs loses its NaN
-                lost = scale.detach().mul(0.0).to(out.dtype).unsqueeze(-1)
+                lost = scale.detach().to(out.dtype).unsqueeze(-1)
                 if graph.target_lengths is not None:
                     places = torch.arange(out.size(1), device=out.device).view(-1, 1, 1)
                     lengths = graph.target_lengths.to(out.device).view(-1, 1, 1, 1)
                     lost = lost.masked_fill(places >= lengths, 0.0)
-                out = out + lost
+                out = torch.add(out, lost, alpha=0)
             if with_weights:
                 weights = _matrices(_alpha, part, graph)
     if len(front) != 1:
