@@ -18,7 +18,7 @@ from torch import Tensor
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, CompleteGraph, EdgeList, Graph, GraphLike, as_graph
 from gattn.graphs.edge_lists import INTEGER_DTYPES, check_later, check_range, derived, plain
-from gattn.torch_private import is_readable
+from gattn.torch_private import is_readable, is_traced
 
 __all__ = ["Bias", "BucketBias", "Buckets", "DistanceBias", "Pairs", "SparseBias"]
 
@@ -102,17 +102,26 @@ class Bias:
     def part(self, targets: slice, sources: slice) -> Tensor:
         """A part of a group's bias, `[B or 1, H or 1, n, m]`."""
         rows = self.rows(targets.start, targets.stop)
-        if not isinstance(rows, Tensor):
-            raise InputTypeError(f"{type(self).__name__}.rows() must return a tensor; got {type(rows).__name__}.")
-        size = targets.stop - targets.start
-        is_broadcast = rows.dim() > 2 and ((rows.size(-2) == 1 < size) or (rows.size(-1) == 1 < sources.stop))
-        if rows.dim() not in (3, 4) or is_broadcast:  # blocks of a window may reach beyond the last nodes
-            raise InputError(
-                f"{type(self).__name__}.rows({targets.start}, {targets.stop}) must have one row per target and one "
-                f"column per source, [H, {size}, M]; got {list(rows.shape)}."
-            )
+        if not isinstance(rows, Tensor) or rows.dim() not in (3, 4):
+            got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            raise InputError(f"{type(self).__name__}.rows() must return a tensor [H, n, M]; got {got}.")
         rows = rows[..., sources]
         return rows if rows.dim() == 4 else rows.unsqueeze(0)
+
+    def whole_part(self, targets: slice, sources: slice) -> Tensor:
+        """`part`, `[B or 1, H or 1, n, m]`, of nodes that are all there, unlike those of a window's blocks.
+
+        Raises:
+            ValueError: If :meth:`rows` returned other rows or columns than these, which might broadcast.
+        """
+        part, size = self.part(targets, sources), (targets.stop - targets.start, sources.stop - sources.start)
+        if type(self).part is Bias.part and not is_traced() and part.shape[-2:] != size:
+            raise InputError(
+                f"{type(self).__name__}.rows({targets.start}, {targets.stop}) must have one row per target and one "
+                f"column per source, here {size[0]} rows and at least {sources.stop} columns; columns "
+                f"{sources.start} to {sources.stop - 1} are {list(part.shape[-2:])}."
+            )
+        return part
 
     def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
         """The parts of a group's bias for blocks of a window, `[B or 1, blocks or 1, H or 1, n, m]`.
@@ -133,7 +142,7 @@ class Bias:
         """Adds the gradients of the bias's tensors to `grads`, given that of a part, `[B, H, n, m]`."""
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in self.tensors()]
-            part = self.with_tensors(leaves).part(targets, sources)
+            part = self.with_tensors(leaves).whole_part(targets, sources)
         if not part.requires_grad:
             return
         found = torch.autograd.grad(part, leaves, grad.sum_to_size(part.shape), allow_unused=True)
@@ -145,7 +154,7 @@ class Bias:
         """The bias of pairs of a group's nodes, `[B or 1, E, H or 1]`, given the two nodes of each, `[E]`."""
         if targets.numel() == 0:
             return self.part(slice(0, 0), slice(0, 0)).flatten(2).transpose(1, 2)
-        whole = self.part(slice(0, int(targets.max()) + 1), slice(0, int(sources.max()) + 1))
+        whole = self.whole_part(slice(0, int(targets.max()) + 1), slice(0, int(sources.max()) + 1))
         return whole[:, :, targets, sources].transpose(1, 2)
 
     def of_edges(self, graph: Graph, edges: EdgeList, batch: torch.Size) -> Tensor:

@@ -579,7 +579,7 @@ def test_pairs_that_are_listed_twice_are_summed_before_they_are_rounded(graph, b
     torch.testing.assert_close(log_sum[1, 0].double(), exact, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 6, 1), (6, 6)])
+@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 6, 1), (1, 6, 5)])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_rows_of_the_wrong_shape(shape, backend):
     class Wrong(gattn.Bias):
@@ -619,3 +619,17 @@ def test_what_follows_from_pairs_is_found_once(made, graph, monkeypatch):
     out, expected = (gattn.attend(x, x, x, graph, bias=bias, backend=name) for name in ("auto", "reference"))
     torch.testing.assert_close(out, expected)
     assert counts["ordered"] > found[2]["ordered"]
+
+
+def test_the_last_block_of_a_window_may_have_one_target():
+    """Rows beyond the last target are not there: a single row is no mistake."""
+
+    class Outer(gattn.Bias):
+        def rows(self, start, stop):
+            return (u[start:stop, None] * u).unsqueeze(0)
+
+    u, nodes = torch.randn(193, dtype=torch.float64), leaves_for(193, 193)
+    found, exact = (
+        gattn.attend(*nodes, CompleteGraph(193, window=3), bias=Outer(), backend=name) for name in ("auto", "reference")
+    )
+    torch.testing.assert_close(found, exact)

@@ -400,7 +400,7 @@ def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
     if isinstance(bias, Bias) and (
         is_exporting() or (not log_sum and value.size(0) * num_targets * key.size(1) * _num_heads(part) <= _SMALL)
     ):
-        bias = bias.part(slice(0, num_targets), slice(0, key.size(1)))
+        bias = bias.whole_part(slice(0, num_targets), slice(0, key.size(1)))
         part = part._replace(bias=bias)
     if is_exporting():  # decisions must not depend on dynamic sizes
         if plain and left is None and right == 0 and statically_known_true(offset == 0) and _is_dot(score):
@@ -520,7 +520,7 @@ def _bias_of(part: _Part) -> Tensor | None:
     if not isinstance(part.bias, Bias):
         return part.bias
     targets = slice(part.first_target, part.first_target + part.num_targets)
-    return part.bias.part(targets, slice(0, part.key.size(1)))
+    return part.bias.whole_part(targets, slice(0, part.key.size(1)))
 
 
 def _num_heads(part: _Part) -> int:

@@ -160,7 +160,7 @@ def _logits(query: Tensor, key: Tensor, rule: Rule, targets: slice, sources: sli
     if not torch.is_grad_enabled() and isinstance(bias, Buckets) and buckets.can_add(bias, logits):
         logits = buckets.add(bias, targets, sources, logits)
     else:
-        part = bias.part(targets, sources)
+        part = bias.whole_part(targets, sources)
         logits = logits + part if torch.is_grad_enabled() else logits.add_(part)
     hidden = rule.reach.hidden(targets, sources, logits.device)
     if rule.mask is not None:
