@@ -190,7 +190,7 @@ class Kernels(Benchmark[Case | Compilation]):
                 kinds = itertools.product(unique(options.dtypes or usual), allocators(options), peers)
                 for dtype, allocator, peer in kinds:
                     case = Case(shape, part, layer, has_features, dtype, peer, *fixed, allocator)
-                    is_only_ours = shape.hub is not None or dtype != "float32"
+                    is_only_ours = shape.hub is not None or (options.device, dtype) == ("cpu", "bfloat16")
                     if (is_only_ours and peer != "gattn") or (part == "layer" and peer in ATTENTION_ONLY):
                         continue
                     if part in options.parts and (not options.is_usual or is_usual(case)):

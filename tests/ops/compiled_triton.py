@@ -16,7 +16,7 @@ from gattn.ops.backends.triton import layout
 from gattn.testing import random_edge_index
 from tests.cases import KERNEL_SCORES, TERMS, make_call
 
-KERNELS = {*PASSES, "combine", "add_partial"}
+KERNELS = {*PASSES, "dot_rows", "combine", "add_partial"}
 slow = pytest.mark.slow
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import gattn.ops.backends.triton as kernels
 from gattn import AdditiveScore, CompleteGraph, DotScore, SparseGraph, attend
 from gattn.graphs import FLOWS, edge_lists
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from gattn.ops import dropout
+from gattn.ops import dropout, plans
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.triton import layout as layout_module
 from gattn.ops.backends.triton.layout import Layout, layout_of
@@ -73,6 +74,15 @@ def bounds(monkeypatch):
     """Every kernel of every test stays inside its tensors."""
     if kernels._INTERPRETED:
         check_bounds(monkeypatch)
+
+
+@pytest.fixture
+def fresh_forms(monkeypatch):
+    """Nothing that was prepared for calls before or after this test is used in it, and the other way round."""
+    plans.forget()
+    monkeypatch.setattr(kernels, "_forms", {})
+    yield
+    plans.forget()
 
 
 @pytest.mark.skipif(not kernels._INTERPRETED, reason="a GPU has compute-sanitizer for this")
@@ -328,7 +338,7 @@ class TestBlocks:
     """How many tasks a program takes: a rule, so that no graph is tried out and none decides for others."""
 
     @pytest.fixture
-    def real(self, monkeypatch):
+    def real(self, fresh_forms, monkeypatch):
         """The interpreter computes what a GPU would, with a GPU's blocks."""
         monkeypatch.setattr(kernels, "_INTERPRETED", False)
         monkeypatch.setattr(kernels.Triton, "serves", lambda self, device: True)
@@ -365,6 +375,72 @@ class TestBlocks:
         monkeypatch.setattr(kernels, "_MOST_PROGRAMS", 3)
         options = {"heads": 2, "channels": 16, "value_channels": 16, "batch": (2,)}
         compare(make_call("leaky_relu", random_edge_index(9, 7, 30, hub=0.5), 9, 7, **options), "triton")
+
+
+class _Code:
+    """Stands for what Triton compiles: takes all arguments in order, and runs the interpreter."""
+
+    function = packed_metadata = None
+
+    def __init__(self, kernel, warps, run):
+        self.kernel, self.warps, self.interpret, self.runs = kernel, warps, run, 0
+
+    def run(self, x, y, z, stream, function, metadata, of_launch, before, after, *values):
+        self.runs += 1
+        self.interpret(self.kernel, (x, y), self.warps, dict(zip(self.kernel.arg_names, values, strict=True)))
+
+
+@pytest.mark.skipif(not kernels._INTERPRETED, reason="looks at launches, which are as they are on a GPU")
+class TestLaunches:
+    """A launch like an earlier one does not go through Triton's search for its code."""
+
+    @pytest.fixture
+    def codes(self, fresh_forms, monkeypatch):
+        """The codes that were "compiled", by kernel."""
+        found, run = [], kernels.run
+
+        def compiled(kernel, grid, warps, arguments):
+            run(kernel, grid, warps, arguments)
+            found.append(_Code(kernel, warps, run))
+            return found[-1]
+
+        monkeypatch.setattr(kernels, "run", compiled)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+        return found
+
+    def call(self, nodes=9, edges=30, dtype=torch.float32, score="leaky_relu", start=0):
+        torch.manual_seed(nodes)
+        query, key, grad = (torch.randn(nodes * 6 + 1)[start:][: nodes * 6].view(nodes, 2, 3) for _ in range(3))
+        query, key, grad = (x.to(dtype).requires_grad_(x is not grad) for x in (query, key, grad))
+        graph, score = (
+            random_edge_index(nodes, num_edges=edges, hub=0.5),
+            make_score(score, torch.randn(2, 3, dtype=dtype)),
+        )
+        results = []
+        for backend in ("triton", "reference"):
+            out = attend(query, key, key, graph, score=score, backend=backend)
+            results.append([out, *torch.autograd.grad(out, [query, key], grad)])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+    def test_other_numbers_nodes_and_edges(self, codes):
+        self.call()
+        first = len(codes)
+        assert first >= 4
+        for nodes, edges in ((9, 30), (5, 12), (40, 90)):
+            self.call(nodes, edges)
+        assert len(codes) == first
+        runs = {code.kernel.__name__: code.runs for code in codes}
+        assert [runs[name] for name in ("forward", "dot_rows", "backward_by_source", "backward_by_target")] == [3] * 4
+
+    @pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"score": "dot"}, {"start": 1}])
+    def test_what_needs_other_code(self, codes, change):
+        self.call()
+        first = {id(code) for code in codes}
+        self.call(**change)
+        kinds = [code.kernel.__name__ for code in codes if id(code) not in first]
+        assert {"forward", "backward_by_source", "backward_by_target"} <= set(kinds)
+        self.call()
+        assert len(codes) == len(first) + len(kinds)
 
 
 class TestGraphs:
@@ -600,7 +676,7 @@ class TestStreams:
 
         run = kernels.run
         monkeypatch.setattr(torch.cuda, "device_of", device_of)
-        monkeypatch.setattr(kernels, "run", lambda *arguments: (runs.append(list(inside)), run(*arguments)))
+        monkeypatch.setattr(kernels, "run", lambda *arguments: runs.append(list(inside)) or run(*arguments))
         make_call("dot", random_edge_index(5, 5, 20, hub=0.6), 5, 5, channels=2, value_channels=2).results("triton")
         assert len(runs) >= 5
         assert all(len(tensors) == 1 for tensors in runs)
@@ -669,10 +745,9 @@ class TestCapture:
         torch.testing.assert_close(found, expected)
 
     @pytest.mark.parametrize(("self_loops", "batch"), [(False, ()), (True, (2,))])
-    def test_it_runs_what_was_compiled_before(self, self_loops, batch, capture, monkeypatch):
+    def test_it_runs_what_was_compiled_before(self, self_loops, batch, capture, fresh_forms, monkeypatch):
         """A capture cannot load kernels; what it takes for long rows may be none."""
         monkeypatch.setattr(layout_module, "LONG_ROW", 16)
-        monkeypatch.setattr(kernels, "_loaded", set())
         monkeypatch.setattr("gattn.ops.backends.base.draw_seed", lambda device: torch.tensor(12345))
         edges = torch.stack([torch.arange(60) % 6, torch.arange(60) // 10])
         run, launched = self.call(self_loops, batch=batch, edges=edges), []
@@ -690,7 +765,8 @@ class TestCapture:
         assert {name for name, *_ in before} >= {"combine", "add_partial"}
         launched.clear()
         run()
-        assert {name for name, *_ in launched} == {"forward", "backward_by_source", "backward_by_target"}
+        passes = {"forward", "dot_rows", "backward_by_source", "backward_by_target"}
+        assert {name for name, *_ in launched} == passes
         launched.clear()
         with capture():
             run()

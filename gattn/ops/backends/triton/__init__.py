@@ -57,6 +57,12 @@ _PARTS = 16
 _COMBINING_WARPS = 4
 """The number of warps of a program that adds partial sums."""
 
+_DELTA_WIDTH, _DELTA_WARPS = 1024, 4
+"""The number of elements and of warps of a program that multiplies outputs and their gradients."""
+
+_ALIGNMENT = 16
+"""Triton compiles code of its own for tensors that do not begin at multiples of this many bytes."""
+
 _WIDEST_LOAD = 16
 """Rows of multiples of this many numbers can be loaded with the widest loads, 16 bytes, in any type."""
 
@@ -67,9 +73,6 @@ _PER_EDGE = {name: len(term.letters) for name, term in TERMS.items() if term.rea
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU, which is slow but good for tests."""
-
-_loaded: set[Any] = set()
-"""Variants of kernels for rows of several tasks that have run although there were no such rows."""
 
 _is_installed = find_spec("triton") is not None  # read once, because compiled code cannot
 
@@ -93,6 +96,14 @@ class Triton(KernelBackend):
         """See `KernelBackend.knows_law`."""
         return law is not None and _knows_law(law.name)
 
+    def prepared(self, inputs: Inputs) -> Any:
+        """See `KernelBackend.prepared`."""
+        return _form_of(inputs)
+
+    def on_graph(self, prepared: Any, edges: tuple[Tensor, int, int, bool, str]) -> tuple[Any, int | None]:
+        """See `KernelBackend.on_graph`."""
+        return prepared, super().on_graph(prepared, edges)[1]
+
     def missing(self) -> Missing | None:
         """See `Backend.missing`."""
         return None if _is_installed else Missing("Triton", "it is not installed: pip install triton")
@@ -108,6 +119,128 @@ def _knows_law(law: str) -> bool:
     return law in _kernels().LAWS
 
 
+class _Form:
+    """What calls share that differ in nothing but numbers, nodes and edges: the kernels' constants, and their launches.
+
+    Args:
+        inputs: Those of one of these calls.
+    """
+
+    def __init__(self, inputs: Inputs):
+        key, values = inputs.key, inputs.values
+        self.heads = inputs.heads
+        self.group = self.heads // max(key.size(-2), 1)
+        self.channels, self.value_channels = key.size(-1), values.size(-1)
+        self.dtype, self.compute = values.dtype, compute_dtype(values.dtype)
+        laws, row_laws = _kernels().LAWS, _kernels().ROW_LAWS
+        names = _kernels().FAMILIES[inputs.family][1]
+        self.law = inputs.distribution
+        first, second = (*inputs.distribution_constants, 0.0, 0.0)[:2]
+        #: Whether logits are rewritten row by row, and, if there is a threshold, the law whose weights are derivatives.
+        self.is_of_rows, self.derivatives = self.law in row_laws, row_laws.get(self.law)
+        #: Whether sums are divided by those of their weights.
+        self.divides = laws[self.law] is None or bool(first)
+        #: Those of kernels; score and law by name.
+        self.constants: dict[str, Any] = {
+            "SCORE": inputs.family,
+            "CONSTANTS": tuple(inputs.constants),
+            "MULTIPLIES": inputs.edge is not None and "multiplies" in names and bool(inputs.constants[2]),
+            "LAW": self.law,
+            "EPSILON": second,
+            "SOFTCAP": first if self.law == "softmax" else 0.0,
+            "REWRITTEN": False,
+            "K": int(min(first, _MOST_EDGES)) if self.law == "top_k" else 0,
+            "IS_SQUARED": self.law == "entmax15",
+            "HEADS": self.heads,
+            "GROUP": self.group,
+            "KEY_IS_VALUE": inputs.value is None,
+            "EDGE_IS_VALUE": inputs.edge_is_value,
+            "CHANNELS": self.channels,
+            "VALUE_CHANNELS": self.value_channels,
+            **_blocks(self.heads, self.channels, self.value_channels, self.dtype),
+            "COMPUTE": _triton_type(self.compute),
+        }
+        self.nothing = torch.empty(0, dtype=self.compute, device=key.device)
+        self._launches: dict[Any, _Launch] = {}
+
+    def launch(
+        self, name: str, arguments: dict[str, Any], changes: dict[str, Any], unaligned: Sequence[str] = ()
+    ) -> _Launch:
+        """The launch of a kernel.
+
+        Args:
+            name: Its name.
+            arguments: Those that other launches may lack, or pass in another type; of numbers, the type is the same.
+            changes: Constants that differ from those of the form.
+            unaligned: The arguments that do not begin at multiples of 16 bytes.
+        """
+        types = [value.dtype if isinstance(value, Tensor) else value is None for value in arguments.values()]
+        key = name, unaligned, *arguments, *types, *changes.items()
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = _Launch(getattr(_kernels(), name), {**self.constants, **changes})
+        return launch
+
+
+class _Launch:
+    """A kernel with its constants.
+
+    Triton looks at all arguments of each launch to find the code for them. With sixty arguments, that takes longer than
+    most kernels run, so launches after the first one use what it found.
+
+    Args:
+        kernel: The kernel.
+        constants: Values by name, score and law by theirs; also `num_warps`. Others are ignored.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]):
+        self._kernel, self.constants = kernel, constants
+        named = {"SCORE": {name: score for name, (score, _) in _kernels().FAMILIES.items()}, "LAW": _kernels().LAWS}
+        values = {name: named[name][value] if name in named else value for name, value in constants.items()}
+        self._values = [values.get(name) for name in kernel.arg_names]
+        self._open = [(place, name) for place, name in enumerate(kernel.arg_names) if name not in values]
+        self._code: Any = None
+        #: Whether the kernel has run, or could.
+        self.is_loaded = False
+
+    def __call__(self, grid: tuple[int, int], given: dict[str, Any]) -> None:
+        """Runs the kernel.
+
+        Args:
+            grid: The number of programs, which may be zero.
+            given: The other arguments by name, and others, which are ignored.
+        """
+        if min(grid) == 0:
+            return
+        values = self._values.copy()
+        for place, name in self._open:
+            values[place] = given[name]
+        code, self.is_loaded = self._code, True
+        if code is None:
+            names = self._kernel.arg_names
+            self._code = run(self._kernel, grid, self.constants["num_warps"], dict(zip(names, values, strict=True)))
+        else:
+            stream = torch.cuda.current_stream().cuda_stream
+            hooks = None, None, None
+            code.run(*grid, 1, stream, code.function, code.packed_metadata, *hooks, *values)
+
+
+_MOST_FORMS = 256
+_forms: dict[Any, _Form] = {}
+
+
+def _form_of(inputs: Inputs) -> _Form:
+    """The form of a call, made once."""
+    tensors = [(name, x.dtype, x.shape[-2:] if name in _ROWS else None) for name, x, _ in inputs.terms()]
+    law = inputs.distribution, *inputs.distribution_constants
+    key = inputs.key.device, inputs.family, *inputs.constants, *law, inputs.edge_is_value, *tensors
+    if key not in _forms:
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        _forms[key] = _Form(inputs)
+    return _forms[key]
+
+
 class _Launches:
     """What forward and backward pass share: sizes, the inputs in the form that the kernels take, and launches."""
 
@@ -118,114 +251,106 @@ class _Launches:
             )
         edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
         self.layout = layout = layout_of(*edges, traced=inputs.traced)
-        per_edge = [(tensor, len(term.letters)) for _, tensor, term in inputs.terms() if term.letters.startswith("E")]
-        counts = [tensor.size(-inner) for tensor, inner in per_edge if tensor.dim() >= inner]
-        inputs.check(layout.expect(counts[0]) if counts else 0)
+        per_edge = [(getattr(inputs, name), inner) for name, inner in _PER_EDGE.items()]
+        counts = [tensor.size(-inner) for tensor, inner in per_edge if tensor is not None and tensor.dim() >= inner]
+        self.form: _Form = inputs.plan
+        if self.form is None:  # or a plan has checked them
+            inputs.check(layout.expect(counts[0]) if counts else 0)
+            self.form = _form_of(inputs)
         #: The number of edges for which results per edge have room.
         self.num_terms = counts[0] if counts else layout.most_edges
-        key, values = inputs.key, inputs.values
         self.front = inputs.front
         self.batch = math.prod(self.front)
-        self.heads = inputs.heads
-        self.group = self.heads // max(key.size(-2), 1)
-        self.channels, self.value_channels = key.size(-1), values.size(-1)
-        self.dtype, self.compute, self.device = values.dtype, compute_dtype(values.dtype), values.device
+        self.device = inputs.key.device
         #: E, as far as it is needed to separate the elements of a batch without reading it on the device.
         self.num_edges = 0
         is_counted = self.batch > 1 and inputs.seed is not None
         if is_counted and layout.edge_count is None:
             self.num_edges = layout.num_edges
-        self.key_is_value, self.edge_is_value = inputs.value is None, inputs.edge_is_value
+        self.edge_count = layout.edge_count if is_counted else None
         self.num_sources, self.num_targets = inputs.num_sources, inputs.num_targets
 
         dropout = inputs.dropout
+        #: Constants that differ from those of the form.
+        self.changes: dict[str, Any] = {}
         self.inputs: dict[str, Any] = {
             "vector": None if inputs.vector is None else inputs.vector.contiguous(),
             "sink": None if inputs.sink is None else inputs.sink.contiguous(),
             "seed": inputs.seed,
-            "edge_count": layout.edge_count if is_counted else None,
             "threshold": int(dropout * 2**32),
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
         }
         for name in _ROWS:
-            tensor = values if name == "value" else getattr(inputs, name)
-            tensor = None if tensor is None else dense_rows(tensor, 2)
-            self.inputs[name] = tensor
-            batch, row = (0, 0) if tensor is None else tensor.stride()[:2]
-            if tensor is not None and tensor.size(1) == 1:
-                row = tensor.size(2) * tensor.size(3)  # as for other graphs: a single row may have any stride
+            tensor = inputs.values if name == "value" else getattr(inputs, name)
+            batch = row = 0
+            if tensor is not None:
+                row = tensor.size(-2) * tensor.size(-1)
+                if tensor.is_contiguous():
+                    batch = row * tensor.size(-3)
+                else:
+                    tensor = dense_rows(tensor, 2)
+                    batch, between = tensor.stride()[:2]
+                    row = row if tensor.size(1) == 1 else between  # a single row may have any stride
             if self.batch == 1:
                 batch = 0
             unit = math.gcd(_WIDEST_LOAD, batch, row)
+            self.inputs[name] = tensor
             self.inputs[f"{name}_batch"], self.inputs[f"{name}_row"] = batch // unit, row // unit
-            self.inputs[f"{name.upper()}_UNIT"] = unit
+            self.changes[f"{name.upper()}_UNIT"] = unit
         for name, inner in _PER_EDGE.items():
             tensor = getattr(inputs, name)
-            tensor = None if tensor is None else flat(tensor, inner - 1).contiguous()
-            self.inputs[name] = tensor
-            #: The distance between the elements of a batch, in edges.
-            self.inputs[f"{name}_batch"] = 0 if tensor is None or tensor.size(0) == 1 else tensor.size(1)
+            batch = 0  # the distance between the elements of a batch, in edges
+            if tensor is not None:
+                if tensor.dim() > inner:
+                    tensor = flat(tensor, inner - 1)
+                    batch = 0 if tensor.size(0) == 1 else tensor.size(1)
+                tensor = tensor.contiguous()
+            self.inputs[name], self.inputs[f"{name}_batch"] = tensor, batch
         mask = None if inputs.mask is None else flat(inputs.mask, 1).view(torch.uint8)
         self.inputs["mask"] = mask
         for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
             self.inputs[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
-
-        score, names = _kernels().FAMILIES[inputs.family]
-        constants = dict(zip(names, inputs.constants, strict=True))
-        self.law, laws, row_laws = inputs.distribution, _kernels().LAWS, _kernels().ROW_LAWS
-        first, second = (*inputs.distribution_constants, 0.0, 0.0)[:2]
-        #: Whether logits are rewritten row by row, and, if there is a threshold, the law whose weights are derivatives.
-        self.is_of_rows, self.derivatives = self.law in row_laws, row_laws.get(self.law)
-        #: Whether sums are divided by those of their weights.
-        self.divides = laws[self.law] is None or bool(first)
-        self.constants = {
-            "SCORE": score,
-            "CONSTANTS": tuple(inputs.constants),
-            "MULTIPLIES": inputs.edge is not None and bool(constants.get("multiplies")),
-            "LAW": laws[self.law],
-            "EPSILON": second,
-            "SOFTCAP": first if self.law == "softmax" else 0.0,
-            "REWRITTEN": False,
-            "K": int(min(first, _MOST_EDGES)) if self.law == "top_k" else 0,
-            "IS_SQUARED": self.law == "entmax15",
-            "HEADS": self.heads,
-            "GROUP": self.group,
-            "KEY_IS_VALUE": self.key_is_value,
-            "EDGE_IS_VALUE": self.edge_is_value,
-            "CHANNELS": self.channels,
-            "VALUE_CHANNELS": self.value_channels,
-            **_blocks(self.heads, self.channels, self.value_channels, self.dtype),
-            "COMPUTE": _triton_type(self.compute),
-        }
+        #: Those for which other code is compiled.
+        self.unaligned = _unaligned(self.inputs)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=self.compute if dtype is None else dtype, device=self.device)
+        return torch.empty(shape, dtype=self.form.compute if dtype is None else dtype, device=self.device)
 
     def partial(self, rows: Rows, channels: int) -> Tensor:
         """Memory for the partial sums of rows of several tasks."""
-        return self.empty(self.batch, rows.num_slots, self.heads, channels)
+        return self._of_slots(rows, self.form.heads, channels)
+
+    def _of_slots(self, rows: Rows, *shape: int) -> Tensor:
+        if rows.num_slots == 0:
+            return self.form.nothing
+        return self.empty(self.batch, rows.num_slots, *shape)
 
     def unflat(self, tensor: Tensor) -> Tensor:
         """The tensor with the batch dimensions of the inputs."""
         return tensor.view(*self.front, *tensor.shape[1:])
 
-    def num_blocks(self, rows: Rows, block: int) -> int:
-        """The number of blocks of tasks in all rows."""
-        return -(-rows.tasks.size(1) // block) * self.batch
-
-    def launch(self, name: str, rows: Rows, *, programs: int | None = None, **arguments: Any) -> None:
+    def launch(
+        self,
+        name: str,
+        rows: Rows,
+        arguments: dict[str, Any],
+        changes: dict[str, Any],
+        programs: int | None = None,
+    ) -> None:
         """Runs a kernel over the tasks of `rows`, with the inputs that it takes.
 
         Args:
             name: The name of the kernel.
             rows: The rows to go through.
+            arguments: Its arguments in addition to the inputs, or instead of them.
+            changes: Constants instead of those of the form.
             programs: The number of programs that share the blocks of tasks. (default: `None`, one per block)
-            **arguments: Its arguments in addition to the inputs, or instead of them.
         """
-        num_tasks = rows.tasks.size(1)
-        arguments = {
-            **self.inputs,
-            **self.constants,
+        arguments["edge_count"] = self.edge_count
+        launch = self.form.launch(name, arguments, {**self.changes, **changes}, self.unaligned)
+        constants = launch.constants
+        blocks = self.num_blocks(rows, constants["BLOCK_R"])
+        given = {
             "num_edges": self.num_edges,
             "num_terms": self.num_terms,
             "num_sources": self.num_sources,
@@ -234,74 +359,81 @@ class _Launches:
             "tasks": rows.tasks,
             "node": rows.node,
             "number": rows.number,
-            "num_tasks": num_tasks,
+            "num_tasks": rows.tasks.size(1),
             "num_slots": rows.num_slots,
+            "num_blocks": blocks,
+            **self.inputs,
             **arguments,
         }
-        blocks = arguments["num_blocks"] = self.num_blocks(rows, arguments["BLOCK_R"])
-        heads = -(-self.heads // arguments["BLOCK_H"])
-        kernel = getattr(_kernels(), name)
-        given = {name: arguments[name] for name in kernel.arg_names}
-        run(kernel, (blocks if programs is None else programs, heads), arguments["num_warps"], given)
+        launch((blocks if programs is None else programs, -(-self.form.heads // constants["BLOCK_H"])), given)
+
+    def num_blocks(self, rows: Rows, block: int) -> int:
+        """The number of blocks of tasks in all rows."""
+        return -(-rows.tasks.size(1) // block) * self.batch
 
     def rewritten_logits(self) -> Tensor:
         """The logits of all edges, `[B, E, H]`, rewritten row by row so that each weight follows from its own alone.
 
         E is an upper bound here.
         """
-        rows, most_edges = self.layout.by_target, self.layout.most_edges
-        logits = self.empty(self.batch, most_edges, self.heads)
-        given: dict[str, Any] = {"logits": logits, "num_edges": most_edges}
+        form, rows, most_edges = self.form, self.layout.by_target, self.layout.most_edges
+        logits = self.empty(self.batch, most_edges, form.heads)
         # Values without channels: nothing is written to the output, and nobody reads the statistics.
         only_logits: dict[str, Any] = {
-            "LAW": _kernels().LAWS["logits"],
+            "LAW": "logits",
             "NORMALIZED": False,
             "VALUE_CHANNELS": 0,
             "KEY_IS_VALUE": False,
             "EDGE_IS_VALUE": False,
-            **dict.fromkeys(("edge_value", "seed", "wide")),
-            **dict.fromkeys(("out", "partial"), logits),
-            **self.stats(rows),
-            **_blocks(self.heads, self.channels, 0, self.dtype),
+            **_blocks(form.heads, form.channels, 0, form.dtype),
         }
-        self.launch("forward", rows, **given, **only_logits)
-        heads = min(_power_of_two(self.heads), _ROW_HEADS)
-        given |= {"BLOCK_E": _WIDTH // heads, "BLOCK_H": heads, "num_warps": 1}
-        kernel = "keep_largest" if self.derivatives is None else "subtract_threshold"
-        self.launch(kernel, rows, programs=self.batch * self.num_targets, **given)
+        unused = {**dict.fromkeys(("edge_value", "seed", "wide")), **dict.fromkeys(("out", "partial"), logits)}
+        given: dict[str, Any] = {"logits": logits, "num_edges": most_edges}
+        self.launch("forward", rows, {**given, **unused, **self.stats(rows)}, only_logits)
+        heads = min(_power_of_two(form.heads), _ROW_HEADS)
+        changes: dict[str, Any] = {"BLOCK_E": _WIDTH // heads, "BLOCK_H": heads, "num_warps": 1}
+        kernel = "keep_largest"
+        if form.derivatives is not None:
+            kernel = "subtract_threshold"
+            changes["LAW"] = form.law
+        self.launch(kernel, rows, given, changes, self.batch * self.num_targets)
         return logits
 
     def read_rewritten(self, logits: Tensor) -> None:
         """Makes kernels read rewritten logits instead of computing them with their bias and mask."""
         self.inputs |= {"bias": logits, "bias_batch": logits.size(1), "mask": None}
-        self.constants["REWRITTEN"] = True
+        self.changes["REWRITTEN"] = True
 
     def stats(self, rows: Rows) -> dict[str, Tensor]:
         """Memory for the maximum and the scale of each target, and of the parts of long rows."""
-        shapes = {"stats": self.num_targets, "partial_stats": rows.num_slots}
-        return {name: self.empty(self.batch, size, 2, self.heads) for name, size in shapes.items()}
+        heads = self.form.heads
+        return {
+            "stats": self.empty(self.batch, self.num_targets, 2, heads),
+            "partial_stats": self._of_slots(rows, 2, heads),
+        }
 
     def sum_values(
         self, law: str, divides: bool, out: Tensor, wide: Tensor | None, with_weights: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Stores sums of values, weighted by a law, in `out`, and before they are rounded in `wide`.
 
         Returns:
-            The maximum and the scale of each target, and the weights; these are empty if they are not requested.
+            The maximum and the scale of each target, and the weights if they are requested.
         """
-        rows, function, stats = self.layout.by_target, _kernels().LAWS[law], self.stats(self.layout.by_target)
+        rows, stats = self.layout.by_target, self.stats(self.layout.by_target)
         weights = None
         if with_weights:
             self.num_edges = self.layout.num_edges
-            weights = self.empty(self.batch, self.num_edges, self.heads)
-        results: dict[str, Any] = {"out": out, "wide": wide, "NORMALIZED": divides, **stats}
-        results["partial"] = self.partial(rows, self.value_channels)
-        self.launch("forward", rows, logits=weights, LAW=function, **results)
-        self.combine(rows, **results)
+            weights = self.empty(self.batch, self.num_edges, self.form.heads)
+        results: dict[str, Any] = {"out": out, "wide": wide, **stats}
+        results["partial"] = self.partial(rows, self.form.value_channels)
+        changes = {"LAW": law, "NORMALIZED": divides}
+        self.launch("forward", rows, {"logits": weights, **results}, changes)
+        self.combine(rows, results, changes)
         if weights is None:
-            return stats["stats"], self.empty(self.batch, 0, self.heads)
+            return stats["stats"], None
         maximum, scale = stats["stats"].index_select(1, self.layout.target()).unbind(2)
-        if function is None:
+        if _kernels().LAWS[law] is None:
             weights.sub_(maximum).exp_()
         return stats["stats"], weights.mul_(scale)
 
@@ -310,31 +442,34 @@ class _Launches:
 
         The last are gradients of logits, or, for a scalar score, each edge's part of the query's if that is enough.
         """
-        rows, grads = self.layout.by_source, {}
-        channels = {"key": self.channels, "value": self.value_channels}
+        form, rows, grads = self.form, self.layout.by_source, {}
+        channels = {"key": form.channels, "value": form.value_channels}
         for name in (name for name in channels if name in tensors):
             # Sums over query heads that share a key head are rounded only once.
-            dtype = _stored(tensors[name].dtype) if self.group == 1 else self.compute
-            grads[name] = self.empty(self.batch, self.num_sources, self.heads, channels[name], dtype=dtype)
+            dtype = _stored(tensors[name].dtype) if form.group == 1 else form.compute
+            grads[name] = self.empty(self.batch, self.num_sources, form.heads, channels[name], dtype=dtype)
         partial = {name: self.partial(rows, channels[name]) for name in channels if name in grads}
-        for name, width in (("edge", self.channels), ("edge_value", self.value_channels)):
+        widths = {"edge": form.channels, "edge_value": form.value_channels}
+        for name, width in widths.items():
             if name in tensors:
                 dtype = _stored(tensors[name].dtype)
-                grads[name] = self.empty(self.batch, self.num_terms, self.heads, width, dtype=dtype)
+                grads[name] = self.empty(self.batch, self.num_terms, form.heads, width, dtype=dtype)
         if "query" in tensors or "bias" in tensors:
-            grads["logits"] = self.empty(self.batch, self.num_terms, self.heads)
-        programs = self.num_blocks(rows, self.constants["BLOCK_R"])
+            grads["logits"] = self.empty(self.batch, self.num_terms, form.heads)
+        programs = self.num_blocks(rows, form.constants["BLOCK_R"])
         if "vector" in tensors:
             programs = min(programs, _MOST_PROGRAMS)
-            grads["vector"] = self.empty(programs, self.heads, self.channels)
+            grads["vector"] = self.empty(programs, form.heads, form.channels)
         self.launch(
             "backward_by_source",
             rows,
-            **given,
-            **{f"grad_{name}": grads.get(name) for name in ("key", "value", "vector", "logits", "edge", "edge_value")},
-            **{f"partial_{name}": partial.get(name) for name in channels},
-            STORES_BY_QUERY=self.stores_by_query(tensors),
-            programs=programs,
+            {
+                **given,
+                **{f"grad_{name}": grads.get(name) for name in (*channels, *widths, "vector", "logits")},
+                **{f"partial_{name}": partial.get(name) for name in channels},
+            },
+            {"STORES_BY_QUERY": self.stores_by_query(tensors)},
+            programs,
         )
         for name, sums in partial.items():
             self.add_partial(rows, sums, grads[name])
@@ -344,29 +479,30 @@ class _Launches:
 
     def stores_by_query(self, tensors: dict[str, Tensor]) -> bool:
         """Whether gradients of the query are sums of numbers that are known in the pass by source."""
-        return self.channels == 1 and "query" in tensors and "bias" not in tensors
+        return self.form.channels == 1 and "query" in tensors and "bias" not in tensors
 
     def backward_by_target(self, grad_logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """The gradient of the query, from the `"logits"` of `backward_by_source`."""
         dtype = _stored(tensors["query"].dtype)
         if self.stores_by_query(tensors):
             return self.sum_by_target(grad_logits, dtype)
-        return self._sum_over_rows(grad_logits, self.num_terms, dtype, {}, self.channels)
+        return self._sum_over_rows(grad_logits, self.num_terms, dtype, {}, self.form.channels)
 
     def sum_by_target(self, terms: Tensor, dtype: torch.dtype) -> Tensor:
         """Sums of `[B, E, H]` over each target's edges, `[B, N, H, 1]`."""
-        without_score = {"SCORE": _kernels().FAMILIES["sum"][0], "CONSTANTS": (), "CHANNELS": 1}
-        without_score.update(query=None, key=None, vector=None, edge=None)
-        return self._sum_over_rows(terms, terms.size(1), dtype, without_score, 1)
+        without_score = {"SCORE": "sum", "CONSTANTS": (), "CHANNELS": 1}
+        without = dict.fromkeys(("query", "key", "vector", "edge"))
+        return self._sum_over_rows(terms, terms.size(1), dtype, without_score, 1, **without)
 
     def _sum_over_rows(
-        self, terms: Tensor, num_terms: int, dtype: torch.dtype, changes: dict[str, Any], channels: int
+        self, terms: Tensor, num_terms: int, dtype: torch.dtype, changes: dict[str, Any], channels: int, **without: None
     ) -> Tensor:
-        rows = self.layout.by_target
-        result = self.empty(self.batch, self.num_targets, self.heads, channels, dtype=dtype)
+        form, rows = self.form, self.layout.by_target
+        result = self.empty(self.batch, self.num_targets, form.heads, channels, dtype=dtype)
         partial = self.partial(rows, channels)
-        changes = {**changes, **_blocks(self.heads, channels, 0, self.dtype), "num_terms": num_terms}
-        self.launch("backward_by_target", rows, grad_logits=terms, grad_query=result, partial=partial, **changes)
+        changes = {**changes, **_blocks(form.heads, channels, 0, form.dtype)}
+        given = {"grad_logits": terms, "grad_query": result, "partial": partial, "num_terms": num_terms}
+        self.launch("backward_by_target", rows, {**given, **without}, changes)
         self.add_partial(rows, partial, result)
         return result
 
@@ -374,75 +510,73 @@ class _Launches:
         """A gradient in the shape and type of its tensor."""
         if name in _PER_EDGE:
             grad = grad.view(*self.front, *of.shape[-_PER_EDGE[name] :]).sum_to_size(of.shape)
-        elif name in ("key", "value") and self.group > 1:
-            grad = torch.unflatten(grad, 2, (-1, self.group)).sum(3)
+        elif name in ("key", "value") and self.form.group > 1:
+            grad = torch.unflatten(grad, 2, (-1, self.form.group)).sum(3)
         return grad.to(of.dtype).view(of.shape)
 
-    def combine(self, rows: Rows, **results: Any) -> None:
+    def combine(self, rows: Rows, results: dict[str, Any], changes: dict[str, Any]) -> None:
         """Combines the results of tasks to those of targets with several tasks."""
-        constants = self.constants
-        arguments = {
-            "sink": self.inputs["sink"],
-            **results,
-            "num_targets": self.num_targets,
-            **{name: constants[name] for name in ("EPSILON", "HEADS", "BLOCK_H", "COMPUTE")},
-            "CHANNELS": self.value_channels,
-            "BLOCK_P": _PARTS,
-            "BLOCK_C": constants["BLOCK_V"],
-        }
-        self._run_over_split(_kernels().combine, rows, -(-self.heads // constants["BLOCK_H"]), arguments)
+        constants = self.form.constants
+        changes = {**changes, "CHANNELS": self.form.value_channels, "BLOCK_C": constants["BLOCK_V"]}
+        programs = -(-self.form.heads // constants["BLOCK_H"])
+        self._run_over_split("combine", rows, programs, {"sink": self.inputs["sink"], **results}, changes)
 
     def add_partial(self, rows: Rows, partial: Tensor, out: Tensor) -> None:
         """Adds the partial sums of tasks of the same row."""
-        width = self.heads * out.size(-1)
+        width = self.form.heads * out.size(-1)
         block = min(_power_of_two(width), 128)
-        arguments = {
-            "partial": partial,
-            "out": out,
-            "num_rows": out.size(1),
-            "WIDTH": width,
-            "BLOCK_P": _PARTS,
-            "BLOCK_C": block,
-            "COMPUTE": self.constants["COMPUTE"],
-        }
-        self._run_over_split(_kernels().add_partial, rows, -(-width // block), arguments)
+        changes = {"WIDTH": width, "BLOCK_C": block}
+        self._run_over_split("add_partial", rows, -(-width // block), {"partial": partial, "out": out}, changes)
 
-    def _run_over_split(self, kernel: Any, rows: Rows, programs: int, arguments: dict[str, Any]) -> None:
+    def _run_over_split(
+        self, name: str, rows: Rows, programs: int, arguments: dict[str, Any], changes: dict[str, Any]
+    ) -> None:
         """Runs a kernel over rows of several tasks, with this many programs for each.
 
         Without such rows, it runs once over a row that does not exist: a CUDA graph that is captured later must be able
         to handle such rows, and cannot load a kernel.
         """
-        split = rows.split
+        changes = {**changes, "BLOCK_P": _PARTS, "num_warps": _COMBINING_WARPS}
+        launch, split = self.form.launch(name, arguments, changes), rows.split
         if split.size(1) == 0:
-            variant = (
-                kernel.__name__,
-                *(
-                    x.dtype if isinstance(x, Tensor) else x
-                    for name, x in arguments.items()
-                    if not isinstance(x, int) or name.isupper()  # as Triton distinguishes them
-                ),
-            )
-            if variant in _loaded:
+            if launch.is_loaded:
                 return
-            _loaded.add(variant)
             split = torch.full((3, 1), -1, dtype=torch.int32, device=self.device)
         num_split = split.size(1)
-        arguments |= {"split": split, "num_split": num_split, "num_slots": rows.num_slots}
-        run(kernel, (num_split * self.batch, programs), _COMBINING_WARPS, arguments)
+        sizes = {"num_split": num_split, "num_slots": rows.num_slots, "num_targets": self.num_targets}
+        rows_of_out = arguments["out"].size(1)
+        launch((num_split * self.batch, programs), {**arguments, **sizes, "split": split, "num_rows": rows_of_out})
+
+    def delta(self, grad_out: Tensor, out: Tensor) -> Tensor:
+        """The products of outputs and their gradients, summed over channels, `[B, N, H]`."""
+        form = self.form
+        delta = self.empty(*out.shape[:-1])
+        block_c = _power_of_two(form.value_channels)
+        block_r = max(1, _DELTA_WIDTH // block_c)
+        changes = {"CHANNELS": form.value_channels, "BLOCK_C": block_c, "BLOCK_R": block_r, "num_warps": _DELTA_WARPS}
+        given = {"grad_out": grad_out, "wide": out, "delta": delta, "num_rows": delta.numel()}
+        self.form.launch("dot_rows", given, changes, _unaligned(given))((-(-delta.numel() // block_r), 1), given)
+        return delta
 
 
-def run(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any]) -> None:
-    """Runs a kernel; all launches use this function.
+def _unaligned(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """The names of tensors that do not begin at multiples of 16 bytes, for which Triton compiles other code."""
+    return tuple(name for name, x in arguments.items() if isinstance(x, Tensor) and x.data_ptr() % _ALIGNMENT != 0)
+
+
+def run(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any]) -> Any:
+    """Runs a kernel that has not been compiled for such arguments.
 
     Args:
         kernel: The kernel.
-        grid: The number of programs, which may be zero.
+        grid: The number of programs.
         warps: The number of warps per program.
         arguments: The arguments of the kernel, by name.
+
+    Returns:
+        The compiled code; `None` if the interpreter ran it.
     """
-    if min(grid) > 0:
-        kernel[grid](**arguments, num_warps=warps)
+    return kernel[grid](**arguments, num_warps=warps)
 
 
 def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -456,19 +590,22 @@ def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype
     return kept
 
 
-def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Tensor]:
+def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
     with torch.cuda.device_of(inputs.key):
         call = _Launches(inputs)
-        out = call.empty(call.batch, call.num_targets, call.heads, call.value_channels, dtype=_stored(call.dtype))
-        unrounded = call.empty(*out.shape) if keep and out.dtype != call.compute else None
+        form = call.form
+        shape = call.batch, call.num_targets, form.heads, form.value_channels
+        out = call.empty(*shape, dtype=_stored(form.dtype))
+        unrounded = call.empty(*shape) if keep and out.dtype != form.compute else None
         kept = []
-        if call.is_of_rows:
+        if form.is_of_rows:
             kept.append(call.rewritten_logits())
             call.read_rewritten(kept[0])
-        stats, weights = call.sum_values(call.law, call.divides, out, unrounded, with_weights)
-        if call.dtype != call.compute:
+        stats, weights = call.sum_values(form.law, form.divides, out, unrounded, with_weights)
+        if form.dtype != form.compute:
             kept.append(call.unflat(out if unrounded is None else unrounded))
-        return [call.unflat(out).to(call.dtype), call.unflat(weights), stats, *(kept if keep else ())]
+        alpha = None if weights is None else call.unflat(weights)
+        return [call.unflat(out).to(form.dtype), alpha, stats, *(kept if keep else ())]
 
 
 def _backward(
@@ -476,33 +613,36 @@ def _backward(
     grad_out: Tensor,
     grad_weights: Tensor | None,
     out: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     kept: Sequence[Tensor],
     wanted: Sequence[str],
 ) -> list[Tensor]:
     stats, *others = (x.contiguous() for x in kept)  # as kernels read them
     with torch.cuda.device_of(grad_out):
         call = _Launches(inputs)
-        if call.is_of_rows:
+        form = call.form
+        if form.is_of_rows:
             call.read_rewritten(others.pop(0))
         unrounded = flat(others[0] if others else out, 2)
-        if call.derivatives is not None:
+        if form.derivatives is not None:
             # A threshold takes the mean of its row's gradients, weighted by the derivatives instead of the weights.
             unrounded = call.empty(*unrounded.shape)
-            _, weights = call.sum_values(call.derivatives, True, unrounded, None, grad_weights is not None)
+            _, weights = call.sum_values(form.derivatives, True, unrounded, None, grad_weights is not None)
         tensors = {name: getattr(inputs, name) for name in wanted}
         grad_out = flat(grad_out, 2).contiguous()
-        is_normalized = call.divides or call.derivatives is not None
+        is_normalized = form.divides or form.derivatives is not None
         if is_normalized:
-            delta = (grad_out * unrounded).sum(-1, dtype=call.compute)
+            delta = call.delta(grad_out, unrounded.contiguous())
         else:
             delta = call.empty(*grad_out.shape[:-1]).zero_()
         if grad_weights is not None:
             call.num_edges = call.layout.num_edges
             grad_weights = flat(grad_weights, 1).contiguous()
             if is_normalized:
-                delta += call.sum_by_target(flat(weights, 1) * grad_weights, call.compute).squeeze(-1)
+                assert weights is not None
+                delta += call.sum_by_target(flat(weights, 1) * grad_weights, form.compute).squeeze(-1)
         given = {"stats": stats, "delta": delta, "grad_out": grad_out, "grad_weights": grad_weights}
+        call.unaligned += _unaligned(given)
         grads = call.backward_by_source(tensors, given)
         if "query" in tensors:
             grads["query"] = call.backward_by_target(grads["logits"], tensors)

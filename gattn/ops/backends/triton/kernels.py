@@ -21,6 +21,7 @@ __all__ = [
     "backward_by_source",
     "backward_by_target",
     "combine",
+    "dot_rows",
     "forward",
     "keep_largest",
     "subtract_threshold",
@@ -612,6 +613,20 @@ def add_partial(
         acc += tl.load(partial + at, mask=(start + parts < last)[:, None] & (c < WIDTH)[None], other=0.0)
     at = (batch * num_rows + row) * WIDTH + c
     tl.store(out + at, tl.sum(acc, axis=0), mask=(row >= 0) & (c < WIDTH))
+
+
+@_kernel
+def dot_rows(
+    grad_out, wide, delta, num_rows,
+    CHANNELS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The products of two rows of `CHANNELS` numbers, summed, for each of `num_rows`."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.arange(0, BLOCK_C)
+    there = (row < num_rows)[:, None] & (c < CHANNELS)[None]
+    at = row[:, None] * CHANNELS + c[None]
+    product = tl.load(grad_out + at, mask=there, other=0.0).to(COMPUTE) * tl.load(wide + at, mask=there, other=0.0)
+    tl.store(delta + row, tl.sum(product, axis=1), mask=row < num_rows)
 
 
 @_kernel
