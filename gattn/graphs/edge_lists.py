@@ -15,7 +15,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import FLOWS, EdgeList
-from gattn.torch_private import assert_later, is_functorch_tensor, is_traced, is_transformed
+from gattn.torch_private import assert_later, is_functorch_tensor, is_traced, is_transformed, stream_address
 
 __all__ = [
     "INTEGER_DTYPES",
@@ -65,9 +65,11 @@ class OnStream(Generic[_Value]):
     def get(self) -> _Value:
         """The value, ready for the current stream."""
         if self._stream is not None:
-            stream = torch.cuda.current_stream(self._stream.device)
+            device = self._stream.device
             # A CUDA graph is captured after the device was synchronised, and may not wait for what came before.
-            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            is_other = stream_address(device) != self._stream.cuda_stream
+            if is_other and not torch.cuda.is_current_stream_capturing():
+                stream = torch.cuda.current_stream(device)
                 stream.wait_event(self._made)
                 for tensor in _tensors(self._value):
                     tensor.record_stream(stream)

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import types
 from pathlib import Path
 
 import pytest
@@ -405,7 +404,7 @@ class TestLaunches:
             return found[-1]
 
         monkeypatch.setattr(kernels, "run", compiled)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(kernels, "stream_address", lambda device: 0)
         return found
 
     def call(self, nodes=9, edges=30, dtype=torch.float32, score="leaky_relu", start=0):
@@ -602,7 +601,7 @@ class Stream:
     device = "cuda:0"
 
     def __init__(self, name, log):
-        self.name, self.log = name, log
+        self.name, self.log, self.cuda_stream = name, log, name
 
     def record_event(self):
         self.log.append(("made on", self.name))
@@ -623,6 +622,7 @@ class TestStreams:
         current = [None]
         monkeypatch.setattr(edge_lists, "_is_on_gpu", lambda tensor: True)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+        monkeypatch.setattr(edge_lists, "stream_address", lambda device: current[0].cuda_stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         record = lambda tensor, stream: log.append((stream.name, "uses", tensor.data_ptr()))  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "record_stream", record)

@@ -20,6 +20,7 @@ from gattn.ops.call import compute_dtype
 from gattn.ops.operator import AttentionOperator
 from gattn.ops.terms import TERMS, Inputs
 from gattn.scores import Family
+from gattn.torch_private import stream_address
 
 __all__ = ["Triton", "run"]
 
@@ -66,10 +67,17 @@ _ALIGNMENT = 16
 _WIDEST_LOAD = 16
 """Rows of multiples of this many numbers can be loaded with the widest loads, 16 bytes, in any type."""
 
-_ROWS = tuple(name for name, term in TERMS.items() if term.read == "rows")
+_ROWS = {
+    name: (f"{name}_batch", f"{name}_row", f"{name.upper()}_UNIT")
+    for name, term in TERMS.items()
+    if term.read == "rows"
+}
+"""Inputs with one row per node: the names of the strides of a batch and of rows, and of the unit of both."""
 
 _PER_EDGE = {name: len(term.letters) for name, term in TERMS.items() if term.read == "edges"}
 """Inputs with one entry per edge, and how many dimensions they have without those of the batch."""
+
+_STRIDES_OF_MASK = ("mask_batch", "mask_edge", "mask_head")
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU, which is slow but good for tests."""
@@ -157,9 +165,20 @@ class _Form:
             "EDGE_IS_VALUE": inputs.edge_is_value,
             "CHANNELS": self.channels,
             "VALUE_CHANNELS": self.value_channels,
+            **dict.fromkeys((units[2] for units in _ROWS.values()), 1),
             **_blocks(self.heads, self.channels, self.value_channels, self.dtype),
             "COMPUTE": _triton_type(self.compute),
         }
+        #: The arguments of kernels that belong to inputs, for inputs that are not there.
+        self.absent: dict[str, Any] = {
+            **dict.fromkeys((*_ROWS, *_PER_EDGE, "mask", "vector", "sink", "seed")),
+            **{stride: 0 for strides in _ROWS.values() for stride in strides[:2]},
+            **{f"{name}_batch": 0 for name in _PER_EDGE},
+            **dict.fromkeys(_STRIDES_OF_MASK, 0),
+            "threshold": 0,
+            "keep_scale": 1.0,
+        }
+        #: Memory for sums of which there are none.
         self.nothing = torch.empty(0, dtype=self.compute, device=key.device)
         self._launches: dict[Any, _Launch] = {}
 
@@ -178,7 +197,8 @@ class _Form:
         key = name, unaligned, *arguments, *types, *changes.items()
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = _Launch(getattr(_kernels(), name), {**self.constants, **changes})
+            kernel, constants = getattr(_kernels(), name), {**self.constants, **changes}
+            launch = self._launches[key] = _Launch(kernel, constants, self.nothing.device)
         return launch
 
 
@@ -191,10 +211,11 @@ class _Launch:
     Args:
         kernel: The kernel.
         constants: Values by name, score and law by theirs; also `num_warps`. Others are ignored.
+        device: The device that it runs on.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any]):
-        self._kernel, self.constants = kernel, constants
+    def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device):
+        self._kernel, self.constants, self._device = kernel, constants, device
         named = {"SCORE": {name: score for name, (score, _) in _kernels().FAMILIES.items()}, "LAW": _kernels().LAWS}
         values = {name: named[name][value] if name in named else value for name, value in constants.items()}
         self._values = [values.get(name) for name in kernel.arg_names]
@@ -220,7 +241,7 @@ class _Launch:
             names = self._kernel.arg_names
             self._code = run(self._kernel, grid, self.constants["num_warps"], dict(zip(names, values, strict=True)))
         else:
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = stream_address(self._device)
             hooks = None, None, None
             code.run(*grid, 1, stream, code.function, code.packed_metadata, *hooks, *values)
 
@@ -270,46 +291,44 @@ class _Launches:
         self.edge_count = layout.edge_count if is_counted else None
         self.num_sources, self.num_targets = inputs.num_sources, inputs.num_targets
 
-        dropout = inputs.dropout
         #: Constants that differ from those of the form.
         self.changes: dict[str, Any] = {}
-        self.inputs: dict[str, Any] = {
-            "vector": None if inputs.vector is None else inputs.vector.contiguous(),
-            "sink": None if inputs.sink is None else inputs.sink.contiguous(),
-            "seed": inputs.seed,
-            "threshold": int(dropout * 2**32),
-            "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
-        }
+        self.inputs = given = self.form.absent.copy()
+        if inputs.vector is not None:
+            given["vector"] = inputs.vector.contiguous()
+        if inputs.sink is not None:
+            given["sink"] = inputs.sink.contiguous()
+        if inputs.seed is not None:
+            dropout = inputs.dropout
+            given |= {"seed": inputs.seed, "threshold": int(dropout * 2**32)}
+            given["keep_scale"] = 1 / (1 - dropout) if dropout < 1 else 0.0
         for name in _ROWS:
             tensor = inputs.values if name == "value" else getattr(inputs, name)
-            batch = row = 0
-            if tensor is not None:
-                row = tensor.size(-2) * tensor.size(-1)
-                if tensor.is_contiguous():
-                    batch = row * tensor.size(-3)
-                else:
-                    tensor = dense_rows(tensor, 2)
-                    batch, between = tensor.stride()[:2]
-                    row = row if tensor.size(1) == 1 else between  # a single row may have any stride
+            if tensor is None:
+                continue
+            row = tensor.size(-2) * tensor.size(-1)
+            batch = row * tensor.size(-3)
+            if not tensor.is_contiguous():
+                tensor = dense_rows(tensor, 2)
+                batch, between = tensor.stride()[:2]
+                row = row if tensor.size(1) == 1 else between  # a single row may have any stride
             if self.batch == 1:
                 batch = 0
-            unit = math.gcd(_WIDEST_LOAD, batch, row)
-            self.inputs[name] = tensor
-            self.inputs[f"{name}_batch"], self.inputs[f"{name}_row"] = batch // unit, row // unit
-            self.changes[f"{name.upper()}_UNIT"] = unit
+            of_batch, of_row, unit_name = _ROWS[name]
+            unit = self.changes[unit_name] = math.gcd(_WIDEST_LOAD, batch, row)
+            given[name], given[of_batch], given[of_row] = tensor, batch // unit, row // unit
         for name, inner in _PER_EDGE.items():
             tensor = getattr(inputs, name)
-            batch = 0  # the distance between the elements of a batch, in edges
-            if tensor is not None:
-                if tensor.dim() > inner:
-                    tensor = flat(tensor, inner - 1)
-                    batch = 0 if tensor.size(0) == 1 else tensor.size(1)
-                tensor = tensor.contiguous()
-            self.inputs[name], self.inputs[f"{name}_batch"] = tensor, batch
-        mask = None if inputs.mask is None else flat(inputs.mask, 1).view(torch.uint8)
-        self.inputs["mask"] = mask
-        for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
-            self.inputs[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
+            if tensor is None:
+                continue
+            if tensor.dim() > inner:
+                tensor = flat(tensor, inner - 1)
+                given[f"{name}_batch"] = 0 if tensor.size(0) == 1 else tensor.size(1)
+            given[name] = tensor.contiguous()
+        if inputs.mask is not None:
+            mask = given["mask"] = flat(inputs.mask, 1).view(torch.uint8)
+            for place, name in enumerate(_STRIDES_OF_MASK):
+                given[name] = 0 if mask.size(place) == 1 else mask.stride(place)
         #: Those for which other code is compiled.
         self.unaligned = _unaligned(self.inputs)
 
