@@ -855,10 +855,8 @@ class TestMemory:
         edge_index = torch.stack([torch.arange(nodes * degree) % nodes, torch.arange(nodes * degree) // degree])
         options = {"heads": heads, "channels": channels, "value_channels": channels, "terms": (), "weights": False}
         call = make_call("leaky_relu", edge_index, nodes, nodes, **options)
-        empty = kernels._Launches.empty
-        monkeypatch.setattr(
-            kernels._Launches, "empty", lambda *args, **kw: sizes.append(args[1:]) or empty(*args, **kw)
-        )
+        empty = kernels._Pass.empty
+        monkeypatch.setattr(kernels._Pass, "empty", lambda *args, **kw: sizes.append(args[1:]) or empty(*args, **kw))
         compare(call, "triton")
         edges = edge_index.size(1)
         assert [size for size in sizes if math.prod(size) > nodes * heads * channels] == [(1, edges, heads)] * (

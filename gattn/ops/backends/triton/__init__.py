@@ -15,7 +15,7 @@ from torch import Tensor
 from gattn.distributions import Law
 from gattn.ops.backends.base import Missing
 from gattn.ops.backends.kernels import KernelBackend, dense_rows, flat
-from gattn.ops.backends.triton.layout import Rows, layout_of
+from gattn.ops.backends.triton.layout import Layout, Rows, layout_of
 from gattn.ops.call import compute_dtype
 from gattn.ops.operator import AttentionOperator
 from gattn.ops.terms import TERMS, Inputs
@@ -67,17 +67,13 @@ _ALIGNMENT = 16
 _WIDEST_LOAD = 16
 """Rows of multiples of this many numbers can be loaded with the widest loads, 16 bytes, in any type."""
 
-_ROWS = {
-    name: (f"{name}_batch", f"{name}_row", f"{name.upper()}_UNIT")
-    for name, term in TERMS.items()
-    if term.read == "rows"
-}
-"""Inputs with one row per node: the names of the strides of a batch and of rows, and of the unit of both."""
+_ROWS = tuple(name for name, term in TERMS.items() if term.read == "rows")
 
 _PER_EDGE = {name: len(term.letters) for name, term in TERMS.items() if term.read == "edges"}
 """Inputs with one entry per edge, and how many dimensions they have without those of the batch."""
 
-_STRIDES_OF_MASK = ("mask_batch", "mask_edge", "mask_head")
+_DENSE = (*_PER_EDGE, "vector", "sink", "seed")
+"""Inputs that kernels read without strides."""
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU, which is slow but good for tests."""
@@ -106,11 +102,12 @@ class Triton(KernelBackend):
 
     def prepared(self, inputs: Inputs) -> Any:
         """See `KernelBackend.prepared`."""
-        return _form_of(inputs)
+        return _Form(inputs)
 
     def on_graph(self, prepared: Any, edges: tuple[Tensor, int, int, bool, str]) -> tuple[Any, int | None]:
         """See `KernelBackend.on_graph`."""
-        return prepared, super().on_graph(prepared, edges)[1]
+        layout = layout_of(*edges)
+        return (prepared, layout), layout.known_edges
 
     def missing(self) -> Missing | None:
         """See `Backend.missing`."""
@@ -136,6 +133,7 @@ class _Form:
 
     def __init__(self, inputs: Inputs):
         key, values = inputs.key, inputs.values
+        self.device = key.device
         self.heads = inputs.heads
         self.group = self.heads // max(key.size(-2), 1)
         self.channels, self.value_channels = key.size(-1), values.size(-1)
@@ -165,41 +163,31 @@ class _Form:
             "EDGE_IS_VALUE": inputs.edge_is_value,
             "CHANNELS": self.channels,
             "VALUE_CHANNELS": self.value_channels,
-            **dict.fromkeys((units[2] for units in _ROWS.values()), 1),
-            **_blocks(self.heads, self.channels, self.value_channels, self.dtype),
+            "BLOCK_P": _PARTS,
+            **self.blocks(self.channels, self.value_channels),
             "COMPUTE": _triton_type(self.compute),
         }
-        #: The arguments of kernels that belong to inputs, for inputs that are not there.
-        self.absent: dict[str, Any] = {
-            **dict.fromkeys((*_ROWS, *_PER_EDGE, "mask", "vector", "sink", "seed")),
-            **{stride: 0 for strides in _ROWS.values() for stride in strides[:2]},
-            **{f"{name}_batch": 0 for name in _PER_EDGE},
-            **dict.fromkeys(_STRIDES_OF_MASK, 0),
-            "threshold": 0,
-            "keep_scale": 1.0,
-        }
         #: Memory for sums of which there are none.
-        self.nothing = torch.empty(0, dtype=self.compute, device=key.device)
+        self.nothing = torch.empty(0, dtype=self.compute, device=self.device)
         self._launches: dict[Any, _Launch] = {}
+        #: Kernels for rows of several tasks that have run, by what decides about their code.
+        self.loaded: set[Any] = set()
 
-    def launch(
-        self, name: str, arguments: dict[str, Any], changes: dict[str, Any], unaligned: Sequence[str] = ()
-    ) -> _Launch:
-        """The launch of a kernel.
+    def blocks(self, channels: int, value_channels: int) -> dict[str, int]:
+        """See `_blocks`."""
+        return _blocks(self.heads, channels, value_channels, self.dtype)
+
+    def launch(self, key: tuple[Any, ...], changes: dict[str, Any]) -> _Launch:
+        """The launch of a kernel, made once.
 
         Args:
-            name: Its name.
-            arguments: Those that other launches may lack, or pass in another type; of numbers, the type is the same.
+            key: Its name, and all that decides about its constants and the types of its arguments.
             changes: Constants that differ from those of the form.
-            unaligned: The arguments that do not begin at multiples of 16 bytes.
         """
-        types = [value.dtype if isinstance(value, Tensor) else value is None for value in arguments.values()]
-        key = name, unaligned, *arguments, *types, *changes.items()
-        launch = self._launches.get(key)
-        if launch is None:
-            kernel, constants = getattr(_kernels(), name), {**self.constants, **changes}
-            launch = self._launches[key] = _Launch(kernel, constants, self.nothing.device)
-        return launch
+        key = *key, *changes.items()
+        if key not in self._launches:
+            self._launches[key] = _Launch(getattr(_kernels(), key[0]), {**self.constants, **changes}, self.device)
+        return self._launches[key]
 
 
 class _Launch:
@@ -215,34 +203,32 @@ class _Launch:
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device):
-        self._kernel, self.constants, self._device = kernel, constants, device
+        self._kernel, self.names, self.constants, self._device = kernel, kernel.arg_names, constants, device
         named = {"SCORE": {name: score for name, (score, _) in _kernels().FAMILIES.items()}, "LAW": _kernels().LAWS}
-        values = {name: named[name][value] if name in named else value for name, value in constants.items()}
-        self._values = [values.get(name) for name in kernel.arg_names]
-        self._open = [(place, name) for place, name in enumerate(kernel.arg_names) if name not in values]
+        #: The constants that it takes, by name.
+        self.taken = {
+            name: named[name][constants[name]] if name in named else constants[name]
+            for name in self.names
+            if name in constants
+        }
         self._code: Any = None
-        #: Whether the kernel has run, or could.
-        self.is_loaded = False
 
-    def __call__(self, grid: tuple[int, int], given: dict[str, Any]) -> None:
+    def __call__(self, grid: tuple[int, int], values: list[Any]) -> None:
         """Runs the kernel.
 
         Args:
             grid: The number of programs, which may be zero.
-            given: The other arguments by name, and others, which are ignored.
+            values: All of its arguments, in order.
         """
         if min(grid) == 0:
             return
-        values = self._values.copy()
-        for place, name in self._open:
-            values[place] = given[name]
-        code, self.is_loaded = self._code, True
+        code = self._code
         if code is None:
-            names = self._kernel.arg_names
-            self._code = run(self._kernel, grid, self.constants["num_warps"], dict(zip(names, values, strict=True)))
+            warps = self.constants["num_warps"]
+            self._code = run(self._kernel, grid, warps, dict(zip(self.names, values, strict=True)))
         else:
-            stream = stream_address(self._device)
             hooks = None, None, None
+            stream = stream_address(self._device)
             code.run(*grid, 1, stream, code.function, code.packed_metadata, *hooks, *values)
 
 
@@ -262,135 +248,192 @@ def _form_of(inputs: Inputs) -> _Form:
     return _forms[key]
 
 
-class _Launches:
-    """What forward and backward pass share: sizes, the inputs in the form that the kernels take, and launches."""
+class _OnGraph:
+    """A form on a graph: sizes and strides, and launches with all of these numbers.
 
-    def __init__(self, inputs: Inputs):
-        if inputs.edge_projection is not None or inputs.edge_type is not None:
-            raise ValueError(
-                "the Triton kernels neither project edge features nor look up types: they take edges [E, H, C]."
-            )
-        edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
-        self.layout = layout = layout_of(*edges, traced=inputs.traced)
-        per_edge = [(getattr(inputs, name), inner) for name, inner in _PER_EDGE.items()]
-        counts = [tensor.size(-inner) for tensor, inner in per_edge if tensor is not None and tensor.dim() >= inner]
-        self.form: _Form = inputs.plan
-        if self.form is None:  # or a plan has checked them
-            inputs.check(layout.expect(counts[0]) if counts else 0)
-            self.form = _form_of(inputs)
-        #: The number of edges for which results per edge have room.
-        self.num_terms = counts[0] if counts else layout.most_edges
+    Args:
+        inputs: Those of one of the calls with this form, this graph, and these strides.
+        form: The form.
+        layout: The graph's layout.
+    """
+
+    def __init__(self, inputs: Inputs, form: _Form, layout: Layout):
+        self.form = form
         self.front = inputs.front
         self.batch = math.prod(self.front)
-        self.device = inputs.key.device
-        #: E, as far as it is needed to separate the elements of a batch without reading it on the device.
-        self.num_edges = 0
-        is_counted = self.batch > 1 and inputs.seed is not None
-        if is_counted and layout.edge_count is None:
-            self.num_edges = layout.num_edges
-        self.edge_count = layout.edge_count if is_counted else None
         self.num_sources, self.num_targets = inputs.num_sources, inputs.num_targets
-
-        #: Constants that differ from those of the form.
-        self.changes: dict[str, Any] = {}
-        self.inputs = given = self.form.absent.copy()
-        if inputs.vector is not None:
-            given["vector"] = inputs.vector.contiguous()
-        if inputs.sink is not None:
-            given["sink"] = inputs.sink.contiguous()
-        if inputs.seed is not None:
-            dropout = inputs.dropout
-            given |= {"seed": inputs.seed, "threshold": int(dropout * 2**32)}
-            given["keep_scale"] = 1 / (1 - dropout) if dropout < 1 else 0.0
-        for name in _ROWS:
-            tensor = inputs.values if name == "value" else getattr(inputs, name)
-            if tensor is None:
-                continue
-            row = tensor.size(-2) * tensor.size(-1)
-            batch = row * tensor.size(-3)
-            if not tensor.is_contiguous():
-                tensor = dense_rows(tensor, 2)
-                batch, between = tensor.stride()[:2]
-                row = row if tensor.size(1) == 1 else between  # a single row may have any stride
-            if self.batch == 1:
-                batch = 0
-            of_batch, of_row, unit_name = _ROWS[name]
-            unit = self.changes[unit_name] = math.gcd(_WIDEST_LOAD, batch, row)
-            given[name], given[of_batch], given[of_row] = tensor, batch // unit, row // unit
-        for name, inner in _PER_EDGE.items():
-            tensor = getattr(inputs, name)
-            if tensor is None:
-                continue
-            if tensor.dim() > inner:
-                tensor = flat(tensor, inner - 1)
-                given[f"{name}_batch"] = 0 if tensor.size(0) == 1 else tensor.size(1)
-            given[name] = tensor.contiguous()
-        if inputs.mask is not None:
-            mask = given["mask"] = flat(inputs.mask, 1).view(torch.uint8)
-            for place, name in enumerate(_STRIDES_OF_MASK):
-                given[name] = 0 if mask.size(place) == 1 else mask.stride(place)
-        #: Those for which other code is compiled.
-        self.unaligned = _unaligned(self.inputs)
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=self.form.compute if dtype is None else dtype, device=self.device)
-
-    def partial(self, rows: Rows, channels: int) -> Tensor:
-        """Memory for the partial sums of rows of several tasks."""
-        return self._of_slots(rows, self.form.heads, channels)
-
-    def _of_slots(self, rows: Rows, *shape: int) -> Tensor:
-        if rows.num_slots == 0:
-            return self.form.nothing
-        return self.empty(self.batch, rows.num_slots, *shape)
-
-    def unflat(self, tensor: Tensor) -> Tensor:
-        """The tensor with the batch dimensions of the inputs."""
-        return tensor.view(*self.front, *tensor.shape[1:])
-
-    def launch(
-        self,
-        name: str,
-        rows: Rows,
-        arguments: dict[str, Any],
-        changes: dict[str, Any],
-        programs: int | None = None,
-    ) -> None:
-        """Runs a kernel over the tasks of `rows`, with the inputs that it takes.
-
-        Args:
-            name: The name of the kernel.
-            rows: The rows to go through.
-            arguments: Its arguments in addition to the inputs, or instead of them.
-            changes: Constants instead of those of the form.
-            programs: The number of programs that share the blocks of tasks. (default: `None`, one per block)
-        """
-        arguments["edge_count"] = self.edge_count
-        launch = self.form.launch(name, arguments, {**self.changes, **changes}, self.unaligned)
-        constants = launch.constants
-        blocks = self.num_blocks(rows, constants["BLOCK_R"])
-        given = {
-            "num_edges": self.num_edges,
+        counts = _rows_of_edges(inputs)
+        #: The number of edges for which results per edge have room.
+        self.num_terms = counts[0] if counts else layout.most_edges
+        #: E, as far as it is needed to separate the elements of a batch without reading it on the device.
+        self.num_edges, edge_count = 0, None
+        if self.batch > 1 and inputs.seed is not None:
+            edge_count = layout.edge_count
+            if edge_count is None:
+                self.num_edges = layout.num_edges
+        dropout = inputs.dropout
+        self.is_counted = edge_count is not None
+        #: Arguments of kernels that are the same in all of these calls.
+        self.numbers: dict[str, Any] = {
             "num_terms": self.num_terms,
             "num_sources": self.num_sources,
             "num_targets": self.num_targets,
-            "start": rows.start,
-            "tasks": rows.tasks,
-            "node": rows.node,
-            "number": rows.number,
-            "num_tasks": rows.tasks.size(1),
-            "num_slots": rows.num_slots,
-            "num_blocks": blocks,
-            **self.inputs,
-            **arguments,
+            "edge_count": edge_count,
+            "threshold": int(dropout * 2**32),
+            "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
         }
-        launch((blocks if programs is None else programs, -(-self.form.heads // constants["BLOCK_H"])), given)
+        #: Constants that differ from those of the form.
+        self.units: dict[str, int] = {}
+        given = _given(inputs)
+        for name in _ROWS:
+            batch = row = 0
+            if (tensor := given.get(name)) is not None:
+                row = tensor.size(-2) * tensor.size(-1)
+                batch = row * tensor.size(-3)
+                if not tensor.is_contiguous():
+                    batch, between = tensor.stride()[:2]
+                    row = row if tensor.size(1) == 1 else between  # a single row may have any stride
+            if self.batch == 1:
+                batch = 0
+            unit = self.units[f"{name.upper()}_UNIT"] = math.gcd(_WIDEST_LOAD, batch, row)
+            self.numbers |= {f"{name}_batch": batch // unit, f"{name}_row": row // unit}
+        for name, inner in _PER_EDGE.items():
+            tensor = given.get(name)
+            of_all = tensor is None or math.prod(tensor.shape[:-inner]) == 1
+            self.numbers[f"{name}_batch"] = 0 if of_all or tensor is None else tensor.size(-inner)
+        mask = given.get("mask")
+        for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
+            self.numbers[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
+        self._ready: dict[Any, tuple[_Launch, tuple[int, int], list[Any], list[tuple[int, str]]]] = {}
+
+    def launch(
+        self,
+        key: tuple[Any, ...],
+        rows: Rows,
+        given: dict[str, Any],
+        changes: dict[str, Any],
+        programs: int | None = None,
+    ) -> None:
+        """Runs a kernel over the tasks of `rows`.
+
+        Args:
+            key: Its name, and all that decides about the following, except for the tensors themselves.
+            rows: The rows to go through.
+            given: The arguments that differ between calls, or from `numbers`.
+            changes: Constants instead of those of the form.
+            programs: The number of programs that share the blocks of tasks. (default: `None`, one per block)
+        """
+        ready = self._ready.get(key)
+        if ready is None:
+            launch = self.form.launch((*key, self.is_counted), {**self.units, **changes})
+            blocks = self.num_blocks(rows, launch.constants["BLOCK_R"])
+            numbers = {
+                **self.numbers,
+                "start": rows.start,
+                "tasks": rows.tasks,
+                "node": rows.node,
+                "number": rows.number,
+                "num_tasks": rows.tasks.size(1),
+                "num_slots": rows.num_slots,
+                "num_blocks": blocks,
+                **launch.taken,
+            }
+            grid = blocks if programs is None else programs, -(-self.form.heads // launch.constants["BLOCK_H"])
+            values = [None if name in given else numbers.get(name) for name in launch.names]
+            changing = [(place, name) for place, name in enumerate(launch.names) if name in given]
+            ready = self._ready[key] = launch, grid, values, changing
+        launch, grid, values, changing = ready
+        values = values.copy()
+        for place, name in changing:
+            values[place] = given[name]
+        launch(grid, values)
 
     def num_blocks(self, rows: Rows, block: int) -> int:
         """The number of blocks of tasks in all rows."""
         return -(-rows.tasks.size(1) // block) * self.batch
 
-    def rewritten_logits(self) -> Tensor:
+
+def _rows_of_edges(inputs: Inputs) -> list[int]:
+    """The numbers of rows of inputs with one row per edge."""
+    found = [(getattr(inputs, name), inner) for name, inner in _PER_EDGE.items()]
+    return [tensor.size(-inner) for tensor, inner in found if tensor is not None and tensor.dim() >= inner]
+
+
+def _on_graph(inputs: Inputs) -> tuple[_OnGraph, Layout]:
+    """The form of these inputs on their graph, made once if there is a plan, which has checked them."""
+    if inputs.plan is not None:
+        form, layout = inputs.plan
+        if form not in layout.prepared:
+            layout.prepared[form] = _OnGraph(inputs, form, layout)
+        return layout.prepared[form], layout
+    if inputs.edge_projection is not None or inputs.edge_type is not None:
+        raise ValueError(
+            "the Triton kernels neither project edge features nor look up types: they take edges [E, H, C]."
+        )
+    edges = inputs.edge_index, inputs.num_sources, inputs.num_targets, inputs.self_loops, inputs.flow
+    layout = layout_of(*edges, traced=inputs.traced)
+    counts = _rows_of_edges(inputs)
+    inputs.check(layout.expect(counts[0]) if counts else 0)
+    return _OnGraph(inputs, _form_of(inputs), layout), layout
+
+
+def _given(inputs: Inputs) -> dict[str, Any]:
+    """The tensors of the inputs as kernels read them."""
+    given: dict[str, Any] = {}
+    for name in _ROWS:
+        tensor = inputs.values if name == "value" else getattr(inputs, name)
+        if tensor is not None:
+            given[name] = tensor if tensor.is_contiguous() else dense_rows(tensor, 2)
+    for name in _DENSE:
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            given[name] = tensor.contiguous()
+    if inputs.mask is not None:
+        given["mask"] = flat(inputs.mask, 1).view(torch.uint8)
+    return given
+
+
+class _Pass:
+    """What forward and backward pass of a call share: its tensors, memory for results, and launches."""
+
+    def __init__(self, inputs: Inputs):
+        self.at, self.layout = at, _ = _on_graph(inputs)
+        self.form, self.batch = at.form, at.batch
+        self.given = _given(inputs)
+        self.given["num_edges"] = at.num_edges
+        #: Those for which other code is compiled.
+        self.unaligned = _unaligned(self.given)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=self.form.compute if dtype is None else dtype, device=self.form.device)
+
+    def of_slots(self, rows: Rows, *shape: int) -> Tensor:
+        """Memory for something of each part of a row of several tasks."""
+        return self.empty(self.batch, rows.num_slots, *shape) if rows.num_slots > 0 else self.form.nothing
+
+    def launch(
+        self,
+        name: str,
+        kind: Any,
+        rows: Rows,
+        arguments: dict[str, Any],
+        changes: dict[str, Any],
+        programs: int | None = None,
+    ) -> None:
+        """Runs a kernel over the tasks of `rows`, with the inputs that it takes; see `_OnGraph.launch`.
+
+        Args:
+            name: The name of the kernel.
+            kind: What decides about constants and the types of arguments, besides inputs.
+            rows: The rows to go through.
+            arguments: Its arguments in addition to the inputs, or instead of them.
+            changes: Constants instead of those of the form.
+            programs: The number of programs. (default: `None`, one per block of tasks)
+        """
+        key = name, kind, self.unaligned, "mask" in self.given
+        self.at.launch(key, rows, {**self.given, **arguments}, changes, programs)
+
+    def rewrite_logits(self) -> Tensor:
         """The logits of all edges, `[B, E, H]`, rewritten row by row so that each weight follows from its own alone.
 
         E is an upper bound here.
@@ -404,32 +447,27 @@ class _Launches:
             "VALUE_CHANNELS": 0,
             "KEY_IS_VALUE": False,
             "EDGE_IS_VALUE": False,
-            **_blocks(form.heads, form.channels, 0, form.dtype),
+            **form.blocks(form.channels, 0),
         }
         unused = {**dict.fromkeys(("edge_value", "seed", "wide")), **dict.fromkeys(("out", "partial"), logits)}
         given: dict[str, Any] = {"logits": logits, "num_edges": most_edges}
-        self.launch("forward", rows, {**given, **unused, **self.stats(rows)}, only_logits)
+        self.launch("forward", "logits", rows, {**given, **unused, **self.stats(rows)}, only_logits)
         heads = min(_power_of_two(form.heads), _ROW_HEADS)
         changes: dict[str, Any] = {"BLOCK_E": _WIDTH // heads, "BLOCK_H": heads, "num_warps": 1}
-        kernel = "keep_largest"
-        if form.derivatives is not None:
-            kernel = "subtract_threshold"
-            changes["LAW"] = form.law
-        self.launch(kernel, rows, given, changes, self.batch * self.num_targets)
+        kernel = "keep_largest" if form.derivatives is None else "subtract_threshold"
+        self.launch(kernel, None, rows, given, changes, self.batch * self.at.num_targets)
         return logits
 
     def read_rewritten(self, logits: Tensor) -> None:
         """Makes kernels read rewritten logits instead of computing them with their bias and mask."""
-        self.inputs |= {"bias": logits, "bias_batch": logits.size(1), "mask": None}
-        self.changes["REWRITTEN"] = True
+        self.given |= {"bias": logits, "bias_batch": logits.size(1)}
+        self.given.pop("mask", None)
 
     def stats(self, rows: Rows) -> dict[str, Tensor]:
         """Memory for the maximum and the scale of each target, and of the parts of long rows."""
         heads = self.form.heads
-        return {
-            "stats": self.empty(self.batch, self.num_targets, 2, heads),
-            "partial_stats": self._of_slots(rows, 2, heads),
-        }
+        stats = self.empty(self.batch, self.at.num_targets, 2, heads)
+        return {"stats": stats, "partial_stats": self.of_slots(rows, 2, heads)}
 
     def sum_values(
         self, law: str, divides: bool, out: Tensor, wide: Tensor | None, with_weights: bool
@@ -439,59 +477,60 @@ class _Launches:
         Returns:
             The maximum and the scale of each target, and the weights if they are requested.
         """
-        rows, stats = self.layout.by_target, self.stats(self.layout.by_target)
+        rows, form = self.layout.by_target, self.form
         weights = None
+        results: dict[str, Any] = {"out": out, "partial": self.of_slots(rows, form.heads, form.value_channels)}
+        results |= self.stats(rows)
+        if wide is not None:
+            results["wide"] = wide
+        arguments = results
         if with_weights:
-            self.num_edges = self.layout.num_edges
-            weights = self.empty(self.batch, self.num_edges, self.form.heads)
-        results: dict[str, Any] = {"out": out, "wide": wide, **stats}
-        results["partial"] = self.partial(rows, self.form.value_channels)
-        changes = {"LAW": law, "NORMALIZED": divides}
-        self.launch("forward", rows, {"logits": weights, **results}, changes)
-        self.combine(rows, results, changes)
+            num_edges = self.layout.num_edges
+            weights = self.empty(self.batch, num_edges, form.heads)
+            arguments = {**results, "logits": weights, "num_edges": num_edges}
+        kind = law, divides, out.dtype, wide is not None, with_weights
+        changes = {"LAW": law, "NORMALIZED": divides, "REWRITTEN": form.is_of_rows}
+        self.launch("forward", kind, rows, arguments, changes)
+        self.combine(kind, rows, results, divides)
         if weights is None:
-            return stats["stats"], None
-        maximum, scale = stats["stats"].index_select(1, self.layout.target()).unbind(2)
+            return results["stats"], None
+        maximum, scale = results["stats"].index_select(1, self.layout.target()).unbind(2)
         if _kernels().LAWS[law] is None:
             weights.sub_(maximum).exp_()
-        return stats["stats"], weights.mul_(scale)
+        return results["stats"], weights.mul_(scale)
 
     def backward_by_source(self, tensors: dict[str, Tensor], given: dict[str, Any]) -> dict[str, Tensor]:
         """Gradients of those of the inputs `tensors` that belong to sources and edges, of the vector, and `"logits"`.
 
         The last are gradients of logits, or, for a scalar score, each edge's part of the query's if that is enough.
         """
-        form, rows, grads = self.form, self.layout.by_source, {}
-        channels = {"key": form.channels, "value": form.value_channels}
-        for name in (name for name in channels if name in tensors):
-            # Sums over query heads that share a key head are rounded only once.
-            dtype = _stored(tensors[name].dtype) if form.group == 1 else form.compute
-            grads[name] = self.empty(self.batch, self.num_sources, form.heads, channels[name], dtype=dtype)
-        partial = {name: self.partial(rows, channels[name]) for name in channels if name in grads}
-        widths = {"edge": form.channels, "edge_value": form.value_channels}
-        for name, width in widths.items():
+        form, at, rows = self.form, self.at, self.layout.by_source
+        grads, partial = dict[str, Tensor](), dict[str, Tensor]()
+        for name, width in (("key", form.channels), ("value", form.value_channels)):
+            if name in tensors:
+                # Sums over query heads that share a key head are rounded only once.
+                shape, dtype = tensors[name].shape, _stored(tensors[name].dtype)
+                if form.group > 1:
+                    shape, dtype = torch.Size((self.batch, at.num_sources, form.heads, width)), form.compute
+                grads[name] = self.empty(*shape, dtype=dtype)
+                partial[f"partial_{name}"] = self.of_slots(rows, form.heads, width)
+        for name, width in (("edge", form.channels), ("edge_value", form.value_channels)):
             if name in tensors:
                 dtype = _stored(tensors[name].dtype)
-                grads[name] = self.empty(self.batch, self.num_terms, form.heads, width, dtype=dtype)
+                grads[name] = self.empty(self.batch, at.num_terms, form.heads, width, dtype=dtype)
         if "query" in tensors or "bias" in tensors:
-            grads["logits"] = self.empty(self.batch, self.num_terms, form.heads)
-        programs = self.num_blocks(rows, form.constants["BLOCK_R"])
+            grads["logits"] = self.empty(self.batch, at.num_terms, form.heads)
+        programs = None
         if "vector" in tensors:
-            programs = min(programs, _MOST_PROGRAMS)
+            programs = min(at.num_blocks(rows, form.constants["BLOCK_R"]), _MOST_PROGRAMS)
             grads["vector"] = self.empty(programs, form.heads, form.channels)
-        self.launch(
-            "backward_by_source",
-            rows,
-            {
-                **given,
-                **{f"grad_{name}": grads.get(name) for name in (*channels, *widths, "vector", "logits")},
-                **{f"partial_{name}": partial.get(name) for name in channels},
-            },
-            {"STORES_BY_QUERY": self.stores_by_query(tensors)},
-            programs,
-        )
-        for name, sums in partial.items():
-            self.add_partial(rows, sums, grads[name])
+        arguments = {**given, **{f"grad_{name}": grad for name, grad in grads.items()}, **partial}
+        stores = self.stores_by_query(tensors)
+        changes = {"STORES_BY_QUERY": stores, "REWRITTEN": form.is_of_rows}
+        self.launch("backward_by_source", (stores, *arguments), rows, arguments, changes, programs)
+        for name in ("key", "value"):
+            if name in grads:
+                self.add_partial(rows, partial[f"partial_{name}"], grads[name])
         if "vector" in grads:
             grads["vector"] = grads["vector"].sum(0)
         return grads
@@ -502,79 +541,91 @@ class _Launches:
 
     def backward_by_target(self, grad_logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """The gradient of the query, from the `"logits"` of `backward_by_source`."""
-        dtype = _stored(tensors["query"].dtype)
+        grad = self.empty(*tensors["query"].shape, dtype=_stored(tensors["query"].dtype))
         if self.stores_by_query(tensors):
-            return self.sum_by_target(grad_logits, dtype)
-        return self._sum_over_rows(grad_logits, self.num_terms, dtype, {}, self.form.channels)
+            self.sum_by_target(grad_logits, grad)
+        else:
+            rows, channels = self.layout.by_target, self.form.channels
+            arguments = {"grad_logits": grad_logits, "grad_query": grad}
+            self._sum_over_rows(None, rows, channels, arguments, {})
+        return grad
 
-    def sum_by_target(self, terms: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums of `[B, E, H]` over each target's edges, `[B, N, H, 1]`."""
+    def sum_by_target(self, terms: Tensor, out: Tensor) -> None:
+        """Sums of `[B, E, H]` over each target's edges, `[B, N, H]`."""
         without_score = {"SCORE": "sum", "CONSTANTS": (), "CHANNELS": 1}
-        without = dict.fromkeys(("query", "key", "vector", "edge"))
-        return self._sum_over_rows(terms, terms.size(1), dtype, without_score, 1, **without)
+        arguments = {"grad_logits": terms, "grad_query": out, "num_terms": terms.size(1)}
+        arguments |= dict.fromkeys(("query", "key", "vector", "edge"))
+        self._sum_over_rows("sum", self.layout.by_target, 1, arguments, without_score)
 
     def _sum_over_rows(
-        self, terms: Tensor, num_terms: int, dtype: torch.dtype, changes: dict[str, Any], channels: int, **without: None
-    ) -> Tensor:
-        form, rows = self.form, self.layout.by_target
-        result = self.empty(self.batch, self.num_targets, form.heads, channels, dtype=dtype)
-        partial = self.partial(rows, channels)
-        changes = {**changes, **_blocks(form.heads, channels, 0, form.dtype)}
-        given = {"grad_logits": terms, "grad_query": result, "partial": partial, "num_terms": num_terms}
-        self.launch("backward_by_target", rows, {**given, **without}, changes)
-        self.add_partial(rows, partial, result)
-        return result
+        self, kind: str | None, rows: Rows, channels: int, arguments: dict[str, Any], changes: dict[str, Any]
+    ) -> None:
+        out = arguments["grad_query"]
+        arguments["partial"] = self.of_slots(rows, self.form.heads, channels)
+        changes |= self.form.blocks(channels, 0)
+        self.launch("backward_by_target", (kind, out.dtype), rows, arguments, changes)
+        self.add_partial(rows, arguments["partial"], out)
 
     def as_gradient(self, grad: Tensor, name: str, of: Tensor) -> Tensor:
         """A gradient in the shape and type of its tensor."""
+        if grad.shape == of.shape and grad.dtype == of.dtype:
+            return grad
         if name in _PER_EDGE:
-            grad = grad.view(*self.front, *of.shape[-_PER_EDGE[name] :]).sum_to_size(of.shape)
+            grad = grad.view(*self.at.front, *of.shape[-_PER_EDGE[name] :]).sum_to_size(of.shape)
         elif name in ("key", "value") and self.form.group > 1:
             grad = torch.unflatten(grad, 2, (-1, self.form.group)).sum(3)
         return grad.to(of.dtype).view(of.shape)
 
-    def combine(self, rows: Rows, results: dict[str, Any], changes: dict[str, Any]) -> None:
+    def combine(self, kind: Any, rows: Rows, results: dict[str, Any], divides: bool) -> None:
         """Combines the results of tasks to those of targets with several tasks."""
-        constants = self.form.constants
-        changes = {**changes, "CHANNELS": self.form.value_channels, "BLOCK_C": constants["BLOCK_V"]}
-        programs = -(-self.form.heads // constants["BLOCK_H"])
-        self._run_over_split("combine", rows, programs, {"sink": self.inputs["sink"], **results}, changes)
+        key = "combine", kind
+        if self.is_done(key, rows):
+            return
+        constants, sink = self.form.constants, self.given.get("sink")
+        arguments = {**results, "sink": sink, "num_targets": self.at.num_targets}
+        changes = {"NORMALIZED": divides, "CHANNELS": self.form.value_channels, "BLOCK_C": constants["BLOCK_V"]}
+        self._run_over_split(key, rows, -(-self.form.heads // constants["BLOCK_H"]), arguments, changes)
 
     def add_partial(self, rows: Rows, partial: Tensor, out: Tensor) -> None:
         """Adds the partial sums of tasks of the same row."""
         width = self.form.heads * out.size(-1)
+        key = "add_partial", out.dtype, width
+        if self.is_done(key, rows):
+            return
         block = min(_power_of_two(width), 128)
-        changes = {"WIDTH": width, "BLOCK_C": block}
-        self._run_over_split("add_partial", rows, -(-width // block), {"partial": partial, "out": out}, changes)
+        arguments = {"partial": partial, "out": out, "num_rows": out.numel() // max(self.batch * width, 1)}
+        self._run_over_split(key, rows, -(-width // block), arguments, {"WIDTH": width, "BLOCK_C": block})
 
-    def _run_over_split(
-        self, name: str, rows: Rows, programs: int, arguments: dict[str, Any], changes: dict[str, Any]
-    ) -> None:
-        """Runs a kernel over rows of several tasks, with this many programs for each.
+    def is_done(self, key: tuple[Any, ...], rows: Rows) -> bool:
+        """Whether a kernel for rows of several tasks has nothing to do.
 
         Without such rows, it runs once over a row that does not exist: a CUDA graph that is captured later must be able
         to handle such rows, and cannot load a kernel.
         """
-        changes = {**changes, "BLOCK_P": _PARTS, "num_warps": _COMBINING_WARPS}
-        launch, split = self.form.launch(name, arguments, changes), rows.split
+        return rows.split.size(1) == 0 and key in self.form.loaded
+
+    def _run_over_split(
+        self, key: tuple[Any, ...], rows: Rows, programs: int, arguments: dict[str, Any], changes: dict[str, Any]
+    ) -> None:
+        self.form.loaded.add(key)
+        launch, split = self.form.launch(key, {**changes, "num_warps": _COMBINING_WARPS}), rows.split
         if split.size(1) == 0:
-            if launch.is_loaded:
-                return
-            split = torch.full((3, 1), -1, dtype=torch.int32, device=self.device)
+            split = torch.full((3, 1), -1, dtype=torch.int32, device=self.form.device)
         num_split = split.size(1)
-        sizes = {"num_split": num_split, "num_slots": rows.num_slots, "num_targets": self.num_targets}
-        rows_of_out = arguments["out"].size(1)
-        launch((num_split * self.batch, programs), {**arguments, **sizes, "split": split, "num_rows": rows_of_out})
+        arguments |= {"split": split, "num_split": num_split, "num_slots": rows.num_slots, **launch.taken}
+        launch((num_split * self.batch, programs), [arguments.get(name) for name in launch.names])
 
     def delta(self, grad_out: Tensor, out: Tensor) -> Tensor:
         """The products of outputs and their gradients, summed over channels, `[B, N, H]`."""
         form = self.form
-        delta = self.empty(*out.shape[:-1])
+        delta = self.empty(self.batch, self.at.num_targets, form.heads)
         block_c = _power_of_two(form.value_channels)
         block_r = max(1, _DELTA_WIDTH // block_c)
-        changes = {"CHANNELS": form.value_channels, "BLOCK_C": block_c, "BLOCK_R": block_r, "num_warps": _DELTA_WARPS}
         given = {"grad_out": grad_out, "wide": out, "delta": delta, "num_rows": delta.numel()}
-        self.form.launch("dot_rows", given, changes, _unaligned(given))((-(-delta.numel() // block_r), 1), given)
+        changes = {"CHANNELS": form.value_channels, "BLOCK_C": block_c, "BLOCK_R": block_r, "num_warps": _DELTA_WARPS}
+        launch = form.launch(("dot_rows", grad_out.dtype, out.dtype, _unaligned(given)), changes)
+        given |= launch.taken
+        launch((-(-delta.numel() // block_r), 1), [given[name] for name in launch.names])
         return delta
 
 
@@ -611,20 +662,20 @@ def _kept(inputs: Inputs, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype
 
 def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
     with torch.cuda.device_of(inputs.key):
-        call = _Launches(inputs)
-        form = call.form
-        shape = call.batch, call.num_targets, form.heads, form.value_channels
+        call = _Pass(inputs)
+        form, shape = call.form, inputs.out_shape
         out = call.empty(*shape, dtype=_stored(form.dtype))
         unrounded = call.empty(*shape) if keep and out.dtype != form.compute else None
         kept = []
         if form.is_of_rows:
-            kept.append(call.rewritten_logits())
+            kept.append(call.rewrite_logits())
             call.read_rewritten(kept[0])
         stats, weights = call.sum_values(form.law, form.divides, out, unrounded, with_weights)
         if form.dtype != form.compute:
-            kept.append(call.unflat(out if unrounded is None else unrounded))
-        alpha = None if weights is None else call.unflat(weights)
-        return [call.unflat(out).to(form.dtype), alpha, stats, *(kept if keep else ())]
+            kept.append(out if unrounded is None else unrounded)
+        if weights is not None:
+            weights = weights.view(*inputs.front, *weights.shape[1:])
+        return [out.to(form.dtype), weights, stats, *(kept if keep else ())]
 
 
 def _backward(
@@ -638,29 +689,30 @@ def _backward(
 ) -> list[Tensor]:
     stats, *others = (x.contiguous() for x in kept)  # as kernels read them
     with torch.cuda.device_of(grad_out):
-        call = _Launches(inputs)
+        call = _Pass(inputs)
         form = call.form
         if form.is_of_rows:
             call.read_rewritten(others.pop(0))
-        unrounded = flat(others[0] if others else out, 2)
+        unrounded = others[0] if others else out.contiguous()
         if form.derivatives is not None:
             # A threshold takes the mean of its row's gradients, weighted by the derivatives instead of the weights.
             unrounded = call.empty(*unrounded.shape)
             _, weights = call.sum_values(form.derivatives, True, unrounded, None, grad_weights is not None)
         tensors = {name: getattr(inputs, name) for name in wanted}
-        grad_out = flat(grad_out, 2).contiguous()
+        given: dict[str, Any] = {"stats": stats, "grad_out": grad_out.contiguous()}
         is_normalized = form.divides or form.derivatives is not None
         if is_normalized:
-            delta = call.delta(grad_out, unrounded.contiguous())
+            delta = call.delta(given["grad_out"], unrounded)
         else:
-            delta = call.empty(*grad_out.shape[:-1]).zero_()
+            delta = call.empty(call.batch, call.at.num_targets, form.heads).zero_()
         if grad_weights is not None:
-            call.num_edges = call.layout.num_edges
-            grad_weights = flat(grad_weights, 1).contiguous()
+            given |= {"grad_weights": grad_weights.contiguous(), "num_edges": call.layout.num_edges}
             if is_normalized:
                 assert weights is not None
-                delta += call.sum_by_target(flat(weights, 1) * grad_weights, form.compute).squeeze(-1)
-        given = {"stats": stats, "delta": delta, "grad_out": grad_out, "grad_weights": grad_weights}
+                of_weights = torch.empty_like(delta)
+                call.sum_by_target(flat(weights, 1) * flat(grad_weights, 1), of_weights.unsqueeze(-1))
+                delta += of_weights
+        given["delta"] = delta
         call.unaligned += _unaligned(given)
         grads = call.backward_by_source(tensors, given)
         if "query" in tensors:

@@ -7,6 +7,7 @@ lives. Only the check of the indices and the sizes of the result wait for the de
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +138,8 @@ class Layout:
         self._is_counted = self.edge_count is not None and self._is_captured
         self._num_edges = known_edges if self._is_counted else self.by_target.node.numel()
         self._by_source: OnStream[Rows] | None = None
+        #: What was prepared for calls on this graph, by what they have in common. It does not hold this layout.
+        self.prepared: dict[Any, Any] = {}
 
     @property
     def by_source(self) -> Rows:
@@ -150,6 +153,11 @@ class Layout:
                 rows = Rows(source, target, self.by_target.number, self._num_sources, self._is_captured)
                 self._by_source = OnStream(rows, rows.node)
             return self._by_source.get()
+
+    @property
+    def known_edges(self) -> int | None:
+        """E, if it costs nothing, and no CUDA graph has to check it."""
+        return None if self._is_counted else self._num_edges
 
     @property
     def num_edges(self) -> int:
