@@ -42,6 +42,9 @@ HALF = (torch.bfloat16, torch.float16)
 TERMS = ("edge", "bias", "edge_value")
 #: Older interpreters do not know NumPy 2.4.
 OLDEST_INTERPRETER = "3.7" if np.lib.NumpyVersion(np.__version__) >= "2.4.0" else None
+#: The oldest version that gattn supports has faults of its own, which later ones have not.
+IS_OLDEST = torch.__version__ < "2.12"
+NO_AUTOGRAD_AFTER_FORK = IS_OLDEST and torch.backends.cuda.is_built()
 LONG_ROW = 8192  # longer rows are split among threads
 
 Results = dict[str, Tensor]

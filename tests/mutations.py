@@ -496,9 +496,11 @@ MUTATIONS = [
     Mutation(
         "delta is taken of the rounded output",
         TRITON_CALLS,
-        "unrounded = flat(«others[0] if others else out → out», 2)",
+        "unrounded = «others[0] if others else out.contiguous() → out.contiguous()»",
     ),
-    Mutation("gradients of grouped heads are not summed", TRITON_CALLS, "(-1, self.group)).«sum(3) → select(3, 0)»"),
+    Mutation(
+        "gradients of grouped heads are not summed", TRITON_CALLS, "(-1, self.form.group)).«sum(3) → select(3, 0)»"
+    ),
     Mutation(
         "a hub's parts overlap",
         TRITON_LAYOUT,
@@ -515,6 +517,12 @@ MUTATIONS = [
     Mutation(
         "parts of the vector's gradient are lost", TRITON, "range(«tl.program_id(0) → 0», num_blocks, tl.num_programs"
     ),
+    Mutation("tensors of any alignment share code", TRITON_CALLS, "key = name, kind, «self.unaligned → ()»"),
+    Mutation(
+        "a plan forgets a cast",
+        KERNEL_PLANS,
+        "inputs[place] = «tensor if dtype is None else tensor.to(dtype) → tensor»",
+    ),
     Mutation("a bias gets the query's gradient", TRITON_CALLS, '"query" in tensors and «"bias" not in tensors → True»'),
     Mutation(
         "Newton's iteration stops at its first step",
@@ -530,7 +538,7 @@ MUTATIONS = [
     Mutation(
         "a threshold has no gradient",
         TRITON_CALLS,
-        "is_normalized = «call.divides or call.derivatives is not None → call.divides»",
+        "is_normalized = «form.divides or form.derivatives is not None → form.divides»",
     ),
     Mutation("rows of one task are long", TRITON_LAYOUT, "is_long = parts > «1 → 0»"),
     Mutation("another stream does not wait", EDGE_LISTS, "«stream.wait_event(self._made) → pass»"),

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ class TestCommandLine:
             text = text.replace("\n", " ")
             assert "GATv2 and Transformer use GAT's hyper-parameters" in text
             assert "limited to 25 epochs" in text
-            assert f"torch {torch.__version__}" in text
+            assert f"torch {version('torch')}" in text
         assert "gattn, sparse features" in table
         assert "pyg, dense features" in table
         assert (quick / "curves.png").stat().st_size > 10_000

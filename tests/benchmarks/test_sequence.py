@@ -1,6 +1,7 @@
 import math
 import re
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from itertools import pairwise
 
 import pytest
@@ -562,7 +563,7 @@ class TestReport:
         benchmark("--out", tmp_path, console=Console(markup=False)).report(self.report())
         for text in (capsys.readouterr().out, (tmp_path / "speed.md").read_text()):
             assert "speed ragged 6 sdpa: out of memory: killed" in text
-            assert f"torch {torch.__version__}" in text
+            assert f"torch {version('torch')}" in text
         assert 5_000 < (tmp_path / "speed.png").stat().st_size < 100_000
 
 

@@ -11,7 +11,7 @@ from gattn.nn import GATConv, GATv2Conv
 from gattn.ops.backends.cpu import layout as layout_module
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
-from tests.cases import mostly_slow
+from tests.cases import IS_OLDEST, mostly_slow
 from tests.layers import LAYERS, Draw, made, tensors
 
 NODES, EDGES, HEADS, CHANNELS = 12, 60, 2, 4
@@ -174,6 +174,7 @@ class TestAGraphFromOutside:
                 torch.testing.assert_close(attention(x, compiled), attention(x, eager))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # 2.11's, where it gives up
 class TestSizesAtRunTime:
     """Where the compiler cannot know a number of edges, the kernels count."""
 
@@ -266,6 +267,7 @@ def test_negative_numbers_do_not_count_from_the_end(row):
         compiled(edge_index, types)
 
 
+@pytest.mark.skipif(IS_OLDEST, reason="its compiler loses fake tensors in edge_index[:, mask] inside a transform")
 def test_transforms_inside():
     x, edge_index = inputs(0)
     square = torch.func.grad(lambda x: attention(x, edge_index).square().sum())

@@ -18,7 +18,7 @@ from gattn.ops import choose
 from gattn.ops.backends import cpu
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
-from tests.cases import KERNEL_SCORES, make_score, mostly_slow
+from tests.cases import KERNEL_SCORES, NO_AUTOGRAD_AFTER_FORK, make_score, mostly_slow
 from tests.ops.fuzz import DTYPES, case, threads
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,7 @@ def in_child(expected, connection):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.skipif(NO_AUTOGRAD_AFTER_FORK, reason="autograd refuses to run in the child")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 class TestFork:
     @pytest.fixture(autouse=True)

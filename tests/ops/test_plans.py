@@ -39,10 +39,10 @@ def tensors(n=N, m=M, e=E, score="dot", dtype=torch.float32, batch=()):
     return {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()} | {"mask": torch.rand(e) < 0.8}
 
 
-def scores(kind):
+def scores(kind, dtype=torch.float32):
     if kind == "gat":
         return GATScore()
-    return DotScore() if kind == "dot" else AdditiveScore(torch.randn(H, C, requires_grad=True))
+    return DotScore() if kind == "dot" else AdditiveScore(torch.randn(H, C, dtype=dtype, requires_grad=True))
 
 
 def both(leaves, **options):
@@ -52,13 +52,13 @@ def both(leaves, **options):
 
 
 @pytest.mark.parametrize("kind", ["dot", "gat", "additive"])
-@pytest.mark.parametrize("batch", [(), (2,)])
-def test_results_are_the_same(kind, batch, looked_at):
+@pytest.mark.parametrize(("batch", "dtype"), [((), torch.float32), ((2,), torch.float32), ((), torch.bfloat16)])
+def test_results_are_the_same(kind, batch, dtype, looked_at):
     """Also on other numbers of nodes and edges."""
     for round_, (n, m, e) in enumerate([(N, M, E), (N, M, E), (9, 4, 31), (1, 1, 1)]):
         if batch and round_ > 1:  # their sizes are part of the signature
             break
-        given, score = tensors(n, m, e, kind, batch=batch), scores(kind)
+        given, score = tensors(n, m, e, kind, dtype, batch), scores(kind, dtype)
         leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()] + list(score.tensors())
         options = {**given, "graph": random_edge_index(m, n, e), "score": score}
         results = both(leaves, **options)
@@ -171,6 +171,20 @@ def test_terms_of_scalars_that_kernels_make(form, looked_at):
         options |= {"score": GATScore()}
         torch.testing.assert_close(both(leaves, **options), both(leaves, **options, backend="reference"))
     assert len(looked_at) == 1 + 3
+
+
+def test_one_wide_tensor(looked_at):
+    """What makes the rest of a call wide as well is looked at each time."""
+    given, score = tensors(dtype=torch.bfloat16), DotScore()
+    for name in ("query", "bias"):
+        mixed = {**given, name: given[name].float()}
+        leaves = [x.requires_grad_() for x in mixed.values() if x.is_floating_point()]
+        for _ in range(2):
+            options = {**mixed, "graph": random_edge_index(M, N, E), "score": score}
+            found = both(leaves, **options)
+            plans.forget()
+            torch.testing.assert_close(found, both(leaves, **options))
+            assert found[0].dtype == both(leaves, **options, backend="reference")[0].dtype
 
 
 def test_small_blocks_are_planned(looked_at):

@@ -15,6 +15,7 @@ from gattn import AdditiveScore, GATScore, SparseGraph, attend
 from gattn.ops.backends import cpu, triton
 from gattn.ops.operator import DIFFERENTIABLE, Inputs
 from gattn.testing import random_edge_index
+from tests.cases import NO_AUTOGRAD_AFTER_FORK
 from tests.ops.fuzz import threads
 
 N, M, E, H, C, V, D = 5, 7, 20, 2, 3, 4, 6
@@ -343,7 +344,11 @@ class Attended(Dataset):
 
 
 @pytest.mark.parametrize(
-    "start", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+    "start",
+    [
+        *["fork"] * (not NO_AUTOGRAD_AFTER_FORK),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver")),
+    ],
 )
 def test_workers_of_a_data_loader(start):
     data = Attended()

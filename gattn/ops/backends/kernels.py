@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class KernelBackend(Backend):
         return finish(call, edges, out, alpha, None, seed)
 
     def plan(self, call: Call, given: Given) -> Plan | None:
-        """See `Backend.plan`: there is one if every tensor arrives at the operator as it was given."""
+        """See `Backend.plan`: there is one if all tensors arrive at the operator as they were given, or cast."""
         if given.edge_index is None or not self._knows_score(call) or not self.knows_law(call.law):
             return None
         if (isinstance(call.edge, tuple) or isinstance(call.edge_value, tuple)) and not self.projects_edges(call):
@@ -90,8 +91,11 @@ class KernelBackend(Backend):
         seed = torch.empty((), dtype=torch.int64) if call.dropout > 0.0 else None
         with torch.no_grad():  # nothing is computed, and hooks on saved tensors must see nothing
             call = call.on_edges(edges, self._num_edges(call, edges))
-            inputs = inputs_of(self._ready(call), edges, seed)
-        moves = _moves(inputs, given)
+            ready = self._ready(call)
+            inputs = inputs_of(ready, edges, seed)
+        if inputs.values.dtype != call.dtype:  # as the output will be
+            return None
+        moves = _moves(inputs, given, call, ready)
         return None if moves is None else _KernelPlan(self, inputs, moves)
 
     def prepared(self, inputs: Inputs) -> Any:
@@ -159,8 +163,23 @@ _SOURCES = {name: plans.PLACES[name] for name in plans.PLACES if name in TERMS} 
 _SOURCES_WITH_TYPES = _SOURCES | {"edge": plans.PLACES["edge_maker"], "edge_type": plans.PLACES["edge"]}
 
 
-def _moves(inputs: Inputs, given: Given) -> list[_Move] | None:
-    """How each tensor of an operator's inputs follows from those given; `None` if more than a view is needed."""
+#: Inputs whose types may differ from those given: what a call has in their place.
+_CAST: dict[str, Callable[[Call], Any]] = {
+    **{name: attrgetter(name) for name in ("query", "key", "edge", "edge_value", "out_bias")},
+    "bias": attrgetter("bias_of_edges"),
+    "vector": lambda call: cast(Family, call.score.family(call.channels)).vector,
+}
+
+
+def _moves(inputs: Inputs, given: Given, call: Call, ready: Call) -> list[_Move] | None:
+    """How each tensor of an operator's inputs follows from those given; `None` unless views and casts are enough.
+
+    Args:
+        inputs: The inputs.
+        given: What was given.
+        call: The call, before its tensors were cast.
+        ready: The same call after that.
+    """
     sources = _SOURCES if inputs.edge_type is None else _SOURCES_WITH_TYPES
     unused = {place for place, tensor in enumerate(given.tensors) if isinstance(tensor, Tensor)}
     if inputs.value is None:
@@ -174,15 +193,22 @@ def _moves(inputs: Inputs, given: Given) -> list[_Move] | None:
         source = given.tensors[sources[name]] if name in sources else None
         if source is None:
             return None
+        view, dtype = tensor, None
+        if name in _CAST and tensor.dtype != source.dtype:
+            view, dtype = _CAST[name](call), tensor.dtype
+            if name not in ("vector", "out_bias") and _CAST[name](ready) is not tensor:  # those are cast last
+                return None
         new_dim = None
-        if source is not tensor:
-            found = [dim for dim in _NEW_DIMS if source.dim() >= 1 and _is_same(tensor, source.unsqueeze(dim))]
+        if source is not view:
+            if not isinstance(view, Tensor):
+                return None
+            found = [dim for dim in _NEW_DIMS if source.dim() >= 1 and _is_same(view, source.unsqueeze(dim))]
             if not found:
                 return None
             new_dim = found[0]
         unused.discard(sources[name])
         axis = term.letters[0] if term.letters[0] in "NME" else None
-        moves.append(_Move(PLACES[name], sources[name], new_dim, axis, -len(term.letters)))
+        moves.append(_Move(PLACES[name], sources[name], new_dim, dtype, axis, -len(term.letters)))
     return None if unused else moves
 
 
@@ -204,6 +230,8 @@ class _Move(NamedTuple):
     """Its place among those that were given"""
     new_dim: int | None
     """Where it gets a dimension of size 1; `None`: nowhere"""
+    dtype: torch.dtype | None
+    """The type that it gets; `None`: it has it"""
     axis: str | None
     """What it has rows for: N targets, M sources or E edges"""
     dim: int
@@ -226,8 +254,9 @@ class _KernelPlan:
     def __call__(self, given: Given) -> Tensor | None:
         """See `Plan`."""
         inputs, tensors, edge_index = self.inputs.copy(), given.tensors, given.edge_index
-        for place, source, new_dim, _, _ in self.moves:
-            inputs[place] = tensors[source] if new_dim is None else tensors[source].unsqueeze(new_dim)
+        for place, source, new_dim, dtype, _, _ in self.moves:
+            tensor = tensors[source] if new_dim is None else tensors[source].unsqueeze(new_dim)
+            inputs[place] = tensor if dtype is None else tensor.to(dtype)
         query, num_sources = inputs[_QUERY], inputs[_KEY].size(-3)
         num_targets = given.num_targets if query is None else query.size(-3)
         num_targets = num_sources if num_targets is None else num_targets

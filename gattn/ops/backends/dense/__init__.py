@@ -284,10 +284,10 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
             if with_weights:
                 weights = _matrices(_alpha, part, graph)
     if len(front) != 1:
-        out, *weights = (x.reshape(*front, *x.shape[1:]) for x in (out, *weights))
+        out, *weights = [x.reshape(*front, *x.shape[1:]) for x in (out, *weights)]
     if not with_weights:
         return out, None
-    return out, weights[0] if graph.blocks is None else weights
+    return out, weights[0] if graph.blocks is None else list(weights)  # PyTorch 2.11's compiler makes a tuple of it
 
 
 def _nodes_in_one_batch(x: Tensor, front: torch.Size) -> Tensor:
@@ -557,12 +557,15 @@ def _by_targets(
         return _split(x, counts, 2) if isinstance(x, Tensor) and x.size(2) != 1 else [x] * len(counts)
 
     results = []
-    of_bias = rows.held_by(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
-    reads = *part[:3], part.mask, *of_bias, *part.score.tensors()
+    reads: list[Any] = []
+    recomputes = len(counts) > 1 and torch.is_grad_enabled() and not keeps
+    if recomputes and not torch.compiler.is_compiling():  # edits between the passes are the compiler's to notice
+        of_bias = rows.held_by(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
+        reads = [*part[:3], part.mask, *of_bias, *part.score.tensors()]
     firsts = accumulate(counts, initial=0)
     for q, b, m, n, first in zip(queries, parts(part.bias), parts(part.mask), counts, firsts, strict=False):
         some = part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first)
-        if len(counts) > 1 and torch.is_grad_enabled() and not keeps:
+        if recomputes:
             results.append(recomputed(function, some, reads=reads))
         else:
             results.append(function(some))

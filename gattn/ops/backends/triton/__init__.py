@@ -355,8 +355,8 @@ class _OnGraph:
 
 def _rows_of_edges(inputs: Inputs) -> list[int]:
     """The numbers of rows of inputs with one row per edge."""
-    found = [(getattr(inputs, name), inner) for name, inner in _PER_EDGE.items()]
-    return [tensor.size(-inner) for tensor, inner in found if tensor is not None and tensor.dim() >= inner]
+    found = [(tensor, len(term.letters)) for _, tensor, term in inputs.terms() if term.letters.startswith("E")]
+    return [tensor.size(-inner) for tensor, inner in found if tensor.dim() >= inner]
 
 
 def _on_graph(inputs: Inputs) -> tuple[_OnGraph, Layout]:
