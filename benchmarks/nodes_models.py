@@ -13,7 +13,8 @@ import torch_geometric.nn as pyg
 from torch import Tensor
 
 import gattn
-from gattn.nn.linear import FeatureDropout, Linear
+from gattn.nn import Dropout
+from gattn.nn.linear import Linear
 
 CONVS = {
     "gattn": {"gat": gattn.nn.GATConv, "gatv2": gattn.nn.GATv2Conv, "transformer": gattn.nn.TransformerConv},
@@ -129,7 +130,7 @@ class Network(torch.nn.Module):
     def __init__(self, recipe: Recipe, in_channels: int, classes: int, model: str, layers: str):
         super().__init__()
         hidden, heads = recipe.hidden_channels, recipe.heads
-        dropout = FeatureDropout if layers == "gattn" else torch.nn.Dropout
+        dropout = Dropout if layers == "gattn" else torch.nn.Dropout
         self.input_dropout, self.dropout = dropout(recipe.input_dropout), dropout(recipe.dropout)
         self.linear_in = Linear(in_channels, hidden) if recipe.linear_in else None
         widths = [hidden if recipe.linear_in else in_channels, *[hidden] * recipe.layers]
@@ -228,7 +229,7 @@ class Polynormer(torch.nn.Module):
         super().__init__()
         hidden = recipe.hidden_channels
         self.local_epochs = recipe.local_epochs
-        self.input_dropout = FeatureDropout(recipe.input_dropout)
+        self.input_dropout = Dropout(recipe.input_dropout)
         self.linear_in = Linear(in_channels, hidden)
         self.net = gattn.models.Polynormer(
             hidden,

@@ -56,6 +56,7 @@ from gattn.distributions import (
 )
 from gattn.edges import Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
+from gattn.nn.dropout import dropout
 from gattn.ops.choose import backend
 from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
@@ -95,6 +96,7 @@ __all__ = [
     "backend",
     "check_finite",
     "datasets",
+    "dropout",
     "merge",
     "models",
     "nn",

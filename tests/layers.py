@@ -227,6 +227,7 @@ LAYERS = {
     ),
     "DotGatConv": Layer(lambda: layers.DotGatConv(F, 4, H), on_edges),
     "DotGatConv of pairs": Layer(lambda: layers.DotGatConv((F, F), 4, H), from_others),
+    "Dropout": Layer(lambda: layers.Dropout(0.5), lambda d: (d.floats("nodes", F),)),
     "DotProductAttention": Layer(
         lambda: layers.DotProductAttention(), lambda d: (*of_memory(d), d.lengths("memory", "batch"))
     ),

@@ -194,6 +194,7 @@ CALLS = {
         gattn.CompleteGraph(n),
         bias=gattn.BucketBias(torch.zeros(n, n, dtype=torch.int64, device="cpu"), randn(1, 2)),
     ),
+    "dropout": lambda n: gattn.dropout(randn(n, 3)),
     "attend window": lambda n: attended(n, gattn.CompleteGraph(n, window=(n, n))),
     "attend packed": lambda n: attended(n, gattn.CompleteGraph.packed([n], causal=True)),
     "attend packed nothing": lambda n: attended(0, gattn.CompleteGraph.packed([0] * int(n))),

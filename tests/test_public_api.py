@@ -13,12 +13,12 @@ PUBLIC = {
     gattn: (
         "AdditiveScore Attention Bias BucketBias CompleteGraph CosineScore Distribution DotScore Entmax15 GATScore "
         "Gate Hard Identity LocalGaussian Projected Score Sigmoid Softmax SparseBias SparseGraph Sparsemax Tanh "
-        "TopK Typed TypedGraph WithinTypes aggregate attend backend check_finite datasets merge models nn "
+        "TopK Typed TypedGraph WithinTypes aggregate attend backend check_finite datasets dropout merge models nn "
         "record_attention softmax weigh"
     ),
     gattn.nn: (
         "AGNNConv ALiBi AdditiveAttention AttentionPooling AttentionalAggregation BiasedMHA DNAConv "
-        "DegreeEncoder DenseGATConv DotGatConv DotProductAttention EGATConv EGTConv EGTLayer EdgeGATConv "
+        "DegreeEncoder DenseGATConv DotGatConv DotProductAttention Dropout EGATConv EGTConv EGTLayer EdgeGATConv "
         "ExphormerConv FAConv GATConv GATEConv GATv2Conv GPSConv GRITConv GatedGCNConv GeneralAttention "
         "GeneralConv GraphAttentionEmbedding GraphMultisetTransformer GraphPositionalEncoding "
         "GraphormerLayer HANConv HEATConv HGTConv HardAttention HypergraphConv InducedSetAttentionBlock "

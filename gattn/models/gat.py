@@ -15,7 +15,7 @@ from torch_geometric.typing import Adj
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import Graph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from gattn.nn.linear import FeatureDropout
+from gattn.nn.dropout import Dropout
 
 __all__ = ["GAT"]
 
@@ -125,8 +125,8 @@ class GAT(BasicGNN):
             attention_dropout=dropout if attention_dropout is None else attention_dropout,
             **kwargs,
         )
-        self.dropout = FeatureDropout(dropout)
-        self.input_dropout = FeatureDropout(dropout if input_dropout is None else input_dropout)
+        self.dropout = Dropout(dropout)
+        self.input_dropout = Dropout(dropout if input_dropout is None else input_dropout)
 
     def init_conv(
         self,

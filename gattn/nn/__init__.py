@@ -11,6 +11,7 @@ from gattn.nn.agnn_conv import AGNNConv
 from gattn.nn.dense_gat_conv import DenseGATConv
 from gattn.nn.dna_conv import DNAConv
 from gattn.nn.dot_gat_conv import DotGatConv
+from gattn.nn.dropout import Dropout
 from gattn.nn.edge_gat_conv import EdgeGATConv
 from gattn.nn.egat_conv import EGATConv
 from gattn.nn.egt_conv import EGTConv
@@ -86,6 +87,7 @@ __all__ = [
     "DenseGATConv",
     "DotGatConv",
     "DotProductAttention",
+    "Dropout",
     "EGATConv",
     "EGTConv",
     "EGTLayer",

@@ -17,7 +17,7 @@ from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
 from gattn.nn.attention_conv import BaseConv
-from gattn.nn.linear import dropout
+from gattn.nn.dropout import dropout
 from gattn.ops.dropout import check_probability
 from gattn.recording import record
 from gattn.torch_private import has_hooks

@@ -14,8 +14,9 @@ from gattn.errors import InputTypeError, check_at_least, check_flag, check_numbe
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import projects
 from gattn.nn.dgl_conv import DGLConv
+from gattn.nn.dropout import dropout
 from gattn.nn.edge_features import checked_features
-from gattn.nn.linear import Linear, dropout
+from gattn.nn.linear import Linear
 from gattn.ops.dropout import check_probability
 from gattn.scores import GATScore
 

@@ -13,8 +13,9 @@ from gattn.distributions import Sigmoid
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
+from gattn.nn.dropout import Dropout
 from gattn.nn.edge_features import checked_features
-from gattn.nn.linear import FeatureDropout, Linear
+from gattn.nn.linear import Linear
 
 __all__ = ["GatedGCNConv"]
 
@@ -81,7 +82,7 @@ class GatedGCNConv(BaseConv):
         self.edge_channels = edge_channels
         self.out_channels = out_channels
         check_at_least(1, out_channels=out_channels)
-        self.dropout = FeatureDropout(dropout)
+        self.dropout = Dropout(dropout)
         self.batch_norm = batch_norm
         self.residual = residual
         self.A = Linear(in_channels, out_channels)

@@ -1,9 +1,8 @@
-"""A linear layer and a dropout that accept sparse features."""
+"""A linear layer that accepts sparse features."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +14,9 @@ from torch_geometric.nn.dense import Linear as PyGLinear
 
 from gattn.autocast import without_autocast
 from gattn.graphs.edge_lists import derived
-from gattn.ops.backends import cpu
-from gattn.ops.dropout import draw_seed
 from gattn.torch_private import has_hooks, is_wrapper
 
-__all__ = ["FeatureDropout", "Linear", "columns", "dropout", "is_affine", "is_plain", "is_untouched"]
+__all__ = ["Linear", "columns", "is_affine", "is_plain", "is_untouched", "transposed_pattern"]
 
 
 class Linear(PyGLinear):
@@ -124,11 +121,13 @@ class _ConstantSparseProduct(torch.autograd.Function):
 
 def _transpose(x: Tensor) -> Tensor:
     """The transpose of a sparse matrix in CSR form; the order of its entries is computed once per matrix."""
-    start, index, order = _transposed_pattern(x)
+    start, index, order = transposed_pattern(x)
     return torch.sparse_csr_tensor(start, index, x.values()[order], (x.size(1), x.size(0)), check_invariants=False)
 
 
-def _transposed_pattern(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def transposed_pattern(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each column of a CSR matrix, where its entries begin, their rows, and their order, computed once."""
+
     def derive() -> tuple[Tensor, Tensor, Tensor]:
         columns = x.col_indices()
         order = columns.argsort(stable=True)
@@ -138,50 +137,3 @@ def _transposed_pattern(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     pattern: tuple[Tensor, Tensor, Tensor] = derived(x, "transposed pattern", derive)
     return pattern
-
-
-def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Does what `torch.nn.functional.dropout` does; on the CPU, gattn's generator makes it ten times as fast."""
-    if not training or p == 0.0:
-        return x
-    if p < 1.0 and cpu.can_drop(x):
-        return cpu.drop(x, p, draw_seed(x.device))
-    return F.dropout(x, p, training)
-
-
-class FeatureDropout(torch.nn.Dropout):
-    """`torch.nn.Dropout` for dense and sparse features.
-
-    For sparse features, it drops stored values, since zeros stay zeros either way.
-
-    Example:
-        >>> import torch
-        >>> from gattn.nn.linear import FeatureDropout
-        >>> FeatureDropout(1.0)(torch.eye(3).to_sparse_csr()).values()
-        tensor([0., 0., 0.])
-    """
-
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]: ...
-
-    def forward(self, x: Tensor | Sequence[Tensor | None]) -> Tensor | tuple[Tensor | None, ...]:
-        """Drops features `[..., F]`, dense or sparse, or both parts of a pair (sources, targets).
-
-        Args:
-            x: The features.
-        """
-        if not isinstance(x, Tensor):
-            return tuple(None if features is None else self(features) for features in x)
-        if not self.training or self.p == 0.0:
-            return x
-        if x.layout == torch.strided:
-            return dropout(x, self.p, self.training)
-        if x.layout != torch.sparse_csr:
-            x = x.to_sparse_csr()
-        values = dropout(x.values(), self.p, self.training)
-        result = torch.sparse_csr_tensor(x.crow_indices(), x.col_indices(), values, x.shape, check_invariants=False)
-        derived(result, "transposed pattern", lambda: _transposed_pattern(x))
-        return result

@@ -11,8 +11,7 @@ from torch_geometric.nn import to_hetero
 
 import gattn
 from gattn.models import GAT
-from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from gattn.nn.linear import FeatureDropout
+from gattn.nn import Dropout, GATConv, GATv2Conv, TransformerConv
 from gattn.testing import random_edge_index
 
 CONVS = {"gat": GATConv, "gatv2": GATv2Conv, "transformer": TransformerConv}
@@ -74,7 +73,7 @@ def test_sparse_features_equal_dense_ones(conv, x, edge_index):
 
 def test_input_dropout_of_sparse_features_drops_stored_values():
     x = torch.eye(1000).to_sparse_csr()
-    dropout = FeatureDropout(0.4)
+    dropout = Dropout(0.4)
     values = dropout(x).values()
     assert set(values.tolist()) == {0.0, torch.tensor(1 / 0.6).item()}
     assert 0.5 < (values != 0).double().mean() < 0.7

@@ -469,7 +469,9 @@ def _save_drop(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -
     ctx.save_for_backward(seed)
 
 
-def _differentiate_drop(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+def _differentiate_drop(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    if grad is None:
+        return None, None, None
     dropped = (plain_drop if is_batched(grad) else drop)(grad, ctx.p, *ctx.saved_tensors)
     return dropped, None, None
 
