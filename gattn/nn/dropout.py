@@ -14,6 +14,7 @@ from gattn.graphs.edge_lists import derived
 from gattn.nn.linear import transposed_pattern
 from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
+from gattn.tracing import Leaf
 
 __all__ = ["Dropout", "dropout"]
 
@@ -56,13 +57,12 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
         return _of_stored_values(x, p)
     if type(x) not in _PLAIN or not 0.0 < p < 1.0 or not cpu.can_drop(x):
         return F.dropout(x, p, training, inplace)
-    if x.is_contiguous() or torch.compiler.is_compiling():
-        result = cpu.drop(x, float(p), draw_seed(x.device))
-    else:  # the result has the strides of x
-        order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        result = cpu.drop(x.permute(order), float(p), draw_seed(x.device))
-        result = result.permute(sorted(range(x.dim()), key=order.__getitem__))
-    return x.copy_(result) if inplace else result
+    result = cpu.drop(x, float(p), draw_seed(x.device))
+    if inplace:
+        return x.copy_(result)
+    if torch.compiler.is_compiling() or x.is_contiguous():
+        return result
+    return torch.empty_like(x).copy_(result)  # with the strides of x
 
 
 _PLAIN = (Tensor, Parameter)
@@ -79,7 +79,7 @@ def _of_stored_values(x: Tensor, p: float) -> Tensor:
     return result
 
 
-class Dropout(torch.nn.Dropout):
+class Dropout(Leaf, torch.nn.Dropout):
     r"""Dropout of features, with the arguments of :class:`torch.nn.Dropout`; see :func:`gattn.dropout`.
 
     Args:

@@ -530,7 +530,7 @@ class TestLazyTensors:
         found = []
         for lazy in (torch._neg_view(x), -x):
             torch.manual_seed(0)
-            found.append(gattn.nn.linear.dropout(lazy, 0.5, True))
+            found.append(gattn.dropout(lazy, 0.5, True))
         torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
@@ -550,7 +550,7 @@ def test_batches_of_gradients(layer, dropout):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_batches_of_gradients_of_dropped_features():
     x = torch.randn(6, 3, requires_grad=True)
-    out = gattn.nn.linear.dropout(x, 0.5, True)
+    out = gattn.dropout(x, 0.5, True)
     grads = torch.randn(5, 6, 3)
     (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
     torch.testing.assert_close(found, grads * (out / x).detach())

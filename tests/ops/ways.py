@@ -224,7 +224,7 @@ def ways(n: int = 20) -> dict[str, Way]:
         "weights": Way(of_graph(full, return_weights=True, bias=buckets), with_buckets),
         "logits": Way(lambda tensors: weigh(tensors["query"], tensors["key"], full, distribution=None)),
         "roots": Way(roots, on_list | {"weight": per_edge(H, C), "shift": per_edge(H, C)}),
-        "dropout": Way(lambda tensors: gattn.nn.linear.dropout(tensors["value"] * 1.0, 0.5, True)),
+        "dropout": Way(lambda tensors: gattn.dropout(tensors["value"] * 1.0, 0.5, True)),
     }
     nodes = {name: lambda: torch.randn(n, H, C) for name in NODES}
     return {name: way._replace(make=nodes | way.make) for name, way in found.items()}
