@@ -75,7 +75,9 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
 
     kernels = [*python, "benchmarks.kernels", "--seconds", "0.4", "--out", str(out / "kernels")]
     if dry_run:
-        fast = [Command("kernels", [*kernels, "--quick", "--shapes", "tiny", "--peers", "gattn", "pyg"])]
+        # Rows that contradict each other, as they may beside other programs, would be an error.
+        tiny = ["--shapes", "tiny", "--parts", "attention", "--layers", "gat", "--peers", "gattn", "--threads", "1"]
+        fast = [Command("kernels", [*kernels, *tiny, "--allocator", "default"])]
     else:
         kernels += ["--device", "cuda", "--peers", "gattn", "pyg", "pyg-compile"]
         halves = ["--dtypes", *DTYPES]
@@ -89,7 +91,11 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
 
     tuned = [Command("tuned", [*python, "benchmarks.gpu", "measure", "--out", str(out), *["--dry-run"] * dry_run])]
     nodes = [*python, "benchmarks.nodes", "--out", str(out / "nodes"), "--device", device]
-    nodes += ["--quick"] if dry_run else ["--models", "gps", "sgformer", "--datasets", "minesweeper", "--runs", "3"]
+    nodes += (
+        ["--quick", "--models", "gat"]
+        if dry_run
+        else ["--models", "gps", "sgformer", "--datasets", "minesweeper", "--runs", "3"]
+    )
     long = [Command("nodes", nodes)]
     return {"right": right, "fast": fast, "tuned": tuned, "long": long}
 
