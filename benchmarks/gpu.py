@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
 
     right = [
         Command("doctor", [*python, "gattn"], alone=False),
-        tests("test_gpu", "tests/test_gpu.py"),
+        tests("test_gpu", "tests/test_gpu.py", "-m", "slow or not slow"),
         tests("test_triton", "tests/ops/test_triton.py", "--share", "0.4", "1"),
     ]
     sanitizer = shutil.which("compute-sanitizer")
@@ -112,15 +113,14 @@ def run_step(commands: list[Command], out: Path, environment: dict[str, str]) ->
         for command in group:
             if done.get(command.name, {}).get("status") != 0 and time.monotonic() < end:
                 with (out / f"{command.name}.txt").open("w") as text:
-                    process = subprocess.Popen(
-                        command.arguments, stdout=text, stderr=subprocess.STDOUT, env=environment
-                    )
+                    options: Any = {"stdout": text, "stderr": subprocess.STDOUT, "env": environment}
+                    process = subprocess.Popen(command.arguments, start_new_session=True, **options)
                 running.append((command, process, time.monotonic()))
         for command, process, start in running:
             try:
                 status: int | str = process.wait(max(end - time.monotonic(), 1))
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
                 process.wait()
                 status = "out of time"
             row = {"name": command.name, "status": status, "seconds": round(time.monotonic() - start, 1)}

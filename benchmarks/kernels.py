@@ -94,8 +94,8 @@ class Kernels(Benchmark[Case | Compilation]):
         text = "whether whole layers have edge features; hub graphs have no whole layers (default: both)"
         add("--edge-features", choices=EDGE_FEATURES, help=text)
         text = (
-            "number types; all but float32 are measured for gattn only (default: float32, and bfloat16 for attention "
-            "on mid; with --compile-only all)"
+            "number types; on a CPU, all but float32 are measured for gattn only (default: float32, and bfloat16 for "
+            "attention on mid; with --compile-only all)"
         )
         add("--dtypes", nargs="+", choices=DTYPES, help=text)
         add_allocator(parser, None, "both; with --quick or on a GPU, default")
@@ -190,7 +190,7 @@ class Kernels(Benchmark[Case | Compilation]):
                 kinds = itertools.product(unique(options.dtypes or usual), allocators(options), peers)
                 for dtype, allocator, peer in kinds:
                     case = Case(shape, part, layer, has_features, dtype, peer, *fixed, allocator)
-                    is_only_ours = shape.hub is not None or (options.device, dtype) == ("cpu", "bfloat16")
+                    is_only_ours = shape.hub is not None or (dtype != "float32" and options.device == "cpu")
                     if (is_only_ours and peer != "gattn") or (part == "layer" and peer in ATTENTION_ONLY):
                         continue
                     if part in options.parts and (not options.is_usual or is_usual(case)):

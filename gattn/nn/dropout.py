@@ -96,7 +96,7 @@ class Dropout(Leaf, torch.nn.Dropout):
     Example:
         >>> import torch
         >>> from gattn.nn import Dropout
-        >>> Dropout(0.999)(torch.eye(3).to_sparse_csr()).values()
+        >>> Dropout(1.0)(torch.eye(3).to_sparse_csr()).values()
         tensor([0., 0., 0.])
     """
 

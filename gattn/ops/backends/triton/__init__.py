@@ -139,7 +139,7 @@ class _Form:
         self.channels, self.value_channels = key.size(-1), values.size(-1)
         self.dtype, self.compute = values.dtype, compute_dtype(values.dtype)
         laws, row_laws = _kernels().LAWS, _kernels().ROW_LAWS
-        names = _kernels().FAMILIES[inputs.family][1]
+        names = dict(zip(_kernels().FAMILIES[inputs.family][1], inputs.constants, strict=True))
         self.law = inputs.distribution
         first, second = (*inputs.distribution_constants, 0.0, 0.0)[:2]
         #: Whether logits are rewritten row by row, and, if there is a threshold, the law whose weights are derivatives.
@@ -150,7 +150,7 @@ class _Form:
         self.constants: dict[str, Any] = {
             "SCORE": inputs.family,
             "CONSTANTS": tuple(inputs.constants),
-            "MULTIPLIES": inputs.edge is not None and "multiplies" in names and bool(inputs.constants[2]),
+            "MULTIPLIES": inputs.edge is not None and bool(names.get("multiplies")),
             "LAW": self.law,
             "EPSILON": second,
             "SOFTCAP": first if self.law == "softmax" else 0.0,
@@ -299,8 +299,8 @@ class _OnGraph:
             self.numbers |= {f"{name}_batch": batch // unit, f"{name}_row": row // unit}
         for name, inner in _PER_EDGE.items():
             tensor = given.get(name)
-            of_all = tensor is None or math.prod(tensor.shape[:-inner]) == 1
-            self.numbers[f"{name}_batch"] = 0 if of_all or tensor is None else tensor.size(-inner)
+            batch = 0 if tensor is None or math.prod(tensor.shape[:-inner]) == 1 else tensor.size(-inner)
+            self.numbers[f"{name}_batch"] = batch
         mask = given.get("mask")
         for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
             self.numbers[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
@@ -364,6 +364,8 @@ def _on_graph(inputs: Inputs) -> tuple[_OnGraph, Layout]:
     if inputs.plan is not None:
         form, layout = inputs.plan
         if form not in layout.prepared:
+            if len(layout.prepared) >= _MOST_FORMS:
+                layout.prepared.clear()
             layout.prepared[form] = _OnGraph(inputs, form, layout)
         return layout.prepared[form], layout
     if inputs.edge_projection is not None or inputs.edge_type is not None:
