@@ -255,7 +255,9 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
             bits = "32" if width is None else re.sub(r"\D", "", width[1])
             loads[bits] = loads.get(bits, 0) + 1
     arguments = launch.arguments
-    shares = launch.grid[1] / _edges_at_once(arguments)  # programs per edge
+    steps = _edges_per_step(case.kernel)
+    shares = launch.grid[1] / (_edges_at_once(arguments) * steps)  # programs per edge
+    moved = moved_bytes(binary.asm["ttir"], arguments, launch.grid[1])
     return {
         "outcome": "ok",
         "registers": registers,
@@ -263,9 +265,9 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
         "shared_bytes": shared,
         "blocks": _blocks_with_room(case.architecture, registers, shared, launch.warps),
         "barriers": sum("BAR." in line for line in loop),
-        "loads": ", ".join(f"{loads[bits]} × {bits}" for bits in sorted(loads, key=int)),
+        "loads": ", ".join(f"{-(-loads[bits] // steps)} × {bits}" for bits in sorted(loads, key=int)),
         "instructions": len(loop) * launch.warps * shares,
-        "bytes": moved_bytes(binary.asm["ttir"], arguments, launch.grid[1]),
+        "bytes": moved / (steps + 1) if steps > 1 else moved,  # an unrolled loop has another for the rest
         "least_bytes": least_bytes(case),
         "triton": triton.__version__,
     }
@@ -320,6 +322,13 @@ def moved_bytes(ir: str, arguments: dict[str, Any], head_programs: int) -> float
         if ends and depth <= ends[-1]:
             ends.pop()
     return moved[max(moved)]
+
+
+def _edges_per_step(kernel: str) -> int:
+    """The number of edges of each task that a step of a kernel's loop goes through."""
+    from gattn.ops.backends.triton.kernels import UNROLLED
+
+    return int(UNROLLED.value) if kernel in ("forward", "backward_by_target") else 1
 
 
 def _edges_at_once(arguments: dict[str, Any]) -> int:
