@@ -31,9 +31,9 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     Args:
         x: Numbers of a floating-point type, `[...]`. Of a sparse matrix `[N, F]`, stored values are dropped, as zeros
             stay zeros either way; it becomes CSR.
-        p: The probability. (default: :obj:`0.5`)
-        training: Whether to drop anything. (default: :obj:`True`)
-        inplace: Whether to change `x` itself, which must be dense. (default: :obj:`False`)
+        p: The probability.
+        training: Whether to drop anything.
+        inplace: Whether to change `x` itself, which must be dense.
 
     Returns:
         A tensor like `x`; `x` itself if nothing is dropped.
@@ -83,8 +83,8 @@ class Dropout(Leaf, torch.nn.Dropout):
     r"""Dropout of features, with the arguments of :class:`torch.nn.Dropout`; see :func:`gattn.dropout`.
 
     Args:
-        p: The probability of each number to be zeroed. (default: :obj:`0.5`)
-        inplace: Whether to change the input itself. (default: :obj:`False`)
+        p: The probability of each number to be zeroed.
+        inplace: Whether to change the input itself.
 
     Raises:
         ValueError: If `p` is not between 0 and 1.
