@@ -256,7 +256,7 @@ class Block(torch.nn.Module):
         library, channels, heads = LIBRARIES[layers], setting.channels, setting.heads
         options = {"in_channels": channels, "out_channels": channels // heads, "heads": heads}
         options["edge_dim"] = setting.bond_channels
-        self.kind, self.dropout = model, torch.nn.Dropout(setting.dropout)
+        self.kind, self.dropout = model, getattr(library, "Dropout", torch.nn.Dropout)(setting.dropout)
         if model in GLOBAL:
             conv = None if model == "complete" else library.TransformerConv(**options)
             kind: dict[str, Any] = {}

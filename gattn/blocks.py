@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-__all__ = ["Setting"]
+__all__ = ["Setting", "left_to_torch"]
 
 _Value = TypeVar("_Value")
 
@@ -45,3 +46,18 @@ class Setting(Generic[_Value]):
             yield
         finally:
             self._requests.remove(request)
+
+
+_MAY_BE_LEFT = ("dropout", "products")
+
+
+def left_to_torch() -> frozenset[str]:
+    """What the environment variable `GATTN_TORCH` leaves to PyTorch's own functions: `dropout`, `products`, or both.
+
+    Raises:
+        ValueError: If it names anything else.
+    """
+    names = frozenset(os.environ.get("GATTN_TORCH", "").replace(",", " ").split())
+    if not names.issubset(_MAY_BE_LEFT):
+        raise ValueError(f"GATTN_TORCH may name {' and '.join(_MAY_BE_LEFT)}; it is {os.environ['GATTN_TORCH']!r}.")
+    return names

@@ -35,7 +35,7 @@ TESTED = {
     "triton": ("3.6.0", "3.7.1", "3.8.0"),  # in the order of PyTorch
 }
 _PACKAGES = ("torch-geometric", "triton", "torch-scatter", "torch-sparse", "pyg-lib", "numpy", "scipy")
-_VARIABLES = ("OMP_NUM_THREADS", "GATTN_KERNELS", "GATTN_INSTRUCTION_SET", "GATTN_DATA", "LD_PRELOAD")
+_VARIABLES = ("OMP_NUM_THREADS", "GATTN_KERNELS", "GATTN_INSTRUCTION_SET", "GATTN_DATA", "GATTN_TORCH", "LD_PRELOAD")
 _TARGETS, _EDGES, _HEADS, _CHANNELS, _TYPES = 40, 400, 2, 8, 3
 
 

@@ -1,4 +1,4 @@
-"""`python -m gattn.migrate PATH`: which of a project's imports from `torch_geometric.nn` could come from gattn."""
+"""`python -m gattn.migrate PATH`: which of a project's imports from PyG and `torch.nn` could come from gattn."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch_geometric.nn  # which also imports its modules
 
 from gattn import models, nn
@@ -19,7 +20,7 @@ __all__ = ["main", "names_in", "verdict"]
 
 
 def names_in(source: str | bytes) -> Iterator[tuple[int, str]]:
-    """The line and the full name of everything that a program takes from `torch_geometric.nn`, at each of its uses.
+    """The line and the full name of what a program takes from `torch_geometric.nn`, or could from gattn, at each use.
 
     Args:
         source: The text of the program. It is parsed, and never run.
@@ -43,17 +44,23 @@ def names_in(source: str | bytes) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 full_names[alias.asname or alias.name] = full = f"{node.module}.{alias.name}"
-                if _is_of_pyg(full):
+                if _is_known(full):
                     yield node.lineno, full
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             first, _, rest = ast.unparse(node).partition(".")
-            if _is_of_pyg(full := f"{full_names.get(first, '')}.{rest}"):
+            if _is_known(full := f"{full_names.get(first, '')}.{rest}"):
                 yield node.lineno, full
 
 
-def _is_of_pyg(full: str) -> bool:
-    """Whether it is a name in `torch_geometric.nn` or in one of its modules, but no module itself."""
+_OF_TORCH = {f"torch.nn.{name}": f"gattn.nn.{name}" for name in nn.__all__ if hasattr(torch.nn, name)}
+_OF_TORCH |= dict.fromkeys(("torch.dropout", "torch.nn.functional.dropout"), "gattn.dropout")
+
+
+def _is_known(full: str) -> bool:
+    """Whether it is one of PyTorch's that gattn has, or a name in `torch_geometric.nn` or its modules, not a module."""
+    if full in _OF_TORCH:
+        return True
     home = full.rpartition(".")[0]
     return f"{home}.".startswith("torch_geometric.nn.") and home in sys.modules and full not in sys.modules
 
@@ -62,7 +69,7 @@ def verdict(full: str) -> tuple[bool, str]:
     """Whether gattn has the same name, and what to do.
 
     Args:
-        full: The full name of something in `torch_geometric.nn`.
+        full: The full name of something in `torch_geometric.nn`, or of PyTorch's.
 
     Example:
         >>> from gattn.migrate import verdict
@@ -71,6 +78,8 @@ def verdict(full: str) -> tuple[bool, str]:
         >>> verdict("torch_geometric.nn.GCNConv")
         (False, 'stays: gattn has no GCNConv')
     """
+    if full in _OF_TORCH:
+        return True, _OF_TORCH[full]
     name = full.rpartition(".")[2]
     if name == "*":
         return False, "says no names: import them one by one"
@@ -125,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             counts[can_change] += 1
             print(f"{file}:{line}: {full} {'-> ' * can_change}{text}")
     print(
-        f"{counts[True]} can change, {counts[False]} cannot. These, and all else of PyG, work beside gattn as they are."
+        f"{counts[True]} can change, {counts[False]} cannot. "
+        "These, and all else of PyG and PyTorch, work beside gattn as they are."
     )
     sys.exit(errors > 0)
 

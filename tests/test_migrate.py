@@ -71,7 +71,7 @@ def test_the_report_of_a_folder(tmp_path, capsys):
         f"{tmp_path}/all.py:1: torch_geometric.nn.* says no names: import them one by one",
         f"{tmp_path}/model.py:1: torch_geometric.nn.GATConv -> gattn.nn.GATConv",
         f"{tmp_path}/model.py:1: torch_geometric.nn.GCNConv stays: gattn has no GCNConv",
-        "1 can change, 2 cannot. These, and all else of PyG, work beside gattn as they are.",
+        "1 can change, 2 cannot. These, and all else of PyG and PyTorch, work beside gattn as they are.",
     ]
 
 

@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 from gattn.bias import BucketBias
 from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
+from gattn.nn.dropout import dropout
 from gattn.nn.graph_encoders import DegreeEncoder, PathEncoder
 from gattn.nn.graphormer_layer import GraphormerLayer
 from gattn.ops.dropout import check_probability
@@ -142,7 +143,7 @@ class Graphormer(Module):
             h = torch.cat([token, h]).index_select(0, torch.cat([tokens, nodes]).argsort())
             sizes = [size + 1 for size in sizes]
         graph = CompleteGraph.packed(sizes)
-        h = F.dropout(h, self.dropout, self.training)
+        h = dropout(h, self.dropout, self.training)
         for layer in self.layers:
             h = layer(h, bias, graph=graph)
         if tokens is not None:

@@ -7,11 +7,12 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import GRU, Dropout, Embedding, Linear, Module
+from torch.nn import GRU, Embedding, Linear, Module
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from gattn.errors import check_at_least
 from gattn.models.tokens import check_tokens
+from gattn.nn.dropout import Dropout
 from gattn.nn.pooling import AttentionPooling
 
 __all__ = ["HAN"]

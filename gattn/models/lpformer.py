@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch_geometric.nn
+from torch import Tensor
+from torch_geometric.typing import Adj
 
 from gattn.errors import check_at_least
+from gattn.nn.dropout import dropout, make_own
 from gattn.nn.lp_att_layer import LPAttLayer
 
 __all__ = ["LPFormer"]
@@ -77,6 +80,7 @@ class LPFormer(torch_geometric.nn.LPFormer):
             ppr_thresholds=ppr_thresholds,
             gcn_cache=gcn_cache,
         )
+        make_own(self.gnn)
         works_there = num_transformer_layers == num_heads == 1
         with torch.random.fork_rng(devices=[], enabled=works_there):  # then the numbers are those that PyG has drawn
             # Two nodes enter the first layer; their halves of what the layer before made of them enter the others.
@@ -93,3 +97,13 @@ class LPFormer(torch_geometric.nn.LPFormer):
         if works_there and not layers[0].att.is_meta:
             layers.load_state_dict(self.att_layers.state_dict())
         self.att_layers = layers
+
+    def propagate(self, x: Tensor, adj: Adj) -> Tensor:
+        """The nodes `[N, hidden_channels]` that attention reads: those of the convolutions on the graph.
+
+        Args:
+            x: The features, `[N, in_channels]`.
+            adj: The graph, as the convolutions take it.
+        """
+        out: Tensor = self.gnn_norm(self.gnn(dropout(x, self.gnn_drop, self.training), adj))
+        return out

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout, Embedding, Linear, Module, ModuleList
+from torch.nn import Embedding, Linear, Module, ModuleList
 
 from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import sample
 from gattn.models.tokens import check_tokens
+from gattn.nn.dropout import Dropout
 from gattn.nn.lstmn_cell import LSTMNCell, LSTMNState
 from gattn.ops.dropout import check_probability
 

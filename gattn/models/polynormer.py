@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 from torch.nn import ModuleList
@@ -13,6 +12,7 @@ from torch.nn import ModuleList
 from gattn.errors import check_at_least, check_flag
 from gattn.models.gcn_conv import GCNConv
 from gattn.nn.all_pairs import check_whole
+from gattn.nn.dropout import dropout
 from gattn.nn.gat_conv import GATConv
 from gattn.nn.packed import packed_batch
 from gattn.nn.polynormer_attention import PolynormerAttention
@@ -161,7 +161,7 @@ class Polynormer(torch_geometric.nn.Polynormer):
             ValueError: If shapes do not fit each other, or the graph is sharded.
         """
         check_whole(self, edge_index)
-        x, total = F.dropout(x, self.in_drop, self.training), None
+        x, total = dropout(x, self.in_drop, self.training), None
         for i, conv in enumerate(self.local_convs):
             if self.pre_ln:
                 x = self.pre_lns[i](x)
@@ -169,7 +169,7 @@ class Polynormer(torch_geometric.nn.Polynormer):
             x = conv(x, edge_index) + self.lins[i](x)
             if self.post_bn:
                 x = self.post_bns[i](x)
-            x = F.dropout(x.relu(), self.dropout, self.training)
+            x = dropout(x.relu(), self.dropout, self.training)
             x = (1 - self.beta) * self.lns[i](h * x) + self.beta * x
             total = x if total is None else total + x
         assert total is not None

@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple, TypeAlias, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import GRU, LSTM, Dropout, Embedding, GRUCell, Linear, LSTMCell, Module, ModuleList
+from torch.nn import GRU, LSTM, Embedding, GRUCell, Linear, LSTMCell, Module, ModuleList
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from gattn.errors import check_at_least
 from gattn.models.decoding import beam_search
 from gattn.models.tokens import check_tokens, shift
+from gattn.nn.dropout import Dropout
 from gattn.nn.hard_attention import Choice, HardAttention, ReinforceLoss
 from gattn.nn.local_attention import LocalAttention
 from gattn.nn.rnn_attention import AdditiveAttention, DotProductAttention, GeneralAttention, Memory, MemoryAttention

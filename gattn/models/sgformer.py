@@ -6,11 +6,13 @@ import torch
 import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.nn.models import sgformer
+from torch_geometric.typing import Adj
 
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.gcn_conv import GCNConv
 from gattn.nn.all_pairs import check_whole
+from gattn.nn.dropout import dropout
 from gattn.nn.packed import packed_batch
 from gattn.nn.sgformer_attention import SGFormerAttention
 from gattn.ops.dropout import check_probability
@@ -120,7 +122,7 @@ class SGFormer(torch_geometric.nn.SGFormer):
         z = self._attended(x if order is None else x.index_select(0, order), graph)
         if order is not None:
             z = torch.empty_like(z).index_copy(0, order, z)
-        on_edges = self.graph_conv(x, edge_index)
+        on_edges = self._on_edges(x, edge_index)
         if self.aggregate == "add":
             out = self.graph_weight * on_edges + (1 - self.graph_weight) * z
         else:
@@ -129,11 +131,19 @@ class SGFormer(torch_geometric.nn.SGFormer):
 
     def _attended(self, x: Tensor, graph: CompleteGraph) -> Tensor:
         net: sgformer.SGModule = self.trans_conv
-
-        def after(x: Tensor, norm: torch.nn.Module) -> Tensor:
-            return torch.dropout(net.activation(norm(x)), net.dropout, net.training)
-
-        x = after(net.fcs[0](x), net.bns[0])
+        x = _after(net, net.fcs[0](x), net.bns[0])
         for attn, norm in zip(net.attns, net.bns[1:], strict=True):
-            x = after((attn(x, graph=graph) + x) / 2, norm)
+            x = _after(net, (attn(x, graph=graph) + x) / 2, norm)
         return x
+
+    def _on_edges(self, x: Tensor, edge_index: Adj) -> Tensor:
+        net: sgformer.GraphModule = self.graph_conv
+        x = first = _after(net, net.fcs[0](x), net.bns[0])
+        for conv, norm in zip(net.convs, net.bns[1:], strict=True):
+            x = _after(net, conv(x, edge_index), norm) + first
+        return x
+
+
+def _after(net: sgformer.SGModule | sgformer.GraphModule, x: Tensor, norm: torch.nn.Module) -> Tensor:
+    """What follows each layer."""
+    return dropout(net.activation(norm(x)), net.dropout, net.training)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout, Embedding, LayerNorm, Linear, Module
+from torch.nn import Embedding, LayerNorm, Linear, Module
 
 from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import beam_search, sample
 from gattn.models.tokens import check_tokens, shift
+from gattn.nn.dropout import Dropout
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.positional import (
     ALiBi,

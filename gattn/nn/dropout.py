@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from gattn.blocks import left_to_torch
 from gattn.graphs.edge_lists import derived
 from gattn.nn.linear import transposed_pattern
 from gattn.ops.backends import cpu
@@ -26,7 +27,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     <https://jmlr.org/papers/v15/srivastava14a.html>`_, and like :func:`torch.nn.functional.dropout`. But on CPUs, it
     uses all threads, and keeps no mask in memory, since it draws it again in the backward pass. What is dropped depends
     on PyTorch's generator, from which each call takes one number, and not on the number of threads. It is not what
-    PyTorch's own function drops.
+    PyTorch's own function drops; that one is called for few numbers (fewer than 2048), on other devices, and for
+    everything if the environment variable `GATTN_TORCH` is `dropout`, which gives back PyTorch's and PyG's draws.
 
     Args:
         x: Numbers of a floating-point type, `[...]`. Of a sparse matrix `[N, F]`, stored values are dropped, as zeros
@@ -55,17 +57,23 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
         return F.dropout(x, p, training, inplace)
     if x.layout != torch.strided and not inplace:
         return _of_stored_values(x, p)
-    if type(x) not in _PLAIN or not 0.0 < p < 1.0 or not cpu.can_drop(x):
+    if _LEFT_TO_TORCH or type(x) not in _PLAIN or not 0.0 < p < 1.0 or not cpu.can_drop(x):
+        return F.dropout(x, p, training, inplace)
+    is_compiling = torch.compiler.is_compiling()
+    if x.numel() < _SMALL and not is_compiling:
         return F.dropout(x, p, training, inplace)
     result = cpu.drop(x, float(p), draw_seed(x.device))
     if inplace:
         return x.copy_(result)
-    if torch.compiler.is_compiling() or x.is_contiguous():
+    if is_compiling or x.is_contiguous():
         return result
     return torch.empty_like(x).copy_(result)  # with the strides of x
 
 
 _PLAIN = (Tensor, Parameter)
+_LEFT_TO_TORCH = "dropout" in left_to_torch()
+_SMALL = 2048
+"""Of fewer numbers, PyTorch's own function is as fast."""
 
 
 def _of_stored_values(x: Tensor, p: float) -> Tensor:
@@ -115,3 +123,10 @@ class Dropout(Leaf, torch.nn.Dropout):
         if not isinstance(x, Tensor):
             return tuple(None if features is None else self(features) for features in x)
         return dropout(x, self.p, self.training, self.inplace)
+
+
+def make_own(module: torch.nn.Module) -> None:
+    """Replaces each `torch.nn.Dropout` in a module that PyG has made."""
+    for each in module.modules():
+        if type(each) is torch.nn.Dropout:
+            each.__class__ = Dropout

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout, LayerNorm, Module, Sequential
+from torch.nn import LayerNorm, Module, Sequential
 
 from gattn.attention import Attention
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads
+from gattn.nn.dropout import Dropout
 from gattn.nn.linear import Linear
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability

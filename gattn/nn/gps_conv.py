@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
@@ -18,6 +17,7 @@ from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
 from gattn.graphs.builders import checked_batch
 from gattn.nn.all_pairs import check_whole
+from gattn.nn.dropout import dropout, make_own
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.packed import packed
 from gattn.nn.performer_attention import PerformerAttention
@@ -102,6 +102,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         )
         self.attn_type = attn_type
         self.attn = attn
+        make_own(self.mlp)
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
@@ -180,7 +181,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         return attended[is_real]
 
     def _add_and_norm(self, h: Tensor, x: Tensor, norm: Any, batch: Tensor | None) -> Tensor:
-        h = F.dropout(h, p=self.dropout, training=self.training)
+        h = dropout(h, self.dropout, self.training)
         return self._norm(h + x, norm, batch)
 
     def _norm(self, h: Tensor, norm: Any, batch: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from gattn.bias import Bias
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, on_graph
+from gattn.nn.dropout import Dropout
 from gattn.nn.linear import Linear
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
@@ -191,11 +192,11 @@ class GraphormerLayer(Leaf, Module):
         self.ffn = torch.nn.Sequential(
             torch.nn.Linear(channels, hidden_channels),
             torch.nn.ReLU() if activation is None else activation,
-            torch.nn.Dropout(dropout),
+            Dropout(dropout),
             torch.nn.Linear(hidden_channels, channels),
-            torch.nn.Dropout(dropout),
+            Dropout(dropout),
         )
-        self.dropout = torch.nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.attn_layer_norm = torch.nn.LayerNorm(channels)
         self.ffn_layer_norm = torch.nn.LayerNorm(channels)
 

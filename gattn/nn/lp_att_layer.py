@@ -13,6 +13,7 @@ from torch_geometric.nn.inits import glorot, zeros
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
+from gattn.nn.dropout import dropout
 from gattn.nn.linear import Linear, columns
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
@@ -158,7 +159,7 @@ class LPAttLayer(BaseConv):
         score = _LinkScore(self.att.squeeze(0))
         out: Tensor = self.attend(query, key, key, graph, score=score, edge=edge, edge_value=True)
         out = (out.flatten(-2) if self.concat else out.mean(-2)) + self.bias
-        return F.dropout(self.post_att_norm(out), self.dropout, self.training)
+        return dropout(self.post_att_norm(out), self.dropout, self.training)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.link_channels}, {self.out_channels}, heads={self.heads})"

@@ -19,6 +19,7 @@ from gattn.distributions import Identity
 from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, on_graph, without_padding
+from gattn.nn.dropout import Dropout
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 from gattn.tracing import Leaf
@@ -147,7 +148,7 @@ class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
         inner_channels = head_channels * heads
         self.q, self.k, self.v = (Linear(channels, inner_channels, bias=qkv_bias) for _ in range(3))
         self.attn_out = Linear(inner_channels, channels, bias=attn_out_bias)
-        self.dropout = torch.nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def reset_parameters(self) -> None:
         """Resets all parameters, and draws another projection."""

@@ -15,6 +15,7 @@ from torch_geometric.utils import remove_self_loops
 
 from gattn.errors import check_at_least
 from gattn.graphs.edge_lists import plain
+from gattn.nn.dropout import Dropout
 from gattn.structure import LARGEST_DENSE, graph_numbers, laplacian_eigenvectors, num_components, returns
 from gattn.tracing import Leaf
 
@@ -61,7 +62,7 @@ class SinusoidalPositionalEncoding(Leaf, Module):
         check_at_least(1, channels=channels)
         self.channels = channels
         self.base = base
-        self.dropout = torch.nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, first: int = 0) -> Tensor:
         """Adds the encodings of the positions `first`, `first + 1`, ... to `[..., T, E]`.

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Dropout, LayerNorm, Linear, Module
+from torch.nn import LayerNorm, Linear, Module
 from torch_geometric.typing import Adj
 
 from gattn.bias import Bias
 from gattn.errors import InputError
 from gattn.graphs import Graph
 from gattn.nn import nested
+from gattn.nn.dropout import Dropout
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.torch_masks import as_numbers, check_mask, is_causal_mask
@@ -42,7 +43,8 @@ class _TransformerLayer(Leaf, torch.nn.Module):
 
     norm_first: bool
     self_attn: Any
-    dropout1: Dropout
+    dropout: torch.nn.Dropout
+    dropout1: torch.nn.Dropout
 
     def _make(
         self,

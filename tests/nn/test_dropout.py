@@ -1,6 +1,10 @@
 """Dropout of features: as PyTorch's in all but what it draws."""
 
 import copy
+import inspect
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,8 +12,16 @@ import torch.nn.functional as F
 
 import gattn
 from gattn.nn import Dropout
+from tests import layers
 from tests.cases import DTYPES
 from tests.ops.fuzz import threads
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    """PyTorch's function would be tested."""
+    monkeypatch.setattr("gattn.nn.dropout._SMALL", 0)
+
 
 SHAPES = [(), (0,), (7,), (3, 0), (5, 6), (2, 3, 4)]
 
@@ -141,3 +153,44 @@ def test_it_is_a_module_like_any_other():
     layer = copy.deepcopy(Dropout(0.3, inplace=True))
     assert repr(layer) == repr(torch.nn.Dropout(0.3, inplace=True))
     assert isinstance(layer, torch.nn.Dropout)
+
+
+def of_weights(caller):
+    """Whether it drops attention weights, which is not this function's."""
+    return caller.endswith(("dense/__init__.py", "attention_conv.py", "rgat_conv.py"))
+
+
+@pytest.mark.parametrize("name", [*layers.LAYERS, *layers.MODELS])
+def test_every_layer_uses_it(name, monkeypatch):
+    """With PyTorch's function, a layer would spend more time in dropout than in attention."""
+    layer, callers = layers.made(name).train(), []
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+        for attribute, value in vars(module).items():
+            if "drop" in attribute and type(value) is float:  # in PyG's MLP, always the integer 0
+                setattr(module, attribute, 0.5)
+    plain = F.dropout
+
+    def dropped(x, p=0.5, *args, **kwargs):
+        if p:
+            callers.append(inspect.stack()[1].filename)
+        return plain(x, p, *args, **kwargs)
+
+    for place in (F, torch):
+        monkeypatch.setattr(place, "dropout", dropped)
+    row = layers.row(name)
+    row.call(layer, *row.inputs(layers.Draw()))
+    assert [caller for caller in callers if not of_weights(caller)] == []
+
+
+def drawn_with(setting):
+    program = "import torch, gattn; torch.manual_seed(0); print(gattn.dropout(torch.ones(5000)).sum().item())"
+    environment = {**os.environ, "GATTN_TORCH": setting}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+
+def test_pytorchs_draws_by_an_environment_variable():
+    torch.manual_seed(0)
+    assert float(drawn_with("products,dropout").stdout) == F.dropout(torch.ones(5000)).sum()
+    assert "GATTN_TORCH may name" in drawn_with("dropuot").stderr
