@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import torch_geometric.nn
 from torch import Tensor
 
 import gattn
-from gattn import features
+from gattn import features, products
 from gattn.datasets.loading import data_root
 from gattn.errors import BackendError
 from gattn.ops.backends import BACKENDS, Backend
@@ -46,13 +45,14 @@ def environment() -> list[tuple[str, str]]:
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         ("PyTorch", torch.__version__),
         *((name, _version(name)) for name in _PACKAGES),
-        ("processor", f"{_processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"),
+        ("processor", f"{products.processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"),
     ]
     if error := native.load_error():
         kernels = f"none: {error}"
     else:
         kernels = f"{native.library().gattn_instruction_set().decode()}, {native.library()._name}"
     found.append(("CPU kernels", kernels))
+    found.append(("products", products.rule()))
     devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     found.append(("GPUs", ", ".join(devices) or "none"))
     found += [(name, os.environ[name]) for name in os.environ if name in _VARIABLES or name.startswith("MALLOC_")]
@@ -65,15 +65,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not on Linux
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 class Check(NamedTuple):

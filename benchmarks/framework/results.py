@@ -22,6 +22,7 @@ from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, g
 import torch
 
 import gattn
+from gattn.products import processor
 
 try:
     import fcntl
@@ -313,7 +314,7 @@ def machine(device: str = "cpu", environment: Mapping[str, str] = MappingProxyTy
         except PackageNotFoundError:
             continue
     # Servers of one name may lack AVX-512, which changes ratios, too.
-    cpu = f"{_cpu_name()} with {torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"{processor()} with {torch.backends.cpu.get_cpu_capability()}"
     name = torch.cuda.get_device_name(device) if is_gpu else cpu
     gpu = {"cuda": str(torch.version.cuda), "driver": _driver()} if is_gpu else {}
     return {
@@ -370,13 +371,3 @@ def _driver() -> str:
     except (OSError, subprocess.TimeoutExpired):
         found = []
     return found[0].strip() if found else "unknown"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal, Optional, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.inits import glorot, zeros
@@ -19,6 +18,7 @@ from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import AttentionConv, AttentionWeights, projects
 from gattn.nn.linear import Linear, is_plain
 from gattn.ops import reference
+from gattn.products import linear
 from gattn.scores import GATScore
 from gattn.torch_private import is_traced
 
@@ -252,7 +252,7 @@ class GATConv(AttentionConv):
             assert projected is not None
             diagonal = torch.eye(self.heads, dtype=stacked.dtype, device=stacked.device).unsqueeze(-1)
             combined, x = (stacked.unsqueeze(1) * diagonal).flatten(2).flatten(0, 1), projected.flatten(-2)
-        terms = F.linear(x, combined)
+        terms = linear(x, combined)
         return terms.view(*terms.shape[:-1], len(vectors), self.heads).unbind(-2)
 
     @staticmethod

@@ -16,6 +16,7 @@ from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features, with_features
 from gattn.nn.linear import Linear, columns, is_untouched
 from gattn.ops.dropout import check_probability
+from gattn.products import linear
 from gattn.scores import GATScore
 from gattn.torch_private import is_traced
 
@@ -163,7 +164,7 @@ class HEATConv(BaseConv):
             source, _ = graph.sources_and_targets()
             edge_value = self.lin(with_features(x.index_select(0, source), edge))
         else:
-            value = F.linear(x, parts[0], self.lin.bias)
+            value = linear(x, parts[0], self.lin.bias)
             edge_value = F.linear(edge, parts[1]) if self._needs_messages() is not None else None
         value = self._for_heads(value)
         if edge_value is not None:

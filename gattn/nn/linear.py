@@ -14,9 +14,10 @@ from torch_geometric.nn.dense import Linear as PyGLinear
 
 from gattn.autocast import without_autocast
 from gattn.graphs.edge_lists import derived
-from gattn.torch_private import has_hooks, is_wrapper
+from gattn.products import linear, uses_onednn
+from gattn.torch_private import NonDynamicallyQuantizableLinear, has_hooks, is_wrapper
 
-__all__ = ["Linear", "columns", "is_affine", "is_plain", "is_untouched", "transposed_pattern"]
+__all__ = ["Linear", "columns", "is_affine", "is_plain", "is_untouched", "through", "transposed_pattern"]
 
 
 class Linear(PyGLinear):
@@ -37,7 +38,7 @@ class Linear(PyGLinear):
             x: The features.
         """
         if x.layout == torch.strided:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         if x.layout != torch.sparse_csr:
             x = x.to_sparse_csr()
         out = _sparse_product(x, self.weight)
@@ -50,9 +51,10 @@ class Linear(PyGLinear):
         save(self, destination, prefix, keep_vars)
 
 
+_LINEAR = (Linear, PyGLinear, torch.nn.Linear, NonDynamicallyQuantizableLinear, HeteroLinear)
 #: Layers that are nothing but their parameters, each with the method that says so and the number of these parameters.
 _PARAMETERS: dict[type[Module], tuple[Any, int]] = {
-    **{kind: (kind.forward, 2) for kind in (Linear, PyGLinear, torch.nn.Linear, HeteroLinear)},
+    **{kind: (kind.forward, 2) for kind in _LINEAR},
     Embedding: (Embedding.forward, 1),
 }
 
@@ -77,6 +79,12 @@ def is_untouched(module: Module) -> bool:
 def is_affine(lin: Module) -> bool:
     """Whether a layer is only its weight `[F_out, F_in]` and, possibly, its bias."""
     return isinstance(lin, (PyGLinear, torch.nn.Linear)) and is_untouched(lin)
+
+
+def through(lin: Any, x: Tensor) -> Tensor:
+    """What a linear layer makes of features, by `gattn.products` if nobody could notice the difference."""
+    out: Tensor = linear(x, lin.weight, lin.bias) if uses_onednn() and is_affine(lin) else lin(x)
+    return out
 
 
 def is_plain(lin: Any) -> bool:

@@ -17,6 +17,7 @@ from gattn.nn.dropout import dropout
 from gattn.nn.linear import Linear, columns
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
+from gattn.products import linear
 from gattn.scores import Score
 
 __all__ = ["LPAttLayer"]
@@ -150,7 +151,7 @@ class LPAttLayer(BaseConv):
         query = self._heads(self.lin_l(first) + self.lin_l(second))
         halves = columns(self.lin_r, nodes.size(-1), nodes.size(-1))
         if halves is not None:
-            key = self._heads(F.linear(nodes, halves[0], self.lin_r.bias))
+            key = self._heads(linear(nodes, halves[0], self.lin_r.bias))
             edge = self._heads(F.linear(ppr_rpes, halves[1]))
         else:
             around = nodes.index_select(-2, graph.sources_and_targets()[0].long())

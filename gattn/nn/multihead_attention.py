@@ -20,10 +20,12 @@ from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
 from gattn.nn.graph_positions import with_positions
 from gattn.nn.key_value_cache import KeyValueCache
+from gattn.nn.linear import through
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
 from gattn.nn.torch_masks import check_mask, is_causal_mask, mask_terms
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
+from gattn.products import linear
 from gattn.torch_private import NonDynamicallyQuantizableLinear, is_readable, no_hook
 
 __all__ = ["KeyValueCache", "MultiheadAttention"]
@@ -353,7 +355,7 @@ class MultiheadAttention(Attention):
         )
         out, weights = (result, None) if isinstance(result, Tensor) else result
         out = out.flatten(-2).to(q.dtype)  # masks in single precision turn the output into it
-        out = self.out_proj(out.transpose(0, 1) if transposed else out)
+        out = through(self.out_proj, out.transpose(0, 1) if transposed else out)
         if weights is None:
             return out, None
         heads_dim = resolved.heads_dim if average_attn_weights else None
@@ -412,7 +414,7 @@ class MultiheadAttention(Attention):
             q = self._project_query(query, transposed)
             return q, *memory_cache.keep(self, lambda: self._project_memory(key, value, transposed))
         if query is key and key is value and self.in_proj_weight is not None:
-            projected = self._heads(F.linear(query, self.in_proj_weight, self._in_bias()), transposed)
+            projected = self._heads(linear(query, self.in_proj_weight, self._in_bias()), transposed)
             q, k, v = projected.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], -2)
             return self._normalise(q, self.q_norm), self._normalise(k, self.k_norm), v
         return self._project_query(query, transposed), *self._project_memory(key, value, transposed)
@@ -420,19 +422,19 @@ class MultiheadAttention(Attention):
     def _project_query(self, query: Tensor, transposed: bool) -> Tensor:
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
         bias = self._in_bias(slice(self.embed_dim))
-        return self._normalise(self._heads(F.linear(query, weight, bias), transposed), self.q_norm)
+        return self._normalise(self._heads(linear(query, weight, bias), transposed), self.q_norm)
 
     def _project_memory(self, key: Tensor, value: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
         check_dtype(self, key=key, value=value)
         bias = self._in_bias(slice(self.embed_dim, None))
         if self.in_proj_weight is not None and key is value:
-            k, v = torch.split(F.linear(key, self.in_proj_weight[self.embed_dim :], bias), self._splits[1:], -1)
+            k, v = torch.split(linear(key, self.in_proj_weight[self.embed_dim :], bias), self._splits[1:], -1)
         else:
             weights: tuple[Tensor, ...] = (self.k_proj_weight, self.v_proj_weight)
             if self.in_proj_weight is not None:
                 weights = torch.split(self.in_proj_weight[self.embed_dim :], self._splits[1:])
             biases = (None, None) if bias is None else torch.split(bias, self._splits[1:])
-            k, v = F.linear(key, weights[0], biases[0]), F.linear(value, weights[1], biases[1])
+            k, v = linear(key, weights[0], biases[0]), linear(value, weights[1], biases[1])
         return self._normalise(self._heads(k, transposed), self.k_norm), self._heads(v, transposed)
 
     def _in_bias(self, part: slice | None = None) -> Tensor | None:

@@ -17,6 +17,7 @@ from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.edge_features import checked_features, with_features
 from gattn.nn.linear import Linear, columns
+from gattn.products import linear
 from gattn.scores import GATScore
 from gattn.torch_private import has_hooks
 
@@ -147,7 +148,7 @@ class ResGatedGraphConv(BaseConv):
                 edge, edge_value = to + by, sent.unsqueeze(-1)
             else:
                 query, key, value = (
-                    F.linear(x, part[0], lin.bias) for lin, x, part in zip(lins, ends, parts, strict=True)
+                    linear(x, part[0], lin.bias) for lin, x, part in zip(lins, ends, parts, strict=True)
                 )
                 edge = F.linear(edge_attr, parts[0][1] + parts[1][1])
                 edge_value = F.linear(edge_attr, parts[2][1]).unsqueeze(-1)

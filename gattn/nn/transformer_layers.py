@@ -21,6 +21,7 @@ from gattn.graphs import Graph
 from gattn.nn import nested
 from gattn.nn.dropout import Dropout
 from gattn.nn.key_value_cache import KeyValueCache
+from gattn.nn.linear import through
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.torch_masks import as_numbers, check_mask, is_causal_mask
 from gattn.ops.call import check_dtype
@@ -43,8 +44,10 @@ class _TransformerLayer(Leaf, torch.nn.Module):
 
     norm_first: bool
     self_attn: Any
+    activation: Callable[[Tensor], Tensor]
     dropout: torch.nn.Dropout
     dropout1: torch.nn.Dropout
+    dropout2: torch.nn.Dropout
 
     def _make(
         self,
@@ -83,6 +86,10 @@ class _TransformerLayer(Leaf, torch.nn.Module):
             options["static_kv"] = False
         dropped: Tensor = self.dropout1(self.self_attn(x, x, x, need_weights=False, **masks, **options)[0])
         return dropped
+
+    def _fed(self, x: Tensor) -> Tensor:
+        """The feed-forward network, without its last dropout."""
+        return through(self.linear2, self.dropout(self.activation(through(self.linear1, x))))
 
     def _reads_booleans(self) -> bool:
         """Whether only gattn's own code sees the masks."""
@@ -207,6 +214,10 @@ class TransformerEncoderLayer(_TransformerLayer, torch.nn.TransformerEncoderLaye
             masks = _as_in_torch(masks, src.dtype)
         src = self._added(src, self.norm1, self._sa_block, *masks, is_causal=is_causal, **options)
         return self._added(src, self.norm2, self._ff_block)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.dropout2(self._fed(x))
+        return dropped
 
 
 class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLayer):
@@ -350,6 +361,10 @@ class TransformerDecoderLayer(_TransformerLayer, torch.nn.TransformerDecoderLaye
         if "cache" in options:
             options["static_kv"] = True
         dropped: Tensor = self.dropout2(self.multihead_attn(x, mem, mem, need_weights=False, **masks, **options)[0])
+        return dropped
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.dropout3(self._fed(x))
         return dropped
 
 

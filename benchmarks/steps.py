@@ -1,0 +1,346 @@
+"""Whole training steps, and what their time goes into: `python -m benchmarks.steps`.
+
+A step is what a user waits for: dropout, forward, loss, backward and Adam. Both sides have the same network and
+the same weights, with gattn's layers and dropout or with PyG's layers and PyTorch's dropout, these in the forms of
+`benchmarks/pyg_peers.py`. Nothing is timed before outputs and gradients, without dropout, agree with float64.
+
+Duration: 30 to 60 minutes; with `--quick`: 2 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import gattn
+from benchmarks import pyg_peers
+from benchmarks.framework.benchmark import Benchmark
+from benchmarks.framework.measuring import Computation, Expected, Measurement, Times, budgets, measured, timed
+from benchmarks.framework.options import add_allocator, add_measuring, allocators, unique
+from benchmarks.framework.processes import Message
+from benchmarks.framework.reports import Line, factor, machines, megabytes, quartiles
+from benchmarks.framework.results import VERSIONS, Row
+from benchmarks.kernel_cases import SHAPES, Shape, draw_edges
+from benchmarks.nodes_models import GLOBAL_RECIPES, RECIPES, network
+from benchmarks.pyg_peers import PYG
+
+SEED = 0
+LIBRARIES: dict[str, Any] = {"gattn": gattn.nn, "pyg": pyg}
+MODELS: dict[str, Any] = {"gattn": gattn.models, "pyg": pyg.models}
+
+CORA = SHAPES["cora"][0]
+PHOTO = SHAPES["photo"][0]
+MID = SHAPES["mid"][0]
+MOLECULES = Shape("32 molecules", 736, 1600, 4, 16, graphs=32, in_channels=64, fresh=True)
+
+PARTS = {
+    "products": ("mm", "addmm", "bmm", "baddbmm", "mkldnn", "product"),
+    "attention": ("attention", "softmax", "scatter", "index", "gather", "expand", "leaky", "einsum"),
+    "dropout": ("dropout", "bernoulli", "gattn_drop"),
+    "Adam": ("optimizer", "sqrt", "addcdiv", "addcmul", "lerp"),
+}
+"""What an operator belongs to, by a part of its name; the first that fits."""
+
+
+class Stack(torch.nn.Module):
+    """Convolutions of four heads, each after dropout, with ELU between them."""
+
+    def __init__(self, library: str, conv: str, widths: Sequence[int], heads: int, dropout: float, **options: Any):
+        super().__init__()
+        make = functools.partial(getattr(LIBRARIES[library], conv), **options)
+        self.dropout = getattr(LIBRARIES[library], "Dropout", torch.nn.Dropout)(dropout)
+        self.convs = torch.nn.ModuleList(
+            make(first, last // heads, heads=heads) for first, last in itertools.pairwise(widths)
+        )
+
+    def forward(self, x: Tensor, edge_index: Any, *more: Tensor) -> Tensor:
+        """Updates nodes `[N, F]`."""
+        for number, conv in enumerate(self.convs):
+            x = conv(self.dropout(F.elu(x) if number else x), edge_index, *more)
+        return x
+
+
+class Blocks(torch.nn.Module):
+    """GPS blocks of GAT and attention."""
+
+    def __init__(self, library: str, number: int, channels: int, heads: int, dropout: float):
+        super().__init__()
+        layers = LIBRARIES[library]
+        self.blocks = torch.nn.ModuleList(
+            layers.GPSConv(channels, layers.GATConv(channels, channels // heads, heads), heads, dropout)
+            for _ in range(number)
+        )
+
+    def forward(self, x: Tensor, edge_index: Any, batch: Tensor) -> Tensor:
+        """Updates nodes `[N, F]`."""
+        for block in self.blocks:
+            x = block(x, edge_index, batch)
+        return x
+
+
+def polynormer(library: str) -> torch.nn.Module:
+    """Polynormer with both kinds of layers; PyG's global ones fail with several heads."""
+    model = MODELS[library].Polynormer(PHOTO_FEATURES, 64, PHOTO_CLASSES, local_layers=3, global_layers=2)
+    model._global = True
+    return model
+
+
+class Step(NamedTuple):
+    """A network, its inputs, and what it is trained on."""
+
+    network: Callable[[str], torch.nn.Module]
+    """Makes it of the layers of a library."""
+    shape: Shape
+    in_channels: int
+    more: Literal["", "batch", "edge_attr"] = ""
+    """What it takes besides features and edges."""
+    exact: str = "pyg"
+    """The library that has it in float64."""
+
+
+CORA_FEATURES, PHOTO_FEATURES, PHOTO_CLASSES, EDGE_CHANNELS = 1433, 745, 8, 16
+
+
+def gat(name: str, *options: Any) -> Callable[[str], torch.nn.Module]:
+    """Makes a stack."""
+    return lambda library: Stack(library, name, *options)
+
+
+def recipe(model: str, recipe: Any) -> Callable[[str], torch.nn.Module]:
+    """Makes a network of `benchmarks.nodes` for Photo."""
+    return lambda library: network(recipe, PHOTO_FEATURES, PHOTO_CLASSES, model, library)
+
+
+STEPS = {
+    "GAT, 2 layers of 8 × 8": Step(gat("GATConv", (CORA_FEATURES, 64, 64), 8, 0.6), CORA, CORA_FEATURES),
+    "GAT, 3 layers of 4 × 64": Step(gat("GATConv", (PHOTO_FEATURES, 256, 256, 256), 4, 0.5), PHOTO, PHOTO_FEATURES),
+    "GATv2, 3 layers of 4 × 64": Step(gat("GATv2Conv", (PHOTO_FEATURES, 256, 256, 256), 4, 0.5), PHOTO, PHOTO_FEATURES),
+    "GAT, 3 layers of 4 × 64, larger": Step(gat("GATConv", (128, 256, 256, 256), 4, 0.5), MID, 128),
+    "GAT, tunedGNN's": Step(recipe("gat", RECIPES["photo"]), PHOTO, PHOTO_FEATURES),
+    "GPS, 4 blocks of 64": Step(lambda library: Blocks(library, 4, 64, 4, 0.1), MOLECULES, 64, "batch"),
+    "Transformer, 4 layers of 4 × 16": Step(
+        lambda library: Stack(library, "TransformerConv", [64] * 5, 4, 0.1, edge_dim=EDGE_CHANNELS),
+        MOLECULES,
+        64,
+        "edge_attr",
+    ),
+    "SGFormer": Step(recipe("sgformer", GLOBAL_RECIPES["sgformer"]["photo"]), PHOTO, PHOTO_FEATURES, exact="gattn"),
+    "Polynormer": Step(polynormer, PHOTO, PHOTO_FEATURES, "batch"),
+}
+
+
+class Parts(TypedDict):
+    """The milliseconds of a step in each of `PARTS`, and in the rest."""
+
+    products: float
+    attention: float
+    dropout: float
+    Adam: float
+    other: float
+
+
+class Result(TypedDict):
+    """The columns of a measurement."""
+
+    outcome: Literal["ok"]
+    reason: str
+    peak_bytes: int
+    step: Times
+    without_dropout: Times
+    """The same step of the network in evaluation."""
+    parts: Parts
+    """What the profiler says of it."""
+
+
+@dataclass(frozen=True)
+class Case(Measurement):
+    """One measurement."""
+
+    result = Result
+
+    task: str
+    peer: str
+    threads: int
+    repeats: int
+    seconds: float
+    allocator: str
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.peer}" + ", kept memory" * (self.allocator == "kept")
+
+    def prepare_process(self) -> None:
+        """Also silences warnings of PyG and PyTorch's compiler about themselves."""
+        super().prepare_process()
+        pyg_peers.prepare(self.peer)
+        warnings.filterwarnings("ignore")
+
+    def problem(self) -> tuple[object, ...]:
+        """What is the same for all cases that must have the same result."""
+        return (self.task,)
+
+    def references(self) -> dict[str, dict[str, Expected]]:
+        """The results in float64."""
+        task = STEPS[self.task]
+        exact, rounded = (
+            computed.compared(computed.forward_backward())
+            for computed in (self._build(task.exact, dtype)[0] for dtype in (torch.float64, torch.float32))
+        )
+        shape = task.shape
+        degree = int(draw_edges(shape)[1].bincount().max()) + 1
+        return {"": budgets(exact, rounded, torch.float32, degree, shape.edges + shape.nodes)}
+
+    def computation(self) -> Computation:
+        """The network in evaluation, with the gradients of all parameters."""
+        computation, self.__dict__["net"] = self._build(self.peer, torch.float32)
+        if "compile" in self.peer:
+            pyg_peers.settle(computation)
+        return computation
+
+    def _build(self, peer: str, dtype: torch.dtype) -> tuple[Computation, torch.nn.Module]:
+        task = STEPS[self.task]
+        shape, generator = task.shape, torch.Generator().manual_seed(SEED)
+        torch.manual_seed(SEED)
+        net = task.network("pyg")
+        if peer == "gattn":
+            state, net = net.state_dict(), task.network("gattn")
+            net.load_state_dict(state)
+        net.to(dtype).eval()
+        x = torch.randn(shape.nodes, task.in_channels, generator=generator).to(dtype)
+        edge_index, more = draw_edges(shape), list[Tensor]()
+        if task.more == "batch":
+            more = [torch.arange(shape.nodes) // (shape.nodes // shape.graphs)]
+        elif task.more == "edge_attr":
+            more = [torch.randn(shape.edges, EDGE_CHANNELS, generator=generator).to(dtype)]
+        if "sorted" in peer:
+            edge_index, *more = (
+                pyg_peers.by_target(edge_index, *more)
+                if task.more == "edge_attr"
+                else (*pyg_peers.by_target(edge_index), *more)
+            )
+        wrap = pyg_peers.wrap(peer, shape.nodes, shape.nodes)
+        edges, run = wrap(edge_index), pyg_peers.compiled(peer, net)
+
+        def call() -> Tensor:
+            fresh = wrap(edge_index.clone()) if shape.fresh else edges
+            out: Tensor = run(x, fresh, *more)
+            return out
+
+        out = call()
+        used = torch.autograd.grad(out.sum(), list(net.parameters()), allow_unused=True)
+        named = zip(net.named_parameters(), used, strict=True)
+        leaves: dict[str, Tensor] = {name: leaf for (name, leaf), grad in named if grad is not None}
+        return Computation(call, leaves, torch.randn(out.shape, generator=generator).to(dtype)), net
+
+    def times(self, computation: Computation) -> Row:
+        """The times of a step with dropout and without, and its parts."""
+        net = self.__dict__["net"]
+        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        labels = torch.randint(computation.grad.size(1), (len(computation.grad),))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(computation.call(), labels).backward()
+            optimizer.step()
+
+        def times() -> Times:
+            for _ in range(3):  # in which a compiled network is compiled
+                step()
+            return timed(step, self.repeats, self.seconds)
+
+        without_dropout = times()
+        net.train()
+        return {"step": times(), "without_dropout": without_dropout, "parts": parts(step)}
+
+
+def parts(step: Callable[[], None], number: int = 3) -> Parts:
+    """The milliseconds of a step's parts, by the profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(number):
+            step()
+    found = Counter(dict.fromkeys((*PARTS, "other"), 0.0))
+    for event in profiler.key_averages():
+        name = event.key.lower()
+        part = next((part for part, texts in PARTS.items() if any(text in name for text in texts)), "other")
+        found[part] += event.self_cpu_time_total / (1000 * number)
+    return {name: round(spent, 3) for name, spent in found.items()}  # type: ignore[return-value]
+
+
+class Steps(Benchmark[Case]):
+    """Measures each step."""
+
+    name = "steps"
+    quick: ClassVar = {
+        "tasks": ["GAT, 2 layers of 8 × 8", "GPS, 4 blocks of 64", "Transformer, 4 layers of 4 × 16"],
+        "peers": ["gattn", "pyg", "pyg-sorted"],
+        "allocator": "default",
+        "repeats": 3,
+        "seconds": 0.1,
+        "threads": 1,
+    }
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the options."""
+        add = parser.add_argument
+        add("--tasks", nargs="+", default=list(STEPS), choices=STEPS, help="what is trained (default: all)")
+        text = "implementations (default: gattn and PyG, eager and compiled; with memory kept also with sorted edges)"
+        add("--peers", nargs="+", choices=("gattn", *PYG), help=text)
+        add_allocator(parser)
+        add_measuring(parser, cls.name, duration=3.0)
+
+    def cases(self) -> list[Case]:
+        """Each task's peers under each allocator."""
+        options = self.options
+        return unique(
+            Case(task, peer, options.threads, options.repeats, options.seconds, allocator)
+            for task in options.tasks
+            for allocator in allocators(options)
+            for peer in options.peers or ("gattn", *pyg_peers.USUAL[allocator])
+            if pyg_peers.is_installed(peer)
+        )
+
+    def run(self, cases: Sequence[Case]) -> Generator[Message[Case], None, None]:
+        """Measures."""
+        return measured(cases, self.options.timeout)
+
+    def report(self, rows: dict[Case, Row]) -> None:
+        """One line per task and peer."""
+
+        def line(case: Case, row: Row) -> Line:
+            found = [other for peer in PYG if (other := rows.get(replace(case, peer=peer))) and "step" in other]
+            best = min(found, key=lambda other: other["step"]["median"], default=None)
+            return {
+                "task": f"{case.task}, {STEPS[case.task].shape.name}",
+                "layers": case.peer,
+                "allocator": case.allocator,
+                "× PyG": factor(rows.get(replace(case, peer="pyg")), row, "step"),
+                "× PyG's best": factor(best, row, "step"),
+                "step, ms": quartiles(row, "step"),
+                "without dropout, ms": quartiles(row, "without_dropout"),
+                **{f"{part}, ms": f"{row['parts'][part]:.1f}" if "parts" in row else "–" for part in (*PARTS, "other")},
+                "peak, MB": megabytes(row),
+            }
+
+        lines = [line(case, row) for case, row in rows.items()]
+        remarks = [
+            *machines(rows.values(), (*VERSIONS, "python"), ", {threads} thread(s)"),
+            *pyg_peers.remarks(rows)[:-1],
+            "Parts are the profiler's, which lengthens steps of many small operators.",
+        ]
+        self.publish("Training steps", lines, remarks, {}, headings=pyg_peers.headings(lines))
+
+
+if __name__ == "__main__":
+    Steps.main()
