@@ -1,11 +1,11 @@
-"""The benchmarks of drop-in layers, of their training, and of all scores and distributions."""
+"""The benchmarks of drop-in layers, of steps and of their training, and of all scores and distributions."""
 
 import json
 
 import pytest
 
 import gattn
-from benchmarks import families, layers
+from benchmarks import families, layers, steps
 from benchmarks.framework import measuring
 from benchmarks.framework.measuring import check
 from benchmarks.kernel_cases import SHAPES, Shape
@@ -100,6 +100,46 @@ def test_families_of_each_shape():
     found = {shape: [case.family for case in cases if case.shape.name == shape] for shape in families.USUAL}
     assert found == {shape: list(names) for shape, names in families.USUAL.items()}
     assert {case.allocator for case in cases} == {"kept"}
+
+
+@pytest.fixture
+def small_steps(monkeypatch, small):
+    tiny = Shape("tiny", 12, 40, 8, 8, graphs=3, fresh=True)
+    monkeypatch.setattr(steps, "STEPS", {name: step._replace(shape=tiny) for name, step in steps.STEPS.items()})
+
+
+def test_steps_are_measured_and_agrees_with_float64(tmp_path, small_steps):
+    tasks, peers = (
+        ["GAT, tunedGNN's", "GPS, 4 blocks of 64", "Transformer, 4 layers of 4 × 16"],
+        ["gattn", "pyg-sorted"],
+    )
+    steps.Steps.main([*QUICK, "--tasks", *tasks, "--peers", *peers, "--out", str(tmp_path)])
+    rows = read_rows(tmp_path / "runs.jsonl")
+    assert [(row["task"], row["peer"]) for row in rows] == [(task, peer) for task in tasks for peer in peers]
+    assert {row["outcome"] for row in rows} == {"ok"}
+    for row in rows:
+        spent = row["parts"]
+        assert min(spent.values()) > 0
+    assert "× PyG's best" in (tmp_path / "table.md").read_text()
+
+
+def errors_of_step(case, change=lambda: None):
+    references = case.references()[""]
+    change()
+    computation = case.computation()
+    errors = check(computation.compared(computation.forward_backward()), references)
+    return [name for name, entry in errors.items() if entry["error"] > entry["budget"]]
+
+
+@pytest.mark.parametrize("task", steps.STEPS)
+def test_steps_agree_with_float64(task, small_steps):
+    for peer in ("gattn", "pyg"):
+        assert errors_of_step(steps.Case(task, peer, 1, 2, 0.1, "default")) == []
+
+
+def test_a_wrong_step_is_found(small_steps, monkeypatch):
+    case = steps.Case("GAT, 3 layers of 4 × 64", "gattn", 1, 2, 0.1, "default")
+    assert errors_of_step(case, lambda: monkeypatch.setattr(steps.F, "elu", lambda x: x))
 
 
 @pytest.mark.parametrize("task", ["typed"])
