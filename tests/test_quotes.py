@@ -237,6 +237,32 @@ def training_steps():
         yield f"| {words} | {{}} | {{}} | {{}} | {{}} |", factors
 
 
+def steps():
+    for task, words in STEPS.items():
+        own, theirs = (rows("steps", task=task, layers=peer, allocator="kept")[0] for peer in ("gattn", "pyg"))
+        step, products = (number(own[column]) for column in ("step, ms", "products, ms"))
+        total = sum(number(own[f"{part}, ms"]) for part in ("products", "attention", "dropout", "Adam", "other"))
+        factors = [two_digits(number(own[column])) for column in ("× PyG's best", "× PyG")]
+        dropout = [two_digits(number(row["dropout, ms"])) for row in (own, theirs)]
+        yield (
+            f"| {words} | {{}} ms | {{}} | {{}} | {{}} and {{}} ms | {{}} % |",
+            [f"{step:.0f}", *factors, *dropout, f"{100 * products / total:.0f}"],
+        )
+
+
+STEPS = {
+    "GAT, 2 layers of 8 × 8, cora": "GAT, two layers of 8 × 8, Cora's size",
+    "GAT, 3 layers of 4 × 64, photo": "GAT, three layers of 4 × 64, Photo",
+    "GATv2, 3 layers of 4 × 64, photo": "GATv2, the same",
+    "GAT, 3 layers of 4 × 64, larger, mid": "GAT, the same, 42 000 nodes and 580 000 edges",
+    "GAT, tunedGNN's, photo": "tunedGNN's GAT for Photo",
+    "SGFormer, photo": "SGFormer, Photo",
+    "Polynormer, photo": "Polynormer, Photo",
+    "GPS, 4 blocks of 64, 32 molecules": "four GPS blocks of 64 channels, molecules",
+    "Transformer, 4 layers of 4 × 16, 32 molecules": "four `TransformerConv` of 4 × 16, molecules",
+}
+
+
 def layers():
     for column, words in ((BEST, "the fastest form of PyG's"), (COMPILED, "PyG compiled"), (EAGER, "PyG eager")):
         factors = [number(row[column]) for row in rows("layers", peer="gattn") if row[column] != "–"]
@@ -491,6 +517,11 @@ SECTIONS = {
     ("README.md", "- **Fast.**"): (
         (whole_layers,),
         ("two CPU cores and a graph of 622 000 edges", "GATv2"),
+        (),
+    ),
+    ("docs/performance.md", "## A training step"): (
+        (steps,),
+        ("in batches of 32", "float32", "AVX-512", "AVX2"),
         (),
     ),
     ("docs/performance.md", "## Graph layers beside PyG"): (

@@ -17,7 +17,7 @@ from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
 from gattn.tracing import Leaf
 
-__all__ = ["Dropout", "dropout"]
+__all__ = ["Dropout", "dropout", "make_own"]
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -109,10 +109,7 @@ def small_steps(monkeypatch, small):
 
 
 def test_steps_are_measured_and_agrees_with_float64(tmp_path, small_steps):
-    tasks, peers = (
-        ["GAT, tunedGNN's", "GPS, 4 blocks of 64", "Transformer, 4 layers of 4 × 16"],
-        ["gattn", "pyg-sorted"],
-    )
+    tasks, peers = list(steps.STEPS)[4:7], ["gattn", "pyg-sorted"]
     steps.Steps.main([*QUICK, "--tasks", *tasks, "--peers", *peers, "--out", str(tmp_path)])
     rows = read_rows(tmp_path / "runs.jsonl")
     assert [(row["task"], row["peer"]) for row in rows] == [(task, peer) for task in tasks for peer in peers]
