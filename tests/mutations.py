@@ -89,6 +89,7 @@ ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES, EGT, GR
         "tgat_conv",
     )
 )
+PRODUCTS, DROPOUT = "gattn/products.py", "gattn/nn/dropout.py"
 SGFORMER_MODEL, POLYNORMER_MODEL, GCN = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer", "gcn_conv"))
 
 #: The tests that should notice a mutation, in the order in which they run.
@@ -113,6 +114,8 @@ TESTS = {
     **{file: ["tests/nn/test_dgl_layers.py"] for file in (DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER)},
     **{file: ["tests/nn/test_edge_weight.py"] for file in (ATTENTION_CONV, FACTORS)},
     **{file: ["tests/nn/test_multihead_attention.py"] for file in (CACHE, MULTIHEAD)},
+    PRODUCTS: ["tests/test_products.py"],
+    DROPOUT: ["tests/nn/test_dropout.py"],
     TEMPORAL: ["tests/nn/test_temporal_layers.py"],
     HGT: ["tests/nn/test_hgt_conv.py"],
     GRAPHORMER: ["tests/models/test_graphormer.py"],
@@ -788,6 +791,11 @@ MUTATIONS = [
         ATTENTION_CONV,
         "dropped = F.dropout(alpha, self.dropout, «self.training → False»)",
     ),
+    Mutation("small products are oneDNN's", PRODUCTS, "return «x.numel() * weight.size(0) → _LEAST» >= _LEAST"),
+    Mutation("forward mode is not asked for", PRODUCTS, "is_traced() or «uses_forward_mode() → False»"),
+    Mutation("a bias has no gradient", PRODUCTS, "rows.sum(0) if «needs_bias → False»"),
+    Mutation("what is dropped loses its strides", DROPOUT, "return «torch.empty_like(x).copy_(result) → result»"),
+    Mutation("PyG's modules keep PyTorch's dropout", DROPOUT, "if type(each) is «torch.nn.Dropout → Dropout»"),
     Mutation("self-loops weigh nothing", FACTORS, "graph.with_features(edge_weight.unsqueeze(-1), «1.0 → 0.0»)"),
     Mutation("the token is a neighbour", GRAPHORMER, "(1, 0, 1, 0), value=«len(table) → 1»)"),
     Mutation(

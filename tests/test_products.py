@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from gattn import products
 from gattn.testing import assert_as_exact_as
@@ -111,6 +112,9 @@ def test_what_pytorch_computes(called):
     torch.testing.assert_close(torch.func.vmap(products.linear, (0, None))(x, weight), F.linear(x, weight))
     derivative = torch.func.jvp(lambda x: products.linear(x, weight), (x,), (x,))[1]
     torch.testing.assert_close(derivative, F.linear(x, weight))
+    with forward_ad.dual_level():
+        dual = products.linear(forward_ad.make_dual(x, x), weight)
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, F.linear(x, weight))
     torch.testing.assert_close(
         torch.compile(products.linear, backend="eager", fullgraph=True)(x, weight), F.linear(x, weight)
     )
