@@ -84,7 +84,7 @@ def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or is_traced() or uses_forward_mode() or uses_jit_trace() or is_autocast(x):
         return False
     for tensor in (x, weight) if bias is None else (x, weight, bias):
-        if type(tensor) not in _PLAIN or is_functorch_tensor(tensor) or is_lazy(tensor):
+        if type(tensor) not in _PLAIN or tensor.is_nested or is_functorch_tensor(tensor) or is_lazy(tensor):
             return False
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return False

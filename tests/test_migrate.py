@@ -50,6 +50,14 @@ def test_every_name_that_both_libraries_have_can_change(module):
         assert text.partition(",")[0] == f"{module.__name__}.{name}"
 
 
+def test_what_replaces_pytorchs():
+    program = "from torch import nn\nimport torch.nn.functional as F\nnn.Dropout, F.dropout, nn.Linear, F.relu, nn.GRU"
+    assert sorted(name for _, name in migrate.names_in(program)) == ["torch.nn.Dropout", "torch.nn.functional.dropout"]
+    assert migrate.verdict("torch.nn.Dropout") == (True, "gattn.nn.Dropout")
+    assert migrate.verdict("torch.nn.functional.dropout") == (True, "gattn.dropout")
+    assert migrate.verdict("torch.nn.MultiheadAttention") == (True, "gattn.nn.MultiheadAttention")
+
+
 def test_other_defaults_are_mentioned():
     """PyG's model has one head and ReLU, gattn's eight and ELU."""
     assert migrate.verdict("torch_geometric.nn.models.GAT") == (

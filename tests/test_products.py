@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from gattn import products
+from gattn.nn.linear import Linear
 from gattn.testing import assert_as_exact_as
 from tests import layers
 from tests.ops.fuzz import threads
@@ -120,6 +121,16 @@ def test_what_pytorch_computes(called):
     )
     products.linear(x[0], weight)
     assert called == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    parts, lin = [torch.randn(3, 7), torch.randn(5, 7)], Linear(7, 5)
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    for found in (lin(nested), products.linear(nested, lin.weight, lin.bias)):
+        for one, part in zip(found.unbind(), parts, strict=True):
+            torch.testing.assert_close(one, F.linear(part, lin.weight, lin.bias))
 
 
 def test_wrong_inputs_raise_what_pytorch_raises():

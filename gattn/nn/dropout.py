@@ -53,7 +53,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
         >>> gattn.dropout(x, 0.2, training=False) is x
         True
     """
-    if not training or not isinstance(x, Tensor):
+    if not training or not isinstance(x, Tensor) or x.is_nested:
         return F.dropout(x, p, training, inplace)
     if x.layout != torch.strided and not inplace:
         return _of_stored_values(x, p)

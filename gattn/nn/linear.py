@@ -37,7 +37,7 @@ class Linear(PyGLinear):
         Args:
             x: The features.
         """
-        if x.layout == torch.strided:
+        if x.layout == torch.strided or x.is_nested:
             return linear(x, self.weight, self.bias)
         if x.layout != torch.sparse_csr:
             x = x.to_sparse_csr()

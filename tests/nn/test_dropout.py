@@ -149,6 +149,13 @@ def test_sparse_features(layout):
     assert sources.layout == torch.sparse_csr
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    found = gattn.dropout(torch.nested.nested_tensor([torch.ones(3, 9), torch.ones(5, 9)], layout=layout), 0.5)
+    assert [(part.shape, part.unique().tolist()) for part in found.unbind()] == [((n, 9), [0.0, 2.0]) for n in (3, 5)]
+
+
 def test_it_is_a_module_like_any_other():
     layer = copy.deepcopy(Dropout(0.3, inplace=True))
     assert repr(layer) == repr(torch.nn.Dropout(0.3, inplace=True))
