@@ -294,6 +294,11 @@ def step_of(computation: Computation, net: torch.nn.Module) -> Callable[[], None
     return step
 
 
+def in_quartiles(values: Quartiles) -> str:
+    """Median and quartiles."""
+    return f"{values['median']:.2f} ({values['q1']:.2f}–{values['q3']:.2f})"
+
+
 def parts(step: Callable[[], None], number: int = 3) -> Parts:
     """The milliseconds of a step's parts, by the profiler."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -350,20 +355,16 @@ class Steps(Benchmark[Case]):
 
         def line(case: Case, row: Row) -> Line:
             found = [other for peer in PYG if (other := rows.get(replace(case, peer=peer))) and "step" in other]
-            best = min(found, key=lambda other: (other.get("in_turns") or other["step"])["median"], default=None)
-
-            def faster(other: Row | None) -> str:
-                if case.peer == "gattn" and other is not None and "in_turns" in other:
-                    return f"{other['in_turns']['median']:.1f}×"
-                return factor(other, row, "step")
-
+            best = min(found, key=lambda other: other["step"]["median"], default=None)
+            took_turns = any("in_turns" in other for other in found)
             return {
                 "task": f"{case.task}, {STEPS[case.task].shape.name}",
                 "threads": str(case.threads),
                 "layers": case.peer,
                 "allocator": case.allocator,
-                "× PyG": faster(rows.get(replace(case, peer="pyg"))),
-                "× PyG's best": faster(best),
+                "× PyG": "–" if took_turns else factor(rows.get(replace(case, peer="pyg")), row, "step"),
+                "× PyG's best": "–" if took_turns else factor(best, row, "step"),
+                "time over gattn's, in turns": "–" if "in_turns" not in row else in_quartiles(row["in_turns"]),
                 "step, ms": quartiles(row, "step"),
                 "without dropout, ms": quartiles(row, "without_dropout"),
                 **{f"{part}, ms": f"{row['parts'][part]:.1f}" if "parts" in row else "–" for part in (*PARTS, "other")},
@@ -374,8 +375,8 @@ class Steps(Benchmark[Case]):
         remarks = [
             *machines(rows.values(), (*VERSIONS, "python"), ""),
             *pyg_peers.remarks(rows)[:-1],
-            "Parts are the profiler's, which lengthens steps of many small operators. Of molecules, × is the median of "
-            "rounds in one process, in which gattn and its peer take turns.",
+            "Parts are the profiler's, which lengthens steps of many small operators. Molecules are compared in one "
+            "process, in rounds in which gattn and its peer take turns.",
         ]
         self.publish("Training steps", lines, remarks, {}, headings=pyg_peers.headings(lines))
 

@@ -345,7 +345,7 @@ class Blocks(torch.nn.Module):
             gattn.nn.TransformerEncoderLayer(channels, heads, 2 * channels, **options) for _ in range(num_layers)
         )
         self.norm = torch.nn.LayerNorm(channels)
-        self.dropout = torch.nn.Dropout(dropout)
+        self.dropout = gattn.nn.Dropout(dropout)
         self.output = torch.nn.Linear(channels, num_outputs)
 
     def forward(self, x, graph):

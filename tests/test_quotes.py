@@ -242,7 +242,11 @@ def steps():
         own, theirs = (rows("steps", task=task, layers=peer, allocator="kept")[0] for peer in ("gattn", "pyg"))
         step, products = (number(own[column]) for column in ("step, ms", "products, ms"))
         total = sum(number(own[f"{part}, ms"]) for part in ("products", "attention", "dropout", "Adam", "other"))
-        factors = [two_digits(number(own[column])) for column in ("× PyG's best", "× PyG")]
+        factors = [two_digits(number(own[column])) for column in ("× PyG's best", "× PyG") if own[column] != "–"]
+        if not factors:
+            compared = [row for row in rows("steps", task=task, allocator="kept") if row["layers"] != "gattn"]
+            in_turns = {row["layers"]: number(row["time over gattn's, in turns"]) for row in compared}
+            factors = [two_digits(value) for value in (min(in_turns.values()), in_turns["pyg"])]
         dropout = [two_digits(number(row["dropout, ms"])) for row in (own, theirs)]
         yield (
             f"| {words} | {{}} ms | {{}} | {{}} | {{}} and {{}} ms | {{}} % |",

@@ -60,9 +60,11 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     if _LEFT_TO_TORCH or type(x) not in _PLAIN or not 0.0 < p < 1.0 or not cpu.can_drop(x):
         return F.dropout(x, p, training, inplace)
     is_compiling = torch.compiler.is_compiling()
-    if x.numel() < _SMALL and not is_compiling:
+    is_small = x.numel() < _SMALL and not is_compiling
+    if is_small and x.is_contiguous():
         return F.dropout(x, p, training, inplace)
-    result = cpu.drop(x, float(p), draw_seed(x.device))
+    # What PyTorch's function drops depends on the strides.
+    result = F.dropout(x.contiguous(), p) if is_small else cpu.drop(x, float(p), draw_seed(x.device))
     if inplace:
         return x.copy_(result)
     if is_compiling or x.is_contiguous():
