@@ -27,7 +27,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     <https://jmlr.org/papers/v15/srivastava14a.html>`_, and like :func:`torch.nn.functional.dropout`. But on CPUs, it
     uses all threads, and keeps no mask in memory, since it draws it again in the backward pass. What is dropped depends
     on PyTorch's generator, from which each call takes one number, and not on the number of threads. It is not what
-    PyTorch's own function drops; that one is called for few numbers (fewer than 2048), on other devices, and for
+    PyTorch's own function drops; that one is called for few numbers (fewer than 4096), on other devices, and for
     everything if the environment variable `GATTN_TORCH` is `dropout`, which gives back PyTorch's and PyG's draws.
 
     Args:
@@ -74,7 +74,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 _PLAIN = (Tensor, Parameter)
 _LEFT_TO_TORCH = "dropout" in left_to_torch()
-_SMALL = 2048
+_SMALL = 1 << 12
 """Of fewer numbers, PyTorch's own function is as fast."""
 
 
