@@ -59,16 +59,16 @@ MID = SHAPES["mid"][0]
 MOLECULES = Shape("32 molecules", 736, 1600, 4, 16, graphs=32, in_channels=64, fresh=True)
 
 PARTS = {
-    "products": ("mm", "addmm", "bmm", "baddbmm", "mkldnn", "product"),
+    "products": ("mm", "mkldnn"),
     "attention": ("attention", "softmax", "scatter", "index", "gather", "expand", "leaky", "einsum"),
-    "dropout": ("dropout", "bernoulli", "gattn_drop"),
+    "dropout": ("drop", "bernoulli"),
     "Adam": ("optimizer", "sqrt", "addcdiv", "addcmul", "lerp"),
 }
-"""What an operator belongs to, by a part of its name; the first that fits."""
+"""What an operator belongs to, by a part of its name in lower case; the first that fits."""
 
 
 class Stack(torch.nn.Module):
-    """Convolutions of four heads, each after dropout, with ELU between them."""
+    """Convolutions, each after dropout, with ELU between them."""
 
     def __init__(self, library: str, conv: str, widths: Sequence[int], heads: int, dropout: float, **options: Any):
         super().__init__()
@@ -128,8 +128,8 @@ class Step(NamedTuple):
 CORA_FEATURES, PHOTO_FEATURES, PHOTO_CLASSES, EDGE_CHANNELS = 1433, 745, 8, 16
 
 
-def gat(name: str, *options: Any) -> Callable[[str], torch.nn.Module]:
-    """Makes a stack."""
+def stack(name: str, *options: Any) -> Callable[[str], torch.nn.Module]:
+    """Makes a stack of one kind of layer."""
     return lambda library: Stack(library, name, *options)
 
 
@@ -139,10 +139,12 @@ def recipe(model: str, recipe: Any) -> Callable[[str], torch.nn.Module]:
 
 
 STEPS = {
-    "GAT, 2 layers of 8 × 8": Step(gat("GATConv", (CORA_FEATURES, 64, 64), 8, 0.6), CORA, CORA_FEATURES),
-    "GAT, 3 layers of 4 × 64": Step(gat("GATConv", (PHOTO_FEATURES, 256, 256, 256), 4, 0.5), PHOTO, PHOTO_FEATURES),
-    "GATv2, 3 layers of 4 × 64": Step(gat("GATv2Conv", (PHOTO_FEATURES, 256, 256, 256), 4, 0.5), PHOTO, PHOTO_FEATURES),
-    "GAT, 3 layers of 4 × 64, larger": Step(gat("GATConv", (128, 256, 256, 256), 4, 0.5), MID, 128),
+    "GAT, 2 layers of 8 × 8": Step(stack("GATConv", (CORA_FEATURES, 64, 64), 8, 0.6), CORA, CORA_FEATURES),
+    "GAT, 3 layers of 4 × 64": Step(stack("GATConv", (PHOTO_FEATURES, 256, 256, 256), 4, 0.5), PHOTO, PHOTO_FEATURES),
+    "GATv2, 3 layers of 4 × 64": Step(
+        stack("GATv2Conv", (PHOTO_FEATURES, 256, 256, 256), 4, 0.5), PHOTO, PHOTO_FEATURES
+    ),
+    "GAT, 3 layers of 4 × 64, larger": Step(stack("GATConv", (128, 256, 256, 256), 4, 0.5), MID, 128),
     "GAT, tunedGNN's": Step(recipe("gat", RECIPES["photo"]), PHOTO, PHOTO_FEATURES),
     "GPS, 4 blocks of 64": Step(lambda library: Blocks(library, 4, 64, 4, 0.1), MOLECULES, 64, "batch", threads=1),
     "Transformer, 4 layers of 4 × 16": Step(
@@ -242,11 +244,8 @@ class Case(Measurement):
         elif task.more == "edge_attr":
             more = [torch.randn(shape.edges, EDGE_CHANNELS, generator=generator).to(dtype)]
         if "sorted" in peer:
-            edge_index, *more = (
-                pyg_peers.by_target(edge_index, *more)
-                if task.more == "edge_attr"
-                else (*pyg_peers.by_target(edge_index), *more)
-            )
+            edge_index, *in_order = pyg_peers.by_target(edge_index, *more * (task.more == "edge_attr"))
+            more = in_order or more
         wrap = pyg_peers.wrap(peer, shape.nodes, shape.nodes)
         edges, run = wrap(edge_index), pyg_peers.compiled(peer, net)
 
@@ -299,6 +298,12 @@ def in_quartiles(values: Quartiles) -> str:
     return f"{values['median']:.2f} ({values['q1']:.2f}–{values['q3']:.2f})"
 
 
+def part_of(name: str) -> str:
+    """What an operator of this name is a part of."""
+    name = name.lower()
+    return next((part for part, texts in PARTS.items() if any(text in name for text in texts)), "other")
+
+
 def parts(step: Callable[[], None], number: int = 3) -> Parts:
     """The milliseconds of a step's parts, by the profiler."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -306,9 +311,7 @@ def parts(step: Callable[[], None], number: int = 3) -> Parts:
             step()
     found = Counter(dict.fromkeys((*PARTS, "other"), 0.0))
     for event in profiler.key_averages():
-        name = event.key.lower()
-        part = next((part for part, texts in PARTS.items() if any(text in name for text in texts)), "other")
-        found[part] += event.self_cpu_time_total / (1000 * number)
+        found[part_of(event.key)] += event.self_cpu_time_total / (1000 * number)
     return {name: round(spent, 3) for name, spent in found.items()}  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""Settings of the whole process, each for a block of code."""
+"""Settings of the whole process, for a block of code or by an environment variable."""
 
 from __future__ import annotations
 

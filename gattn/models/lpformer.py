@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from gattn.errors import check_at_least
-from gattn.nn.dropout import dropout, make_own
+from gattn.nn.dropout import dropout, replace_dropout
 from gattn.nn.lp_att_layer import LPAttLayer
 
 __all__ = ["LPFormer"]
@@ -80,7 +80,7 @@ class LPFormer(torch_geometric.nn.LPFormer):
             ppr_thresholds=ppr_thresholds,
             gcn_cache=gcn_cache,
         )
-        make_own(self.gnn)
+        replace_dropout(self.gnn)
         works_there = num_transformer_layers == num_heads == 1
         with torch.random.fork_rng(devices=[], enabled=works_there):  # then the numbers are those that PyG has drawn
             # Two nodes enter the first layer; their halves of what the layer before made of them enter the others.

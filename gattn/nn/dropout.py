@@ -17,7 +17,7 @@ from gattn.ops.backends import cpu
 from gattn.ops.dropout import draw_seed
 from gattn.tracing import Leaf
 
-__all__ = ["Dropout", "dropout", "make_own"]
+__all__ = ["Dropout", "dropout", "replace_dropout"]
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -127,7 +127,7 @@ class Dropout(Leaf, torch.nn.Dropout):
         return dropout(x, self.p, self.training, self.inplace)
 
 
-def make_own(module: torch.nn.Module) -> None:
+def replace_dropout(module: torch.nn.Module) -> None:
     """Replaces each `torch.nn.Dropout` in a module that PyG has made."""
     for each in module.modules():
         if type(each) is torch.nn.Dropout:

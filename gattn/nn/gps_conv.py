@@ -17,7 +17,7 @@ from gattn.errors import InputError
 from gattn.graphs import CompleteGraph, Graph
 from gattn.graphs.builders import checked_batch
 from gattn.nn.all_pairs import check_whole
-from gattn.nn.dropout import dropout, make_own
+from gattn.nn.dropout import dropout, replace_dropout
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.packed import packed
 from gattn.nn.performer_attention import PerformerAttention
@@ -102,7 +102,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         )
         self.attn_type = attn_type
         self.attn = attn
-        make_own(self.mlp)
+        replace_dropout(self.mlp)
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""

@@ -14,7 +14,7 @@ from gattn.distributions import Identity
 from gattn.errors import InputError, check_at_least, check_flag, check_number
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import on_graph, without_padding
-from gattn.nn.dropout import make_own
+from gattn.nn.dropout import replace_dropout
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 from gattn.tracing import Leaf
@@ -88,7 +88,7 @@ class PolynormerAttention(Leaf, torch_geometric.nn.attention.PolynormerAttention
         if learn_beta and not 0 < beta < 1:
             raise InputError(f"a beta that is learnt is a sigmoid, and must be between 0 and 1 at first; got {beta}.")
         super().__init__(channels, heads, head_channels, beta, qkv_bias, qk_shared, dropout)
-        make_own(self)
+        replace_dropout(self)
         self.betas: torch.nn.Parameter | None = None
         if learn_beta:
             self.betas = torch.nn.Parameter(torch.empty(heads * head_channels))

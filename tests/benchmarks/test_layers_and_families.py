@@ -128,6 +128,24 @@ def errors_of_step(case, change=lambda: None):
     return [name for name, entry in errors.items() if entry["error"] > entry["budget"]]
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("aten::addmm", "products"),
+        ("mkldnn::_linear_pointwise", "products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("gattn_attentionBackward", "attention"),
+        ("gattn::drop", "dropout"),
+        ("gattn_dropBackward", "dropout"),
+        ("aten::bernoulli_", "dropout"),
+        ("Optimizer.step#Adam.step", "Adam"),
+        ("aten::elu", "other"),
+    ],
+)
+def test_parts_of_a_step(name, part):
+    assert steps.part_of(name) == part
+
+
 @pytest.mark.parametrize("task", steps.STEPS)
 def test_steps_agree_with_float64(task, small_steps):
     for peer in ("gattn", "pyg"):
