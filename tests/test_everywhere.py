@@ -93,6 +93,24 @@ def test_zero_one_two_of_everything(name, sizes):
         assert_same(found, results(name, sizes, again))
 
 
+#: Layers with parts that nothing calls if there is no step, source, edge or word.
+STEPS = {"AdditiveAttention", "HAN", "HANConv", "LSTMN"}
+
+
+@pytest.mark.filterwarnings("ignore:std..:UserWarning")
+@pytest.mark.parametrize("name", sorted(set(NAMES) - NEEDS_SOMETHING.keys() - STEPS))
+def test_a_process_with_nothing_joins_the_others(name):
+    """DistributedDataParallel waits for the gradient of each parameter from each process."""
+    trained = []
+    for sizes in ({}, dict.fromkeys(SIZES, 0)):
+        layer, draw = made(name).train(), Draw(requires_grad=True, **sizes)
+        found = [part for part in tensors(row(name).call(layer, *row(name).inputs(draw))) if part.requires_grad]
+        if found:
+            sum(part.sum() for part in found).backward()
+        trained.append({name for name, part in layer.named_parameters() if part.grad is not None})
+    assert trained[0] == trained[1]
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "LPFormer"])  # PyG makes matrices on this device
 def test_beside_a_default_device(name):
     """All that is made inside of a layer is where its inputs are."""

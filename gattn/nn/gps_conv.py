@@ -185,7 +185,9 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         return self._norm(h + x, norm, batch)
 
     def _norm(self, h: Tensor, norm: Any, batch: Tensor | None) -> Tensor:
-        if norm is None or h.numel() == 0:  # PyG's norms fail without nodes
+        if norm is None:
             return h
+        if h.size(0) == 0:  # PyG's norms look for the last graph; they are called all the same, as some join processes
+            batch = None
         out: Tensor = norm(h, batch=batch) if self.norm_with_batch else norm(h)
         return out
