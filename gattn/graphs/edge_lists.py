@@ -35,6 +35,7 @@ __all__ = [
     "making",
     "plain",
     "with_loops",
+    "without_loops",
 ]
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -267,6 +268,18 @@ def has_loops(edge_index: Tensor) -> bool:
         return bool((first == second).any())
 
     found: bool = derived(edge_index, "has loops", derive)
+    return found
+
+
+def without_loops(edge_index: Tensor) -> Tensor:
+    """The places of the edges that connect two nodes."""
+
+    def derive() -> Tensor:
+        first, second = plain(edge_index)
+        is_kept: Tensor = first != second
+        return is_kept.nonzero().squeeze(1)
+
+    found: Tensor = derived(edge_index, "without loops", derive)
     return found
 
 

@@ -29,6 +29,7 @@ from gattn.graphs.edge_lists import (
     has_loops,
     looped,
     plain,
+    without_loops,
 )
 
 __all__ = ["Edges", "SparseGraph", "as_graph"]
@@ -265,8 +266,10 @@ class SparseGraph(Graph):
         elif not isinstance(fill_value, Tensor):
             fill_value = features.new_full((num_loops, *features.shape[1:]), fill_value)
         has_all_rows = fill_value.shape == (num_loops, *features.shape[1:])
-        if has_all_rows and not torch.compiler.is_compiling() and not has_loops(self.adjacency):
-            return self, torch.cat([features, fill_value])  # as below, without copying the edges
+        if has_all_rows and not torch.compiler.is_compiling():
+            if has_loops(self.adjacency):
+                features = features.index_select(0, without_loops(self.adjacency))
+            return self, torch.cat([features, fill_value])  # as below, without copying edges or waiting for a GPU
         edge_index, features = add_loops(self.adjacency, num_loops, features, fill_value)
         if torch.compiler.is_compiling():  # which only knows that there are as many if both are made together
             return self._changed(adjacency=edge_index, self_loops=False), features

@@ -442,6 +442,82 @@ class TestLaunches:
         assert len(codes) == len(first) + len(kinds)
 
 
+def waits(monkeypatch, call):
+    """What `call` does that would wait for a GPU: operators whose results or sizes depend on numbers, and copies.
+
+    Kernels do not run, as the interpreter reads numbers; what a call does must not depend on theirs.
+    """
+    found = []
+
+    def watched(name, original):
+        return lambda tensor, *arguments, **options: found.append(name) or original(tensor, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "run", lambda *arguments: None)
+        for name in ("tolist", "cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            call()
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    for name in {event.name.removeprefix("aten::") for event in profiler.events()} - {"index"}:  # which calls nonzero
+        operator = getattr(torch.ops.aten, name, None)
+        if operator is not None and any(tags & {*getattr(operator, kind).tags} for kind in operator.overloads()):
+            found.append(name)
+    return found
+
+
+@pytest.mark.skipif(not kernels._INTERPRETED, reason="records what the CPU does")
+class TestWaiting:
+    """Once a graph's layout is made, a call waits for nothing."""
+
+    @pytest.mark.parametrize(
+        "waiting",
+        [
+            lambda x: x.sum().item(),
+            lambda x: bool(x.sum() > 0),
+            lambda x: int(x.sum()),
+            lambda x: x.tolist(),
+            lambda x: x.cpu(),
+            lambda x: x[x > 0],
+            lambda x: x.nonzero(),
+            lambda x: x.unique(),
+        ],
+    )
+    def test_what_waits_is_found(self, waiting, monkeypatch):
+        assert waits(monkeypatch, lambda: waiting(torch.ones(3)))
+        assert not waits(monkeypatch, lambda: torch.ones(3)[torch.tensor([0])].add(1).sum())
+
+    @pytest.mark.parametrize(("weights", "p"), [(False, 0.0), (True, 0.4)])
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_layers(self, layer, weights, p, monkeypatch):
+        """With self-loops, edge features, and rows that are split."""
+        edge_index, edge_attr = random_edge_index(9, num_edges=30, hub=0.6), torch.randn(30, 3)
+        conv = layer(4, 2, heads=2, edge_dim=3, dropout=p)
+
+        def call():
+            x = torch.randn(9, 4, requires_grad=True)
+            with gattn.backend("triton"):
+                out = conv(x, edge_index, edge_attr, return_attention_weights=True if weights else None)
+            (out[0] if weights else out).sum().backward()
+
+        call()
+        assert not waits(monkeypatch, call)
+
+    @pytest.mark.parametrize(
+        ("score", "terms", "options"),
+        [
+            *itertools.product(("gat", "leaky_relu", "dot"), ((), TERMS), ({}, {"sink": True, "dropout": 0.4})),
+            ("dot", ("edge",), {"weights": "dropped", "dropout": 0.4, "batch": (2,), "dtype": torch.bfloat16}),
+            ("leaky_relu", (), {"distribution": "sparsemax", "dtype": torch.bfloat16}),
+        ],
+    )
+    def test_calls(self, score, terms, options, monkeypatch):
+        edge_index = random_edge_index(9, 7, 30, hub=0.6)
+        call = make_call(score, edge_index, 9, 7, heads=2, channels=3, terms=terms, **options)
+        call.results("triton")
+        assert not waits(monkeypatch, lambda: call.results("triton"))
+
+
 class TestGraphs:
     @pytest.mark.parametrize(
         ("score", "sources", "targets"), [("gat", 0, 0), ("gat", 3, 3), ("leaky_relu", 3, 0), ("dot", 0, 3)]

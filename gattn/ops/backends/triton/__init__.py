@@ -304,49 +304,8 @@ class _OnGraph:
         mask = given.get("mask")
         for place, name in enumerate(("mask_batch", "mask_edge", "mask_head")):
             self.numbers[name] = 0 if mask is None or mask.size(place) == 1 else mask.stride(place)
-        self._ready: dict[Any, tuple[_Launch, tuple[int, int], list[Any], list[tuple[int, str]]]] = {}
-
-    def launch(
-        self,
-        key: tuple[Any, ...],
-        rows: Rows,
-        given: dict[str, Any],
-        changes: dict[str, Any],
-        programs: int | None = None,
-    ) -> None:
-        """Runs a kernel over the tasks of `rows`.
-
-        Args:
-            key: Its name, and all that decides about the following, except for the tensors themselves.
-            rows: The rows to go through.
-            given: The arguments that differ between calls, or from `numbers`.
-            changes: Constants instead of those of the form.
-            programs: The number of programs that share the blocks of tasks. (default: `None`, one per block)
-        """
-        ready = self._ready.get(key)
-        if ready is None:
-            launch = self.form.launch((*key, self.is_counted), {**self.units, **changes})
-            blocks = self.num_blocks(rows, launch.constants["BLOCK_R"])
-            numbers = {
-                **self.numbers,
-                "start": rows.start,
-                "tasks": rows.tasks,
-                "node": rows.node,
-                "number": rows.number,
-                "num_tasks": rows.tasks.size(1),
-                "num_slots": rows.num_slots,
-                "num_blocks": blocks,
-                **launch.taken,
-            }
-            grid = blocks if programs is None else programs, -(-self.form.heads // launch.constants["BLOCK_H"])
-            values = [None if name in given else numbers.get(name) for name in launch.names]
-            changing = [(place, name) for place, name in enumerate(launch.names) if name in given]
-            ready = self._ready[key] = launch, grid, values, changing
-        launch, grid, values, changing = ready
-        values = values.copy()
-        for place, name in changing:
-            values[place] = given[name]
-        launch(grid, values)
+        #: Launches with their grids, their arguments, and the places of those that differ between calls.
+        self.ready: dict[Any, tuple[_Launch, tuple[int, int], list[Any], list[tuple[int, str]]]] = {}
 
     def num_blocks(self, rows: Rows, block: int) -> int:
         """The number of blocks of tasks in all rows."""
@@ -422,18 +381,42 @@ class _Pass:
         changes: dict[str, Any],
         programs: int | None = None,
     ) -> None:
-        """Runs a kernel over the tasks of `rows`, with the inputs that it takes; see `_OnGraph.launch`.
+        """Runs a kernel over the tasks of `rows`, with the inputs that it takes.
 
         Args:
             name: The name of the kernel.
             kind: What decides about constants and the types of arguments, besides inputs.
             rows: The rows to go through.
-            arguments: Its arguments in addition to the inputs, or instead of them.
+            arguments: Its arguments in addition to the inputs and the numbers of the graph, or instead of them.
             changes: Constants instead of those of the form.
-            programs: The number of programs. (default: `None`, one per block of tasks)
+            programs: The number of programs that share the blocks of tasks. (default: `None`, one per block)
         """
+        at, given = self.at, {**self.given, **arguments}
         key = name, kind, self.unaligned, "mask" in self.given
-        self.at.launch(key, rows, {**self.given, **arguments}, changes, programs)
+        ready = at.ready.get(key)
+        if ready is None:
+            launch = self.form.launch((*key, at.is_counted), {**at.units, **changes})
+            blocks = at.num_blocks(rows, launch.constants["BLOCK_R"])
+            numbers = {
+                **at.numbers,
+                "start": rows.start,
+                "tasks": rows.tasks,
+                "node": rows.node,
+                "number": rows.number,
+                "num_tasks": rows.tasks.size(1),
+                "num_slots": rows.num_slots,
+                "num_blocks": blocks,
+                **launch.taken,
+            }
+            grid = blocks if programs is None else programs, -(-self.form.heads // launch.constants["BLOCK_H"])
+            values = [None if name in given else numbers.get(name) for name in launch.names]
+            changing = [(place, name) for place, name in enumerate(launch.names) if name in given]
+            ready = at.ready[key] = launch, grid, values, changing
+        launch, grid, values, changing = ready
+        values = values.copy()
+        for place, name in changing:
+            values[place] = given[name]
+        launch(grid, values)
 
     def rewrite_logits(self) -> Tensor:
         """The logits of all edges, `[B, E, H]`, rewritten row by row so that each weight follows from its own alone.
