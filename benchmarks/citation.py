@@ -29,7 +29,7 @@ import gattn
 from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.node_data import densities, hush, storage
-from benchmarks.framework.options import MOST, add_runs, add_saving, device, folder, unique, whole
+from benchmarks.framework.options import MOST, add_device, add_runs, add_saving, folder, unique, whole
 from benchmarks.framework.processes import Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import Row
@@ -334,7 +334,7 @@ class Citation(Benchmark[Run]):
             help="libraries whose layers are used (default: gattn)",
         )
         add_runs(parser, 10)
-        add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+        add_device(parser)
         text = "processes that share the runs; this does not change the results (default: %(default)s)"
         add("--workers", type=whole(1, MOST), default=1, help=text)
         text = "threads per process, whose number affects rounding (default: %(default)s)"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, NotRequired
 
 import torch
@@ -44,7 +44,7 @@ from benchmarks.framework.measuring import (
     spread,
     timed,
 )
-from benchmarks.framework.options import add_allocator, add_measuring, allocators
+from benchmarks.framework.options import add_allocator, add_device, add_measuring, allocators
 from benchmarks.framework.processes import Message
 from benchmarks.framework.reports import Line, factor, machines, mark, median, megabytes, quartiles, quotient, ratio
 from benchmarks.framework.results import VERSIONS, Row
@@ -149,6 +149,7 @@ class Case(Measurement):
     repeats: int
     seconds: float
     allocator: str
+    device: str = field(default="cpu", kw_only=True)
 
     def __str__(self) -> str:
         return f"{self.part}, {self.nodes} nodes, {self.peer}" + ", default memory" * (self.allocator == "default")
@@ -215,12 +216,12 @@ class Case(Measurement):
         row: Row = {}
         for mode in MODES if computation.leaves else ("forward",):
             function = getattr(computation, mode)
-            found = [duration(function)]
+            found = [duration(function, self.device)]
             if found[0] <= self.seconds:
-                row[mode] = timed(function, self.repeats, self.seconds)
+                row[mode] = timed(function, self.repeats, self.seconds, self.device)
                 continue
             while len(found) < MIN_REPEATS and sum(found) < LONG:
-                found.append(duration(function))
+                found.append(duration(function, self.device))
             row[mode] = spread(found)
         return row
 
@@ -238,6 +239,11 @@ class Inputs(NamedTuple):
     """The pairs with a bias, `[2, E]`, sources first."""
     buckets: Tensor
     """The bucket of each pair of target and source, `[N, N]`."""
+
+    def to(self, device: str) -> Inputs:
+        """The inputs on another device."""
+        leaves = {name: leaf.to(device) for name, leaf in self.leaves.items()}
+        return Inputs(leaves, *(x.to(device) for x in self[1:]))
 
 
 def sizes_of(graphs: int) -> list[int]:
@@ -292,7 +298,8 @@ def ragged_layer(case: Case) -> Any:
 
 def by_pyg(layer: Any, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """PyG's layer on a batch, padded as PyG's networks do it."""
-    padded, is_real = to_dense_batch(x, torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)))
+    batch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(x.device)
+    padded, is_real = to_dense_batch(x, batch)
     out: Tensor = layer(padded, is_real)[is_real]
     return out
 
@@ -385,19 +392,19 @@ def layer_reference(case: Case, x: dict[str, Tensor]) -> Tensor:
 
 def build(case: Case) -> Computation:
     """A peer with its inputs."""
-    inputs = draw(case)
+    inputs = draw(case).to(case.device)
     if case.peer in ("sdpa", "dense", "flex"):
         return build_heads_first(case, inputs)
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
     if case.part in RAGGED_LAYERS:
-        layer: Any = ragged_layer(case)
+        layer: Any = ragged_layer(case).to(case.device)
         x, sizes, graph = leaves["x"], case.sizes(), gattn.CompleteGraph.packed(case.sizes())
         leaves = {"x": x, **dict(layer.named_parameters())}
         if case.peer == "pyg":
             return Computation(lambda: by_pyg(layer, x, sizes), leaves, inputs.grad)
         return Computation(lambda: layer(x, graph=graph), leaves, inputs.grad)
     if case.group == "window":
-        layer = layer_of(case)
+        layer = layer_of(case).to(case.device)
         layer.load_state_dict({name: leaf.detach() for name, leaf in leaves.items() if name != "x"})
         x, window = leaves["x"], gattn.CompleteGraph(case.nodes, window=WINDOW)
         leaves = {"x": x, **dict(layer.named_parameters())}
@@ -406,7 +413,7 @@ def build(case: Case) -> Computation:
     if case.peer == "einsum":
         return Computation(lambda: einsum(query, key, value), leaves, inputs.grad)
     if case.peer == "padded":
-        batch = torch.arange(case.graphs).repeat_interleave(torch.tensor(case.sizes()))
+        batch = torch.arange(case.graphs).repeat_interleave(torch.tensor(case.sizes())).to(case.device)
         return Computation(lambda: padded(query, key, value, batch), leaves, inputs.grad)
     graph = gattn.CompleteGraph(case.nodes, causal=case.part == "linear causal")
     if case.graphs > 1:
@@ -554,6 +561,7 @@ class Complete(Benchmark[Case]):
         """Adds the options."""
         add = parser.add_argument
         add("--parts", nargs="+", default=list(PEERS), choices=PEERS, help="what is measured (default: all)")
+        add_device(parser)
         add_allocator(parser, "kept", "kept; with --quick, default")
         add_measuring(parser, cls.name, repeats=7, duration=2.0)
 
@@ -562,11 +570,11 @@ class Complete(Benchmark[Case]):
         options = self.options
         fixed = options.threads, options.repeats, options.seconds
         cases = [
-            Case(part, sum(sizes_of(size)) if group_of(part) == "ragged" else size, graphs, peer, *fixed, allocator)
+            Case(part, nodes, graphs, peer, *fixed, allocator, device=options.device)
             for allocator in allocators(options)
             for group, sizes in (QUICK if options.quick else USUAL).items()
             for size in sizes
-            for graphs in (size if group == "ragged" else 1,)
+            for nodes, graphs in ((sum(sizes_of(size)), size) if group == "ragged" else (size, 1),)
             for part in PEERS
             if part in options.parts and group_of(part) == group
             for peer in PEERS[part]

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu right     # is it right? the doctor, tests, and compute-sanitizer
     python -m benchmarks.gpu fast      # attention, layers and minibatches, beside PyG
     python -m benchmarks.gpu tuned     # the choices of the kernels, and what Python costs per call
-    python -m benchmarks.gpu long      # training
+    python -m benchmarks.gpu best      # what `tuned` found, as a table
+    python -m benchmarks.gpu long      # training, and attention among all nodes
 
 Each step writes what it finds to --out at once: the output of each command as a text, measurements as rows. A step that
 is killed, or started again, goes on where it ended. With --dry-run, it does the same on tiny graphs and on the CPU, in
@@ -22,8 +23,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,15 +33,41 @@ import torch
 
 import gattn
 import gattn.ops.backends.triton as launcher
-from benchmarks.kernel_cases import BACKENDS, CONVS, DTYPES, SHAPES, Case, Shape, build
+from benchmarks.framework.measuring import check, wrong
+from benchmarks.framework.reports import markdown
+from benchmarks.framework.results import machine
+from benchmarks.kernel_cases import BACKENDS, CONVS, DTYPES, GPU_PEERS, SHAPES, Case, Shape, build, draw
+from benchmarks.steps import GPU_TASKS
 from gattn.ops import plans
+from gattn.ops.backends.triton import layout
 
 LIMIT = 540
 """Seconds after which a step starts nothing more, and ends what runs."""
 
-TINY = Shape("tiny", 10, 30, 2, 4, in_channels=8)
-LOADED = (256, 512, 1024, 2048)
-"""Bytes that a warp loads at a time: what `tuned` tries."""
+TINY = Shape("tiny", 10, 30, 2, 4, in_channels=8, hub=0)
+
+
+class Choice(NamedTuple):
+    """What the kernels choose by rules. The number of stages would be none: it does not change their compiled code."""
+
+    bytes_loaded: int = launcher._LOADED
+    """Bytes that a warp loads at a time."""
+    warps: int | None = None
+    """The warps of a program. (default: by its number of channels)"""
+    long_row: int = layout.LONG_ROW
+    """Rows with more edges are split."""
+
+
+DEFAULT = Choice()
+LOADS = Choice(1024), Choice(256), Choice(1024, 2), Choice(2048, 4)
+SPLITS = tuple(Choice(long_row=edges) for edges in (512, 64, 256))
+GRID = (
+    ("mid", DTYPES[:2], LOADS),
+    ("hub", DTYPES[:2], SPLITS),
+    ("arxiv", DTYPES[:2], LOADS[:2]),
+    ("mid", DTYPES[2:], LOADS),
+)
+"""What `tuned` tries beside the default, the most telling first: shapes, types and choices."""
 
 
 class Command(NamedTuple):
@@ -74,31 +102,47 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
                 watched = [] if sanitizer is None else [sanitizer, "--tool", tool, "--print-limit", "1000"]
                 right.append(Command(f"{tool}_{kind}_{peer}", [*watched, *program], alone=False))
 
-    kernels = [*python, "benchmarks.kernels", "--seconds", "0.4", "--out", str(out / "kernels")]
+    def benchmark(command: str, name: str, *arguments: str) -> Command:
+        where = "--out", str(out / name), "--device", device
+        return Command(command, [*python, f"benchmarks.{name}", *where, *arguments])
+
+    measured = [Command("tuned", [*python, "benchmarks.gpu", "measure", "--out", str(out), *["--dry-run"] * dry_run])]
+    brief = "--seconds", "0.4", "--allocator", "default"
     if dry_run:
         # Rows that contradict each other, as they may beside other programs, would be an error.
-        tiny = ["--shapes", "tiny", "--parts", "attention", "--layers", "gat", "--peers", "gattn", "--threads", "1"]
-        fast = [Command("kernels", [*kernels, *tiny, "--allocator", "default"])]
-    else:
-        kernels += ["--device", "cuda", "--peers", "gattn", "pyg", "pyg-compile"]
-        halves = ["--dtypes", *DTYPES]
-        fast = [
-            Command("mid", [*kernels, "--shapes", "mid", "--parts", "attention", *halves]),
-            Command("batch", [*kernels, "--shapes", "batch", "--parts", "layer"]),
-            Command("layers", [*kernels, "--shapes", "mid", "--parts", "layer", *halves]),
-            Command("arxiv", [*kernels, "--shapes", "arxiv", "--parts", "attention", *halves]),
-            Command("others", [*kernels, "--shapes", "molecules", "sampled", "hub", "products"]),
+        tiny = "--shapes", "tiny", "--parts", "attention", "--layers", "gat", "--peers", "gattn", "--threads", "1"
+        fast = [benchmark("kernels", "kernels", *brief, *tiny)]
+        parts = "--parts", "linear", "sparse bias", "bucket bias"
+        long = [
+            benchmark("steps", "steps", "--quick", "--tasks", "GPS, 4 blocks of 64", "--peers", "gattn"),
+            benchmark("complete", "complete", "--quick", *parts, "--only", "gattn"),
+            benchmark("nodes", "nodes", "--quick", "--models", "gat"),
         ]
-
-    tuned = [Command("tuned", [*python, "benchmarks.gpu", "measure", "--out", str(out), *["--dry-run"] * dry_run])]
-    nodes = [*python, "benchmarks.nodes", "--out", str(out / "nodes"), "--device", device]
-    nodes += (
-        ["--quick", "--models", "gat"]
-        if dry_run
-        else ["--models", "gps", "sgformer", "--datasets", "minesweeper", "--runs", "3"]
-    )
-    long = [Command("nodes", nodes)]
-    return {"right": right, "fast": fast, "tuned": tuned, "long": long}
+        return {"right": right, "fast": fast, "tuned": measured, "long": long}
+    peers, halves = ("--peers", "gattn", "pyg", "pyg-compile"), ("--dtypes", *DTYPES[:2])
+    others = "--peers", "gattn", "dgl", *GPU_PEERS  # in the end: what fails is tried again
+    alone, layers = ("--parts", "attention"), ("--parts", "layer")
+    fast = [
+        benchmark(command, "kernels", *brief, "--shapes", *arguments)
+        for command, *arguments in (
+            ("mid", "mid", *alone, *halves, *peers),
+            ("batch", "batch", *layers, *peers),
+            ("layers", "mid", *layers, *halves, *peers),
+            ("arxiv", "arxiv", *alone, *halves, *peers),
+            ("others", "molecules", "sampled", "hub", "products", *peers),
+            ("float16", "mid", "arxiv", *alone, "--dtypes", "float16", *peers),
+            ("peers", "mid", "molecules", *alone, *halves, *others),
+            ("peers_batch", "batch", *others),
+        )
+    ]
+    training = "--models", "gps", "sgformer", "--datasets", "minesweeper", "--runs", "3"
+    long = [
+        benchmark("steps", "steps", *brief, "--peers", "gattn", "pyg", "--tasks", *GPU_TASKS),
+        benchmark("complete", "complete", *brief, "--parts", "none", "linear", "sparse bias", "bucket bias"),
+        benchmark("products_half", "kernels", *brief, "--shapes", "products", *alone, "--dtypes", "bfloat16", *peers),
+        benchmark("nodes", "nodes", *training),
+    ]
+    return {"right": right, "fast": fast, "tuned": measured, "long": long}
 
 
 def run_step(commands: list[Command], out: Path, environment: dict[str, str]) -> bool:
@@ -149,48 +193,98 @@ def program(kind: str, peer: str, device: str) -> None:
     print(kind, peer, "ended")
 
 
-def measure(out: Path, device: str) -> None:
-    """Times of each kernel for each choice, and of Python for calls on ten nodes, as rows."""
+def measure(out: Path, device: str) -> bool:
+    """Times of each kernel for each choice, and of Python for calls on ten nodes, as rows; whether all were right."""
     BACKENDS[device] = "triton"  # also in the interpreter
-    file = out / "tuned.jsonl"
-    known = {tuple(row[name] for name in ("shape", "layer", "dtype", "loaded")) for row in _rows(file)}
-    shapes = (TINY,) if device == "cpu" else (SHAPES["mid"][0], SHAPES["arxiv"][0])
-    card = "CPU, interpreted" if device == "cpu" else torch.cuda.get_device_name()
-    for shape, layer, dtype in itertools.product(shapes, CONVS, DTYPES):
-        case = Case(shape, "attention", layer, False, dtype, "gattn", torch.get_num_threads(), 30, 0.5, device)
-        loaded = LOADED[:1] if device == "cpu" else LOADED
-        if all((shape.name, layer, dtype, bytes_) in known for bytes_ in loaded):
-            continue
-        computation = build(case)
-        for bytes_ in loaded:
-            with choices(bytes_):
-                found = times(computation.forward_backward, device)
-            row = {"shape": shape.name, "layer": layer, "dtype": dtype, "loaded": bytes_, "card": card, **found}
-            _append(file, row)
-    for layer, threads in itertools.product(CONVS, (True, False)):
-        shape = TINY if device == "cpu" else SHAPES["tiny"][0]
-        computation = build(Case(shape, "attention", layer, False, "float32", "gattn", 1, 30, 0.5, device))
-        with torch.autograd.set_multithreading_enabled(threads):
-            both = {name: wall(getattr(computation, name), device) for name in ("forward", "forward_backward")}
-        _append(file, {"shape": "host", "layer": layer, "dtype": "float32", "loaded": threads, "card": card, **both})
+    file, place, is_right = out / "tuned.jsonl", machine(device), True
+    known = [row for row in _rows(file) if row["outcome"] == "ok"]
+
+    def case_of(shape: Shape, layer: str, dtype: str) -> Case:
+        return Case(shape, "attention", layer, False, dtype, "gattn", torch.get_num_threads(), 30, 0.5, device)
+
+    def missing(case: Case, choices: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
+        """Choices without a row, and the first columns of theirs."""
+        names = {"layer": case.layer, "heads": case.shape.heads, "channels": case.shape.channels, "dtype": case.dtype}
+        found = [(choice, {**place, "shape": case.shape.name, **names, **choice._asdict()}) for choice in choices]
+        return [(choice, key) for choice, key in found if not any(key.items() <= row.items() for row in known)]
+
+    for layer in CONVS:
+        case = case_of(TINY if device == "cpu" else SHAPES["tiny"][0], layer, "float32")
+        for choice, key in missing(case, map(Autograd, (True, False))):
+            computation = build(case)
+            with torch.autograd.set_multithreading_enabled(choice.own_thread):
+                both = {name: wall(getattr(computation, name), device) for name in ("forward", "forward_backward")}
+            _append(file, {**key, "outcome": "ok", "host_us": both})
+
+    grid: Any = (("tiny", DTYPES[:1], (Choice(1024, 2), Choice(long_row=8))), ("tiny", DTYPES[1:2], ()))
+    shapes = {**SHAPES, "tiny": (TINY,)}
+    for (name, dtypes, others), layer in itertools.product(grid if device == "cpu" else GRID, CONVS):
+        for dtype in dtypes:
+            case = case_of(shapes[name][0], layer, dtype)
+            left = missing(case, (DEFAULT, *others))
+            if left:
+                inputs, expected = draw(case), case.references()[""]
+            for choice, key in left:
+                try:
+                    with chosen(choice):
+                        # Another tensor, as the layout of this one was made with other choices.
+                        computation = build(case, replace(inputs, edge_index=inputs.edge_index.clone()))
+                        reason = wrong(check(computation.compared(computation.forward_backward()), expected))
+                        outcome = "WRONG" if reason else "ok"
+                        us = None if reason else times(computation.forward_backward, device)
+                except Exception as error:  # a choice may need more than a card has
+                    outcome, reason, us = "failed", f"{type(error).__name__}: {error}", None
+                _append(file, {**key, "outcome": outcome, "reason": reason, "us": us})
+                is_right &= outcome == "ok"
+    return is_right
+
+
+class Autograd(NamedTuple):
+    """Where PyTorch runs backward passes."""
+
+    own_thread: bool
 
 
 @contextmanager
-def choices(loaded: int) -> Iterator[None]:
-    """Kernels that load so many bytes at a time."""
-    before, launcher._LOADED = launcher._LOADED, loaded
-    forget()
+def chosen(choice: Choice) -> Iterator[None]:
+    """Kernels with these choices."""
+    before, rule = (launcher._LOADED, layout.LONG_ROW), launcher._blocks
+
+    def blocks(heads: int, channels: int, value_channels: int, dtype: torch.dtype) -> dict[str, int]:
+        found = rule(heads, channels, value_channels, dtype)
+        return found if choice.warps is None else {**found, "num_warps": choice.warps}
+
+    def choose(bytes_loaded: int, long_row: int, rule: Callable[..., dict[str, int]]) -> None:
+        launcher._LOADED, layout.LONG_ROW, launcher._blocks = bytes_loaded, long_row, rule
+        plans.forget()
+        launcher._forms.clear()
+
+    choose(choice.bytes_loaded, choice.long_row, blocks)
     try:
         yield
     finally:
-        launcher._LOADED = before
-        forget()
+        choose(*before, rule)
 
 
-def forget() -> None:
-    """Forgets what was prepared for earlier calls."""
-    plans.forget()
-    launcher._forms.clear()
+def best(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The table of the fastest choice for all kernels, and for each, beside the default."""
+    found: dict[tuple[str, ...], dict[str, dict[Choice, float]]] = {}
+    for row in rows:
+        if row["outcome"] == "ok" and row.get("us"):
+            width = f"{row['heads']} × {row['channels']}"
+            kernels = found.setdefault((row["layer"], width, row["dtype"], row["machine"], row["shape"]), {})
+            for kernel, time in {"all": sum(row["us"].values()), **row["us"]}.items():
+                kernels.setdefault(kernel, {})[Choice(*(row[name] for name in Choice._fields))] = time
+    lines = []
+    for names, kernels in sorted(found.items()):
+        for kernel, of_choices in kernels.items():
+            fastest, default = min(of_choices, key=lambda choice: of_choices[choice]), of_choices.get(DEFAULT)
+            differing = {name: value for name, value in fastest._asdict().items() if value != getattr(DEFAULT, name)}
+            line = dict(zip(("score", "heads × channels", "type", "card", "shape"), names, strict=True))
+            line |= {"kernel": kernel, "default, µs": "–" if default is None else f"{default:.1f}"}
+            line |= {"best, µs": f"{of_choices[fastest]:.1f}", "choices": str(len(of_choices))}
+            lines.append(line | {"best": ", ".join(f"{name}={x}" for name, x in differing.items()) or "default"})
+    return lines
 
 
 def times(call: Callable[[], Any], device: str) -> dict[str, float]:
@@ -212,10 +306,10 @@ def times(call: Callable[[], Any], device: str) -> dict[str, float]:
 
 
 def wall(call: Callable[[], Any], device: str) -> float:
-    """Microseconds per call until all work is done; the median of five."""
-    repeats, found = (1, []) if device == "cpu" else (200, [])
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(5):
+    """Microseconds per call until all work is done: on a GPU, the median of five rounds."""
+    repeats, rounds = (1, 1) if device == "cpu" else (200, 5)
+    found, wait = [], torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(rounds):
         wait()
         start = time.perf_counter()
         for _ in range(repeats):
@@ -239,20 +333,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("step", choices=("right", "fast", "tuned", "long", "program", "measure"))
+    parser.add_argument("step", choices=("right", "fast", "tuned", "best", "long", "program", "measure"))
     parser.add_argument("layer", nargs="?", choices=CONVS, help="of program, which is a part of right")
     parser.add_argument("peer", nargs="?", choices=("gattn", "pyg"), help="of program")
     parser.add_argument("--out", type=Path, help="folder of results (default: runs/gpu, or runs/gpu-dry)")
     parser.add_argument("--dry-run", action="store_true", help="tiny graphs on the CPU, in Triton's interpreter")
     options = parser.parse_args(arguments)
-    if not options.dry_run and not torch.cuda.is_available():
+    if not options.dry_run and options.step != "best" and not torch.cuda.is_available():
         parser.exit(2, "error: there is no GPU that PyTorch can use; --dry-run does without\n")
     device = "cpu" if options.dry_run else "cuda"
     out = options.out or Path("runs/gpu-dry" if options.dry_run else "runs/gpu")
     if options.step == "program":
         program(options.layer, options.peer, device)
     elif options.step == "measure":
-        measure(out, device)
+        return 0 if measure(out, device) else 1
+    elif options.step == "best":
+        found = best(_rows(out / "tuned.jsonl"))
+        if not found:
+            parser.exit(2, f"error: tuned has measured nothing in {out}\n")
+        print(markdown(found, []), end="")
     else:
         environment = {**os.environ, "TRITON_INTERPRET": "1" if options.dry_run else "0", "PYTHONUNBUFFERED": "1"}
         return 0 if run_step(steps(out, options.dry_run)[options.step], out, environment) else 1

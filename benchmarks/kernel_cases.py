@@ -1,7 +1,7 @@
 """What `benchmarks.kernels` measures: shapes, inputs, the reference and the peers.
 
 The peer *gattn-custom* is gattn with the same score, written as a custom score of which the kernels only get the
-logits. `benchmarks/pyg_peers.py` has those of PyG.
+logits. `benchmarks/pyg_peers.py` has those of PyG. *flex* is PyTorch's FlexAttention: dot products only.
 
 The results are compared with gattn's reference in float64. The unit *gather* is the time that `embedding_bag` takes to
 sum one row of features per edge, over the same edges.
@@ -10,6 +10,7 @@ sum one row of features per edge, over the same edges.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import math
 import os
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
@@ -32,7 +34,7 @@ from benchmarks import pyg_peers
 from benchmarks.framework import measuring
 from benchmarks.framework.measuring import Computation, Expected, Measured, Measurement, Times, budgets
 from benchmarks.framework.results import Row
-from benchmarks.pyg_peers import PYG
+from benchmarks.pyg_peers import PYG, PYG_REPLAYED
 
 CONVS = {
     "gat": (gattn.nn.GATConv, pyg.GATConv),
@@ -40,9 +42,13 @@ CONVS = {
     "transformer": (gattn.nn.TransformerConv, pyg.TransformerConv),
 }
 PEERS = ("gattn", *PYG, "dgl", "gattn-custom")
-ATTENTION_ONLY = ("gattn-custom", "dgl")
+GPU_PEERS = (PYG_REPLAYED, "gattn-compile-replayed", "flex-compile")
+"""Those that a CPU has no use for: a CUDA graph has the calls that `torch.compile` made, and repeats them."""
+ATTENTION_ONLY = ("gattn-custom", "dgl", "flex-compile")
 """Peers without whole layers."""
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
+USUAL_DTYPES = {"cpu": DTYPES[:2], "cuda": DTYPES}
+"""Those of attention on *mid*, unless others are named."""
 PARTS = ("attention", "layer")
 BACKENDS = {"cpu": "cpu", "cuda": "triton"}
 EDGE_FEATURES = {"both": (False, True), "with": (True,), "without": (False,)}
@@ -56,6 +62,9 @@ CHUNK_EDGES = 2**17
 
 CHECKED_ROWS = 4096
 """The number of random rows that are compared if results have one row per node; other results are compared whole."""
+
+FLEX_BLOCK, FLEX_PAIRS = 128, 2**32
+"""FlexAttention computes blocks of this many targets and sources. More pairs in them are not tried."""
 
 SAMPLED_NODES = 1_000_000
 """For graphs with more nodes, the reference keeps only the compared rows, so that memory suffices."""
@@ -209,7 +218,7 @@ class Case(Measurement):
         computation = build(self)
         if "compile" in self.peer:
             pyg_peers.settle(computation)
-        return computation
+        return Replayed(**vars(computation)) if "replayed" in self.peer else computation
 
     def measure(self, reference: Path | None) -> Row:
         """Also measures how much the machine copies and computes per second."""
@@ -344,6 +353,14 @@ class CustomScore(gattn.Score):
         return self.score.tensors()
 
 
+class Replayed(Computation):
+    """One whose results are in memory that its next call overwrites."""
+
+    def compared(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Computation.compared`."""
+        return super().compared({name: result.clone() for name, result in results.items()})
+
+
 # The reference -------------------------------------------------------------------------------------------------------
 
 
@@ -413,17 +430,17 @@ def chunks(target: Tensor, size: int = CHUNK_EDGES) -> Iterator[Tensor]:
 # The peers -----------------------------------------------------------------------------------------------------------
 
 
-def build(case: Case) -> Computation:
-    """A peer's computation."""
-    inputs = draw(case).to(case.device)
+def build(case: Case, inputs: Inputs | None = None) -> Computation:
+    """A peer's computation, with the inputs that `draw` returns."""
+    inputs = (draw(case) if inputs is None else inputs).to(case.device)
     if case.part == "gather":
         return build_gather(case, inputs)
     if case.part == "layer":
         return build_layer(case, inputs)
     for tensor in inputs.tensors.values():
         tensor.requires_grad_()
-    builders = {"gattn": build_gattn, "gattn-custom": build_gattn, "dgl": build_dgl}
-    return builders.get(case.peer, build_pyg)(case, inputs)
+    builders = {"gattn": build_gattn, "dgl": build_dgl, "flex": build_flex}
+    return builders.get(case.peer.split("-")[0], build_pyg)(case, inputs)
 
 
 def build_gather(case: Case, inputs: Inputs) -> Computation:
@@ -446,10 +463,17 @@ def build_gattn(case: Case, inputs: Inputs) -> Computation:
     leaves = inputs.tensors
     query, key, value = leaves["query"], leaves["key"], leaves.get("value", leaves["key"])
     score, backend, nodes = score_of(case, leaves.get("vector")), BACKENDS[case.device], case.shape.nodes
-    graph = inputs.graphs(lambda edges: gattn.SparseGraph(edges, num_sources=nodes, num_targets=nodes))
-    return Computation(
-        lambda: gattn.attend(query, key, value, graph(), score=score, backend=backend), leaves, inputs.grad
+
+    def forward(edge_index: Any) -> Tensor:
+        return gattn.attend(query, key, value, edge_index, score=score, backend=backend)
+
+    call = pyg_peers.compiled(case.peer, forward)
+    graph = (
+        inputs.graphs()
+        if call is not forward
+        else inputs.graphs(lambda edges: gattn.SparseGraph(edges, num_sources=nodes, num_targets=nodes))
     )
+    return Computation(lambda: call(graph()), leaves, inputs.grad)
 
 
 def build_pyg(case: Case, inputs: Inputs) -> Computation:
@@ -515,17 +539,65 @@ def build_dgl(case: Case, inputs: Inputs) -> Computation:
     return Computation(forward, leaves, inputs.grad)
 
 
+def build_flex(case: Case, inputs: Inputs) -> Computation:
+    """Dot products by FlexAttention, which takes `[1, H, N, C]`, and has no gradients on CPUs."""
+    call = pyg_peers.compiled(case.peer, flex_attention)
+    graphs = inputs.graphs(functools.partial(flex_graph, nodes=case.shape.nodes))
+
+    def forward() -> Tensor:
+        pairs, score = graphs()
+        heads_first = (inputs.tensors[name].transpose(0, 1).unsqueeze(0) for name in ("query", "key", "value"))
+        out: Tensor = call(*heads_first, score_mod=score, block_mask=pairs)
+        return out.squeeze(0).transpose(0, 1)
+
+    return Computation(forward, inputs.tensors, inputs.grad)
+
+
+def flex_graph(edge_index: Tensor, nodes: int) -> tuple[BlockMask, Callable[..., Tensor]]:
+    """The blocks of pairs with edges, and a score that counts a pair as often as there are edges between its ends."""
+    (source, target), size = edge_index, FLEX_BLOCK
+    blocks = -(-nodes // size)
+    used, block = (target // size * blocks + source // size).unique(return_inverse=True)
+    if (used.numel() + 1) * size**2 > FLEX_PAIRS:
+        raise ValueError(f"edges are in {used.numel()} blocks of {size} × {size} pairs, which are too many to store")
+    pair, number = ((block * size + target % size) * size + source % size).unique(return_counts=True)
+    counts = torch.zeros(used.numel() + 1, size, size, dtype=torch.uint8, device=source.device)
+    counts.view(-1)[pair] = number.to(torch.uint8)
+    place = torch.full((blocks * blocks,), used.numel(), device=source.device)  # the last block, which has no edges
+    place[used] = torch.arange(used.numel(), device=source.device)
+    place = place.view(blocks, blocks)
+
+    def count(target: Tensor, source: Tensor) -> Tensor:
+        return counts[place[target // size, source // size], target % size, source % size]
+
+    def has_edge(batch: Tensor, head: Tensor, target: Tensor, source: Tensor) -> Tensor:
+        return count(target, source) > 0
+
+    def counted(score: Tensor, batch: Tensor, head: Tensor, target: Tensor, source: Tensor) -> Tensor:
+        return score + count(target, source).float().log()
+
+    is_used = place < used.numel()
+    order = is_used.int().argsort(dim=1, descending=True, stable=True).int()
+    numbers = is_used.sum(1, dtype=torch.int32)
+    pairs = BlockMask.from_kv_blocks(
+        numbers[None, None], order[None, None], BLOCK_SIZE=size, mask_mod=has_edge, seq_lengths=(nodes, nodes)
+    )
+    return pairs, counted
+
+
 def build_layer(case: Case, inputs: Inputs) -> Computation:
     """A whole layer, gattn's or PyG's, with the same weights."""
     layer, shape, every = inputs.layer, case.shape, inputs.tensors["x"]
-    graph = inputs.graphs() if case.peer == "gattn" else pyg_graphs(case, inputs)
+    is_ours = case.peer.startswith("gattn")
+    graph = inputs.graphs() if is_ours else pyg_graphs(case, inputs)
     edge_attr = inputs.edge_attr
     x = every if shape.targets is None else (every, every[: shape.targets])
-    if case.peer == "gattn":
+    if is_ours:
+        ours = pyg_peers.compiled(case.peer, layer)
 
         def forward() -> Tensor:
             with gattn.backend(BACKENDS[case.device]):
-                return layer(x, graph(), edge_attr)
+                return ours(x, graph(), edge_attr)
 
         return Computation(forward, dict(layer.named_parameters()), inputs.grad)
     edge_dim = EDGE_CHANNELS if case.edge_features else None

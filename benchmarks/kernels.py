@@ -39,10 +39,12 @@ from benchmarks.kernel_cases import (
     CONVS,
     DTYPES,
     EDGE_FEATURES,
+    GPU_PEERS,
     PARTS,
     PEERS,
     SHAPES,
     SMALL,
+    USUAL_DTYPES,
     USUAL_SHAPES,
     Case,
     Shape,
@@ -89,13 +91,13 @@ class Kernels(Benchmark[Case | Compilation]):
             "implementations to measure (default: those that are installed, except the slowest ones where others tell "
             "as much)"
         )
-        add("--peers", nargs="+", choices=PEERS, help=text)
+        add("--peers", nargs="+", choices=(*PEERS, *GPU_PEERS), help=text)
         add("--parts", nargs="+", default=PARTS, choices=PARTS, help="what is measured (default: both)")
         text = "whether whole layers have edge features; hub graphs have no whole layers (default: both)"
         add("--edge-features", choices=EDGE_FEATURES, help=text)
         text = (
-            "number types; on a CPU, all but float32 are measured for gattn only (default: float32, and bfloat16 for "
-            "attention on mid; with --compile-only all)"
+            "number types; on a CPU, all but float32 are measured for gattn only (default: float32, and for attention "
+            "on mid also bfloat16, and on a GPU float16; with --compile-only float32 and bfloat16)"
         )
         add("--dtypes", nargs="+", choices=DTYPES, help=text)
         add_allocator(parser, None, "both; with --quick or on a GPU, default")
@@ -129,13 +131,14 @@ class Kernels(Benchmark[Case | Compilation]):
         elif options.device == "cuda" and not torch.cuda.is_available():
             parser.exit(2, "error: --device cuda needs a GPU that PyTorch can use, but there is none\n")
         if options.compile_only:
-            fill(options, {"dtypes": DTYPES})
+            fill(options, {"dtypes": USUAL_DTYPES["cpu"]})
         if options.device != "cpu" or platform.libc_ver()[0] != "glibc":
             if options.allocator in ("both", "kept"):
                 parser.error(f"--allocator {options.allocator} works only on the CPU, if the C library is glibc")
             options.allocator = "default"
         options.is_usual = options.peers == parser.get_default("peers")
-        fill(options, {"peers": PEERS, "allocator": "both"})
+        peers = PEERS if options.device == "cpu" else (*PEERS, *GPU_PEERS)
+        fill(options, {"peers": peers, "allocator": "both"})
         if options.shapes is None and options.quick:
             options.shapes = [*SHAPES["cora"], SMALL]
         else:
@@ -147,6 +150,7 @@ class Kernels(Benchmark[Case | Compilation]):
     def find_peers(self) -> list[str]:
         """The peers that can be imported."""
         modules = {peer: "torch_scatter" for peer in PEERS if "scatter" in peer} | {"dgl": "dgl"}
+        modules["flex-compile"] = "torch.nn.attention.flex_attention"
         for name in self.options.peers:
             try:
                 import_dgl() if name == "dgl" else importlib.import_module(modules.get(name, "gattn"))
@@ -186,12 +190,15 @@ class Kernels(Benchmark[Case | Compilation]):
                 parts += [("layer", has_features) for has_features in EDGE_FEATURES[options.edge_features or "both"]]
             found = []
             for (part, has_features), layer in itertools.product(parts, unique(options.layers)):
-                usual = DTYPES if (shape.name, part) == ("mid", "attention") else DTYPES[:1]
+                is_mid = (shape.name, part) == ("mid", "attention")
+                usual = USUAL_DTYPES[options.device] if is_mid else DTYPES[:1]
                 kinds = itertools.product(unique(options.dtypes or usual), allocators(options), peers)
                 for dtype, allocator, peer in kinds:
                     case = Case(shape, part, layer, has_features, dtype, peer, *fixed, allocator)
                     is_only_ours = shape.hub is not None or (dtype != "float32" and options.device == "cpu")
                     if (is_only_ours and peer != "gattn") or (part == "layer" and peer in ATTENTION_ONLY):
+                        continue
+                    if peer == "flex-compile" and layer != "transformer":
                         continue
                     if part in options.parts and (not options.is_usual or is_usual(case)):
                         found.append(case)

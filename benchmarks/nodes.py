@@ -35,7 +35,7 @@ from benchmarks.framework import parallel, reports
 from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.measuring import peak_above
 from benchmarks.framework.node_data import densities, hush, storage
-from benchmarks.framework.options import MOST, add_saving, device, folder, unique, whole
+from benchmarks.framework.options import MOST, add_device, add_saving, folder, unique, whole
 from benchmarks.framework.processes import Message, Show, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Row
@@ -504,7 +504,7 @@ class Nodes(Benchmark[Run]):
         add("--evaluate-every", type=whole(1, 10**6), default=10, help=text)
         text = "epochs without a better validation score after which training stops (default: it never stops early)"
         add("--patience", type=whole(1, 10**6), help=text)
-        add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+        add_device(parser)
         text = "processes that share the runs; this does not change the scores (default: %(default)s)"
         add("--workers", type=whole(1, MOST), default=1, help=text)
         text = "threads per process, whose number affects rounding (default: %(default)s)"

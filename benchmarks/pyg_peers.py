@@ -1,8 +1,9 @@
 """The ways in which PyG's layers are measured, and the columns that compare others with them.
 
-`pyg` alone is eager. With `scatter`, PyG uses `torch-scatter`; with `compile`, layers go through `torch.compile`; with
-`sorted`, the edges are in the order of their targets. In eager mode they come as an `EdgeIndex`, for which PyG has
-code of its own; compiled layers are no faster with it, and without gradients it does not compile.
+`pyg` alone is eager. With `scatter`, PyG uses `torch-scatter`; with `compile`, layers go through `torch.compile`, and
+with `replayed` as well through CUDA graphs (`mode="reduce-overhead"`); with `sorted`, the edges are in the order of
+their targets. In eager mode they come as an `EdgeIndex`, for which PyG has code of its own; compiled layers are no
+faster with it, and without gradients it does not compile.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.framework.reports import Line, factor, median, quartiles
 from benchmarks.framework.results import ALLOCATORS, Row
 
 PYG = ("pyg", "pyg-scatter", "pyg-compile", "pyg-sorted", "pyg-sorted-scatter", "pyg-sorted-compile")
+PYG_REPLAYED = "pyg-compile-replayed"
 USUAL = {"default": ("pyg", "pyg-compile"), "kept": PYG}
 """Those that are measured unless they are named: all of them where the claim is made."""
 
@@ -67,7 +69,8 @@ def wrap(peer: str, num_sources: int, num_targets: int) -> Callable[[Tensor], Te
 
 def compiled(peer: str, function: Any) -> Any:
     """The function, compiled if the peer is a compiled one."""
-    return torch.compile(function, dynamic=False) if "compile" in peer else function
+    mode = "reduce-overhead" if "replayed" in peer else None
+    return torch.compile(function, dynamic=False, mode=mode) if "compile" in peer else function
 
 
 def settle(computation: Computation) -> None:
@@ -122,7 +125,7 @@ def compared(rows: Mapping[Any, Row], case: Any, mode: str, gather: Callable[[An
     for allocator in sides(rows):
         own = replace(case, allocator=allocator)
         row = rows.get(own, {"outcome": "–"})
-        found = {peer: rows.get(replace(own, peer=peer)) for peer in PYG}
+        found = {peer: rows.get(replace(own, peer=peer)) for peer in (*PYG, PYG_REPLAYED)}
         known = {time: other for other in found.values() if other and (time := median(other, mode))}
         for name, other in {
             "PyG compiled": found["pyg-compile"],

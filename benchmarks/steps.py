@@ -15,7 +15,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict
 
 import torch
@@ -39,7 +39,7 @@ from benchmarks.framework.measuring import (
     turns,
 )
 from benchmarks.framework.measuring import quartiles as quartiles_of
-from benchmarks.framework.options import add_allocator, add_measuring, allocators, unique
+from benchmarks.framework.options import add_allocator, add_device, add_measuring, allocators, unique
 from benchmarks.framework.processes import Message
 from benchmarks.framework.reports import Line, factor, machines, megabytes, quartiles
 from benchmarks.framework.results import VERSIONS, Row
@@ -57,6 +57,9 @@ CORA = SHAPES["cora"][0]
 PHOTO = SHAPES["photo"][0]
 MID = SHAPES["mid"][0]
 MOLECULES = Shape("32 molecules", 736, 1600, 4, 16, graphs=32, in_channels=64, fresh=True)
+
+ARXIV = SHAPES["arxiv"][0]
+PEPTIDES = Shape("128 peptides", 19_328, 39_296, 4, 16, graphs=128, in_channels=64, fresh=True)
 
 PARTS = {
     "products": ("mm", "mkldnn"),
@@ -157,6 +160,17 @@ STEPS = {
     "SGFormer": Step(recipe("sgformer", GLOBAL_RECIPES["sgformer"]["photo"]), PHOTO, PHOTO_FEATURES, exact="gattn"),
     "Polynormer": Step(polynormer, PHOTO, PHOTO_FEATURES, "batch"),
 }
+USUAL_TASKS = list(STEPS)
+"""Those that are measured unless others are named."""
+STEPS |= {  # in float64, PyG's layers would take tens of gigabytes on the largest graph
+    "GAT, 3 layers of 4 × 64, largest": Step(stack("GATConv", (128, 256, 256, 256), 4, 0.5), ARXIV, 128, exact="gattn"),
+    "GATv2, 3 layers of 4 × 64, largest": Step(
+        stack("GATv2Conv", (128, 256, 256, 256), 4, 0.5), ARXIV, 128, exact="gattn"
+    ),
+    "GPS, 4 blocks of 64, larger": Step(lambda library: Blocks(library, 4, 64, 4, 0.1), PEPTIDES, 64, "batch"),
+}
+GPU_TASKS = (*list(STEPS)[len(USUAL_TASKS) :], "GPS, 4 blocks of 64", "Transformer, 4 layers of 4 × 16")
+"""What `benchmarks.gpu` measures."""
 
 
 class Parts(TypedDict):
@@ -178,8 +192,8 @@ class Result(TypedDict):
     step: Times
     without_dropout: Times
     """The same step of the network in evaluation."""
-    parts: Parts
-    """What the profiler says of it."""
+    parts: NotRequired[Parts]
+    """What the profiler says of it, on CPUs, like the next one."""
     in_turns: NotRequired[Quartiles]
     """Of a batch of molecules: the peer's time over gattn's in the same process, in rounds in which both are timed."""
 
@@ -196,6 +210,7 @@ class Case(Measurement):
     repeats: int
     seconds: float
     allocator: str
+    device: str = field(default="cpu", kw_only=True)
 
     def __str__(self) -> str:
         return f"{self.task}, {self.peer}" + ", kept memory" * (self.allocator == "kept")
@@ -215,7 +230,7 @@ class Case(Measurement):
         task = STEPS[self.task]
         exact, rounded = (
             computed.compared(computed.forward_backward())
-            for computed in (self._build(task.exact, dtype)[0] for dtype in (torch.float64, torch.float32))
+            for computed in (self._build(task.exact, dtype, "cpu")[0] for dtype in (torch.float64, torch.float32))
         )
         shape = task.shape
         degree = int(draw_edges(shape)[1].bincount().max()) + 1
@@ -223,12 +238,12 @@ class Case(Measurement):
 
     def computation(self) -> Computation:
         """The network in evaluation, with the gradients of all parameters."""
-        computation, self.__dict__["net"] = self._build(self.peer, torch.float32)
+        computation, self.__dict__["net"] = self._build(self.peer, torch.float32, self.device)
         if "compile" in self.peer:
             pyg_peers.settle(computation)
         return computation
 
-    def _build(self, peer: str, dtype: torch.dtype) -> tuple[Computation, torch.nn.Module]:
+    def _build(self, peer: str, dtype: torch.dtype, device: str) -> tuple[Computation, torch.nn.Module]:
         task = STEPS[self.task]
         shape, generator = task.shape, torch.Generator().manual_seed(SEED)
         torch.manual_seed(SEED)
@@ -236,13 +251,13 @@ class Case(Measurement):
         if peer == "gattn":
             state, net = net.state_dict(), task.network("gattn")
             net.load_state_dict(state)
-        net.to(dtype).eval()
-        x = torch.randn(shape.nodes, task.in_channels, generator=generator).to(dtype)
-        edge_index, more = draw_edges(shape), list[Tensor]()
+        net.to(device, dtype).eval()
+        x = torch.randn(shape.nodes, task.in_channels, generator=generator).to(device, dtype)
+        edge_index, more = draw_edges(shape).to(device), list[Tensor]()
         if task.more == "batch":
-            more = [torch.arange(shape.nodes) // (shape.nodes // shape.graphs)]
+            more = [torch.arange(shape.nodes, device=device) // (shape.nodes // shape.graphs)]
         elif task.more == "edge_attr":
-            more = [torch.randn(shape.edges, EDGE_CHANNELS, generator=generator).to(dtype)]
+            more = [torch.randn(shape.edges, EDGE_CHANNELS, generator=generator).to(device, dtype)]
         if "sorted" in peer:
             edge_index, *in_order = pyg_peers.by_target(edge_index, *more * (task.more == "edge_attr"))
             more = in_order or more
@@ -258,7 +273,7 @@ class Case(Measurement):
         used = torch.autograd.grad(out.sum(), list(net.parameters()), allow_unused=True)
         named = zip(net.named_parameters(), used, strict=True)
         leaves: dict[str, Tensor] = {name: leaf for (name, leaf), grad in named if grad is not None}
-        return Computation(call, leaves, torch.randn(out.shape, generator=generator).to(dtype)), net
+        return Computation(call, leaves, torch.randn(out.shape, generator=generator).to(device, dtype)), net
 
     def times(self, computation: Computation) -> Row:
         """The times of a step with dropout and without, and its parts."""
@@ -268,13 +283,16 @@ class Case(Measurement):
         def times() -> Times:
             for _ in range(3):  # in which a compiled network is compiled
                 step()
-            return timed(step, self.repeats, self.seconds)
+            return timed(step, self.repeats, self.seconds, self.device)
 
         row: Row = {"without_dropout": times()}
         net.train()
-        row |= {"step": times(), "parts": parts(step)}
+        row["step"] = times()
+        if self.device != "cpu":
+            return row
+        row["parts"] = parts(step)
         if STEPS[self.task].shape.fresh and self.peer != "gattn":
-            ours, own = self._build("gattn", torch.float32)
+            ours, own = self._build("gattn", torch.float32, self.device)
             rounds = turns((step, step_of(ours, own.train())), 30 * self.repeats, 5 * self.seconds)
             row["in_turns"] = quartiles_of([theirs / ours for theirs, ours in zip(*rounds, strict=True)])
         return row
@@ -283,7 +301,7 @@ class Case(Measurement):
 def step_of(computation: Computation, net: torch.nn.Module) -> Callable[[], None]:
     """A step of a network's training."""
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-    labels = torch.randint(computation.grad.size(1), (len(computation.grad),))
+    labels = torch.randint(computation.grad.size(1), (len(computation.grad),), device=computation.grad.device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -332,17 +350,20 @@ class Steps(Benchmark[Case]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
         add = parser.add_argument
-        add("--tasks", nargs="+", default=list(STEPS), choices=STEPS, help="what is trained (default: all)")
+        text = "what is trained (default: all but the largest)"
+        add("--tasks", nargs="+", default=USUAL_TASKS, choices=STEPS, help=text)
         text = "implementations (default: gattn and eager PyG; with memory kept also compiled, and with sorted edges)"
         add("--peers", nargs="+", choices=("gattn", *PYG), help=text)
+        add_device(parser)
         add_allocator(parser)
         add_measuring(parser, cls.name, duration=3.0)
 
     def cases(self) -> list[Case]:
         """Each task's peers under each allocator."""
         options = self.options
+        fixed = options.repeats, options.seconds
         return unique(
-            Case(task, peer, STEPS[task].threads or options.threads, options.repeats, options.seconds, allocator)
+            Case(task, peer, STEPS[task].threads or options.threads, *fixed, allocator, device=options.device)
             for task in options.tasks
             for allocator in allocators(options)
             for peer in options.peers or USUAL[allocator]

@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 import gattn
 from benchmarks.framework import reports
 from benchmarks.framework.benchmark import Benchmark
-from benchmarks.framework.options import MOST, device, fill, folder, whole
+from benchmarks.framework.options import MOST, add_device, fill, folder, whole
 from benchmarks.framework.processes import BenchmarkError, Message, in_processes
 from benchmarks.framework.reports import Line
 from benchmarks.framework.results import VERSIONS, Machine, Row
@@ -207,7 +207,7 @@ class Translation(Benchmark[Run | Trial]):
         add("--runs", type=whole(1, 10**6), help="number of seeds of each, from 0 (default: 3; with --quick, 1)")
         text = "sizes and training: the usual ones, those of --quick, or some for a GPU (default: %(default)s)"
         add("--setting", default="default", choices=SETTINGS, help=text)
-        add("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+        add_device(parser)
         text = "runs at once, each on one thread; the numbers stay the same (default: one a core, one on a GPU)"
         add("--workers", type=whole(1, MOST), help=text)
         add("--report", action="store_true", help="no training: table and pictures of what there is")

@@ -234,10 +234,8 @@ class Measurement(Case):
         if not self.has_gradients:
             results = {name: result for name, result in results.items() if not name.startswith("gradient")}
         row["errors"] = check(results, torch.load(reference, weights_only=True)[self.kind])
-        for name, entry in row["errors"].items():
-            if not entry["error"] <= entry["budget"]:  # in this form, NaN fails
-                sizes = f"{entry['error']:.1e} of its largest element, where {entry['budget']:.1e} is allowed"
-                return {"outcome": "WRONG", "reason": f"{name} is off by {sizes}"}
+        if reason := wrong(row["errors"]):
+            return {"outcome": "WRONG", "reason": reason}
         del results
         return {**row, **self.times(computation)}
 
@@ -391,6 +389,15 @@ def check(results: dict[str, Tensor], expected: dict[str, Expected]) -> dict[str
         scale = truth["scale"] or 1.0
         errors[name] = {"error": error / scale, "budget": truth["budget"] / scale}
     return errors
+
+
+def wrong(errors: dict[str, Error]) -> str:
+    """What is wrong with the first result that differs by more than its budget; empty if none does."""
+    for name, entry in errors.items():
+        if not entry["error"] <= entry["budget"]:  # in this form, NaN fails
+            sizes = f"{entry['error']:.1e} of its largest element, where {entry['budget']:.1e} is allowed"
+            return f"{name} is off by {sizes}"
+    return ""
 
 
 # Memory and time -----------------------------------------------------------------------------------------------------

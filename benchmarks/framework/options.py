@@ -60,6 +60,11 @@ def device(text: str) -> str:
     return text
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds `--device`."""
+    parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+
+
 def add_measuring(parser: argparse.ArgumentParser, name: str, repeats: int = 7, duration: float = 10.0) -> None:
     """Adds the options of a benchmark that measures: `--threads --repeats --seconds --timeout --only --out`.
 

@@ -141,7 +141,7 @@ def test_options_of_quick_runs():
 
 @pytest.mark.parametrize(("seconds", "calls"), [(0.001, None), (1.0, 3), (7.0, 2), (20.0, 1)])
 def test_long_calls_are_timed_less_often(seconds, calls, monkeypatch):
-    monkeypatch.setattr(complete, "duration", lambda function: seconds)
+    monkeypatch.setattr(complete, "duration", lambda function, device: seconds)
     monkeypatch.setattr(complete, "timed", lambda *args: {"times": None})
     tested = case("none")
     times = tested.times(tested.computation())

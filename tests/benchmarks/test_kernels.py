@@ -1,3 +1,4 @@
+import itertools
 import platform
 import sys
 from dataclasses import asdict, replace
@@ -305,10 +306,45 @@ class TestPyG:
         assert len(calls) == 6
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("peer", ["pyg-compile", "pyg-sorted-compile"])
-    def test_compiled(self, peer, tmp_path):
-        row = measured(replace(CASE, peer=peer), tmp_path)
+    @pytest.mark.parametrize(
+        ("peer", "part"),
+        [
+            *itertools.product(("pyg-compile", "pyg-sorted-compile", *kernel_cases.GPU_PEERS[:2]), ["attention"]),
+            ("gattn-compile-replayed", "layer"),
+        ],
+    )
+    def test_compiled(self, peer, part, tmp_path):
+        row = measured(replace(CASE, peer=peer, part=part), tmp_path)
         assert row["outcome"] == "ok", row["reason"]
+
+
+class TestPeersOnGPUs:
+    def test_results_are_kept_when_the_next_call_overwrites_them(self):
+        memory, calls = torch.zeros(1), iter(range(1, 9))
+        computation = kernel_cases.Replayed(lambda: memory.fill_(next(calls)), {}, torch.ones(1))
+        results = computation.compared(computation.forward_backward())
+        assert {name: x.item() for name, x in results.items()} == {"output": 1, "output without autograd": 2}
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_flex_attention_sees_the_edges(self, fresh):
+        """Graphs side by side leave blocks empty; some pairs have several edges."""
+        shape = kernel_cases.Shape("", 400, 8_000, 2, 4, graphs=4, fresh=fresh)
+        case = replace(CASE, shape=shape, layer="transformer", peer="flex")
+        inputs = kernel_cases.draw(case)
+        results = {"output": kernel_cases.build_flex(case, inputs).forward()}
+        (error,) = measuring.check(results, {"output": case.references()[""]["output"]}).values()
+        assert error["error"] <= error["budget"]
+        pairs, _ = kernel_cases.flex_graph(inputs.all_edges, shape.nodes)
+        is_used = torch.zeros(4, 4, dtype=torch.int32)
+        is_used[tuple(inputs.all_edges.flip(0) // 128)] = 1
+        assert torch.equal(pairs.to_dense()[0, 0], is_used)
+        assert 0 < is_used.sum() < 16
+
+    def test_flex_attention_of_too_many_pairs(self, monkeypatch):
+        monkeypatch.setattr(kernel_cases, "FLEX_PAIRS", 2**15)
+        with pytest.raises(ValueError, match="edges are in 4 blocks of 128 × 128 pairs"):
+            kernel_cases.flex_graph(torch.tensor([[0, 0, 130, 130], [0, 130, 0, 130]]), 200)
 
 
 class TestContradictions:
@@ -425,6 +461,11 @@ class TestOnAGpu:
         assert [shape.name for shape in gpu.options.shapes][-2:] == ["sampled", "products"]
         assert {(case.device, case.allocator) for case in gpu.cases()} == {("cuda", "default")}
         assert [shape.name for shape in Kernels.parse(["--shapes", "products"]).shapes] == ["products"]
+        usual = benchmark("--device", "cuda", "--shapes", "mid")
+        assert set(kernel_cases.GPU_PEERS) < set(usual.options.peers)
+        cases = [case for case in usual.cases() if case.part == "attention"]
+        assert {case.dtype for case in cases} == {"float32", "bfloat16", "float16"}
+        assert {case.layer for case in cases if case.peer == "flex-compile"} == {"transformer"}
 
     def test_shares_of_a_copy(self, monkeypatch, tmp_path, capsys):
         gather = replace(self.case, part="gather", layer="", peer="embedding_bag")
