@@ -620,6 +620,7 @@ MUTATIONS = [
         EDGE_LISTS,
         "    edge_index, features = «remove_self_loops(edge_index, features) → edge_index, features»",
     ),
+    Mutation("features of loops instead of the others'", EDGE_LISTS, "is_kept: Tensor = first «!= → ==» second"),
     Mutation(
         "an edit in place is not seen",
         EDGE_LISTS,
