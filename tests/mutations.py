@@ -26,7 +26,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 #: The folder of the C++ kernels; a mutation's text may be in any of its files.
 KERNELS = "gattn/ops/backends/cpu/csrc"
-LAYOUT, MEANS, MATRIX = (f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h", "matrix.h"))
+LAYOUT, MEANS, MATRIX, TILES = (f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h", "matrix.h", "tiles.h"))
+TILE_CALLS = "gattn/ops/backends/dense/tiles.py"
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
 )
@@ -97,6 +98,7 @@ TESTS = {
     KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py", "tests/ops/test_laws_of_rows.py"],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
+    **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS)},
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_CALLS: ["tests/ops/test_triton.py"],
@@ -459,6 +461,35 @@ MUTATIONS = [
     Mutation("every chunk drops the same", KERNELS, "low = «uint32_t(first) → 0u»;"),
     Mutation("the seed's upper half is ignored", KERNELS, "(uint64_t(first) >> 32) ^ «high_seed → 0u»,"),
     Mutation("the generator mixes once less", KERNELS, "return «mix(mix(low) ^ high) → mix(low ^ high)» >= threshold"),
+    # -------------------------------------------------------------------------------- tiles of pairs on complete graphs
+    Mutation("a product begins anew", TILES, "sum[r][v] = «adds ? load(c + r * c_row + v * W) : Vec<A>{} → Vec<A>{}»;"),
+    Mutation("a rising maximum leaves the sum", TILES, "«added *= by; → »"),
+    Mutation("a window ends too early", TILES, "last = i + e.offset + a.right + «1 → 0»;"),
+    Mutation("a window begins too late", TILES, "first = i + e.offset - a.left«→  + 1»;"),
+    Mutation("rows have one key", TILES, "return {first, mix(first ^ 0x9e3779b9u«→  ^ first»)};"),
+    Mutation("panels drop the same", TILES, "from = «uint32_t(source) + key.first → key.first»"),
+    Mutation("a slope has the wrong side", TILES, "if (has_slope) derivative = x «> → <» A(0)"),
+    Mutation(
+        "a bound has a gradient",
+        TILES,
+        "derivative = (x > clamp) | (x < -clamp) ? «Vec<A>{} → derivative» : derivative;",
+    ),
+    Mutation("a cap's derivative is one", TILES, "store(of_cap + at, A(1) - part * «part → 0»);"),
+    Mutation("a sink far above is left out", TILES, "sum = sum * by + «1 → 0», base"),
+    Mutation("the sums of a sink far above are not scaled", TILES, "factor = by«→  * 0 + 1»;"),
+    Mutation("epsilon is forgotten", TILES, "sum += «law.epsilon → 0»;"),
+    Mutation("gates are not divided going backward", TILES, "y.value * stat, y.derivative * «stat → A(1)»);"),
+    Mutation("columns share a bias's gradient", TILES, "if (s.channel == 0) *to += «sum_lanes(sum) → sum[0]»;"),
+    Mutation("what is hidden has NaN", TILES, "if («is_finite → true» || (first_source(e, i + size - 1)"),
+    Mutation(
+        "the first panel of a part is left out", TILES, "panel = first_panel * kPanel«→ + (part > 0) * kPanel»; panel <"
+    ),
+    Mutation("groups share the first key", TILES, "key_head = head / (a.heads / a.key_heads)«→ * 0»;"),
+    Mutation("elements have one term", TILES, "static_cast<const A*>(a.bias) + row.term * «s.batch → 0»"),
+    Mutation("parts are not added", TILE_CALLS, "«of_query += part → pass»"),
+    Mutation("a sink has the other sign", TILE_CALLS, "of_sink = «-(shares → (shares»_of_sink"),
+    Mutation("a log-sum has no gradient", TILE_CALLS, "«delta -= grad_log_sum → delta - grad_log_sum»"),
+    Mutation("a second derivative has no slope", TILE_CALLS, "if rule.slope != 1.0«→  and False»:"),
     # ------------------------------------------------------------------------------------------------------ the vectors
     Mutation("bfloat16 is cut off", KERNELS, "uint16_t((«bits + 0x7fff + (bits >> 16 & 1) → bits») >> 16);"),
     Mutation("float16's infinity is a number", KERNELS, "if («magnitude >= 0x7c00 → magnitude > 0x7c00») return"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError
 
-__all__ = ["check_probability", "draw_seed", "drop", "keep_mask"]
+__all__ = ["check_probability", "draw_seed", "drop", "keep_mask", "keep_mask_of_pairs"]
 
 _LOW32 = 0xFFFFFFFF
 
@@ -40,6 +40,26 @@ def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     number = torch.arange(math.prod(shape), device=seed.device)  # numel() needs the sizes, which export leaves open
     random = _mix(_mix((number & _LOW32) ^ (seed & _LOW32)) ^ (number >> 32) ^ (seed >> 32))
     return (random >= int(p * 2**32)).view(shape)
+
+
+def keep_mask_of_pairs(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """Which weights dropout keeps of all pairs of nodes, `[B, H, N, M]`.
+
+    Row number *r*, counted over `[B, H, N]`, has the keys `k = mix(mix(low(r) ^ low(seed)) ^ high(r) ^ high(seed))`
+    and `mix(k ^ 0x9e3779b9)`: source *j* is kept where a uniform 32-bit integer, made of `j + k` like `mix` but with
+    the second key in between, is at least `p * 2**32`.
+
+    Args:
+        seed: A scalar int64 tensor in `[0, 2**63)`, on the device of the mask.
+        shape: Shape of the weights.
+        p: Probability that a weight is dropped.
+    """
+    row = torch.arange(math.prod(shape[:-1]), device=seed.device).unsqueeze(-1)
+    first = _mix(_mix((row & _LOW32) ^ (seed & _LOW32)) ^ (row >> 32) ^ (seed >> 32))
+    x = (torch.arange(shape[-1], device=seed.device) + first) & _LOW32
+    x = ((x ^ (x >> 16)) * 0x45D9F3B & _LOW32) ^ _mix(first ^ 0x9E3779B9)
+    x = (x ^ (x >> 16)) * 0x45D9F3B & _LOW32
+    return ((x ^ (x >> 16)) >= int(p * 2**32)).view(shape)
 
 
 def check_probability(name: str, p: float) -> None:

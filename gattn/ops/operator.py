@@ -43,12 +43,13 @@ __all__ = [
     "inputs_of",
     "library",
     "presence_of",
+    "sink_of",
 ]
 
 library = torch.library.Library("gattn", "DEF")
 
 
-def _sink(sink: float | Tensor | None, call: Call) -> Tensor | None:
+def sink_of(sink: float | Tensor | None, call: Call) -> Tensor | None:
     """The logit of the softmax's sink, per head, `[H]`."""
     if sink is None:
         return None
@@ -275,7 +276,7 @@ def inputs_of(call: Call, edges: EdgeList, seed: Tensor | None) -> Inputs:
         edge_is_value=call.edge_is_value,
         distribution=law.name,
         distribution_constants=list(law.constants),
-        sink=_sink(law.sink, call),
+        sink=sink_of(law.sink, call),
         out_bias=None if call.out_bias is None else call.out_bias.to(call.compute),
         dropout=call.dropout,
         seed=seed,

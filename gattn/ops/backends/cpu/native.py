@@ -22,6 +22,9 @@ __all__ = [
     "Buckets",
     "PairRoots",
     "Rows",
+    "TileElement",
+    "TileStrides",
+    "Tiles",
     "distribution",
     "family",
     "is_of_rows",
@@ -49,6 +52,10 @@ _errors: dict[int, str] = {
 
 class NativeLibraryError(RuntimeError):
     """The CPU kernels cannot be used; the message says why."""
+
+
+def _fields(names: str, kind: type) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
 
 
 class Rows(ctypes.Structure):
@@ -99,12 +106,45 @@ class PairRoots(ctypes.Structure):
     ]
 
 
+class TileElement(ctypes.Structure):
+    """Targets and sources that see each other; mirrors `TileElement` in csrc/tiles_arguments.h."""
+
+    _fields_ = _fields("batch first_target targets first_source sources offset term parts", ctypes.c_int64)
+
+
+class TileStrides(ctypes.Structure):
+    """Strides, in numbers; mirrors `TileStrides` in csrc/tiles_arguments.h."""
+
+    _fields_ = _fields("batch head row channel", ctypes.c_int64)
+
+
+class Tiles(ctypes.Structure):
+    """Attention on complete graphs; mirrors `Tiles` in csrc/tiles_arguments.h."""
+
+    _fields_ = [
+        *_fields("type threads batch heads key_heads channels value_channels targets sources", ctypes.c_int64),
+        ("elements", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+        *_fields("scale slope clamp", ctypes.c_double),
+        ("distribution", ctypes.c_int64),
+        ("distribution_constants", ctypes.c_double * 2),
+        ("sink", ctypes.c_void_p),
+        *_fields("left right", ctypes.c_int64),
+        *_fields("query key value", ctypes.c_void_p),
+        *_fields("query_strides key_strides value_strides", TileStrides),
+        *_fields("bias mask", ctypes.c_void_p),
+        *_fields("bias_strides mask_strides", TileStrides),
+        *_fields("dropout seed threshold", ctypes.c_int64),
+        ("keep_scale", ctypes.c_double),
+        *_fields("out wide stats grad_out delta", ctypes.c_void_p),
+        *_fields("grad_query grad_key grad_value grad_bias", ctypes.c_void_p),
+        ("grad_bias_strides", TileStrides),
+        *_fields("parts shared_elements shared_heads", ctypes.c_int64),
+    ]
+
+
 #: In how many parts sums of buckets come.
 BUCKET_PARTS = 4
-
-
-def _fields(names: str, kind: type) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
 
 
 class Arguments(ctypes.Structure):
@@ -170,6 +210,10 @@ def library() -> ctypes.CDLL:
         "gattn_distribution": [ctypes.c_char_p],
         "gattn_keeps_logits_of": [integer] * 2,
         "gattn_constants": [integer],
+        "gattn_tiles_bytes": [],
+        "gattn_tile_lanes": [integer],
+        "gattn_tiles_forward": [pointer],
+        "gattn_tiles_backward": [pointer],
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
         "gattn_add_buckets": [pointer, integer, pointer, pointer],
         "gattn_sum_buckets": [pointer, integer, pointer, pointer],
@@ -189,7 +233,8 @@ def library() -> ctypes.CDLL:
     for name in functions.keys() - missing:
         function = getattr(loaded, name)
         function.argtypes, function.restype = functions[name], integer
-    if missing or loaded.gattn_arguments_bytes() != ctypes.sizeof(Arguments):
+    sizes = {"gattn_arguments_bytes": Arguments, "gattn_tiles_bytes": Tiles}
+    if missing or any(getattr(loaded, name)() != ctypes.sizeof(of) for name, of in sizes.items()):
         raise NativeLibraryError("they were built from another version of the sources: install gattn again")
     for name in ("gattn_tasks", "gattn_drop", "gattn_matrix_rows", "gattn_add_buckets", "gattn_sum_buckets"):
         getattr(loaded, name).restype = None

@@ -28,12 +28,13 @@ from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
-from gattn.ops.backends.dense import linear, listed, rows
+from gattn.ops.backends.dense import linear, listed, rows, tiles
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.custom_parts import as_logits
+from gattn.ops.operator import sink_of
 from gattn.ops.plans import Given, Plan
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.ops.sharded import complete_by_heads, is_distributed
@@ -263,6 +264,11 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
             assert call.law is not None
             normalize, eps = call.law.constants
             out = linear.attend(query, key, value, score.factor(key.size(-1)), bool(normalize), eps, graph)
+        elif with_weights not in ("dropped", "only") and (found := _tiled(part, graph, call)) is not None:
+            out = found
+            if with_weights:
+                weights = _matrices(_alpha if is_softmax else _logits, part, graph)
+                weights = weights if is_softmax else [_distribute(distribution, weights[0], front)]
         elif not is_softmax or with_weights in ("dropped", "only"):
             # The fused kernels support only the softmax, and do not return their weights.
             weights = _matrices(_alpha if is_softmax else _logits, part, graph)
@@ -288,6 +294,37 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     if not with_weights:
         return out, None
     return out, weights[0] if graph.blocks is None else list(weights)  # PyTorch 2.11's compiler makes a tuple of it
+
+
+def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> Tensor | None:
+    """The output, computed by tiles of pairs; `None` if these kernels cannot compute it, or others are as fast."""
+    query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
+    law = call.law
+    if not _has_products(score) or query is None or law is None or isinstance(bias, Bias):
+        return None
+    is_whole = graph.is_uniform and graph.window is None and (not graph.causal or num_targets == graph.num_sources)
+    if is_plain_softmax(call.distribution) and is_whole and _is_dot(score) and not log_sum:
+        return None  # see dot_product_attention
+    sink = None if law.sink is None else sink_of(law.sink, call)
+    if not tiles.can_attend((query, key, value, bias, mask, sink), law):
+        return None
+    batch, num_sources = key.shape[:2]
+    known = elements_of(graph, batch)
+    if known is None and not graph.is_uniform:
+        return None
+    sizes = batch, num_targets, num_sources
+    elements = tiles.elements_of(known, *sizes, graph.offset(num_targets, num_sources))
+    bias, mask = (
+        x if x is None or x.size(0) in (1, len(elements)) else x[[e.term % x.size(0) for e in elements]]
+        for x in (bias, mask)
+    )
+    left, right = graph.reach
+    clamp = math.inf if score.clamp is None else score.clamp
+    rule = tiles.Rule(
+        score.factor(key.size(-1)), score.negative_slope, clamp, law._replace(sink=None), left, right, elements, dropout
+    )
+    out, found = tiles.attend(query, key, value, bias, mask, sink, rule)
+    return _joined(out, found) if log_sum else out
 
 
 def _nodes_in_one_batch(x: Tensor, front: torch.Size) -> Tensor:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
 
 from gattn.graphs import CompleteGraph
+from gattn.ops.backends.dense import tiles
 from gattn.torch_private import (
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
@@ -95,6 +96,8 @@ def dot_product_attention(
         # PyTorch's kernels divide by the sizes, and in 2.11 end the process.
         nothing = sum(x[:0].sum() for x in (query, key, value, bias) if x is not None)
         return query.new_zeros(*query.shape[:-1], value.size(-1)) + nothing
+    if tiles.is_faster(query, key, value, bias, mask, dropout):
+        return tiles.attend_whole(query, key, value, scale, bias, mask, dropout, causal)
     terms, empty = None, None
     if bias is not None or mask is not None:
         terms, empty = _open_empty_rows(bias, mask)

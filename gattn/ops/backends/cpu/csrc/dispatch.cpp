@@ -29,7 +29,9 @@
 #define FOR_EACH_ISA(F) IF_BASELINE(F) IF_AVX2(F) IF_AVX512(F)
 
 #define DECLARE(isa) \
-  extern const Kernels gattn_##isa##_float, gattn_##isa##_double, gattn_##isa##_BFloat16, gattn_##isa##_Float16;
+  extern const Kernels gattn_##isa##_float, gattn_##isa##_double, gattn_##isa##_BFloat16, gattn_##isa##_Float16; \
+  extern const TileKernels gattn_tiles_##isa##_float, gattn_tiles_##isa##_double, gattn_tiles_##isa##_BFloat16,   \
+      gattn_tiles_##isa##_Float16;
 FOR_EACH_ISA(DECLARE)
 
 namespace {
@@ -38,6 +40,7 @@ struct InstructionSet {
   const char* name;
   bool (*supported)();
   const Kernels* of_type[4];  // by StorageType
+  const TileKernels* tiles[4];
 };
 
 [[maybe_unused]] bool supports_baseline() { return true; }
@@ -53,7 +56,9 @@ struct InstructionSet {
 #endif
 
 #define TYPES(isa) {&gattn_##isa##_float, &gattn_##isa##_double, &gattn_##isa##_BFloat16, &gattn_##isa##_Float16}
-#define ENTRY(isa) {#isa, supports_##isa, TYPES(isa)},
+#define TILES(isa) \
+  {&gattn_tiles_##isa##_float, &gattn_tiles_##isa##_double, &gattn_tiles_##isa##_BFloat16, &gattn_tiles_##isa##_Float16}
+#define ENTRY(isa) {#isa, supports_##isa, TYPES(isa), TILES(isa)},
 const InstructionSet kInstructionSets[] = {FOR_EACH_ISA(ENTRY)};
 const int kNumInstructionSets = int(sizeof(kInstructionSets) / sizeof(kInstructionSets[0]));
 
@@ -118,6 +123,12 @@ int64_t gattn_keeps_logits_of(int64_t family, int64_t distribution) {
 
 int64_t gattn_forward(const Arguments* a) { return kernels(a->type).forward(*a); }
 int64_t gattn_backward(const Arguments* a) { return kernels(a->type).backward(*a); }
+
+// Attention on complete graphs: see tiles.h. Rows of gradients are padded to whole vectors, of so many numbers.
+int64_t gattn_tile_lanes(int64_t type) { return kInstructionSets[chosen].tiles[type]->lanes; }
+int64_t gattn_tiles_bytes() { return sizeof(Tiles); }
+int64_t gattn_tiles_forward(const Tiles* a) { return kInstructionSets[chosen].tiles[a->type]->forward(*a); }
+int64_t gattn_tiles_backward(const Tiles* a) { return kInstructionSets[chosen].tiles[a->type]->backward(*a); }
 
 // Weights of a matrix of logits, or gradients of logits: see matrix.h. Of the arguments, type, threads and distribution
 // count.

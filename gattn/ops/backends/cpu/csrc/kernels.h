@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "tiles_arguments.h"
 
 // Families of scores are numbered in the order of the list in families.h.
 struct Kernels {
@@ -18,4 +19,11 @@ struct Kernels {
   int64_t (*record_bytes)(int64_t family, int64_t heads, int64_t channels, bool has_edge);
   // Whether it keeps logits; family -1: with any.
   bool (*keeps_logits)(int64_t family, int64_t distribution);
+};
+
+// The same for complete graphs; see tiles.h.
+struct TileKernels {
+  int64_t lanes;  // of a vector: gradients are padded to whole ones
+  int64_t (*forward)(const Tiles&);
+  int64_t (*backward)(const Tiles&);
 };

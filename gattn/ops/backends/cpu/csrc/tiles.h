@@ -1,0 +1,607 @@
+// Attention on complete graphs, by tiles of pairs: a few targets times a panel of sources, whose logits and weights stay in
+// the first-level cache.
+//
+// Forward, a task is a block of a head's targets. It walks over the panels of sources that some of its targets see, and
+// keeps a running maximum, raised only where a logit exceeds it by kSlack, a sum and the output of each target. Backward, a
+// task is a part of a head's sources. It computes weights again, and has a gradient of the queries of its own. Tasks depend
+// on sizes alone, so bits do not depend on the number of threads.
+//
+// All five products are made by one micro-kernel, c[r][v] += a[r][k] * b[k][v], in which v runs along vectors.
+#pragma once
+
+#include "distribution.h"
+#include "dropout.h"
+#include "tiles_arguments.h"
+
+namespace {
+
+constexpr int64_t kPanel = 64;     // sources of a tile
+constexpr int64_t kGroup = 12;     // targets of a tile, forward
+constexpr int64_t kTargets = 192;  // targets of a task, forward
+constexpr int64_t kBackRows = 48;  // targets of a tile, backward
+constexpr int kMicroRows = 6, kStrip = kVectorBytes == 64 ? 4 : 2;
+constexpr A kSlack = 8;
+
+INLINE int64_t whole_vectors(int64_t n) { return (n + W - 1) / W * W; }
+
+template <int R, int V>
+NOINLINE void multiply_micro(const A* a, int64_t a_row, int64_t a_step, const A* b, int64_t b_step, int64_t steps, A* c,
+                             int64_t c_row, bool adds) {
+  Vec<A> sum[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[r][v] = adds ? load(c + r * c_row + v * W) : Vec<A>{};
+  for (int64_t k = 0; k < steps; ++k) {
+    Vec<A> right[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) right[v] = load(b + v * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const A left = a[r * a_row];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[r][v] += left * right[v];
+    }
+    a += a_step, b += b_step;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store(c + r * c_row + v * W, sum[r][v]);
+}
+
+using Micro = void (*)(const A*, int64_t, int64_t, const A*, int64_t, int64_t, A*, int64_t, bool);
+template <int V>
+constexpr Micro kMicro[kMicroRows] = {multiply_micro<1, V>, multiply_micro<2, V>, multiply_micro<3, V>,
+                                      multiply_micro<4, V>, multiply_micro<5, V>, multiply_micro<6, V>};
+
+// c[r][v] = (adds: c[r][v] +) the sum over steps of a[r][k] * b[k][v], for whole vectors.
+inline void multiply(int64_t rows, int64_t vectors, const A* a, int64_t a_row, int64_t a_step, const A* b, int64_t b_step,
+                     int64_t steps, A* c, int64_t c_row, bool adds) {
+  for (int64_t v = 0; v < vectors;) {
+    const int64_t left = vectors - v;
+    const int64_t taken = left >= kStrip ? kStrip : left >= 2 ? 2 : 1;
+    for (int64_t r = 0; r < rows; r += kMicroRows) {
+      const int64_t count = rows - r < kMicroRows ? rows - r : kMicroRows;
+      const Micro run = taken == kStrip ? kMicro<kStrip>[count - 1] : taken == 2 ? kMicro<2>[count - 1] : kMicro<1>[count - 1];
+      run(a + r * a_row, a_row, a_step, b + v * W, b_step, steps, c + r * c_row + v * W, c_row, adds);
+    }
+    v += taken;
+  }
+}
+
+// W vectors as rows of a matrix become its columns.
+INLINE void transpose(Vec<A>* v) {
+  const LaneVec<A> lane = lane_numbers<A>();
+#pragma GCC unroll 4
+  for (int step = 1; step < W; step *= 2) {
+    const LaneVec<A> odd = (lane & LaneInt<A>(step)) != 0;
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {
+      if (i & step) continue;
+      const Vec<A> x = v[i], y = v[i | step];
+      v[i] = odd ? shuffle(y, lane ^ LaneInt<A>(step)) : x;
+      v[i | step] = odd ? y : shuffle(x, lane ^ LaneInt<A>(step));
+    }
+  }
+}
+
+// Rows of channels, of any strides; kept in float, whatever they are stored in.
+struct RowsOf {
+  const T* from;
+  int64_t row, channel, channels;
+
+  INLINE Vec<A> vector(int64_t r, int64_t c) const {
+    const T* p = from + r * row + c * channel;
+    const int64_t left = channels - c;
+    if (channel == 1) return left >= W ? load(p) : load_part(p, int(left));
+    Vec<A> x = {};
+    for (int i = 0; i < W && i < left; ++i) x[i] = to_compute(p[i * channel]);
+    return x;
+  }
+  // [count][whole vectors of channels], times a factor; whether all numbers are finite.
+  NOINLINE bool copy(int64_t first, int64_t count, A factor, A* to) const {
+    const int64_t width = whole_vectors(channels);
+    Vec<A> seen = {};
+    for (int64_t r = 0; r < count; ++r) {
+      for (int64_t c = 0; c < width; c += W) {
+        const Vec<A> x = vector(first + r, c);
+        seen += x * A(0);
+        store(to + r * width + c, x * factor);
+      }
+    }
+    return sum_lanes(seen) == A(0);
+  }
+  // [channels][kPanel]
+  NOINLINE void transposed(int64_t first, int64_t count, A* to) const {
+    Vec<A> square[W];
+    for (int64_t c = 0; c < channels; c += W) {
+      for (int64_t r = 0; r < count; r += W) {
+        for (int64_t i = 0; i < W; ++i) square[i] = r + i < count ? vector(first + r + i, c) : Vec<A>{};
+        transpose(square);
+        for (int64_t i = 0; i < W && c + i < channels; ++i) store(to + (c + i) * kPanel + r, square[i]);
+      }
+    }
+  }
+};
+
+// Lanes whose number is in [first, last).
+INLINE LaneVec<A> lanes_within(int64_t first, int64_t last) {
+  const LaneVec<A> lane = lane_numbers<A>();
+  const LaneInt<A> from = LaneInt<A>(first < 0 ? 0 : first > W ? W : first), to = LaneInt<A>(last < 0 ? 0 : last > W ? W : last);
+  return (lane >= from) & (lane < to);
+}
+
+INLINE bool any(LaneVec<A> lanes) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)lanes) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8((__m256i)lanes) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < W; ++i) found |= lanes[i] != 0;
+  return found;
+#endif
+}
+
+class TilePass {
+ public:
+  explicit TilePass(const Tiles& a)
+      : a(a),
+        law(law_of(a)),
+        C(a.channels),
+        D(a.value_channels),
+        width(whole_vectors(C)),
+        value_width(whole_vectors(D)),
+        has_slope(a.slope != 1),
+        has_clamp(a.clamp < double(INFINITY)) {}
+
+  static int64_t forward_workspace(const Tiles& a) {
+    const int64_t c = whole_vectors(a.channels), d = whole_vectors(a.value_channels);
+    return kTargets * (c + d + W + W) + kPanel * (c + d) + (kGroup + 1) * kPanel + W;
+  }
+  static int64_t backward_workspace(const Tiles& a) {
+    const int64_t c = whole_vectors(a.channels), d = whole_vectors(a.value_channels);
+    return kPanel * (3 * c + 2 * d) + kBackRows * (c + d + 2 * kPanel) + 5 * kPanel + W;
+  }
+  static int64_t blocks_of(const TileElement& e) { return (e.targets + kTargets - 1) / kTargets; }
+
+  // Forward: a block of targets of one element and head.
+  void forward(const TileElement& e, int64_t head, int64_t block, A* memory);
+  // Backward: a part of the sources of one element and head of keys.
+  void backward(const TileElement& e, int64_t key_head, int64_t part, A* memory);
+
+ private:
+  static Law law_of(const Tiles& a) {
+    Arguments of = {};
+    of.distribution = a.distribution;
+    of.distribution_constants[0] = a.distribution_constants[0];
+    of.distribution_constants[1] = a.distribution_constants[1];
+    return Law(of);
+  }
+  static RowsOf rows(const void* from, const TileStrides& strides, int64_t batch, int64_t head, int64_t channels) {
+    const T* p = static_cast<const T*>(from) + batch * strides.batch + head * strides.head;
+    return {p, strides.row, strides.channel, channels};
+  }
+  int64_t row_number(const TileElement& e, int64_t head, int64_t i) const {
+    return ((e.batch * a.targets) + e.first_target + i) * a.heads + head;
+  }
+
+  // The sources that target i sees, [first, last).
+  int64_t first_source(const TileElement& e, int64_t i) const {
+    const int64_t first = i + e.offset - a.left;
+    return first < 0 ? 0 : first > e.sources ? e.sources : first;
+  }
+  int64_t last_source(const TileElement& e, int64_t i) const {
+    const int64_t last = i + e.offset + a.right + 1;
+    return last < 0 ? 0 : last > e.sources ? e.sources : last;
+  }
+
+  // What the dropout of a row begins with; see gattn/ops/dropout.py.
+  struct RowKey {
+    uint32_t first, second;
+  };
+  RowKey row_key(const TileElement& e, int64_t head, int64_t i) const {
+    const uint64_t number = uint64_t((e.batch * a.heads + head) * a.targets + e.first_target + i);
+    const uint32_t first = mix(mix(uint32_t(number) ^ uint32_t(a.seed)) ^ uint32_t(number >> 32) ^ uint32_t(uint64_t(a.seed) >> 32));
+    return {first, mix(first ^ 0x9e3779b9u)};
+  }
+  NOINLINE void keep_factors(RowKey key, int64_t source, int64_t count, A* to) const {
+    const uint32_t threshold = uint32_t(a.threshold), from = uint32_t(source) + key.first, second = key.second;
+    const A factor = A(a.keep_scale);
+    for (int64_t j = 0; j < count; ++j) {
+      uint32_t x = from + uint32_t(j);
+      x = (x ^ x >> 16) * 0x45d9f3bu ^ second;
+      x = (x ^ x >> 16) * 0x45d9f3bu;
+      to[j] = (x ^ x >> 16) >= threshold ? factor : A(0);
+    }
+  }
+
+  // One row of a tile: its logits, of which [from, to) are of sources that exist, and [first, last) of those seen.
+  struct Row {
+    int64_t term, head, i, source;  // the source of column 0
+    int64_t from, to, first, last;  // columns
+  };
+  bool has_terms() const { return has_slope || has_clamp || a.bias != nullptr || a.mask != nullptr || law.cap != 0; }
+  const A* bias_of(const Row& row) const {
+    const TileStrides& s = a.bias_strides;
+    return static_cast<const A*>(a.bias) + row.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+  }
+  INLINE Vec<A> number_at(const A* p, int64_t stride, int64_t column, int64_t last) const {
+    if (stride == 0) return splat<Vec<A>>(*p);
+    if (stride == 1) return last - column >= W ? load(p + column) : load_part(p + column, int(last - column));
+    Vec<A> x = {};
+    for (int i = 0; i < W && column + i < last; ++i) x[i] = p[(column + i) * stride];
+    return x;
+  }
+  // Products become finished logits, hidden ones minus infinity. With `of_score`, the derivative by the product is written
+  // there, and with `of_cap`, that by the sum of score and bias.
+  NOINLINE void finish(const Row& row, A* logits, A* of_score, A* of_cap) const {
+    const A* bias = a.bias == nullptr ? nullptr : bias_of(row);
+    const uint8_t* mask = nullptr;
+    if (a.mask != nullptr) {
+      const TileStrides& s = a.mask_strides;
+      mask = a.mask + row.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+    }
+    const A slope = A(a.slope), clamp = A(a.clamp), inverse_cap = A(1) / law.cap;
+    const Vec<A> one = splat<Vec<A>>(A(1)), lowest = splat<Vec<A>>(-A(INFINITY));
+    for (int64_t at = row.from / W * W; at < row.to; at += W) {
+      Vec<A> x = load(logits + at);
+      if (has_slope || has_clamp) {
+        Vec<A> derivative = one;
+        if (has_slope) derivative = x > A(0) ? one : splat<Vec<A>>(slope), x *= derivative;
+        if (has_clamp) {
+          derivative = (x > clamp) | (x < -clamp) ? Vec<A>{} : derivative;
+          x = x > clamp ? splat<Vec<A>>(clamp) : x < -clamp ? splat<Vec<A>>(-clamp) : x;
+        }
+        if (of_score != nullptr) store(of_score + at, derivative);
+      }
+      if (bias != nullptr) x += number_at(bias, a.bias_strides.channel, at, row.to);
+      if (law.cap != 0) {
+        const Vec<A> part = vector_tanh(x * inverse_cap);
+        if (of_cap != nullptr) store(of_cap + at, A(1) - part * part);
+        x = x == lowest ? x : law.cap * part;
+      }
+      if (mask != nullptr) {
+        A allowed[W];
+        for (int i = 0; i < W; ++i) allowed[i] = at + i < row.to ? A(mask[(at + i) * a.mask_strides.channel]) : A(0);
+        x = load(allowed) != A(0) ? x : lowest;
+      }
+      if (at < row.first || at + W > row.last) x = lanes_within(row.first - at, row.last - at) ? x : lowest;
+      store(logits + at, x);
+    }
+  }
+  bool is_whole(const Row& row) const { return row.from % W == 0 && row.to % W == 0 && row.first <= row.from && row.last >= row.to; }
+
+  void backward_row(const TileElement& e, const Row& row, int64_t low, A* weights, A* slopes, A* of_score, A* of_cap,
+                    A* kept) const;
+  // Adds a row's gradients to those of the bias.
+  NOINLINE void add_to_bias(const Row& row, int64_t low, const A* slopes) const {
+    const TileStrides& s = a.grad_bias_strides;
+    A* to = static_cast<A*>(a.grad_bias) + row.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+    Vec<A> sum = {};
+    for (int64_t at = low; at < row.to; at += W) {
+      const Vec<A> x = load(slopes + at);
+      const int64_t left = row.to - at;
+      if (s.channel == 0) sum += x;
+      else if (left >= W) store(to + at, load(to + at) + x);
+      else store_part(to + at, load_part(to + at, int(left)) + x, int(left));
+    }
+    if (s.channel == 0) *to += sum_lanes(sum);
+  }
+
+  // exp(x), at most about exp(kSlack); if nothing is hidden, that of -inf may be the smallest number instead of zero.
+  static INLINE Vec<float> weight_of(Vec<float> x, bool may_be_hidden) {
+    // 2^n 2^r, |r| <= 1/2, with a minimax fit of 2^r to a relative 1e-7.
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+    const Vec<float> y = bounded(x * 1.44269504f, splat<Vec<float>>(-126.0f), splat<Vec<float>>(127.0f));
+    const Vec<float> shifted = y + shift, r = y - (shifted - shift);
+    Vec<float> p = r * 1.3264727e-3f + 9.6715130e-3f;
+    p = p * r + 5.5507336e-2f;
+    p = p * r + 2.4022242e-1f;
+    p = p * r + 6.9314700e-1f;
+    p = p * r + 1.0f;
+    const Vec<float> weight = (Vec<float>)((VecInt)p + ((VecInt)shifted << 23));
+    return may_be_hidden ? (y <= -126.0f ? Vec<float>{} : weight) : weight;
+  }
+  static INLINE Vec<double> weight_of(Vec<double> x, bool) { return vector_exp(x); }
+  static A exp_of(A x) { return weight_of(splat<Vec<A>>(x), true)[0]; }
+  static float log_of(float x) { return logf(x); }
+  static double log_of(double x) { return log(x); }
+
+  const Tiles& a;
+  const Law law;
+  const int64_t C, D, width, value_width;
+  const bool has_slope, has_clamp;
+};
+
+// The output's sums over a panel for pairs that are hidden in it: not even zeros times what is not finite.
+inline void multiply_seen(const A* weights, const A* values, int64_t first, int64_t last, int64_t count, A* to) {
+  for (int64_t j = first; j < last; ++j)
+    for (int64_t c = 0; c < count; ++c) to[c] += weights[j] * values[j * count + c];
+}
+
+inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block, A* memory) {
+  const int64_t start = block * kTargets, count = e.targets - start < kTargets ? e.targets - start : kTargets;
+  const int64_t key_head = head / (a.heads / a.key_heads);
+  A* queries = memory;
+  A* sums = queries + kTargets * width;          // of values
+  A* total = sums + kTargets * value_width;      // of weights, in lanes
+  A* most = total + kTargets * W;
+  A* keys = most + kTargets * W;
+  A* values = keys + kPanel * width;
+  A* tile = values + kPanel * value_width;
+  A* kept = tile + kGroup * kPanel;
+  rows(a.query, a.query_strides, e.batch, head, C).copy(e.first_target + start, count, A(a.scale), queries);
+  const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
+  const RowsOf value = rows(a.value, a.value_strides, e.batch, key_head, D);
+  memset(sums, 0, size_t(count * value_width) * sizeof(A));
+  memset(total, 0, size_t(count * W) * sizeof(A));
+  for (int64_t r = 0; r < count; ++r) most[r] = -A(INFINITY);
+
+  const int64_t end = last_source(e, start + count - 1);
+  for (int64_t panel = first_source(e, start); panel < end; panel += kPanel) {
+    const int64_t n = end - panel < kPanel ? end - panel : kPanel;
+    key.transposed(e.first_source + panel, n, keys);
+    const bool is_finite = value.copy(e.first_source + panel, n, A(1), values);
+    for (int64_t group = 0; group < count; group += kGroup) {
+      const int64_t size = count - group < kGroup ? count - group : kGroup;
+      const int64_t i = start + group;
+      // Columns that some target of the group sees.
+      const int64_t from = first_source(e, i) - panel < 0 ? 0 : first_source(e, i) - panel;
+      const int64_t to = last_source(e, i + size - 1) - panel < n ? last_source(e, i + size - 1) - panel : n;
+      if (from >= to) continue;
+      const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
+      multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
+      for (int64_t r = 0; r < size; ++r) {
+        A* logits = tile + r * kPanel;
+        const Row row{e.term, head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
+        const bool is_finished = has_terms() || !is_whole(row);
+        if (is_finished) finish(row, logits, nullptr, nullptr);
+        A* sum = total + (group + r) * W;
+        Vec<A> added = load(sum);
+        if (law.is_exponential) {
+          Vec<A> highest = splat<Vec<A>>(-A(INFINITY));
+          for (int64_t at = low; at < to; at += W) {
+            const Vec<A> x = load(logits + at);
+            highest = x > highest ? x : highest;
+          }
+          A& base = most[group + r];
+          if (any(highest > base + kSlack)) {
+            A top = highest[0];
+            for (int l = 1; l < W; ++l) top = highest[l] > top ? highest[l] : top;
+            if (base != -A(INFINITY)) {
+              const A by = exp_of(base - top);
+              A* of_row = sums + (group + r) * value_width;
+              for (int64_t c = 0; c < value_width; c += W) store(of_row + c, load(of_row + c) * by);
+              added *= by;
+            }
+            base = top;
+          }
+          const A shift = base == -A(INFINITY) ? A(0) : base;
+          for (int64_t at = low; at < to; at += W) {
+            const Vec<A> weight = weight_of(load(logits + at) - shift, is_finished);
+            added += weight;
+            store(logits + at, weight);
+          }
+        } else {
+          law.visit([&](auto of) INLINE_LAMBDA {
+            for (int64_t at = low; at < to; at += W) {
+              const Vec<A> weight = of(load(logits + at), Vec<A>{}).value;
+              added += weight;
+              store(logits + at, weight);
+            }
+          });
+        }
+        store(sum, added);
+        if (a.dropout) {
+          keep_factors(row_key(e, head, i + r), e.first_source + panel + low, to - low, kept + low);
+          for (int64_t at = low; at < to; at += W) store(logits + at, load(logits + at) * load(kept + at));
+        }
+      }
+      if (is_finite || (first_source(e, i + size - 1) - panel <= from && last_source(e, i) - panel >= to)) {
+        multiply(size, value_width / W, tile + from, kPanel, 1, values + from * value_width, value_width, to - from,
+                 sums + group * value_width, value_width, true);
+      } else {
+        for (int64_t r = 0; r < size; ++r) {
+          const int64_t first = first_source(e, i + r) - panel, last = last_source(e, i + r) - panel;
+          multiply_seen(tile + r * kPanel, values, first < from ? from : first, last < to ? last : to, value_width,
+                        sums + (group + r) * value_width);
+        }
+      }
+    }
+  }
+
+  const A* sink = static_cast<const A*>(a.sink);
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t number = row_number(e, head, start + r);
+    A sum = sum_lanes(load(total + r * W)), factor = 1, stat = 1;
+    if (law.is_exponential) {
+      const bool is_empty = most[r] == -A(INFINITY);
+      A base = is_empty ? A(0) : most[r];
+      if (sink != nullptr && sink[head] != -A(INFINITY)) {
+        const A above = is_empty ? sink[head] : sink[head] - base;
+        if (is_empty) {
+          base = sink[head], sum += 1;
+        } else if (above > 40) {  // what was summed up is small beside it
+          const A by = exp_of(-above);
+          sum = sum * by + 1, base = sink[head], factor = by;
+        } else {
+          sum += exp_of(above);
+        }
+      }
+      stat = sum == 0 ? -A(INFINITY) : base + log_of(sum);
+      factor = sum == 0 ? A(0) : factor / sum;
+    } else if (law.divides) {
+      sum += law.epsilon;
+      stat = factor = sum == 0 ? A(0) : A(1) / sum;
+    }
+    static_cast<A*>(a.stats)[number] = stat;
+    T* out = static_cast<T*>(a.out) + number * D;
+    A* wide = a.wide == nullptr ? nullptr : static_cast<A*>(a.wide) + number * D;
+    for (int64_t c = 0; c < D; c += W) {
+      const Vec<A> x = load(sums + r * value_width + c) * factor;
+      const int left = int(D - c < W ? D - c : W);
+      store_part(out + c, x, left);
+      if (wide != nullptr) store_part(wide + c, x, left);
+    }
+  }
+}
+
+// A row's products become its weights, and gradients of weights those of products.
+inline void TilePass::backward_row(const TileElement& e, const Row& row, int64_t low, A* weights, A* slopes, A* of_score,
+                                   A* of_cap, A* kept) const {
+  const bool is_finished = has_terms() || !is_whole(row);
+  if (is_finished) finish(row, weights, of_score, of_cap);
+  if (a.dropout) keep_factors(row_key(e, row.head, row.i), e.first_source + row.source + low, row.to - low, kept + low);
+  const int64_t number = row_number(e, row.head, row.i);
+  const A stat = static_cast<const A*>(a.stats)[number], delta = static_cast<const A*>(a.delta)[number];
+  const Vec<A> lowest = splat<Vec<A>>(-A(INFINITY));
+  const bool caps = law.cap != 0, scores = has_slope || has_clamp;
+  const auto put = [&](int64_t at, Vec<A> logit, Vec<A> weight, Vec<A> derivative) INLINE_LAMBDA {
+    Vec<A> slope = load(slopes + at);
+    if (a.dropout) {
+      const Vec<A> factor = load(kept + at);
+      slope *= factor, weight *= factor;
+    }
+    slope = derivative * (slope - delta);
+    if (caps) slope *= load(of_cap + at);
+    // NaN in the rest of the row does not reach what is hidden.
+    store(slopes + at, logit == lowest ? Vec<A>{} : slope);
+    if (is_finished) weight = lanes_within(row.first - at, row.last - at) ? weight : Vec<A>{};
+    store(weights + at, weight);
+  };
+  if (law.is_exponential) {
+    const A base = stat == -A(INFINITY) ? A(INFINITY) : stat;
+    for (int64_t at = low; at < row.to; at += W) {
+      const Vec<A> logit = load(weights + at), weight = weight_of(logit - base, is_finished);
+      put(at, logit, weight, weight);
+    }
+  } else {
+    law.visit([&](auto of) INLINE_LAMBDA {
+      for (int64_t at = low; at < row.to; at += W) {
+        const Vec<A> logit = load(weights + at);
+        const Applied y = of(logit, Vec<A>{});
+        put(at, logit, y.value * stat, y.derivative * stat);
+      }
+    });
+  }
+  if (a.grad_bias != nullptr) add_to_bias(row, low, slopes);
+  if (scores)
+    for (int64_t at = low; at < row.to; at += W) store(slopes + at, load(slopes + at) * load(of_score + at));
+}
+
+inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t part, A* memory) {
+  A* keys = memory;                         // [width][kPanel]
+  A* values = keys + kPanel * width;        // [value_width][kPanel]
+  A* key_rows = values + kPanel * value_width;
+  A* grad_keys = key_rows + kPanel * width;
+  A* grad_values = grad_keys + kPanel * width;
+  A* queries = grad_values + kPanel * value_width;
+  A* grads = queries + kBackRows * width;  // of the output
+  A* tile = grads + kBackRows * value_width;
+  A* slopes = tile + kBackRows * kPanel;  // gradients of weights, then of products
+  A* of_score = slopes + kBackRows * kPanel;
+  A* of_cap = of_score + kPanel;
+  A* kept = of_cap + kPanel;
+  const int64_t group = a.heads / a.key_heads;
+  const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
+  const RowsOf value = rows(a.value, a.value_strides, e.batch, key_head, D);
+  const A scale = A(a.scale);
+  // Parts begin at whole panels.
+  const int64_t panels = (e.sources + kPanel - 1) / kPanel;
+  const int64_t first_panel = panels * part / e.parts, last_panel = panels * (part + 1) / e.parts;
+  for (int64_t panel = first_panel * kPanel; panel < last_panel * kPanel && panel < e.sources; panel += kPanel) {
+    const int64_t n = e.sources - panel < kPanel ? e.sources - panel : kPanel;
+    key.transposed(e.first_source + panel, n, keys);
+    value.transposed(e.first_source + panel, n, values);
+    const bool keys_finite = key.copy(e.first_source + panel, n, scale, key_rows);
+    memset(grad_keys, 0, size_t(n * width) * sizeof(A));
+    memset(grad_values, 0, size_t(n * value_width) * sizeof(A));
+    // Targets that see a source of the panel.
+    int64_t begin = panel - a.right - e.offset, end = panel + n + a.left - e.offset;
+    begin = begin < 0 ? 0 : begin, end = end > e.targets ? e.targets : end;
+    for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
+      const RowsOf query = rows(a.query, a.query_strides, e.batch, head, C);
+      const TileStrides of_out = {a.targets * a.heads * D, D, a.heads * D, 1};
+      const RowsOf grad_out = rows(a.grad_out, of_out, e.batch, head, D);
+      for (int64_t i = begin; i < end; i += kBackRows) {
+        const int64_t size = end - i < kBackRows ? end - i : kBackRows;
+        const int64_t from = first_source(e, i) - panel < 0 ? 0 : first_source(e, i) - panel;
+        const int64_t to = last_source(e, i + size - 1) - panel < n ? last_source(e, i + size - 1) - panel : n;
+        if (from >= to) continue;
+        const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
+        const bool queries_finite = query.copy(e.first_target + i, size, scale, queries);
+        const bool grads_finite = grad_out.copy(e.first_target + i, size, A(1), grads);
+        multiply(size, vectors, queries, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
+        multiply(size, vectors, grads, value_width, 1, values + low, kPanel, D, slopes + low, kPanel, false);
+        for (int64_t r = 0; r < size; ++r) {
+          const Row row{e.term, head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
+          backward_row(e, row, low, tile + r * kPanel, slopes + r * kPanel, of_score, of_cap, kept);
+        }
+        A* grad_query = static_cast<A*>(a.grad_query) + part * a.batch * a.targets * a.heads * width +
+                        row_number(e, head, i) * width;
+        const int64_t columns = to - from;
+        const bool all_seen = first_source(e, i + size - 1) - panel <= from && last_source(e, i) - panel >= to;
+        if (all_seen || (keys_finite && queries_finite && grads_finite)) {
+          multiply(columns, value_width / W, tile + from, 1, kPanel, grads, value_width, size,
+                   grad_values + from * value_width, value_width, true);
+          multiply(columns, width / W, slopes + from, 1, kPanel, queries, width, size, grad_keys + from * width, width, true);
+          multiply(size, width / W, slopes + from, kPanel, 1, key_rows + from * width, width, columns, grad_query,
+                   a.heads * width, true);
+        } else {
+          for (int64_t r = 0; r < size; ++r) {
+            int64_t first = first_source(e, i + r) - panel, last = last_source(e, i + r) - panel;
+            first = first < from ? from : first, last = last < to ? last : to;
+            multiply_seen(slopes + r * kPanel, key_rows, first, last, width, grad_query + r * a.heads * width);
+            for (int64_t j = first; j < last; ++j) {
+              for (int64_t c = 0; c < value_width; ++c)
+                grad_values[j * value_width + c] += tile[r * kPanel + j] * grads[r * value_width + c];
+              for (int64_t c = 0; c < width; ++c) grad_keys[j * width + c] += slopes[r * kPanel + j] * queries[r * width + c];
+            }
+          }
+        }
+      }
+    }
+    const int64_t to = ((e.batch * a.sources) + e.first_source + panel) * a.key_heads + key_head;
+    for (int64_t j = 0; j < n; ++j) {
+      memcpy(static_cast<A*>(a.grad_key) + (to + j * a.key_heads) * width, grad_keys + j * width, size_t(width) * sizeof(A));
+      memcpy(static_cast<A*>(a.grad_value) + (to + j * a.key_heads) * value_width, grad_values + j * value_width,
+             size_t(value_width) * sizeof(A));
+    }
+  }
+}
+
+// The tasks of either pass; `pass` is a thread's own.
+template <class F>
+void for_tile_tasks(int64_t count, F&& f) {
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t t = 0; t < count; ++t) f(t);
+}
+
+inline void run_tiles_forward(const Tiles& a, A* memory) {
+  TilePass pass(a);
+  int64_t blocks = 0;
+  for (int64_t e = 0; e < a.num_elements; ++e) {
+    const int64_t count = TilePass::blocks_of(a.elements[e]);
+    blocks = count > blocks ? count : blocks;
+  }
+  for_tile_tasks(a.num_elements * a.heads * blocks, [&](int64_t t) {
+    const TileElement& e = a.elements[t / (a.heads * blocks)];
+    if (t % blocks < TilePass::blocks_of(e)) pass.forward(e, t / blocks % a.heads, t % blocks, memory);
+  });
+}
+
+// Elements and heads that share gradients of the bias are one task's, one after the other.
+inline void run_tiles_backward(const Tiles& a, A* memory) {
+  TilePass pass(a);
+  const int64_t elements = a.shared_elements ? 1 : a.num_elements, heads = a.shared_heads ? 1 : a.key_heads;
+  for_tile_tasks(elements * heads * a.parts, [&](int64_t t) {
+    const int64_t part = t % a.parts, head = t / a.parts % heads, element = t / a.parts / heads;
+    for (int64_t e = element; e < (a.shared_elements ? a.num_elements : element + 1); ++e)
+      for (int64_t h = head; h < (a.shared_heads ? a.key_heads : head + 1); ++h)
+        if (part < a.elements[e].parts) pass.backward(a.elements[e], h, part, memory);
+  });
+}
+
+}  // namespace

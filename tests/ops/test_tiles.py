@@ -1,0 +1,289 @@
+"""Attention by tiles of pairs: every score, law, term, graph and option of these kernels, against the reference."""
+
+import math
+
+import pytest
+import torch
+
+from gattn import CompleteGraph, DotScore, Identity, Sigmoid, Softmax, Tanh, attend
+from gattn.ops.backends.cpu import native
+from gattn.ops.backends.dense import tiles
+from gattn.ops.dropout import keep_mask_of_pairs
+from gattn.testing import assert_as_exact_as
+from tests.cases import mostly_slow, pairs
+
+pytestmark = pytest.mark.skipif(native.load_error() is not None, reason="the CPU kernels are missing")
+
+H = 4
+LAWS = {
+    "dropout": Softmax(),
+    "softcap": Softmax(softcap=1.5),
+    "sink": Softmax(sink=0.5),
+    "sink of heads": Softmax(sink=torch.linspace(-1, 1, H).double()),
+    "far sink": Softmax(sink=60.0),
+    "both": Softmax(sink=-1.0, softcap=2.0),
+    "sigmoid": Sigmoid(),
+    "tanh": Tanh(),
+    "identity": Identity(),
+    "normalized": Sigmoid(normalize=True, eps=1e-6),
+}
+SCORES = {"dot": DotScore(), "bounded": DotScore(0.7, negative_slope=0.3, clamp=0.8)}
+#: Targets, sources: at the edges of vectors, groups, tiles and blocks.
+SIZES = [(1, 1), (5, 7), (12, 64), (13, 65), (48, 63), (49, 130), (97, 128), (200, 20)]
+CHANNELS = [(1, 1), (3, 5), (8, 16), (33, 31)]
+GRAPHS = {
+    "full": lambda n, m: CompleteGraph(n, m),
+    "causal": lambda n, m: CompleteGraph(n, m, causal=True),
+    "window": lambda n, m: CompleteGraph(n, m, window=(9, 4)),
+    "earlier": lambda n, m: CompleteGraph(n, m, causal=True, window=30),
+    "lengths": lambda n, m: CompleteGraph(n, m, source_lengths=torch.tensor([m, m // 2])),
+    "both lengths": lambda n, m: CompleteGraph(
+        n, m, causal=True, source_lengths=torch.tensor([m // 3, m]), target_lengths=torch.tensor([n, n // 2])
+    ),
+}
+#: Which dimensions of `[B, H, N, M]` a bias and a mask have.
+TERMS = [None, "BHNM", "HNM", "NM", "BM", "HN", "H", "N"]
+
+
+def term(of, sizes, make):
+    """A tensor with some of the dimensions."""
+    if of is None:
+        return None
+    return make([size if name in of else 1 for name, size in zip("BHNM", sizes, strict=True)])
+
+
+class Case:
+    """A call, and its results on either backend."""
+
+    def __init__(self, law, score, sizes, channels, graph, bias=None, mask=None, key_heads=H, dropout=0.0):
+        torch.manual_seed(0)
+        n, m = sizes
+        c, d = channels
+        self.inputs = [torch.randn(2, size, h, w) for size, h, w in ((n, H, c), (m, key_heads, c), (m, key_heads, d))]
+        self.bias = term(bias, (2, H, n, m), torch.randn)
+        self.mask = term(mask, (2, H, n, m), lambda size: torch.rand(size) < 0.7)
+        self.law, self.score, self.graph, self.dropout = LAWS.get(law, law), SCORES[score], GRAPHS[graph](n, m), dropout
+
+    def results(self, dtype, backend=None, ran=None):
+        """The output and all gradients."""
+        inputs = [x.to(dtype).requires_grad_() for x in self.inputs]
+        bias = None if self.bias is None else self.bias.to(dtype).requires_grad_()
+        law, sinks = self.law, []
+        if isinstance(law, Softmax) and isinstance(law.sink, torch.Tensor):
+            sinks = [law.sink.detach().clone().requires_grad_()]
+            law = Softmax(sinks[0], law.softcap)
+        out = attend(
+            *inputs,
+            self.graph,
+            score=self.score,
+            bias=bias,
+            mask=self.mask,
+            distribution=law,
+            dropout=self.dropout,
+            training=True,
+            **({} if backend is None else {"backend": backend}),
+        )
+        torch.manual_seed(1)
+        grad = torch.randn(out.shape).to(dtype)
+        leaves = [*inputs, *([] if bias is None else [bias]), *sinks]
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels that ran."""
+    names = []
+    run = tiles._Call.run
+    monkeypatch.setattr(tiles._Call, "run", lambda call, name: (names.append(name), run(call, name))[1])
+    return names
+
+
+BOTH = ["gattn_tiles_forward", "gattn_tiles_backward"]
+CELLS = pairs(
+    *([law for law in LAWS if law != "dropout"], SCORES, SIZES, CHANNELS, GRAPHS),
+    *(TERMS, [None, "BHNM", "NM", "BM"], [H, 1]),
+)
+
+
+@pytest.mark.parametrize(("law", "score", "sizes", "channels", "graph", "bias", "mask", "key_heads"), CELLS)
+def test_every_cell(law, score, sizes, channels, graph, bias, mask, key_heads, ran):
+    case = Case(law, score, sizes, channels, graph, bias, mask, key_heads)
+    found = case.results(torch.float64)
+    assert ran == BOTH
+    for part, expected in zip(found, case.results(torch.float64, "reference"), strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("law", ["softcap", "sink of heads", "sigmoid", "normalized"])
+def test_thousands_of_terms(law, dtype, ran):
+    """Sums are made in float32 at least, and compared with float64."""
+    case = Case(law, "dot", (8, 5000), (16, 16), "full", "HNM")
+    case.inputs = [x.to(dtype).float() for x in case.inputs]
+    case.bias = case.bias.to(dtype).float()
+    found = case.results(dtype)
+    assert ran == BOTH
+    exact = case.results(torch.float64, "reference")
+    for part, expected, rounded in zip(found, exact, case.results(dtype, "reference"), strict=True):
+        assert_as_exact_as(part, rounded, expected)
+
+
+@pytest.mark.parametrize("graph", ["full", "causal"])
+@pytest.mark.parametrize("law", ["dropout", "softcap", "normalized"])
+def test_dropout(law, graph, ran, monkeypatch):
+    """It is that of `keep_mask_of_pairs`, forward and backward."""
+    case = Case(law, "dot", (50, 70), (8, 8), graph, dropout=0.4)
+    seed = torch.tensor(2**40 + 77)
+    monkeypatch.setattr(tiles, "new_seed", lambda *_: seed)
+    found = case.results(torch.float64)
+    assert ran == BOTH
+    kept = keep_mask_of_pairs(seed, torch.Size((2, H, 50, 70)), 0.4).double() / 0.6
+    query, key, value = (x.double().requires_grad_() for x in case.inputs)
+    options = {"distribution": case.law, "return_weights": True}
+    weights = attend(query, key, value, case.graph, backend="reference", **options)[1]
+    assert weights.shape == kept.shape
+    out = torch.einsum("bhnm,bmhc->bnhc", weights * kept, value)
+    torch.manual_seed(1)
+    expected = [out, *torch.autograd.grad(out, (query, key, value), torch.randn(out.shape).double())]
+    for part, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-9)
+
+
+def test_the_dropout_is_uniform():
+    """As many of each row, column and pair of neighbours are kept as should be."""
+    kept = keep_mask_of_pairs(torch.tensor(5), torch.Size((1, 4, 500, 500)), 0.3).double() - 0.7
+    size = math.sqrt(0.21)
+    for means, count in (
+        (kept.mean(-1), 500),
+        (kept.mean(-2), 500),
+        ((kept[..., 1:] * kept[..., :-1]).mean() / size, kept.numel()),
+        ((kept[..., 1:, :] * kept[..., :-1, :]).mean() / size, kept.numel()),
+        ((kept[:, 1:] * kept[:, :-1]).mean() / size, kept.numel()),
+    ):
+        assert means.abs().max() < 5 * size / math.sqrt(count)
+
+
+@pytest.mark.parametrize("law", ["softcap", "sigmoid", "dropout"])
+def test_bits(law, monkeypatch):
+    """They are those of any number of threads, and of each element of a batch alone."""
+    case = Case(law, "dot", (150, 1200), (16, 16), "window", "HNM" if law == "sigmoid" else None)
+    if law == "dropout":
+        monkeypatch.setattr(tiles, "new_seed", lambda *_: torch.tensor(3))
+        case.dropout = 0.1
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(case.results(torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*parts) for other in found[1:] for parts in zip(found[0], other, strict=True))
+    case.inputs = [x[:1] for x in case.inputs]
+    torch.manual_seed(1)
+    out = case.results(torch.float32)[0]
+    assert torch.equal(out[0], found[0][0][0])
+
+
+@pytest.mark.parametrize("law", ["softcap", "sigmoid"])
+@pytest.mark.parametrize("graph", ["causal", "window", "lengths"])
+def test_what_is_hidden_does_not_count(law, graph, ran):
+    """Not even if it is NaN or infinite: rows are those of the reference, which multiplies padding by zero."""
+    case = Case(law, "dot", (70, 70), (8, 8), graph)
+    case.inputs[2][0, 40], case.inputs[1][1, 69], case.inputs[0][0, 3] = math.nan, math.inf, -math.inf
+    for part, expected in zip(case.results(torch.float64), case.results(torch.float64, "reference"), strict=True):
+        if graph == "lengths":
+            part, expected = part[:1], expected[:1]
+        torch.testing.assert_close(part, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert ran == BOTH
+
+
+def test_logits_far_apart(ran):
+    """Maxima rise along a row, rows have nothing but minus infinity, and one has a single source."""
+    case = Case("sink", "dot", (20, 300), (4, 4), "full", "NM")
+    case.bias = (torch.arange(300) * 5.0 - 700).expand(1, 1, 20, 300).clone()
+    case.bias[..., 1, :], case.bias[..., 2, 1:] = -math.inf, -math.inf
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        found, expected = case.results(dtype), case.results(torch.float64, "reference")
+        for part, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(part.double(), exact, rtol=tolerance, atol=tolerance)
+            assert part.isfinite().all()
+    assert ran == BOTH * 2
+
+
+@pytest.mark.parametrize("law", mostly_slow(["softcap", "sink of heads", "normalized", "dropout"], 2))
+def test_second_derivatives(law, monkeypatch):
+    monkeypatch.setattr(tiles, "new_seed", lambda *_: torch.tensor(11))
+    case = Case(law, "bounded", (4, 5), (2, 3), "causal", "HNM", "NM", 2, dropout=0.5 * (law == "dropout"))
+    inputs = [x.double().requires_grad_() for x in (*case.inputs, case.bias)]
+
+    def call(query, key, value, bias):
+        options = {"distribution": case.law, "score": case.score, "dropout": case.dropout, "training": True}
+        return attend(query, key, value, case.graph, bias=bias, mask=case.mask, **options)
+
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("graph", ["full", "window", "both lengths"])
+def test_log_sums(graph, ran):
+    """They have gradients, too; those of targets that see nothing are minus infinity."""
+    case, found = Case("dropout", "bounded", (30, 40), (6, 5), graph, "HNM", "BHNM"), []
+    for backend in ("auto", "reference"):
+        inputs = [x.double().requires_grad_() for x in (*case.inputs, case.bias)]
+        options = {"score": case.score, "mask": case.mask, "backend": backend, "return_lse": True}
+        out, log_sum = attend(*inputs[:3], case.graph, bias=inputs[3], **options)
+        loss = out.sin().sum() + log_sum.masked_fill(log_sum == -math.inf, 0.0).cos().sum()
+        found.append([out, log_sum, *torch.autograd.grad(loss, inputs)])
+    assert ran == BOTH
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("graph", ["window", "lengths"])
+@pytest.mark.parametrize("law", ["softcap", "normalized", "dropout"])
+def test_weights_change_no_bit_of_the_output(law, graph):
+    case = Case(law, "bounded", (30, 40), (6, 5), graph, "HNM", "NM")
+    options = {"score": case.score, "bias": case.bias, "mask": case.mask, "distribution": case.law}
+    out, weights = attend(*case.inputs, case.graph, return_weights=True, **options)
+    assert torch.equal(out, attend(*case.inputs, case.graph, **options))
+    summed = torch.einsum("bhnm,bmhc->bnhc", weights, case.inputs[2])
+    torch.testing.assert_close(out, summed, rtol=1e-5, atol=1e-5)
+
+
+def test_any_strides(ran):
+    case = Case("softcap", "dot", (30, 40), (6, 5), "full", "BHNM", "BHNM")
+    expected = case.results(torch.float64, "reference")
+    case.inputs = [x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0) for x in case.inputs]
+    case.bias, case.mask = (x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in (case.bias, case.mask))
+    for part, other in zip(case.results(torch.float64), expected, strict=True):
+        torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-9)
+    assert ran == BOTH
+
+
+def test_edits_between_the_passes_are_noticed():
+    case = Case("softcap", "dot", (6, 6), (4, 4), "full", "HNM", "NM")
+    inputs = [x.requires_grad_() for x in case.inputs]
+    out = attend(*inputs, case.graph, bias=case.bias, mask=case.mask, distribution=case.law)
+    case.mask.logical_not_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("length", [6, -1])
+@pytest.mark.parametrize("side", ["source_lengths", "target_lengths"])
+def test_lengths_that_were_edited_are_checked(side, length):
+    graph = CompleteGraph(5, **{side: torch.tensor([5, 5])})
+    getattr(graph, side)[1] = length
+    x = torch.randn(2, 5, H, 3)
+    with pytest.raises(ValueError, match="lengths must lie between 0 and its sizes"):
+        attend(x, x, x, graph)
+
+
+def test_memory():
+    """Nothing has a number for each pair."""
+    sizes = []
+    n = 2048
+    query = torch.randn(1, n, 2, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+        attend(query, query, query, CompleteGraph(n), distribution=Softmax(softcap=3.0)).sum().backward()
+    assert max(sizes) <= query.numel()
