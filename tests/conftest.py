@@ -76,6 +76,14 @@ def no_plans():
     cpu._plans.clear()
 
 
+@pytest.fixture
+def without_tiles(monkeypatch):
+    """What is computed on GPUs, and without kernels."""
+    from gattn.ops.backends.dense import tiles  # not before the configuration, which Triton reads with it
+
+    monkeypatch.setattr(tiles, "can_attend", lambda *_: False)
+
+
 @pytest.fixture(autouse=True)
 def plain_sequential(monkeypatch):
     """PyG's Sequential overrides `forward` of its class, so that one test's model would run in another's."""

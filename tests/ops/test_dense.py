@@ -16,19 +16,15 @@ from gattn.attention import Attention
 from gattn.ops import plans
 from gattn.ops.backends import dense
 from gattn.ops.backends.cpu import pairs as cpu_pairs
-from gattn.ops.backends.dense import ragged, tiles
+from gattn.ops.backends.dense import ragged
 from gattn.testing import assert_as_exact_as
 from tests.cases import DTYPES, HALF, SCORES, in_turn, make_score, mostly_slow, pairs, threads
+
+pytestmark = pytest.mark.usefixtures("without_tiles")
 
 NOT_DOT = [score for score in SCORES if score != "dot"]
 SLOPE = 0.3
 H, C, CV = 2, 3, 4
-
-
-@pytest.fixture(autouse=True)
-def without_tiles(monkeypatch):
-    """What is computed on GPUs, and without kernels; for the rest, there is test_tiles.py."""
-    monkeypatch.setattr(tiles, "can_attend", lambda *_: False)
 
 
 def lengths(*numbers):

@@ -8,6 +8,8 @@ import torch
 from gattn import AdditiveScore, CompleteGraph, attend
 from gattn.ops.backends.dense import dot_products
 
+pytestmark = pytest.mark.usefixtures("without_tiles")
+
 
 def attention(query, key, value, starts, source_starts, most, most_sources, *, scale, window_size):
     """What PyTorch documents: windows are aligned at the bottom right of each block."""

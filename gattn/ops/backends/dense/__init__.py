@@ -302,12 +302,12 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> Tensor | None:
     law = call.law
     if not _has_products(score) or query is None or law is None or isinstance(bias, Bias):
         return None
-    is_whole = graph.is_uniform and graph.window is None and (not graph.causal or num_targets == graph.num_sources)
-    if is_plain_softmax(call.distribution) and is_whole and _is_dot(score) and not log_sum:
-        return None  # see dot_product_attention
     sink = None if law.sink is None else sink_of(law.sink, call)
     if not tiles.can_attend((query, key, value, bias, mask, sink), law):
         return None
+    is_whole = graph.is_uniform and graph.window is None and (not graph.causal or num_targets == graph.num_sources)
+    if is_plain_softmax(call.distribution) and is_whole and _is_dot(score) and not log_sum:
+        return None  # see dot_product_attention
     batch, num_sources = key.shape[:2]
     known = elements_of(graph, batch)
     if known is None and not graph.is_uniform:
