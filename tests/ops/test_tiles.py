@@ -250,6 +250,42 @@ def test_weights_change_no_bit_of_the_output(law, graph):
     torch.testing.assert_close(out, summed, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("graph", ["full", "causal"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "options", "is_faster"),
+    [
+        ((32, 512), torch.float32, {}, True),
+        ((31, 600), torch.float32, {}, False),
+        ((32, 511), torch.float32, {}, False),
+        ((128, 128), torch.float64, {}, False),
+        ((128, 128), torch.bfloat16, {}, False),
+        ((5, 5), torch.float32, {"mask": "NM"}, True),
+        ((5, 5), torch.float32, {"bias": "HNM"}, True),
+        ((5, 5), torch.bfloat16, {"bias": "HNM"}, False),
+        ((5, 5), torch.float64, {"dropout": 0.5}, True),
+    ],
+)
+def test_where_it_replaces_fused_attention(sizes, dtype, options, is_faster, graph, ran, monkeypatch):
+    """The same way is chosen with and without a plan."""
+    if tiles._has_wide_vectors():
+        case = Case(Softmax(), "dot", sizes, (8, 8), "full" if sizes[0] != sizes[1] else graph, **options)
+        monkeypatch.setattr(tiles, "new_seed", lambda p, *_: torch.tensor(3) if p else None)
+        found = [case.results(dtype) for _ in range(3)]
+        assert ran == BOTH * 3 * is_faster
+        assert all(torch.equal(*parts) for other in found for parts in zip(found[0], other, strict=True))
+        if "dropout" not in options:
+            for part, expected in zip(found[0], case.results(torch.float64, "reference"), strict=True):
+                near = {"rtol": 3e-2, "atol": 5e-2 if dtype.itemsize < 4 else 1e-5}
+                torch.testing.assert_close(part.double(), expected, **near)
+
+
+def test_a_mask_of_inference_mode(ran):
+    case = Case("softcap", "dot", (6, 6), (4, 4), "full", mask="NM")
+    with torch.inference_mode():
+        case.mask = case.mask.clone()
+    assert all(x.isfinite().all() for x in case.results(torch.float32))
+
+
 def test_any_strides(ran):
     case = Case("softcap", "dot", (30, 40), (6, 5), "full", "BHNM", "BHNM")
     expected = case.results(torch.float64, "reference")

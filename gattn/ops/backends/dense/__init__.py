@@ -305,9 +305,10 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> Tensor | None:
     sink = None if law.sink is None else sink_of(law.sink, call)
     if not tiles.can_attend((query, key, value, bias, mask, sink), law):
         return None
-    is_whole = graph.is_uniform and graph.window is None and (not graph.causal or num_targets == graph.num_sources)
-    if is_plain_softmax(call.distribution) and is_whole and _is_dot(score) and not log_sum:
-        return None  # see dot_product_attention
+    is_plain = is_plain_softmax(call.distribution) and _is_dot(score) and graph.is_uniform and graph.window is None
+    is_plain = is_plain and not log_sum and (not graph.causal or num_targets == graph.num_sources)
+    if is_plain and not tiles.is_faster(query, key, value, bias, mask, dropout):
+        return None
     batch, num_sources = key.shape[:2]
     known = elements_of(graph, batch)
     if known is None and not graph.is_uniform:

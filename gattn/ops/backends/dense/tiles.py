@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -104,11 +104,19 @@ def is_faster(
     """Whether `attend_whole` can be called now, and is faster than PyTorch's fused attention."""
     if query.device.type != "cpu" or is_traced():  # before sizes are compared, which export leaves open
         return False
-    if bias is None and mask is None and dropout == 0.0:
+    if dropout == 0.0:  # with it, PyTorch makes a matrix
+        if value.dtype != torch.float32 or not _has_wide_vectors():
+            return False
         targets, sources = query.size(-3), key.size(-3)
-        if targets < _FEWEST_TARGETS or targets * sources < _FEWEST_PAIRS or value.dtype == torch.float64:
+        if bias is None and mask is None and (targets < _FEWEST_TARGETS or targets * sources < _FEWEST_PAIRS):
             return False
     return can_attend((query, key, value, bias, mask, None), _SOFTMAX)
+
+
+@cache
+def _has_wide_vectors() -> bool:
+    """Whether the kernels use AVX2 or AVX-512; others were not compared with PyTorch's."""
+    return native.load_error() is None and native.library().gattn_instruction_set() != b"baseline"
 
 
 def attend_whole(
@@ -187,6 +195,8 @@ def attend(
     """
     compute = compute_dtype(value.dtype)
     bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
+    if mask is not None and mask.is_inference() and not torch.is_inference_mode_enabled():
+        mask = mask.clone()  # autograd saves no tensor of inference mode
     seed = new_seed(rule.dropout, value.device)
     out, log_sum = _Attention.apply(query, key, value, bias, sink, mask, seed, rule)
     return out, log_sum
