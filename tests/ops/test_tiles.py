@@ -315,6 +315,26 @@ def test_lengths_that_were_edited_are_checked(side, length):
         attend(x, x, x, graph)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key": (2, 6, 4, 3)},
+        {"key": (2, 5, 4, 2)},
+        {"value": (1, 5, 4, 3)},
+        {"key": (2, 5, 3, 3), "value": (2, 5, 3, 3)},
+        {"bias": (1, 4, 4, 5)},
+        {"bias": (1, 3, 5, 5)},
+        {"mask": (2, 1, 5, 4)},
+    ],
+)
+def test_what_kernels_read_is_checked(wrong):
+    shapes = {**dict.fromkeys(("query", "key", "value"), (2, 5, 4, 3)), **wrong}
+    tensors = {"bias": None, "mask": None, **{name: torch.ones(shape) for name, shape in shapes.items()}}
+    rule = tiles.Rule(1.0, 1.0, math.inf, Softmax().law(), None, None, tiles.elements_of(None, 2, 5, 5, 0), 0.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        tiles.attend(**tensors, sink=None, rule=rule)
+
+
 def test_memory():
     """Nothing has a number for each pair."""
     sizes = []

@@ -94,6 +94,8 @@ def can_attend(tensors: Sequence[Tensor | None], law: Law | None) -> bool:
         return False
     if value.device.type != "cpu" or value.dtype not in DTYPES or is_traced() or needs_plain_pytorch() is not None:
         return False
+    if not query.dtype == key.dtype == value.dtype:
+        return False
     is_empty = query.numel() * key.numel() * value.numel() == 0
     return not is_empty and native.load_error() is None and are_plain([x for x in tensors if x is not None])
 
@@ -222,6 +224,18 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
     """The kernels' arguments but for addresses, seed and threads, the elements that they point to, and the work."""
     (query, strides), (key, key_strides), (value, value_strides), bias, mask = forms
     heads, channels = query[2:]
+    fits = query[0] == key[0] and channels == key[3] and key[:3] == value[:3] and heads % key[2] == 0
+    ends = ((e.first_target + e.num_targets, e.first_source + e.num_sources) for e in rule.elements)
+    fits = fits and all(end <= query[1] and end_of_sources <= key[1] for end, end_of_sources in ends)
+    sizes = ((e.term + 1, heads, e.num_targets, e.num_sources) for e in rule.elements)
+    least = [max(x) for x in zip(*sizes, strict=True)]
+    for term in (bias, mask):
+        fits &= term is None or all(size == 1 or size >= x for size, x in zip(term[0], least, strict=False))
+    if not fits:  # what kernels read is checked where they are called
+        terms = [list(term[0]) for term in (bias, mask) if term is not None]
+        raise InputError(
+            f"query {list(query)}, key {list(key)}, value {list(value)} and {terms} do not fit each other."
+        )
     parts = [1 << sum(e.num_sources >= least for least in _IN_PARTS) if in_parts else 1 for e in rule.elements]
     elements = [native.TileElement(*element, count) for element, count in zip(rule.elements, parts, strict=True)]
     held = (native.TileElement * len(elements))(*elements)
