@@ -232,10 +232,8 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
     for term in (bias, mask):
         fits &= term is None or all(size == 1 or size >= x for size, x in zip(term[0], least, strict=False))
     if not fits:  # what kernels read is checked where they are called
-        terms = [list(term[0]) for term in (bias, mask) if term is not None]
-        raise InputError(
-            f"query {list(query)}, key {list(key)}, value {list(value)} and {terms} do not fit each other."
-        )
+        shapes = [list(form[0]) for form in forms if form is not None]
+        raise InputError(f"query, key, value, bias and mask do not fit each other: {shapes}.")
     parts = [1 << sum(e.num_sources >= least for least in _IN_PARTS) if in_parts else 1 for e in rule.elements]
     elements = [native.TileElement(*element, count) for element, count in zip(rule.elements, parts, strict=True)]
     held = (native.TileElement * len(elements))(*elements)
