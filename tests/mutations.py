@@ -489,7 +489,7 @@ MUTATIONS = [
     Mutation("parts are not added", TILE_CALLS, "«of_query += part → pass»"),
     Mutation("a sink has the other sign", TILE_CALLS, "of_sink = «-(shares → (shares»_of_sink"),
     Mutation("a log-sum has no gradient", TILE_CALLS, "«delta -= grad_log_sum → delta - grad_log_sum»"),
-    Mutation("a second derivative has no slope", TILE_CALLS, "if rule.slope != 1.0«→  and False»:"),
+    Mutation("a second derivative has no slope", TILE_CALLS, "if rule.slope «!= 1.0 → != rule.slope»:"),
     # ------------------------------------------------------------------------------------------------------ the vectors
     Mutation("bfloat16 is cut off", KERNELS, "uint16_t((«bits + 0x7fff + (bits >> 16 & 1) → bits») >> 16);"),
     Mutation("float16's infinity is a number", KERNELS, "if («magnitude >= 0x7c00 → magnitude > 0x7c00») return"),
