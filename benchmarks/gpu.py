@@ -112,7 +112,7 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
         # Rows that contradict each other, as they may beside other programs, would be an error.
         tiny = "--shapes", "tiny", "--parts", "attention", "--layers", "gat", "--peers", "gattn", "--threads", "1"
         fast = [benchmark("kernels", "kernels", *brief, *tiny)]
-        parts = "--parts", "linear", "sparse bias", "bucket bias"
+        parts = "--parts", "linear", "bucket bias"
         long = [
             benchmark("steps", "steps", "--quick", "--tasks", "GPS, 4 blocks of 64", "--peers", "gattn"),
             benchmark("complete", "complete", "--quick", *parts, "--only", "gattn"),
