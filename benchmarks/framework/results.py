@@ -345,7 +345,7 @@ SAME = {
     "61ffb114367d": "b6fb7570eefa",
     "a295d8df4ae8": "b6fb7570eefa",
     "90cae1a70446": "d44103dbed43",
-    "572653f55ecc": "f0aba0b327f3",
+    "572653f55ecc": "2f896c2a7fe1",
 }
 
 

@@ -198,6 +198,32 @@ def test_what_is_hidden_does_not_count(law, graph, ran):
     assert ran == BOTH
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_infinite_products_and_any_nan(dtype, ran):
+    """A row whose logits are all minus infinity sees only its sink; of a NaN, all bits may be set."""
+    case = Case("sink", "dot", (64, 128), (1, 3), "full")
+    case.inputs[1].abs_().add_(0.1)
+    case.inputs[0][:, 5] = -math.inf
+    found, expected = case.results(dtype), case.results(torch.float64, "reference")
+    assert (found[0][:, 5] == 0).all()
+    for part, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(part.double(), exact, rtol=1e-4, atol=1e-4, equal_nan=True)
+    case.inputs = [x.detach().clone() for x in case.inputs]
+    case.inputs[0][:, 5] = 0.0
+    case.inputs[0][:, 7] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    out = case.results(dtype)[0]
+    assert torch.equal(out.isnan().all(-1).all(-1)[0], torch.arange(64) == 7)
+    assert ran == BOTH * 2
+
+
+def test_windows_far_wider_than_the_graph(ran):
+    x = torch.randn(1, 70, H, 3)
+    wide, whole = (CompleteGraph(70, window=(width, 1)) for width in (2**62, 70))
+    found = attend(x, x, x, wide, distribution=LAWS["softcap"])
+    assert ran == BOTH[:1]
+    torch.testing.assert_close(found, attend(x, x, x, whole, distribution=LAWS["softcap"], backend="reference"))
+
+
 def test_logits_far_apart(ran):
     """Maxima rise along a row, rows have nothing but minus infinity, and one has a single source."""
     case = Case("sink", "dot", (20, 300), (4, 4), "full", "NM")

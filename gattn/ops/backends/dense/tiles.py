@@ -43,10 +43,10 @@ _SERIAL = 2**17
 #: The backward pass cuts sources into parts, each with a gradient of the queries, from these numbers on: two, and four.
 _IN_PARTS = (1024, 4096)
 
+#: How far a target sees that sees all: more than there are nodes, and far from where integers end.
 _FAR = 2**40
 
 _SOFTMAX = Softmax().law()
-
 
 #: A plain softmax is PyTorch's with fewer targets or pairs, where a call costs more than it computes.
 _FEWEST_TARGETS, _FEWEST_PAIRS = 32, 2**14
@@ -167,9 +167,8 @@ def elements_of(
     for place, (first, n, first_source, m, offset) in enumerate(known):
         entry = place * batch // len(known)
         first, first_source = first - entry * num_targets, first_source - entry * num_sources
-        if not (
-            0 <= n <= num_targets - first and 0 <= m <= num_sources - first_source
-        ):  # edited after they were checked
+        # Lengths may have been edited after they were checked.
+        if not (0 <= n <= num_targets - first and 0 <= m <= num_sources - first_source):
             raise InputError(f"the graph's lengths must lie between 0 and its sizes; got {n} targets and {m} sources.")
         found.append(Element(entry, first, n, first_source, m, offset, place))
     return tuple(found)
@@ -252,8 +251,8 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
         slope=rule.slope,
         clamp=rule.clamp,
         distribution=native.distribution(rule.law.name),
-        left=_FAR if rule.left is None else rule.left,
-        right=_FAR if rule.right is None else rule.right,
+        left=_FAR if rule.left is None else max(-_FAR, min(rule.left, _FAR)),
+        right=_FAR if rule.right is None else max(-_FAR, min(rule.right, _FAR)),
         query_strides=_strides(strides),
         key_strides=_strides(key_strides),
         value_strides=_strides(value_strides),

@@ -1,10 +1,10 @@
-// Attention on complete graphs, by tiles of pairs: a few targets times a panel of sources, whose logits and weights stay in
-// the first-level cache.
+// Attention on complete graphs, by tiles of pairs: a few targets times a panel of sources, whose logits and weights stay
+// in the first-level cache.
 //
 // Forward, a task is a block of a head's targets. It walks over the panels of sources that some of its targets see, and
-// keeps a running maximum, raised only where a logit exceeds it by kSlack, a sum and the output of each target. Backward, a
-// task is a part of a head's sources. It computes weights again, and has a gradient of the queries of its own. Tasks depend
-// on sizes alone, so bits do not depend on the number of threads.
+// keeps a running maximum, raised only where a logit exceeds it by kSlack, a sum and the output of each target.
+// Backward, a task is a part of a head's sources. It computes weights again, and has a gradient of the queries of its
+// own. Tasks depend on sizes alone, so bits do not depend on the number of threads.
 //
 // All five products are made by one micro-kernel, c[r][v] += a[r][k] * b[k][v], in which v runs along vectors.
 #pragma once
@@ -63,8 +63,8 @@ inline void multiply(int64_t rows, int64_t vectors, const A* a, int64_t a_row, i
     const int64_t taken = left >= kStrip ? kStrip : left >= 2 ? 2 : 1;
     for (int64_t r = 0; r < rows; r += kMicroRows) {
       const int64_t count = rows - r < kMicroRows ? rows - r : kMicroRows;
-      const Micro run = taken == kStrip ? kMicro<kStrip>[count - 1] : taken == 2 ? kMicro<2>[count - 1] : kMicro<1>[count - 1];
-      run(a + r * a_row, a_row, a_step, b + v * W, b_step, steps, c + r * c_row + v * W, c_row, adds);
+      const Micro* runs = taken == kStrip ? kMicro<kStrip> : taken == 2 ? kMicro<2> : kMicro<1>;
+      runs[count - 1](a + r * a_row, a_row, a_step, b + v * W, b_step, steps, c + r * c_row + v * W, c_row, adds);
     }
     v += taken;
   }
@@ -128,7 +128,8 @@ struct RowsOf {
 // Lanes whose number is in [first, last).
 INLINE LaneVec<A> lanes_within(int64_t first, int64_t last) {
   const LaneVec<A> lane = lane_numbers<A>();
-  const LaneInt<A> from = LaneInt<A>(first < 0 ? 0 : first > W ? W : first), to = LaneInt<A>(last < 0 ? 0 : last > W ? W : last);
+  const LaneInt<A> from = LaneInt<A>(first < 0 ? 0 : first > W ? W : first);
+  const LaneInt<A> to = LaneInt<A>(last < 0 ? 0 : last > W ? W : last);
   return (lane >= from) & (lane < to);
 }
 
@@ -197,13 +198,23 @@ class TilePass {
     return last < 0 ? 0 : last > e.sources ? e.sources : last;
   }
 
+  // The columns of a panel of n sources that some of these targets see, [first, last).
+  struct Columns {
+    int64_t first, last;
+  };
+  Columns columns(const TileElement& e, int64_t i, int64_t count, int64_t panel, int64_t n) const {
+    const int64_t first = first_source(e, i) - panel, last = last_source(e, i + count - 1) - panel;
+    return {first < 0 ? 0 : first, last < n ? last : n};
+  }
+
   // What the dropout of a row begins with; see gattn/ops/dropout.py.
   struct RowKey {
     uint32_t first, second;
   };
   RowKey row_key(const TileElement& e, int64_t head, int64_t i) const {
     const uint64_t number = uint64_t((e.batch * a.heads + head) * a.targets + e.first_target + i);
-    const uint32_t first = mix(mix(uint32_t(number) ^ uint32_t(a.seed)) ^ uint32_t(number >> 32) ^ uint32_t(uint64_t(a.seed) >> 32));
+    const uint32_t high = uint32_t(number >> 32) ^ uint32_t(uint64_t(a.seed) >> 32);
+    const uint32_t first = mix(mix(uint32_t(number) ^ uint32_t(a.seed)) ^ high);
     return {first, mix(first ^ 0x9e3779b9u)};
   }
   NOINLINE void keep_factors(RowKey key, int64_t source, int64_t count, A* to) const {
@@ -217,7 +228,7 @@ class TilePass {
     }
   }
 
-  // One row of a tile: its logits, of which [from, to) are of sources that exist, and [first, last) of those seen.
+  // One row of a tile, whose columns [from, to) some of its targets see, and [first, last) this one.
   struct Row {
     int64_t term, head, i, source;  // the source of column 0
     int64_t from, to, first, last;  // columns
@@ -293,7 +304,7 @@ class TilePass {
   // exp(x), at most about exp(kSlack); if nothing is hidden, that of -inf may be the smallest number instead of zero.
   static INLINE Vec<float> weight_of(Vec<float> x, bool may_be_hidden) {
     // 2^n 2^r, |r| <= 1/2, with a minimax fit of 2^r to a relative 1e-7.
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+    const float shift = 12582912.0f + 127.0f;  // adding it puts n + 127 into the low bits
     const Vec<float> y = bounded(x * 1.44269504f, splat<Vec<float>>(-126.0f), splat<Vec<float>>(127.0f));
     const Vec<float> shifted = y + shift, r = y - (shifted - shift);
     Vec<float> p = r * 1.3264727e-3f + 9.6715130e-3f;
@@ -301,7 +312,7 @@ class TilePass {
     p = p * r + 2.4022242e-1f;
     p = p * r + 6.9314700e-1f;
     p = p * r + 1.0f;
-    const Vec<float> weight = (Vec<float>)((VecInt)p + ((VecInt)shifted << 23));
+    const Vec<float> weight = p * (Vec<float>)((VecInt)shifted << 23);
     return may_be_hidden ? (y <= -126.0f ? Vec<float>{} : weight) : weight;
   }
   static INLINE Vec<double> weight_of(Vec<double> x, bool) { return vector_exp(x); }
@@ -347,9 +358,7 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
     for (int64_t group = 0; group < count; group += kGroup) {
       const int64_t size = count - group < kGroup ? count - group : kGroup;
       const int64_t i = start + group;
-      // Columns that some target of the group sees.
-      const int64_t from = first_source(e, i) - panel < 0 ? 0 : first_source(e, i) - panel;
-      const int64_t to = last_source(e, i + size - 1) - panel < n ? last_source(e, i + size - 1) - panel : n;
+      const auto [from, to] = columns(e, i, size, panel, n);
       if (from >= to) continue;
       const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
       multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
@@ -378,9 +387,10 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
             }
             base = top;
           }
-          const A shift = base == -A(INFINITY) ? A(0) : base;
+          const bool is_empty = base == -A(INFINITY), may_be_hidden = is_finished || is_empty;
+          const A shift = is_empty ? A(0) : base;
           for (int64_t at = low; at < to; at += W) {
-            const Vec<A> weight = weight_of(load(logits + at) - shift, is_finished);
+            const Vec<A> weight = weight_of(load(logits + at) - shift, may_be_hidden);
             added += weight;
             store(logits + at, weight);
           }
@@ -472,9 +482,10 @@ inline void TilePass::backward_row(const TileElement& e, const Row& row, int64_t
     store(weights + at, weight);
   };
   if (law.is_exponential) {
-    const A base = stat == -A(INFINITY) ? A(INFINITY) : stat;
+    const bool is_empty = stat == -A(INFINITY), may_be_hidden = is_finished || is_empty;
+    const A base = is_empty ? A(INFINITY) : stat;
     for (int64_t at = low; at < row.to; at += W) {
-      const Vec<A> logit = load(weights + at), weight = weight_of(logit - base, is_finished);
+      const Vec<A> logit = load(weights + at), weight = weight_of(logit - base, may_be_hidden);
       put(at, logit, weight, weight);
     }
   } else {
@@ -527,8 +538,7 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
       const RowsOf grad_out = rows(a.grad_out, of_out, e.batch, head, D);
       for (int64_t i = begin; i < end; i += kBackRows) {
         const int64_t size = end - i < kBackRows ? end - i : kBackRows;
-        const int64_t from = first_source(e, i) - panel < 0 ? 0 : first_source(e, i) - panel;
-        const int64_t to = last_source(e, i + size - 1) - panel < n ? last_source(e, i + size - 1) - panel : n;
+        const auto [from, to] = columns(e, i, size, panel, n);
         if (from >= to) continue;
         const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
         const bool queries_finite = query.copy(e.first_target + i, size, scale, queries);
