@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gattn
 from benchmarks.framework.benchmark import Benchmark, Case
-from benchmarks.framework.processes import Message, Show, in_processes
+from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
 from benchmarks.framework.reports import machines
 from benchmarks.framework.results import VERSIONS, Row, kernels
 from gattn.ops.backends import triton as launcher
@@ -67,6 +67,11 @@ ISSUED = 4
 """Warp instructions that a multiprocessor issues per cycle."""
 
 
+#: By Little's law, the bytes that each multiprocessor of an H200 must have on their way to reach its memory's speed are
+#: 18 KB, of an H100 15, and of an A100 11.
+IN_FLIGHT = 16 * 1024
+
+
 class Mesh(NamedTuple):
     """A graph with published times in ms, forward + backward in float16: of PyG, compiled PyG, and the authors."""
 
@@ -104,6 +109,8 @@ class Compiled(TypedDict):
     bytes: float
     """Bytes loaded and stored per edge."""
     least_bytes: float
+    in_flight: float
+    """Bytes of loads that a multiprocessor waits for at once, with all the blocks that fit."""
     triton: str
 
 
@@ -128,7 +135,7 @@ class Compilation(Case):
 
     def machine(self) -> dict[str, str]:
         """Of this machine, which needs no GPU, but with the sources of the GPU kernels."""
-        return {**super().machine(), "kernels": kernels("cuda")}
+        return {**super().machine(), "kernels": kernels("triton")}
 
 
 def compilations(options: Any) -> list[Compilation]:
@@ -258,17 +265,19 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
     steps = _edges_per_step(case.kernel)
     shares = launch.grid[1] / (_edges_at_once(arguments) * steps)  # programs per edge
     moved = moved_bytes(binary.asm["ttir"], arguments, launch.grid[1])
+    blocks = _blocks_with_room(case.architecture, registers, shared, launch.warps)
     return {
         "outcome": "ok",
         "registers": registers,
         "spilled_bytes": stack + local,
         "shared_bytes": shared,
-        "blocks": _blocks_with_room(case.architecture, registers, shared, launch.warps),
+        "blocks": blocks,
         "barriers": sum("BAR." in line for line in loop),
         "loads": ", ".join(f"{-(-loads[bits] // steps)} × {bits}" for bits in sorted(loads, key=int)),
         "instructions": len(loop) * launch.warps * shares,
         "bytes": moved / (steps + 1) if steps > 1 else moved,  # an unrolled loop has another for the rest
         "least_bytes": least_bytes(case),
+        "in_flight": bytes_in_flight(loop) * launch.warps * blocks,
         "triton": triton.__version__,
     }
 
@@ -305,6 +314,24 @@ def edge_loop(code: str) -> list[str]:
     innermost = [x for x in loading if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loading)]
     first, last = max(innermost, key=lambda x: x[1] - x[0])
     return lines[first:last]
+
+
+def bytes_in_flight(loop: Sequence[str]) -> int:
+    """The bytes that a warp has asked for at once: of the loads issued until one of them, or a later one, is used."""
+    pending, most = list[tuple[set[int], int]](), 0
+    for line in loop:
+        operands = line.split("*/", 1)[-1].split(";")[0]
+        load = re.search(r"\bLDG\.E\S*\s+R(\d+),\s*(.*)", operands)
+        used = {int(name) for name in re.findall(r"\bR(\d+)", load[2] if load else operands)}
+        waited = [place for place, (registers, _) in enumerate(pending) if registers & used]
+        if waited:  # loads return in the order in which they were issued
+            del pending[: waited[-1] + 1]
+        if load:
+            bits = re.search(r"LDG\S*\.(?:[US]?)(8|16|64|128)\b", operands)
+            width = 32 if bits is None else int(bits[1])
+            pending.append((set(range(int(load[1]), int(load[1]) + max(1, width // 32))), 32 * width // 8))
+            most = max(most, sum(size for _, size in pending))
+    return most
 
 
 def moved_bytes(ir: str, arguments: dict[str, Any], head_programs: int) -> float:
@@ -394,10 +421,18 @@ def report(benchmark: Benchmark[Any], rows: dict[Compilation, Row]) -> None:
             "instructions": f"{row['instructions']:.0f}",
             "bytes": f"{row['bytes']:.0f}",
             "× least": f"{row['bytes'] / row['least_bytes']:.2f}",
+            "in flight, KB": f"{row['in_flight'] / 1024:.1f}",
         }
         for case, row in rows.items()
     ]
     remarks = machines(rows.values(), (*VERSIONS, "python", "triton"), "")
+    fewer = [case for case, row in rows.items() if row["in_flight"] < IN_FLIGHT]
+    remarks.append(
+        f"In flight are the loads that a multiprocessor waits for at once, with all the blocks that fit on it. Of "
+        f"{len(rows)} kernels, {len(fewer)} have less than {IN_FLIGHT // 1024} KB: {sum(map(_is_short, fewer))} that "
+        "rewrite logits, or whose rows cannot be loaded 128 bits at a time; and, with an eighth less at most, "
+        f"{sum(not _is_short(case) for case in fewer)} whose registers leave room for fewer blocks."
+    )
     remarks.append(
         "blocks is the number of blocks that fit on a multiprocessor. The other columns describe the loop over "
         "edges: its barriers and loads, and per edge the warp instructions and the bytes loaded and stored (× least "
@@ -418,6 +453,19 @@ def report(benchmark: Benchmark[Any], rows: dict[Compilation, Row]) -> None:
             {},
             name="model.md",
         )
+    failures = [str(case) for case, row in rows.items() if row["spilled_bytes"] or row["in_flight"] < _least(case)]
+    if failures:
+        raise BenchmarkError(f"registers are spilled, or too few bytes are in flight, in {', '.join(failures)}")
+
+
+def _is_short(case: Compilation) -> bool:
+    """Whether a kernel reads logits alone, or rows that cannot be loaded 128 bits at a time."""
+    return case.kernel in ROWS or case.channels % 16 > 0 or case.channels == 8
+
+
+def _least(case: Compilation) -> float:
+    """The bytes in flight below which something has gone wrong; see the report for what has fewer than it should."""
+    return IN_FLIGHT / 4 if _is_short(case) else IN_FLIGHT * 7 / 8
 
 
 def modelled_seconds(loops: dict[str, Row], gpu: GPU, mesh: Mesh, row_bytes: int) -> float:

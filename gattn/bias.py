@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,31 @@ from gattn.graphs import FLOWS, CompleteGraph, EdgeList, Graph, GraphLike, as_gr
 from gattn.graphs.edge_lists import INTEGER_DTYPES, check_later, check_range, derived, plain
 from gattn.torch_private import is_readable, is_traced
 
-__all__ = ["Bias", "BucketBias", "Buckets", "DistanceBias", "Pairs", "SparseBias"]
+__all__ = ["Bias", "BucketBias", "Buckets", "DistanceBias", "Pairs", "SparseBias", "Term"]
 
 #: More than the number of nodes of any graph.
 _FAR = 2**31
+
+#: Buckets that a function returns are kept, for all pairs of up to so many bytes.
+_MOST_BUCKETS = 2**26
+
+
+class Term(NamedTuple):
+    """A bias as kernels read it: numbers of something of which there is less than of pairs."""
+
+    kind: str
+    """What has a number: `distances` (source minus target), `buckets` of pairs, or `listed` pairs"""
+    values: Tensor
+    """The numbers, `[K, H or 1]`"""
+    index: Tensor | None = None
+    """The bucket of each pair, in contiguous memory; or the source of each listed pair, ascending for each target, in int32"""
+    starts: Tensor | None = None
+    """Where each target's listed pairs start, and the last one's end"""
+    places: tuple[tuple[int, int], ...] = ((0, 0),)
+    """For each element or block: where its buckets start, and from one target to the next; or the first target, and
+    source, of its listed pairs"""
+    first: int = 0
+    """The smallest distance"""
 
 
 class Bias:
@@ -83,6 +104,10 @@ class Bias:
     def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:
         """Raises `ValueError` or `IndexError` if the bias does not fit a graph, a batch and heads."""
 
+    def term(self, graph: CompleteGraph) -> Term | None:
+        """The bias as kernels read it, after `check`; `None` if they cannot."""
+        return None
+
     def of_graph(self, graph: CompleteGraph) -> Bias:
         """The same bias, prepared for the groups of a graph."""
         return self
@@ -137,18 +162,6 @@ class Bias:
             before = missing if source[0] == 0 else 0
             parts.append(F.pad(part, (before, missing - before, 0, len(target) - part.size(-2))))
         return torch.stack(parts, 1)
-
-    def add_gradient(self, grads: Sequence[Tensor], targets: slice, sources: slice, grad: Tensor) -> None:
-        """Adds the gradients of the bias's tensors to `grads`, given that of a part, `[B, H, n, m]`."""
-        with torch.enable_grad():
-            leaves = [tensor.detach().requires_grad_() for tensor in self.tensors()]
-            part = self.with_tensors(leaves).whole_part(targets, sources)
-        if not part.requires_grad:
-            return
-        found = torch.autograd.grad(part, leaves, grad.sum_to_size(part.shape), allow_unused=True)
-        for total, more in zip(grads, found, strict=True):
-            if more is not None:
-                total += more
 
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """The bias of pairs of a group's nodes, `[B or 1, E, H or 1]`, given the two nodes of each, `[E]`."""
@@ -288,6 +301,23 @@ class SparseBias(Bias):
         token = derived(self.source, "token", object) if self._index is self.target else None
         return derived(self._index, (*key, token), derive)
 
+    def term(self, graph: CompleteGraph) -> Term | None:
+        """See `Bias.term`."""
+        if not is_readable(self.target):
+            return None
+        pairs = self._pairs()
+
+        def starts() -> Tensor:
+            return F.pad(pairs.target.bincount(minlength=graph.num_targets).cumsum(0), (1, 0))
+
+        first = self._derived(("starts", graph.num_targets), starts)
+        source = self._derived(("sources",), lambda: pairs.source.int())
+        in_order = pairs.place is None and pairs.starts is None
+        everything = torch.arange(pairs.target.numel(), device=source.device)
+        values = pairs.values if in_order else pairs.values_of(everything)
+        places = _first_nodes(graph.blocks)[:-1] if graph.blocks else ((0, 0),)
+        return Term("listed", values, source, first, places)
+
     def of_graph(self, graph: CompleteGraph) -> Bias:
         """See `Bias.of_graph`."""
         if not is_readable(self.target):
@@ -395,11 +425,6 @@ class Pairs(Bias):
         values = self.values.index_select(0, rows)
         return values if number is None else values.new_zeros(len(pairs), values.size(1)).index_add(0, number, values)
 
-    def add_to(self, grad: Tensor, pairs: Tensor, more: Tensor) -> None:
-        """Adds gradients of some pairs to those of `values`."""
-        rows, number = self._rows_of(pairs)
-        grad.index_add_(0, rows, (more if number is None else more[number]).to(grad.dtype))
-
     def _within(self, targets: slice, sources: slice) -> tuple[Tensor, tuple[Any, ...]]:
         """Which pairs are in a part, and where: element, head, row and column."""
         bounds = torch.tensor([targets.start, targets.stop], dtype=self.target.dtype, device=self.target.device)
@@ -420,12 +445,6 @@ class Pairs(Bias):
         part = self.values.new_zeros(size)
         part[places] = self.values_of(pairs)
         return part
-
-    def add_gradient(self, grads: Sequence[Tensor], targets: slice, sources: slice, grad: Tensor) -> None:
-        """See `Bias.add_gradient`."""
-        pairs, places = self._within(targets, sources)
-        grad = grad.sum_to_size(1 if self.element is None else len(grad), self.values.size(1), *grad.shape[2:])
-        self.add_to(grads[0], pairs, grad[places])
 
     def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.bands`."""
@@ -527,7 +546,7 @@ class _TracedPairs(Bias):
         """See `Bias.of_group`."""
         if elements is None or len(self.blocks) == 1:
             elements = (0,)
-        firsts = list(accumulate(self.blocks, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
+        firsts = _first_nodes(self.blocks)
         starts = [firsts[element % len(self.blocks)] for element in elements]
         return _TracedPairs(self.target, self.source, self.values, self.blocks, starts, (num_targets, num_sources))
 
@@ -651,6 +670,35 @@ class BucketBias(Bias):
             raise InputError(f"a list of buckets has one [n, m] for each block of a packed graph; got one for {graph}.")
         for tensor in [self.buckets] if isinstance(self.buckets, Tensor) else self.buckets:
             _check_bounds(tensor, len(self.table))
+
+    def term(self, graph: CompleteGraph) -> Term | None:
+        """See `Bias.term`."""
+        buckets = self._called(graph) if callable(self.buckets) else self.buckets
+        if buckets is None or len(self.table) == 0:
+            return None
+        table = self.table if self.table.dim() == 2 else self.table.unsqueeze(1)
+        if isinstance(buckets, Tensor):
+            n, m = buckets.shape[-2:]
+            count = buckets.size(0) if buckets.dim() == 3 else 1
+            return Term("buckets", table, buckets.contiguous(), None, tuple((k * n * m, m) for k in range(count)))
+        firsts = accumulate((x.numel() for x in buckets), initial=0)
+        places = tuple((first, x.size(1)) for first, x in zip(firsts, buckets, strict=False))
+        return Term("buckets", table, torch.cat([x.flatten() for x in buckets]), None, places or ((0, 0),))
+
+    def _called(self, graph: CompleteGraph) -> list[Tensor] | None:
+        """The buckets of a function, of each block; `None` if they would take much memory."""
+        sizes = graph.blocks or ((graph.num_targets, graph.num_sources),)
+        dtype = torch.uint8 if len(self.table) <= 2**8 else torch.int32
+        if sum(n * m for n, m in sizes) * dtype.itemsize > _MOST_BUCKETS:
+            return None
+        found: dict[tuple[int, int], Tensor] = {}
+        for n, m in sizes:
+            if (n, m) not in found:
+                group = Buckets(self.buckets, self.table, m - n if graph.blocks else graph.offset(n, m))
+                steps = range(0, n, max(2**18 // max(m, 1), 1))
+                rows = [group.part_of(slice(i, min(i + steps.step, n)), slice(0, m)) for i in steps]
+                found[n, m] = torch.cat([x[0].to(dtype) for x in rows]) if rows else self.table.new_zeros(0, m).to(dtype)
+        return [found[size] for size in sizes]
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See `Bias.rows`; where buckets are not shared, of all elements, `[B, H, stop - start, M]`.
@@ -781,6 +829,10 @@ class DistanceBias(Bias):
         """See `Bias.check`."""
         _check_heads("table", self.table, heads)
 
+    def term(self, graph: CompleteGraph) -> Term | None:
+        """See `Bias.term`."""
+        return Term("distances", self.table, first=self.first) if len(self.table) else None
+
     def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> DistanceBias:
         """See `Bias.of_group`."""
         return DistanceBias(self.table, self.first, offset)
@@ -793,13 +845,6 @@ class DistanceBias(Bias):
         start = sources.start - (targets.stop - 1 + self.offset) - self.first
         return self.table[start : start + size + span - 1].unfold(0, span, 1).flip(0).transpose(0, 1).unsqueeze(0)
 
-    def add_gradient(self, grads: Sequence[Tensor], targets: slice, sources: slice, grad: Tensor) -> None:
-        """See `Bias.add_gradient`: rows are moved by one each, and then added up."""
-        size, span = grad.shape[2:]
-        start = sources.start - (targets.stop - 1 + self.offset) - self.first
-        moved = F.pad(grad.sum(0).flip(1), (0, size)).flatten(1)[:, : size * (size + span - 1)]
-        grads[0][start : start + size + span - 1] += torch.unflatten(moved, 1, (size, -1)).sum(1).t()
-
     def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.bands`: those of all blocks are the same."""
         distance = sources[:1].unsqueeze(1) - (targets[:1].unsqueeze(2) + self.offset) - self.first
@@ -808,6 +853,11 @@ class DistanceBias(Bias):
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
         return self.table[sources - (targets + self.offset) - self.first].unsqueeze(0)
+
+
+def _first_nodes(blocks: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The first target and source of each block of a packed graph, and the numbers of them all."""
+    return tuple(accumulate(blocks, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
 
 
 def _block_of(nodes: Tensor, blocks: Sequence[tuple[int, int]], side: int) -> Tensor:

@@ -12,7 +12,7 @@ from gattn import AdditiveScore, BucketBias, CompleteGraph, CosineScore, DotScor
 from gattn.bias import DistanceBias
 from gattn.explain import AttentionExplainer
 from gattn.ops.backends import dense
-from gattn.ops.backends.dense import listed, rows
+from gattn.ops.backends.dense import tiles
 from gattn.testing import assert_as_exact_as, random_edge_index
 
 N, M, H, C = 20, 25, 4, 8
@@ -23,9 +23,15 @@ LENGTHS, SOURCES = [5, 1, 0, 12, 5], [5, 3, 2, 12, 0]
 def small_parts(monkeypatch):
     """Small calls take the ways of large ones, in several parts each."""
     monkeypatch.setattr(dense, "_SMALL", 0)
-    monkeypatch.setattr(rows, "_LOGITS", 8 * H * M)
-    monkeypatch.setattr(listed, "_MOST_PAIRS", 16)
+    monkeypatch.setattr(dense, "_CHUNK", 8 * H * M)
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["tiles", "parts"])
+def way(request):
+    """On CPUs, by tiles; elsewhere, for some targets at a time."""
+    if request.param == "parts":
+        request.getfixturevalue("without_tiles")
 
 
 def leaves_for(n=N, m=M, batch=(), key_heads=H, dtype=torch.float64):
@@ -87,6 +93,7 @@ COMPLETE = {
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("shape", COMPLETE)
 class TestCompleteGraphs:
     @pytest.mark.parametrize("scale", [1.0, 20.0])
@@ -114,6 +121,7 @@ class TestCompleteGraphs:
         assert_as_reference(bias, graph, leaves_for(n, m, (3,)), [table])
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 class TestRaggedAndWindowed:
     def test_packed(self, causal):
@@ -203,6 +211,7 @@ def test_masks_and_dropout():
     torch.testing.assert_close(results[0][0], (results[0][1] @ leaves[2].transpose(0, 1)).transpose(0, 1))
 
 
+@pytest.mark.usefixtures("way")
 def test_minus_infinity_excludes_pairs():
     pairs = torch.stack([torch.arange(N), torch.full((N,), 3)])  # all sources of target 3
     for value in (-torch.inf, -1000.0):
@@ -242,27 +251,19 @@ def test_no_digits_are_lost(value):
 
 
 def test_which_way_is_taken(monkeypatch):
-    made = {"listed": 0, "rows": 0, "alone": 0}
+    made = Counter()
+    attend = tiles.attend
 
-    def count(module, name, key):
-        original = getattr(module, name)
+    def counted(query, key, value, bias, *more):
+        made.update([getattr(bias, "kind", "all")])
+        return attend(query, key, value, bias, *more)
 
-        def counted(*arguments):
-            result = original(*arguments)
-            made[key] += len(result) if key == "alone" else 1
-            return result
-
-        monkeypatch.setattr(module, name, counted)
-
-    count(listed, "attend", "listed")
-    count(rows, "attend", "rows")
-    count(listed, "_alone", "alone")
-    gattn.attend(*leaves_for(N, N), CompleteGraph(N), bias=sparse(N, N)[0])
-    assert made == {"listed": 1, "rows": 0, "alone": 0}
-    gattn.attend(*leaves_for(N, N), CompleteGraph(N), bias=sparse(N, N, scale=100.0)[0])
-    assert made == {"listed": 2, "rows": 0, "alone": 1}
-    gattn.attend(*leaves_for(), CompleteGraph(N, M), bias=buckets(N, M)[0])
-    assert made == {"listed": 2, "rows": 1, "alone": 1}
+    monkeypatch.setattr(tiles, "attend", counted)
+    leaves = leaves_for(N, N)
+    for bias in (sparse(N, N)[0], buckets(N, N)[0], near()[0], distances()[0]):
+        gattn.attend(*leaves, CompleteGraph(N), bias=bias)
+    gattn.attend(*leaves, CompleteGraph(N), bias=Outer(torch.randn(N), torch.randn(N)))
+    assert made == {"listed": 1, "buckets": 2, "distances": 1}
 
 
 def test_there_is_no_tensor_of_all_pairs(monkeypatch):
@@ -313,8 +314,8 @@ def test_a_bias_of_your_own():
     assert_as_reference(Outer(u, v), packed, leaves_for(17, 18), [u, v])
 
 
-def test_tensors_with_gradients_are_computed_by_rows(monkeypatch):
-    monkeypatch.setattr(dense, "_CHUNK", 100)
+@pytest.mark.usefixtures("way")
+def test_tensors_with_gradients():
     for shape in ((H, N, M), (1, N, M), (N, 1), (2, H, N, M)):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         assert_as_reference(bias, CompleteGraph(N, M), leaves_for(batch=(2,)), [bias])

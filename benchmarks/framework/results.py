@@ -340,29 +340,29 @@ def allocator(environment: Mapping[str, str]) -> str:
 
 #: Digests of sources, and those of later ones that differ from them in nothing that their rows have measured: the later
 #: ones call `torch.unflatten` instead of a tensor's method, ask another function whether a program is being exported,
-#: and (than the first) have a kernel for the features of GRIT's pairs. Compiled kernels for GPUs are those of the last.
+#: and (than the first) have a kernel for the features of GRIT's pairs.
 SAME = {
     "61ffb114367d": "b6fb7570eefa",
     "a295d8df4ae8": "b6fb7570eefa",
     "90cae1a70446": "d44103dbed43",
-    "572653f55ecc": "2f896c2a7fe1",
 }
 
 
 def is_current(row: Row) -> bool:
     """Whether a row is of the kernels in this repository."""
     digest = str(row.get("kernels"))
-    return SAME.get(digest, digest) in (kernels("cpu"), kernels("cuda"))
+    return SAME.get(digest, digest) in map(kernels, ("cpu", "cuda", "triton"))
 
 
 @cache
 def kernels(device: str = "cpu") -> str:
-    """A digest of the sources of gattn's backends, without those of the other kind of device."""
-    folder, other = Path(gattn.__file__).parent / "ops" / "backends", "cpu" if device.startswith("cuda") else "triton"
+    """A digest of the sources of gattn's backends, without those of the other kind of device; or of Triton's alone."""
+    folder = Path(gattn.__file__).parent / "ops" / "backends"
+    others = {"cpu": ("triton",), "triton": ("cpu", "dense")}.get(device.partition(":")[0], ("cpu",))
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if name.parts[0] != other and path.suffix in SOURCES:
+        if name.parts[0] not in others and path.suffix in SOURCES:
             digest.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

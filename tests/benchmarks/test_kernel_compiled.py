@@ -3,10 +3,22 @@
 import textwrap
 
 import pytest
+from rich.console import Console
 
 from benchmarks import kernel_compiled
-from benchmarks.framework.results import ResultsFile
-from benchmarks.kernel_compiled import GPU, PASSES, ROWS, Compilation, Mesh, edge_loop, least_bytes, moved_bytes
+from benchmarks.framework.processes import BenchmarkError
+from benchmarks.framework.results import VERSIONS, ResultsFile
+from benchmarks.kernel_compiled import (
+    GPU,
+    PASSES,
+    ROWS,
+    Compilation,
+    Mesh,
+    bytes_in_flight,
+    edge_loop,
+    least_bytes,
+    moved_bytes,
+)
 from benchmarks.kernels import Kernels
 
 pytest.importorskip("triton", "3.7")
@@ -63,6 +75,33 @@ def test_bytes_are_those_of_the_innermost_loop_without_padding():
         "VALUE_CHANNELS": 8,
     }
     assert moved_bytes(IR, arguments, 1) == 4 + 6 * 4 + 6 * 24 * 2
+
+
+def test_bytes_in_flight():
+    """Of loads until the first of them is used: also as an address, and as one of several registers."""
+    lines = """
+        /*0000*/ LDG.E R8, desc[UR4][R2.64] ;
+        /*0010*/ LDG.E.128 R12, desc[UR4][R4.64] ;
+        /*0020*/ @P1 LDG.E.U16 R20, desc[UR4][R6.64] ;
+        /*0030*/ FADD R1, R14, R0 ;
+        /*0040*/ LDG.E.64 R16, desc[UR4][R20.64] ;
+        /*0050*/ FADD R1, R17, R1 ;
+    """.strip().splitlines()
+    assert bytes_in_flight(lines) == 32 * (4 + 16 + 2)
+    assert bytes_in_flight(lines[:1] + lines[3:]) == 32 * (4 + 8)
+    assert bytes_in_flight(lines[3:4]) == 0
+
+
+def test_too_few_bytes_in_flight_or_spilled_registers_are_an_error(tmp_path):
+    parsed = Kernels.parse(["--device", "cuda", "--compile-only", "--out", str(tmp_path)])
+    case = Compilation("gatv2", 4, 64, False, "float32", 90, "forward")
+    row = dict.fromkeys(kernel_compiled.Compiled.__annotations__, 1) | dict.fromkeys((*VERSIONS, "loads"), "1")
+    right = {"in_flight": 14 * 1024, "spilled_bytes": 0}
+    with Kernels.session(parsed, Console(quiet=True)) as benchmark:
+        kernel_compiled.report(benchmark, {case: row | right})
+        for wrong in ({"in_flight": 13 * 1024}, {"spilled_bytes": 8}):
+            with pytest.raises(BenchmarkError, match="registers are spilled, or too few bytes are in flight, in gatv2"):
+                kernel_compiled.report(benchmark, {case: row | right | wrong})
 
 
 def test_least_bytes():

@@ -16,7 +16,7 @@ from gattn.edges import Projected, Typed
 from gattn.ops import custom_parts
 from gattn.ops.backends import dense
 from gattn.ops.backends.cpu import pairs
-from gattn.ops.backends.dense import linear, listed, rows
+from gattn.ops.backends.dense import linear
 from gattn.ops.pair_roots import pair_roots
 from tests.cases import Results
 
@@ -59,8 +59,6 @@ PARTS = (
     (dense, "_SMALL", 0),
     (dense, "_CHUNK", 64),
     (dense, "_MOST_KEPT", 0),
-    (rows, "_LOGITS", 256),
-    (listed, "_MOST_PAIRS", 8),
     (linear, "_ROWS", 8),
     (linear, "_CHUNK", 4),
     (pairs, "_MOST_PAIRS", 64),

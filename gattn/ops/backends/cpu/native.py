@@ -16,10 +16,8 @@ from torch import Tensor
 from gattn.torch_private import resolved
 
 __all__ = [
-    "BUCKET_PARTS",
     "PADDING",
     "Arguments",
-    "Buckets",
     "PairRoots",
     "Rows",
     "TileElement",
@@ -73,28 +71,6 @@ class Rows(ctypes.Structure):
     ]
 
 
-class Buckets(ctypes.Structure):
-    """A bucket of each pair of nodes; mirrors `Buckets` in csrc/buckets.h."""
-
-    _fields_ = [
-        ("buckets", ctypes.c_void_p),
-        *[
-            (name, ctypes.c_int64)
-            for name in [
-                "bytes",
-                "element_stride",
-                "row_stride",
-                "count",
-                "elements",
-                "heads",
-                "rows",
-                "columns",
-                "threads",
-            ]
-        ],
-    ]
-
-
 class PairRoots(ctypes.Structure):
     """Rows of nodes and of pairs; mirrors `PairRoots` in csrc/pair_roots.h."""
 
@@ -109,7 +85,11 @@ class PairRoots(ctypes.Structure):
 class TileElement(ctypes.Structure):
     """Targets and sources that see each other; mirrors `TileElement` in csrc/tiles_arguments.h."""
 
-    _fields_ = _fields("batch first_target targets first_source sources offset term parts", ctypes.c_int64)
+    _fields_ = _fields(
+        "batch first_target targets first_source sources offset term bias_at bias_step "
+        "weights_at weights_head weights_row parts",
+        ctypes.c_int64,
+    )
 
 
 class TileStrides(ctypes.Structure):
@@ -134,17 +114,20 @@ class Tiles(ctypes.Structure):
         *_fields("query_strides key_strides value_strides", TileStrides),
         *_fields("bias mask", ctypes.c_void_p),
         *_fields("bias_strides mask_strides", TileStrides),
+        *_fields("bias_kind bias_count first_distance", ctypes.c_int64),
+        ("buckets", ctypes.c_void_p),
+        ("bucket_bytes", ctypes.c_int64),
+        *_fields("pair_starts pair_sources", ctypes.c_void_p),
         *_fields("dropout seed threshold", ctypes.c_int64),
         ("keep_scale", ctypes.c_double),
-        *_fields("out wide stats grad_out delta", ctypes.c_void_p),
+        *_fields("out wide stats weights", ctypes.c_void_p),
+        ("dropped", ctypes.c_int64),
+        *_fields("grad_out grad_weights delta", ctypes.c_void_p),
         *_fields("grad_query grad_key grad_value grad_bias", ctypes.c_void_p),
         ("grad_bias_strides", TileStrides),
+        ("grad_table", ctypes.c_void_p),
         *_fields("parts shared_elements shared_heads", ctypes.c_int64),
     ]
-
-
-#: In how many parts sums of buckets come.
-BUCKET_PARTS = 4
 
 
 class Arguments(ctypes.Structure):
@@ -213,10 +196,9 @@ def library() -> ctypes.CDLL:
         "gattn_tiles_bytes": [],
         "gattn_tile_lanes": [integer],
         "gattn_tiles_forward": [pointer],
+        "gattn_tiles_weights": [pointer],
         "gattn_tiles_backward": [pointer],
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
-        "gattn_add_buckets": [pointer, integer, pointer, pointer],
-        "gattn_sum_buckets": [pointer, integer, pointer, pointer],
         "gattn_pair_roots": [pointer, integer],
         "gattn_pair_roots_backward": [pointer, integer],
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
@@ -236,7 +218,7 @@ def library() -> ctypes.CDLL:
     sizes = {"gattn_arguments_bytes": Arguments, "gattn_tiles_bytes": Tiles}
     if missing or any(getattr(loaded, name)() != ctypes.sizeof(of) for name, of in sizes.items()):
         raise NativeLibraryError("they were built from another version of the sources: install gattn again")
-    for name in ("gattn_tasks", "gattn_drop", "gattn_matrix_rows", "gattn_add_buckets", "gattn_sum_buckets"):
+    for name in ("gattn_tasks", "gattn_drop", "gattn_matrix_rows"):
         getattr(loaded, name).restype = None
     loaded.gattn_instruction_set.restype = loaded.gattn_constants.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")

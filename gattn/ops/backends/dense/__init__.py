@@ -13,7 +13,7 @@ H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.autocast import is_autocast, without_autocast
-from gattn.bias import Bias, Pairs
+from gattn.bias import Bias
 from gattn.distributions import Distribution, is_plain_softmax, law_of
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
-from gattn.ops.backends.dense import linear, listed, rows, tiles
+from gattn.ops.backends.dense import linear, tiles
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
@@ -264,11 +264,8 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
             assert call.law is not None
             normalize, eps = call.law.constants
             out = linear.attend(query, key, value, score.factor(key.size(-1)), bool(normalize), eps, graph)
-        elif with_weights not in ("dropped", "only") and (found := _tiled(part, graph, call)) is not None:
-            out = found
-            if with_weights:
-                weights = _matrices(_alpha if is_softmax else _logits, part, graph)
-                weights = weights if is_softmax else [_distribute(distribution, weights[0], front)]
+        elif (found := _tiled(part, graph, call)) is not None:
+            out, weights = found
         elif not is_softmax or with_weights in ("dropped", "only"):
             # The fused kernels support only the softmax, and do not return their weights.
             weights = _matrices(_alpha if is_softmax else _logits, part, graph)
@@ -296,36 +293,58 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
     return out, weights[0] if graph.blocks is None else list(weights)  # PyTorch 2.11's compiler makes a tuple of it
 
 
-def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> Tensor | None:
-    """The output, computed by tiles of pairs; `None` if these kernels cannot compute it, or others are as fast."""
+def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[Tensor]] | None:
+    """Output and weights, computed by tiles of pairs; `None` if these kernels cannot, or others are as fast."""
     query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
     law = call.law
-    if not _has_products(score) or query is None or law is None or isinstance(bias, Bias):
+    if not _has_products(score) or query is None or law is None:
         return None
     sink = None if law.sink is None else sink_of(law.sink, call)
-    if not tiles.can_attend((query, key, value, bias, mask, sink), law):
+    of_bias = bias.tensors() if isinstance(bias, Bias) else (bias,)
+    if not tiles.can_attend((query, key, value, mask, sink, *of_bias), law):
         return None
-    is_plain = is_plain_softmax(call.distribution) and _is_dot(score) and graph.is_uniform and graph.window is None
-    is_plain = is_plain and not log_sum and (not graph.causal or num_targets == graph.num_sources)
-    if is_plain and not tiles.is_faster(query, key, value, bias, mask, dropout):
-        return None
+    if isinstance(call.bias, Bias):
+        term = call.bias.term(graph)
+        if term is None:
+            return None
+    else:
+        term = None
+        is_plain = is_plain_softmax(call.distribution) and _is_dot(score) and graph.is_uniform and graph.window is None
+        is_plain = is_plain and not (log_sum or call.weights) and (not graph.causal or num_targets == graph.num_sources)
+        if is_plain and not tiles.is_faster(query, key, value, part.bias, mask, dropout):
+            return None
     batch, num_sources = key.shape[:2]
     known = elements_of(graph, batch)
     if known is None and not graph.is_uniform:
         return None
     sizes = batch, num_targets, num_sources
-    elements = tiles.elements_of(known, *sizes, graph.offset(num_targets, num_sources))
-    bias, mask = (
-        x if x is None or x.size(0) in (1, len(elements)) else x[[e.term % x.size(0) for e in elements]]
-        for x in (bias, mask)
-    )
+    places = ((0, 0),) if term is None else term.places
+    elements = tiles.elements_of(known, *sizes, graph.offset(num_targets, num_sources), places)
+    mask = _of_elements(mask, elements)
+    bias = term if isinstance(bias, Bias) else _of_elements(bias, elements)
     left, right = graph.reach
     clamp = math.inf if score.clamp is None else score.clamp
     rule = tiles.Rule(
         score.factor(key.size(-1)), score.negative_slope, clamp, law._replace(sink=None), left, right, elements, dropout
     )
-    out, found = tiles.attend(query, key, value, bias, mask, sink, rule)
-    return _joined(out, found) if log_sum else out
+    num_weights, size = 0, None if graph.blocks is not None else (num_targets, num_sources)
+    if call.weights:
+        elements, num_weights = tiles.with_matrices(elements, query.size(2), size, len(graph.blocks or ()))
+        rule = rule._replace(elements=elements, weights=call.weights)
+    out, found, in_a_row = tiles.attend(query, key, value, bias, mask, sink, rule, num_weights)
+    out = _joined(out, found) if log_sum else out
+    if in_a_row is None:
+        return out, []
+    sizes = [size] if size is not None else list(graph.blocks or ())
+    of_blocks = in_a_row.split([batch * query.size(2) * n * m for n, m in sizes])
+    return out, [x.view(batch, query.size(2), *size) for x, size in zip(of_blocks, sizes, strict=True)]
+
+
+def _of_elements(x: Tensor | None, elements: Sequence[tiles.Element]) -> Tensor | None:
+    """A bias or mask with an entry for each element, or one for all."""
+    if x is None or x.size(0) in (1, len(elements)):
+        return x
+    return x[[e.term % x.size(0) for e in elements]]
 
 
 def _nodes_in_one_batch(x: Tensor, front: torch.Size) -> Tensor:
@@ -473,46 +492,9 @@ def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
         if 2 * span <= num_sources:
             return _banded(part._replace(key=key, value=value, bias=bias, mask=mask), offset, left, right)
     part = part._replace(key=key, value=value, bias=bias, mask=mask)
-    if _is_by_rows(part):
-        return _by_rows(part, rows.Reach(left, right, offset))
     if left is not None or right is not None:
         mask = _both(mask, graph.visible(num_targets, num_sources, offset, key.device)[None, None])
     return _rectangle(part._replace(mask=mask))
-
-
-def _is_by_rows(part: _Part) -> bool:
-    """Whether this is a softmax of dot products that needs more than PyTorch's fused attention gives.
-
-    That is a bias that is not a tensor, the gradient of one that is as large as all logits, or the log-sum-exp.
-    """
-    bias, value = part.bias, part.value
-    if not _is_dot(part.score) or part.key.size(-1) == 0 or part.dropout > 0.0 or torch.compiler.is_compiling():
-        return False
-    if isinstance(bias, Bias) or part.log_sum:
-        return True
-    needs_gradient = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    return needs_gradient and value.device.type == "cpu" and value.size(0) * part.num_targets * value.size(1) > _CHUNK
-
-
-def _by_rows(part: _Part, reach: rows.Reach) -> Tensor:
-    """The output of `_is_by_rows`."""
-    query, key, value, bias, mask = part.query, part.key, part.value, part.bias, part.mask
-    assert query is not None
-    assert isinstance(part.score, DotScore)
-    scale, dtype = part.score.factor(key.size(-1)), compute_dtype(value.dtype)
-    key, value = repeat_heads(key, query.size(2)), repeat_heads(value, query.size(2))
-    inputs = query.to(dtype), key.to(dtype), value.to(dtype)
-    if bias is None and mask is None:
-        nothing = torch.empty(0, dtype=torch.int64, device=key.device)
-        bias = Pairs(None, nothing, nothing, inputs[1].new_empty(0, 1))
-    elif not isinstance(bias, Bias):
-        bias = rows.Whole(inputs[1].new_zeros(1, 1, 1, 1) if bias is None else bias.to(dtype))
-    if listed.can_attend(*inputs, bias, mask, reach):
-        assert isinstance(bias, Pairs)
-        out, log_sum = listed.attend(*inputs, scale, bias, reach)
-    else:
-        out, log_sum = rows.attend(*inputs, scale, bias, mask, reach)
-    return _joined(out, log_sum) if part.log_sum else out.to(part.value.dtype)
 
 
 def _joined(out: Tensor, log_sum: Tensor) -> Tensor:
@@ -529,8 +511,6 @@ def _parted(joined: Tensor) -> tuple[Tensor, Tensor]:
 def _rectangle(part: _Part) -> Tensor:
     """The output if every target sees every source that the mask allows."""
     query, key, value, score, bias, mask, _, dropout, log_sum, _ = part
-    if _is_by_rows(part):  # in bands
-        return _by_rows(part, rows.Reach(None, None, 0))
     if _is_dot(score) and key.size(-1) > 0 and not log_sum and not isinstance(bias, Bias):
         assert query is not None
         return dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout)
@@ -598,8 +578,8 @@ def _by_targets(
     reads: list[Any] = []
     recomputes = len(counts) > 1 and torch.is_grad_enabled() and not keeps
     if recomputes and not torch.compiler.is_compiling():  # edits between the passes are the compiler's to notice
-        of_bias = rows.held_by(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
-        reads = [*part[:3], part.mask, *of_bias, *part.score.tensors()]
+        of_bias = vars(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
+        reads = [*part[:3], part.mask, *part.score.tensors(), *(x for x in of_bias if isinstance(x, Tensor))]
     firsts = accumulate(counts, initial=0)
     for q, b, m, n, first in zip(queries, parts(part.bias), parts(part.mask), counts, firsts, strict=False):
         some = part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first)

@@ -21,7 +21,7 @@ from gattn.torch_private import (
     scaled_dot_product_choice,
 )
 
-__all__ = ["dot_product_attention", "flash_backward", "is_packed_flash", "packed_flash"]
+__all__ = ["dot_product_attention", "is_packed_flash", "packed_flash"]
 
 #: The devices on which PyTorch has attention for sequences of various lengths.
 _PACKED = ("cuda",)
@@ -140,7 +140,7 @@ def _may_be_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.numel() * value.numel() > 0  # because the kernel divides by the sizes
 
 
-def flash_backward(
+def _flash_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -185,7 +185,7 @@ class _Flash(torch.autograd.Function):
         *inputs, terms, out, log_sum = ctx.saved_tensors
         if not torch.is_grad_enabled():
             query, key, value, out, grad = (_heads_first(x) for x in (*inputs, out, grad))
-            grads = flash_backward(grad, query, key, value, out, log_sum, ctx.causal, ctx.scale, terms)
+            grads = _flash_backward(grad, query, key, value, out, log_sum, ctx.causal, ctx.scale, terms)
             dim = inputs[0].dim()
             return *[_nodes_first(x, dim) for x in grads], None, None, None, None
         leaves = [x.view_as(x) for x in inputs]  # views, so that differentiation stops here

@@ -1,7 +1,7 @@
 """Attention on complete graphs by the CPU kernels for tiles of pairs: no tensor has a number for each pair.
 
 They compute every score made of dot products and every distribution that looks at one logit at a time, or is a softmax,
-with a bias and a mask of any broadcast shape, a window, lengths, packed blocks, a sink and dropout. With both passes:
+with a bias and a mask of any broadcast shape, or a bias by distance, bucket or listed pair, a window, lengths, packed blocks, a sink and dropout. With both passes:
 
     P_ij = w(z_ij) r_i,    dz_ij = w'(z_ij) r_i (dP_ij - D_i),    D_i = <dout_i, out_i> - dL_i
 
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gattn.bias import Term
 from gattn.distributions import Law, Softmax, from_law
 from gattn.errors import InputError
 from gattn.ops.backends.base import needs_plain_pytorch, new_seed
@@ -32,7 +33,7 @@ from gattn.ops.operator import are_plain
 from gattn.ops.reference import repeat_heads
 from gattn.torch_private import is_batched, is_traced, resolved
 
-__all__ = ["Element", "Rule", "attend", "attend_whole", "can_attend", "elements_of", "is_faster"]
+__all__ = ["Element", "Rule", "attend", "attend_whole", "can_attend", "elements_of", "is_faster", "with_matrices"]
 
 #: The distributions that the kernels know.
 LAWS = ("softmax", "sigmoid", "tanh", "identity")
@@ -47,6 +48,12 @@ _IN_PARTS = (1024, 4096)
 _FAR = 2**40
 
 _SOFTMAX = Softmax().law()
+
+#: The kinds of biases, in the order of the kernels: numbers of all pairs, and those of a `Term`.
+_BIASES = ("all", "distances", "buckets", "listed")
+
+#: In how many parts sums of buckets come, and the most numbers of all of them with which each element has its own.
+_TABLE_PARTS, _MOST_SUMS = 4, 2**22
 
 #: A plain softmax is PyTorch's with fewer targets or pairs, where a call costs more than it computes.
 _FEWEST_TARGETS, _FEWEST_PAIRS = 32, 2**14
@@ -64,6 +71,13 @@ class Element(NamedTuple):
     """The position of target 0 among the sources"""
     term: int
     """The entry of bias and mask"""
+    bias_at: int = 0
+    """See `Term.places`"""
+    bias_step: int = 0
+    weights_at: int = 0
+    """The first weight's place, and from one head and target to the next"""
+    weights_head: int = 0
+    weights_row: int = 0
 
 
 class Rule(NamedTuple):
@@ -80,6 +94,12 @@ class Rule(NamedTuple):
     right: int | None
     elements: tuple[Element, ...]
     dropout: float
+    bias: str = "all"
+    """What has a bias; see `Term.kind`"""
+    first: int = 0
+    """The smallest distance that has one"""
+    weights: bool | str = False
+    """Whether weights are returned, too; `"dropped"`: those after dropout"""
 
 
 def can_attend(tensors: Sequence[Tensor | None], law: Law | None) -> bool:
@@ -96,7 +116,7 @@ def can_attend(tensors: Sequence[Tensor | None], law: Law | None) -> bool:
         return False
     if not query.dtype == key.dtype == value.dtype:
         return False
-    is_empty = query.numel() * key.numel() * value.numel() == 0
+    is_empty = query.numel() * key.numel() == 0 or (value.numel() == 0 and value.size(-1) > 0)
     return not is_empty and native.load_error() is None and are_plain([x for x in tensors if x is not None])
 
 
@@ -148,21 +168,37 @@ def attend_whole(
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     elements = elements_of(None, query.size(0), query.size(1), key.size(1), 0)
     rule = Rule(scale, 1.0, math.inf, _SOFTMAX, None, 0 if causal else None, elements, dropout)
-    out = attend(query, key, value, bias, mask, None, rule)[0]
+    out, _, _ = attend(query, key, value, bias, mask, None, rule)
     return out.squeeze(0) if one else out
 
 
 @lru_cache(maxsize=64)
 def elements_of(
-    known: tuple[tuple[int, ...], ...] | None, batch: int, num_targets: int, num_sources: int, offset: int
+    known: tuple[tuple[int, ...], ...] | None,
+    batch: int,
+    num_targets: int,
+    num_sources: int,
+    offset: int,
+    places: tuple[tuple[int, int], ...] = ((0, 0),),
 ) -> tuple[Element, ...]:
-    """The elements of a batch or, `known`, of a ragged one, whose places are counted over all of the batch.
+    """The elements of a batch or, `known`, of a ragged one, whose nodes are counted over all of the batch.
+
+    Args:
+        known: What `gattn.ops.backends.dense.ragged.elements_of` returns.
+        batch: B.
+        num_targets: N.
+        num_sources: M.
+        offset: The position of target 0, if none are known.
+        places: Those of a `Term`. (default: none)
 
     Raises:
         ValueError: If an element has more nodes than there are.
     """
     if known is None:
-        return tuple(Element(place, 0, num_targets, 0, num_sources, offset, place) for place in range(batch))
+        return tuple(
+            Element(place, 0, num_targets, 0, num_sources, offset, place, *places[place % len(places)])
+            for place in range(batch)
+        )
     found = []
     for place, (first, n, first_source, m, offset) in enumerate(known):
         entry = place * batch // len(known)
@@ -170,37 +206,65 @@ def elements_of(
         # Lengths may have been edited after they were checked.
         if not (0 <= n <= num_targets - first and 0 <= m <= num_sources - first_source):
             raise InputError(f"the graph's lengths must lie between 0 and its sizes; got {n} targets and {m} sources.")
-        found.append(Element(entry, first, n, first_source, m, offset, place))
+        found.append(Element(entry, first, n, first_source, m, offset, place, *places[place % len(places)]))
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def with_matrices(
+    elements: tuple[Element, ...], heads: int, size: tuple[int, int] | None, blocks: int
+) -> tuple[tuple[Element, ...], int]:
+    """The elements with places for their weights, `[H, N, M]` one after another, and how many weights there are.
+
+    Args:
+        elements: The elements.
+        heads: H.
+        size: N and M of all matrices; `None` if each is as large as its element.
+        blocks: How many elements each entry of a batch has, if it is a packed graph's: those of a block come together.
+    """
+    found, end = dict[int, Element](), 0
+    for place in sorted(range(len(elements)), key=lambda place: place % max(blocks, 1)):
+        element = elements[place]
+        n, m = size or (element.num_targets, element.num_sources)
+        found[place] = element._replace(weights_at=end, weights_head=n * m, weights_row=m)
+        end += heads * n * m
+    return tuple(found[place] for place in range(len(elements))), end
 
 
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | Term | None,
     mask: Tensor | None,
     sink: Tensor | None,
     rule: Rule,
-) -> tuple[Tensor, Tensor]:
-    """The output, `[B, N, H, V]`, and the log-sum-exp of each target, `[B, N, H]`, of a softmax.
+    num_weights: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output, `[B, N, H, V]`, the log-sum-exp of each target, `[B, N, H]`, of a softmax, and all weights in a row.
 
     Args:
         query: `[B, N, H, C]`.
         key: `[B, M, G, C]`, whose heads divide those of the query.
         value: `[B, M, G, V]`.
-        bias: Broadcastable to `[B, H, N, M]`.
+        bias: Broadcastable to `[B, H, N, M]`, or a term of the graph.
         mask: True = may attend, broadcastable likewise.
         sink: `[H]`.
         rule: What is computed.
+        num_weights: How many weights are returned; see `with_matrices`. (default: `0`)
     """
     compute = compute_dtype(value.dtype)
+    index, starts = None, None
+    if isinstance(bias, Term):
+        rule, index, starts = rule._replace(bias=bias.kind, first=bias.first), bias.index, bias.starts
+        bias = bias.values.expand(-1, query.size(2)) if bias.kind == "listed" else bias.values
     bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
-    if mask is not None and mask.is_inference() and not torch.is_inference_mode_enabled():
-        mask = mask.clone()  # autograd saves no tensor of inference mode
+    read = [mask, index, starts]
+    if not torch.is_inference_mode_enabled():  # autograd saves no tensor of that mode
+        read = [x.clone() if x is not None and x.is_inference() else x for x in read]
     seed = new_seed(rule.dropout, value.device)
-    out, log_sum = _Attention.apply(query, key, value, bias, sink, mask, seed, rule)
-    return out, log_sum
+    out, log_sum, weights = _Attention.apply(query, key, value, bias, sink, *read, seed, rule, num_weights)
+    return out, log_sum, weights
 
 
 _Form = tuple[tuple[int, ...], tuple[int, ...]]
@@ -221,15 +285,17 @@ def _term_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> native.Ti
 @lru_cache(maxsize=256)
 def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> tuple[bytes, Any, int]:
     """The kernels' arguments but for addresses, seed and threads, the elements that they point to, and the work."""
-    (query, strides), (key, key_strides), (value, value_strides), bias, mask = forms
+    (query, strides), (key, key_strides), (value, value_strides), bias, mask, index, starts = forms
     heads, channels = query[2:]
     fits = query[0] == key[0] and channels == key[3] and key[:3] == value[:3] and heads % key[2] == 0
     ends = ((e.first_target + e.num_targets, e.first_source + e.num_sources) for e in rule.elements)
     fits = fits and all(end <= query[1] and end_of_sources <= key[1] for end, end_of_sources in ends)
     sizes = ((e.term + 1, heads, e.num_targets, e.num_sources) for e in rule.elements)
     least = [max(x) for x in zip(*sizes, strict=True)]
-    for term in (bias, mask):
+    for term in (bias if rule.bias == "all" else None, mask):
         fits &= term is None or all(size == 1 or size >= x for size, x in zip(term[0], least, strict=False))
+    if rule.bias != "all":
+        fits &= bias is not None and bias[0][1] in (1, heads) and _has_terms(rule, index, starts)
     if not fits:  # what kernels read is checked where they are called
         shapes = [list(form[0]) for form in forms if form is not None]
         raise InputError(f"query, key, value, bias and mask do not fit each other: {shapes}.")
@@ -251,6 +317,9 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
         slope=rule.slope,
         clamp=rule.clamp,
         distribution=native.distribution(rule.law.name),
+        bias_kind=_BIASES.index(rule.bias),
+        bias_count=0 if bias is None else bias[0][0],
+        first_distance=rule.first,
         left=_FAR if rule.left is None else max(-_FAR, min(rule.left, _FAR)),
         right=_FAR if rule.right is None else max(-_FAR, min(rule.right, _FAR)),
         query_strides=_strides(strides),
@@ -262,15 +331,40 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
         parts=max(parts, default=1),
     )
     arguments.distribution_constants[: len(rule.law.constants)] = rule.law.constants
-    for name, term in (("bias", bias), ("mask", mask)):
-        if term is not None:
-            setattr(arguments, f"{name}_strides", _term_strides(*term))
-    if bias is not None:
+    if mask is not None:
+        arguments.mask_strides = _term_strides(*mask)
+    if bias is not None and rule.bias == "all":
+        arguments.bias_strides = _term_strides(*bias)
         terms = [element.term for element in rule.elements]
         arguments.shared_elements = bias[0][0] == 1 or len(set(terms)) < len(terms)
         arguments.shared_heads = bias[0][1] == 1
+    elif bias is not None and rule.bias == "listed":
+        arguments.bias_strides = _listed_strides(bias[1])
+        places = [element.bias_at for element in rule.elements]
+        arguments.shared_elements = len(set(places)) < len(places)
+    elif bias is not None:  # of one head after another
+        arguments.bias_strides = native.TileStrides(0, 0 if bias[0][1] == 1 else bias[0][0], 0, 1)
+        sums = len(elements) * heads * arguments.parts * _TABLE_PARTS * bias[0][0]
+        arguments.shared_elements = sums > _MOST_SUMS
     work = heads * (channels + value[3]) * sum(e.num_targets * e.num_sources for e in rule.elements)
     return bytes(arguments), held, work
+
+
+def _has_terms(rule: Rule, index: _Form | None, starts: _Form | None) -> bool:
+    """Whether there is a bucket of each pair, or a start of each target's listed pairs."""
+    if rule.bias == "distances":
+        return True
+    if index is None or (rule.bias == "listed" and starts is None):
+        return False
+    if starts is not None:
+        return all(e.bias_at + e.num_targets < starts[0][0] for e in rule.elements)
+    ends = (e.bias_at + (e.num_targets - 1) * e.bias_step + e.num_sources for e in rule.elements if e.num_targets)
+    return all(end <= math.prod(index[0]) for end in ends)
+
+
+def _listed_strides(strides: tuple[int, ...]) -> native.TileStrides:
+    """Those of `[E, H]`."""
+    return native.TileStrides(0, strides[1], 0, strides[0])
 
 
 class _Call:
@@ -284,17 +378,25 @@ class _Call:
         bias: Tensor | None,
         sink: Tensor | None,
         mask: Tensor | None,
+        index: Tensor | None,
+        starts: Tensor | None,
         seed: Tensor | None,
         rule: Rule,
         in_parts: bool = True,
     ):
         tensors = [None if x is None else resolved(x) for x in (query, key, value, bias, mask)]
+        tensors += [None if x is None else native.readable(x) for x in (index, starts)]
         forms = [None if x is None else (tuple(x.shape), x.stride()) for x in tensors]
         template, elements, work = _prepared(rule, value.dtype, in_parts, *forms)
         self.held: list[Any] = [elements]
         self.arguments = native.Tiles.from_buffer_copy(template)
         self.arguments.threads = torch.get_num_threads() if work > _SERIAL else 1
-        for name, x in zip(("query", "key", "value", "bias", "mask"), tensors, strict=True):
+        if rule.bias in ("distances", "buckets") and tensors[3] is not None:
+            tensors[3] = tensors[3].t().contiguous()
+        if index is not None:
+            self.arguments.bucket_bytes = index.element_size()
+        of_index = "buckets" if starts is None else "pair_sources"
+        for name, x in zip(("query", "key", "value", "bias", "mask", of_index, "pair_starts"), tensors, strict=True):
             if x is not None:
                 self.point(name, x)
         if sink is not None:
@@ -323,10 +425,13 @@ class _Attention(torch.autograd.Function):
         bias: Tensor | None,
         sink: Tensor | None,
         mask: Tensor | None,
+        index: Tensor | None,
+        starts: Tensor | None,
         seed: Tensor | None,
         rule: Rule,
-    ) -> tuple[Tensor, Tensor]:
-        call = _Call(query, key, value, bias, sink, mask, seed, rule)
+        num_weights: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        call = _Call(query, key, value, bias, sink, mask, index, starts, seed, rule)
         compute, shape = compute_dtype(value.dtype), query.shape[:3]
         is_whole = sum(e.num_targets for e in rule.elements) == shape[0] * shape[1]
         out, stats = value.new_empty(*shape, value.size(-1)), value.new_empty(shape, dtype=compute)
@@ -339,33 +444,53 @@ class _Attention(torch.autograd.Function):
         if value.dtype != compute and any(ctx.needs_input_grad):
             wide = call.point("wide", torch.zeros_like(out, dtype=compute))
         call.run("gattn_tiles_forward")
-        ctx.save_for_backward(query, key, value, bias, sink, mask, seed, wide, stats)
+        weights = None
+        if rule.weights:
+            whole = sum(e.num_targets * e.num_sources for e in rule.elements) * query.size(2) == num_weights
+            weights = (torch.empty if whole else torch.zeros)(num_weights, dtype=compute)
+            call.point("weights", weights)
+            call.arguments.dropped = rule.weights == "dropped"
+            call.run("gattn_tiles_weights")
+        ctx.save_for_backward(query, key, value, bias, sink, mask, index, starts, seed, wide, stats, weights)
         ctx.rule = rule
+        ctx.set_materialize_grads(False)
         if rule.law.name != "softmax":
             ctx.mark_non_differentiable(stats)
-        return out, stats
+        return out, stats, weights
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_log_sum: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, sink, mask, seed, out, stats = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_log_sum: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, sink, mask, index, starts, seed, out, stats, weights = ctx.saved_tensors
         rule: Rule = ctx.rule
-        if torch.is_grad_enabled() or is_batched(grad):
+        grads_of = [grad, grad_log_sum, grad_weights]
+        if torch.is_grad_enabled() or any(x is not None and is_batched(x) for x in grads_of):
             inputs = [query, key, value, bias, sink]
-            found = _differentiate_twice(inputs, mask, seed, rule, [grad, grad_log_sum], ctx.needs_input_grad)
-            return *found, None, None, None
+            read = mask, index, starts, seed
+            found = _differentiate_twice(inputs, read, rule, grads_of, ctx.needs_input_grad)
+            return *found, None, None, None, None, None, None
+        if grad is None:
+            grad = torch.zeros_like(out, dtype=value.dtype)
         is_softmax = rule.law.name == "softmax"
-        grad_bias = None
+        grad_bias, table = None, None
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = bias.new_zeros(bias.shape)
         # Parts would add to the same numbers.
-        in_parts = grad_bias is None or grad_bias.size(3) != 1
-        call = _Call(query, key, value, bias, sink, mask, seed, rule, in_parts)
+        in_parts = grad_bias is None or rule.bias != "all" or grad_bias.size(3) != 1
+        call = _Call(query, key, value, bias, sink, mask, index, starts, seed, rule, in_parts)
         arguments = call.arguments
         grad = call.point("grad_out", native.readable(grad))
         delta = torch.zeros_like(stats)
         if is_softmax or rule.law.constants[0]:
             delta = (grad.to(out.dtype) * out).sum(-1)
-        if is_softmax:
+            if grad_weights is not None:
+                grad_weights = native.readable(grad_weights)
+                _add_inner(delta, native.readable(weights), grad_weights, rule.elements)
+        if grad_weights is not None:
+            call.point("grad_weights", native.readable(grad_weights))
+            arguments.dropped = rule.weights == "dropped"
+        if grad_log_sum is not None:
             delta -= grad_log_sum.masked_fill(stats == -torch.inf, 0.0)
         call.point("delta", delta)
         call.point("stats", native.readable(stats))
@@ -380,10 +505,21 @@ class _Attention(torch.autograd.Function):
             call.point(name, x)
         if grad_bias is None:
             arguments.shared_elements = arguments.shared_heads = 0
-        else:
-            arguments.grad_bias_strides = _term_strides(tuple(grad_bias.shape), grad_bias.stride())
+        elif rule.bias in ("all", "listed"):
+            strides = grad_bias.stride()
+            is_all = rule.bias == "all"
+            of_bias = _term_strides(tuple(grad_bias.shape), strides) if is_all else _listed_strides(strides)
+            arguments.grad_bias_strides = of_bias
             call.point("grad_bias", grad_bias)
+        else:
+            count = 1 if arguments.shared_elements else arguments.num_elements
+            sums_of_one = _TABLE_PARTS if rule.bias == "buckets" else 1
+            sizes = count, query.size(2), arguments.parts, sums_of_one, len(grad_bias)
+            table = call.point("grad_table", torch.zeros(sizes, dtype=torch.float64))
         call.run("gattn_tiles_backward")
+        if table is not None and grad_bias is not None:
+            sums = table.sum((0, 2, 3)).t()
+            grad_bias = (sums if grad_bias.size(1) > 1 else sums.sum(1, keepdim=True)).to(grad_bias.dtype)
         of_query = grads[0][0]
         for part in grads[0][1:]:
             of_query += part
@@ -394,12 +530,23 @@ class _Attention(torch.autograd.Function):
         of_nodes = (
             g[..., : x.size(-1)].to(x.dtype) for g, x in zip((of_query, *grads[1:]), (query, key, value), strict=True)
         )
-        return *of_nodes, grad_bias, of_sink, None, None, None
+        return *of_nodes, grad_bias, of_sink, None, None, None, None, None, None
 
 
-def _plain(inputs: Sequence[Any], mask: Tensor | None, seed: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+def _add_inner(delta: Tensor, weights: Tensor, grads: Tensor, elements: Sequence[Element]) -> None:
+    """Adds each row's inner product of weights and their gradients to `delta`, `[B, N, H]`."""
+    heads = delta.size(2)
+    for e in elements:
+        form = (heads, e.num_targets, e.num_sources), (e.weights_head, e.weights_row, 1)
+        first, second = (x.as_strided(*form, x.storage_offset() + e.weights_at) for x in (weights, grads))
+        found = torch.einsum("hnm,hnm->nh", first, second)
+        delta[e.batch, e.first_target : e.first_target + e.num_targets] += found
+
+
+def _plain(inputs: Sequence[Any], read: Sequence[Tensor | None], rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernels compute, by operations of PyTorch on a matrix of all pairs."""
     query, key, value, bias, sink = inputs
+    mask, index, starts, seed = read
     compute, heads = compute_dtype(value.dtype), query.size(2)
     queries = query.to(compute).transpose(1, 2) * rule.scale
     keys, values = (repeat_heads(x, heads).to(compute).transpose(1, 2) for x in (key, value))
@@ -410,7 +557,8 @@ def _plain(inputs: Sequence[Any], mask: Tensor | None, seed: Tensor | None, rule
         logits = logits.clamp(-rule.clamp, rule.clamp)
     seen = torch.zeros(logits.size(0), 1, *logits.shape[2:], dtype=torch.bool)
     terms = logits.new_zeros(logits.shape) if bias is not None else None
-    for batch, first, n, first_source, m, offset, term in rule.elements:
+    for element in rule.elements:
+        batch, first, n, first_source, m, offset, term = element[:7]
         place = batch, slice(None), slice(first, first + n), slice(first_source, first_source + m)
         distance = torch.arange(m) - torch.arange(n).unsqueeze(1) - offset
         is_seen = torch.ones(n, m, dtype=torch.bool)
@@ -420,7 +568,8 @@ def _plain(inputs: Sequence[Any], mask: Tensor | None, seed: Tensor | None, rule
             is_seen &= distance <= rule.right
         seen[place] = is_seen
         if terms is not None and bias is not None:
-            terms = terms.index_put(tuple(_grid(place, logits.shape)), _term_of(bias, term, n, m).expand(heads, n, m))
+            of_pairs = _bias_of(bias, index, starts, rule, element, distance)
+            terms = terms.index_put(tuple(_grid(place, logits.shape)), of_pairs.expand(heads, n, m))
         if mask is not None:
             seen = seen if seen.size(1) == heads else seen.expand(-1, heads, -1, -1).clone()
             seen[place] = is_seen & _term_of(mask, term, n, m)
@@ -429,13 +578,48 @@ def _plain(inputs: Sequence[Any], mask: Tensor | None, seed: Tensor | None, rule
     logits = logits.masked_fill(~seen, -torch.inf)
     weights = from_law(rule.law._replace(sink=sink)).of_matrix(logits)
     assert weights is not None
+    applied = weights
     if seed is not None:
         kept = keep_mask_of_pairs(seed, weights.shape, rule.dropout).to(compute)
-        weights = weights * (kept / (1 - rule.dropout) if rule.dropout < 1.0 else kept * 0.0)
-    out = (weights @ values).transpose(1, 2).to(value.dtype)
+        applied = weights * (kept / (1 - rule.dropout) if rule.dropout < 1.0 else kept * 0.0)
+    out = (applied @ values).transpose(1, 2).to(value.dtype)
     empty = (logits == -torch.inf).all(-1)
     log_sum = logits.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, 0.0).transpose(1, 2)
-    return out, log_sum
+    return out, log_sum, _in_a_row(applied if rule.weights == "dropped" else weights, rule)
+
+
+def _in_a_row(weights: Tensor, rule: Rule) -> Tensor:
+    """Weights, `[B, H, N, M]`, as the kernels return them; nothing if they do not."""
+    if not rule.weights:
+        return weights.new_empty(0)
+    parts = []
+    for e in sorted(rule.elements, key=lambda e: e.weights_at):
+        part = weights[e.batch, :, e.first_target :, e.first_source :]
+        n, m = e.weights_head // max(e.weights_row, 1), e.weights_row
+        parts.append(part[:, :n, :m].flatten())
+    return torch.cat(parts)
+
+
+def _bias_of(
+    bias: Tensor, index: Tensor | None, starts: Tensor | None, rule: Rule, element: Element, distance: Tensor
+) -> Tensor:
+    """The bias of an element's pairs, `[H or 1, n, m]`."""
+    n, m = distance.shape
+    if rule.bias == "all":
+        return _term_of(bias, element.term, n, m)
+    if rule.bias == "distances":
+        return bias[(distance - rule.first).clamp(0, len(bias) - 1)].movedim(-1, 0)
+    assert index is not None
+    if starts is None:
+        index = index.contiguous()
+        buckets = index.as_strided((n, m), (element.bias_step, 1), index.storage_offset() + element.bias_at)
+        return bias[buckets.long()].movedim(-1, 0)
+    counts = starts[element.bias_at : element.bias_at + n + 1].diff()
+    pairs = torch.arange(int(counts.sum())) + starts[element.bias_at]
+    target, source = torch.arange(n).repeat_interleave(counts), index[pairs] - element.bias_step
+    is_there = (source >= 0) & (source < m)
+    places = target[is_there], source[is_there].long()
+    return bias.new_zeros(n, m, bias.size(1)).index_put(places, bias[pairs[is_there]]).movedim(-1, 0)
 
 
 def _term_of(x: Tensor, term: int, n: int, m: int) -> Tensor:
@@ -450,10 +634,9 @@ def _grid(place: tuple[Any, ...], shape: torch.Size) -> list[Tensor]:
 
 def _differentiate_twice(
     inputs: list[Tensor | None],
-    mask: Tensor | None,
-    seed: Tensor | None,
+    read: Sequence[Tensor | None],
     rule: Rule,
-    grads: list[Tensor],
+    grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of the inputs, by operations that have gradients themselves."""
@@ -461,8 +644,8 @@ def _differentiate_twice(
         # Views, so that differentiation stops here.
         leaves = [None if x is None else x.view_as(x) for x in inputs]
         leaves = [x if x is None or x.requires_grad else x.requires_grad_() for x in leaves]
-        outs = list(_plain(leaves, mask, seed, rule))
-        count = 2 if rule.law.name == "softmax" else 1
+        pairs = [x for x in zip(_plain(leaves, read, rule), grads, strict=True) if x[1] is not None]
         asked = [x for x, is_wanted in zip(leaves, wanted, strict=False) if x is not None and is_wanted]
-        found = iter(torch.autograd.grad(outs[:count], asked, grads[:count], create_graph=True, allow_unused=True))
+        outs, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outs, asked, given, create_graph=True, allow_unused=True))
     return [next(found) if x is not None and w else None for x, w in zip(leaves, wanted, strict=False)]

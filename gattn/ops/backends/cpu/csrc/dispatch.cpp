@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 #endif
 
-#include "buckets.h"
 #include "kernels.h"
 #include "pair_roots.h"
 
@@ -128,23 +127,13 @@ int64_t gattn_backward(const Arguments* a) { return kernels(a->type).backward(*a
 int64_t gattn_tile_lanes(int64_t type) { return kInstructionSets[chosen].tiles[type]->lanes; }
 int64_t gattn_tiles_bytes() { return sizeof(Tiles); }
 int64_t gattn_tiles_forward(const Tiles* a) { return kInstructionSets[chosen].tiles[a->type]->forward(*a); }
+int64_t gattn_tiles_weights(const Tiles* a) { return kInstructionSets[chosen].tiles[a->type]->weights(*a); }
 int64_t gattn_tiles_backward(const Tiles* a) { return kInstructionSets[chosen].tiles[a->type]->backward(*a); }
 
 // Weights of a matrix of logits, or gradients of logits: see matrix.h. Of the arguments, type, threads and distribution
 // count.
 void gattn_matrix_rows(const Arguments* a, const void* weights, void* numbers, int64_t rows, int64_t columns) {
   kernels(a->type).matrix_rows(*a, weights, numbers, rows, columns);
-}
-
-// Adds biases by bucket to logits, or sums gradients by bucket: see buckets.h. The type is that of the numbers, float or
-// double.
-void gattn_add_buckets(const Buckets* b, int64_t type, const void* table, void* logits) {
-  if (type == kFloat32) add_buckets(*b, static_cast<const float*>(table), static_cast<float*>(logits));
-  else add_buckets(*b, static_cast<const double*>(table), static_cast<double*>(logits));
-}
-void gattn_sum_buckets(const Buckets* b, int64_t type, void* sums, void* gradients) {
-  if (type == kFloat32) sum_buckets(*b, static_cast<double*>(sums), static_cast<float*>(gradients));
-  else sum_buckets(*b, static_cast<double*>(sums), static_cast<double*>(gradients));
 }
 
 // The features of pairs, or their gradients: see pair_roots.h. The type is float or double.

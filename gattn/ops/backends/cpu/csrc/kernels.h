@@ -25,5 +25,6 @@ struct Kernels {
 struct TileKernels {
   int64_t lanes;  // of a vector: gradients are padded to whole ones
   int64_t (*forward)(const Tiles&);
+  int64_t (*weights)(const Tiles&);
   int64_t (*backward)(const Tiles&);
 };

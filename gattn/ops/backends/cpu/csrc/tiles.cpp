@@ -12,7 +12,12 @@
 namespace {
 
 int64_t forward(const Tiles& a) {
-  return in_parallel(a.threads, TilePass::forward_workspace(a), [&](A* memory) { run_tiles_forward(a, memory); });
+  const auto block = [](TilePass& pass, auto&&... of) { pass.forward(of...); };
+  return in_parallel(a.threads, TilePass::forward_workspace(a), [&](A* memory) { run_blocks(a, memory, block); });
+}
+int64_t weights(const Tiles& a) {
+  const auto block = [](TilePass& pass, auto&&... of) { pass.write_weights(of...); };
+  return in_parallel(a.threads, TilePass::forward_workspace(a), [&](A* memory) { run_blocks(a, memory, block); });
 }
 int64_t backward(const Tiles& a) {
   return in_parallel(a.threads, TilePass::backward_workspace(a), [&](A* memory) { run_tiles_backward(a, memory); });
@@ -21,4 +26,4 @@ int64_t backward(const Tiles& a) {
 }  // namespace
 
 extern const TileKernels GATTN_TILES;
-const TileKernels GATTN_TILES = {W, forward, backward};
+const TileKernels GATTN_TILES = {W, forward, weights, backward};

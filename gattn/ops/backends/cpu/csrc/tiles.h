@@ -20,6 +20,8 @@ constexpr int64_t kGroup = 12;     // targets of a tile, forward
 constexpr int64_t kTargets = 192;  // targets of a task, forward
 constexpr int64_t kBackRows = 48;  // targets of a tile, backward
 constexpr int kMicroRows = 6, kStrip = kVectorBytes == 64 ? 4 : 2;
+constexpr int64_t kTableParts = 4;  // of the sums of a bucket, so that an addition need not wait for the one before it
+constexpr int64_t kDiagonals = kBackRows + kPanel;
 constexpr A kSlack = 8;
 
 INLINE int64_t whole_vectors(int64_t n) { return (n + W - 1) / W * W; }
@@ -163,12 +165,14 @@ class TilePass {
   }
   static int64_t backward_workspace(const Tiles& a) {
     const int64_t c = whole_vectors(a.channels), d = whole_vectors(a.value_channels);
-    return kPanel * (3 * c + 2 * d) + kBackRows * (c + d + 2 * kPanel) + 5 * kPanel + W;
+    return kPanel * (3 * c + 2 * d) + kBackRows * (c + d + 2 * kPanel) + 5 * kPanel + kDiagonals + 2 * W;
   }
   static int64_t blocks_of(const TileElement& e) { return (e.targets + kTargets - 1) / kTargets; }
 
   // Forward: a block of targets of one element and head.
   void forward(const TileElement& e, int64_t head, int64_t block, A* memory);
+  // The weights of the same, once `stats` is known.
+  void write_weights(const TileElement& e, int64_t head, int64_t block, A* memory);
   // Backward: a part of the sources of one element and head of keys.
   void backward(const TileElement& e, int64_t key_head, int64_t part, A* memory);
 
@@ -230,13 +234,100 @@ class TilePass {
 
   // One row of a tile, whose columns [from, to) some of its targets see, and [first, last) this one.
   struct Row {
-    int64_t term, head, i, source;  // the source of column 0
+    int64_t head, i, source;        // the source of column 0
     int64_t from, to, first, last;  // columns
   };
-  bool has_terms() const { return has_slope || has_clamp || a.bias != nullptr || a.mask != nullptr || law.cap != 0; }
-  const A* bias_of(const Row& row) const {
+  bool has_terms() const {
+    const bool has_bias = a.bias != nullptr && a.bias_kind != kOfListed;
+    return has_slope || has_clamp || has_bias || a.mask != nullptr || law.cap != 0;
+  }
+  // Whether a row's products are not its logits yet.
+  bool is_unfinished(const TileElement& e, const Row& row) const {
+    if (has_terms() || !is_whole(row)) return true;
+    if (a.bias == nullptr) return false;
+    const Listed pairs = listed(e, row);
+    return pairs.first < pairs.last;
+  }
+
+  // The listed pairs of a row's columns.
+  struct Listed {
+    int64_t first, last, origin;  // the source of column 0 among those of the pairs
+  };
+  Listed listed(const TileElement& e, const Row& row) const {
+    const int64_t* starts = a.pair_starts + e.bias_at + row.i;
+    const int64_t origin = e.bias_step + row.source;
+    const int32_t *first = a.pair_sources + starts[0], *last = a.pair_sources + starts[1];
+    const auto before = [&](int64_t column) {  // the first pair that is not before it
+      const int32_t *low = first, *high = last;
+      while (low < high) {
+        const int32_t* middle = low + (high - low) / 2;
+        if (*middle < origin + column) low = middle + 1;
+        else high = middle;
+      }
+      return low;
+    };
+    if (first == last || *first >= origin + row.to || last[-1] < origin + row.from) return {0, 0, 0};
+    first = before(row.from), last = before(row.to);
+    return {first - a.pair_sources, last - a.pair_sources, origin};
+  }
+  // Calls f(bucket(column)) with the buckets of a row.
+  template <class F>
+  INLINE void with_buckets(const TileElement& e, const Row& row, F&& f) const {
+    const int64_t place = e.bias_at + row.i * e.bias_step + row.source;
+    const auto visit = [&](auto type) INLINE_LAMBDA {
+      const auto* from = static_cast<const decltype(type)*>(a.buckets) + place;
+      const uint64_t last = uint64_t(a.bias_count - 1);
+      f([=](int64_t column) INLINE_LAMBDA {
+        const uint64_t bucket = uint64_t(from[column]);
+        return bucket < last ? bucket : last;  // whatever they were when they were checked
+      });
+    };
+    switch (a.bucket_bytes) {
+      case 1: return visit(uint8_t());
+      case 2: return visit(uint16_t());
+      case 4: return visit(uint32_t());
+      default: visit(uint64_t());
+    }
+  }
+  // Where a row of biases by distance begins among the numbers of its head.
+  int64_t first_distance(const TileElement& e, const Row& row) const {
+    return row.source - row.i - e.offset - a.first_distance;
+  }
+  // The biases of a row: number `column` lies at p + column * stride. Null if there are none; others lie in `room`.
+  struct RowBias {
+    const A* p;
+    int64_t stride;
+  };
+  RowBias bias_of(const TileElement& e, const Row& row, A* room) const {
     const TileStrides& s = a.bias_strides;
-    return static_cast<const A*>(a.bias) + row.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+    const A* bias = static_cast<const A*>(a.bias);
+    if (bias == nullptr) return {nullptr, 0};
+    bias += row.head * s.head;
+    const int64_t low = row.from / W * W;
+    switch (a.bias_kind) {
+      case kOfAll: return {bias + e.term * s.batch + row.i * s.row + row.source * s.channel, s.channel};
+      case kOfDistances: {
+        const int64_t first = first_distance(e, row);
+        if (first + low >= 0 && first + row.to <= a.bias_count) return {bias + first, 1};
+        for (int64_t j = low; j < row.to; ++j) {  // what is hidden may have no number
+          const int64_t at = first + j;
+          room[j] = bias[at < 0 ? 0 : at < a.bias_count ? at : a.bias_count - 1];
+        }
+        return {room, 1};
+      }
+      case kOfBuckets:
+        with_buckets(e, row, [&](auto bucket) INLINE_LAMBDA {
+          for (int64_t j = low; j < row.to; ++j) room[j] = bias[bucket(j)];
+        });
+        return {room, 1};
+      default: {
+        const Listed pairs = listed(e, row);
+        if (pairs.first == pairs.last) return {nullptr, 0};
+        for (int64_t j = low; j < row.to; ++j) room[j] = 0;
+        for (int64_t k = pairs.first; k < pairs.last; ++k) room[a.pair_sources[k] - pairs.origin] = bias[k * s.channel];
+        return {room, 1};
+      }
+    }
   }
   INLINE Vec<A> number_at(const A* p, int64_t stride, int64_t column, int64_t last) const {
     if (stride == 0) return splat<Vec<A>>(*p);
@@ -247,12 +338,13 @@ class TilePass {
   }
   // Products become finished logits, hidden ones minus infinity. With `of_score`, the derivative by the product is written
   // there, and with `of_cap`, that by the sum of score and bias.
-  NOINLINE void finish(const Row& row, A* logits, A* of_score, A* of_cap) const {
-    const A* bias = a.bias == nullptr ? nullptr : bias_of(row);
+  NOINLINE void finish(const TileElement& e, const Row& row, A* logits, A* of_score, A* of_cap) const {
+    A room[kPanel];
+    const RowBias bias = bias_of(e, row, room);
     const uint8_t* mask = nullptr;
     if (a.mask != nullptr) {
       const TileStrides& s = a.mask_strides;
-      mask = a.mask + row.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+      mask = a.mask + e.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
     }
     const A slope = A(a.slope), clamp = A(a.clamp), inverse_cap = A(1) / law.cap;
     const Vec<A> one = splat<Vec<A>>(A(1)), lowest = splat<Vec<A>>(-A(INFINITY));
@@ -267,7 +359,7 @@ class TilePass {
         }
         if (of_score != nullptr) store(of_score + at, derivative);
       }
-      if (bias != nullptr) x += number_at(bias, a.bias_strides.channel, at, row.to);
+      if (bias.p != nullptr) x += number_at(bias.p, bias.stride, at, row.to);
       if (law.cap != 0) {
         const Vec<A> part = vector_tanh(x * inverse_cap);
         if (of_cap != nullptr) store(of_cap + at, A(1) - part * part);
@@ -285,11 +377,28 @@ class TilePass {
   bool is_whole(const Row& row) const { return row.from % W == 0 && row.to % W == 0 && row.first <= row.from && row.last >= row.to; }
 
   void backward_row(const TileElement& e, const Row& row, int64_t low, A* weights, A* slopes, A* of_score, A* of_cap,
-                    A* kept) const;
-  // Adds a row's gradients to those of the bias.
-  NOINLINE void add_to_bias(const Row& row, int64_t low, const A* slopes) const {
+                    A* kept, A* diagonal, double* table) const;
+  // Adds a row's gradients to those of the bias, of which those of distances begin at `diagonal`.
+  NOINLINE void add_to_bias(const TileElement& e, const Row& row, int64_t low, const A* slopes, A* diagonal,
+                            double* table) const {
     const TileStrides& s = a.grad_bias_strides;
-    A* to = static_cast<A*>(a.grad_bias) + row.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+    if (a.bias_kind == kOfDistances) {
+      for (int64_t at = low; at < row.to; at += W) store(diagonal + at, load(diagonal + at) + load(slopes + at));
+      return;
+    }
+    if (a.bias_kind == kOfBuckets) {
+      with_buckets(e, row, [&](auto bucket) INLINE_LAMBDA {
+        for (int64_t j = row.from; j < row.to; ++j) table[j % kTableParts * a.bias_count + bucket(j)] += double(slopes[j]);
+      });
+      return;
+    }
+    A* to = static_cast<A*>(a.grad_bias) + row.head * s.head;
+    if (a.bias_kind == kOfListed) {
+      const Listed pairs = listed(e, row);
+      for (int64_t k = pairs.first; k < pairs.last; ++k) to[k * s.channel] += slopes[a.pair_sources[k] - pairs.origin];
+      return;
+    }
+    to += e.term * s.batch + row.i * s.row + row.source * s.channel;
     Vec<A> sum = {};
     for (int64_t at = low; at < row.to; at += W) {
       const Vec<A> x = load(slopes + at);
@@ -364,9 +473,9 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
       multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
       for (int64_t r = 0; r < size; ++r) {
         A* logits = tile + r * kPanel;
-        const Row row{e.term, head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
-        const bool is_finished = has_terms() || !is_whole(row);
-        if (is_finished) finish(row, logits, nullptr, nullptr);
+        const Row row{head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
+        const bool is_finished = is_unfinished(e, row);
+        if (is_finished) finish(e, row, logits, nullptr, nullptr);
         A* sum = total + (group + r) * W;
         Vec<A> added = load(sum);
         if (law.is_exponential) {
@@ -458,21 +567,72 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   }
 }
 
+inline void TilePass::write_weights(const TileElement& e, int64_t head, int64_t block, A* memory) {
+  const int64_t start = block * kTargets, count = e.targets - start < kTargets ? e.targets - start : kTargets;
+  A* queries = memory;
+  A* keys = queries + kTargets * width;
+  A* tile = keys + kPanel * width;
+  A* kept = tile + kGroup * kPanel;
+  rows(a.query, a.query_strides, e.batch, head, C).copy(e.first_target + start, count, A(a.scale), queries);
+  const RowsOf key = rows(a.key, a.key_strides, e.batch, head / (a.heads / a.key_heads), C);
+  for (int64_t panel = 0; panel < e.sources; panel += kPanel) {
+    const int64_t n = e.sources - panel < kPanel ? e.sources - panel : kPanel;
+    key.transposed(e.first_source + panel, n, keys);
+    for (int64_t i = start; i < start + count; i += kGroup) {
+      const int64_t size = start + count - i < kGroup ? start + count - i : kGroup;
+      const auto [from, to] = columns(e, i, size, panel, n);
+      A* out = static_cast<A*>(a.weights) + e.weights_at + head * e.weights_head + i * e.weights_row + panel;
+      const int64_t low = from < to ? from / W * W : n, vectors = from < to ? (to - low + W - 1) / W : 0;
+      multiply(size, vectors, queries + (i - start) * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
+      for (int64_t r = 0; r < size; ++r, out += e.weights_row) {
+        A* logits = tile + r * kPanel;
+        for (int64_t j = 0; j < low; ++j) out[j] = 0;
+        if (from >= to) continue;
+        for (int64_t j = to; j < n; ++j) out[j] = 0;
+        const Row row{head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
+        if (is_unfinished(e, row)) finish(e, row, logits, nullptr, nullptr);
+        const A stat = static_cast<const A*>(a.stats)[row_number(e, head, i + r)];
+        const A base = stat == -A(INFINITY) ? A(INFINITY) : stat;
+        const bool drops = a.dropout && a.dropped;
+        if (drops) keep_factors(row_key(e, head, i + r), e.first_source + panel + low, to - low, kept + low);
+        const auto put = [&](int64_t at, Vec<A> weight) INLINE_LAMBDA {
+          if (drops) weight *= load(kept + at);
+          store_part(out + at, weight, int(to - at < W ? to - at : W));
+        };
+        if (law.is_exponential) {
+          for (int64_t at = low; at < to; at += W) put(at, weight_of(load(logits + at) - base, true));
+        } else {
+          law.visit([&](auto of) INLINE_LAMBDA {
+            for (int64_t at = low; at < to; at += W) put(at, of(load(logits + at), Vec<A>{}).value * stat);
+          });
+        }
+      }
+    }
+  }
+}
+
 // A row's products become its weights, and gradients of weights those of products.
 inline void TilePass::backward_row(const TileElement& e, const Row& row, int64_t low, A* weights, A* slopes, A* of_score,
-                                   A* of_cap, A* kept) const {
-  const bool is_finished = has_terms() || !is_whole(row);
-  if (is_finished) finish(row, weights, of_score, of_cap);
+                                   A* of_cap, A* kept, A* diagonal, double* table) const {
+  const bool is_finished = is_unfinished(e, row);
+  if (is_finished) finish(e, row, weights, of_score, of_cap);
   if (a.dropout) keep_factors(row_key(e, row.head, row.i), e.first_source + row.source + low, row.to - low, kept + low);
   const int64_t number = row_number(e, row.head, row.i);
   const A stat = static_cast<const A*>(a.stats)[number], delta = static_cast<const A*>(a.delta)[number];
   const Vec<A> lowest = splat<Vec<A>>(-A(INFINITY));
   const bool caps = law.cap != 0, scores = has_slope || has_clamp;
+  const A* of_weights = static_cast<const A*>(a.grad_weights);
+  if (of_weights != nullptr) {
+    of_weights += e.weights_at + row.head * e.weights_head + row.i * e.weights_row + row.source;
+    if (!a.dropout || a.dropped)
+      for (int64_t at = low; at < row.to; at += W) store(slopes + at, load(slopes + at) + number_at(of_weights, 1, at, row.to));
+  }
   const auto put = [&](int64_t at, Vec<A> logit, Vec<A> weight, Vec<A> derivative) INLINE_LAMBDA {
     Vec<A> slope = load(slopes + at);
     if (a.dropout) {
       const Vec<A> factor = load(kept + at);
       slope *= factor, weight *= factor;
+      if (of_weights != nullptr && !a.dropped) slope += number_at(of_weights, 1, at, row.to);
     }
     slope = derivative * (slope - delta);
     if (caps) slope *= load(of_cap + at);
@@ -497,7 +657,7 @@ inline void TilePass::backward_row(const TileElement& e, const Row& row, int64_t
       }
     });
   }
-  if (a.grad_bias != nullptr) add_to_bias(row, low, slopes);
+  if (a.grad_bias != nullptr || table != nullptr) add_to_bias(e, row, low, slopes, diagonal, table);
   if (scores)
     for (int64_t at = low; at < row.to; at += W) store(slopes + at, load(slopes + at) * load(of_score + at));
 }
@@ -515,7 +675,8 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
   A* of_score = slopes + kBackRows * kPanel;
   A* of_cap = of_score + kPanel;
   A* kept = of_cap + kPanel;
-  const int64_t group = a.heads / a.key_heads;
+  A* diagonals = kept + kPanel;  // gradients of distances: that of the last row and first column comes first
+  const int64_t group = a.heads / a.key_heads, place = a.shared_elements ? 0 : &e - a.elements;
   const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
   const RowsOf value = rows(a.value, a.value_strides, e.batch, key_head, D);
   const A scale = A(a.scale);
@@ -536,6 +697,9 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
       const RowsOf query = rows(a.query, a.query_strides, e.batch, head, C);
       const TileStrides of_out = {a.targets * a.heads * D, D, a.heads * D, 1};
       const RowsOf grad_out = rows(a.grad_out, of_out, e.batch, head, D);
+      double* table = a.grad_table;
+      const int64_t sums = a.bias_kind == kOfBuckets ? kTableParts * a.bias_count : a.bias_count;
+      if (table != nullptr) table += ((place * a.heads + head) * a.parts + part) * sums;
       for (int64_t i = begin; i < end; i += kBackRows) {
         const int64_t size = end - i < kBackRows ? end - i : kBackRows;
         const auto [from, to] = columns(e, i, size, panel, n);
@@ -545,9 +709,18 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
         const bool grads_finite = grad_out.copy(e.first_target + i, size, A(1), grads);
         multiply(size, vectors, queries, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
         multiply(size, vectors, grads, value_width, 1, values + low, kPanel, D, slopes + low, kPanel, false);
+        const bool has_diagonals = table != nullptr && a.bias_kind == kOfDistances;
+        if (has_diagonals) memset(diagonals, 0, size_t(kDiagonals) * sizeof(A));
         for (int64_t r = 0; r < size; ++r) {
-          const Row row{e.term, head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
-          backward_row(e, row, low, tile + r * kPanel, slopes + r * kPanel, of_score, of_cap, kept);
+          const Row row{head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
+          backward_row(e, row, low, tile + r * kPanel, slopes + r * kPanel, of_score, of_cap, kept,
+                       diagonals + (size - 1 - r), table);
+        }
+        if (has_diagonals) {
+          const Row last{head, i + size - 1, panel, from, to, 0, 0};
+          const int64_t first = first_distance(e, last);
+          for (int64_t k = low < -first ? -first : low; k < to + size - 1 && first + k < a.bias_count; ++k)
+            table[first + k] += double(diagonals[k]);
         }
         A* grad_query = static_cast<A*>(a.grad_query) + part * a.batch * a.targets * a.heads * width +
                         row_number(e, head, i) * width;
@@ -589,7 +762,9 @@ void for_tile_tasks(int64_t count, F&& f) {
   for (int64_t t = 0; t < count; ++t) f(t);
 }
 
-inline void run_tiles_forward(const Tiles& a, A* memory) {
+// Calls f(pass, element, head, block, memory) for all blocks of targets.
+template <class F>
+inline void run_blocks(const Tiles& a, A* memory, F&& f) {
   TilePass pass(a);
   int64_t blocks = 0;
   for (int64_t e = 0; e < a.num_elements; ++e) {
@@ -598,7 +773,7 @@ inline void run_tiles_forward(const Tiles& a, A* memory) {
   }
   for_tile_tasks(a.num_elements * a.heads * blocks, [&](int64_t t) {
     const TileElement& e = a.elements[t / (a.heads * blocks)];
-    if (t % blocks < TilePass::blocks_of(e)) pass.forward(e, t / blocks % a.heads, t % blocks, memory);
+    if (t % blocks < TilePass::blocks_of(e)) f(pass, e, t / blocks % a.heads, t % blocks, memory);
   });
 }
 
