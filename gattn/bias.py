@@ -36,8 +36,8 @@ class Term(NamedTuple):
     """What has a number: `distances` (source minus target), `buckets` of pairs, or `listed` pairs"""
     values: Tensor
     """The numbers, `[K, H or 1]`"""
-    index: Tensor | None = None
-    """The bucket of each pair, in contiguous memory; or the source of each listed pair, ascending for each target, in int32"""
+    of_pairs: Tensor | None = None
+    """The bucket of each pair, in contiguous memory; or each listed pair's source, in int32, ascending for a target"""
     starts: Tensor | None = None
     """Where each target's listed pairs start, and the last one's end"""
     places: tuple[tuple[int, int], ...] = ((0, 0),)
@@ -697,7 +697,9 @@ class BucketBias(Bias):
                 group = Buckets(self.buckets, self.table, m - n if graph.blocks else graph.offset(n, m))
                 steps = range(0, n, max(2**18 // max(m, 1), 1))
                 rows = [group.part_of(slice(i, min(i + steps.step, n)), slice(0, m)) for i in steps]
-                found[n, m] = torch.cat([x[0].to(dtype) for x in rows]) if rows else self.table.new_zeros(0, m).to(dtype)
+                found[n, m] = (
+                    torch.cat([x[0].to(dtype) for x in rows]) if rows else self.table.new_zeros(0, m).to(dtype)
+                )
         return [found[size] for size in sizes]
 
     def rows(self, start: int, stop: int) -> Tensor:

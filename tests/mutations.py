@@ -52,10 +52,7 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PL
     )
 )
 
-LINEAR, ROWS, LISTED, BUCKETS = (
-    f"gattn/ops/backends/{name}"
-    for name in ("dense/linear.py", "dense/rows.py", "dense/listed.py", "cpu/csrc/buckets.h")
-)
+LINEAR = "gattn/ops/backends/dense/linear.py"
 BIAS, FEATURES, STRUCTURE = (f"gattn/{name}.py" for name in ("bias", "features", "structure"))
 CACHE, MULTIHEAD = "gattn/nn/key_value_cache.py", "gattn/nn/multihead_attention.py"
 PAIR_ROOTS, PAIR_ROOT_CALLS = "gattn/ops/backends/cpu/csrc/pair_roots.h", "gattn/ops/pair_roots.py"
@@ -106,7 +103,7 @@ TESTS = {
     DENSE: ["tests/ops/test_dense.py"],
     PAIRS: ["tests/ops/test_dense.py"],
     LINEAR: ["tests/ops/test_linear.py"],
-    **{file: ["tests/test_bias.py"] for file in (ROWS, LISTED, BUCKETS, BIAS)},
+    BIAS: ["tests/test_bias.py"],
     FEATURES: ["tests/test_features.py"],
     **{
         file: ["tests/nn/test_all_pairs.py"]
@@ -485,7 +482,36 @@ MUTATIONS = [
         "the first panel of a part is left out", TILES, "panel = first_panel * kPanel«→ + (part > 0) * kPanel»; panel <"
     ),
     Mutation("groups share the first key", TILES, "key_head = head / (a.heads / a.key_heads)«→ * 0»;"),
-    Mutation("elements have one term", TILES, "static_cast<const A*>(a.bias) + row.term * «s.batch → 0»"),
+    Mutation("elements have one term", TILES, "bias += e.term * «s.batch → 0» + row.i"),
+    Mutation("distances begin one too far", TILES, "return row.source - row.i - e.offset - a.first_distance«→ + 1»;"),
+    Mutation(
+        "rows of buckets are a panel apart", TILES, "e.bias_at + row.i * «e.bias_step → kPanel» + row.source, low"
+    ),
+    Mutation("heads have the first one's table", TILES, "bias += row.head * «s.head → 0»;"),
+    Mutation("the last bucket is unknown", TILES, "const Wide last = Wide(a.bias_count - «1 → 2»);"),
+    Mutation(
+        "pairs of the tile's last column are left out", TILES, "first = before(row.from), last = before(row.to«→ - 1»);"
+    ),
+    Mutation("pairs have the sources of the element", TILES, "const int64_t origin = «e.bias_step → 0» + row.source;"),
+    Mutation("diagonals are those of the first row", TILES, "diagonals + (size - 1 - «r → 0»), table"),
+    Mutation("distances have the sums of the last tile", TILES, "table[first + k] «+= → =» double(diagonals[k]);"),
+    Mutation(
+        "buckets have a quarter of their sums",
+        TILES,
+        "parts[k][buckets[j + k]] += «double(slopes[j + k]) → k ? 0 : double(slopes[j])»;",
+    ),
+    Mutation("parts share their sums", TILES, "table += ((place * a.heads + head) * a.parts + «part → 0») * sums;"),
+    Mutation("weights of a group's rows are the first one's", TILES, "r < size; ++r, out += «e.weights_row → 0»"),
+    Mutation("weights are those before dropout", TILES, "const bool drops = a.dropout && «a.dropped → false»;"),
+    Mutation("what is returned dropped has whole gradients", TILES, "if (!a.dropout || «a.dropped → false»)"),
+    Mutation(
+        "weights' gradients have no mean",
+        TILE_CALLS,
+        "_add_inner(delta, native.readable(weights), «grad_weights → 0 * grad_weights», rule",
+    ),
+    Mutation(
+        "elements share their pairs", TILE_CALLS, "arguments.shared_elements = «len(set(places)) < len(places) → False»"
+    ),
     Mutation("parts are not added", TILE_CALLS, "«of_query += part → pass»"),
     Mutation("a sink has the other sign", TILE_CALLS, "of_sink = «-(shares → (shares»_of_sink"),
     Mutation("a log-sum has no gradient", TILE_CALLS, "«delta -= grad_log_sum → delta - grad_log_sum»"),
@@ -672,21 +698,6 @@ MUTATIONS = [
         "torch.unflatten(part, 0, (to.size(1), -1)).«sum(1) → select(1, 0)»",
     ),
     Mutation("zero is divided by", LINEAR, "return «total.masked_fill(total == 0.0, torch.inf) → total»"),
-    Mutation(
-        "the log-sum-exp has no gradient in rows",
-        ROWS,
-        "(grad * out).sum(-1) - «grad_log_sum → 0 * grad_log_sum».masked",
-    ),
-    Mutation("rows see one source too many", ROWS, "hidden |= distance > «self.right → self.right + 1»"),
-    Mutation(
-        "a mask hides nothing in rows", ROWS, "hidden = «~allowed if hidden is None else hidden | ~allowed → hidden»"
-    ),
-    Mutation("keys have the gradients of the last rows", ROWS, "grad_keys[:, :, sources] «+= → =» of_logits"),
-    Mutation("no target is computed by itself", LISTED, "alone = ((share < «_LEAST_SHARE → -1.0») | ~share"),
-    Mutation("large biases are cut off", LISTED, "edges.target[(added > _MOST_BIAS).any(1)]] = «True → False»"),
-    Mutation("listed pairs keep their old share", LISTED, "log_sum = log_sum «+ share.log() →»"),
-    Mutation("values lack what pairs add", LISTED, "«of_value += edges.sums(more, grad, FLOWS[1]) →»\n"),
-    Mutation("later sources have a bias", LISTED, "        if «causal → False»:\n            pairs = pairs[bias"),
     Mutation("pairs that are listed twice count once", BIAS, "values.size(1)).«index_add → index_copy»(0, number"),
     Mutation("bands have the bias of the next source", BIAS, "column = self.source - block * size - first«→ - 1»"),
     Mutation("distances are those of the whole", BIAS, "return DistanceBias(self.table, self.first, «offset → 0»)"),
@@ -695,9 +706,6 @@ MUTATIONS = [
         BIAS,
         "buckets = buckets[[«element % buckets.size(0) → 0» for element in elements]]",
     ),
-    Mutation("the last bucket is out of range", BUCKETS, "return number < last ? number : «last → 0»;"),
-    Mutation("heads have the first one's table", BUCKETS, "const A* of_head = table + «head → 0» * b.count;"),
-    Mutation("rows of buckets are dense", BUCKETS, "row * «b.row_stride → b.columns»;"),
     Mutation("keys have no maximum", FEATURES, "value=-torch.inf).«amax → amin»(-3, keepdim=True)"),
     Mutation("features may be as small as any", FEATURES, "«.masked_fill(exponents < smallest, 0.0) → »"),
     Mutation("a random walk takes one of parallel edges", STRUCTURE, "share, «accumulate=True → accumulate=False»"),

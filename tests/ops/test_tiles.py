@@ -1,11 +1,13 @@
 """Attention by tiles of pairs: every score, law, term, graph and option of these kernels, against the reference."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from gattn import CompleteGraph, DotScore, Identity, Sigmoid, Softmax, Tanh, attend
+from gattn import BucketBias, CompleteGraph, DotScore, Identity, Sigmoid, Softmax, SparseBias, Tanh, attend
+from gattn.bias import DistanceBias
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.dense import tiles
 from gattn.ops.dropout import keep_mask_of_pairs
@@ -45,9 +47,27 @@ GRAPHS = {
 TERMS = [None, "BHNM", "HNM", "NM", "BM", "HN", "H", "N"]
 
 
+#: Biases of something of which there is less than of pairs.
+BIASES = {
+    "distances": lambda n, m, count: (torch.randn(n + m, H), lambda values: DistanceBias(values, -m)),
+    "buckets": lambda n, m, count: (
+        torch.randn(count, H),
+        functools.partial(BucketBias, torch.randint(count, (2, n, m), dtype=torch.uint8)),
+    ),
+    "one head's buckets": lambda n, m, count: (
+        torch.randn(count),
+        functools.partial(BucketBias, torch.randint(count, (n, m))),
+    ),
+    "listed": lambda n, m, count: (
+        torch.randn(n * m // 2 + 1, H),
+        functools.partial(SparseBias, torch.stack([torch.randint(x, (n * m // 2 + 1,)) for x in (m, n)])),
+    ),
+}
+
+
 def term(of, sizes, make):
     """A tensor with some of the dimensions."""
-    if of is None:
+    if of is None or of in BIASES:
         return None
     return make([size if name in of else 1 for name, size in zip("BHNM", sizes, strict=True)])
 
@@ -55,12 +75,16 @@ def term(of, sizes, make):
 class Case:
     """A call, and its results on either backend."""
 
-    def __init__(self, law, score, sizes, channels, graph, bias=None, mask=None, key_heads=H, dropout=0.0):
+    def __init__(
+        self, law, score, sizes, channels, graph, bias=None, mask=None, key_heads=H, dropout=0.0, weights=False
+    ):
         torch.manual_seed(0)
         n, m = sizes
         c, d = channels
         self.inputs = [torch.randn(2, size, h, w) for size, h, w in ((n, H, c), (m, key_heads, c), (m, key_heads, d))]
-        self.bias = term(bias, (2, H, n, m), torch.randn)
+        self.bias, self.of_bias, self.weights = term(bias, (2, H, n, m), torch.randn), lambda bias: bias, weights
+        if bias in BIASES:
+            self.bias, self.of_bias = BIASES[bias](n, m, 7 + 40 * (n % 2))
         self.mask = term(mask, (2, H, n, m), lambda size: torch.rand(size) < 0.7)
         self.law, self.score, self.graph, self.dropout = LAWS.get(law, law), SCORES[score], GRAPHS[graph](n, m), dropout
 
@@ -76,17 +100,19 @@ class Case:
             *inputs,
             self.graph,
             score=self.score,
-            bias=bias,
+            bias=None if bias is None else self.of_bias(bias),
             mask=self.mask,
             distribution=law,
+            return_weights=self.weights,
             dropout=self.dropout,
             training=True,
             **({} if backend is None else {"backend": backend}),
         )
         torch.manual_seed(1)
-        grad = torch.randn(out.shape).to(dtype)
+        outs = [out] if isinstance(out, torch.Tensor) else list(out)
+        grads = [torch.randn(x.shape).to(dtype) for x in outs]
         leaves = [*inputs, *([] if bias is None else [bias]), *sinks]
-        return [out, *torch.autograd.grad(out, leaves, grad)]
+        return [*outs, *torch.autograd.grad(outs, leaves, grads)]
 
 
 @pytest.fixture
@@ -101,24 +127,27 @@ def ran(monkeypatch):
 BOTH = ["gattn_tiles_forward", "gattn_tiles_backward"]
 CELLS = pairs(
     *([law for law in LAWS if law != "dropout"], SCORES, SIZES, CHANNELS, GRAPHS),
-    *(TERMS, [None, "BHNM", "NM", "BM"], [H, 1]),
+    *([*TERMS, *BIASES], [None, "BHNM", "NM", "BM"], [H, 1], [False, True, "dropped"]),
 )
 
 
-@pytest.mark.parametrize(("law", "score", "sizes", "channels", "graph", "bias", "mask", "key_heads"), CELLS)
-def test_every_cell(law, score, sizes, channels, graph, bias, mask, key_heads, ran):
-    case = Case(law, score, sizes, channels, graph, bias, mask, key_heads)
+@pytest.mark.parametrize(("law", "score", "sizes", "channels", "graph", "bias", "mask", "key_heads", "weights"), CELLS)
+def test_every_cell(law, score, sizes, channels, graph, bias, mask, key_heads, weights, ran):
+    case = Case(law, score, sizes, channels, graph, bias, mask, key_heads, weights=weights)
     found = case.results(torch.float64)
-    assert ran == BOTH
+    assert ran == (BOTH if not weights else [BOTH[0], "gattn_tiles_weights", BOTH[1]])
     for part, expected in zip(found, case.results(torch.float64, "reference"), strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("law", ["softcap", "sink of heads", "sigmoid", "normalized"])
-def test_thousands_of_terms(law, dtype, ran):
+@pytest.mark.parametrize(
+    ("law", "bias"),
+    [("softcap", "HNM"), ("sink of heads", "buckets"), ("sigmoid", "distances"), ("normalized", "listed")],
+)
+def test_thousands_of_terms(law, bias, dtype, ran):
     """Sums are made in float32 at least, and compared with float64."""
-    case = Case(law, "dot", (8, 5000), (16, 16), "full", "HNM")
+    case = Case(law, "dot", (8, 5000), (16, 16), "full", bias)
     case.inputs = [x.to(dtype).float() for x in case.inputs]
     case.bias = case.bias.to(dtype).float()
     found = case.results(dtype)
@@ -129,22 +158,24 @@ def test_thousands_of_terms(law, dtype, ran):
 
 
 @pytest.mark.parametrize("graph", ["full", "causal"])
-@pytest.mark.parametrize("law", ["dropout", "softcap", "normalized"])
-def test_dropout(law, graph, ran, monkeypatch):
-    """It is that of `keep_mask_of_pairs`, forward and backward."""
-    case = Case(law, "dot", (50, 70), (8, 8), graph, dropout=0.4)
+@pytest.mark.parametrize(("law", "returned"), [("dropout", True), ("softcap", False), ("normalized", "dropped")])
+def test_dropout(law, returned, graph, ran, monkeypatch):
+    """It is that of `keep_mask_of_pairs`, forward and backward, and of weights that are returned."""
+    case = Case(law, "dot", (50, 70), (8, 8), graph, dropout=0.4, weights=returned)
     seed = torch.tensor(2**40 + 77)
     monkeypatch.setattr(tiles, "new_seed", lambda *_: seed)
     found = case.results(torch.float64)
-    assert ran == BOTH
+    assert ran[:: 1 + bool(returned)] == BOTH
     kept = keep_mask_of_pairs(seed, torch.Size((2, H, 50, 70)), 0.4).double() / 0.6
     query, key, value = (x.double().requires_grad_() for x in case.inputs)
     options = {"distribution": case.law, "return_weights": True}
     weights = attend(query, key, value, case.graph, backend="reference", **options)[1]
     assert weights.shape == kept.shape
     out = torch.einsum("bhnm,bmhc->bnhc", weights * kept, value)
+    outs = [out, *([weights] if returned is True else [weights * kept] if returned else [])]
     torch.manual_seed(1)
-    expected = [out, *torch.autograd.grad(out, (query, key, value), torch.randn(out.shape).double())]
+    grads = [torch.randn(x.shape).double() for x in outs]
+    expected = [*outs, *torch.autograd.grad(outs, (query, key, value), grads)]
     for part, other in zip(found, expected, strict=True):
         torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-9)
 
@@ -163,10 +194,19 @@ def test_the_dropout_is_uniform():
         assert means.abs().max() < 5 * size / math.sqrt(count)
 
 
-@pytest.mark.parametrize("law", ["softcap", "sigmoid", "dropout"])
-def test_bits(law, monkeypatch):
+@pytest.mark.parametrize(
+    ("law", "bias"),
+    [
+        ("softcap", "listed"),
+        ("sigmoid", "HNM"),
+        ("dropout", None),
+        ("sink", "distances"),
+        ("tanh", "one head's buckets"),
+    ],
+)
+def test_bits(law, bias, monkeypatch):
     """They are those of any number of threads, and of each element of a batch alone."""
-    case = Case(law, "dot", (150, 1200), (16, 16), "window", "HNM" if law == "sigmoid" else None)
+    case = Case(law, "dot", (150, 1200), (16, 16), "window", bias)
     if law == "dropout":
         monkeypatch.setattr(tiles, "new_seed", lambda *_: torch.tensor(3))
         case.dropout = 0.1
@@ -237,18 +277,36 @@ def test_logits_far_apart(ran):
     assert ran == BOTH * 2
 
 
-@pytest.mark.parametrize("law", mostly_slow(["softcap", "sink of heads", "normalized", "dropout"], 2))
-def test_second_derivatives(law, monkeypatch):
+@pytest.mark.parametrize(
+    ("law", "bias", "weights"),
+    mostly_slow(
+        [
+            ("softcap", "HNM", False),
+            ("sink of heads", "listed", "dropped"),
+            ("normalized", "buckets", True),
+            ("dropout", "distances", "dropped"),
+            ("dropout", "one head's buckets", True),
+        ],
+        2,
+    ),
+)
+def test_second_derivatives(law, bias, weights, monkeypatch):
     monkeypatch.setattr(tiles, "new_seed", lambda *_: torch.tensor(11))
-    case = Case(law, "bounded", (4, 5), (2, 3), "causal", "HNM", "NM", 2, dropout=0.5 * (law == "dropout"))
+    dropout = 0.5 * (law == "dropout")
+    case = Case(law, "bounded", (4, 5), (2, 3), "causal", bias, "NM", 2, dropout, weights)
     inputs = [x.double().requires_grad_() for x in (*case.inputs, case.bias)]
 
     def call(query, key, value, bias):
         options = {"distribution": case.law, "score": case.score, "dropout": case.dropout, "training": True}
-        return attend(query, key, value, case.graph, bias=bias, mask=case.mask, **options)
+        options |= {"mask": case.mask, "return_weights": case.weights}
+        found = attend(query, key, value, case.graph, bias=case.of_bias(bias), **options)
+        return (found,) if isinstance(found, torch.Tensor) else found
+
+    def loss():
+        return sum(x.sin().sum() for x in call(*inputs))
 
     torch.manual_seed(0)
-    of_kernels, kept = (torch.autograd.grad(call(*inputs).sin().sum(), inputs, create_graph=x) for x in (False, True))
+    of_kernels, kept = (torch.autograd.grad(loss(), inputs, create_graph=create) for create in (False, True))
     torch.testing.assert_close(kept, of_kernels, rtol=1e-9, atol=1e-9)
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)

@@ -13,7 +13,7 @@ H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.autocast import is_autocast, without_autocast
-from gattn.bias import Bias
+from gattn.bias import Bias, Term
 from gattn.distributions import Distribution, is_plain_softmax, law_of
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
@@ -303,48 +303,60 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[
     of_bias = bias.tensors() if isinstance(bias, Bias) else (bias,)
     if not tiles.can_attend((query, key, value, mask, sink, *of_bias), law):
         return None
-    if isinstance(call.bias, Bias):
+    term: Tensor | Term | None
+    if isinstance(bias, Bias):
+        assert isinstance(call.bias, Bias)
         term = call.bias.term(graph)
         if term is None:
             return None
     else:
-        term = None
         is_plain = is_plain_softmax(call.distribution) and _is_dot(score) and graph.is_uniform and graph.window is None
         is_plain = is_plain and not (log_sum or call.weights) and (not graph.causal or num_targets == graph.num_sources)
-        if is_plain and not tiles.is_faster(query, key, value, part.bias, mask, dropout):
+        if is_plain and not tiles.is_faster(query, key, value, bias, mask, dropout):
             return None
+        term = bias
     batch, num_sources = key.shape[:2]
     known = elements_of(graph, batch)
     if known is None and not graph.is_uniform:
         return None
-    sizes = batch, num_targets, num_sources
-    places = ((0, 0),) if term is None else term.places
-    elements = tiles.elements_of(known, *sizes, graph.offset(num_targets, num_sources), places)
-    mask = _of_elements(mask, elements)
-    bias = term if isinstance(bias, Bias) else _of_elements(bias, elements)
-    left, right = graph.reach
-    clamp = math.inf if score.clamp is None else score.clamp
-    rule = tiles.Rule(
-        score.factor(key.size(-1)), score.negative_slope, clamp, law._replace(sink=None), left, right, elements, dropout
-    )
-    num_weights, size = 0, None if graph.blocks is not None else (num_targets, num_sources)
+    places = term.places if isinstance(term, Term) else ((0, 0),)
+    offset = graph.offset(num_targets, num_sources)
+    elements = tiles.elements_of(known, batch, num_targets, num_sources, offset, places)
+    term = _of_elements(term, len(elements)) if isinstance(term, Tensor) else term
+    mask = None if mask is None else _of_elements(mask, len(elements))
+    sizes = graph.blocks if graph.blocks is not None else ((num_targets, num_sources),)
+    num_weights = 0
     if call.weights:
-        elements, num_weights = tiles.with_matrices(elements, query.size(2), size, len(graph.blocks or ()))
-        rule = rule._replace(elements=elements, weights=call.weights)
-    out, found, in_a_row = tiles.attend(query, key, value, bias, mask, sink, rule, num_weights)
+        of_all = sizes[0] if graph.blocks is None else None
+        elements, num_weights = tiles.with_matrices(elements, query.size(2), of_all, len(sizes))
+    left, right = graph.reach
+    rule = tiles.Rule(
+        scale=score.factor(key.size(-1)),
+        slope=score.negative_slope,
+        clamp=math.inf if score.clamp is None else score.clamp,
+        law=law._replace(sink=None),
+        left=left,
+        right=right,
+        elements=elements,
+        dropout=dropout,
+        weights=call.weights,
+    )
+    out, found, in_a_row = tiles.attend(query, key, value, term, mask, sink, rule, num_weights)
     out = _joined(out, found) if log_sum else out
     if in_a_row is None:
         return out, []
-    sizes = [size] if size is not None else list(graph.blocks or ())
-    of_blocks = in_a_row.split([batch * query.size(2) * n * m for n, m in sizes])
-    return out, [x.view(batch, query.size(2), *size) for x, size in zip(of_blocks, sizes, strict=True)]
+    front = batch, query.size(2)
+    if len(sizes) == 1:
+        return out, [in_a_row.view(*front, *sizes[0])]
+    of_blocks = in_a_row.split([math.prod(front) * n * m for n, m in sizes])
+    return out, [x.view(*front, *size) for x, size in zip(of_blocks, sizes, strict=True)]
 
 
-def _of_elements(x: Tensor | None, elements: Sequence[tiles.Element]) -> Tensor | None:
+def _of_elements(x: Tensor, count: int) -> Tensor:
     """A bias or mask with an entry for each element, or one for all."""
-    if x is None or x.size(0) in (1, len(elements)):
+    if x.size(0) in (1, count):
         return x
-    return x[[e.term % x.size(0) for e in elements]]
+    return x[[place % x.size(0) for place in range(count)]]
 
 
 def _nodes_in_one_batch(x: Tensor, front: torch.Size) -> Tensor:

@@ -1,7 +1,8 @@
 """Attention on complete graphs by the CPU kernels for tiles of pairs: no tensor has a number for each pair.
 
 They compute every score made of dot products and every distribution that looks at one logit at a time, or is a softmax,
-with a bias and a mask of any broadcast shape, or a bias by distance, bucket or listed pair, a window, lengths, packed blocks, a sink and dropout. With both passes:
+with a bias and a mask of any broadcast shape, or a bias by distance, bucket or listed pair, a window, lengths, packed
+blocks, a sink and dropout; and, once the output is known, the weights. With both passes:
 
     P_ij = w(z_ij) r_i,    dz_ij = w'(z_ij) r_i (dP_ij - D_i),    D_i = <dout_i, out_i> - dL_i
 
@@ -256,7 +257,7 @@ def attend(
     compute = compute_dtype(value.dtype)
     index, starts = None, None
     if isinstance(bias, Term):
-        rule, index, starts = rule._replace(bias=bias.kind, first=bias.first), bias.index, bias.starts
+        rule, index, starts = rule._replace(bias=bias.kind, first=bias.first), bias.of_pairs, bias.starts
         bias = bias.values.expand(-1, query.size(2)) if bias.kind == "listed" else bias.values
     bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
     read = [mask, index, starts]
@@ -539,8 +540,8 @@ def _add_inner(delta: Tensor, weights: Tensor, grads: Tensor, elements: Sequence
     for e in elements:
         form = (heads, e.num_targets, e.num_sources), (e.weights_head, e.weights_row, 1)
         first, second = (x.as_strided(*form, x.storage_offset() + e.weights_at) for x in (weights, grads))
-        found = torch.einsum("hnm,hnm->nh", first, second)
-        delta[e.batch, e.first_target : e.first_target + e.num_targets] += found
+        found = first.unsqueeze(-2) @ second.unsqueeze(-1)  # einsum would copy both
+        delta[e.batch, e.first_target : e.first_target + e.num_targets] += found.view(heads, -1).t()
 
 
 def _plain(inputs: Sequence[Any], read: Sequence[Tensor | None], rule: Rule) -> tuple[Tensor, Tensor, Tensor]:

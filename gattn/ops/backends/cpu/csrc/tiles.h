@@ -9,6 +9,8 @@
 // All five products are made by one micro-kernel, c[r][v] += a[r][k] * b[k][v], in which v runs along vectors.
 #pragma once
 
+#include <type_traits>
+
 #include "distribution.h"
 #include "dropout.h"
 #include "tiles_arguments.h"
@@ -20,7 +22,7 @@ constexpr int64_t kGroup = 12;     // targets of a tile, forward
 constexpr int64_t kTargets = 192;  // targets of a task, forward
 constexpr int64_t kBackRows = 48;  // targets of a tile, backward
 constexpr int kMicroRows = 6, kStrip = kVectorBytes == 64 ? 4 : 2;
-constexpr int64_t kTableParts = 4;  // of the sums of a bucket, so that an addition need not wait for the one before it
+constexpr int kTableParts = 4;  // of the sums of a bucket, so that an addition need not wait for the one before it
 constexpr int64_t kDiagonals = kBackRows + kPanel;
 constexpr A kSlack = 8;
 
@@ -270,24 +272,48 @@ class TilePass {
     first = before(row.from), last = before(row.to);
     return {first - a.pair_sources, last - a.pair_sources, origin};
   }
-  // Calls f(bucket(column)) with the buckets of a row.
-  template <class F>
-  INLINE void with_buckets(const TileElement& e, const Row& row, F&& f) const {
-    const int64_t place = e.bias_at + row.i * e.bias_step + row.source;
-    const auto visit = [&](auto type) INLINE_LAMBDA {
-      const auto* from = static_cast<const decltype(type)*>(a.buckets) + place;
-      const uint64_t last = uint64_t(a.bias_count - 1);
-      f([=](int64_t column) INLINE_LAMBDA {
-        const uint64_t bucket = uint64_t(from[column]);
-        return bucket < last ? bucket : last;  // whatever they were when they were checked
-      });
-    };
-    switch (a.bucket_bytes) {
-      case 1: return visit(uint8_t());
-      case 2: return visit(uint16_t());
-      case 4: return visit(uint32_t());
-      default: visit(uint64_t());
+  // The buckets of a row; whatever they were when they were checked, they have a number now.
+  template <class Bucket>
+  INLINE void read_buckets(const TileElement& e, const Row& row, uint32_t* buckets) const {
+    const int64_t place = e.bias_at + row.i * e.bias_step + row.source, low = row.from / W * W, to = row.to;
+    const Bucket* from = static_cast<const Bucket*>(a.buckets) + place;
+    prefetch(from, e.bias_step, 1, row, e.targets);
+    using Wide = std::conditional_t<sizeof(Bucket) == 8, uint64_t, uint32_t>;
+    typedef Bucket Narrow __attribute__((vector_size(8 * sizeof(Bucket))));
+    typedef uint32_t Eight __attribute__((vector_size(32)));
+    const Wide last = Wide(a.bias_count - 1);
+    int64_t j = low;
+    for (; sizeof(Bucket) < 8 && j + 8 <= to; j += 8) {
+      Narrow narrow;
+      memcpy(&narrow, from + j, sizeof narrow);
+      Eight x = __builtin_convertvector(narrow, Eight);
+      const Eight most = Eight{} + uint32_t(last);
+#if defined(__AVX2__)  // GCC would convert bytes one by one
+      if (sizeof(Bucket) == 1) x = (Eight)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + j)));
+#endif
+      const Eight bounded = x < most ? x : most;
+      memcpy(buckets + j, &bounded, sizeof bounded);
     }
+    for (; j < to; ++j) buckets[j] = uint32_t(Wide(from[j]) < last ? Wide(from[j]) : last);
+  }
+  NOINLINE void buckets_of(const TileElement& e, const Row& row, uint32_t* buckets) const {
+    switch (a.bucket_bytes) {
+      case 1: return read_buckets<uint8_t>(e, row, buckets);
+      case 2: return read_buckets<uint16_t>(e, row, buckets);
+      case 4: return read_buckets<uint32_t>(e, row, buckets);
+      default: read_buckets<uint64_t>(e, row, buckets);
+    }
+  }
+  NOINLINE void look_up(const A* numbers, const uint32_t* buckets, int64_t low, int64_t last, A* to) const {
+#pragma GCC unroll 4
+    for (int64_t j = low; j < last; ++j) to[j] = numbers[buckets[j]];
+  }
+  // Asks for what a later row of the same columns will read: rows are too far apart for the processor to foresee it.
+  template <class N>
+  INLINE void prefetch(const N* row, int64_t step, int64_t channel, const Row& of, int64_t targets) const {
+    if (step == 0 || channel != 1 || of.i + kGroup >= targets) return;
+    const char* p = reinterpret_cast<const char*>(row + kGroup * step + of.from);
+    for (int64_t at = 0; at < (of.to - of.from) * int64_t(sizeof(N)); at += 64) __builtin_prefetch(p + at);
   }
   // Where a row of biases by distance begins among the numbers of its head.
   int64_t first_distance(const TileElement& e, const Row& row) const {
@@ -305,7 +331,10 @@ class TilePass {
     bias += row.head * s.head;
     const int64_t low = row.from / W * W;
     switch (a.bias_kind) {
-      case kOfAll: return {bias + e.term * s.batch + row.i * s.row + row.source * s.channel, s.channel};
+      case kOfAll:
+        bias += e.term * s.batch + row.i * s.row + row.source * s.channel;
+        prefetch(bias, s.row, s.channel, row, e.targets);
+        return {bias, s.channel};
       case kOfDistances: {
         const int64_t first = first_distance(e, row);
         if (first + low >= 0 && first + row.to <= a.bias_count) return {bias + first, 1};
@@ -315,11 +344,12 @@ class TilePass {
         }
         return {room, 1};
       }
-      case kOfBuckets:
-        with_buckets(e, row, [&](auto bucket) INLINE_LAMBDA {
-          for (int64_t j = low; j < row.to; ++j) room[j] = bias[bucket(j)];
-        });
+      case kOfBuckets: {
+        uint32_t buckets[kPanel];
+        buckets_of(e, row, buckets);
+        look_up(bias, buckets, low, row.to, room);
         return {room, 1};
+      }
       default: {
         const Listed pairs = listed(e, row);
         if (pairs.first == pairs.last) return {nullptr, 0};
@@ -345,6 +375,7 @@ class TilePass {
     if (a.mask != nullptr) {
       const TileStrides& s = a.mask_strides;
       mask = a.mask + e.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+      prefetch(mask, s.row, s.channel, row, e.targets);
     }
     const A slope = A(a.slope), clamp = A(a.clamp), inverse_cap = A(1) / law.cap;
     const Vec<A> one = splat<Vec<A>>(A(1)), lowest = splat<Vec<A>>(-A(INFINITY));
@@ -387,9 +418,15 @@ class TilePass {
       return;
     }
     if (a.bias_kind == kOfBuckets) {
-      with_buckets(e, row, [&](auto bucket) INLINE_LAMBDA {
-        for (int64_t j = row.from; j < row.to; ++j) table[j % kTableParts * a.bias_count + bucket(j)] += double(slopes[j]);
-      });
+      uint32_t buckets[kPanel];
+      buckets_of(e, row, buckets);
+      const int64_t count = a.bias_count;
+      double* const parts[kTableParts] = {table, table + count, table + 2 * count, table + 3 * count};
+      int64_t j = row.from;
+      for (; j + kTableParts <= row.to; j += kTableParts)
+#pragma GCC unroll 4
+        for (int k = 0; k < kTableParts; ++k) parts[k][buckets[j + k]] += double(slopes[j + k]);
+      for (; j < row.to; ++j) table[buckets[j]] += double(slopes[j]);
       return;
     }
     A* to = static_cast<A*>(a.grad_bias) + row.head * s.head;
