@@ -1,9 +1,10 @@
 """Time and memory of attention among all nodes as their number grows: `python -m benchmarks.complete`.
 
 It measures linear attention; softmax attention without a bias and with a bias of some pairs, of each bucket of pairs,
-or of each distance; and windows with positions. The peers do the same with PyTorch alone: einsum, padded batches,
-`scaled_dot_product_attention` with a dense bias, and FlexAttention, which computes no gradients on CPUs and is measured
-for buckets only. Whole layers of linear attention are measured beside PyG's, on a padded batch.
+or of each distance, causal, in a window, with a softcap or a sink; sigmoids in its place; and windows with positions.
+The peers do the same with PyTorch alone: einsum, padded batches, `scaled_dot_product_attention` with a dense bias or
+mask, the formula with a matrix of all pairs, and FlexAttention, which computes no gradients on CPUs. Whole layers of
+linear attention are measured beside PyG's, on a padded batch.
 
 Outputs are compared with the plain formula in float64. Up to 2 048 nodes, so are gradients. PyG's layers depend on the
 padding, so each of them is compared with itself in float64, and gattn's with PyG's on each graph alone.
@@ -57,6 +58,9 @@ WINDOW = (32, 0)
 PAIRS = 500_000
 """The number of pairs with a sparse bias, but at most an eighth of all pairs."""
 BUCKETS = 20
+CAP, SINK = 5.0, 1.0
+REACH = 255
+"""How many earlier nodes a node of a *causal window* sees, beside itself."""
 BAND = 32
 """Larger distances share a bucket with this one."""
 GRAPH_SIZES = (10, 500)
@@ -88,7 +92,7 @@ USUAL = {
 }
 """The numbers of nodes, or of graphs if they are ragged, for each group of parts."""
 QUICK = {"linear": (256, 1024), "ragged": (4,), "softmax": (256,), "window": (500,)}
-LARGEST = {"linear causal": 262_144, "distance": 4096, "dense": 4096}
+LARGEST = {"linear causal": 262_144, "distance": 4096, "dense": 4096, "formula": 4096}
 """The largest numbers of nodes of parts and of peers that need much time or memory."""
 
 PEERS = {
@@ -97,6 +101,12 @@ PEERS = {
     "ragged": ("gattn", "padded"),
     **dict.fromkeys(RAGGED_LAYERS, ("gattn", "pyg")),
     "none": ("gattn", "sdpa"),
+    "causal": ("gattn", "sdpa"),
+    "causal window": ("gattn", "dense"),
+    "softcap": ("gattn", "formula", "flex"),
+    "causal softcap": ("gattn", "formula"),
+    "sink": ("gattn", "formula"),
+    "sigmoid": ("gattn", "formula"),
     "sparse bias": ("gattn", "dense"),
     "bucket bias": ("gattn", "dense", "flex"),
     "distance": ("gattn",),
@@ -104,9 +114,24 @@ PEERS = {
 }
 """The kinds of attention in the order of the table, and who computes each of them."""
 
+TERMS = (
+    *(
+        "causal",
+        "causal window",
+        "softcap",
+        "causal softcap",
+        "sink",
+        "sigmoid",
+        "sparse bias",
+        "bucket bias",
+        "distance",
+    ),
+)
+"""The kinds that are compared with a plain softmax."""
+
 BASES = {
     "linear causal": ("linear", "gattn"),
-    **dict.fromkeys(("none", "sparse bias", "bucket bias", "distance"), ("none", "sdpa")),
+    **dict.fromkeys(("none", *TERMS), ("none", "sdpa")),
     **dict.fromkeys([*LAYERS][1:], ("window", "gattn")),
 }
 """The base of each part: the part and the peer with which it is compared at the same size."""
@@ -323,6 +348,9 @@ def bias_of(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -
         return x["table"][inputs.buckets[targets].long()]
     if case.part == "distance":
         return x["table"][distance.clamp(-BAND, BAND) + BAND]
+    if case.part.startswith("causal"):
+        hidden = (distance > 0) | (distance < -REACH if case.part == "causal window" else torch.tensor(False))
+        return torch.zeros(()).masked_fill(hidden, -torch.inf).unsqueeze(-1)
     if case.group != "window":
         return 0.0
     bias: Tensor = torch.zeros(()).where((distance >= -WINDOW[0]) & (distance <= WINDOW[1]), -torch.inf).unsqueeze(-1)
@@ -344,9 +372,22 @@ def plain(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -> 
             products = products * (torch.arange(case.nodes) <= targets.unsqueeze(1)).unsqueeze(-1)
         weights = products / products.sum(1, keepdim=True)
     else:
-        weights = (products / math.sqrt(CHANNELS) + bias_of(case, inputs, x, targets)).softmax(1)
+        weights = weights_of(case, products / math.sqrt(CHANNELS), bias_of(case, inputs, x, targets))
     out = torch.einsum("nmh,mhc->nhc", weights, value)
     return F.linear(out.flatten(1), x["out_proj.weight"], x["out_proj.bias"]) if case.group == "window" else out
+
+
+def weights_of(case: Case, products: Tensor, bias: Tensor | float, dim: int = 1) -> Tensor:
+    """The weights of scaled products, `[n, N, H]` or with another dimension of the sources."""
+    if case.part == "sigmoid":
+        return products.sigmoid()
+    if "softcap" in case.part:
+        products = CAP * (products / CAP).tanh()
+    logits = products + bias
+    if case.part == "sink":
+        sink = torch.full_like(logits.narrow(dim, 0, 1), SINK)
+        return torch.cat([logits, sink], dim).softmax(dim).narrow(dim, 0, logits.size(dim))
+    return logits.softmax(dim)
 
 
 def reference(case: Case, inputs: Inputs, targets: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -393,7 +434,7 @@ def layer_reference(case: Case, x: dict[str, Tensor]) -> Tensor:
 def build(case: Case) -> Computation:
     """A peer with its inputs."""
     inputs = draw(case).to(case.device)
-    if case.peer in ("sdpa", "dense", "flex"):
+    if case.peer in ("sdpa", "dense", "formula", "flex"):
         return build_heads_first(case, inputs)
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
     if case.part in RAGGED_LAYERS:
@@ -415,7 +456,9 @@ def build(case: Case) -> Computation:
     if case.peer == "padded":
         batch = torch.arange(case.graphs).repeat_interleave(torch.tensor(case.sizes())).to(case.device)
         return Computation(lambda: padded(query, key, value, batch), leaves, inputs.grad)
-    graph = gattn.CompleteGraph(case.nodes, causal=case.part == "linear causal")
+    graph = gattn.CompleteGraph(
+        case.nodes, causal="causal" in case.part, window=(REACH, 0) if case.part == "causal window" else None
+    )
     if case.graphs > 1:
         graph = gattn.CompleteGraph.packed(case.sizes())
     biases: dict[str, Callable[[], gattn.Bias]] = {
@@ -424,6 +467,9 @@ def build(case: Case) -> Computation:
         "distance": lambda: gattn.BucketBias(band, leaves["table"]),
     }
     bias, options = biases.get(case.part, lambda: None), LINEAR if case.group != "softmax" else {}
+    laws = {"softcap": gattn.Softmax(softcap=CAP), "sink": gattn.Softmax(sink=SINK), "sigmoid": gattn.Sigmoid()}
+    if (law := laws.get(case.part.split()[-1])) is not None:
+        options = {"distribution": law}
     return Computation(lambda: gattn.attend(query, key, value, graph, bias=bias(), **options), leaves, inputs.grad)
 
 
@@ -457,6 +503,12 @@ def build_heads_first(case: Case, inputs: Inputs) -> Computation:
 
     if case.peer == "flex":
         compiled: Any = torch.compile(flex_attention, fullgraph=True)
+        if case.part == "softcap":
+
+            def capped(score: Tensor, *_: Tensor) -> Tensor:
+                return CAP * torch.tanh(score / CAP)
+
+            return Computation(lambda: compiled(*tokens, score_mod=capped), {}, grad, unpack)
         table, buckets = leaves["table"], inputs.buckets
 
         def looked_up(score: Tensor, _: Tensor, head: Tensor, target: Tensor, source: Tensor) -> Tensor:
@@ -472,11 +524,29 @@ def build_heads_first(case: Case, inputs: Inputs) -> Computation:
         if case.part == "bucket bias":
             found = leaves["table"].t().contiguous().index_select(1, inputs.buckets.flatten().int())
             return found.view(1, HEADS, nodes, nodes)
-        return None
+        return mask
 
+    mask = None
+    if case.part == "causal window":
+        distance = torch.arange(nodes) - torch.arange(nodes).unsqueeze(1)
+        mask = ((distance <= 0) & (distance >= -REACH)).to(case.device)
     for leaf in leaves.values():
         leaf.requires_grad_()
-    return Computation(lambda: F.scaled_dot_product_attention(*tokens, attn_mask=bias()), leaves, grad, unpack)
+    if case.peer == "formula":
+        hidden = (
+            torch.ones(nodes, nodes, dtype=torch.bool, device=case.device).triu(1) if "causal" in case.part else None
+        )
+
+        def formula() -> Tensor:
+            logits = tokens[0] @ tokens[1].mT / math.sqrt(CHANNELS)
+            lowest = 0.0 if hidden is None else logits.new_zeros(nodes, nodes).masked_fill(hidden, -torch.inf)
+            return weights_of(case, logits, lowest, -1) @ tokens[2]
+
+        return Computation(formula, leaves, grad, unpack)
+    options: dict[str, Any] = {"is_causal": case.part == "causal"}
+    return Computation(
+        lambda: F.scaled_dot_product_attention(*tokens, attn_mask=bias(), **options), leaves, grad, unpack
+    )
 
 
 # The report ----------------------------------------------------------------------------------------------------------
@@ -490,7 +560,9 @@ REMARKS = (
     "The peak is the resident memory above the inputs in the first forward + backward. FlexAttention (flex) has no "
     "gradients on CPUs, so its peak is that of a forward pass, after compilation.",
     f"Bare attention has {HEADS} heads with {CHANNELS} channels each. Windows are whole layers with {LAYER_HEADS} such "
-    f"heads, in which each node attends to itself and to the {WINDOW[0]} nodes before it. A sparse bias has "
+    f"heads, in which each node attends to itself and to the {WINDOW[0]} nodes before it, a causal window is bare "
+    f"attention with {REACH}. Softcaps are {CAP:g}, the sink's logit is {SINK:g}. The formula makes a "
+    "matrix of all pairs. A sparse bias has "
     f"{PAIRS // 1000} 000 random pairs, but at most an eighth of all pairs. There are {BUCKETS} buckets of pairs, and "
     f"{2 * BAND + 1} of distances.",
     f"A call that takes longer than --seconds is timed {MIN_REPEATS} times, or until {LONG:g} s have passed; if it is "

@@ -21,21 +21,30 @@ from gattn.autocast import is_autocast
 from gattn.blocks import left_to_torch
 from gattn.torch_private import is_functorch_tensor, is_lazy, is_traced, uses_forward_mode, uses_jit_trace
 
-__all__ = ["linear", "processor", "rule", "uses_onednn"]
+__all__ = ["instructions", "linear", "processor", "rule", "uses_onednn"]
 
 _LEAST = 1 << 23
 """The multiplications from which it is used: each call is prepared for some 25 µs, and autograd takes as many."""
 _PLAIN = (Tensor, Parameter)
 
 
-def processor() -> str:
-    """The processor's name, as far as the system tells."""
+def _of_processor(field: str) -> str:
+    """What the system tells about the processor; nothing where that is not Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not on Linux
+    except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    return _of_processor("model name") or platform.processor() or platform.machine()
+
+
+def instructions() -> frozenset[str]:
+    """The processor's sets of instructions, by Linux's names, as far as the system tells."""
+    return frozenset(_of_processor("flags").split())
 
 
 def _prefers_onednn(name: str, capability: str) -> bool:

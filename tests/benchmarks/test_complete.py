@@ -105,6 +105,7 @@ def test_flex_attention(checked, monkeypatch):
     tested = case("bucket bias", peer="flex")
     assert is_right(tested) == {"output": True, "output without autograd": True}
     assert set(tested.times(tested.computation())) == {"forward"}
+    assert all(is_right(case("softcap", peer="flex")).values())
 
 
 def test_default_cases():

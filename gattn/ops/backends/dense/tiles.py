@@ -32,6 +32,7 @@ from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.ops.operator import are_plain
 from gattn.ops.reference import repeat_heads
+from gattn.products import instructions
 from gattn.torch_private import is_batched, is_traced, resolved
 
 __all__ = ["Element", "Rule", "attend", "attend_whole", "can_attend", "elements_of", "is_faster", "with_matrices"]
@@ -57,7 +58,11 @@ _BIASES = ("all", "distances", "buckets", "listed")
 _TABLE_PARTS, _MOST_SUMS = 4, 2**22
 
 #: A plain softmax is PyTorch's with fewer targets or pairs, where a call costs more than it computes.
-_FEWEST_TARGETS, _FEWEST_PAIRS = 32, 2**14
+_FEWEST_TARGETS = 24
+_FEWEST_PAIRS = {torch.float32: 2**12, torch.float64: 2**14, torch.bfloat16: 2**12, torch.float16: 2**12}
+
+#: With any of these, PyTorch multiplies numbers in half precision by instructions that the kernels do not use.
+_OF_HALF = frozenset(("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"))
 
 
 class Element(NamedTuple):
@@ -128,18 +133,21 @@ def is_faster(
     if query.device.type != "cpu" or is_traced():  # before sizes are compared, which export leaves open
         return False
     if dropout == 0.0:  # with it, PyTorch makes a matrix
-        if value.dtype != torch.float32 or not _has_wide_vectors():
+        if value.dtype not in _FEWEST_PAIRS or not _is_compared(value.dtype):
             return False
         targets, sources = query.size(-3), key.size(-3)
-        if bias is None and mask is None and (targets < _FEWEST_TARGETS or targets * sources < _FEWEST_PAIRS):
+        is_small = targets < _FEWEST_TARGETS or targets * sources < _FEWEST_PAIRS[value.dtype]
+        if is_small and bias is None and mask is None:
             return False
     return can_attend((query, key, value, bias, mask, None), _SOFTMAX)
 
 
 @cache
-def _has_wide_vectors() -> bool:
-    """Whether the kernels use AVX2 or AVX-512; others were not compared with PyTorch's."""
-    return native.load_error() is None and native.library().gattn_instruction_set() != b"baseline"
+def _is_compared(dtype: torch.dtype) -> bool:
+    """Whether the kernels were found to be faster than PyTorch's with this processor's instructions."""
+    if native.load_error() is not None or native.library().gattn_instruction_set() == b"baseline":
+        return False
+    return dtype.itemsize > 2 or not _OF_HALF & instructions()
 
 
 def attend_whole(
