@@ -456,7 +456,7 @@ class _Attention(torch.autograd.Function):
         weights = None
         if rule.weights:
             whole = sum(e.num_targets * e.num_sources for e in rule.elements) * query.size(2) == num_weights
-            weights = (torch.empty if whole else torch.zeros)(num_weights, dtype=compute)
+            weights = (stats.new_empty if whole else stats.new_zeros)(num_weights)
             call.point("weights", weights)
             call.arguments.dropped = rule.weights == "dropped"
             call.run("gattn_tiles_weights")
@@ -524,7 +524,7 @@ class _Attention(torch.autograd.Function):
             count = 1 if arguments.shared_elements else arguments.num_elements
             sums_of_one = _TABLE_PARTS if rule.bias == "buckets" else 1
             sizes = count, query.size(2), arguments.parts, sums_of_one, len(grad_bias)
-            table = call.point("grad_table", torch.zeros(sizes, dtype=torch.float64))
+            table = call.point("grad_table", stats.new_zeros(sizes, dtype=torch.float64))
         call.run("gattn_tiles_backward")
         if table is not None and grad_bias is not None:
             sums = table.sum((0, 2, 3)).t()
@@ -564,13 +564,13 @@ def _plain(inputs: Sequence[Any], read: Sequence[Tensor | None], rule: Rule) -> 
         logits = F.leaky_relu(logits, rule.slope)
     if math.isfinite(rule.clamp):
         logits = logits.clamp(-rule.clamp, rule.clamp)
-    seen = torch.zeros(logits.size(0), 1, *logits.shape[2:], dtype=torch.bool)
+    seen = logits.new_zeros(logits.size(0), 1, *logits.shape[2:], dtype=torch.bool)
     terms = logits.new_zeros(logits.shape) if bias is not None else None
     for element in rule.elements:
         batch, first, n, first_source, m, offset, term = element[:7]
         place = batch, slice(None), slice(first, first + n), slice(first_source, first_source + m)
-        distance = torch.arange(m) - torch.arange(n).unsqueeze(1) - offset
-        is_seen = torch.ones(n, m, dtype=torch.bool)
+        distance = _range(m) - _range(n).unsqueeze(1) - offset
+        is_seen = torch.ones_like(distance, dtype=torch.bool)
         if rule.left is not None:
             is_seen &= distance >= -rule.left
         if rule.right is not None:
@@ -624,8 +624,8 @@ def _bias_of(
         buckets = index.as_strided((n, m), (element.bias_step, 1), index.storage_offset() + element.bias_at)
         return bias[buckets.long()].movedim(-1, 0)
     counts = starts[element.bias_at : element.bias_at + n + 1].diff()
-    pairs = torch.arange(int(counts.sum())) + starts[element.bias_at]
-    target, source = torch.arange(n).repeat_interleave(counts), index[pairs] - element.bias_step
+    pairs = _range(int(counts.sum())) + starts[element.bias_at]
+    target, source = _range(n).repeat_interleave(counts), index[pairs] - element.bias_step
     is_there = (source >= 0) & (source < m)
     places = target[is_there], source[is_there].long()
     return bias.new_zeros(n, m, bias.size(1)).index_put(places, bias[pairs[is_there]]).movedim(-1, 0)
@@ -637,8 +637,12 @@ def _term_of(x: Tensor, term: int, n: int, m: int) -> Tensor:
 
 
 def _grid(place: tuple[Any, ...], shape: torch.Size) -> list[Tensor]:
-    ranges = [torch.arange(size)[at] for at, size in zip(place[1:], shape[1:], strict=True)]
-    return [torch.tensor(place[0]), *torch.meshgrid(*ranges, indexing="ij")]
+    ranges = [_range(size)[at] for at, size in zip(place[1:], shape[1:], strict=True)]
+    return [ranges[0].new_tensor(place[0]), *torch.meshgrid(*ranges, indexing="ij")]
+
+
+def _range(size: int) -> Tensor:
+    return torch.arange(size, device="cpu")  # whatever the default device is
 
 
 def _differentiate_twice(
