@@ -552,6 +552,8 @@ class _TracedPairs(Bias):
 
     def _put(self, target: Tensor, source: Tensor, size: tuple[int, ...], places: Sequence[Tensor]) -> Tensor:
         """Biases at these places of a tensor `[*size, H]`, without those that are outside of it or of the element."""
+        if 0 in size:  # where nothing can be put, not even zeros
+            return self.values.new_zeros(*size, self.values.size(1)) + self.values[:0].sum()
         limits = ((target, self.size[0]), (source, self.size[1]), *zip(places, size, strict=True))
         is_there = torch.ones_like(target, dtype=torch.bool)
         for place, limit in limits:
@@ -687,6 +689,8 @@ class BucketBias(Bias):
 
     def _called(self, graph: CompleteGraph) -> list[Tensor] | None:
         """The buckets of a function, of each block; `None` if they would take much memory."""
+        if is_traced():  # sizes may be open
+            return None
         sizes = graph.blocks or ((graph.num_targets, graph.num_sources),)
         dtype = torch.uint8 if len(self.table) <= 2**8 else torch.int32
         if sum(n * m for n, m in sizes) * dtype.itemsize > _MOST_BUCKETS:

@@ -490,7 +490,7 @@ MUTATIONS = [
     Mutation("heads have the first one's table", TILES, "bias += row.head * «s.head → 0»;"),
     Mutation("the last bucket is unknown", TILES, "const Wide last = Wide(a.bias_count - «1 → 2»);"),
     Mutation(
-        "pairs of the tile's last column are left out", TILES, "first = before(row.from), last = before(row.to«→ - 1»);"
+        "pairs of the tile's last column are left out", TILES, "while (last < end && *last < origin + row.to«→ - 1») ++"
     ),
     Mutation("pairs have the sources of the element", TILES, "const int64_t origin = «e.bias_step → 0» + row.source;"),
     Mutation("diagonals are those of the first row", TILES, "diagonals + (size - 1 - «r → 0»), table"),

@@ -311,6 +311,34 @@ def families():
         yield text, values
 
 
+def tiles():
+    """Both passes of everything on complete graphs, by gattn and its peers."""
+
+    def times(attention, by="gattn"):
+        (row,) = rows("complete", attention=attention, N="4 096", by=by)
+        forward, both = (row[f"{passes}, × base"] for passes in ("forward", "forward + backward"))
+        if by == "flex":
+            return f"{two_figures(forward)} \\| refuses"
+        return " \\| ".join(map(two_figures, (forward, both)))
+
+    def two_figures(text):
+        return text if text == "–" else f"{number(text):.2f}" if number(text) < 1 else two_digits(number(text))
+
+    for words, attention, peer, more, has_flex in (
+        ("causal", "causal", "sdpa", ", fused", False),
+        ("a causal window of 256", "causal window", "dense", ", fused, with a mask", False),
+        ("a softcap", "softcap", "formula", "", True),
+        ("a causal softcap", "causal softcap", "formula", "", False),
+        ("a sink", "sink", "formula", "", False),
+        ("sigmoids in place of the softmax", "sigmoid", "formula", "", False),
+        ("a learnt bias of 500 000 pairs", "sparse bias", "dense", ", fused, with a dense bias", False),
+        ("a learnt bias of 20 buckets", "bucket bias", "dense", ", fused, with a dense bias", True),
+    ):
+        found = [times(attention), times(attention, peer), *([times(attention, "flex")] if has_flex else [])]
+        yield f"| {words} | {{}} | {{}}{more} | {'{} |' * has_flex}", found
+    yield "| nothing else | {} |", [times("none")]
+
+
 def complete():
     """Times of both passes, beside a base or a peer, and the peaks of memory."""
 
@@ -578,6 +606,11 @@ SECTIONS = {
     ("docs/performance.md", "## Training"): (
         (training,),
         (),
+        (),
+    ),
+    ("README.md", "## Anything on a complete graph"): (
+        (tiles,),
+        ("4 096 nodes, 8 heads of 32 channels, float32", "1 \\| 1"),
         (),
     ),
     ("docs/performance.md", "## Everyone attends to everyone"): (

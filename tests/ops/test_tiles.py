@@ -312,6 +312,70 @@ def test_second_derivatives(law, bias, weights, monkeypatch):
     assert torch.autograd.gradgradcheck(call, inputs)
 
 
+@pytest.mark.parametrize(
+    ("law", "graph", "bias", "dropout", "weights"),
+    mostly_slow(
+        [
+            ("softcap", "causal", "HNM", 0.0, False),
+            ("dropout", "full", None, 0.3, "dropped"),
+            ("sink of heads", "window", "buckets", 0.0, True),
+            ("sigmoid", "full", "distances", 0.5, False),
+            ("normalized", "earlier", None, 0.0, True),
+        ],
+        2,
+    ),
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled(law, graph, bias, dropout, weights, dtype, ran):
+    """As a whole, with open sizes, by the same kernels."""
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sizes in ((30, 40), (50, 35)):
+        case = Case(law, "bounded", sizes, (6, 5), graph, bias, None, 2, dropout, weights)
+        found = []
+        for function in (compiled, attend):
+            inputs = [x.to(dtype).requires_grad_() for x in case.inputs]
+            of_bias = None if case.bias is None else case.bias.to(dtype).requires_grad_()
+            torch.manual_seed(5)
+            out = function(
+                *inputs,
+                case.graph,
+                score=case.score,
+                bias=None if of_bias is None else case.of_bias(of_bias),
+                distribution=case.law,
+                dropout=dropout,
+                training=True,
+                return_weights=weights,
+            )
+            outs = list(out) if weights else [out]
+            torch.manual_seed(1)
+            leaves = [*inputs, *([] if of_bias is None else [of_bias])]
+            grads = torch.autograd.grad(outs, leaves, [torch.randn(x.shape).to(x) for x in outs])
+            found.append([*outs, *grads])
+        assert len(ran) == 2 * (2 + bool(weights))
+        assert ran[: len(ran) // 2] == ran[len(ran) // 2 :]
+        ran.clear()
+        for part, expected in zip(*found, strict=True):
+            torch.testing.assert_close(part, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_and_compiled(causal, ran):
+    graph = CompleteGraph.packed([5, 0, 12], [4, 2, 12], causal=causal)
+    inputs = [torch.randn(2, n, H, 8, requires_grad=True) for n in (17, 18, 18)]
+    pairs_of_graph = graph.edge_index[:, ::3]
+    bias = SparseBias(pairs_of_graph, torch.randn(pairs_of_graph.size(1), H))
+    found = []
+    for function in (torch.compile(attend, fullgraph=True, backend="aot_eager"), attend):
+        outs = function(*inputs, graph, return_lse=True)
+        found.append([*outs, *torch.autograd.grad(outs[0].sin().sum() + outs[1][:, :5].sum(), inputs)])
+    assert ran == BOTH * 2
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(  # compiled code does not know which pairs are where
+        *(function(*inputs, graph, bias=bias) for function in (torch.compile(attend, backend="aot_eager"), attend))
+    )
+
+
 @pytest.mark.parametrize("graph", ["full", "window", "both lengths"])
 def test_log_sums(graph, ran):
     """They have gradients, too; those of targets that see nothing are minus infinity."""

@@ -28,7 +28,7 @@ from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
-from gattn.ops.backends.dense import linear, tiles
+from gattn.ops.backends.dense import linear, tile_operator, tiles
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
 from gattn.ops.call import Call, compute_dtype
@@ -301,7 +301,9 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[
         return None
     sink = None if law.sink is None else sink_of(law.sink, call)
     of_bias = bias.tensors() if isinstance(bias, Bias) else (bias,)
-    if not tiles.can_attend((query, key, value, mask, sink, *of_bias), law):
+    is_compiled = torch.compiler.is_compiling() and not is_exporting()
+    can_attend = tile_operator.can_attend if is_compiled else tiles.can_attend
+    if not can_attend((query, key, value, mask, sink, *of_bias), law):
         return None
     term: Tensor | Term | None
     if isinstance(bias, Bias):
@@ -312,24 +314,19 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[
     else:
         is_plain = is_plain_softmax(call.distribution) and _is_dot(score) and graph.is_uniform and graph.window is None
         is_plain = is_plain and not (log_sum or call.weights) and (not graph.causal or num_targets == graph.num_sources)
-        if is_plain and not tiles.is_faster(query, key, value, bias, mask, dropout):
+        is_dropped = is_compiled and dropout > 0.0
+        if is_plain and not (is_dropped or tiles.is_faster(query, key, value, bias, mask, dropout)):
             return None
         term = bias
     batch, num_sources = key.shape[:2]
     known = elements_of(graph, batch)
     if known is None and not graph.is_uniform:
         return None
-    places = term.places if isinstance(term, Term) else ((0, 0),)
-    offset = graph.offset(num_targets, num_sources)
-    elements = tiles.elements_of(known, batch, num_targets, num_sources, offset, places)
-    term = _of_elements(term, len(elements)) if isinstance(term, Tensor) else term
-    mask = None if mask is None else _of_elements(mask, len(elements))
+    offset, left, right = graph.offset(num_targets, num_sources), *graph.reach
     sizes = graph.blocks if graph.blocks is not None else ((num_targets, num_sources),)
-    num_weights = 0
-    if call.weights:
-        of_all = sizes[0] if graph.blocks is None else None
-        elements, num_weights = tiles.with_matrices(elements, query.size(2), of_all, len(sizes))
-    left, right = graph.reach
+    count = batch * len(sizes)
+    term = _of_elements(term, count) if isinstance(term, Tensor) else term
+    mask = None if mask is None else _of_elements(mask, count)
     rule = tiles.Rule(
         scale=score.factor(key.size(-1)),
         slope=score.negative_slope,
@@ -337,12 +334,22 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[
         law=law._replace(sink=None),
         left=left,
         right=right,
-        elements=elements,
+        elements=(),
         dropout=dropout,
         weights=call.weights,
     )
-    out, found, in_a_row = tiles.attend(query, key, value, term, mask, sink, rule, num_weights)
-    out = _joined(out, found) if log_sum else out
+    if is_compiled:
+        found = tile_operator.attend(query, key, value, term, mask, sink, rule, offset, graph.blocks)
+    else:
+        places = term.places if isinstance(term, Term) else ((0, 0),)
+        elements, num_weights = tiles.elements_of(known, batch, num_targets, num_sources, offset, places), 0
+        if call.weights:
+            of_all = sizes[0] if graph.blocks is None else None
+            elements, num_weights = tiles.with_matrices(elements, query.size(2), of_all, len(sizes))
+        rule = rule._replace(elements=elements)
+        found = tiles.attend(query, key, value, term, mask, sink, rule, num_weights)
+    out, log_sums, in_a_row = found
+    out = _joined(out, log_sums) if log_sum else out
     if in_a_row is None:
         return out, []
     front = batch, query.size(2)

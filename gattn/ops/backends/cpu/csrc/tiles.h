@@ -235,41 +235,39 @@ class TilePass {
   }
 
   // One row of a tile, whose columns [from, to) some of its targets see, and [first, last) this one.
+  struct Listed {
+    int64_t first, last, origin;  // the source of column 0 among those of the pairs
+  };
   struct Row {
     int64_t head, i, source;        // the source of column 0
     int64_t from, to, first, last;  // columns
+    Listed pairs;                   // that have a bias
   };
   bool has_terms() const {
     const bool has_bias = a.bias != nullptr && a.bias_kind != kOfListed;
     return has_slope || has_clamp || has_bias || a.mask != nullptr || law.cap != 0;
   }
   // Whether a row's products are not its logits yet.
-  bool is_unfinished(const TileElement& e, const Row& row) const {
-    if (has_terms() || !is_whole(row)) return true;
-    if (a.bias == nullptr) return false;
-    const Listed pairs = listed(e, row);
-    return pairs.first < pairs.last;
-  }
+  bool is_unfinished(const Row& row) const { return has_terms() || !is_whole(row) || row.pairs.first < row.pairs.last; }
 
-  // The listed pairs of a row's columns.
-  struct Listed {
-    int64_t first, last, origin;  // the source of column 0 among those of the pairs
-  };
+  // A row of the tile of targets i and on, whose columns [from, to) some of them see.
+  Row row_of(const TileElement& e, int64_t head, int64_t i, int64_t panel, int64_t from, int64_t to) const {
+    Row row{head, i, panel, from, to, first_source(e, i) - panel, last_source(e, i) - panel, {0, 0, 0}};
+    if (a.bias_kind == kOfListed && a.bias != nullptr) row.pairs = listed(e, row);
+    return row;
+  }
   Listed listed(const TileElement& e, const Row& row) const {
     const int64_t* starts = a.pair_starts + e.bias_at + row.i;
     const int64_t origin = e.bias_step + row.source;
-    const int32_t *first = a.pair_sources + starts[0], *last = a.pair_sources + starts[1];
-    const auto before = [&](int64_t column) {  // the first pair that is not before it
-      const int32_t *low = first, *high = last;
-      while (low < high) {
-        const int32_t* middle = low + (high - low) / 2;
-        if (*middle < origin + column) low = middle + 1;
-        else high = middle;
-      }
-      return low;
-    };
-    if (first == last || *first >= origin + row.to || last[-1] < origin + row.from) return {0, 0, 0};
-    first = before(row.from), last = before(row.to);
+    const int32_t *first = a.pair_sources + starts[0], *const end = a.pair_sources + starts[1];
+    if (first == end || *first >= origin + row.to || end[-1] < origin + row.from) return {0, 0, 0};
+    for (const int32_t* high = end; first < high;) {  // the first pair that is not before the columns
+      const int32_t* middle = first + (high - first) / 2;
+      if (*middle < origin + row.from) first = middle + 1;
+      else high = middle;
+    }
+    const int32_t* last = first;
+    while (last < end && *last < origin + row.to) ++last;
     return {first - a.pair_sources, last - a.pair_sources, origin};
   }
   // The buckets of a row; whatever they were when they were checked, they have a number now.
@@ -351,7 +349,7 @@ class TilePass {
         return {room, 1};
       }
       default: {
-        const Listed pairs = listed(e, row);
+        const Listed& pairs = row.pairs;
         if (pairs.first == pairs.last) return {nullptr, 0};
         for (int64_t j = low; j < row.to; ++j) room[j] = 0;
         for (int64_t k = pairs.first; k < pairs.last; ++k) room[a.pair_sources[k] - pairs.origin] = bias[k * s.channel];
@@ -431,7 +429,7 @@ class TilePass {
     }
     A* to = static_cast<A*>(a.grad_bias) + row.head * s.head;
     if (a.bias_kind == kOfListed) {
-      const Listed pairs = listed(e, row);
+      const Listed& pairs = row.pairs;
       for (int64_t k = pairs.first; k < pairs.last; ++k) to[k * s.channel] += slopes[a.pair_sources[k] - pairs.origin];
       return;
     }
@@ -510,8 +508,8 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
       multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
       for (int64_t r = 0; r < size; ++r) {
         A* logits = tile + r * kPanel;
-        const Row row{head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
-        const bool is_finished = is_unfinished(e, row);
+        const Row row = row_of(e, head, i + r, panel, from, to);
+        const bool is_finished = is_unfinished(row);
         if (is_finished) finish(e, row, logits, nullptr, nullptr);
         A* sum = total + (group + r) * W;
         Vec<A> added = load(sum);
@@ -626,8 +624,8 @@ inline void TilePass::write_weights(const TileElement& e, int64_t head, int64_t 
         for (int64_t j = 0; j < low; ++j) out[j] = 0;
         if (from >= to) continue;
         for (int64_t j = to; j < n; ++j) out[j] = 0;
-        const Row row{head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
-        if (is_unfinished(e, row)) finish(e, row, logits, nullptr, nullptr);
+        const Row row = row_of(e, head, i + r, panel, from, to);
+        if (is_unfinished(row)) finish(e, row, logits, nullptr, nullptr);
         const A stat = static_cast<const A*>(a.stats)[row_number(e, head, i + r)];
         const A base = stat == -A(INFINITY) ? A(INFINITY) : stat;
         const bool drops = a.dropout && a.dropped;
@@ -651,7 +649,7 @@ inline void TilePass::write_weights(const TileElement& e, int64_t head, int64_t 
 // A row's products become its weights, and gradients of weights those of products.
 inline void TilePass::backward_row(const TileElement& e, const Row& row, int64_t low, A* weights, A* slopes, A* of_score,
                                    A* of_cap, A* kept, A* diagonal, double* table) const {
-  const bool is_finished = is_unfinished(e, row);
+  const bool is_finished = is_unfinished(row);
   if (is_finished) finish(e, row, weights, of_score, of_cap);
   if (a.dropout) keep_factors(row_key(e, row.head, row.i), e.first_source + row.source + low, row.to - low, kept + low);
   const int64_t number = row_number(e, row.head, row.i);
@@ -749,12 +747,12 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
         const bool has_diagonals = table != nullptr && a.bias_kind == kOfDistances;
         if (has_diagonals) memset(diagonals, 0, size_t(kDiagonals) * sizeof(A));
         for (int64_t r = 0; r < size; ++r) {
-          const Row row{head, i + r, panel, from, to, first_source(e, i + r) - panel, last_source(e, i + r) - panel};
+          const Row row = row_of(e, head, i + r, panel, from, to);
           backward_row(e, row, low, tile + r * kPanel, slopes + r * kPanel, of_score, of_cap, kept,
                        diagonals + (size - 1 - r), table);
         }
         if (has_diagonals) {
-          const Row last{head, i + size - 1, panel, from, to, 0, 0};
+          const Row last = row_of(e, head, i + size - 1, panel, from, to);
           const int64_t first = first_distance(e, last);
           for (int64_t k = low < -first ? -first : low; k < to + size - 1 && first + k < a.bias_count; ++k)
             table[first + k] += double(diagonals[k]);

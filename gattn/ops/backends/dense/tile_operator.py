@@ -1,0 +1,227 @@
+"""Attention by tiles as a PyTorch operator, for compiled code, in which sizes may be open.
+
+A `Rule` is given as numbers, integers and names; its elements follow from the tensors' sizes when the operator runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gattn.bias import Term
+from gattn.distributions import Law
+from gattn.ops.backends.base import new_seed
+from gattn.ops.backends.cpu import native
+from gattn.ops.backends.dense import tiles
+from gattn.ops.call import compute_dtype
+from gattn.ops.operator import Differentiated, library
+
+__all__ = ["attend", "can_attend"]
+
+#: Read once, because compiled code cannot.
+_IS_LOADED = native.load_error() is None
+
+#: What compiled code cannot hold as a constant: that nothing bounds the products.
+_UNBOUNDED = -1.0
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink, Tensor? mask, Tensor? index, Tensor? starts, "
+    "Tensor? seed"
+)
+_RULE = "float[] numbers, SymInt[] integers, str[] names"
+library.define(f"tiles({_INPUTS}, {_RULE}, bool keeps) -> Tensor[]")
+library.define(
+    f"tiles_backward({_INPUTS}, Tensor wide, Tensor stats, Tensor weights, Tensor? grad, Tensor? grad_log_sum, "
+    f"Tensor? grad_weights, {_RULE}, bool[] wanted) -> Tensor[]"
+)
+
+
+def can_attend(tensors: Sequence[Tensor | None], law: Law) -> bool:
+    """Whether `attend` can be called in this compiled code; see `gattn.ops.backends.dense.tiles.can_attend`."""
+    query, key, value = tensors[:3]
+    if query is None or key is None or value is None or not _IS_LOADED or law.name not in tiles.LAWS:
+        return False
+    is_known = value.device.type == "cpu" and value.dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+    )
+    return is_known and query.dtype == key.dtype == value.dtype
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | Term | None,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    rule: tiles.Rule,
+    offset: int,
+    blocks: Sequence[tuple[int, int]] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `tiles.attend` returns.
+
+    Args:
+        query: See there, like the next arguments.
+        key: See there.
+        value: See there.
+        bias: See there.
+        mask: See there.
+        sink: See there.
+        rule: See there; without elements.
+        offset: The position of target 0, if nothing is packed.
+        blocks: The sizes of a packed graph's blocks.
+    """
+    compute = compute_dtype(value.dtype)
+    index, starts, first, kind = None, None, 0, "all"
+    places: tuple[tuple[int, int], ...] = ((0, 0),)
+    if isinstance(bias, Term):
+        kind, first, index, starts, places = bias.kind, bias.first, bias.of_pairs, bias.starts, bias.places
+        bias = bias.values.expand(-1, query.size(2)) if kind == "listed" else bias.values
+    bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
+    clamp = _UNBOUNDED if rule.clamp == math.inf else rule.clamp
+    numbers = [rule.scale, rule.slope, clamp, rule.dropout, *rule.law.constants]
+    left, right = (tiles.FAR if side is None else side for side in (rule.left, rule.right))
+    sizes = [] if blocks is None else [size for block in blocks for size in block]
+    integers = [left, right, offset, first, -1 if blocks is None else len(blocks), *sizes]
+    integers += [number for place in places for number in place]
+    names = [rule.law.name, kind, str(rule.weights)]
+    seed = new_seed(rule.dropout, value.device)
+    found: list[Tensor] = _operator(
+        query, key, value, bias, sink, mask, index, starts, seed, numbers, integers, names, True
+    )
+    return found[0], found[2], found[3] if rule.weights else None
+
+
+def _blocks_of(integers: Sequence[int]) -> list[tuple[int, int]] | None:
+    """The blocks that are among the integers."""
+    count = integers[4]
+    if count < 0:
+        return None
+    numbers = integers[5 : 5 + 2 * count]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+@lru_cache(maxsize=64)
+def _rule_of(
+    numbers: tuple[float, ...], integers: tuple[int, ...], names: tuple[str, ...], sizes: tuple[int, int, int, int]
+) -> tuple[tiles.Rule, int]:
+    """The rule, and the number of weights, for B, N, M and H."""
+    batch, num_targets, num_sources, heads = sizes
+    scale, slope, clamp, dropout, *constants = numbers
+    left, right, offset, first = integers[:4]
+    blocks = _blocks_of(integers)
+    known = None
+    if blocks is not None:
+        firsts = [(sum(n for n, _ in blocks[:k]), sum(m for _, m in blocks[:k])) for k in range(len(blocks))]
+        known = tuple(
+            (entry * num_targets + target, n, entry * num_sources + source, m, m - n)
+            for entry in range(batch)
+            for (target, source), (n, m) in zip(firsts, blocks, strict=True)
+        )
+    flat = integers[5 + 2 * max(integers[4], 0) :]
+    places = tuple(zip(flat[::2], flat[1::2], strict=True))
+    elements = tiles.elements_of(known, batch, num_targets, num_sources, offset, places)
+    law, kind, weights = names
+    num_weights = 0
+    if weights != "False":
+        size = (num_targets, num_sources) if blocks is None else None
+        elements, num_weights = tiles.with_matrices(elements, heads, size, len(blocks or ()))
+    return tiles.Rule(
+        scale=scale,
+        slope=slope,
+        clamp=math.inf if clamp == _UNBOUNDED else clamp,
+        law=Law(law, tuple(constants)),
+        left=left,
+        right=right,
+        elements=elements,
+        dropout=dropout,
+        bias=kind,
+        first=first,
+        weights="dropped" if weights == "dropped" else weights != "False",
+    ), num_weights
+
+
+def _given(arguments: Sequence[Any]) -> tuple[tiles.Inputs, tiles.Rule, int]:
+    """Inputs, rule and the number of weights, given the inputs and what describes the rule."""
+    inputs = tiles.Inputs(*arguments[:9])
+    sizes = inputs.query.size(0), inputs.query.size(1), inputs.key.size(1), inputs.query.size(2)
+    return inputs, *_rule_of(*(tuple(x) for x in arguments[9:12]), sizes)
+
+
+def _compute(*arguments: Any) -> list[Tensor]:
+    inputs, rule, num_weights = _given(arguments)
+    compute = compute_dtype(inputs.value.dtype)
+    if inputs.query.numel() * inputs.key.numel() * inputs.value.numel() == 0:
+        shape = inputs.query.shape[:3]
+        out = inputs.value.new_zeros(*shape, inputs.value.size(-1))
+        stats = out.new_full(shape, -torch.inf if rule.law.name == "softmax" else 0.0, dtype=compute)
+        wide, weights = out.to(compute), stats.new_zeros(num_weights)
+    else:
+        out, wide, stats, found = tiles.forward(inputs, rule, num_weights, keeps=True)
+        weights = stats.new_empty(0) if found is None else found
+    return [out, stats.new_empty(0) if wide is out else wide, stats, weights]
+
+
+def _compute_backward(*arguments: Any) -> list[Tensor]:
+    *tensors, numbers, integers, names, wanted = arguments
+    inputs, rule, _ = _given([*tensors[:9], numbers, integers, names])
+    wide, stats, weights = tensors[9:12]
+    leaves = [x for x, is_wanted in zip(inputs[:5], wanted, strict=True) if x is not None and is_wanted]
+    if inputs.query.numel() * inputs.key.numel() * inputs.value.numel() == 0:
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in leaves]
+    found = tiles.backward(inputs, rule, (wide, stats, weights), tensors[12:], wanted)
+    return [x.contiguous() for x, is_wanted in zip(found, wanted, strict=True) if x is not None and is_wanted]
+
+
+def _fake(*arguments: Any) -> list[Tensor]:
+    inputs, (_, integers, names) = tiles.Inputs(*arguments[:9]), arguments[9:12]
+    shape, heads = inputs.query.shape[:3], inputs.query.size(2)
+    compute = compute_dtype(inputs.value.dtype)
+    out = inputs.value.new_empty(*shape, inputs.value.size(-1))
+    blocks = _blocks_of(integers)
+    blocks = [(shape[1], inputs.key.size(1))] if blocks is None else blocks
+    count = 0 if names[2] == "False" else shape[0] * heads * sum(n * m for n, m in blocks)
+    of_wide = (0,) if out.dtype == compute else out.shape
+    return [out, *(out.new_empty(size, dtype=compute) for size in (of_wide, shape, (count,)))]
+
+
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    leaves = zip(arguments[:5], arguments[-1], strict=True)
+    return [x.new_empty(x.shape) for x, is_wanted in leaves if x is not None and is_wanted]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.rule = inputs[9:12]
+    ctx.wanted = [x is not None and x.requires_grad for x in inputs[:5]]
+    out, wide, stats, weights = output
+    ctx.save_for_backward(*inputs[:9], out if out.dtype == stats.dtype else wide, stats, weights)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, wide, stats, weights = ctx.saved_tensors
+    of_out, _, of_log_sum, of_weights = grads
+    asked = of_out, of_log_sum, of_weights if ctx.rule[2][2] != "False" else None
+    found = iter(
+        torch.ops.gattn.tiles_backward(*inputs, wide, stats, weights, *asked, *ctx.rule, ctx.wanted)
+        if any(x is not None for x in asked)
+        else []
+    )
+    given = [next(found, None) if is_wanted else None for is_wanted in ctx.wanted]
+    return *given, *[None] * 8
+
+
+for _name, _function, _of_shapes in (
+    ("tiles", _compute, _fake),
+    ("tiles_backward", _compute_backward, _fake_backward),
+):
+    library.impl(_name, _function, "CPU")
+    torch.library.register_fake(f"gattn::{_name}", _of_shapes, lib=library)
+_operator = Differentiated("tiles", _compute, _save, _differentiate)
