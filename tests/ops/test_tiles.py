@@ -376,6 +376,17 @@ def test_packed_and_compiled(causal, ran):
     )
 
 
+def test_transforms_in_compiled_code():
+    """They need plain PyTorch, as elsewhere."""
+    inputs = [torch.randn(3, 8, H, 4) for _ in range(3)]
+
+    def call(query, key, value):
+        return attend(query, key, value, CompleteGraph(8), distribution=Softmax(softcap=2.0))
+
+    mapped = torch.vmap(call)
+    torch.testing.assert_close(torch.compile(mapped, backend="aot_eager")(*inputs), call(*inputs))
+
+
 @pytest.mark.parametrize("graph", ["full", "window", "both lengths"])
 def test_log_sums(graph, ran):
     """They have gradients, too; those of targets that see nothing are minus infinity."""

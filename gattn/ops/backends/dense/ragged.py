@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from gattn.graphs import CompleteGraph
 
-__all__ = ["Group", "crop", "elements_of", "grouped", "of_group"]
+__all__ = ["Group", "crop", "elements_of", "elements_of_blocks", "grouped", "of_group"]
 
 
 class Group(NamedTuple):
@@ -93,12 +94,7 @@ def elements_of(graph: CompleteGraph, batch: int) -> tuple[tuple[int, int, int, 
     """
     n, m = graph.num_targets, graph.num_sources
     if graph.blocks is not None:
-        first = list(accumulate(graph.blocks, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
-        return tuple(
-            (b * n + t, size[0], b * m + s, size[1], size[1] - size[0])
-            for b in range(batch)
-            for (t, s), size in zip(first, graph.blocks, strict=False)
-        )
+        return elements_of_blocks(graph.blocks, batch, n, m)
     lengths = (graph.target_lengths, graph.source_lengths)
     known = [x for x in lengths if x is not None]
     if not known or torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in known):
@@ -107,6 +103,18 @@ def elements_of(graph: CompleteGraph, batch: int) -> tuple[tuple[int, int, int, 
         [full] * batch if x is None else x.flatten().tolist() for x, full in zip(lengths, (n, m), strict=True)
     )
     return tuple((b * n, targets[b], b * m, sources[b], m - n) for b in range(batch))
+
+
+def elements_of_blocks(
+    blocks: Sequence[tuple[int, int]], batch: int, num_targets: int, num_sources: int
+) -> tuple[tuple[int, int, int, int, int], ...]:
+    """The same for the blocks of a packed graph, of which a batch has several."""
+    first = list(accumulate(blocks, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
+    return tuple(
+        (b * num_targets + t, size[0], b * num_sources + s, size[1], size[1] - size[0])
+        for b in range(batch)
+        for (t, s), size in zip(first, blocks, strict=False)
+    )
 
 
 @lru_cache(maxsize=32)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from gattn.bias import Term
 from gattn.distributions import Law
-from gattn.ops.backends.base import new_seed
+from gattn.ops.backends.base import needs_plain_pytorch, new_seed
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.dense import tiles
+from gattn.ops.backends.dense.ragged import elements_of_blocks
+from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.call import compute_dtype
 from gattn.ops.operator import Differentiated, library
 
@@ -34,7 +36,7 @@ _INPUTS = (
     "Tensor? seed"
 )
 _RULE = "float[] numbers, SymInt[] integers, str[] names"
-library.define(f"tiles({_INPUTS}, {_RULE}, bool keeps) -> Tensor[]")
+library.define(f"tiles({_INPUTS}, {_RULE}) -> Tensor[]")
 library.define(
     f"tiles_backward({_INPUTS}, Tensor wide, Tensor stats, Tensor weights, Tensor? grad, Tensor? grad_log_sum, "
     f"Tensor? grad_weights, {_RULE}, bool[] wanted) -> Tensor[]"
@@ -46,13 +48,8 @@ def can_attend(tensors: Sequence[Tensor | None], law: Law) -> bool:
     query, key, value = tensors[:3]
     if query is None or key is None or value is None or not _IS_LOADED or law.name not in tiles.LAWS:
         return False
-    is_known = value.device.type == "cpu" and value.dtype in (
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-    )
-    return is_known and query.dtype == key.dtype == value.dtype
+    is_known = value.device.type == "cpu" and value.dtype in DTYPES and query.dtype == key.dtype == value.dtype
+    return is_known and needs_plain_pytorch() is None
 
 
 def attend(
@@ -80,11 +77,8 @@ def attend(
         blocks: The sizes of a packed graph's blocks.
     """
     compute = compute_dtype(value.dtype)
-    index, starts, first, kind = None, None, 0, "all"
-    places: tuple[tuple[int, int], ...] = ((0, 0),)
-    if isinstance(bias, Term):
-        kind, first, index, starts, places = bias.kind, bias.first, bias.of_pairs, bias.starts, bias.places
-        bias = bias.values.expand(-1, query.size(2)) if kind == "listed" else bias.values
+    places = bias.places if isinstance(bias, Term) else ((0, 0),)
+    kind, first, bias, index, starts = tiles.read(bias, query.size(2))
     bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
     clamp = _UNBOUNDED if rule.clamp == math.inf else rule.clamp
     numbers = [rule.scale, rule.slope, clamp, rule.dropout, *rule.law.constants]
@@ -94,9 +88,7 @@ def attend(
     integers += [number for place in places for number in place]
     names = [rule.law.name, kind, str(rule.weights)]
     seed = new_seed(rule.dropout, value.device)
-    found: list[Tensor] = _operator(
-        query, key, value, bias, sink, mask, index, starts, seed, numbers, integers, names, True
-    )
+    found: list[Tensor] = _operator(query, key, value, bias, sink, mask, index, starts, seed, numbers, integers, names)
     return found[0], found[2], found[3] if rule.weights else None
 
 
@@ -118,14 +110,7 @@ def _rule_of(
     scale, slope, clamp, dropout, *constants = numbers
     left, right, offset, first = integers[:4]
     blocks = _blocks_of(integers)
-    known = None
-    if blocks is not None:
-        firsts = [(sum(n for n, _ in blocks[:k]), sum(m for _, m in blocks[:k])) for k in range(len(blocks))]
-        known = tuple(
-            (entry * num_targets + target, n, entry * num_sources + source, m, m - n)
-            for entry in range(batch)
-            for (target, source), (n, m) in zip(firsts, blocks, strict=True)
-        )
+    known = None if blocks is None else elements_of_blocks(blocks, batch, num_targets, num_sources)
     flat = integers[5 + 2 * max(integers[4], 0) :]
     places = tuple(zip(flat[::2], flat[1::2], strict=True))
     elements = tiles.elements_of(known, batch, num_targets, num_sources, offset, places)
@@ -215,7 +200,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
         else []
     )
     given = [next(found, None) if is_wanted else None for is_wanted in ctx.wanted]
-    return *given, *[None] * 8
+    return *given, *[None] * 7
 
 
 for _name, _function, _of_shapes in (

@@ -48,6 +48,7 @@ __all__ = [
     "elements_of",
     "forward",
     "is_faster",
+    "read",
     "with_matrices",
 ]
 
@@ -255,6 +256,14 @@ def with_matrices(
     return tuple(found[place] for place in range(len(elements))), end
 
 
+def read(bias: Tensor | Term | None, heads: int) -> tuple[str, int, Tensor | None, Tensor | None, Tensor | None]:
+    """What has a bias, the smallest distance, and `Inputs.bias`, `of_pairs` and `starts`, for so many heads."""
+    if not isinstance(bias, Term):
+        return "all", 0, bias, None, None
+    values = bias.values.expand(-1, heads) if bias.kind == "listed" else bias.values
+    return bias.kind, bias.first, values, bias.of_pairs, bias.starts
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -278,16 +287,14 @@ def attend(
         num_weights: How many weights are returned; see `with_matrices`. (default: `0`)
     """
     compute = compute_dtype(value.dtype)
-    index, starts = None, None
-    if isinstance(bias, Term):
-        rule, index, starts = rule._replace(bias=bias.kind, first=bias.first), bias.of_pairs, bias.starts
-        bias = bias.values.expand(-1, query.size(2)) if bias.kind == "listed" else bias.values
+    kind, first, bias, index, starts = read(bias, query.size(2))
+    rule = rule._replace(bias=kind, first=first)
     bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
-    read = [mask, index, starts]
+    others = [mask, index, starts]
     if not torch.is_inference_mode_enabled():  # autograd saves no tensor of that mode
-        read = [x.clone() if x is not None and x.is_inference() else x for x in read]
+        others = [x.clone() if x is not None and x.is_inference() else x for x in others]
     seed = new_seed(rule.dropout, value.device)
-    out, log_sum, weights = _Attention.apply(rule, num_weights, query, key, value, bias, sink, *read, seed)
+    out, log_sum, weights = _Attention.apply(rule, num_weights, query, key, value, bias, sink, *others, seed)
     return out, log_sum, weights
 
 
