@@ -628,7 +628,7 @@ MUTATIONS = [
     Mutation("pairs drop nothing", PAIRS, "dropout=«dropout → 0.0»,\n"),
     Mutation("pairs lack their order", PAIRS, "term.«permute(0, 2, 3, 1) → permute(0, 3, 2, 1)».flatten(1, 2)"),
     Mutation("all blocks get the first one's bias", DENSE, "x = x[[«place % x.size(0) → 0 * place» for"),
-    Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * m + s → s», size[1]"),
+    Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * num_sources + s → s», size[1]"),
     Mutation("returned weights forget the scale", DENSE, "@ keys.permute(0, 2, 3, 1) «* score.factor(key.size(-1)) →»"),
     # ------------------------------------------------------------------------------------------------------- the verbs
     Mutation("logits are not masked", BASE, "return logits if «call.mask is None → True» else logits.masked_fill"),

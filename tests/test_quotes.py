@@ -370,7 +370,7 @@ def complete():
     values = [f"{milliseconds(found('linear', most)) / 1000:.1f}", share("linear", most, "einsum"), *gigabytes]
     yield f"| {most} | {{}} s, {{}} of them | {{}} GB, `einsum` {{}} GB |", values
     causal = rows("complete", attention="linear causal", by="gattn")
-    factors = [number(row["forward + backward, × base"]) for row in causal]
+    factors = [number(x) for row in causal if (x := row["forward + backward, × base"]) != "–"]
     text = f"| linear attention, causal | {causal[0]['N']} to {causal[-1]['N']} | {{}} times full"
     yield text, [span(factors)]
     (ragged,) = rows("complete", attention="ragged", by="gattn")

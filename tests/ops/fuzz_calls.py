@@ -153,9 +153,9 @@ def call(draw: Draw, alter: Alter, backend: str = "cpu") -> None:
 
 def triton(draw: Draw, alter: Alter) -> None:
     """One call of the GPU kernels, whose rows are split from a few edges on; in the interpreter, of a small graph."""
-    from gattn.ops.backends.triton import _INTERPRETED, layout
+    from gattn.ops.backends.triton import INTERPRETED, layout
 
-    if _INTERPRETED and random_call(draw.case)[0].edges.size(1) > 400:
+    if INTERPRETED and random_call(draw.case)[0].edges.size(1) > 400:
         return
     before, layout.LONG_ROW = layout.LONG_ROW, draw.choice((2, 4, 128))
     try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gattn import AdditiveScore, DotScore, GATScore, Projected, Softmax, SparseGraph, Typed, attend
-from gattn.ops.backends.triton import _INTERPRETED
+from gattn.ops.backends.triton import INTERPRETED
 from tests.cases import pairs
 
 SIZES = {"N": 4, "M": 5, "E": 9, "H": 2, "C": 3, "V": 3, "D": 2, "R": 3, "B": 2}
@@ -55,7 +55,7 @@ class Sizes:
 
 
 @pytest.mark.parametrize(
-    "backend", ["cpu", *([pytest.param("triton", marks=pytest.mark.slow)] if _INTERPRETED else [])]
+    "backend", ["cpu", *([pytest.param("triton", marks=pytest.mark.slow)] if INTERPRETED else [])]
 )
 @pytest.mark.parametrize(
     ("score", "term", "empty", "batched"),

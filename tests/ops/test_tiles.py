@@ -9,12 +9,19 @@ import torch
 from gattn import BucketBias, CompleteGraph, DotScore, Identity, Sigmoid, Softmax, SparseBias, Tanh, attend
 from gattn.bias import DistanceBias
 from gattn.ops.backends.cpu import native
+from gattn.ops.backends import triton as launcher
 from gattn.ops.backends.dense import tiles
+from gattn.ops.backends.dense.gpu_tiles import GPUCall
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.testing import assert_as_exact_as
 from tests.cases import mostly_slow, pairs
+from tests.ops.bounds import check_bounds
 
-pytestmark = pytest.mark.skipif(native.load_error() is not None, reason="the CPU kernels are missing")
+pytestmark = [
+    pytest.mark.skipif(native.load_error() is not None, reason="the CPU kernels are missing"),
+    # NumPy, of which Triton's interpreter is made, warns where a GPU's arithmetic goes on.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"),
+]
 
 H = 4
 LAWS = {
@@ -115,16 +122,44 @@ class Case:
         return [*outs, *torch.autograd.grad(outs, leaves, grads)]
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """The kernels that ran."""
+FORWARD, WEIGHTS, BACKWARD = NAMES = "gattn_tiles_forward", "gattn_tiles_weights", "gattn_tiles_backward"
+BOTH = [FORWARD, BACKWARD]
+#: Those of a GPU, the last for nodes in their turns.
+TWINS = dict(zip(("tiles_forward", "tiles_weights", "tiles_by_target"), NAMES, strict=True))
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
+def ran(request, monkeypatch):
+    """The kernels that ran, those of a GPU in Triton's interpreter and by the names of the CPU's."""
     names = []
-    run = tiles._Call.run
-    monkeypatch.setattr(tiles._Call, "run", lambda call, name: (names.append(name), run(call, name))[1])
+    if request.param == "gpu":
+        use_twins(monkeypatch)
+    for kind in (tiles.CPUCall, GPUCall):
+        record(kind, names, monkeypatch)
     return names
 
 
-BOTH = ["gattn_tiles_forward", "gattn_tiles_backward"]
+def record(kind, names, monkeypatch):
+    """Appends the name of each kernel that a kind of call runs."""
+    run = kind.run
+
+    def recorded(call, name, **options):
+        if name != "tiles_by_source":
+            names.append(TWINS.get(name, name))
+        run(call, name, **options)
+
+    monkeypatch.setattr(kind, "run", recorded)
+
+
+def use_twins(monkeypatch):
+    """The kernels of GPUs compute on the CPU, in Triton's interpreter, and inside their tensors."""
+    pytest.importorskip("triton")
+    if not launcher.INTERPRETED:
+        pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 only")
+    check_bounds(monkeypatch)
+    monkeypatch.setitem(tiles.CALLS, "cpu", GPUCall)
+
+
 CELLS = pairs(
     *([law for law in LAWS if law != "dropout"], SCORES, SIZES, CHANNELS, GRAPHS),
     *([*TERMS, *BIASES], [None, "BHNM", "NM", "BM"], [H, 1], [False, True, "dropped"]),
@@ -135,9 +170,24 @@ CELLS = pairs(
 def test_every_cell(law, score, sizes, channels, graph, bias, mask, key_heads, weights, ran):
     case = Case(law, score, sizes, channels, graph, bias, mask, key_heads, weights=weights)
     found = case.results(torch.float64)
-    assert ran == (BOTH if not weights else [BOTH[0], "gattn_tiles_weights", BOTH[1]])
+    assert ran == (BOTH if not weights else [FORWARD, WEIGHTS, BACKWARD])
     for part, expected in zip(found, case.results(torch.float64, "reference"), strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        ("both", "bounded", (40, 70), (3, 5), "window", "listed", "BHNM", 1, "dropped"),
+        ("normalized", "dot", (33, 35), (17, 8), "both lengths", "buckets", None, H, True),
+        ("tanh", "bounded", (20, 45), (8, 8), "causal", "HN", "BM", 2, False),
+    ],
+    ids=lambda cell: f"{cell[0]}, {cell[4]}, {cell[5]}",
+)
+def test_a_few_cells_on_a_gpu(cell, monkeypatch):
+    use_twins(monkeypatch)
+    record(GPUCall, ran := [], monkeypatch)
+    test_every_cell(*cell, ran)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -71,7 +71,7 @@ def long_row(monkeypatch):
 @pytest.fixture(autouse=True)
 def bounds(monkeypatch):
     """Every kernel of every test stays inside its tensors."""
-    if kernels._INTERPRETED:
+    if kernels.INTERPRETED:
         check_bounds(monkeypatch)
 
 
@@ -84,7 +84,7 @@ def fresh_forms(monkeypatch):
     plans.forget()
 
 
-@pytest.mark.skipif(not kernels._INTERPRETED, reason="a GPU has compute-sanitizer for this")
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="a GPU has compute-sanitizer for this")
 @pytest.mark.parametrize("name", ["split", "partial", "out"])
 def test_an_access_outside_a_tensor_is_noticed(name):
     arguments = {
@@ -339,7 +339,7 @@ class TestBlocks:
     @pytest.fixture
     def real(self, fresh_forms, monkeypatch):
         """The interpreter computes what a GPU would, with a GPU's blocks."""
-        monkeypatch.setattr(kernels, "_INTERPRETED", False)
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
         monkeypatch.setattr(kernels.Triton, "serves", lambda self, device: True)
 
     @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ class _Code:
         self.interpret(self.kernel, (x, y), self.warps, dict(zip(self.kernel.arg_names, values, strict=True)))
 
 
-@pytest.mark.skipif(not kernels._INTERPRETED, reason="looks at launches, which are as they are on a GPU")
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="looks at launches, which are as they are on a GPU")
 class TestLaunches:
     """A launch like an earlier one does not go through Triton's search for its code."""
 
@@ -466,7 +466,7 @@ def waits(monkeypatch, call):
     return found
 
 
-@pytest.mark.skipif(not kernels._INTERPRETED, reason="records what the CPU does")
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="records what the CPU does")
 class TestWaiting:
     """Once a graph's layout is made, a call waits for nothing."""
 
@@ -1067,7 +1067,7 @@ class TestChoice:
             found.append((out.detach(), [parameter.grad for parameter in conv.parameters()]))
         torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
 
-    @pytest.mark.skipif(not kernels._INTERPRETED, reason="needs the interpreter")
+    @pytest.mark.skipif(not kernels.INTERPRETED, reason="needs the interpreter")
     def test_it_is_asked_for_on_the_cpu(self, monkeypatch):
         def refuse(*args, **kwargs):
             raise AssertionError
@@ -1079,13 +1079,13 @@ class TestChoice:
             attend(x, x, x, edge_index, backend="triton")
 
     def test_it_needs_a_gpu(self, monkeypatch):
-        monkeypatch.setattr(kernels, "_INTERPRETED", False)
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
         x, edge_index = self.x.cpu(), self.edge_index.cpu()
         with pytest.raises(ValueError, match="'triton' cannot serve this call: the tensors are on cpu. .*'auto' can"):
             attend(x, x, x, edge_index, backend="triton")
 
     def test_without_triton(self, monkeypatch):
-        monkeypatch.setattr(kernels, "_is_installed", False)
+        monkeypatch.setattr(kernels, "is_installed", False)
         with pytest.raises(RuntimeError, match=r"needs Triton, but it is not installed: pip install triton"):
             attend(self.x, self.x, self.x, self.edge_index, backend="triton")
 

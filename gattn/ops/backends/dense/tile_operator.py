@@ -16,17 +16,12 @@ from torch import Tensor
 from gattn.bias import Term
 from gattn.distributions import Law
 from gattn.ops.backends.base import needs_plain_pytorch, new_seed
-from gattn.ops.backends.cpu import native
 from gattn.ops.backends.dense import tiles
 from gattn.ops.backends.dense.ragged import elements_of_blocks
-from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.call import compute_dtype
 from gattn.ops.operator import Differentiated, library
 
 __all__ = ["attend", "can_attend"]
-
-#: Read once, because compiled code cannot.
-_IS_LOADED = native.load_error() is None
 
 #: What compiled code cannot hold as a constant: that nothing bounds the products.
 _UNBOUNDED = -1.0
@@ -46,10 +41,9 @@ library.define(
 def can_attend(tensors: Sequence[Tensor | None], law: Law) -> bool:
     """Whether `attend` can be called in this compiled code; see `gattn.ops.backends.dense.tiles.can_attend`."""
     query, key, value = tensors[:3]
-    if query is None or key is None or value is None or not _IS_LOADED or law.name not in tiles.LAWS:
+    if query is None or key is None or value is None or law.name not in tiles.LAWS:
         return False
-    is_known = value.device.type == "cpu" and value.dtype in DTYPES and query.dtype == key.dtype == value.dtype
-    return is_known and needs_plain_pytorch() is None
+    return tiles.is_served(value) and query.dtype == key.dtype == value.dtype and needs_plain_pytorch() is None
 
 
 def attend(
@@ -207,6 +201,7 @@ for _name, _function, _of_shapes in (
     ("tiles", _compute, _fake),
     ("tiles_backward", _compute_backward, _fake_backward),
 ):
-    library.impl(_name, _function, "CPU")
+    for _device in ("CPU", "CUDA"):
+        library.impl(_name, _function, _device)
     torch.library.register_fake(f"gattn::{_name}", _of_shapes, lib=library)
 _operator = Differentiated("tiles", _compute, _save, _differentiate)

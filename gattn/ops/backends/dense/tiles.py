@@ -27,7 +27,9 @@ from gattn.distributions import Law, Softmax, from_law
 from gattn.errors import InputError
 from gattn.ops.backends.base import needs_plain_pytorch, new_seed
 from gattn.ops.backends.cpu import native
+from gattn.ops.backends.dense.gpu_tiles import GPUCall
 from gattn.ops.backends.kernels import DTYPES
+from gattn.ops.backends.triton import is_installed
 from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.ops.operator import are_plain
@@ -48,6 +50,7 @@ __all__ = [
     "elements_of",
     "forward",
     "is_faster",
+    "is_served",
     "read",
     "with_matrices",
 ]
@@ -65,6 +68,9 @@ _IN_PARTS = (1024, 4096)
 FAR = 2**40
 
 _SOFTMAX = Softmax().law()
+
+#: Read once, because compiled code cannot.
+_IS_ON_CPU = native.load_error() is None
 
 #: The kinds of biases, in the order of the kernels: numbers of all pairs, and those of a `Term`.
 _BIASES = ("all", "distances", "buckets", "listed")
@@ -133,12 +139,17 @@ def can_attend(tensors: Sequence[Tensor | None], law: Law | None) -> bool:
     query, key, value = tensors[:3]
     if law is None or law.name not in LAWS or query is None or key is None or value is None:
         return False
-    if value.device.type != "cpu" or value.dtype not in DTYPES or is_traced() or needs_plain_pytorch() is not None:
+    if not is_served(value) or is_traced() or needs_plain_pytorch() is not None:
         return False
     if not query.dtype == key.dtype == value.dtype:
         return False
     is_empty = query.numel() * key.numel() == 0 or (value.numel() == 0 and value.size(-1) > 0)
-    return not is_empty and native.load_error() is None and are_plain([x for x in tensors if x is not None])
+    return not is_empty and are_plain([x for x in tensors if x is not None])
+
+
+def is_served(x: Tensor) -> bool:
+    """Whether there are kernels for a tensor's device and type."""
+    return x.dtype in DTYPES and (_IS_ON_CPU if x.device.type == "cpu" else x.is_cuda and is_installed)
 
 
 def is_faster(
@@ -314,11 +325,11 @@ def _term_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> native.Ti
 
 
 @lru_cache(maxsize=256)
-def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> tuple[bytes, Any, int]:
-    """The kernels' arguments but for addresses, seed and threads, the elements that they point to, and the work."""
-    (query, strides), (key, key_strides), (value, value_strides), bias, mask, index, starts = forms
-    heads, channels = query[2:]
-    fits = query[0] == key[0] and channels == key[3] and key[:3] == value[:3] and heads % key[2] == 0
+def check_fit(rule: Rule, *forms: _Form) -> None:
+    """Raises `InputError` unless what kernels read is there; `forms` are those of `Inputs` without sink and seed."""
+    (query, _), (key, _), (value, _), bias, mask, index, starts = forms
+    heads = query[2]
+    fits = query[0] == key[0] and query[3] == key[3] and key[:3] == value[:3] and heads % key[2] == 0
     ends = ((e.first_target + e.num_targets, e.first_source + e.num_sources) for e in rule.elements)
     fits = fits and all(end <= query[1] and end_of_sources <= key[1] for end, end_of_sources in ends)
     sizes = ((e.term + 1, heads, e.num_targets, e.num_sources) for e in rule.elements)
@@ -327,9 +338,16 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
         fits &= term is None or all(size == 1 or size >= x for size, x in zip(term[0], least, strict=False))
     if rule.bias != "all":
         fits &= bias is not None and bias[0][1] in (1, heads) and _has_terms(rule, index, starts)
-    if not fits:  # what kernels read is checked where they are called
+    if not fits:
         shapes = [list(form[0]) for form in forms if form is not None]
         raise InputError(f"query, key, value, bias and mask do not fit each other: {shapes}.")
+
+
+@lru_cache(maxsize=256)
+def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> tuple[bytes, Any, int]:
+    """The kernels' arguments but for addresses, seed and threads, the elements that they point to, and the work."""
+    (query, strides), (key, key_strides), (value, value_strides), bias, mask, _, _ = forms
+    heads, channels = query[2:]
     parts = [1 << sum(e.num_sources >= least for least in _IN_PARTS) if in_parts else 1 for e in rule.elements]
     elements = [native.TileElement(*element, count) for element, count in zip(rule.elements, parts, strict=True)]
     held = (native.TileElement * len(elements))(*elements)
@@ -414,18 +432,27 @@ class Inputs(NamedTuple):
     seed: Tensor | None
 
 
-class _Call:
-    """The kernels' arguments, and what they point to."""
+class CPUCall:
+    """The CPU kernels' arguments, and what they point to.
 
-    def __init__(self, inputs: Inputs, rule: Rule, in_parts: bool = True):
+    Args:
+        inputs: The tensors.
+        rule: What is computed.
+        grad_bias: Zeros for the gradient of the bias, if it is wanted.
+    """
+
+    def __init__(self, inputs: Inputs, rule: Rule, grad_bias: Tensor | None = None):
         query, key, value, bias, sink, mask, index, starts, seed = inputs
         tensors = [None if x is None else resolved(x) for x in (query, key, value, bias, mask)]
         tensors += [None if x is None else native.readable(x) for x in (index, starts)]
-        forms = [None if x is None else (tuple(x.shape), x.stride()) for x in tensors]
-        template, elements, work = _prepared(rule, value.dtype, in_parts, *forms)
+        self.inputs, self.rule, self.grad_bias = inputs, rule, grad_bias
+        # Parts would add to the same numbers.
+        in_parts = grad_bias is None or rule.bias != "all" or grad_bias.size(3) != 1
+        template, elements, work = _prepared(rule, value.dtype, in_parts, *map(_form, tensors))
         self.held: list[Any] = [elements]
         self.arguments = native.Tiles.from_buffer_copy(template)
         self.arguments.threads = torch.get_num_threads() if work > _SERIAL else 1
+        self.arguments.dropped = rule.weights == "dropped"
         if rule.bias in ("distances", "buckets") and tensors[3] is not None:
             tensors[3] = tensors[3].t().contiguous()
         if index is not None:
@@ -449,27 +476,91 @@ class _Call:
         """Calls a kernel."""
         native.raise_for(getattr(native.library(), name)(ctypes.byref(self.arguments)))
 
+    def forward(self, out: Tensor, wide: Tensor | None, stats: Tensor) -> None:
+        """Computes the output, the same before it is rounded, and the statistics of each row."""
+        self.point("out", out)
+        self.point("stats", stats)
+        if wide is not None:
+            self.point("wide", wide)
+        self.run("gattn_tiles_forward")
+
+    def weights(self, weights: Tensor, stats: Tensor) -> None:
+        """Computes the weights."""
+        self.point("weights", weights)
+        self.point("stats", stats)
+        self.run("gattn_tiles_weights")
+
+    def backward(
+        self, grad: Tensor, delta: Tensor, stats: Tensor, grad_weights: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The gradients of query, key and value, and that of the bias."""
+        (query, key, value), grad_bias, arguments, table = self.inputs[:3], self.grad_bias, self.arguments, None
+        for name, x in (("grad_out", grad), ("delta", delta), ("stats", stats), ("grad_weights", grad_weights)):
+            if x is not None:
+                self.point(name, native.readable(x))
+        lanes = native.library().gattn_tile_lanes(arguments.type)
+        width, value_width = (-(-x.size(-1) // lanes) * lanes for x in (query, value))
+        grads = [
+            stats.new_zeros((arguments.parts, *query.shape[:3], width)),
+            stats.new_zeros((*key.shape[:3], width)),
+            stats.new_zeros((*value.shape[:3], value_width)),
+        ]
+        for name, x in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
+            self.point(name, x)
+        if grad_bias is None:
+            arguments.shared_elements = arguments.shared_heads = 0
+        elif self.rule.bias in ("all", "listed"):
+            strides = grad_bias.stride()
+            is_all = self.rule.bias == "all"
+            of_bias = _term_strides(tuple(grad_bias.shape), strides) if is_all else _listed_strides(strides)
+            arguments.grad_bias_strides = of_bias
+            self.point("grad_bias", grad_bias)
+        else:
+            count = 1 if arguments.shared_elements else arguments.num_elements
+            sums_of_one = _TABLE_PARTS if self.rule.bias == "buckets" else 1
+            sizes = count, query.size(2), arguments.parts, sums_of_one, len(grad_bias)
+            table = self.point("grad_table", stats.new_zeros(sizes, dtype=torch.float64))
+        self.run("gattn_tiles_backward")
+        if table is not None and grad_bias is not None:
+            sums = table.sum((0, 2, 3)).t()
+            grad_bias = (sums if grad_bias.size(1) > 1 else sums.sum(1, keepdim=True)).to(grad_bias.dtype)
+        of_query = grads[0][0]
+        for part in grads[0][1:]:
+            of_query += part
+        return [g[..., : x.size(-1)] for g, x in zip((of_query, *grads[1:]), (query, key, value), strict=True)], grad_bias
+
+
+def _form(x: Tensor | None) -> Any:
+    return None if x is None else (tuple(x.shape), x.stride())
+
+
+#: By the type of device.
+CALLS: dict[str, type[CPUCall | GPUCall]] = {"cpu": CPUCall, "cuda": GPUCall}
+
+
+def _call_of(inputs: Inputs, rule: Rule, grad_bias: Tensor | None = None) -> CPUCall | GPUCall:
+    """A call of the kernels for the device of these tensors."""
+    query, key, value, bias, _, mask, index, starts, _ = inputs
+    check_fit(rule, *map(_form, (query, key, value, bias, mask, index, starts)))
+    return CALLS[value.device.type](inputs, rule, grad_bias)
+
 
 def forward(inputs: Inputs, rule: Rule, num_weights: int, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The output, the same before it is rounded if it `keeps` that, the statistics of each row, and the weights."""
-    call, (query, _, value), heads = _Call(inputs, rule), inputs[:3], inputs.query.size(2)
+    call, (query, _, value), heads = _call_of(inputs, rule), inputs[:3], inputs.query.size(2)
     compute, shape = compute_dtype(value.dtype), query.shape[:3]
     out, stats = value.new_empty(*shape, value.size(-1)), value.new_empty(shape, dtype=compute)
     if sum(e.num_targets for e in rule.elements) < shape[0] * shape[1]:  # targets of no element see nothing
         out.zero_()
         stats.fill_(-torch.inf if rule.law.name == "softmax" else 0.0)
-    call.point("out", out)
-    call.point("stats", stats)
-    wide, weights = out, None
-    if value.dtype != compute and keeps:
-        wide = call.point("wide", torch.zeros_like(out, dtype=compute))
-    call.run("gattn_tiles_forward")
+    wide = torch.zeros_like(out, dtype=compute) if value.dtype != compute and keeps else None
+    call.forward(out, wide, stats)
+    weights = None
     if rule.weights:
         whole = sum(e.num_targets * e.num_sources for e in rule.elements) * heads == num_weights
-        weights = call.point("weights", (stats.new_empty if whole else stats.new_zeros)(num_weights))
-        call.arguments.dropped = rule.weights == "dropped"
-        call.run("gattn_tiles_weights")
-    return out, wide, stats, weights
+        weights = (stats.new_empty if whole else stats.new_zeros)(num_weights)
+        call.weights(weights, stats)
+    return out, out if wide is None else wide, stats, weights
 
 
 def backward(
@@ -488,69 +579,24 @@ def backward(
         grads_of: The gradients of the output, the log-sum-exp and the weights.
         wanted: Whether the gradient of each input is wanted.
     """
-    query, key, value, bias, sink = inputs[:5]
+    bias, sink = inputs.bias, inputs.sink
     (out, stats, weights), (grad, grad_log_sum, grad_weights) = results, grads_of
-    if grad is None:
-        grad = torch.zeros_like(out, dtype=value.dtype)
-    is_softmax = rule.law.name == "softmax"
-    grad_bias, table = None, None
-    if bias is not None and wanted[3]:
-        grad_bias = bias.new_zeros(bias.shape)
-    # Parts would add to the same numbers.
-    in_parts = grad_bias is None or rule.bias != "all" or grad_bias.size(3) != 1
-    call = _Call(inputs, rule, in_parts)
-    arguments = call.arguments
-    grad = call.point("grad_out", native.readable(grad))
+    grad = torch.zeros_like(out, dtype=inputs.value.dtype) if grad is None else resolved(grad)
+    grad_weights = None if grad_weights is None else native.readable(grad_weights)
     delta = torch.zeros_like(stats)
-    if is_softmax or rule.law.constants[0]:
+    if rule.law.name == "softmax" or rule.law.constants[0]:
         delta = (grad.to(out.dtype) * out).sum(-1)
         if grad_weights is not None and weights is not None:
-            grad_weights = native.readable(grad_weights)
             _add_inner(delta, native.readable(weights), grad_weights, rule.elements)
-    if grad_weights is not None:
-        call.point("grad_weights", native.readable(grad_weights))
-        arguments.dropped = rule.weights == "dropped"
     if grad_log_sum is not None:
         delta -= grad_log_sum.masked_fill(stats == -torch.inf, 0.0)
-    call.point("delta", delta)
-    call.point("stats", native.readable(stats))
-    lanes = native.library().gattn_tile_lanes(arguments.type)
-    width, value_width = (-(-x.size(-1) // lanes) * lanes for x in (query, value))
-    grads = [
-        stats.new_zeros((arguments.parts, *query.shape[:3], width)),
-        stats.new_zeros((*key.shape[:3], width)),
-        stats.new_zeros((*value.shape[:3], value_width)),
-    ]
-    for name, x in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
-        call.point(name, x)
-    if grad_bias is None:
-        arguments.shared_elements = arguments.shared_heads = 0
-    elif rule.bias in ("all", "listed"):
-        strides = grad_bias.stride()
-        is_all = rule.bias == "all"
-        of_bias = _term_strides(tuple(grad_bias.shape), strides) if is_all else _listed_strides(strides)
-        arguments.grad_bias_strides = of_bias
-        call.point("grad_bias", grad_bias)
-    else:
-        count = 1 if arguments.shared_elements else arguments.num_elements
-        sums_of_one = _TABLE_PARTS if rule.bias == "buckets" else 1
-        sizes = count, query.size(2), arguments.parts, sums_of_one, len(grad_bias)
-        table = call.point("grad_table", stats.new_zeros(sizes, dtype=torch.float64))
-    call.run("gattn_tiles_backward")
-    if table is not None and grad_bias is not None:
-        sums = table.sum((0, 2, 3)).t()
-        grad_bias = (sums if grad_bias.size(1) > 1 else sums.sum(1, keepdim=True)).to(grad_bias.dtype)
-    of_query = grads[0][0]
-    for part in grads[0][1:]:
-        of_query += part
+    grad_bias = bias.new_zeros(bias.shape) if bias is not None and wanted[3] else None
+    of_nodes, grad_bias = _call_of(inputs, rule, grad_bias).backward(grad, delta, stats, grad_weights)
     of_sink = None
     if sink is not None and wanted[4]:
         shares_of_sink = (sink - stats).exp().masked_fill(stats == -torch.inf, 0.0)
         of_sink = -(shares_of_sink * delta).sum((0, 1))
-    of_nodes = (
-        g[..., : x.size(-1)].to(x.dtype) for g, x in zip((of_query, *grads[1:]), (query, key, value), strict=True)
-    )
-    return [*of_nodes, grad_bias, of_sink]
+    return [*(g.to(x.dtype) for g, x in zip(of_nodes, inputs, strict=False)), grad_bias, of_sink]
 
 
 class _Attention(torch.autograd.Function):

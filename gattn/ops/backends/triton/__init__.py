@@ -22,7 +22,7 @@ from gattn.ops.terms import TERMS, Inputs
 from gattn.scores import Family
 from gattn.torch_private import stream_address
 
-__all__ = ["Triton", "run"]
+__all__ = ["INTERPRETED", "Triton", "is_installed", "power_of_two", "run", "stored"]
 
 _WIDTH = 256
 """The number of heads × channels that one program computes; more if a single head has more.
@@ -75,10 +75,10 @@ _PER_EDGE = {name: len(term.letters) for name, term in TERMS.items() if term.rea
 _DENSE = (*_PER_EDGE, "vector", "sink", "seed")
 """Inputs that kernels read without strides."""
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU, which is slow but good for tests."""
 
-_is_installed = find_spec("triton") is not None  # read once, because compiled code cannot
+is_installed = find_spec("triton") is not None  # read once, because compiled code cannot
 
 
 class Triton(KernelBackend):
@@ -90,7 +90,7 @@ class Triton(KernelBackend):
 
     def serves(self, device: torch.device) -> bool:
         """See `KernelBackend.serves`; the interpreter computes on the CPU."""
-        return super().serves(device) or (_INTERPRETED and device.type == "cpu")
+        return super().serves(device) or (INTERPRETED and device.type == "cpu")
 
     def knows(self, family: Family | None) -> bool:
         """See `KernelBackend.knows`."""
@@ -111,7 +111,7 @@ class Triton(KernelBackend):
 
     def missing(self) -> Missing | None:
         """See `Backend.missing`."""
-        return None if _is_installed else Missing("Triton", "it is not installed: pip install triton")
+        return None if is_installed else Missing("Triton", "it is not installed: pip install triton")
 
 
 @torch.compiler.assume_constant_result  # compiled code cannot import
@@ -437,7 +437,7 @@ class _Pass:
         unused = {**dict.fromkeys(("edge_value", "seed", "wide")), **dict.fromkeys(("out", "partial"), logits)}
         given: dict[str, Any] = {"logits": logits, "num_edges": most_edges}
         self.launch("forward", "logits", rows, {**given, **unused, **self.stats(rows)}, only_logits)
-        heads = min(_power_of_two(form.heads), _ROW_HEADS)
+        heads = min(power_of_two(form.heads), _ROW_HEADS)
         changes: dict[str, Any] = {"BLOCK_E": _WIDTH // heads, "BLOCK_H": heads, "num_warps": 1}
         kernel = "keep_largest" if form.derivatives is None else "subtract_threshold"
         self.launch(kernel, None, rows, given, changes, self.batch * self.at.num_targets)
@@ -494,14 +494,14 @@ class _Pass:
         for name, width in (("key", form.channels), ("value", form.value_channels)):
             if name in tensors:
                 # Sums over query heads that share a key head are rounded only once.
-                shape, dtype = tensors[name].shape, _stored(tensors[name].dtype)
+                shape, dtype = tensors[name].shape, stored(tensors[name].dtype)
                 if form.group > 1:
                     shape, dtype = torch.Size((self.batch, at.num_sources, form.heads, width)), form.compute
                 grads[name] = self.empty(*shape, dtype=dtype)
                 partial[f"partial_{name}"] = self.of_slots(rows, form.heads, width)
         for name, width in (("edge", form.channels), ("edge_value", form.value_channels)):
             if name in tensors:
-                dtype = _stored(tensors[name].dtype)
+                dtype = stored(tensors[name].dtype)
                 grads[name] = self.empty(self.batch, at.num_terms, form.heads, width, dtype=dtype)
         if "query" in tensors or "bias" in tensors:
             grads["logits"] = self.empty(self.batch, at.num_terms, form.heads)
@@ -526,7 +526,7 @@ class _Pass:
 
     def backward_by_target(self, grad_logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """The gradient of the query, from the `"logits"` of `backward_by_source`."""
-        grad = self.empty(*tensors["query"].shape, dtype=_stored(tensors["query"].dtype))
+        grad = self.empty(*tensors["query"].shape, dtype=stored(tensors["query"].dtype))
         if self.stores_by_query(tensors):
             self.sum_by_target(grad_logits, grad)
         else:
@@ -577,7 +577,7 @@ class _Pass:
         key = "add_partial", out.dtype, width
         if self.is_done(key, rows):
             return
-        block = min(_power_of_two(width), 128)
+        block = min(power_of_two(width), 128)
         arguments = {"partial": partial, "out": out, "num_rows": out.numel() // max(self.batch * width, 1)}
         self._run_over_split(key, rows, -(-width // block), arguments, {"WIDTH": width, "BLOCK_C": block})
 
@@ -604,7 +604,7 @@ class _Pass:
         """The products of outputs and their gradients, summed over channels, `[B, N, H]`."""
         form = self.form
         delta = self.empty(self.batch, self.at.num_targets, form.heads)
-        block_c = _power_of_two(form.value_channels)
+        block_c = power_of_two(form.value_channels)
         block_r = max(1, _DELTA_WIDTH // block_c)
         given = {"grad_out": grad_out, "wide": out, "delta": delta, "num_rows": delta.numel()}
         changes = {"CHANNELS": form.value_channels, "BLOCK_C": block_c, "BLOCK_R": block_r, "num_warps": _DELTA_WARPS}
@@ -649,7 +649,7 @@ def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
     with torch.cuda.device_of(inputs.key):
         call = _Pass(inputs)
         form, shape = call.form, inputs.out_shape
-        out = call.empty(*shape, dtype=_stored(form.dtype))
+        out = call.empty(*shape, dtype=stored(form.dtype))
         unrounded = call.empty(*shape) if keep and out.dtype != form.compute else None
         kept = []
         if form.is_of_rows:
@@ -710,10 +710,10 @@ def _backward(
         return [call.as_gradient(grads[name], name, tensor) for name, tensor in tensors.items()]
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
+def stored(dtype: torch.dtype) -> torch.dtype:
     """The type in which kernels store results of type `dtype`."""
     # The interpreter truncates to bfloat16 instead of rounding; PyTorch rounds.
-    return torch.float32 if dtype == torch.bfloat16 and _INTERPRETED else dtype
+    return torch.float32 if dtype == torch.bfloat16 and INTERPRETED else dtype
 
 
 @cache
@@ -730,7 +730,7 @@ def _triton_type(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The smallest power of two that is not less than the number, and at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
@@ -740,16 +740,16 @@ def _blocks(heads: int, channels: int, value_channels: int, dtype: torch.dtype) 
 
     Trials would compile each kernel up to eight times, and keep the best choice for one graph for all others.
     """
-    block_c, block_v = _power_of_two(channels), _power_of_two(value_channels)
+    block_c, block_v = power_of_two(channels), power_of_two(value_channels)
     widest = max(block_c, block_v)
-    block_h = min(_power_of_two(heads), max(1, _WIDTH // widest))
+    block_h = min(power_of_two(heads), max(1, _WIDTH // widest))
     if widest == 1 or heads * max(channels, value_channels) * dtype.itemsize % 16 != 0:
         width = _LOOSE_WIDTH
     else:
         is_padded = widest > max(channels, value_channels)  # padding takes registers as well
         width = _LOADED // (max(dtype.itemsize, 4) if is_padded else dtype.itemsize)
     block_r = max(1, width // (block_h * widest))
-    if _INTERPRETED:
+    if INTERPRETED:
         block_r = 16  # which takes as long as one
     warps = max(1, widest // _WARP_WIDTH)
     return {"BLOCK_R": block_r, "BLOCK_H": block_h, "BLOCK_C": block_c, "BLOCK_V": block_v, "num_warps": warps}
