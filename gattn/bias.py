@@ -148,21 +148,6 @@ class Bias:
             )
         return part
 
-    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
-        """The parts of a group's bias for blocks of a window, `[B or 1, blocks or 1, H or 1, n, m]`.
-
-        Args:
-            targets: The targets of each block, `[blocks, n]`, consecutive; those beyond the last are not there.
-            sources: Its sources, `[blocks, m]`, likewise, also before the first.
-        """
-        parts = []
-        for target, source in zip(targets.clamp_min(0).tolist(), sources.clamp_min(0).tolist(), strict=True):
-            part = self.part(slice(target[0], target[-1] + 1), slice(source[0], source[-1] + 1))
-            missing = len(source) - part.size(-1)
-            before = missing if source[0] == 0 else 0
-            parts.append(F.pad(part, (before, missing - before, 0, len(target) - part.size(-2))))
-        return torch.stack(parts, 1)
-
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """The bias of pairs of a group's nodes, `[B or 1, E, H or 1]`, given the two nodes of each, `[E]`."""
         if targets.numel() == 0:
@@ -446,18 +431,6 @@ class Pairs(Bias):
         part[places] = self.values_of(pairs)
         return part
 
-    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
-        """See `Bias.bands`."""
-        (blocks, size), span, first = targets.shape, sources.size(1), int(sources[0, 0])
-        block = self.target // size
-        column = self.source - block * size - first
-        pairs = ((column >= 0) & (column < span)).nonzero().squeeze(1)
-        element = torch.zeros_like(pairs) if self.element is None else self.element[pairs]
-        count = 1 if self.element is None else self.count
-        bands = self.values.new_zeros(count, blocks, self.values.size(1), size, span)
-        bands[element, block[pairs], :, self.target[pairs] % size, column[pairs]] = self.values_of(pairs)
-        return bands
-
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
         if self.target.numel() == 0 or targets.numel() == 0:
@@ -569,15 +542,6 @@ class _TracedPairs(Bias):
             target, source = self.target - first, self.source - second
             parts.append(self._put(target, source, size, (target - targets.start, source - sources.start)))
         return torch.stack(parts).movedim(-1, 1)
-
-    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
-        """See `Bias.bands`."""
-        (blocks, size), span, bands = targets.shape, sources.size(1), []
-        for first, second in self.starts:
-            target, source = self.target - first, self.source - second
-            column = source - target // size * size - sources[0, 0]
-            bands.append(self._put(target, source, (blocks, size, span), (target // size, target % size, column)))
-        return torch.stack(bands).movedim(-1, 2)
 
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
@@ -792,16 +756,6 @@ class Buckets(Bias):
         """See `Bias.part`."""
         return self._of(self.part_of(targets, sources)).transpose(0, 1)
 
-    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
-        """See `Bias.bands`."""
-        target, source = targets.unsqueeze(2), sources.unsqueeze(1)
-        if callable(self.buckets):
-            buckets = self._called(target + self.offset, source).unsqueeze(0)
-        else:
-            bound, limit = self.buckets.size(1) - 1, self.buckets.size(2) - 1
-            buckets = self.buckets[:, target.clamp(max=bound), source.clamp(0, limit)]
-        return self._of(buckets).permute(1, 2, 0, 3, 4)
-
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""
         if callable(self.buckets):
@@ -850,11 +804,6 @@ class DistanceBias(Bias):
             return self.table.new_zeros(1, self.table.size(1), size, span)
         start = sources.start - (targets.stop - 1 + self.offset) - self.first
         return self.table[start : start + size + span - 1].unfold(0, span, 1).flip(0).transpose(0, 1).unsqueeze(0)
-
-    def bands(self, targets: Tensor, sources: Tensor) -> Tensor:
-        """See `Bias.bands`: those of all blocks are the same."""
-        distance = sources[:1].unsqueeze(1) - (targets[:1].unsqueeze(2) + self.offset) - self.first
-        return self.table[distance.clamp(0, len(self.table) - 1)].movedim(-1, 1).unsqueeze(0)
 
     def of_pairs(self, targets: Tensor, sources: Tensor) -> Tensor:
         """See `Bias.of_pairs`."""

@@ -603,31 +603,26 @@ MUTATIONS = [
     Mutation("rows of one task are long", TRITON_LAYOUT, "is_long = parts > «1 → 0»"),
     Mutation("another stream does not wait", EDGE_LISTS, "«stream.wait_event(self._made) → pass»"),
     # -------------------------------------------------------------------------------------------------- complete graphs
-    Mutation("targets without sources come last", DENSE, "F.pad(out, (0, 0, 0, 0, «-offset, 0 → 0, -offset»))"),
-    Mutation("a window that is one too narrow is none", DENSE, "left >= num_targets - «1 → 2» + offset"),
-    Mutation("a band is one too narrow", DENSE, "(distance «<= → <» left + right)"),
     Mutation(
-        "a band sees what pads it", DENSE, "mask & («(source >= 0) & (source < num_sources) → source < num_sources»)"
+        "targets without sources come last",
+        DENSE,
+        "outs += «[_zeros(part, first - end)] * (first > end) + [results[-1][0]] → "
+        "[results[-1][0]] + [_zeros(part, first - end)] * (first > end)»",
     ),
+    Mutation("a window begins one source too late", DENSE, "max(position - left«→ + 1», 0)"),
+    Mutation("a window ends one source too early", DENSE, "position + part.num_targets + right«→ - 1»"),
+    Mutation("cropped sources have the first ones' places", DENSE, "part.first_target «- part.first_source →», device"),
     Mutation("second derivatives hide the target itself", DENSE, ".triu(«1 → 0»)"),
-    Mutation(
-        "a bias of minus infinity is NaN",
-        DENSE,
-        "    if «part.bias is None and part.mask is None → part.mask is None»:\n        return logits",
-    ),
-    Mutation(
-        "kernels compute all targets at once",
-        DENSE,
-        "_by_targets(_by_pairs, part, «counts → [part.num_targets]», keeps)",
-    ),
-    Mutation("what kernels compute is always kept", DENSE, "part.num_targets * key.numel() <= «_MOST_KEPT → 2**60»"),
+    Mutation("a bias of minus infinity is NaN", DENSE, "logits«.masked_fill(empty, 0.0) →».softmax(-1)"),
+    Mutation("kernels compute all targets at once", DENSE, "counts = «pairs.counts(n, m, batch) → [n]» if by_kernels"),
+    Mutation("what kernels compute is always kept", DENSE, "n * held > «_MOST_KEPT → 2**60»"),
     Mutation(
         "pairs have one element's bias", PAIRS, "return «term.squeeze(0) if term.size(0) == 1 else term → term[0]»"
     ),
     Mutation("pairs are of any score", PAIRS, "value)) and «_KERNELS.knows(family_of(score, key.size(-1))) → True»"),
     Mutation("pairs drop nothing", PAIRS, "dropout=«dropout → 0.0»,\n"),
     Mutation("pairs lack their order", PAIRS, "term.«permute(0, 2, 3, 1) → permute(0, 3, 2, 1)».flatten(1, 2)"),
-    Mutation("all blocks get the first one's bias", DENSE, "x = x[[«place % x.size(0) → 0 * place» for"),
+    Mutation("all blocks get the first one's bias", DENSE, "return x[[«place % x.size(0) → 0 * place» for"),
     Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * num_sources + s → s», size[1]"),
     Mutation("returned weights forget the scale", DENSE, "@ keys.permute(0, 2, 3, 1) «* score.factor(key.size(-1)) →»"),
     # ------------------------------------------------------------------------------------------------------- the verbs
@@ -699,7 +694,6 @@ MUTATIONS = [
     ),
     Mutation("zero is divided by", LINEAR, "return «total.masked_fill(total == 0.0, torch.inf) → total»"),
     Mutation("pairs that are listed twice count once", BIAS, "values.size(1)).«index_add → index_copy»(0, number"),
-    Mutation("bands have the bias of the next source", BIAS, "column = self.source - block * size - first«→ - 1»"),
     Mutation("distances are those of the whole", BIAS, "return DistanceBias(self.table, self.first, «offset → 0»)"),
     Mutation(
         "elements have the first one's buckets",

@@ -22,7 +22,7 @@ LENGTHS, SOURCES = [5, 1, 0, 12, 5], [5, 3, 2, 12, 0]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Small calls take the ways of large ones, in several parts each."""
-    monkeypatch.setattr(dense, "_SMALL", 0)
+    monkeypatch.setattr(dense, "_TOGETHER", (2, 4))
     monkeypatch.setattr(dense, "_CHUNK", 8 * H * M)
     torch.manual_seed(0)
 
@@ -402,10 +402,6 @@ def test_traced_pairs_are_the_pairs():
         found, expected = (x.of_group(elements, n, m, m - n) for x in (traced, bias.of_graph(graph)))
         part = slice(1, n - 1), slice(2, m)
         torch.testing.assert_close(found.part(*part), expected.part(*part))
-        size = (n + 1) // 2
-        targets = torch.arange(2 * size).view(2, size)
-        sources = torch.arange(-2, size + 3) + torch.tensor([[0], [size]])
-        torch.testing.assert_close(found.bands(targets, sources), expected.bands(targets, sources))
     target, source = graph.edge_index[1], graph.edge_index[0]
     torch.testing.assert_close(traced.of_pairs(target, source), bias.of_pairs(target, source))
 

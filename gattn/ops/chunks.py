@@ -33,7 +33,7 @@ def chunk_sizes(total: int, largest: int) -> list[int]:
     return sizes
 
 
-def recomputed(function: Callable[..., Tensor], *arguments: Any, reads: Sequence[Tensor | None]) -> Any:
+def recomputed(function: Callable[..., Any], *arguments: Any, reads: Sequence[Tensor | None]) -> Any:
     """The result of a function, of which nothing is kept for the backward pass: it calls the function again.
 
     Args:
@@ -47,7 +47,7 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any, reads: Sequence
     read = [x for x in reads if x is not None and not x.is_inference()]  # those are not edited outside inference mode
     versions = [x._version for x in read]
 
-    def call(*arguments: Any) -> Tensor:
+    def call(*arguments: Any) -> Any:
         if [x._version for x in read] != versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation, "

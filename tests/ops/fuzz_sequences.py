@@ -17,7 +17,7 @@ from tests.ops.fuzz_shared import Draw, compare_types, stored, tampering, with_g
 LENGTHS = (0, 1, 2, 3, 5, 8, 9)
 #: With these, small calls are computed in the ways of large ones, and in several parts.
 PARTS = (
-    (dense, "_SMALL", 0),
+    (dense, "_TOGETHER", (1, 4)),
     (dense, "_CHUNK", 16),
     (linear, "_ROWS", 4),
     (linear, "_CHUNK", 2),
@@ -49,7 +49,7 @@ def random_bias(draw: Draw, graph: CompleteGraph, batch: tuple[int, ...], heads:
 
 
 def random_complete_graph(draw: Draw, batch: tuple[int, ...]) -> CompleteGraph:
-    """Full, causal, windowed; ragged or packed; some long enough for a window to become bands."""
+    """Full, causal, windowed; ragged or packed; some long enough for a window's targets to be computed in turn."""
     n = draw.choice(LENGTHS)
     m = n if draw.maybe(0.5) else draw.choice(LENGTHS)
     window = None

@@ -73,7 +73,7 @@ def results(tensors, graph, score, **options):
 
 @pytest.mark.parametrize(("case", "batch", "kind"), mostly_slow(pairs(CASES, BATCHES, KINDS), every=8))
 def test_as_the_reference(case, batch, kind, monkeypatch):
-    monkeypatch.setattr(dense, "_BLOCK", (1, 1))  # so that windows of these sizes are computed as bands
+    monkeypatch.setattr(dense, "_TOGETHER", (1, 1))  # so that targets of windows of these sizes are computed in turn
     name, empty = case
     heads, channels, value_channels = EMPTY[empty]
     score = make_score(name, torch.randn(heads, channels, dtype=torch.double))

@@ -54,9 +54,7 @@ class Sizes:
         return self.leaves[-1]
 
 
-@pytest.mark.parametrize(
-    "backend", ["cpu", *([pytest.param("triton", marks=pytest.mark.slow)] if INTERPRETED else [])]
-)
+@pytest.mark.parametrize("backend", ["cpu", *([pytest.param("triton", marks=pytest.mark.slow)] if INTERPRETED else [])])
 @pytest.mark.parametrize(
     ("score", "term", "empty", "batched"),
     [("product of edges", "projected", "D", False), *pairs(SCORES, TERMS, SIZES, (False, True))],

@@ -8,8 +8,8 @@ import torch
 
 from gattn import BucketBias, CompleteGraph, DotScore, Identity, Sigmoid, Softmax, SparseBias, Tanh, attend
 from gattn.bias import DistanceBias
-from gattn.ops.backends.cpu import native
 from gattn.ops.backends import triton as launcher
+from gattn.ops.backends.cpu import native
 from gattn.ops.backends.dense import tiles
 from gattn.ops.backends.dense.gpu_tiles import GPUCall
 from gattn.ops.dropout import keep_mask_of_pairs

@@ -56,7 +56,6 @@ class Way(NamedTuple):
 
 #: With these, small calls are computed in the ways of large ones, and in several parts.
 PARTS = (
-    (dense, "_SMALL", 0),
     (dense, "_CHUNK", 64),
     (dense, "_MOST_KEPT", 0),
     (linear, "_ROWS", 8),

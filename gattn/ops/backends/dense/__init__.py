@@ -13,7 +13,6 @@ H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
@@ -30,7 +29,7 @@ from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
 from gattn.ops.backends.dense import linear, tile_operator, tiles
 from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
-from gattn.ops.backends.dense.ragged import Group, crop, elements_of, grouped, of_group
+from gattn.ops.backends.dense.ragged import elements_of
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.custom_parts import as_logits
@@ -46,16 +45,11 @@ __all__ = ["Dense", "attention"]
 #: Scores that no fused kernel computes have this many logits, or channels of their hidden layer, at a time.
 _CHUNK = 2**20
 
-#: With more channels of all pairs than this, what kernels keep for the backward pass (2 bits or more for each) is not
-#: kept either.
-_MOST_KEPT = 2**28
+#: With more of them in all, they are not kept for the backward pass.
+_MOST_KEPT = 2**25
 
-#: With this many logits or fewer, a tensor of them all costs less than to avoid it.
-_SMALL = 2**16
-
-#: The number of targets in a block of a window: about as many as the sources that one of them sees, within these
-#: bounds.
-_BLOCK = (32, 128)
+#: As many targets of a window are computed together as one of them sees sources, within these bounds.
+_TOGETHER = (32, 128)
 
 
 class Dense(Backend):
@@ -99,7 +93,10 @@ class Dense(Backend):
             return super().logits(call)
         logits = self._result(as_logits(call)).weights
         n, m, device = call.num_targets, call.key.size(-3), call.key.device
-        visible = _both(_length_mask(graph, device), graph.visible(n, m, graph.offset(n, m), device)[None, None])
+        visible = _both(
+            _length_mask(graph, device),
+            graph.visible(n, m, graph.offset(n, m), device)[None, None],
+        )
         assert visible is not None
         visible = visible.view(*(call.batch if visible.size(0) != 1 else ()), *visible.shape[1:])
         logits = logits.masked_fill(~visible, -torch.inf)
@@ -209,7 +206,7 @@ def _is_linear(call: Call) -> bool:
 
 
 class _Part(NamedTuple):
-    """Targets and sources of one size, each of which sees what bias and mask leave."""
+    """Targets and sources of a graph, or of one of its blocks."""
 
     query: Tensor | None
     """`[B, N, H, C]`; without C for a scalar score"""
@@ -220,11 +217,12 @@ class _Part(NamedTuple):
     """Broadcastable to `[B, H, N, M]`, like the mask; or that of the elements of this batch"""
     mask: Tensor | None
     num_targets: int
-    dropout: float = 0.0
-    log_sum: bool = False
+    dropout: float
+    log_sum: bool
     """Whether the log-sum-exp is requested; see `_joined`"""
     first_target: int = 0
-    """The first target's place among those of the bias, if that is a `Bias`"""
+    """The first target's place among those of its graph or block, in whose places a `Bias` is given; and source's"""
+    first_source: int = 0
 
 
 def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
@@ -235,67 +233,58 @@ def attention(call: Call, graph: CompleteGraph) -> tuple[Tensor, Any]:
         graph: The call's graph.
     """
     query, key, value = call.query, call.key, call.value
-    score, distribution, bias, mask = call.score, call.distribution, call.bias, call.mask
-    dropout, with_weights = call.dropout, call.weights
+    score, bias, mask = call.score, call.bias, call.mask
     if score.scalar:
         query, key = None if query is None else query.squeeze(-1), key.squeeze(-1)
     front = value.shape[:-3]
     if bias is not None or mask is not None:
         one = front if graph.blocks is None else torch.Size()
-        bias = bias.of_graph(graph) if isinstance(bias, Bias) else _with_one_batch(bias, one)
+        bias = bias if isinstance(bias, Bias) else _with_one_batch(bias, one)
         mask = _with_one_batch(mask, one)
     if len(front) != 1:
         query = None if query is None else _nodes_in_one_batch(query, front)
         key, value = _nodes_in_one_batch(key, front), _nodes_in_one_batch(value, front)
-    scale = getattr(score, "scale", None)
     if query is not None:
         query, key, score = score.folded(query, key)
-    part = _Part(query, key, value, score, bias, mask, graph.num_targets, dropout, call.log_sum)
-    weights: list[Tensor] = []
+    part = _Part(query, key, value, score, bias, mask, graph.num_targets, call.dropout, call.log_sum)
     with without_autocast(value):
-        is_softmax = is_plain_softmax(distribution)
-        if _is_linear(call) and (
-            graph.blocks is not None
-            or is_exporting()  # which must not compare sizes
-            or linear.is_faster(graph, max(key.size(-1), value.size(-1)))
-        ):
-            assert query is not None
-            assert isinstance(score, DotScore)
-            assert call.law is not None
-            normalize, eps = call.law.constants
-            out = linear.attend(query, key, value, score.factor(key.size(-1)), bool(normalize), eps, graph)
-        elif (found := _tiled(part, graph, call)) is not None:
-            out, weights = found
-        elif not is_softmax or with_weights in ("dropped", "only"):
-            # The fused kernels support only the softmax, and do not return their weights.
-            weights = _matrices(_alpha if is_softmax else _logits, part, graph)
-            if not is_softmax:
-                weights = [_distribute(distribution, weights[0], front)]
-            dropped = [F.dropout(x, dropout) for x in weights] if dropout > 0.0 else weights
-            outputs = [_weighted(x, v) for x, v in zip(dropped, _blocks(value, graph, 1), strict=True)]
-            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1) if outputs else _zeros(part)
-            weights = dropped if with_weights == "dropped" else weights
-        else:
-            out = _output(part, graph)
-            if isinstance(scale, Tensor):  # PyTorch's fused kernel on CPUs loses its NaN
-                lost = scale.detach().to(out.dtype).unsqueeze(-1)
-                if graph.target_lengths is not None:
-                    places = torch.arange(out.size(1), device=out.device).view(-1, 1, 1)
-                    lengths = graph.target_lengths.to(out.device).view(-1, 1, 1, 1)
-                    lost = lost.masked_fill(places >= lengths, 0.0)
-                out = torch.add(out, lost, alpha=0)
-            if with_weights:
-                weights = _matrices(_alpha, part, graph)
+        out, weights = _computed(part, graph, call)
     if len(front) != 1:
         out, *weights = [x.reshape(*front, *x.shape[1:]) for x in (out, *weights)]
-    if not with_weights:
+    if not call.weights:
         return out, None
     return out, weights[0] if graph.blocks is None else list(weights)  # PyTorch 2.11's compiler makes a tuple of it
 
 
-def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[Tensor]] | None:
-    """Output and weights, computed by tiles of pairs; `None` if these kernels cannot, or others are as fast."""
-    query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
+_Found = tuple[Tensor, list[Tensor]] | None
+"""Output and weights; `None` if another way has to be taken"""
+
+
+def _computed(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[Tensor]]:
+    """Output and weights, by the fastest way."""
+    found = _linear(part, graph, call) or _tiled(part, graph, call)
+    if found is None and call.weights is True and is_plain_softmax(call.distribution):
+        # They change no bit of the output.
+        out, _ = _computed(part, graph, call._replace(weights=False))
+        return out, _by_elements(part._replace(dropout=0.0, log_sum=False), graph, call)[1]
+    return found or _by_elements(part, graph, call)
+
+
+def _linear(part: _Part, graph: CompleteGraph, call: Call) -> _Found:
+    """Weights that are products: sums over sources come first."""
+    query, key, value, score = part[:4]
+    if not _is_linear(call) or call.law is None or query is None or not isinstance(score, DotScore):
+        return None
+    is_linear = graph.blocks is not None or is_exporting()  # which must not compare sizes
+    if not is_linear and not linear.is_faster(graph, max(key.size(-1), value.size(-1))):
+        return None
+    normalize, eps = call.law.constants
+    return linear.attend(query, key, value, score.factor(key.size(-1)), bool(normalize), eps, graph), []
+
+
+def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> _Found:
+    """Tiles of pairs, unless PyTorch's fused attention is as fast."""
+    query, key, value, score, bias, mask, num_targets, dropout, log_sum = part[:9]
     law = call.law
     if not _has_products(score) or query is None or law is None:
         return None
@@ -307,13 +296,17 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[
         return None
     term: Tensor | Term | None
     if isinstance(bias, Bias):
-        assert isinstance(call.bias, Bias)
-        term = call.bias.term(graph)
+        term = bias.term(graph)
         if term is None:
             return None
     else:
         is_plain = is_plain_softmax(call.distribution) and _is_dot(score) and graph.is_uniform and graph.window is None
-        is_plain = is_plain and not (log_sum or call.weights) and (not graph.causal or num_targets == graph.num_sources)
+        is_plain = (
+            is_plain
+            and not log_sum
+            and call.weights in (False, True)
+            and (not graph.causal or num_targets == graph.num_sources)
+        )
         is_dropped = is_compiled and dropout > 0.0
         if is_plain and not (is_dropped or tiles.is_faster(query, key, value, bias, mask, dropout)):
             return None
@@ -379,141 +372,159 @@ def _with_one_batch(x: Tensor | None, front: torch.Size) -> Tensor | None:
     return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
-def _output(part: _Part, graph: CompleteGraph) -> Tensor:
-    """The output, `[B, N, H, C]`."""
-    query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
-    batch, offset = value.size(0), graph.offset(num_targets, graph.num_sources)
-    if graph.is_uniform:
-        return _uniform(part._replace(bias=_of_all(part, graph)), offset, graph)
-    if (
-        not (log_sum or isinstance(bias, Bias))
-        and _is_dot(score)
-        and is_packed_flash(query, key, value, graph, bias, mask, dropout)
-    ):
-        return packed_flash(query, key, value, graph, score.factor(key.size(-1)))
+def _by_elements(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor, list[Tensor]]:
+    """Each element of a ragged batch, or block of a packed graph, on its own: padding is not computed."""
+    query, key, value, score, bias, mask, n, dropout, log_sum = part[:9]
+    m, batch = graph.num_sources, value.size(0)
+    if _is_fused(part, call) and is_packed_flash(query, key, value, graph, bias, mask, dropout):
+        assert _is_dot(score)
+        return packed_flash(query, key, value, graph, score.factor(key.size(-1))), []
+    bias = bias.of_graph(graph) if isinstance(bias, Bias) else bias
     elements = elements_of(graph, batch)
-    if elements is None:
-        mask = _both(mask, _length_mask(graph, value.device))
-        return _uniform(part._replace(bias=_of_all(part, graph), mask=mask), offset, graph)
-    if not elements:
-        return _zeros(part)
-    targets, parts = _by_groups(part, graph, elements)
-    outputs = [_uniform(some, group.offset, graph).flatten(0, 1) for group, some in parts]
-    return torch.unflatten(targets.put(outputs), 0, (batch, num_targets))
+    is_one = bool(call.weights) or not is_plain_softmax(call.distribution)  # weights, and what they may depend on
+    if elements is None or (is_one and graph.blocks is None):
+        offset = graph.offset(n, m)
+        bias = bias.of_group(None, n, m, offset) if isinstance(bias, Bias) else bias
+        part = part._replace(bias=bias, mask=_both(mask, _length_mask(graph, key.device)))
+        out, weights = _element(part, graph, call, offset)
+        return out, [weights] if call.weights else []
+    results: list[tuple[Tensor, Tensor]] = []
+    outs: list[Tensor] = []
+    end = 0
+    for place, (first, count, first_source, count_of_sources, offset) in enumerate(elements):
+        size = count, count_of_sources
+        q = None if query is None else query.flatten(0, 1)[first : first + count].unsqueeze(0)
+        k, v = (x.flatten(0, 1)[first_source : first_source + size[1]].unsqueeze(0) for x in (key, value))
+        b = bias.of_group((place,), *size, offset) if isinstance(bias, Bias) else _of_element(bias, place, size)
+        some = _Part(q, k, v, score, b, _of_element(mask, place, size), count, dropout, log_sum)
+        results.append(_element(some, graph, call, offset))
+        outs += [_zeros(part, first - end)] * (first > end) + [results[-1][0]]
+        end = first + count
+    out = torch.cat([*outs, _zeros(part, batch * n - end)], 1).unflatten(1, (batch, n)).squeeze(0)
+    if not call.weights:
+        return out, []
+    assert graph.blocks is not None
+    weights_of_all = [weights for _, weights in results]
+    nothing = [value.new_zeros(0, _num_heads(part), *size) for size in graph.blocks]
+    return out, [torch.cat([x, *weights_of_all[place :: len(nothing)]]) for place, x in enumerate(nothing)]
 
 
-def _by_groups(part: _Part, graph: CompleteGraph, elements: Any) -> tuple[Any, Iterator[tuple[Group, _Part]]]:
-    """The places of targets, and groups of elements of one size with their part of the call."""
-    query, key, value, batch = part.query, part.key, part.value, part.value.size(0)
-    ragged = grouped.__wrapped__ if torch.compiler.is_compiling() else grouped
-    targets, sources, groups = ragged(elements, batch * part.num_targets, batch * graph.num_sources)
-    queries = [None] * len(groups) if query is None else targets.take(query.flatten(0, 1))
-    keys, values = (sources.take(x.flatten(0, 1)) for x in (key, value))
-
-    def parts() -> Iterator[tuple[Group, _Part]]:
-        for group, q, k, v in zip(groups, queries, keys, values, strict=True):
-            count = len(group.elements)
-            q = None if q is None else torch.unflatten(q, 0, (count, group.num_targets))
-            k, v = (torch.unflatten(x, 0, (count, group.num_sources)) for x in (k, v))
-            b, m = _of_group(part.bias, group), of_group(part.mask, group)
-            yield group, part._replace(query=q, key=k, value=v, bias=b, mask=m, num_targets=group.num_targets)
-
-    return targets, parts()
+def _of_element(x: Tensor | None, place: int, size: tuple[int, int]) -> Tensor | None:
+    """The part of a bias or mask that belongs to an element, without padding."""
+    return None if x is None else x[place % x.size(0)][None, :, : size[0], : size[1]]
 
 
-def _matrices(function: Callable[[_Part], Tensor], part: _Part, graph: CompleteGraph) -> list[Tensor]:
-    """What a function computes per target, weights before dropout or logits, for all: `[B, H, N, M]` by block."""
-
-    def matrix(part: _Part) -> Tensor:
-        n, m, device = part.num_targets, part.key.size(1), part.key.device
-        if graph.reach != (None, None):
-            visible = graph.visible(n, m, graph.offset(n, m), device)[None, None]
-            part = part._replace(mask=_both(part.mask, visible))
-        if _has_products(part.score):  # which needs nothing larger than these matrices
-            return function(part)
-        return torch.cat(_by_targets(function, part), 2)
-
-    if graph.blocks is None:
-        mask = _both(part.mask, _length_mask(graph, part.key.device))
-        return [matrix(part._replace(bias=_of_all(part, graph), mask=mask))]
-    batch = part.key.size(0)
-    if batch == 0:
-        nothing = _zeros(part).sum()
-        return [part.value.new_zeros(0, _num_heads(part), *sizes) + nothing for sizes in graph.blocks]
-    found: dict[int, Tensor] = {}
-    elements = elements_of(graph, batch)
-    for group, some in _by_groups(part, graph, elements)[1] if elements else ():
-        found.update(zip(group.elements, matrix(some).split(1), strict=True))
-    count = len(graph.blocks)
-    if batch == 1:
-        return [found[block] for block in range(count)]
-    return [torch.cat([found[block + element * count] for element in range(batch)]) for block in range(count)]
+def _is_fused(part: _Part, call: Call) -> bool:
+    """Whether PyTorch's fused attention computes this: scaled dot products with a softmax."""
+    if part.log_sum or call.weights or isinstance(part.bias, Bias) or not _is_dot(part.score):
+        return False
+    return is_plain_softmax(call.distribution) and part.key.size(-1) > 0
 
 
-def _of_all(part: _Part, graph: CompleteGraph) -> Tensor | Bias | None:
-    """The bias of all elements of a batch."""
-    if not isinstance(part.bias, Bias):
-        return part.bias
-    sizes = part.num_targets, graph.num_sources
-    return part.bias.of_group(None, *sizes, graph.offset(*sizes))
-
-
-def _of_group(bias: Tensor | Bias | None, group: Group) -> Tensor | Bias | None:
-    """The part of a bias that belongs to a group's elements."""
-    return bias.of_group(*group) if isinstance(bias, Bias) else of_group(bias, group)
-
-
-def _blocks(x: Tensor, graph: CompleteGraph, side: int) -> tuple[Tensor, ...]:
-    """The nodes of each block of a packed graph; for other graphs, all nodes."""
-    return (x,) if graph.blocks is None else x.split([sizes[side] for sizes in graph.blocks], 1)
-
-
-def _uniform(part: _Part, offset: int, graph: CompleteGraph) -> Tensor:
-    """The output for elements of one size, where target i has the position of source i + offset."""
-    query, key, value, score, bias, mask, num_targets, dropout, log_sum, _ = part
+def _element(part: _Part, graph: CompleteGraph, call: Call, offset: int) -> tuple[Tensor, Tensor]:
+    """Output and weights of targets and sources that see each other, where target 0 has the source `offset`'s place."""
+    n, m, batch, heads = part.num_targets, part.key.size(1), part.value.size(0), _num_heads(part)
+    is_softmax = is_plain_softmax(call.distribution)
+    knows_rows = is_softmax or call.law is not None  # others may have something of their own for each target
+    if knows_rows and not is_exporting() and batch * n * m == 0:
+        nothing = _zeros(part)
+        return nothing, part.value.new_zeros(batch, heads, n, m) + nothing.sum()
     left, right = graph.reach
-    plain = bias is None and mask is None and not log_sum
-    if isinstance(bias, Bias) and (
-        is_exporting() or (not log_sum and value.size(0) * num_targets * key.size(1) * _num_heads(part) <= _SMALL)
-    ):
-        bias = bias.whole_part(slice(0, num_targets), slice(0, key.size(1)))
-        part = part._replace(bias=bias)
-    if is_exporting():  # decisions must not depend on dynamic sizes
-        if plain and left is None and right == 0 and statically_known_true(offset == 0) and _is_dot(score):
-            assert query is not None
-            scale = score.factor(key.size(-1))
-            return dot_product_attention(query, key, value, scale, None, None, dropout, causal=True)
-        if (left, right) != (None, None):
-            mask = _both(mask, graph.visible(num_targets, key.size(1), offset, key.device)[None, None])
-        return _rectangle(part._replace(mask=mask))
-    # Sources that no target sees are left out.
-    first = 0 if left is None else min(max(offset - left, 0), key.size(1))
-    last = key.size(1) if right is None else min(max(num_targets + offset + right, first), key.size(1))
-    if (first, last) != (0, key.size(1)) and not isinstance(bias, Bias):
-        key, value, offset = key[:, first:last], value[:, first:last], offset - first
-        bias, mask = (None if x is None else crop(x, 3, first, last) for x in (bias, mask))
-    num_sources = key.size(1)
-    if num_targets == 0 or last == first:
-        return _zeros(part)
-    if left is not None and left >= num_targets - 1 + offset:
-        left = None
-    if right is not None and right >= num_sources - 1 - offset:
-        right = None
+    seen = m if left is None or right is None else left + right + 1
+    is_narrow = not is_exporting() and 2 * (seen + _TOGETHER[1]) <= m
+    if _is_fused(part, call) and not is_narrow:
+        out = _fused(part, graph, offset, getattr(call.score, "scale", None))
+        return out, out.new_empty(0)
+    by_kernels = is_softmax and not (call.weights or part.log_sum)
+    by_kernels = by_kernels and not _has_products(part.score) and pairs.can_attend(*part[:4])
 
-    is_square = left is None and right == 0 and offset <= 0 and num_sources == num_targets + offset
-    if plain and is_square and _is_dot(score) and key.size(-1) > 0:
-        assert query is not None
-        query, scale = query[:, -offset:], score.factor(key.size(-1))
-        out = dot_product_attention(query, key, value, scale, None, None, dropout, causal=True)
-        return out if offset == 0 else F.pad(out, (0, 0, 0, 0, -offset, 0))
-    if left is not None and right is not None:
-        span = _block_targets(left, right) + left + right
-        if 2 * span <= num_sources:
-            return _banded(part._replace(key=key, value=value, bias=bias, mask=mask), offset, left, right)
-    part = part._replace(key=key, value=value, bias=bias, mask=mask)
-    if left is not None or right is not None:
-        mask = _both(mask, graph.visible(num_targets, num_sources, offset, key.device)[None, None])
-    return _rectangle(part._replace(mask=mask))
+    def found(part: _Part) -> tuple[Tensor, Tensor]:
+        if knows_rows and part.key.size(1) == 0:
+            nothing = _zeros(part)
+            return nothing, nothing
+        if by_kernels:
+            out = pairs.attend(*part[:4], _bias_of(part), _seen(part, graph, offset), part.num_targets, part.dropout)
+            return out, out
+        logits = _logits(part, graph, offset)
+        weights = _softmax(logits) if is_softmax else _distribute(call.distribution, logits, call.batch)
+        dropped = F.dropout(weights, part.dropout) if part.dropout else weights
+        out = _weighted(dropped, part.value)
+        out = _joined(out, _log_sum(logits)) if part.log_sum else out
+        return out, (dropped if call.weights == "dropped" else weights) if call.weights else out
+
+    if is_exporting() or not knows_rows:  # decisions must not depend on dynamic sizes
+        return found(part)
+    held = batch * min(seen, m) * (heads if _has_products(part.score) else part.key[0, 0].numel())
+    if is_narrow:  # lists of pairs of one size are kept
+        size = min(max(seen, _TOGETHER[0]), _TOGETHER[1])
+        counts = [size] * (n // size) + [n % size] * (n % size > 0)
+    else:
+        counts = pairs.counts(n, m, batch) if by_kernels else chunk_sizes(n, max(_CHUNK // max(held, 1), 1))
+    some = _by_targets(part, counts)
+    if not call.weights:
+        some = [_cropped(x, graph, offset) for x in some]
+    recomputes = len(counts) > 1 and torch.is_grad_enabled() and not call.weights and n * held > _MOST_KEPT
+    reads: list[Any] = []
+    if recomputes and not torch.compiler.is_compiling():  # edits between the passes are the compiler's to notice
+        of_bias = vars(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
+        reads = [*part[:3], part.mask, *part.score.tensors(), *(x for x in of_bias if isinstance(x, Tensor))]
+    results = [recomputed(found, x, reads=reads) if recomputes else found(x) for x in some]
+    outs, weights = zip(*results, strict=True)
+    return torch.cat(outs, 1), torch.cat(weights, 2) if call.weights else outs[0]
+
+
+def _fused(part: _Part, graph: CompleteGraph, offset: int, of_score: Any) -> Tensor:
+    """PyTorch's fused attention; `of_score` is the scale that the score was given."""
+    query, key, value, score, bias, mask, n, dropout = part[:8]
+    assert query is not None
+    assert isinstance(score, DotScore)
+    assert not isinstance(bias, Bias)
+    is_causal = graph.causal and graph.window is None and bias is None and mask is None
+    if is_causal:
+        at_start = statically_known_true(offset == 0) if is_exporting() else offset == 0 and n == key.size(1)
+        is_causal = at_start
+    if not is_causal:
+        mask = _seen(part, graph, offset)
+    out = dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout, is_causal)
+    if isinstance(of_score, Tensor):  # PyTorch's fused kernel on CPUs loses its NaN
+        lost = of_score.detach().to(out.dtype).unsqueeze(-1)
+        if mask is not None:
+            lost = lost.masked_fill(~mask.any(-1).transpose(1, 2).unsqueeze(-1), 0.0)
+        out = torch.add(out, lost, alpha=0)
+    return out
+
+
+def _by_targets(part: _Part, counts: list[int]) -> list[_Part]:
+    """A part, divided into so many targets."""
+    queries = [None] * len(counts) if part.query is None else _split(part.query, counts, 1)
+
+    def parts(x: Any) -> list[Any]:
+        return _split(x, counts, 2) if isinstance(x, Tensor) and x.size(2) != 1 else [x] * len(counts)
+
+    rows = zip(queries, parts(part.bias), parts(part.mask), counts, accumulate(counts, initial=0), strict=False)
+    return [part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first) for q, b, m, n, first in rows]
+
+
+def _cropped(part: _Part, graph: CompleteGraph, offset: int) -> _Part:
+    """A part without the sources that none of its targets sees."""
+    (left, right), m, position = graph.reach, part.key.size(1), offset + part.first_target
+    first = 0 if left is None else min(max(position - left, 0), m)
+    last = m if right is None else min(max(position + part.num_targets + right, first), m)
+    if (first, last) == (0, m):
+        return part
+    if isinstance(part.bias, Tensor) and part.bias.size(3) != 1:
+        part = part._replace(bias=part.bias[..., first:last])
+    if part.mask is not None and part.mask.size(3) != 1:
+        part = part._replace(mask=part.mask[..., first:last])
+    return part._replace(key=part.key[:, first:last], value=part.value[:, first:last], first_source=first)
+
+
+def _seen(part: _Part, graph: CompleteGraph, offset: int) -> Tensor | None:
+    """Which sources the targets see, broadcastable to `[B, H, N, M]`; `None` if all."""
+    n, m, device = part.num_targets, part.key.size(1), part.key.device
+    if graph.reach == (None, None):
+        return part.mask
+    return _both(part.mask, graph.visible(n, m, offset + part.first_target - part.first_source, device)[None, None])
 
 
 def _joined(out: Tensor, log_sum: Tensor) -> Tensor:
@@ -527,86 +538,30 @@ def _parted(joined: Tensor) -> tuple[Tensor, Tensor]:
     return joined[..., :-2], joined[..., -2].masked_fill(joined[..., -1].detach() == 0, -torch.inf)
 
 
-def _rectangle(part: _Part) -> Tensor:
-    """The output if every target sees every source that the mask allows."""
-    query, key, value, score, bias, mask, _, dropout, log_sum, _ = part
-    if _is_dot(score) and key.size(-1) > 0 and not log_sum and not isinstance(bias, Bias):
-        assert query is not None
-        return dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout)
-
-    if not _has_products(score) and not log_sum and pairs.can_attend(query, key, value, score):
-        keeps = part.num_targets * key.numel() <= _MOST_KEPT
-        counts = pairs.counts(part.num_targets, key.size(1), key.size(0))
-        return torch.cat(_by_targets(_by_pairs, part, counts, keeps), 1)
-
-    def output(part: _Part) -> Tensor:
-        logits = _logits(part)
-        weights = _softmax(logits, part)
-        out = _weighted(F.dropout(weights, dropout) if dropout else weights, value)
-        return _joined(out, _log_sum(logits)) if log_sum else out
-
-    return torch.cat(_by_targets(output, part), 1)
-
-
-def _by_pairs(part: _Part) -> Tensor:
-    return pairs.attend(*part[:4], _bias_of(part), *part[5:8])
-
-
 def _bias_of(part: _Part) -> Tensor | None:
     """The bias of all targets of a part, broadcastable to `[B, H, N, M]`."""
     if not isinstance(part.bias, Bias):
         return part.bias
     targets = slice(part.first_target, part.first_target + part.num_targets)
-    return part.bias.whole_part(targets, slice(0, part.key.size(1)))
+    return part.bias.whole_part(targets, slice(part.first_source, part.first_source + part.key.size(1)))
 
 
 def _num_heads(part: _Part) -> int:
     return (part.key if part.query is None else part.query).size(2)
 
 
-def _zeros(part: _Part) -> Tensor:
-    """The output if there is nothing to attend to; its gradients are zeros."""
+def _zeros(part: _Part, num_targets: int | None = None) -> Tensor:
+    """The output if there is nothing to attend to; its gradients are zeros.
+
+    Args:
+        part: The part.
+        num_targets: So many targets of one element. (default: all of the part's)
+    """
     query, key, value = part[:3]
-    heads = _num_heads(part)
     of_bias = part.bias.tensors() if isinstance(part.bias, Bias) else (part.bias,)
     nothing = sum(x[:0].sum() for x in (query, key, value, *of_bias) if x is not None)
-    return value.new_zeros(value.size(0), part.num_targets, heads, value.size(-1) + 2 * part.log_sum) + nothing
-
-
-def _by_targets(
-    function: Callable[[_Part], Tensor], part: _Part, counts: list[int] | None = None, keeps: bool = False
-) -> list[Tensor]:
-    """Calls a function for some targets at a time.
-
-    Unless it `keeps` them, intermediate results are not kept for the backward pass, which computes them again.
-    """
-    if is_exporting():  # decisions must not depend on dynamic sizes
-        return [function(part)]
-    query, key = part.query, part.key
-    if counts is None:
-        held = key.numel()
-        if query is not None and _has_products(part.score):
-            held = math.prod(key.shape[:2]) * query.size(2)
-        counts = chunk_sizes(part.num_targets, max(_CHUNK // max(held, 1), 1)) or [0]
-    queries = [None] * len(counts) if query is None else _split(query, counts, 1)
-
-    def parts(x: Any) -> list[Any]:
-        return _split(x, counts, 2) if isinstance(x, Tensor) and x.size(2) != 1 else [x] * len(counts)
-
-    results = []
-    reads: list[Any] = []
-    recomputes = len(counts) > 1 and torch.is_grad_enabled() and not keeps
-    if recomputes and not torch.compiler.is_compiling():  # edits between the passes are the compiler's to notice
-        of_bias = vars(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
-        reads = [*part[:3], part.mask, *part.score.tensors(), *(x for x in of_bias if isinstance(x, Tensor))]
-    firsts = accumulate(counts, initial=0)
-    for q, b, m, n, first in zip(queries, parts(part.bias), parts(part.mask), counts, firsts, strict=False):
-        some = part._replace(query=q, bias=b, mask=m, num_targets=n, first_target=first)
-        if recomputes:
-            results.append(recomputed(function, some, reads=reads))
-        else:
-            results.append(function(some))
-    return results
+    size = (value.size(0), part.num_targets) if num_targets is None else (1, num_targets)
+    return value.new_zeros(*size, _num_heads(part), value.size(-1) + 2 * part.log_sum) + nothing
 
 
 def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
@@ -615,9 +570,9 @@ def _split(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     return list(x.split(sizes, dim))
 
 
-def _logits(part: _Part) -> Tensor:
-    """The logits of all targets, `[B, H, N, M]`, with masked ones at minus infinity."""
-    query, key, _, score, _, mask, count, *_ = part
+def _logits(part: _Part, graph: CompleteGraph, offset: int) -> Tensor:
+    """The logits of all targets, `[B, H, N, M]`: minus infinity where they do not see a source."""
+    query, key, _, score, _, _, count, *_ = part
     if _has_products(score):
         assert query is not None
         keys = repeat_heads(key, query.size(2)).to(compute_dtype(key.dtype))
@@ -635,6 +590,7 @@ def _logits(part: _Part) -> Tensor:
         logits = broadcast_logits(query, key.unsqueeze(1), score, shape).permute(0, 3, 1, 2)
     if (bias := _bias_of(part)) is not None:
         logits = logits + bias
+    mask = _seen(part, graph, offset)
     return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
 
 
@@ -645,15 +601,8 @@ def _log_sum(logits: Tensor) -> Tensor:
     return log_sum.squeeze(-1).transpose(1, 2)
 
 
-def _alpha(part: _Part) -> Tensor:
-    """The softmax of `_logits`."""
-    return _softmax(_logits(part), part)
-
-
-def _softmax(logits: Tensor, part: _Part) -> Tensor:
-    """The softmax of a part's logits; zeros for targets that see nothing."""
-    if part.bias is None and part.mask is None:
-        return logits.softmax(-1)
+def _softmax(logits: Tensor) -> Tensor:
+    """The softmax of logits; zeros for targets that see nothing."""
     empty = (logits == -torch.inf).all(-1, keepdim=True)
     return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
 
@@ -679,56 +628,6 @@ def _weighted(weights: Tensor, value: Tensor) -> Tensor:
     """The sums of values `[B, M, H, C]` with weights `[B, H, N, M]`: `[B, N, H, C]`."""
     value = repeat_heads(value, weights.size(1)).to(weights.dtype)
     return (weights @ value.transpose(1, 2)).transpose(1, 2)
-
-
-def _banded(part: _Part, offset: int, left: int, right: int) -> Tensor:
-    """Computes a window: blocks of targets become elements of the batch, each with the sources that it sees."""
-    query, key, value, _, bias, mask, num_targets, *_ = part
-    batch, num_sources = value.shape[:2]
-    size = _block_targets(left, right)
-    span = size + left + right
-    blocks = -(-num_targets // size)
-    rest = blocks * size - num_targets
-    before, after = left - offset, offset + blocks * size + right - num_sources  # negative: remove nodes
-    if query is not None:
-        query = torch.unflatten(_pad_nodes(query, 0, rest), 1, (blocks, size)).flatten(0, 1)
-    key, value = (_pad_nodes(x, before, after).unfold(1, span, size).movedim(-1, 2).flatten(0, 1) for x in (key, value))
-    place = torch.arange(span, device=value.device)
-    source = torch.arange(blocks, device=value.device).unsqueeze(1) * size - before + place
-    target = torch.arange(blocks * size, device=value.device).view(blocks, size)
-    if isinstance(bias, Bias):
-        bands = bias.bands(target, source)
-        bias = bands.expand(batch, blocks, *bands.shape[2:]).flatten(0, 1)
-    else:
-        bias = _of_blocks(bias, batch, target, source)
-    allowed = _of_blocks(mask, batch, target, source)
-    distance = place - torch.arange(size, device=value.device).unsqueeze(1)
-    mask = (distance >= 0) & (distance <= left + right)
-    mask = mask & ((source >= 0) & (source < num_sources)).unsqueeze(1)
-    mask = mask.repeat(batch, 1, 1).unsqueeze(1)
-    mask = _both(allowed, mask)
-    out = _rectangle(part._replace(query=query, key=key, value=value, bias=bias, mask=mask, num_targets=size))
-    return torch.unflatten(out, 0, (batch, blocks)).flatten(1, 2)[:, :num_targets]
-
-
-def _of_blocks(x: Tensor | None, batch: int, target: Tensor, source: Tensor) -> Tensor | None:
-    """A bias or mask for blocks of targets, with anything at padding; sizes of 1 are kept for broadcasting."""
-    if x is None:
-        return None
-    targets, sources = (
-        places[:1, :1] * 0 if size == 1 else places.clamp(0, size - 1)
-        for places, size in ((target, x.size(2)), (source, x.size(3)))
-    )
-    x = x[:, :, targets.unsqueeze(2), sources.unsqueeze(1)].transpose(1, 2)
-    return x.expand(batch, len(target), *x.shape[2:]).flatten(0, 1)
-
-
-def _block_targets(left: int, right: int) -> int:
-    return min(max(left + right + 1, _BLOCK[0]), _BLOCK[1])
-
-
-def _pad_nodes(x: Tensor, before: int, after: int) -> Tensor:
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (before, after))
 
 
 def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
 
+from gattn.bias import Bias
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.dense import tiles
 from gattn.torch_private import (
@@ -32,7 +33,7 @@ def is_packed_flash(
     key: Tensor,
     value: Tensor,
     graph: CompleteGraph,
-    bias: Tensor | None,
+    bias: Tensor | Bias | None,
     mask: Tensor | None,
     dropout: float,
 ) -> bool:

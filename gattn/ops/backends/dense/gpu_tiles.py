@@ -30,7 +30,9 @@ class GPUCall:
         self.heads, self.channels, self.value_channels = query.size(2), query.size(3), value.size(3)
         self.compute = compute_dtype(value.dtype)
         #: The targets and sources of a tile forward: as many as registers hold, of which backward needs twice.
-        self.nodes = max(16, min(64, _HELD // (max(_block(self.channels), _block(self.value_channels)) * value.itemsize)))
+        self.nodes = max(
+            16, min(64, _HELD // (max(_block(self.channels), _block(self.value_channels)) * value.itemsize))
+        )
         law, constants = rule.law.name, (*rule.law.constants, 0.0, 0.0)
         is_softmax = law == "softmax"
         self.arguments: dict[str, Any] = {
@@ -109,18 +111,20 @@ class GPUCall:
         self, grad: Tensor, delta: Tensor, stats: Tensor, grad_weights: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None]:
         """The gradients of query, key and value, and that of the bias."""
-        of_query, of_key, of_value = (torch.zeros(x.shape, dtype=self.compute, device=x.device) for x in self.inputs[:3])
+        of_query, of_key, of_value = (
+            torch.zeros(x.shape, dtype=self.compute, device=x.device) for x in self.inputs[:3]
+        )
         grad_bias = sums = self.grad_bias
         of_all = self.rule.bias == "all"
         terms = [element.term for element in self.rule.elements]
-        is_shared, sizes = not of_all, (1,) * 4
+        is_shared, sizes = not of_all, torch.Size((1,) * 4)
         if grad_bias is not None and of_all:
             sizes = grad_bias.shape
             # Where a size is 1, the only pair there shares with none.
             is_shared = sizes[1] == 1 or sizes[0] == 1 or len(set(terms)) < len(terms) or 1 in sizes[2:]
         if grad_bias is not None and is_shared:
             sums = grad_bias.to(torch.float64)
-        given = {"stats": stats, "delta": delta, "grad_out": grad, "grad_weights": grad_weights}
+        given: dict[str, Any] = {"stats": stats, "delta": delta, "grad_out": grad, "grad_weights": grad_weights}
         given["grad_strides"] = grad.stride()
         self.run(
             "tiles_by_target",

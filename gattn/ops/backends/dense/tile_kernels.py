@@ -100,8 +100,7 @@ def _number(of_pairs, element, i, j, seen, bias_count, first_distance, BIAS: tl.
 @triton.jit
 def _add_to_bias(
     grad, of_pairs, starts, element, h, i, j, n, seen, dz, bias_count, first_distance,
-    strides,
-    BIAS: tl.constexpr, IS_SHARED: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_COLUMNS: tl.constexpr,
+    strides, BIAS: tl.constexpr, IS_SHARED: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of a tile's logits to that of the bias, which is float64 if pairs share its numbers."""
     base = grad + h * strides[1]
@@ -218,7 +217,6 @@ def tiles_forward(
     query_strides, key_strides, value_strides, bias_strides, mask_strides,
     KEEP_SCALE: tl.constexpr, SCALE: tl.constexpr, SLOPE: tl.constexpr, CLAMP: tl.constexpr, SOFTCAP: tl.constexpr,
     LAW: tl.constexpr, NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, BIAS: tl.constexpr,
-    
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr, LOADED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -239,7 +237,7 @@ def tiles_forward(
     for place in range(begin, end, BLOCK_S):
         j = place + tl.arange(0, BLOCK_S)
         k = _rows(key, batch, first_source + j, h // GROUP, j < m, key_strides, CHANNELS, BLOCK_C, LOADED)
-        z, seen, of_cap, of_score = _tile(
+        z, seen, _, _ = _tile(
             q, k, bias, of_pairs, starts, mask, element, h, i, j, bias_count, first_distance, left, right,
             bias_strides, mask_strides,
             SCALE, SLOPE, CLAMP, SOFTCAP, BIAS, COMPUTE, PRECISION,
@@ -282,7 +280,6 @@ def tiles_weights(
     query_strides, key_strides, bias_strides, mask_strides,
     KEEP_SCALE: tl.constexpr, SCALE: tl.constexpr, SLOPE: tl.constexpr, CLAMP: tl.constexpr, SOFTCAP: tl.constexpr,
     LAW: tl.constexpr, BIAS: tl.constexpr, DROPPED: tl.constexpr,
-    
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
     COMPUTE: tl.constexpr, LOADED: tl.constexpr, PRECISION: tl.constexpr,
@@ -300,7 +297,7 @@ def tiles_weights(
     for place in range(0, m, BLOCK_S):
         j = place + tl.arange(0, BLOCK_S)
         k = _rows(key, batch, first_source + j, h // GROUP, j < m, key_strides, CHANNELS, BLOCK_C, LOADED)
-        z, seen, of_cap, of_score = _tile(
+        z, _, _, _ = _tile(
             q, k, bias, of_pairs, starts, mask, element, h, i, j, bias_count, first_distance, left, right,
             bias_strides, mask_strides,
             SCALE, SLOPE, CLAMP, SOFTCAP, BIAS, COMPUTE, PRECISION,
@@ -350,7 +347,6 @@ def tiles_by_target(
     KEEP_SCALE: tl.constexpr, SCALE: tl.constexpr, SLOPE: tl.constexpr, CLAMP: tl.constexpr, SOFTCAP: tl.constexpr,
     LAW: tl.constexpr, BIAS: tl.constexpr, DROPPED: tl.constexpr,
     IS_SHARED: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_COLUMNS: tl.constexpr,
-    
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr, LOADED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -375,7 +371,7 @@ def tiles_by_target(
         j = place + tl.arange(0, BLOCK_S)
         k = _rows(key, batch, first_source + j, h // GROUP, j < m, key_strides, CHANNELS, BLOCK_C, LOADED)
         v = _rows(value, batch, first_source + j, h // GROUP, j < m, value_strides, VALUE_CHANNELS, BLOCK_V, LOADED)
-        p, seen, dz, ds = _backward_tile(
+        _, seen, dz, ds = _backward_tile(
             q, k, v, do, stat, of_row, bias, of_pairs, starts, mask, seed, grad_weights, element, h, i, j, row,
             bias_count, first_distance, left, right, threshold,
             bias_strides, mask_strides,
@@ -397,7 +393,6 @@ def tiles_by_source(
     query_strides, key_strides, value_strides, grad_strides, bias_strides, mask_strides,
     KEEP_SCALE: tl.constexpr, SCALE: tl.constexpr, SLOPE: tl.constexpr, CLAMP: tl.constexpr, SOFTCAP: tl.constexpr,
     LAW: tl.constexpr, BIAS: tl.constexpr, DROPPED: tl.constexpr,
-    
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr, LOADED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -424,7 +419,7 @@ def tiles_by_source(
             stat = tl.load(stats + number, mask=i < n, other=0.0)
             of_row = tl.load(delta + number, mask=i < n, other=0.0)
             row = (batch * HEADS + h) * num_targets + target
-            p, seen, dz, ds = _backward_tile(
+            p, seen, _, ds = _backward_tile(
                 q, k, v, do, stat, of_row, bias, of_pairs, starts, mask, seed, grad_weights, element, h, i, j, row,
                 bias_count, first_distance, left, right, threshold,
                 bias_strides, mask_strides,

@@ -527,7 +527,9 @@ class CPUCall:
         of_query = grads[0][0]
         for part in grads[0][1:]:
             of_query += part
-        return [g[..., : x.size(-1)] for g, x in zip((of_query, *grads[1:]), (query, key, value), strict=True)], grad_bias
+        return [
+            g[..., : x.size(-1)] for g, x in zip((of_query, *grads[1:]), (query, key, value), strict=True)
+        ], grad_bias
 
 
 def _form(x: Tensor | None) -> Any:
@@ -596,7 +598,7 @@ def backward(
     if sink is not None and wanted[4]:
         shares_of_sink = (sink - stats).exp().masked_fill(stats == -torch.inf, 0.0)
         of_sink = -(shares_of_sink * delta).sum((0, 1))
-    return [*(g.to(x.dtype) for g, x in zip(of_nodes, inputs, strict=False)), grad_bias, of_sink]
+    return [*(g.to(x.dtype) for g, x in zip(of_nodes, inputs[:3], strict=True)), grad_bias, of_sink]
 
 
 class _Attention(torch.autograd.Function):
