@@ -92,6 +92,7 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
     right = [
         Command("doctor", [*python, "gattn"], alone=False),
         tests("test_gpu", "tests/test_gpu.py", "-m", "slow or not slow"),
+        tests("test_tiles", "tests/ops/test_tiles.py", "-m", "slow or not slow", "-k", "on_a_gpu"),
         tests("test_triton", "tests/ops/test_triton.py", "--share", "0.4", "1"),
     ]
     sanitizer = shutil.which("compute-sanitizer")
@@ -112,7 +113,7 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
         # Rows that contradict each other, as they may beside other programs, would be an error.
         tiny = "--shapes", "tiny", "--parts", "attention", "--layers", "gat", "--peers", "gattn", "--threads", "1"
         fast = [benchmark("kernels", "kernels", *brief, *tiny)]
-        parts = "--parts", "linear", "bucket bias"
+        parts = "--parts", "linear", "softcap"
         long = [
             benchmark("steps", "steps", "--quick", "--tasks", "GPS, 4 blocks of 64", "--peers", "gattn"),
             benchmark("complete", "complete", "--quick", *parts, "--only", "gattn"),
@@ -135,10 +136,11 @@ def steps(out: Path, dry_run: bool) -> dict[str, list[Command]]:
             ("peers_batch", "batch", *others),
         )
     ]
+    biases = "linear", "sparse bias", "bucket bias"
     training = "--models", "gps", "sgformer", "--datasets", "minesweeper", "--runs", "3"
     long = [
         benchmark("steps", "steps", *brief, "--peers", "gattn", "pyg", "--tasks", *GPU_TASKS),
-        benchmark("complete", "complete", *brief, "--parts", "none", "linear", "sparse bias", "bucket bias"),
+        benchmark("complete", "complete", *brief, "--parts", "none", "softcap", "causal window", "sigmoid", *biases),
         benchmark("products_half", "kernels", *brief, "--shapes", "products", *alone, "--dtypes", "bfloat16", *peers),
         benchmark("nodes", "nodes", *training),
     ]

@@ -250,7 +250,7 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
     import triton
 
     binary = build(launch, case.architecture)
-    usage, code = _disassembled(binary.asm["cubin"])
+    usage, code = disassembled(binary.asm["cubin"])
     registers, stack, shared, local = (
         int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK", "SHARED", "LOCAL")
     )
@@ -282,7 +282,7 @@ def analyse(case: Compilation, launch: Launch) -> Compiled:
     }
 
 
-def _disassembled(cubin: bytes) -> tuple[str, str]:
+def disassembled(cubin: bytes) -> tuple[str, str]:
     """What a kernel uses, and its machine code, as Triton's tools report them."""
     import triton
 

@@ -185,9 +185,8 @@ class SparseBias(Bias):
     such a bias tells them about the edges. Minus infinity excludes a pair. A pair that is listed twice has the sum of
     its biases.
 
-    On CPUs, a softmax of scaled dot products costs little more with this bias than without it, if few of all pairs are
-    listed: PyTorch's fused attention is computed first, and its result is corrected for the listed pairs. Targets for
-    which that would lose digits are computed again from all of their logits.
+    With dot products, kernels add the biases to the tiles of pairs in which they are, so that there is no matrix of
+    them, and its cost follows the number of listed pairs.
 
     Args:
         pairs: The pairs, sources above targets: an `edge_index` `[2, E]` in any of PyG's forms, or a `SparseGraph`. In

@@ -2,6 +2,7 @@
 `TRITON_INTERPRET=0 python -m pytest tests/ops/compiled_triton.py`."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -9,12 +10,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from benchmarks.kernel_compiled import PASSES, ROWS, Compilation, analyse, build, collected, launches
+from benchmarks.kernel_compiled import PASSES, ROWS, Compilation, analyse, build, collected, disassembled, launches
 from gattn import AdditiveScore, DotScore, GATScore, TopK, attend
 from gattn.nn import GATv2Conv, TransformerConv
+from gattn.ops.backends.dense import tiles
+from gattn.ops.backends.dense.gpu_tiles import GPUCall
 from gattn.ops.backends.triton import layout
 from gattn.testing import random_edge_index
-from tests.cases import KERNEL_SCORES, TERMS, make_call
+from tests.cases import KERNEL_SCORES, TERMS, make_call, mostly_slow
+from tests.ops.test_tiles import Case
 
 KERNELS = {*PASSES, "dot_rows", "combine", "add_partial"}
 slow = pytest.mark.slow
@@ -78,6 +82,34 @@ def test_kernels_of_whole_rows_compile(architecture, distribution, kernel, dtype
     options = {"heads": 3, "channels": 24, "value_channels": 40, "terms": ("bias",), "distribution": distribution}
     call = make_call("dot", random_edge_index(9, 7, 60, hub=0.5), 9, 7, dtype=getattr(torch, dtype), **options)
     assert all_compiled(call, architecture) == {*KERNELS, kernel}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "cell"),
+    mostly_slow(
+        [
+            (90, "bfloat16", ("softcap", "dot", (64, 64), (64, 64), "causal", "HNM", "NM", 2, 0.1, "dropped")),
+            (80, "float32", ("sink of heads", "bounded", (64, 64), (64, 64), "window", "distances", None, 4)),
+            (100, "float16", ("sigmoid", "dot", (64, 64), (64, 32), "causal", "listed", "BHNM", 2, 0.1)),
+            (100, "bfloat16", ("normalized", "dot", (64, 64), (128, 128), "full", "buckets", None, 4)),
+            (90, "float32", ("tanh", "dot", (64, 64), (24, 128), "lengths", "BM", None, 4, 0.0, True)),
+        ],
+        5,
+    ),
+)
+def test_kernels_for_tiles_compile(architecture, dtype, cell, monkeypatch):
+    """Without spilling more than a few registers."""
+    monkeypatch.setitem(tiles.CALLS, "cpu", GPUCall)
+    with collected() as found:
+        Case(*cell).results(getattr(torch, dtype))
+    has_weights = len(cell) > 9
+    names = {"tiles_forward", "tiles_by_target", "tiles_by_source", *["tiles_weights"] * has_weights}
+    assert {launch.kernel.__name__ for launch in found} == names
+    for launch in found:
+        binary = build(launch, architecture)
+        assert f".target sm_{architecture}" in binary.asm["ptx"]
+        usage, _ = disassembled(binary.asm["cubin"])
+        assert int(re.findall(r"STACK:(\d+)", usage)[0]) <= 64, launch.kernel.__name__
 
 
 def all_compiled(call, architecture):

@@ -14,8 +14,8 @@ from gattn.ops.call import compute_dtype
 
 __all__ = ["GPUCall"]
 
-_WARPS = 4
-"""The number of warps of a program."""
+_WARPS, _WIDE = 4, 128
+"""The number of warps of a program, twice as many for rows of so many channels."""
 
 _HELD = 8192
 """The bytes of the rows of a tile."""
@@ -92,7 +92,8 @@ class GPUCall:
         given = {**self.arguments, **more, "tasks": tasks, "BLOCK_T": nodes, "BLOCK_S": nodes}
         with torch.cuda.device_of(self.inputs.value):
             if len(tasks):
-                launcher.run(kernel, (len(tasks), heads), _WARPS, {name: given[name] for name in kernel.arg_names})
+                warps = _WARPS << (max(given["BLOCK_C"], given["BLOCK_V"]) >= _WIDE)
+                launcher.run(kernel, (len(tasks), heads), warps, {name: given[name] for name in kernel.arg_names})
 
     def forward(self, out: Tensor, wide: Tensor | None, stats: Tensor) -> None:
         """Computes the output, the same before it is rounded, and the statistics of each row."""
