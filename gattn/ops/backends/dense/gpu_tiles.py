@@ -190,6 +190,6 @@ def _types(dtype: torch.dtype) -> dict[str, Any]:
 
 @cache
 def _kernels() -> Any:
-    from gattn.ops.backends.dense import tile_kernels
+    from gattn.ops.backends.dense import triton_tiles
 
-    return tile_kernels
+    return triton_tiles
