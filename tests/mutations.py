@@ -615,7 +615,7 @@ MUTATIONS = [
     Mutation("second derivatives hide the target itself", DENSE, ".triu(«1 → 0»)"),
     Mutation("a bias of minus infinity is NaN", DENSE, "logits«.masked_fill(empty, 0.0) →».softmax(-1)"),
     Mutation("kernels compute all targets at once", DENSE, "counts = «pairs.counts(n, m, batch) → [n]» if by_kernels"),
-    Mutation("what kernels compute is always kept", DENSE, "n * held > «_MOST_KEPT → 2**60»"),
+    Mutation("what kernels compute is always kept", DENSE, "n * held <= («_MOST_KEPT → 2**60» if"),
     Mutation(
         "pairs have one element's bias", PAIRS, "return «term.squeeze(0) if term.size(0) == 1 else term → term[0]»"
     ),

@@ -45,8 +45,9 @@ __all__ = ["Dense", "attention"]
 #: Scores that no fused kernel computes have this many logits, or channels of their hidden layer, at a time.
 _CHUNK = 2**20
 
-#: With more of them in all, they are not kept for the backward pass.
-_MOST_KEPT = 2**25
+#: With more channels of all pairs than this, what kernels keep for the backward pass (2 bits or more for each) is not
+#: kept either; nor an eighth as many logits.
+_MOST_KEPT = 2**28
 
 #: As many targets of a window are computed together as one of them sees sources, within these bounds.
 _TOGETHER = (32, 128)
@@ -463,7 +464,8 @@ def _element(part: _Part, graph: CompleteGraph, call: Call, offset: int) -> tupl
     some = _by_targets(part, counts)
     if not call.weights:
         some = [_cropped(x, graph, offset) for x in some]
-    recomputes = len(counts) > 1 and torch.is_grad_enabled() and not call.weights and n * held > _MOST_KEPT
+    is_kept = n * held <= (_MOST_KEPT if by_kernels else _MOST_KEPT // 8)
+    recomputes = len(counts) > 1 and torch.is_grad_enabled() and not (call.weights or is_kept)
     reads: list[Any] = []
     if recomputes and not torch.compiler.is_compiling():  # edits between the passes are the compiler's to notice
         of_bias = vars(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
