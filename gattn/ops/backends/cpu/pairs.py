@@ -58,6 +58,7 @@ def attend(
     mask: Tensor | None,
     num_targets: int,
     dropout: float,
+    reach: tuple[int, int] | None = None,
 ) -> Tensor:
     """The output of a softmax, `[B, N, H, V]`.
 
@@ -70,12 +71,16 @@ def attend(
         mask: Likewise.
         num_targets: N.
         dropout: The probability of dropping a weight.
+        reach: The first and the last source that target 0 sees; each target sees one source more to the right than the
+            one before. They may be before all sources, or after. (default: `None`, targets see all)
     """
     if score.scalar:
         query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
     family = family_of(score, key.size(-1))
     assert family is not None
     assert _SOFTMAX is not None
+    edge_index = _pairs(num_targets, key.size(1), reach)
+    size = key.size(-2), num_targets, key.size(1)
     inputs = Inputs(
         query=query,
         key=key,
@@ -84,10 +89,10 @@ def attend(
         edge=None,
         edge_projection=None,
         edge_type=None,
-        bias=None if bias is None else _per_pair(bias.expand(-1, key.size(-2), num_targets, key.size(1))),
-        mask=None if mask is None else _per_pair(mask.expand(-1, -1, num_targets, key.size(1))),
+        bias=None if bias is None else _per_pair(bias.expand(-1, *size), edge_index, reach),
+        mask=None if mask is None else _per_pair(mask.expand(-1, -1, *size[1:]), edge_index, reach),
         edge_value=None,
-        edge_index=_pairs(num_targets, key.size(1)),
+        edge_index=edge_index,
         num_targets=num_targets,
         self_loops=False,
         flow=FLOWS[0],
@@ -106,20 +111,28 @@ def attend(
     return out
 
 
-def _per_pair(term: Tensor) -> Tensor:
+def _per_pair(term: Tensor, edge_index: Tensor, reach: tuple[int, int] | None) -> Tensor:
     """`[B or 1, H, N, M]` as `[B, E, H]`, or `[E, H]` for all elements of a batch."""
-    term = term.permute(0, 2, 3, 1).flatten(1, 2)
+    term = term.permute(0, 2, 3, 1)
+    term = term.flatten(1, 2) if reach is None else term[:, edge_index[1], edge_index[0]]
     return term.squeeze(0) if term.size(0) == 1 else term
 
 
-def _pairs(num_targets: int, num_sources: int) -> Tensor:
+def _pairs(num_targets: int, num_sources: int, reach: tuple[int, int] | None) -> Tensor:
     """All pairs as an `edge_index`; lists of usual size are kept, and with them their layouts."""
-    make = _kept_pairs if num_targets * num_sources <= 2 * _MOST_PAIRS else _kept_pairs.__wrapped__
-    return make(num_targets, num_sources)
+    per_target = num_sources if reach is None else reach[1] - reach[0] + 1
+    make = _kept_pairs if num_targets * per_target <= 2 * _MOST_PAIRS else _kept_pairs.__wrapped__
+    return make(num_targets, num_sources, reach)
 
 
 @lru_cache(maxsize=16)
-def _kept_pairs(num_targets: int, num_sources: int) -> Tensor:
+def _kept_pairs(num_targets: int, num_sources: int, reach: tuple[int, int] | None) -> Tensor:
     with torch.inference_mode(False):
-        target, source = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (num_targets, num_sources))
-        return torch.stack([source.repeat(num_targets), target.repeat_interleave(num_sources)])
+        first, last = reach or (0, num_sources - 1)
+        target, source = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (num_targets, last - first + 1))
+        target, source = target.repeat_interleave(len(source)), (source + first).repeat(num_targets)
+        if reach is None:
+            return torch.stack([source, target])
+        source += target
+        seen = (source >= 0) & (source < num_sources)
+        return torch.stack([source[seen], target[seen]])

@@ -430,21 +430,25 @@ def _element(part: _Part, graph: CompleteGraph, call: Call, offset: int) -> tupl
     if knows_rows and not is_exporting() and batch * n * m == 0:
         nothing = _zeros(part)
         return nothing, part.value.new_zeros(batch, heads, n, m) + nothing.sum()
+    by_kernels = is_softmax and not (call.weights or part.log_sum)
+    by_kernels = by_kernels and not _has_products(part.score) and pairs.can_attend(*part[:4])
     left, right = graph.reach
     seen = m if left is None or right is None else left + right + 1
-    is_narrow = not is_exporting() and 2 * (seen + _TOGETHER[1]) <= m
+    is_narrow = not is_exporting() and 2 * (seen + _TOGETHER[1] * (not by_kernels)) <= m
     if _is_fused(part, call) and not is_narrow:
         out = _fused(part, graph, offset, getattr(call.score, "scale", None))
         return out, out.new_empty(0)
-    by_kernels = is_softmax and not (call.weights or part.log_sum)
-    by_kernels = by_kernels and not _has_products(part.score) and pairs.can_attend(*part[:4])
 
     def found(part: _Part) -> tuple[Tensor, Tensor]:
         if knows_rows and part.key.size(1) == 0:
             nothing = _zeros(part)
             return nothing, nothing
         if by_kernels:
-            out = pairs.attend(*part[:4], _bias_of(part), _seen(part, graph, offset), part.num_targets, part.dropout)
+            at, reach = offset + part.first_target - part.first_source, None
+            if is_narrow and left is not None and right is not None:
+                reach = at - left, at + right
+            mask = part.mask if reach else _seen(part, graph, offset)
+            out = pairs.attend(*part[:4], _bias_of(part), mask, part.num_targets, part.dropout, reach)
             return out, out
         logits = _logits(part, graph, offset)
         weights = _softmax(logits) if is_softmax else _distribute(call.distribution, logits, call.batch)
@@ -457,7 +461,7 @@ def _element(part: _Part, graph: CompleteGraph, call: Call, offset: int) -> tupl
         return found(part)
     held = batch * min(seen, m) * (heads if _has_products(part.score) else part.key[0, 0].numel())
     if is_narrow:  # lists of pairs of one size are kept
-        size = min(max(seen, _TOGETHER[0]), _TOGETHER[1])
+        size = pairs.counts(n, seen, batch)[0] if by_kernels else min(max(seen, _TOGETHER[0]), _TOGETHER[1])
         counts = [size] * (n // size) + [n % size] * (n % size > 0)
     else:
         counts = pairs.counts(n, m, batch) if by_kernels else chunk_sizes(n, max(_CHUNK // max(held, 1), 1))
