@@ -27,7 +27,9 @@ ROOT = Path(__file__).parents[1]
 #: The folder of the C++ kernels; a mutation's text may be in any of its files.
 KERNELS = "gattn/ops/backends/cpu/csrc"
 LAYOUT, MEANS, MATRIX, TILES = (f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h", "matrix.h", "tiles.h"))
-TILE_CALLS = "gattn/ops/backends/dense/tiles.py"
+TILE_CALLS, TRITON_TILES, GPU_CALLS = (
+    f"gattn/ops/backends/dense/{name}.py" for name in ("tiles", "triton_tiles", "gpu_tiles")
+)
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
 )
@@ -96,6 +98,7 @@ TESTS = {
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
     **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS)},
+    **{file: ["tests/ops/test_tiles.py::test_a_few_cells_on_a_gpu"] for file in (TRITON_TILES, GPU_CALLS)},
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_CALLS: ["tests/ops/test_triton.py"],
@@ -516,6 +519,21 @@ MUTATIONS = [
     Mutation("a sink has the other sign", TILE_CALLS, "of_sink = «-(shares → (shares»_of_sink"),
     Mutation("a log-sum has no gradient", TILE_CALLS, "«delta -= grad_log_sum → delta - grad_log_sum»"),
     Mutation("a second derivative has no slope", TILE_CALLS, "if rule.slope «!= 1.0 → != rule.slope»:"),
+    # -------------------------------------------------------------------------------------------- tiles on GPUs
+    Mutation("a tile sees one source too far", TRITON_TILES, "(j[None] <= (position + right«→ + 1»)[:, None])"),
+    Mutation("a window's last targets are not visited", TRITON_TILES, "BLOCK_S - offset + left«→ - BLOCK_T», n)"),
+    Mutation("a sink takes no share", TRITON_TILES, "total * shrinks + «tl.exp(by - base) → 0.0 * by»"),
+    Mutation("a cap has no derivative", TRITON_TILES, "1.0 - «(z / SOFTCAP) → 0.0» * (z / SOFTCAP)"),
+    Mutation("gradients of weights are not dropped", TRITON_TILES, "p, dp = p * kept, «dp * kept → dp»"),
+    Mutation("distances begin at the first source", TRITON_TILES, "i[:, None] «- tl.load(element + 5) →» - first"),
+    Mutation("one head of a group has gradients", TRITON_TILES, "«(key_head + 1) * GROUP → key_head * GROUP + 1»):"),
+    Mutation(
+        "listed pairs are those of the first targets", TRITON_TILES, "starts + «tl.load(element + 7) + i → 0 * i»"
+    ),
+    Mutation("a bound has gradients", TRITON_TILES, "tl.where((z > CLAMP) | (z < -CLAMP), «0.0 → of_score», of_score)"),
+    Mutation("buckets have the row before", TRITON_TILES, "i[:, None] * tl.load(element + 8) + j[None]«→ * 0»"),
+    Mutation("a bias of all is not summed", GPU_CALLS, "is_shared = «sizes[1] == 1 or sizes[0] == 1 or → False and»"),
+    Mutation("rows of a bias are not summed", GPU_CALLS, "SUMS_ROWS=«sizes[2] == 1 and is_shared → False»"),
     # ------------------------------------------------------------------------------------------------------ the vectors
     Mutation("bfloat16 is cut off", KERNELS, "uint16_t((«bits + 0x7fff + (bits >> 16 & 1) → bits») >> 16);"),
     Mutation("float16's infinity is a number", KERNELS, "if («magnitude >= 0x7c00 → magnitude > 0x7c00») return"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gattn.ops.backends import triton as launcher
 from gattn.ops.call import compute_dtype
+from gattn.torch_private import resolved
 
 __all__ = ["GPUCall"]
 
@@ -25,14 +26,16 @@ class GPUCall:
     """A call of the kernels; see `gattn.ops.backends.dense.tiles.CPUCall`."""
 
     def __init__(self, inputs: Any, rule: Any, grad_bias: Tensor | None = None):
-        query, key, value, bias, sink, mask, of_pairs, starts, seed = inputs
+        query, key, value, bias, sink, mask, of_pairs, starts, seed = (
+            None if x is None else resolved(x) for x in inputs
+        )
         self.inputs, self.rule, self.device, self.grad_bias = inputs, rule, value.device, grad_bias
         self.heads, self.channels, self.value_channels = query.size(2), query.size(3), value.size(3)
         self.compute = compute_dtype(value.dtype)
         #: The targets and sources of a tile forward: as many as registers hold, of which backward needs twice.
-        self.nodes = max(
-            16, min(64, _HELD // (max(_block(self.channels), _block(self.value_channels)) * value.itemsize))
-        )
+        widest = _block(max(self.channels, self.value_channels))
+        self.nodes = max(16, min(64, _HELD // (widest * value.itemsize)))
+        rows = {"of_pairs": of_pairs, "starts": starts, "sink": sink}
         law, constants = rule.law.name, (*rule.law.constants, 0.0, 0.0)
         is_softmax = law == "softmax"
         self.arguments: dict[str, Any] = {
@@ -41,9 +44,7 @@ class GPUCall:
             "value": value,
             "bias": bias,
             "mask": None if mask is None else mask.view(torch.uint8),
-            "of_pairs": of_pairs,
-            "starts": starts,
-            "sink": sink,
+            **{name: None if x is None else x.contiguous() for name, x in rows.items()},
             "seed": seed,
             "elements": _elements(rule.elements, self.device),
             "num_targets": query.size(1),
@@ -61,7 +62,7 @@ class GPUCall:
             "KEEP_SCALE": (0.0 if rule.dropout == 1.0 else 1 / (1 - rule.dropout)) if seed is not None else 1.0,
             "SCALE": float(rule.scale),
             "SLOPE": float(rule.slope),
-            "CLAMP": float(rule.clamp) if math.isfinite(rule.clamp) else 0.0,
+            "CLAMP": float(rule.clamp) if math.isfinite(rule.clamp) else -1.0,
             "SOFTCAP": float(constants[0]) if is_softmax else 0.0,
             "LAW": _kernels().LAWS[law],
             "NORMALIZED": bool(constants[0]) and not is_softmax,
@@ -74,7 +75,7 @@ class GPUCall:
             "VALUE_CHANNELS": self.value_channels,
             "BLOCK_C": _block(self.channels),
             "BLOCK_V": _block(self.value_channels),
-            **_types(value.dtype),
+            **_types(value.dtype, torch.backends.cuda.matmul.allow_tf32),
         }
 
     def strides_of_bias(self, bias: Tensor) -> tuple[int, ...]:
@@ -174,7 +175,7 @@ def _tasks(elements: tuple[Any, ...], nodes: int, by_source: bool, device: torch
 
 
 @cache
-def _types(dtype: torch.dtype) -> dict[str, Any]:
+def _types(dtype: torch.dtype, allows_tf32: bool) -> dict[str, Any]:
     """The types that kernels compute in, load, and multiply weights in, and how exact products are."""
     import triton.language as tl
 
@@ -184,7 +185,7 @@ def _types(dtype: torch.dtype) -> dict[str, Any]:
         loaded = compute
     # Weights that nothing bounds would leave float16.
     operand = loaded if dtype == torch.bfloat16 else compute
-    precision = "ieee" if dtype.itemsize > 2 else "tf32"
+    precision = "tf32" if allows_tf32 or dtype.itemsize == 2 else "ieee"
     return {"COMPUTE": compute, "LOADED": loaded, "OPERAND": operand, "PRECISION": precision}
 
 

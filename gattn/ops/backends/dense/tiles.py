@@ -149,7 +149,12 @@ def can_attend(tensors: Sequence[Tensor | None], law: Law | None) -> bool:
 
 def is_served(x: Tensor) -> bool:
     """Whether there are kernels for a tensor's device and type."""
-    return x.dtype in DTYPES and (_IS_ON_CPU if x.device.type == "cpu" else x.is_cuda and is_installed)
+    if x.dtype not in DTYPES or x.device.type == "cpu":
+        return x.dtype in DTYPES and _IS_ON_CPU
+    # Triton's compiler fails on products in float64, and on older GPUs on those in bfloat16.
+    return (
+        x.is_cuda and x.dtype != torch.float64 and is_installed and torch.cuda.get_device_capability(x.device)[0] >= 8
+    )
 
 
 def is_faster(

@@ -156,7 +156,7 @@ def _tile(
     if SLOPE != 1.0:
         of_score = tl.where(z > 0, of_score, of_score * SLOPE)
         z = tl.where(z > 0, z, z * SLOPE)
-    if CLAMP > 0.0:
+    if CLAMP >= 0.0:
         of_score = tl.where((z > CLAMP) | (z < -CLAMP), 0.0, of_score)
         z = tl.where(z > CLAMP, CLAMP, tl.where(z < -CLAMP, -CLAMP, z))
     if bias is not None:
@@ -182,15 +182,14 @@ def _is_kept(seed, row, source, threshold):
 
 
 @triton.jit
-def _weights(z, stat, LAW: tl.constexpr):
-    """Weights and their derivatives, of logits and the statistics of their targets, `[T]`."""
+def _weights(z, seen, stat, LAW: tl.constexpr):
+    """Weights and their derivatives, of logits and the statistics of their targets, `[T]`, which may be NaN."""
     if LAW is None:
-        is_seen = (z != -float("inf")) & (stat != -float("inf"))[:, None]
-        p = tl.where(is_seen, tl.exp(z - stat[:, None]), 0.0)
+        p = tl.where(seen & (stat != -float("inf"))[:, None], tl.exp(z - stat[:, None]), 0.0)
         return p, p
     else:
         p, slope = LAW(z)
-        return p * stat[:, None], slope * stat[:, None]
+        return tl.where(seen, p * stat[:, None], 0.0), tl.where(seen, slope * stat[:, None], 0.0)
 
 
 @triton.jit
@@ -297,12 +296,12 @@ def tiles_weights(
     for place in range(0, m, BLOCK_S):
         j = place + tl.arange(0, BLOCK_S)
         k = _rows(key, batch, first_source + j, h // GROUP, j < m, key_strides, CHANNELS, BLOCK_C, LOADED)
-        z, _, _, _ = _tile(
+        z, seen, _, _ = _tile(
             q, k, bias, of_pairs, starts, mask, element, h, i, j, bias_count, first_distance, left, right,
             bias_strides, mask_strides,
             SCALE, SLOPE, CLAMP, SOFTCAP, BIAS, COMPUTE, PRECISION,
         )  # fmt: skip
-        p, _ = _weights(z, stat, LAW)
+        p, _ = _weights(z, seen, stat, LAW)
         if DROPPED:
             p = tl.where(_is_kept(seed, row, first_source + j, threshold), p * KEEP_SCALE, 0.0)
         tl.store(at[:, None] + j[None], p, mask=(i < n)[:, None] & (j < m)[None])
@@ -321,7 +320,7 @@ def _backward_tile(
         q, k, bias, of_pairs, starts, mask, element, h, i, j, bias_count, first_distance, left, right,
         bias_strides, mask_strides, SCALE, SLOPE, CLAMP, SOFTCAP, BIAS, COMPUTE, PRECISION,
     )  # fmt: skip
-    p, slope = _weights(z, stat, LAW)
+    p, slope = _weights(z, seen, stat, LAW)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=COMPUTE)
     of_weights = tl.zeros(dp.shape, COMPUTE)
     if grad_weights is not None:
@@ -330,7 +329,7 @@ def _backward_tile(
         if DROPPED:
             dp += of_weights
     if seed is not None:
-        kept = tl.where(_is_kept(seed, row, tl.load(element + 3) + j, threshold), KEEP_SCALE, 0.0).to(COMPUTE)
+        kept = _is_kept(seed, row, tl.load(element + 3) + j, threshold).to(COMPUTE) * KEEP_SCALE
         p, dp = p * kept, dp * kept
     if not DROPPED:
         dp += of_weights
