@@ -26,9 +26,8 @@ class GPUCall:
     """A call of the kernels; see `gattn.ops.backends.dense.tiles.CPUCall`."""
 
     def __init__(self, inputs: Any, rule: Any, grad_bias: Tensor | None = None):
-        query, key, value, bias, sink, mask, of_pairs, starts, seed = (
-            None if x is None else resolved(x) for x in inputs
-        )
+        query, key, value = map(resolved, inputs[:3])
+        bias, sink, mask, of_pairs, starts, seed = (None if x is None else resolved(x) for x in inputs[3:])
         self.inputs, self.rule, self.device, self.grad_bias = inputs, rule, value.device, grad_bias
         self.heads, self.channels, self.value_channels = query.size(2), query.size(3), value.size(3)
         self.compute = compute_dtype(value.dtype)
