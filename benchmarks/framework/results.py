@@ -340,11 +340,12 @@ def allocator(environment: Mapping[str, str]) -> str:
 
 #: Digests of sources, and those of later ones that differ from them in nothing that their rows have measured: the later
 #: ones call `torch.unflatten` instead of a tensor's method, ask another function whether a program is being exported,
-#: and (than the first) have a kernel for the features of GRIT's pairs.
+#: and (than the first) have a kernel for the features of GRIT's pairs. The last has other names.
 SAME = {
     "61ffb114367d": "b6fb7570eefa",
     "a295d8df4ae8": "b6fb7570eefa",
     "90cae1a70446": "d44103dbed43",
+    "4e6811aac43d": "6904d879e89a",
 }
 
 

@@ -392,12 +392,14 @@ def _by_elements(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor,
     results: list[tuple[Tensor, Tensor]] = []
     outs: list[Tensor] = []
     end = 0
-    for place, (first, count, first_source, count_of_sources, offset) in enumerate(elements):
-        size = count, count_of_sources
-        q = None if query is None else query.flatten(0, 1)[first : first + count].unsqueeze(0)
-        k, v = (x.flatten(0, 1)[first_source : first_source + size[1]].unsqueeze(0) for x in (key, value))
-        b = bias.of_group((place,), *size, offset) if isinstance(bias, Bias) else _of_element(bias, place, size)
-        some = _Part(q, k, v, score, b, _of_element(mask, place, size), count, dropout, log_sum)
+    queries = [None] * len(elements) if query is None else _pieces(query, [x[:2] for x in elements])
+    keys, values = (_pieces(x, [element[2:4] for element in elements]) for x in (key, value))
+    for place, ((first, count, _, *size, offset), q, k, v) in enumerate(
+        zip(elements, queries, keys, values, strict=True)
+    ):
+        sizes = count, size[0]
+        b = bias.of_group((place,), *sizes, offset) if isinstance(bias, Bias) else _of_element(bias, place, sizes)
+        some = _Part(q, k, v, score, b, _of_element(mask, place, sizes), count, dropout, log_sum)
         results.append(_element(some, graph, call, offset))
         outs += [_zeros(part, first - end)] * (first > end) + [results[-1][0]]
         end = first + count
@@ -408,6 +410,15 @@ def _by_elements(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor,
     weights_of_all = [weights for _, weights in results]
     nothing = [value.new_zeros(0, _num_heads(part), *size) for size in graph.blocks]
     return out, [torch.cat([x, *weights_of_all[place :: len(nothing)]]) for place, x in enumerate(nothing)]
+
+
+def _pieces(x: Tensor, places: list[Any]) -> list[Tensor]:
+    """The nodes of each element, `[1, N, ...]`, given its first one and their number."""
+    ends = [first + count for first, count in places]
+    gaps = [first - end for (first, _), end in zip(places, [0, *ends], strict=False)]
+    sizes = [size for gap, (_, count) in zip(gaps, places, strict=True) for size in (gap, count)]
+    x = x.flatten(0, 1).unsqueeze(0)
+    return _split(x, [*sizes, x.size(1) - (ends[-1] if ends else 0)], 1)[1::2]
 
 
 def _of_element(x: Tensor | None, place: int, size: tuple[int, int]) -> Tensor | None:
