@@ -109,7 +109,7 @@ class Bias:
         return None
 
     def of_graph(self, graph: CompleteGraph) -> Bias:
-        """The same bias, prepared for the groups of a graph."""
+        """The same bias, prepared for the elements of a graph."""
         return self
 
     def of_group(self, elements: Sequence[int] | None, num_targets: int, num_sources: int, offset: int) -> Bias:

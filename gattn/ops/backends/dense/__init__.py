@@ -1,10 +1,9 @@
 """Attention on complete graphs without their edges: there is not a list of N·M edges, and no `[N, M, C]` tensor.
 
-Dot products use PyTorch's `scaled_dot_product_attention`, with its own flag for causal graphs, so that its fused
-kernels are used. Other scores, clamped products among them, are computed for a few targets at a time, and again in the
-backward pass; on CPUs, additive ones by the kernels for lists, with a short list of pairs each time. A window is
-computed as blocks of targets, each with the sources that its targets see. In a ragged batch, elements of the same
-lengths are computed together, and padding is never computed.
+Dot products are computed by kernels for tiles of pairs, or by PyTorch's fused attention, with its own flag for causal
+graphs. Other scores are computed for a few targets at a time, with the sources that these see, and again in the
+backward pass if there are many; on CPUs, additive ones by the kernels for lists, with a short list of pairs each time.
+Elements of a ragged batch that no kernel takes at once are computed one after another, without their padding.
 
 Inside, tensors have one batch dimension and nodes come before heads: query `[B, N, H, C]`, key `[B, M, H, C]` (`[B, N,
 H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadcastable to `[B, H, N, M]`.
@@ -94,10 +93,7 @@ class Dense(Backend):
             return super().logits(call)
         logits = self._result(as_logits(call)).weights
         n, m, device = call.num_targets, call.key.size(-3), call.key.device
-        visible = _both(
-            _length_mask(graph, device),
-            graph.visible(n, m, graph.offset(n, m), device)[None, None],
-        )
+        visible = _both(_length_mask(graph, device), graph.visible(n, m, graph.offset(n, m), device)[None, None])
         assert visible is not None
         visible = visible.view(*(call.batch if visible.size(0) != 1 else ()), *visible.shape[1:])
         logits = logits.masked_fill(~visible, -torch.inf)
@@ -498,8 +494,7 @@ def _fused(part: _Part, graph: CompleteGraph, offset: int, of_score: Any) -> Ten
     assert not isinstance(bias, Bias)
     is_causal = graph.causal and graph.window is None and bias is None and mask is None
     if is_causal:
-        at_start = statically_known_true(offset == 0) if is_exporting() else offset == 0 and n == key.size(1)
-        is_causal = at_start
+        is_causal = statically_known_true(offset == 0) if is_exporting() else offset == 0 and n == key.size(1)
     if not is_causal:
         mask = _seen(part, graph, offset)
     out = dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout, is_causal)
