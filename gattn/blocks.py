@@ -31,21 +31,19 @@ class Setting(Generic[_Value]):
 
     def __init__(self, default: _Value):
         self._requests = [_Request(default)]
-
-    @property
-    def value(self) -> _Value:
-        """The value at the moment."""
-        return self._requests[-1].value
+        self.value = default  # at the moment: read in every call, so no property
 
     @contextmanager
     def block(self, value: _Value) -> Iterator[None]:
         """Asks for a value until the block is left."""
         request = _Request(value)
         self._requests.append(request)
+        self.value = value
         try:
             yield
         finally:
             self._requests.remove(request)
+            self.value = self._requests[-1].value
 
 
 _MAY_BE_LEFT = ("dropout", "products")

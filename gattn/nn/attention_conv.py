@@ -107,6 +107,10 @@ class BaseConv(Attention):
         for what, tensor in (("x[1]", targets), *self._parameters.items()):
             if tensor is not None and tensor.device != device:
                 raise InputError(f"{what} is on {tensor.device}, the features are on {device}: move one of them.")
+        if type(graph) is Tensor and graph.layout == torch.strided and graph.device == device:
+            given_graph.num_sources, given_graph.self_loops = num_sources, self_loops  # it is new, so nobody else's
+            given_graph.num_targets = num_sources if num_targets is None else num_targets
+            return given_graph
         resolved = given_graph.resolve(num_sources, num_targets, device=device)
         return resolved.with_self_loops() if self_loops else resolved
 

@@ -354,7 +354,9 @@ class MultiheadAttention(Attention):
             return_weights="dropped" if need_weights else False,
         )
         out, weights = (result, None) if isinstance(result, Tensor) else result
-        out = out.flatten(-2).to(q.dtype)  # masks in single precision turn the output into it
+        out = out.flatten(-2)
+        if out.dtype != q.dtype:  # masks in single precision turn the output into it
+            out = out.to(q.dtype)
         out = through(self.out_proj, out.transpose(0, 1) if transposed else out)
         if weights is None:
             return out, None
@@ -446,7 +448,7 @@ class MultiheadAttention(Attention):
         return chosen if chosen.dtype == weight.dtype else chosen.to(weight.dtype)
 
     def _heads(self, x: Tensor, transposed: bool) -> Tensor:
-        x = torch.unflatten(x, -1, (-1, self.head_dim))
+        x = x.view(*x.shape[:-1], x.size(-1) // self.head_dim, self.head_dim)  # which costs half of unflatten()
         return x.transpose(0, 1) if transposed else x
 
     @staticmethod

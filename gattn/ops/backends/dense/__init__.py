@@ -27,7 +27,7 @@ from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
 from gattn.ops.backends.dense import linear, tile_operator, tiles
-from gattn.ops.backends.dense.dot_products import dot_product_attention, is_packed_flash, packed_flash
+from gattn.ops.backends.dense.dot_products import by_pytorch, dot_product_attention, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import elements_of
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes, recomputed
@@ -127,7 +127,12 @@ class Dense(Backend):
             or len(call.batch) > 1
         ):
             return None
-        if more or call.key.size(-1) == 0 or call.cast(call.dtype) is not call or is_distributed(call.value):
+        if (
+            more
+            or 0 in (*call.batch, call.key.size(-1), call.value.size(-1))
+            or call.cast(call.dtype) is not call
+            or is_distributed(call.value)
+        ):
             return None
         causal = graph.causal
         scale = score.factor(call.channels)  # not the score, which may be changed
@@ -142,7 +147,9 @@ class Dense(Backend):
                 return None
             if is_autocast(value) or is_context_parallel():
                 return None
-            return dot_product_attention(query, key, value, scale, None, None, dropout, is_causal)
+            is_small = num_targets < tiles.FEWEST_TARGETS and dropout == 0.0
+            compute = by_pytorch if is_small else dot_product_attention
+            return compute(query, key, value, scale, None, None, dropout, is_causal)
 
         return plan
 

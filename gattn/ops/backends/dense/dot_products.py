@@ -22,7 +22,7 @@ from gattn.torch_private import (
     scaled_dot_product_choice,
 )
 
-__all__ = ["dot_product_attention", "is_packed_flash", "packed_flash"]
+__all__ = ["by_pytorch", "dot_product_attention", "is_packed_flash", "packed_flash"]
 
 #: The devices on which PyTorch has attention for sequences of various lengths.
 _PACKED = ("cuda",)
@@ -99,6 +99,20 @@ def dot_product_attention(
         return query.new_zeros(*query.shape[:-1], value.size(-1)) + nothing
     if tiles.is_faster(query, key, value, bias, mask, dropout):
         return tiles.attend_whole(query, key, value, scale, bias, mask, dropout, causal)
+    return by_pytorch(query, key, value, scale, bias, mask, dropout, causal)
+
+
+def by_pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+) -> Tensor:
+    """The same by PyTorch's kernels, of tensors with elements."""
     terms, empty = None, None
     if bias is not None or mask is not None:
         terms, empty = _open_empty_rows(bias, mask)

@@ -39,6 +39,7 @@ from gattn.torch_private import is_batched, is_traced, resolved
 
 __all__ = [
     "FAR",
+    "FEWEST_TARGETS",
     "LAWS",
     "Element",
     "Inputs",
@@ -79,7 +80,7 @@ _BIASES = ("all", "distances", "buckets", "listed")
 _TABLE_PARTS, _MOST_SUMS = 4, 2**22
 
 #: A plain softmax is PyTorch's with fewer targets or pairs, where a call costs more than it computes.
-_FEWEST_TARGETS = 24
+FEWEST_TARGETS = 24
 _FEWEST_PAIRS = {torch.float32: 2**12, torch.float64: 2**14, torch.bfloat16: 2**12, torch.float16: 2**12}
 
 #: With any of these, PyTorch multiplies numbers in half precision by instructions that the kernels do not use.
@@ -165,7 +166,7 @@ def is_faster(
         return False
     if dropout == 0.0:  # with it, PyTorch makes a matrix
         is_plain = bias is None and mask is None
-        if is_plain and query.size(-3) < _FEWEST_TARGETS:
+        if is_plain and query.size(-3) < FEWEST_TARGETS:
             return False
         if value.dtype not in _FEWEST_PAIRS or not _is_compared(value.dtype):
             return False
