@@ -480,7 +480,7 @@ MUTATIONS = [
     Mutation("epsilon is forgotten", TILES, "sum += «law.epsilon → 0»;"),
     Mutation("gates are not divided going backward", TILES, "y.value * stat, y.derivative * «stat → A(1)»);"),
     Mutation("columns share a bias's gradient", TILES, "if (s.channel == 0) *to += «sum_lanes(sum) → sum[0]»;"),
-    Mutation("what is hidden has NaN", TILES, "if («is_finite → true» || (first_source(e, i + size - 1)"),
+    Mutation("what is hidden has NaN", TILES, "else if («is_finite → true» || (first_source(e, last)"),
     Mutation(
         "the first panel of a part is left out",
         TILES,
@@ -501,8 +501,21 @@ MUTATIONS = [
     Mutation(
         "pairs of the tile's last column are left out",
         TILES,
-        "while (last < end && *last < «origin + row.to → origin + row.to - 1») ++",
+        "not_before(first, end, «origin + row.to → origin + row.to - 1») - a",
     ),
+    Mutation("a search for pairs goes too far", TILES, "-int64_t(first[half - 1] «< → <=» source);"),
+    Mutation("heads that share keys share a query", TILES, "queries + h * targets * «width → 0»);"),
+    Mutation(
+        "few targets see what the last one sees",
+        TILES,
+        "columns(e, «target_of(group + r) → last», 1, panel, n);\n          multiply(1",
+    ),
+    Mutation(
+        "products of few targets lack a rest", TILES, "for (; c < «width → whole_vectors(channels) - W»; c += W)\n"
+    ),
+    Mutation("of many buckets, some have another's number", TILES, "_mm256_slli_epi32(at, «27 → 28»));"),
+    Mutation("masks hide what they show", TILES, "_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))) «!= → ==» 0;"),
+    Mutation("a listed bias is added before a bound", TILES, "kOfListed && «!has_slope && !has_clamp → true») {"),
     Mutation("pairs have the sources of the element", TILES, "const int64_t origin = «e.bias_step → 0» + row.source;"),
     Mutation("diagonals are those of the first row", TILES, "diagonals + (size - 1 - «r → 0»), table"),
     Mutation(
@@ -644,7 +657,7 @@ MUTATIONS = [
     Mutation("cropped sources have the first ones' places", DENSE, "part.first_target «- part.first_source →», device"),
     Mutation("second derivatives hide the target itself", DENSE, ".triu(«1 → 0»)"),
     Mutation("a bias of minus infinity is NaN", DENSE, "logits«.masked_fill(empty, 0.0) →».softmax(-1)"),
-    Mutation("kernels compute all targets at once", DENSE, "counts = «pairs.counts(n, m, batch) → [n]» if by_kernels"),
+    Mutation("kernels compute all targets at once", DENSE, "counts = «pairs.counts(n, m, batch) → [n]» if by_lists"),
     Mutation("what kernels compute is always kept", DENSE, "n * held <= («_MOST_KEPT → 2**60» if"),
     Mutation(
         "pairs have one element's bias", PAIRS, "return «term.squeeze(0) if term.size(0) == 1 else term → term[0]»"
@@ -687,7 +700,7 @@ MUTATIONS = [
         CPU,
         "strides[1] = «math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1) → strides[1]»",
     ),
-    Mutation("plans forget terms of the output", DENSE, "if «more → False» or call.key.size(-1) == 0"),
+    Mutation("plans forget terms of the output", DENSE, "«more → False»\n            or 0 in (*call.batch"),
     # -------------------------------------------------------------------------------- the reference, and lists of edges
     Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),
     Mutation("weights are those after dropout", REFERENCE, "return out, «alpha → dropped»"),

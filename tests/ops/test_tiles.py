@@ -43,7 +43,7 @@ LAWS = {
 }
 SCORES = {"dot": DotScore(), "bounded": DotScore(0.7, negative_slope=0.3, clamp=0.8)}
 #: Targets, sources: at the edges of vectors, groups, tiles and blocks.
-SIZES = [(1, 1), (5, 7), (12, 64), (13, 65), (48, 63), (49, 130), (97, 128), (200, 20)]
+SIZES = [(1, 1), (1, 70), (3, 130), (5, 7), (12, 64), (13, 65), (48, 63), (49, 130), (97, 128), (200, 20)]
 CHANNELS = [(1, 1), (3, 5), (8, 16), (33, 31)]
 GRAPHS = {
     "full": lambda n, m: CompleteGraph(n, m),
@@ -279,16 +279,18 @@ def test_the_dropout_is_uniform():
         ("tanh", "one head's buckets"),
     ],
 )
-def test_bits(law, bias, monkeypatch):
+@pytest.mark.parametrize("num_targets", [3, 150])
+def test_bits(num_targets, law, bias, monkeypatch):
     """They are those of any number of threads, and of each element of a batch alone."""
-    case = Case(law, "dot", (150, 1200), (16, 16), "window", bias)
+    graph, key_heads = ("window", H) if num_targets == 150 else ("causal", 1)
+    case = Case(law, "dot", (num_targets, 1200), (16, 16), graph, bias, key_heads=key_heads)
     if law == "dropout":
         monkeypatch.setattr(tiles, "new_seed", lambda *_: torch.tensor(3))
         case.dropout = 0.1
     threads = torch.get_num_threads()
     found = []
     try:
-        for count in (1, 2, 3):
+        for count in (1, 2, 5):  # the last is more than a few targets of one element have tasks
             torch.set_num_threads(count)
             found.append(case.results(torch.float32))
     finally:
@@ -518,6 +520,39 @@ def test_where_it_replaces_fused_attention(sizes, dtype, options, is_faster, gra
             for part, expected in zip(found[0], case.results(torch.float64, "reference"), strict=True):
                 near = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
                 torch.testing.assert_close(part.double(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "num_sources", "key_heads", "dtype", "is_faster"),
+    [
+        (1, 1024, 4, torch.float16, True),
+        (4, 1024, 4, torch.float16, True),
+        (1, 1023, 4, torch.float16, False),
+        (5, 1024, 4, torch.float16, False),
+        (1, 1024, 4, torch.bfloat16, True),
+        (2, 1024, 4, torch.bfloat16, False),
+        (2, 2**15, 1, torch.bfloat16, True),
+        (1, 2**15, 1, torch.float32, True),
+        (1, 2**13, 4, torch.float32, False),
+        (2, 2**13, 4, torch.float32, True),
+        (1, 2**16, 4, torch.float64, True),
+        (1, 2**16 - 1, 4, torch.float64, False),
+    ],
+)
+def test_few_targets_that_read_many_keys(num_targets, num_sources, key_heads, dtype, is_faster, ran):
+    """Without gradients, the same with and without a plan."""
+    torch.manual_seed(0)
+    query = torch.randn(num_targets, H, 8).to(dtype)
+    key, value = (torch.randn(num_sources, key_heads, 8).to(dtype) for _ in range(2))
+    graph = CompleteGraph(num_targets, num_sources)
+    first, second = attend(query, key, value, graph), attend(query, key, value, graph)
+    assert ran == [FORWARD] * 2 * (is_faster and tiles._is_compared(dtype))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    expected = attend(query.double(), key.double(), value.double(), graph, backend="reference")
+    near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(first.double(), expected, rtol=near, atol=near)
+    attend(query.requires_grad_(), key, value, graph)
+    assert len(ran) == 2 * (is_faster and tiles._is_compared(dtype))  # with gradients, it is PyTorch's
 
 
 def test_a_mask_of_inference_mode(ran):

@@ -147,7 +147,7 @@ class Dense(Backend):
                 return None
             if is_autocast(value) or is_context_parallel():
                 return None
-            is_small = num_targets < tiles.FEWEST_TARGETS and dropout == 0.0
+            is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
             compute = by_pytorch if is_small else dot_product_attention
             return compute(query, key, value, scale, None, None, dropout, is_causal)
 
@@ -439,58 +439,75 @@ def _is_fused(part: _Part, call: Call) -> bool:
 def _element(part: _Part, graph: CompleteGraph, call: Call, offset: int) -> tuple[Tensor, Tensor]:
     """Output and weights of targets and sources that see each other, where target 0 has the source `offset`'s place."""
     n, m, batch, heads = part.num_targets, part.key.size(1), part.value.size(0), _num_heads(part)
-    is_softmax = is_plain_softmax(call.distribution)
-    knows_rows = is_softmax or call.law is not None  # others may have something of their own for each target
+    knows_rows = _knows_rows(call)
     if knows_rows and not is_exporting() and batch * n * m == 0:
         nothing = _zeros(part)
         return nothing, part.value.new_zeros(batch, heads, n, m) + nothing.sum()
-    by_kernels = is_softmax and not (call.weights or part.log_sum)
-    by_kernels = by_kernels and not _has_products(part.score) and pairs.can_attend(*part[:4])
+    by_lists = is_plain_softmax(call.distribution) and not (call.weights or part.log_sum)
+    by_lists = by_lists and not _has_products(part.score) and pairs.can_attend(*part[:4])
     left, right = graph.reach
     seen = m if left is None or right is None else left + right + 1
-    is_narrow = not is_exporting() and 2 * (seen + _TOGETHER[1] * (not by_kernels)) <= m
+    is_narrow = not is_exporting() and 2 * (seen + _TOGETHER[1] * (not by_lists)) <= m
     if _is_fused(part, call) and not is_narrow:
         out = _fused(part, graph, offset, getattr(call.score, "scale", None))
         return out, out.new_empty(0)
 
-    def found(part: _Part) -> tuple[Tensor, Tensor]:
+    def compute(part: _Part) -> tuple[Tensor, Tensor]:
         if knows_rows and part.key.size(1) == 0:
             nothing = _zeros(part)
             return nothing, nothing
-        if by_kernels:
-            at, reach = offset + part.first_target - part.first_source, None
-            if is_narrow and left is not None and right is not None:
-                reach = at - left, at + right
-            mask = part.mask if reach else _seen(part, graph, offset)
-            out = pairs.attend(*part[:4], _bias_of(part), mask, part.num_targets, part.dropout, reach)
-            return out, out
-        logits = _logits(part, graph, offset)
-        weights = _softmax(logits) if is_softmax else _distribute(call.distribution, logits, call.batch)
-        dropped = F.dropout(weights, part.dropout) if part.dropout else weights
-        out = _weighted(dropped, part.value)
-        out = _joined(out, _log_sum(logits)) if part.log_sum else out
-        return out, (dropped if call.weights == "dropped" else weights) if call.weights else out
+        return _by_lists(part, graph, offset, is_narrow) if by_lists else _by_matrix(part, graph, offset, call)
 
     if is_exporting() or not knows_rows:  # decisions must not depend on dynamic sizes
-        return found(part)
+        return compute(part)
     held = batch * min(seen, m) * (heads if _has_products(part.score) else part.key[0, 0].numel())
     if is_narrow:  # lists of pairs of one size are kept
-        size = pairs.counts(n, seen, batch)[0] if by_kernels else min(max(seen, _TOGETHER[0]), _TOGETHER[1])
+        size = pairs.counts(n, seen, batch)[0] if by_lists else min(max(seen, _TOGETHER[0]), _TOGETHER[1])
         counts = [size] * (n // size) + [n % size] * (n % size > 0)
     else:
-        counts = pairs.counts(n, m, batch) if by_kernels else chunk_sizes(n, max(_CHUNK // max(held, 1), 1))
+        counts = pairs.counts(n, m, batch) if by_lists else chunk_sizes(n, max(_CHUNK // max(held, 1), 1))
     some = _by_targets(part, counts)
     if not call.weights:
         some = [_cropped(x, graph, offset) for x in some]
-    is_kept = n * held <= (_MOST_KEPT if by_kernels else _MOST_KEPT // 8)
+    is_kept = n * held <= (_MOST_KEPT if by_lists else _MOST_KEPT // 8)
     recomputes = len(counts) > 1 and torch.is_grad_enabled() and not (call.weights or is_kept)
-    reads: list[Any] = []
-    if recomputes and not torch.compiler.is_compiling():  # edits between the passes are the compiler's to notice
-        of_bias = vars(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
-        reads = [*part[:3], part.mask, *part.score.tensors(), *(x for x in of_bias if isinstance(x, Tensor))]
-    results = [recomputed(found, x, reads=reads) if recomputes else found(x) for x in some]
+    reads = _read_by(part) if recomputes else []
+    results = [recomputed(compute, x, reads=reads) if recomputes else compute(x) for x in some]
     outs, weights = zip(*results, strict=True)
     return torch.cat(outs, 1), torch.cat(weights, 2) if call.weights else outs[0]
+
+
+def _knows_rows(call: Call) -> bool:
+    """Whether weights depend on logits alone; other distributions may have something of their own for each target."""
+    return is_plain_softmax(call.distribution) or call.law is not None
+
+
+def _by_lists(part: _Part, graph: CompleteGraph, offset: int, is_narrow: bool) -> tuple[Tensor, Tensor]:
+    """The output of a softmax by the kernels for lists of edges, twice."""
+    (left, right), at = graph.reach, offset + part.first_target - part.first_source
+    reach = (at - left, at + right) if is_narrow and left is not None and right is not None else None
+    mask = part.mask if reach else _seen(part, graph, offset)
+    out = pairs.attend(*part[:4], _bias_of(part), mask, part.num_targets, part.dropout, reach)
+    return out, out
+
+
+def _by_matrix(part: _Part, graph: CompleteGraph, offset: int, call: Call) -> tuple[Tensor, Tensor]:
+    """The output and, if they are wanted, the weights by a matrix of all logits."""
+    logits = _logits(part, graph, offset)
+    is_softmax = is_plain_softmax(call.distribution)
+    weights = _softmax(logits) if is_softmax else _distribute(call.distribution, logits, call.batch)
+    dropped = F.dropout(weights, part.dropout) if part.dropout else weights
+    out = _weighted(dropped, part.value)
+    out = _joined(out, _log_sum(logits)) if part.log_sum else out
+    return out, (dropped if call.weights == "dropped" else weights) if call.weights else out
+
+
+def _read_by(part: _Part) -> list[Tensor | None]:
+    """The tensors that may not be edited before they are read again; in compiled code, the compiler notices."""
+    if torch.compiler.is_compiling():
+        return []
+    of_bias = vars(part.bias).values() if isinstance(part.bias, Bias) else (part.bias,)
+    return [*part[:3], part.mask, *part.score.tensors(), *(x for x in of_bias if isinstance(x, Tensor))]
 
 
 def _fused(part: _Part, graph: CompleteGraph, offset: int, of_score: Any) -> Tensor:

@@ -32,13 +32,14 @@ from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.backends.triton import is_installed
 from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import keep_mask_of_pairs
-from gattn.ops.operator import are_plain
+from gattn.ops.operator import are_plain, has_gradient
 from gattn.ops.reference import repeat_heads
 from gattn.products import instructions
-from gattn.torch_private import is_batched, is_traced, resolved
+from gattn.torch_private import apply_of, is_batched, is_traced, resolved
 
 __all__ = [
     "FAR",
+    "FEWEST_NUMBERS",
     "FEWEST_TARGETS",
     "LAWS",
     "Element",
@@ -79,8 +80,10 @@ _BIASES = ("all", "distances", "buckets", "listed")
 #: In how many parts sums of buckets come, and the most numbers of all of them with which each element has its own.
 _TABLE_PARTS, _MOST_SUMS = 4, 2**22
 
-#: A plain softmax is PyTorch's with fewer targets or pairs, where a call costs more than it computes.
-FEWEST_TARGETS = 24
+#: A plain softmax is PyTorch's with fewer targets or pairs, where a call costs more than it computes; but where a few
+#: targets read many keys without gradients, as in decoding, kernels read them once.
+FEWEST_TARGETS, FEWEST_NUMBERS = 24, 2**15
+_FEW = 4
 _FEWEST_PAIRS = {torch.float32: 2**12, torch.float64: 2**14, torch.bfloat16: 2**12, torch.float16: 2**12}
 
 #: With any of these, PyTorch multiplies numbers in half precision by instructions that the kernels do not use.
@@ -166,13 +169,26 @@ def is_faster(
         return False
     if dropout == 0.0:  # with it, PyTorch makes a matrix
         is_plain = bias is None and mask is None
-        if is_plain and query.size(-3) < FEWEST_TARGETS:
+        is_few = is_plain and query.size(-3) < FEWEST_TARGETS
+        if is_few and (key.numel() < FEWEST_NUMBERS or not _reads_many(query, key, value)):
             return False
         if value.dtype not in _FEWEST_PAIRS or not _is_compared(value.dtype):
             return False
-        if is_plain and query.size(-3) * key.size(-3) < _FEWEST_PAIRS[value.dtype]:
+        if is_plain and not is_few and query.size(-3) * key.size(-3) < _FEWEST_PAIRS[value.dtype]:
             return False
     return can_attend((query, key, value, bias, mask, None), _SOFTMAX)
+
+
+def _reads_many(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether kernels for few targets are faster than PyTorch's, which in half precision converts all keys."""
+    num_targets, is_shared = query.size(-3), key.size(-2) < query.size(-2)
+    if num_targets > _FEW or has_gradient((query, key, value)):
+        return False
+    if value.dtype == torch.float16:
+        return True
+    if value.dtype == torch.bfloat16:
+        return num_targets == 1 or (is_shared and key.numel() >= 2**18)
+    return key.numel() >= (2**18 if is_shared or num_targets == 2 else 2**21)
 
 
 @cache
@@ -307,12 +323,15 @@ def attend(
     kind, first, bias, index, starts = read(bias, query.size(2))
     rule = rule._replace(bias=kind, first=first)
     bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
-    others = [mask, index, starts]
+    inputs = Inputs(query, key, value, bias, sink, mask, index, starts, new_seed(rule.dropout, value.device))
+    if not has_gradient(inputs):
+        out, _, log_sum, weights = forward(inputs, rule, num_weights, keeps=False)
+        return out, log_sum, weights
     if not torch.is_inference_mode_enabled():  # autograd saves no tensor of that mode
-        others = [x.clone() if x is not None and x.is_inference() else x for x in others]
-    seed = new_seed(rule.dropout, value.device)
-    out, log_sum, weights = _Attention.apply(rule, num_weights, query, key, value, bias, sink, *others, seed)
-    return out, log_sum, weights
+        kept = [x.clone() if x is not None and x.is_inference() else x for x in (mask, index, starts)]
+        inputs = inputs._replace(mask=kept[0], of_pairs=kept[1], starts=kept[2])
+    found: tuple[Tensor, Tensor, Tensor | None] = _apply(rule, num_weights, *inputs)
+    return found
 
 
 _Form = tuple[tuple[int, ...], tuple[int, ...]]
@@ -352,6 +371,7 @@ def check_fit(rule: Rule, *forms: _Form) -> None:
 @lru_cache(maxsize=256)
 def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> tuple[bytes, Any, int]:
     """The kernels' arguments but for addresses, seed and threads, the elements that they point to, and the work."""
+    check_fit(rule, *forms)
     (query, strides), (key, key_strides), (value, value_strides), bias, mask, _, _ = forms
     heads, channels = query[2:]
     parts = [1 << sum(e.num_sources >= least for least in _IN_PARTS) if in_parts else 1 for e in rule.elements]
@@ -451,6 +471,8 @@ class CPUCall:
         query, key, value, bias, sink, mask, index, starts, seed = inputs
         tensors = [None if x is None else resolved(x) for x in (query, key, value, bias, mask)]
         tensors += [None if x is None else native.readable(x) for x in (index, starts)]
+        if rule.bias == "listed" and bias is not None:  # of one head after another, as kernels read them
+            tensors[3] = resolved(bias).t().contiguous().t()
         self.inputs, self.rule, self.grad_bias = inputs, rule, grad_bias
         # Parts would add to the same numbers.
         in_parts = grad_bias is None or rule.bias != "all" or grad_bias.size(3) != 1
@@ -548,9 +570,10 @@ CALLS: dict[str, type[CPUCall | GPUCall]] = {"cpu": CPUCall, "cuda": GPUCall}
 
 def _call_of(inputs: Inputs, rule: Rule, grad_bias: Tensor | None = None) -> CPUCall | GPUCall:
     """A call of the kernels for the device of these tensors."""
-    query, key, value, bias, _, mask, index, starts, _ = inputs
-    check_fit(rule, *map(_form, (query, key, value, bias, mask, index, starts)))
-    return CALLS[value.device.type](inputs, rule, grad_bias)
+    kind, (query, key, value, bias, _, mask, index, starts, _) = CALLS[inputs.value.device.type], inputs
+    if kind is not CPUCall:  # which does so where it prepares its arguments
+        check_fit(rule, *map(_form, (query, key, value, bias, mask, index, starts)))
+    return kind(inputs, rule, grad_bias)
 
 
 def forward(inputs: Inputs, rule: Rule, num_weights: int, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -598,7 +621,10 @@ def backward(
             _add_inner(delta, native.readable(weights), grad_weights, rule.elements)
     if grad_log_sum is not None:
         delta -= grad_log_sum.masked_fill(stats == -torch.inf, 0.0)
-    grad_bias = bias.new_zeros(bias.shape) if bias is not None and wanted[3] else None
+    grad_bias = None
+    if bias is not None and wanted[3]:
+        is_listed = rule.bias == "listed"  # whose numbers come one head after another
+        grad_bias = bias.new_zeros(bias.shape[::-1]).t() if is_listed else bias.new_zeros(bias.shape)
     of_nodes, grad_bias = _call_of(inputs, rule, grad_bias).backward(grad, delta, stats, grad_weights)
     of_sink = None
     if sink is not None and wanted[4]:
@@ -627,6 +653,9 @@ class _Attention(torch.autograd.Function):
         else:
             found = backward(inputs, ctx.rule, (wide, stats, weights), grads, wanted)
         return None, None, *found, None, None, None, None
+
+
+_apply = apply_of(_Attention)  # of plain tensors
 
 
 def _add_inner(delta: Tensor, weights: Tensor, grads: Tensor, elements: Sequence[Element]) -> None:

@@ -20,8 +20,10 @@ namespace {
 constexpr int64_t kPanel = 64;     // sources of a tile
 constexpr int64_t kGroup = 12;     // targets of a tile, forward
 constexpr int64_t kTargets = 192;  // targets of a task, forward
+constexpr int64_t kKeysAhead = 16;
+constexpr int64_t kFew = 4;        // with as many targets, rows are read where they lie: to pack them costs more
 constexpr int64_t kBackRows = 48;  // targets of a tile, backward
-constexpr int kMicroRows = 6, kStrip = kVectorBytes == 64 ? 4 : 2;
+constexpr int kMicroRows = 6, kStrip = kVectorBytes == 64 ? 4 : 2, kStripOfOne = 4;  // of accumulators
 constexpr int kTableParts = 4;  // of the sums of a bucket, so that an addition need not wait for the one before it
 constexpr int64_t kDiagonals = kBackRows + kPanel;
 constexpr A kSlack = 8;
@@ -64,6 +66,11 @@ inline void multiply(int64_t rows, int64_t vectors, const A* a, int64_t a_row, i
                      int64_t steps, A* c, int64_t c_row, bool adds) {
   for (int64_t v = 0; v < vectors;) {
     const int64_t left = vectors - v;
+    if (rows == 1 && left >= kStripOfOne) {
+      multiply_micro<1, kStripOfOne>(a, a_row, a_step, b + v * W, b_step, steps, c + v * W, c_row, adds);
+      v += kStripOfOne;
+      continue;
+    }
     const int64_t taken = left >= kStrip ? kStrip : left >= 2 ? 2 : 1;
     for (int64_t r = 0; r < rows; r += kMicroRows) {
       const int64_t count = rows - r < kMicroRows ? rows - r : kMicroRows;
@@ -115,6 +122,38 @@ struct RowsOf {
       }
     }
     return sum_lanes(seen) == A(0);
+  }
+  INLINE void prefetch(int64_t r) const {
+    const char* p = reinterpret_cast<const char*>(from + r * row);
+    for (int64_t at = 0; at < channels * int64_t(sizeof(T)); at += 64) __builtin_prefetch(p + at);
+  }
+  // Whether rows are what `multiply` reads.
+  bool is_packed() const { return std::is_same_v<T, A> && channel == 1 && channels % W == 0; }
+  // The products of `count` queries, [count][whole vectors of channels], and these rows: [count][kPanel].
+  NOINLINE void multiplied(const A* queries, int64_t count, int64_t first, int64_t from, int64_t to, A* products,
+                           const RowsOf& values) const {
+    const int64_t width = whole_vectors(channels);
+    for (int64_t j = from; j < to; j += W)
+      for (int64_t r = 0; r < count; ++r) {
+        const A* query = queries + r * width;
+        Vec<A> sums[W] = {};
+        int64_t c = 0;
+        if (channel == 1 && j + W <= to) {
+          const T* p = this->from + (first + j) * row;
+          if (r == 0) {
+            for (int i = 0; i < W; ++i) {
+              prefetch(first + j + i + kKeysAhead);
+              values.prefetch(first + j + i);
+            }
+          }
+          for (; c + W <= channels; c += W)
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) sums[i] += load(query + c) * load(p + i * row + c);
+        }
+        for (; c < width; c += W)
+          for (int64_t i = 0; i < W && j + i < to; ++i) sums[i] += load(query + c) * vector(first + j + i, c);
+        store(products + r * kPanel + j, sum_each<W, A>(sums));
+      }
   }
   // [channels][kPanel]
   NOINLINE void transposed(int64_t first, int64_t count, A* to) const {
@@ -168,6 +207,13 @@ class TilePass {
   static int64_t backward_workspace(const Tiles& a) {
     const int64_t c = whole_vectors(a.channels), d = whole_vectors(a.value_channels);
     return kPanel * (3 * c + 2 * d) + kBackRows * (c + d + 2 * kPanel) + 5 * kPanel + kDiagonals + 2 * W;
+  }
+  // The heads of a task forward: several that share their keys, if there are few targets and enough tasks.
+  int64_t heads_of_task(const TileElement& e) const {
+    const int64_t group = a.heads / a.key_heads;
+    int64_t heads = e.targets > kFew ? 1 : group;
+    while (heads > 1 && (group % heads || heads * e.targets > kTargets || a.num_elements * a.heads / heads < a.threads)) --heads;
+    return heads;
   }
   static int64_t blocks_of(const TileElement& e) { return (e.targets + kTargets - 1) / kTargets; }
 
@@ -247,28 +293,53 @@ class TilePass {
     const bool has_bias = a.bias != nullptr && a.bias_kind != kOfListed;
     return has_slope || has_clamp || has_bias || a.mask != nullptr || law.cap != 0;
   }
-  // Whether a row's products are not its logits yet.
-  bool is_unfinished(const Row& row) const { return has_terms() || !is_whole(row) || row.pairs.first < row.pairs.last; }
+  // Whether a row's products are not its logits yet, and whether some of these may be minus infinity.
+  bool is_unfinished(const Row& row) const { return has_terms() || !is_whole(row); }
+  bool may_hide(const Row& row) const {
+    const bool has_bias = a.bias_kind == kOfListed ? row.pairs.first < row.pairs.last : a.bias != nullptr;
+    return has_bias || a.mask != nullptr || !is_whole(row);
+  }
 
-  // A row of the tile of targets i and on, whose columns [from, to) some of them see.
-  Row row_of(const TileElement& e, int64_t head, int64_t i, int64_t panel, int64_t from, int64_t to) const {
+  // A row of a tile, whose columns [from, to) some of its targets see. Biases of listed pairs are added to its products;
+  // what reads these much later need not wait for them.
+  Row row_of(const TileElement& e, int64_t head, int64_t i, int64_t panel, int64_t from, int64_t to, A* products) const {
     Row row{head, i, panel, from, to, first_source(e, i) - panel, last_source(e, i) - panel, {0, 0, 0}};
-    if (a.bias_kind == kOfListed && a.bias != nullptr) row.pairs = listed(e, row);
+    if (a.bias_kind != kOfListed || a.bias == nullptr) return row;
+    row.pairs = listed(e, row);
+    if (!has_slope && !has_clamp) add_listed(row, products);
     return row;
   }
   Listed listed(const TileElement& e, const Row& row) const {
     const int64_t* starts = a.pair_starts + e.bias_at + row.i;
     const int64_t origin = e.bias_step + row.source;
     const int32_t *first = a.pair_sources + starts[0], *const end = a.pair_sources + starts[1];
-    if (first == end || *first >= origin + row.to || end[-1] < origin + row.from) return {0, 0, 0};
-    for (const int32_t* high = end; first < high;) {  // the first pair that is not before the columns
-      const int32_t* middle = first + (high - first) / 2;
-      if (*middle < origin + row.from) first = middle + 1;
-      else high = middle;
+    first = not_before(first, end, origin + row.from);
+    return {first - a.pair_sources, not_before(first, end, origin + row.to) - a.pair_sources, origin};
+  }
+  // The first of ascending sources that is not before this one: by halves, without branches that nobody could foresee,
+  // and the rest by counting.
+  static INLINE const int32_t* not_before(const int32_t* first, const int32_t* end, int64_t source) {
+    while (end - first > kPanel) {
+      const int64_t half = (end - first) / 2;
+      const bool is_later = first[half - 1] < source;
+      first += is_later ? half : 0, end -= is_later ? 0 : half;
     }
-    const int32_t* last = first;
-    while (last < end && *last < origin + row.to) ++last;
-    return {first - a.pair_sources, last - a.pair_sources, origin};
+#if defined(__AVX2__)
+    const __m256i bound = _mm256_set1_epi32(int32_t(source));
+    for (; end - first >= 8; first += 8) {
+      const __m256i before = _mm256_cmpgt_epi32(bound, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
+      const int count = __builtin_popcount(unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(before))));
+      if (count < 8) return first + count;
+    }
+#endif
+    while (first < end && *first < source) ++first;
+    return first;
+  }
+  // Adds the biases of listed pairs to a row's logits.
+  INLINE void add_listed(const Row& row, A* logits) const {
+    const A* numbers = static_cast<const A*>(a.bias) + row.head * a.bias_strides.head;
+    for (int64_t k = row.pairs.first; k < row.pairs.last; ++k)
+      logits[a.pair_sources[k] - row.pairs.origin] += numbers[k * a.bias_strides.channel];
   }
   // The buckets of a row; whatever they were when they were checked, they have a number now.
   template <class Bucket>
@@ -302,7 +373,31 @@ class TilePass {
       default: read_buckets<uint64_t>(e, row, buckets);
     }
   }
+#if defined(__AVX512F__)
+  static INLINE void look_up_held(const float* held, const uint32_t* buckets, float* to) {
+    const __m512i at = _mm512_loadu_si512(buckets);
+    const __m512 low = _mm512_permutex2var_ps(_mm512_loadu_ps(held), at, _mm512_loadu_ps(held + 16));
+    const __m512 high = _mm512_permutex2var_ps(_mm512_loadu_ps(held + 32), at, _mm512_loadu_ps(held + 48));
+    _mm512_storeu_ps(to, _mm512_mask_blend_ps(_mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), low, high));
+  }
+#elif defined(__AVX2__)
+  static INLINE void look_up_held(const float* held, const uint32_t* buckets, float* to) {
+    const __m256i at = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(buckets));
+    const __m256 of_8 = _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)), of_16 = _mm256_castsi256_ps(_mm256_slli_epi32(at, 27));
+    const auto part = [&](int k) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(held + 8 * k), at); };
+    const __m256 low = _mm256_blendv_ps(part(0), part(1), of_8), high = _mm256_blendv_ps(part(2), part(3), of_8);
+    _mm256_storeu_ps(to, _mm256_blendv_ps(low, high, of_16));
+  }
+#endif
   NOINLINE void look_up(const A* numbers, const uint32_t* buckets, int64_t low, int64_t last, A* to) const {
+#if defined(__AVX2__)
+    if (sizeof(A) == 4 && a.bias_count <= 4 * W) {  // few numbers fit into registers
+      float held[4 * W];
+      memcpy(held, numbers, size_t(a.bias_count) * sizeof(float));
+      for (int64_t j = low; j < last; j += W) look_up_held(held, buckets + j, reinterpret_cast<float*>(to) + j);
+      return;
+    }
+#endif
 #pragma GCC unroll 4
     for (int64_t j = low; j < last; ++j) to[j] = numbers[buckets[j]];
   }
@@ -317,16 +412,14 @@ class TilePass {
   int64_t first_distance(const TileElement& e, const Row& row) const {
     return row.source - row.i - e.offset - a.first_distance;
   }
-  // The biases of a row: number `column` lies at p + column * stride. Null if there are none; others lie in `room`.
+  // The biases of a row, but for those of listed pairs: number `column` lies at p + column * stride, maybe in `room`.
   struct RowBias {
     const A* p;
     int64_t stride;
   };
   RowBias bias_of(const TileElement& e, const Row& row, A* room) const {
     const TileStrides& s = a.bias_strides;
-    const A* bias = static_cast<const A*>(a.bias);
-    if (bias == nullptr) return {nullptr, 0};
-    bias += row.head * s.head;
+    const A* bias = static_cast<const A*>(a.bias) + row.head * s.head;
     const int64_t low = row.from / W * W;
     switch (a.bias_kind) {
       case kOfAll:
@@ -342,17 +435,10 @@ class TilePass {
         }
         return {room, 1};
       }
-      case kOfBuckets: {
+      default: {
         uint32_t buckets[kPanel];
         buckets_of(e, row, buckets);
         look_up(bias, buckets, low, row.to, room);
-        return {room, 1};
-      }
-      default: {
-        const Listed& pairs = row.pairs;
-        if (pairs.first == pairs.last) return {nullptr, 0};
-        for (int64_t j = low; j < row.to; ++j) room[j] = 0;
-        for (int64_t k = pairs.first; k < pairs.last; ++k) room[a.pair_sources[k] - pairs.origin] = bias[k * s.channel];
         return {room, 1};
       }
     }
@@ -364,44 +450,74 @@ class TilePass {
     for (int i = 0; i < W && column + i < last; ++i) x[i] = p[(column + i) * stride];
     return x;
   }
-  // Products become finished logits, hidden ones minus infinity. With `of_score`, the derivative by the product is written
-  // there, and with `of_cap`, that by the sum of score and bias.
-  NOINLINE void finish(const TileElement& e, const Row& row, A* logits, A* of_score, A* of_cap) const {
-    A room[kPanel];
-    const RowBias bias = bias_of(e, row, room);
-    const uint8_t* mask = nullptr;
-    if (a.mask != nullptr) {
-      const TileStrides& s = a.mask_strides;
-      mask = a.mask + e.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
-      prefetch(mask, s.row, s.channel, row, e.targets);
+  INLINE LaneVec<A> is_allowed(const uint8_t* mask, int64_t stride, int64_t column, int64_t last) const {
+#if defined(__AVX2__)
+    if (sizeof(A) == 4 && stride == 1 && last - column >= W) {
+      const uint8_t* p = mask + column;
+#if defined(__AVX512F__)
+      return (LaneVec<A>)(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))) != 0;
+#else
+      return (LaneVec<A>)(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))) != 0;
+#endif
     }
-    const A slope = A(a.slope), clamp = A(a.clamp), inverse_cap = A(1) / law.cap;
-    const Vec<A> one = splat<Vec<A>>(A(1)), lowest = splat<Vec<A>>(-A(INFINITY));
-    for (int64_t at = row.from / W * W; at < row.to; at += W) {
-      Vec<A> x = load(logits + at);
-      if (has_slope || has_clamp) {
-        Vec<A> derivative = one;
-        if (has_slope) derivative = x > A(0) ? one : splat<Vec<A>>(slope), x *= derivative;
-        if (has_clamp) {
-          derivative = (x > clamp) | (x < -clamp) ? Vec<A>{} : derivative;
-          x = x > clamp ? splat<Vec<A>>(clamp) : x < -clamp ? splat<Vec<A>>(-clamp) : x;
-        }
-        if (of_score != nullptr) store(of_score + at, derivative);
+#endif
+    A allowed[W];
+    for (int i = 0; i < W; ++i) allowed[i] = column + i < last ? A(mask[(column + i) * stride]) : A(0);
+    return load(allowed) != A(0);
+  }
+  NOINLINE void bound_products(A* logits, int64_t low, int64_t to, A* of_score) const {
+    const A slope = A(a.slope), clamp = A(a.clamp);
+    const Vec<A> one = splat<Vec<A>>(A(1));
+    for (int64_t at = low; at < to; at += W) {
+      Vec<A> x = load(logits + at), derivative = one;
+      if (has_slope) derivative = x > A(0) ? one : splat<Vec<A>>(slope), x *= derivative;
+      if (has_clamp) {
+        derivative = (x > clamp) | (x < -clamp) ? Vec<A>{} : derivative;
+        x = x > clamp ? splat<Vec<A>>(clamp) : x < -clamp ? splat<Vec<A>>(-clamp) : x;
       }
-      if (bias.p != nullptr) x += number_at(bias.p, bias.stride, at, row.to);
-      if (law.cap != 0) {
-        const Vec<A> part = vector_tanh(x * inverse_cap);
-        if (of_cap != nullptr) store(of_cap + at, A(1) - part * part);
-        x = x == lowest ? x : law.cap * part;
-      }
-      if (mask != nullptr) {
-        A allowed[W];
-        for (int i = 0; i < W; ++i) allowed[i] = at + i < row.to ? A(mask[(at + i) * a.mask_strides.channel]) : A(0);
-        x = load(allowed) != A(0) ? x : lowest;
-      }
-      if (at < row.first || at + W > row.last) x = lanes_within(row.first - at, row.last - at) ? x : lowest;
+      if (of_score != nullptr) store(of_score + at, derivative);
       store(logits + at, x);
     }
+  }
+  NOINLINE void add_bias(const TileElement& e, const Row& row, A* logits) const {
+    if (a.bias_kind == kOfListed) return has_slope || has_clamp ? add_listed(row, logits) : void();
+    A room[kPanel];
+    const RowBias bias = bias_of(e, row, room);
+    int64_t at = row.from / W * W;
+    if (bias.stride == 1)
+      for (; at + W <= row.to; at += W) store(logits + at, load(logits + at) + load(bias.p + at));
+    for (; at < row.to; at += W) store(logits + at, load(logits + at) + number_at(bias.p, bias.stride, at, row.to));
+  }
+  NOINLINE void cap_sums(A* logits, int64_t low, int64_t to, A* of_cap) const {
+    const A inverse = A(1) / law.cap;
+    for (int64_t at = low; at < to; at += W) {
+      const Vec<A> x = load(logits + at), part = vector_tanh(x * inverse);
+      if (of_cap != nullptr) store(of_cap + at, A(1) - part * part);
+      store(logits + at, x == -A(INFINITY) ? x : law.cap * part);
+    }
+  }
+  NOINLINE void hide_masked(const TileElement& e, const Row& row, A* logits) const {
+    const TileStrides& s = a.mask_strides;
+    const uint8_t* mask = a.mask + e.term * s.batch + row.head * s.head + row.i * s.row + row.source * s.channel;
+    prefetch(mask, s.row, s.channel, row, e.targets);
+    const Vec<A> lowest = splat<Vec<A>>(-A(INFINITY));
+    for (int64_t at = row.from / W * W; at < row.to; at += W)
+      store(logits + at, is_allowed(mask, s.channel, at, row.to) ? load(logits + at) : lowest);
+  }
+  // Products become finished logits, hidden ones minus infinity. With `of_score`, the derivative by the product is written
+  // there, and with `of_cap`, that by the sum of score and bias. Each term has a loop of its own, without branches.
+  void finish(const TileElement& e, const Row& row, A* logits, A* of_score, A* of_cap) const {
+    const int64_t low = row.from / W * W;
+    if (has_slope || has_clamp) bound_products(logits, low, row.to, of_score);
+    if (a.bias != nullptr) add_bias(e, row, logits);
+    if (law.cap != 0) cap_sums(logits, low, row.to, of_cap);
+    if (a.mask != nullptr) hide_masked(e, row, logits);
+    if (is_whole(row)) return;
+    for (int64_t at = low; at < row.to; at += W)
+      if (at < row.first || at + W > row.last) {
+        const Vec<A> lowest = splat<Vec<A>>(-A(INFINITY));
+        store(logits + at, lanes_within(row.first - at, row.last - at) ? load(logits + at) : lowest);
+      }
   }
   bool is_whole(const Row& row) const { return row.from % W == 0 && row.to % W == 0 && row.first <= row.from && row.last >= row.to; }
 
@@ -477,8 +593,14 @@ inline void multiply_seen(const A* weights, const A* values, int64_t first, int6
 }
 
 inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block, A* memory) {
-  const int64_t start = block * kTargets, count = e.targets - start < kTargets ? e.targets - start : kTargets;
-  const int64_t key_head = head / (a.heads / a.key_heads);
+  const int64_t start = block * kTargets, targets = e.targets - start < kTargets ? e.targets - start : kTargets;
+  const int64_t heads = heads_of_task(e);
+  if (head % heads != 0) return;  // the task of an earlier one computes it
+  const int64_t count = heads * targets, key_head = head / (a.heads / a.key_heads);
+  const bool is_few = targets <= kFew;
+  // Rows are those of one head after another, if there are several.
+  const auto head_of = [&](int64_t r) { return heads == 1 ? head : head + r / targets; };
+  const auto target_of = [&](int64_t r) { return start + (heads == 1 ? r : r % targets); };
   A* queries = memory;
   A* sums = queries + kTargets * width;          // of values
   A* total = sums + kTargets * value_width;      // of weights, in lanes
@@ -487,30 +609,36 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   A* values = keys + kPanel * width;
   A* tile = values + kPanel * value_width;
   A* kept = tile + kGroup * kPanel;
-  rows(a.query, a.query_strides, e.batch, head, C).copy(e.first_target + start, count, A(a.scale), queries);
+  for (int64_t h = 0; h < heads; ++h)
+    rows(a.query, a.query_strides, e.batch, head + h, C)
+        .copy(e.first_target + start, targets, A(a.scale), queries + h * targets * width);
   const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
   const RowsOf value = rows(a.value, a.value_strides, e.batch, key_head, D);
   memset(sums, 0, size_t(count * value_width) * sizeof(A));
   memset(total, 0, size_t(count * W) * sizeof(A));
   for (int64_t r = 0; r < count; ++r) most[r] = -A(INFINITY);
 
-  const int64_t end = last_source(e, start + count - 1);
+  const int64_t end = last_source(e, start + targets - 1);
   for (int64_t panel = first_source(e, start); panel < end; panel += kPanel) {
     const int64_t n = end - panel < kPanel ? end - panel : kPanel;
-    key.transposed(e.first_source + panel, n, keys);
-    const bool is_finite = value.copy(e.first_source + panel, n, A(1), values);
+    if (!is_few) key.transposed(e.first_source + panel, n, keys);
+    const bool is_copied = !is_few || !value.is_packed();
+    const bool is_finite = is_copied && value.copy(e.first_source + panel, n, A(1), values);
     for (int64_t group = 0; group < count; group += kGroup) {
       const int64_t size = count - group < kGroup ? count - group : kGroup;
-      const int64_t i = start + group;
-      const auto [from, to] = columns(e, i, size, panel, n);
+      const int64_t i = is_few ? start : start + group, last = is_few ? start + targets - 1 : i + size - 1;
+      const auto [from, to] = columns(e, i, last - i + 1, panel, n);
       if (from >= to) continue;
       const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
-      multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
+      if (is_few) key.multiplied(queries + group * width, size, e.first_source + panel, low, n, tile, value);
+      else multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
+      Row of_tile[kGroup];
+      for (int64_t r = 0; r < size; ++r)
+        of_tile[r] = row_of(e, head_of(group + r), target_of(group + r), panel, from, to, tile + r * kPanel);
       for (int64_t r = 0; r < size; ++r) {
         A* logits = tile + r * kPanel;
-        const Row row = row_of(e, head, i + r, panel, from, to);
-        const bool is_finished = is_unfinished(row);
-        if (is_finished) finish(e, row, logits, nullptr, nullptr);
+        const Row& row = of_tile[r];
+        if (is_unfinished(row)) finish(e, row, logits, nullptr, nullptr);
         A* sum = total + (group + r) * W;
         Vec<A> added = load(sum);
         if (law.is_exponential) {
@@ -531,7 +659,7 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
             }
             base = top;
           }
-          const bool is_empty = base == -A(INFINITY), may_be_hidden = is_finished || is_empty;
+          const bool is_empty = base == -A(INFINITY), may_be_hidden = is_empty || may_hide(row);
           const A shift = is_empty ? A(0) : base;
           for (int64_t at = low; at < to; at += W) {
             const Vec<A> weight = weight_of(load(logits + at) - shift, may_be_hidden);
@@ -549,18 +677,24 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
         }
         store(sum, added);
         if (a.dropout) {
-          keep_factors(row_key(e, head, i + r), e.first_source + panel + low, to - low, kept + low);
+          keep_factors(row_key(e, row.head, row.i), e.first_source + panel + low, to - low, kept + low);
           for (int64_t at = low; at < to; at += W) store(logits + at, load(logits + at) * load(kept + at));
         }
       }
-      if (is_finite || (first_source(e, i + size - 1) - panel <= from && last_source(e, i) - panel >= to)) {
+      if (!is_copied) {
+        const A* seen = reinterpret_cast<const A*>(value.from) + (e.first_source + panel) * value.row;
+        for (int64_t r = 0; r < size; ++r) {
+          const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
+          multiply(1, value_width / W, tile + r * kPanel + first, kPanel, 1, seen + first * value.row, value.row,
+                   after - first, sums + (group + r) * value_width, value_width, true);
+        }
+      } else if (is_finite || (first_source(e, last) - panel <= from && last_source(e, i) - panel >= to)) {
         multiply(size, value_width / W, tile + from, kPanel, 1, values + from * value_width, value_width, to - from,
                  sums + group * value_width, value_width, true);
       } else {
         for (int64_t r = 0; r < size; ++r) {
-          const int64_t first = first_source(e, i + r) - panel, last = last_source(e, i + r) - panel;
-          multiply_seen(tile + r * kPanel, values, first < from ? from : first, last < to ? last : to, value_width,
-                        sums + (group + r) * value_width);
+          const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
+          multiply_seen(tile + r * kPanel, values, first, after, value_width, sums + (group + r) * value_width);
         }
       }
     }
@@ -568,18 +702,18 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
 
   const A* sink = static_cast<const A*>(a.sink);
   for (int64_t r = 0; r < count; ++r) {
-    const int64_t number = row_number(e, head, start + r);
+    const int64_t of_head = head_of(r), number = row_number(e, of_head, target_of(r));
     A sum = sum_lanes(load(total + r * W)), factor = 1, stat = 1;
     if (law.is_exponential) {
       const bool is_empty = most[r] == -A(INFINITY);
       A base = is_empty ? A(0) : most[r];
-      if (sink != nullptr && sink[head] != -A(INFINITY)) {
-        const A above = is_empty ? sink[head] : sink[head] - base;
+      if (sink != nullptr && sink[of_head] != -A(INFINITY)) {
+        const A above = is_empty ? sink[of_head] : sink[of_head] - base;
         if (is_empty) {
-          base = sink[head], sum += 1;
+          base = sink[of_head], sum += 1;
         } else if (above > 40) {  // what was summed up is small beside it
           const A by = exp_of(-above);
-          sum = sum * by + 1, base = sink[head], factor = by;
+          sum = sum * by + 1, base = sink[of_head], factor = by;
         } else {
           sum += exp_of(above);
         }
@@ -624,7 +758,7 @@ inline void TilePass::write_weights(const TileElement& e, int64_t head, int64_t 
         for (int64_t j = 0; j < low; ++j) out[j] = 0;
         if (from >= to) continue;
         for (int64_t j = to; j < n; ++j) out[j] = 0;
-        const Row row = row_of(e, head, i + r, panel, from, to);
+        const Row row = row_of(e, head, i + r, panel, from, to, logits);
         if (is_unfinished(row)) finish(e, row, logits, nullptr, nullptr);
         const A stat = static_cast<const A*>(a.stats)[row_number(e, head, i + r)];
         const A base = stat == -A(INFINITY) ? A(INFINITY) : stat;
@@ -649,8 +783,8 @@ inline void TilePass::write_weights(const TileElement& e, int64_t head, int64_t 
 // A row's products become its weights, and gradients of weights those of products.
 inline void TilePass::backward_row(const TileElement& e, const Row& row, int64_t low, A* weights, A* slopes, A* of_score,
                                    A* of_cap, A* kept, A* diagonal, double* table) const {
-  const bool is_finished = is_unfinished(row);
-  if (is_finished) finish(e, row, weights, of_score, of_cap);
+  const bool is_partial = !is_whole(row);
+  if (is_unfinished(row)) finish(e, row, weights, of_score, of_cap);
   if (a.dropout) keep_factors(row_key(e, row.head, row.i), e.first_source + row.source + low, row.to - low, kept + low);
   const int64_t number = row_number(e, row.head, row.i);
   const A stat = static_cast<const A*>(a.stats)[number], delta = static_cast<const A*>(a.delta)[number];
@@ -673,11 +807,11 @@ inline void TilePass::backward_row(const TileElement& e, const Row& row, int64_t
     if (caps) slope *= load(of_cap + at);
     // NaN in the rest of the row does not reach what is hidden.
     store(slopes + at, logit == lowest ? Vec<A>{} : slope);
-    if (is_finished) weight = lanes_within(row.first - at, row.last - at) ? weight : Vec<A>{};
+    if (is_partial) weight = lanes_within(row.first - at, row.last - at) ? weight : Vec<A>{};
     store(weights + at, weight);
   };
   if (law.is_exponential) {
-    const bool is_empty = stat == -A(INFINITY), may_be_hidden = is_finished || is_empty;
+    const bool is_empty = stat == -A(INFINITY), may_be_hidden = is_empty || may_hide(row);
     const A base = is_empty ? A(INFINITY) : stat;
     for (int64_t at = low; at < row.to; at += W) {
       const Vec<A> logit = load(weights + at), weight = weight_of(logit - base, may_be_hidden);
@@ -746,14 +880,13 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
         multiply(size, vectors, grads, value_width, 1, values + low, kPanel, D, slopes + low, kPanel, false);
         const bool has_diagonals = table != nullptr && a.bias_kind == kOfDistances;
         if (has_diagonals) memset(diagonals, 0, size_t(kDiagonals) * sizeof(A));
-        for (int64_t r = 0; r < size; ++r) {
-          const Row row = row_of(e, head, i + r, panel, from, to);
-          backward_row(e, row, low, tile + r * kPanel, slopes + r * kPanel, of_score, of_cap, kept,
+        Row of_tile[kBackRows];
+        for (int64_t r = 0; r < size; ++r) of_tile[r] = row_of(e, head, i + r, panel, from, to, tile + r * kPanel);
+        for (int64_t r = 0; r < size; ++r)
+          backward_row(e, of_tile[r], low, tile + r * kPanel, slopes + r * kPanel, of_score, of_cap, kept,
                        diagonals + (size - 1 - r), table);
-        }
         if (has_diagonals) {
-          const Row last = row_of(e, head, i + size - 1, panel, from, to);
-          const int64_t first = first_distance(e, last);
+          const int64_t first = first_distance(e, of_tile[size - 1]);
           for (int64_t k = low < -first ? -first : low; k < to + size - 1 && first + k < a.bias_count; ++k)
             table[first + k] += double(diagonals[k]);
         }
