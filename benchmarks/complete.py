@@ -1,7 +1,8 @@
 """Time and memory of attention among all nodes as their number grows: `python -m benchmarks.complete`.
 
 It measures linear attention; softmax attention without a bias and with a bias of some pairs, of each bucket of pairs,
-or of each distance, causal, in a window, with a softcap or a sink; sigmoids in its place; and windows with positions.
+or of each distance, causal, in a window, with a softcap or a sink, and of one node alone, as in decoding; sigmoids in
+its place; and windows with positions.
 The peers do the same with PyTorch alone: einsum, padded batches, `scaled_dot_product_attention` with a dense bias or
 mask, the formula with a matrix of all pairs, and FlexAttention, which computes no gradients on CPUs. Whole layers of
 linear attention are measured beside PyG's, on a padded batch.
@@ -89,9 +90,10 @@ USUAL = {
     "ragged": (64,),
     "softmax": (1024, 4096, 16_384),
     "window": (2000, 8000, 32_000),
+    "decoding": (1024, 4096, 16_384, 65_536),
 }
 """The numbers of nodes, or of graphs if they are ragged, for each group of parts."""
-QUICK = {"linear": (256, 1024), "ragged": (4,), "softmax": (256,), "window": (500,)}
+QUICK = {"linear": (256, 1024), "ragged": (4,), "softmax": (256,), "window": (500,), "decoding": (256,)}
 LARGEST = {"linear causal": 262_144, "distance": 4096, "dense": 4096, "formula": 4096}
 """The largest numbers of nodes of parts and of peers that need much time or memory."""
 
@@ -111,6 +113,8 @@ PEERS = {
     "bucket bias": ("gattn", "dense", "flex"),
     "distance": ("gattn",),
     **dict.fromkeys(LAYERS, ("gattn",)),
+    "decoding": ("gattn", "sdpa"),
+    "decoding softcap": ("gattn", "formula"),
 }
 """The kinds of attention in the order of the table, and who computes each of them."""
 
@@ -133,6 +137,7 @@ BASES = {
     "linear causal": ("linear", "gattn"),
     **dict.fromkeys(("none", *TERMS), ("none", "sdpa")),
     **dict.fromkeys([*LAYERS][1:], ("window", "gattn")),
+    **dict.fromkeys(("decoding", "decoding softcap"), ("decoding", "sdpa")),
 }
 """The base of each part: the part and the peer with which it is compared at the same size."""
 
@@ -157,7 +162,7 @@ class Result(Measured):
     """The columns of a measurement."""
 
     forward_backward: NotRequired[Times]
-    """Only FlexAttention lacks it."""
+    """FlexAttention and decoding lack it."""
 
 
 @dataclass(frozen=True)
@@ -181,13 +186,19 @@ class Case(Measurement):
 
     @property
     def kind(self) -> str:
-        """What is computed; FlexAttention has no gradients, and PyG's layers depend on the padding."""
-        return self.part + ", forward" * (self.peer == "flex") + ", padded" * (self.peer == "pyg")
+        """What is computed; FlexAttention and decoding have no gradients, and PyG's layers depend on the padding."""
+        is_forward = self.peer == "flex" or self.group == "decoding"
+        return self.part + ", forward" * is_forward + ", padded" * (self.peer == "pyg")
 
     @property
     def has_gradients(self) -> bool:
         """Whether the reference is small enough to compute gradients."""
-        return self.nodes <= CHECKED or self.graphs > 1
+        return self.group != "decoding" and (self.nodes <= CHECKED or self.graphs > 1)
+
+    @property
+    def num_targets(self) -> int:
+        """How many nodes attend to all."""
+        return 1 if self.group == "decoding" else self.nodes
 
     @property
     def group(self) -> str:
@@ -217,7 +228,7 @@ class Case(Measurement):
             inputs, targets = draw(case), None
             if not self.has_gradients:
                 count = min(SAMPLED_PAIRS // self.nodes, 128)
-                targets = torch.randperm(self.nodes, generator=torch.Generator().manual_seed(SEED))[:count]
+                targets = torch.randperm(self.num_targets, generator=torch.Generator().manual_seed(SEED))[:count]
             exact, rounded = (reference(case, inputs, targets, dtype) for dtype in (torch.float64, torch.float32))
             terms = self.nodes, self.nodes ** (2 if "table" in inputs.leaves else 1)
             found = budgets(exact, rounded, torch.float32, *terms, targets, targets is not None)
@@ -298,9 +309,10 @@ def draw(case: Case) -> Inputs:
         leaves = {"x": randn(nodes, LAYER_HEADS * CHANNELS)}
         leaves |= {name: 0.1 * randn(*x.shape) for name, x in layer_of(case).named_parameters()}
         return Inputs(leaves, randn(nodes, LAYER_HEADS * CHANNELS), pairs, buckets)
-    leaves = {name: randn(nodes, HEADS, CHANNELS) for name in ("query", "key", "value")}
-    grad = randn(nodes, HEADS, CHANNELS)
-    if case.group != "softmax":
+    leaves = {"query": randn(case.num_targets, HEADS, CHANNELS)}
+    leaves |= {name: randn(nodes, HEADS, CHANNELS) for name in ("key", "value")}
+    grad = randn(case.num_targets, HEADS, CHANNELS)
+    if case.group in ("linear", "ragged"):
         leaves |= {name: gattn.features.elu1(leaves[name]) for name in ("query", "key")}
     if case.part == "sparse bias":
         pairs = torch.randint(nodes, (2, min(PAIRS, nodes**2 // 8)), generator=generator)
@@ -436,7 +448,7 @@ def build(case: Case) -> Computation:
     inputs = draw(case).to(case.device)
     if case.peer in ("sdpa", "dense", "formula", "flex"):
         return build_heads_first(case, inputs)
-    leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
+    leaves = {name: leaf.requires_grad_(case.group != "decoding") for name, leaf in inputs.leaves.items()}
     if case.part in RAGGED_LAYERS:
         layer: Any = ragged_layer(case).to(case.device)
         x, sizes, graph = leaves["x"], case.sizes(), gattn.CompleteGraph.packed(case.sizes())
@@ -457,7 +469,10 @@ def build(case: Case) -> Computation:
         batch = torch.arange(case.graphs).repeat_interleave(torch.tensor(case.sizes())).to(case.device)
         return Computation(lambda: padded(query, key, value, batch), leaves, inputs.grad)
     graph = gattn.CompleteGraph(
-        case.nodes, causal="causal" in case.part, window=(REACH, 0) if case.part == "causal window" else None
+        case.num_targets,
+        case.nodes,
+        causal="causal" in case.part,
+        window=(REACH, 0) if case.part == "causal window" else None,
     )
     if case.graphs > 1:
         graph = gattn.CompleteGraph.packed(case.sizes())
@@ -466,10 +481,11 @@ def build(case: Case) -> Computation:
         "bucket bias": lambda: gattn.BucketBias(inputs.buckets, leaves["table"]),
         "distance": lambda: gattn.BucketBias(band, leaves["table"]),
     }
-    bias, options = biases.get(case.part, lambda: None), LINEAR if case.group != "softmax" else {}
+    bias, options = biases.get(case.part, lambda: None), LINEAR if case.group in ("linear", "ragged") else {}
     laws = {"softcap": gattn.Softmax(softcap=CAP), "sink": gattn.Softmax(sink=SINK), "sigmoid": gattn.Sigmoid()}
     if (law := laws.get(case.part.split()[-1])) is not None:
         options = {"distribution": law}
+    leaves = {} if case.group == "decoding" else leaves
     return Computation(lambda: gattn.attend(query, key, value, graph, bias=bias(), **options), leaves, inputs.grad)
 
 
@@ -530,6 +546,7 @@ def build_heads_first(case: Case, inputs: Inputs) -> Computation:
     if case.part == "causal window":
         distance = torch.arange(nodes) - torch.arange(nodes).unsqueeze(1)
         mask = ((distance <= 0) & (distance >= -REACH)).to(case.device)
+    leaves = {} if case.group == "decoding" else leaves
     for leaf in leaves.values():
         leaf.requires_grad_()
     if case.peer == "formula":
@@ -554,8 +571,9 @@ def build_heads_first(case: Case, inputs: Inputs) -> Computation:
 
 REMARKS = (
     "Times are medians with quartiles. × base is the time as a multiple of the base's at the same N: for none and for "
-    "biases, PyTorch's bare sdpa; for linear causal, linear; for windows with positions, the window without. × gattn "
-    "is a peer's time or memory as a multiple of gattn's. The exponent is log(time ratio) / log(N ratio) of forward + "
+    "biases, PyTorch's bare sdpa, that of one query for decoding; for linear causal, linear; for windows with "
+    "positions, the window without. × gattn is a peer's time or memory as a multiple of gattn's. The exponent is "
+    "log(time ratio) / log(N ratio) of forward + "
     "backward, compared with the next smaller N.",
     "The peak is the resident memory above the inputs in the first forward + backward. FlexAttention (flex) has no "
     "gradients on CPUs, so its peak is that of a forward pass, after compilation.",

@@ -40,6 +40,7 @@ __all__ = [
     "Inputs",
     "Presence",
     "are_plain",
+    "has_gradient",
     "inputs_of",
     "library",
     "presence_of",

@@ -43,7 +43,7 @@ def small(monkeypatch, one_process):
     """Few nodes, and no garbage collection."""
     monkeypatch.setattr(measuring.gc, "collect", lambda: None)
     monkeypatch.setattr(measuring, "peak_above", lambda function, device: (function(), 10**6))
-    sizes = {"linear": (16, 32), "ragged": (2,), "softmax": (40,), "window": (50,)}
+    sizes = {"linear": (16, 32), "ragged": (2,), "softmax": (40,), "window": (50,), "decoding": (60,)}
     monkeypatch.setattr(complete, "QUICK", sizes)
 
 
@@ -56,7 +56,7 @@ def test_everything_is_measured_and_agrees_with_the_reference(checked, small, tm
     assert {(row["part"], row["peer"]) for row in rows} == expected
     assert {row["outcome"] for row in rows} == {"ok"}
     for row in rows:
-        has_gradients = checked > 10 or row["part"].startswith("ragged")
+        has_gradients = row["part"].startswith("ragged") or (checked > 10 and "decoding" not in row["part"])
         assert has_gradients == any(name.startswith("gradient") for name in row["errors"])
         assert row["allocator"] == "default"
     table = (tmp_path / "table.md").read_text()
