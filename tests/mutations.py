@@ -293,7 +293,9 @@ MUTATIONS = [
         "output(i, b) + h * V, k) - «strip.load_at(bias + h * V, k) → Vec<A>{}»;",
     ),
     # ------------------------------------------------------------------------------------------- bias, mask and dropout
-    Mutation("no bias beside an edge term", KERNELS, "if («a.bias != nullptr → a.bias != nullptr && !a.edge») add"),
+    Mutation(
+        "no bias beside an edge term", KERNELS, "if («a.bias != nullptr → a.bias != nullptr && !a.edge») add_edge"
+    ),
     Mutation(
         "all of a batch get the first bias", KERNELS, "add_edge_scalars(a.bias, «a.bias_batch → 0», b, n, logits)"
     ),
@@ -496,14 +498,14 @@ MUTATIONS = [
     Mutation(
         "rows of buckets are a panel apart", TILES, "e.bias_at + row.i * «e.bias_step → kPanel» + row.source, low"
     ),
-    Mutation("heads have the first one's table", TILES, "bias += row.head * «s.head → 0»;"),
+    Mutation("heads have the first one's table", TILES, "static_cast<const A*>(a.bias) + row.head * «s.head → 0»;"),
     Mutation("the last bucket is unknown", TILES, "const Wide last = Wide(a.bias_count - «1 → 2»);"),
     Mutation(
         "pairs of the tile's last column are left out",
         TILES,
         "not_before(first, end, «origin + row.to → origin + row.to - 1») - a",
     ),
-    Mutation("a search for pairs goes too far", TILES, "-int64_t(first[half - 1] «< → <=» source);"),
+    Mutation("a search for pairs goes too far", TILES, "is_later = first[half - 1] «< → <=» source;"),
     Mutation("heads that share keys share a query", TILES, "queries + h * targets * «width → 0»);"),
     Mutation(
         "few targets see what the last one sees",
@@ -515,7 +517,10 @@ MUTATIONS = [
     ),
     Mutation("of many buckets, some have another's number", TILES, "_mm256_slli_epi32(at, «27 → 28»));"),
     Mutation("masks hide what they show", TILES, "_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))) «!= → ==» 0;"),
-    Mutation("a listed bias is added before a bound", TILES, "kOfListed && «!has_slope && !has_clamp → true») {"),
+    Mutation("a listed bias is added before a bound", TILES, "if («!has_slope && !has_clamp → true») add_listed(row"),
+    Mutation(
+        "a listed minus infinity hides nothing", TILES, "a.bias_kind == kOfListed ? «row.pairs.first → row.pairs.last»"
+    ),
     Mutation("pairs have the sources of the element", TILES, "const int64_t origin = «e.bias_step → 0» + row.source;"),
     Mutation("diagonals are those of the first row", TILES, "diagonals + (size - 1 - «r → 0»), table"),
     Mutation(
