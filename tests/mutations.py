@@ -505,7 +505,9 @@ MUTATIONS = [
         TILES,
         "not_before(first, end, «origin + row.to → origin + row.to - 1») - a",
     ),
-    Mutation("a search for pairs goes too far", TILES, "is_later = first[half - 1] «< → <=» source;"),
+    Mutation(
+        "a search for pairs goes too far", TILES, "is_later = «first[half - 1] < source → first[half - 1] <= source»;"
+    ),
     Mutation("heads that share keys share a query", TILES, "queries + h * targets * «width → 0»);"),
     Mutation(
         "few targets see what the last one sees",
@@ -516,7 +518,11 @@ MUTATIONS = [
         "products of few targets lack a rest", TILES, "for (; c < «width → whole_vectors(channels) - W»; c += W)\n"
     ),
     Mutation("of many buckets, some have another's number", TILES, "_mm256_slli_epi32(at, «27 → 28»));"),
-    Mutation("masks hide what they show", TILES, "_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))) «!= → ==» 0;"),
+    Mutation(
+        "masks are those of the source before",
+        TILES,
+        "_mm_loadl_epi64(reinterpret_cast<const __m128i*>(«p → p - (column > 0)»)",
+    ),
     Mutation("a listed bias is added before a bound", TILES, "if («!has_slope && !has_clamp → true») add_listed(row"),
     Mutation(
         "a listed minus infinity hides nothing", TILES, "a.bias_kind == kOfListed ? «row.pairs.first → row.pairs.last»"
