@@ -110,7 +110,7 @@ def given(
     of_weights: Any = distribution
     if type(distribution) is not str:
         of_weights = law_of(distribution) if isinstance(distribution, Distribution) else None
-        if of_weights is None or of_weights.sink is not None:
+        if of_weights is None or isinstance(of_weights.sink, Tensor):
             return None
     kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
     edge, edge_maker = _split(edge)

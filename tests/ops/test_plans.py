@@ -87,6 +87,61 @@ def test_graphs_are_looked_at_once(graph, looked_at):
     assert len(looked_at) == 1 + 3  # the reference is never planned
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize(
+    ("graph", "options"),
+    [
+        ({}, {"distribution": gattn.Softmax(softcap=2.0)}),
+        ({"causal": True}, {"distribution": gattn.Softmax(sink=0.5, softcap=2.0)}),
+        ({}, {"distribution": "sigmoid"}),
+        ({"window": (1, 2)}, {"distribution": gattn.Sigmoid(normalize=True)}),
+        ({"window": (2, 1)}, {}),
+        ({"causal": True}, {"mask": torch.tensor([True, False, True, True])}),
+        ({}, {"bias": torch.randn(H, 1, 1), "distribution": "tanh"}),
+        ({"causal": True, "window": 1}, {"bias": torch.randn(4), "mask": torch.rand(H, 1, 4) < 0.8}),
+    ],
+)
+def test_calls_on_complete_graphs_are_looked_at_once(graph, options, batch, looked_at):
+    """Also with another number of targets, if terms fit them."""
+    for n in (4, 4, 7, 1):
+        query = torch.randn(*batch, n, H, C, requires_grad=True)
+        key, value = (torch.randn(*batch, 4, H, C, requires_grad=True) for _ in range(2))
+        call = {"query": query, "key": key, "value": value, "graph": CompleteGraph(n, 4, **graph), **options}
+        found = both([query, key, value], **call)
+        torch.testing.assert_close(found, both([query, key, value], **call, backend="reference"), rtol=1e-4, atol=1e-5)
+    assert len(looked_at) == 1 + 4  # the reference is never planned
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_terms_of_complete_graphs_that_do_not_fit(name):
+    term = torch.ones(4, 4, dtype=torch.float32 if name == "bias" else torch.bool)
+    for n, m in ((4, 4), (5, 4), (4, 5)):
+        x = torch.randn(n, H, C), *[torch.randn(m, H, C)] * 2
+        call = {"distribution": "sigmoid", name: term}
+        if (n, m) == (4, 4):
+            attend(*x, CompleteGraph(n, m), **call)
+            continue
+        with pytest.raises(ValueError, match=f"{name} on this complete graph must be broadcastable"):
+            attend(*x, CompleteGraph(n, m), **call)
+
+
+@pytest.mark.parametrize("law", [gattn.Softmax(sink=0.5), gattn.Softmax(sink=-1.0, softcap=2.0)])
+def test_sinks_are_looked_at_once(law, looked_at):
+    """Inside of inference mode first, where nothing may be kept that serves training."""
+    x, edge_index = torch.randn(4, H, C, requires_grad=True), random_edge_index(4, 4, 10)
+    options = {"query": x, "key": x, "value": x, "distribution": law}
+    for graph in (edge_index, CompleteGraph(4)):
+        plans.forget()
+        with torch.inference_mode():
+            attend(**options, graph=graph)
+        looked_at.clear()
+        for _ in range(3):
+            torch.testing.assert_close(
+                both([x], **options, graph=graph), both([x], **options, graph=graph, backend="reference")
+            )
+        assert len(looked_at) <= 1 + 3
+
+
 def test_options_of_graphs_are_part_of_the_signature():
     x, edge_index = torch.randn(4, H, C), random_edge_index(4, 4, 10)
     for options in ({}, {"self_loops": True}, {"flow": "target_to_source"}, {}):

@@ -188,7 +188,7 @@ def _moves(inputs: Inputs, given: Given, call: Call, ready: Call) -> list[_Move]
         unused -= {plans.PLACES["edge_value"], plans.PLACES["value_maker"]}
     moves = []
     for name, tensor, term in inputs.terms():
-        if name in ("edge_index", "seed"):  # which each call has of its own
+        if name in ("edge_index", "seed", "sink"):  # which each call has of its own, and a number of the signature
             continue
         source = given.tensors[sources[name]] if name in sources else None
         if source is None:
@@ -245,6 +245,9 @@ class _KernelPlan:
         self.backend, self.moves, self.prepared = backend, moves, backend.prepared(inputs)
         self.presence = presence_of(inputs)
         self.inputs: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
+        if inputs.sink is not None:
+            with torch.inference_mode(False):  # what is kept must also serve training
+                self.inputs[_SINK] = inputs.sink.clone()
         #: Where, and in which dimension, there must be as many rows as sources, targets and edges.
         self.with_rows: dict[str, list[tuple[int, int]]] = {"M": [], "N": [], "E": []}
         for move in moves:
@@ -275,9 +278,9 @@ class _KernelPlan:
         return self.backend.operator.run_plain(Inputs._make(inputs), presence=self.presence)[0]
 
 
-_QUERY, _KEY, _EDGE_INDEX, _NUM_TARGETS, _SELF_LOOPS, _FLOW, _DROPOUT, _SEED, _PLAN = map(
+_QUERY, _KEY, _SINK, _EDGE_INDEX, _NUM_TARGETS, _SELF_LOOPS, _FLOW, _DROPOUT, _SEED, _PLAN = map(
     Inputs._fields.index,
-    ("query", "key", "edge_index", "num_targets", "self_loops", "flow", "dropout", "seed", "plan"),
+    ("query", "key", "sink", "edge_index", "num_targets", "self_loops", "flow", "dropout", "seed", "plan"),
 )
 
 

@@ -114,42 +114,50 @@ class Dense(Backend):
         return self._result(call)
 
     def plan(self, call: Call, given: Given) -> Plan | None:
-        """See `Backend.plan`: there is one for scaled dot products with a softmax and nothing else."""
-        graph, score, dropout = call.graph, call.score, call.dropout
-        more = [tensor for tensor in given.tensors[3:] if isinstance(tensor, Tensor)]
-        if not isinstance(graph, CompleteGraph) or graph.window is not None or graph._offset is not None:
+        """See `Backend.plan`: there is one for scaled dot products, with all that tiles of pairs serve."""
+        graph, score, law, dropout = call.graph, call.score, call.law, call.dropout
+        more = [tensor for tensor in given.tensors[_TERMS_END:] if isinstance(tensor, Tensor)]
+        if not isinstance(graph, CompleteGraph) or given.edge_index is not None or more or len(call.batch) > 1:
             return None
-        if (
-            given.edge_index is not None
-            or not _is_dot(score)
-            or score.folds
-            or not is_plain_softmax(call.distribution)
-            or len(call.batch) > 1
-        ):
+        if not _is_dot(score) or score.folds or law is None or law.name not in tiles.LAWS or law.name == "identity":
             return None
-        if (
-            more
-            or 0 in (*call.batch, call.key.size(-1), call.value.size(-1))
-            or call.cast(call.dtype) is not call
-            or is_distributed(call.value)
-        ):
+        if 0 in (*call.batch, call.key.size(-1), call.value.size(-1)):
             return None
-        causal = graph.causal
+        if call.cast(call.dtype) is not call or is_distributed(call.value):
+            return None
         scale = score.factor(call.channels)  # not the score, which may be changed
+        with torch.inference_mode(False):  # what is kept must also serve training
+            sink = sink_of(law.sink, call)
+        left, right = graph.reach
+        rule = tiles.Rule(scale, 1.0, math.inf, law._replace(sink=None), left, right, (), dropout)
+        is_plain = is_plain_softmax(call.distribution) and graph.window is None and graph._offset is None
 
         def plan(given: Given) -> Tensor | None:
-            query, key, value = given.tensors[:3]
+            query, key, value, bias, mask = given.tensors[:_TERMS_END]
             num_targets, num_sources = query.size(-3), key.size(-3)
-            is_causal = causal and num_targets > 1  # the last target sees every source
             if (given.num_targets, given.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
                 return None
-            if num_targets * num_sources == 0 or (is_causal and num_targets != num_sources):
+            if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
                 return None
-            if is_autocast(value) or is_context_parallel():
+            is_causal = graph.causal and num_targets > 1  # the last target sees every source
+            has_terms = bias is not None or mask is not None
+            if is_plain and not has_terms and not (is_causal and num_targets != num_sources):
+                is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
+                compute = by_pytorch if is_small else dot_product_attention
+                return compute(query, key, value, scale, None, None, dropout, is_causal)
+            front, sizes = value.shape[:-3], (num_targets, num_sources)
+            if not (_fits(bias, *sizes) and _fits(mask, *sizes)):
                 return None
-            is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
-            compute = by_pytorch if is_small else dot_product_attention
-            return compute(query, key, value, scale, None, None, dropout, is_causal)
+            bias, mask = _with_one_batch(bias, front), _with_one_batch(mask, front)
+            if not front:
+                query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            if is_plain and not tiles.is_faster(query, key, value, bias, mask, dropout):
+                return None
+            if not tiles.can_attend((query, key, value, bias, mask, sink), law):
+                return None
+            elements = tiles.elements_of(None, value.size(0), *sizes, graph.offset(*sizes))
+            out, _, _ = tiles.attend(query, key, value, bias, mask, sink, rule._replace(elements=elements))
+            return out if front else out.squeeze(0)
 
         return plan
 
@@ -182,6 +190,18 @@ class Dense(Backend):
         elif weights is not None:
             weights = weights.to(call.dtype)
         return Result(out.to(call.dtype), weights, log_sum)
+
+
+#: Query, key, value, bias and mask are the first tensors that calls are given.
+_TERMS_END = 5
+
+
+def _fits(term: Tensor | None, num_targets: int, num_sources: int) -> bool:
+    """Whether a bias or mask can be broadcast to so many targets and sources."""
+    if term is None:
+        return True
+    shape = (1, 1, *term.shape)
+    return shape[-1] in (1, num_sources) and shape[-2] in (1, num_targets)
 
 
 def _is_dot(score: Score) -> TypeGuard[DotScore]:
