@@ -10,7 +10,7 @@ linear attention are measured beside PyG's, on a padded batch.
 Outputs are compared with the plain formula in float64. Up to 2 048 nodes, so are gradients. PyG's layers depend on the
 padding, so each of them is compared with itself in float64, and gattn's with PyG's on each graph alone.
 
-Duration: 26 minutes; with `--quick`: 1 minute.
+Duration: 27 minutes; with `--quick`: 1 minute.
 """
 
 from __future__ import annotations

@@ -523,12 +523,13 @@ class Attention(Leaf, MessagePassing):
         dropout = dropout if training else 0.0
         given = None
         check_flag("return_lse", log_sum)
-        is_usual = not (weights or log_sum or distribution is None or checks_finite())
+        is_usual = isinstance(weights, (bool, str)) and weights != "only"
+        is_usual = is_usual and not (log_sum or distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
-            options = dropout, requested(backend)
+            options = dropout, requested(backend), weights
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
-        if given is not None and (out := plans.planned(given)) is not None:
-            return Result(out)
+        if given is not None and (planned := plans.planned(given)) is not None:
+            return Result(planned) if isinstance(planned, Tensor) else Result(*planned)
         graph = as_graph(graph, self.flow, sharded=True)
         call = checked_call(
             query,
@@ -601,7 +602,7 @@ class Attention(Leaf, MessagePassing):
         if given is not None and not plans.is_known(given):
             plans.keep(given, None if chosen is None else chosen.plan(call, given))
             if (planned := plans.planned(given)) is not None:  # as all calls like this one from now on
-                return Result(planned)
+                return Result(planned) if isinstance(planned, Tensor) else Result(*planned)
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
         if call.log_sum and result.log_sum is None:
             wide = call._replace(dtype=call.compute)  # half precision is too coarse for it

@@ -27,7 +27,7 @@ from gattn.torch_private import (
     uses_forward_mode,
 )
 
-__all__ = ["PLACES", "Given", "Plan", "forget", "given", "is_known", "keep", "layout_key", "planned"]
+__all__ = ["PLACES", "Given", "Plan", "Planned", "forget", "given", "is_known", "keep", "layout_key", "planned"]
 
 #: Where tensors are among those that a call was given. Those before `out_bias` have a row per node or edge; makers turn
 #: rows of features or types into terms of edges.
@@ -50,8 +50,11 @@ class Given(NamedTuple):
     """N, if the graph says so"""
 
 
-#: Computes the output of a call with the signature for which it was made; `None` if its sizes do not fit.
-Plan = Callable[[Given], Tensor | None]
+#: What a plan computes: the output, and the weights as users get them if they were requested.
+Planned = Tensor | tuple[Tensor, Any]
+
+#: Computes a call with the signature for which it was made; `None` if its sizes do not fit.
+Plan = Callable[[Given], Planned | None]
 
 _MOST_PLANS = 256
 _plans: dict[Hashable, Plan | None] = {}
@@ -74,6 +77,7 @@ def given(
     distribution: str | Distribution | None,
     dropout: float,
     backend: str,
+    weights: bool | str = False,
     edge: EdgeTerm | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
@@ -83,7 +87,7 @@ def given(
     """The call with its signature; `None` if it has to be looked at each time.
 
     The arguments are those of `gattn.attend` as they were given, with `flow` for a bare `edge_index`, the `dropout` of
-    this call, and the `backend` that is requested.
+    this call, the `backend` that is requested, and which `weights` are returned.
     """
     if needs_dispatcher() or is_transformed() or uses_forward_mode():
         return None
@@ -117,7 +121,7 @@ def given(
     edge_value, value_maker = _split(edge_value)
     tensors = [query, key, value, bias, mask, edge, edge_value, out_bias, edge_maker, value_maker, *score.tensors()]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
-    signature = [of_graph, type(score), formula(score), of_weights, dropout, backend, kinds]
+    signature = [of_graph, type(score), formula(score), of_weights, dropout, backend, weights, kinds]
     is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
     for place, tensor in enumerate(tensors):
         if tensor is None or type(tensor) is bool:
@@ -189,7 +193,7 @@ def forget() -> None:
     _plans.clear()
 
 
-def planned(call: Given) -> Tensor | None:
-    """The output of a call for which there is a plan; `None` if there is none, or its sizes do not fit."""
+def planned(call: Given) -> Planned | None:
+    """The result of a call for which there is a plan; `None` if there is none, or its sizes do not fit."""
     plan = _plans.get(call.signature)
     return None if plan is None else plan(call)

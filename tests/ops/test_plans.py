@@ -112,6 +112,31 @@ def test_calls_on_complete_graphs_are_looked_at_once(graph, options, batch, look
     assert len(looked_at) == 1 + 4  # the reference is never planned
 
 
+@pytest.mark.parametrize("weights", [True, "dropped"])
+@pytest.mark.parametrize("options", [{}, {"distribution": gattn.Softmax(softcap=2.0)}, {"bias": torch.randn(H, 1, 1)}])
+@pytest.mark.parametrize("n", [4, 70])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_returned_weights_are_looked_at_once(batch, n, options, weights, looked_at):
+    """They change no bit of the output."""
+    for causal in (False, True):
+        looked_at.clear()
+        for _ in range(3):
+            leaves = [torch.randn(*batch, n, H, C, requires_grad=True) for _ in range(3)]
+            call = {**dict(zip(("query", "key", "value"), leaves, strict=True)), **options}
+            call["graph"] = CompleteGraph(n, causal=causal)
+            out, found = attend(**call, return_weights=weights)
+            expected, expected_weights = attend(**call, return_weights=weights, backend="reference")
+            torch.testing.assert_close(found, expected_weights, rtol=1e-4, atol=1e-5)
+            grads = [
+                torch.autograd.grad((out * out).sum() + (x * x).sum(), leaves)
+                for out, x in ((out, found), (expected, expected_weights))
+            ]
+            torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+            if weights is True:
+                assert torch.equal(out, attend(**call))
+        assert len(looked_at) <= 1 + 3 + 1
+
+
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_terms_of_complete_graphs_that_do_not_fit(name):
     term = torch.ones(4, 4, dtype=torch.float32 if name == "bias" else torch.bool)

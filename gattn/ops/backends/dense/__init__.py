@@ -33,7 +33,7 @@ from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.operator import sink_of
-from gattn.ops.plans import Given, Plan
+from gattn.ops.plans import Given, Plan, Planned
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.ops.sharded import complete_by_heads, is_distributed
 from gattn.scores import DotScore, Score, family_of, says
@@ -125,39 +125,54 @@ class Dense(Backend):
             return None
         if call.cast(call.dtype) is not call or is_distributed(call.value):
             return None
-        scale = score.factor(call.channels)  # not the score, which may be changed
+        fixed = DotScore(score.factor(call.channels))  # not the score, which may be changed
         with torch.inference_mode(False):  # what is kept must also serve training
             sink = sink_of(law.sink, call)
         left, right = graph.reach
-        rule = tiles.Rule(scale, 1.0, math.inf, law._replace(sink=None), left, right, (), dropout)
+        weights, scale, heads = call.weights, fixed.factor(call.channels), call.heads
+        rule = tiles.Rule(scale, 1.0, math.inf, law._replace(sink=None), left, right, (), dropout, weights=weights)
         is_plain = is_plain_softmax(call.distribution) and graph.window is None and graph._offset is None
+        is_plain = is_plain and weights != "dropped"
 
-        def plan(given: Given) -> Tensor | None:
+        def plan(given: Given) -> Planned | None:
             query, key, value, bias, mask = given.tensors[:_TERMS_END]
-            num_targets, num_sources = query.size(-3), key.size(-3)
+            num_targets, num_sources = sizes = query.size(-3), key.size(-3)
             if (given.num_targets, given.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
                 return None
             if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
                 return None
             is_causal = graph.causal and num_targets > 1  # the last target sees every source
-            has_terms = bias is not None or mask is not None
-            if is_plain and not has_terms and not (is_causal and num_targets != num_sources):
+            is_bare = is_plain and bias is None and mask is None and not (is_causal and num_targets != num_sources)
+            if is_bare and not weights:
                 is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
                 compute = by_pytorch if is_small else dot_product_attention
                 return compute(query, key, value, scale, None, None, dropout, is_causal)
-            front, sizes = value.shape[:-3], (num_targets, num_sources)
             if not (_fits(bias, *sizes) and _fits(mask, *sizes)):
                 return None
+            front = value.shape[:-3]
             bias, mask = _with_one_batch(bias, front), _with_one_batch(mask, front)
             if not front:
                 query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            batch, found = value.size(0), None
             if is_plain and not tiles.is_faster(query, key, value, bias, mask, dropout):
+                if not is_bare or batch * heads * num_targets * num_sources > _CHUNK:
+                    return None
+                out = by_pytorch(query, key, value, scale, None, None, dropout, is_causal)
+                part = _Part(query, key, value, fixed, None, None, num_targets, 0.0, False)
+                found = _softmax(_logits(part, graph, graph.offset(*sizes))).to(value.dtype)
+            elif tiles.can_attend((query, key, value, bias, mask, sink), law):
+                elements, count = tiles.elements_of(None, batch, *sizes, graph.offset(*sizes)), 0
+                if weights:
+                    elements, count = tiles.with_matrices(elements, heads, sizes, 1)
+                of_sizes = rule._replace(elements=elements)
+                out, _, in_a_row = tiles.attend(query, key, value, bias, mask, sink, of_sizes, count)
+                if in_a_row is not None:
+                    found = in_a_row.view(batch, heads, *sizes).to(value.dtype)
+            else:
                 return None
-            if not tiles.can_attend((query, key, value, bias, mask, sink), law):
-                return None
-            elements = tiles.elements_of(None, value.size(0), *sizes, graph.offset(*sizes))
-            out, _, _ = tiles.attend(query, key, value, bias, mask, sink, rule._replace(elements=elements))
-            return out if front else out.squeeze(0)
+            if not front:
+                out, found = out.squeeze(0), None if found is None else found.squeeze(0)
+            return out if found is None else (out, found)
 
         return plan
 
