@@ -110,6 +110,8 @@ def given(
         of_graph = graph.causal, graph.window, graph._offset
     else:
         return None
+    if weights and edge_index is not None:  # which no plan returns yet
+        return None
     num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
     of_weights: Any = distribution
     if type(distribution) is not str:
