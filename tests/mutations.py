@@ -524,9 +524,6 @@ MUTATIONS = [
         "_mm_loadl_epi64(reinterpret_cast<const __m128i*>(«p → p - (column > 0)»)",
     ),
     Mutation("a listed bias is added before a bound", TILES, "if («!has_slope && !has_clamp → true») add_listed(row"),
-    Mutation(
-        "a listed minus infinity hides nothing", TILES, "a.bias_kind == kOfListed ? «row.pairs.first → row.pairs.last»"
-    ),
     Mutation("pairs have the sources of the element", TILES, "const int64_t origin = «e.bias_step → 0» + row.source;"),
     Mutation("diagonals are those of the first row", TILES, "diagonals + (size - 1 - «r → 0»), table"),
     Mutation(

@@ -96,7 +96,7 @@ class Case:
         self.inputs = [torch.randn(2, size, h, w) for size, h, w in ((n, H, c), (m, key_heads, c), (m, key_heads, d))]
         self.bias, self.of_bias, self.weights = term(bias, (2, H, n, m), torch.randn), lambda bias: bias, weights
         if bias in BIASES:
-            self.bias, self.of_bias = BIASES[bias](n, m, 7 + 40 * (n % 2))
+            self.bias, self.of_bias = BIASES[bias](n, m, (7, 29, 47)[n % 3])
         self.mask = term(mask, (2, H, n, m), lambda size: torch.rand(size) < 0.7)
         self.law, self.score, self.graph, self.dropout = LAWS.get(law, law), SCORES[score], GRAPHS[graph](n, m), dropout
 
@@ -553,6 +553,30 @@ def test_few_targets_that_read_many_keys(num_targets, num_sources, key_heads, dt
     torch.testing.assert_close(first.double(), expected, rtol=near, atol=near)
     attend(query.requires_grad_(), key, value, graph)
     assert len(ran) == 2 * (is_faster and tiles._is_compared(dtype))  # with gradients, it is PyTorch's
+
+
+def test_blocks_of_a_batch_have_their_own_terms(ran):
+    """A bias and a mask of each block serve all entries of the batch."""
+    graph, x = CompleteGraph.packed([3, 5]), torch.randn(2, 8, H, 4, dtype=torch.float64)
+    terms = {"bias": torch.randn(2, H, 5, 5, dtype=torch.float64), "mask": torch.rand(2, 1, 5, 5) < 0.8}
+    options = {"distribution": Softmax(softcap=2.0), **terms}
+    out = attend(x, x, x, graph, **options, backend="dense")
+    assert ran == [FORWARD]
+    torch.testing.assert_close(out, attend(x, x, x, graph, **options, backend="reference"))
+
+
+@pytest.mark.parametrize("bias", ["listed", "HNM"])
+def test_what_shares_a_gradient_is_one_task(bias, monkeypatch):
+    """Two threads would add to the same numbers."""
+    found, run = [], tiles.CPUCall.run
+
+    def recorded(call, name):
+        found.append((name, call.arguments.shared_elements))
+        run(call, name)
+
+    monkeypatch.setattr(tiles.CPUCall, "run", recorded)
+    Case("softcap", "dot", (5, 7), (4, 4), "full", bias).results(torch.float32)
+    assert found[-1] == (BACKWARD, 1)
 
 
 def test_a_mask_of_inference_mode(ran):
