@@ -555,6 +555,25 @@ def test_few_targets_that_read_many_keys(num_targets, num_sources, key_heads, dt
     assert len(ran) == 2 * (is_faster and tiles._is_compared(dtype))  # with gradients, it is PyTorch's
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("law", [law for law in LAWS if law not in ("dropout", "identity")])
+def test_packed_blocks_with_every_law(law, causal, ran):
+    """Those that are not small; a list of their edges would take many times as long."""
+    sizes = [70, 90, 65]
+    graph, batch = CompleteGraph.packed(sizes, causal=causal), torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    x = [torch.randn(sum(sizes), H, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    found = []
+    for backend in ("auto", "reference"):
+        out = attend(*x, graph, distribution=LAWS[law], backend=backend)
+        found.append([out, *torch.autograd.grad((out * out).sum(), x)])
+    assert ran == BOTH
+    torch.testing.assert_close(*found)
+    alone = [part[batch == 1].detach() for part in x]
+    assert torch.equal(
+        attend(*alone, CompleteGraph(90, causal=causal), distribution=LAWS[law]), found[0][0][batch == 1]
+    )
+
+
 def test_blocks_of_a_batch_have_their_own_terms(ran):
     """A bias and a mask of each block serve all entries of the batch."""
     graph, x = CompleteGraph.packed([3, 5]), torch.randn(2, 8, H, 4, dtype=torch.float64)

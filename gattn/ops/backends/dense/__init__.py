@@ -69,18 +69,23 @@ class Dense(Backend):
             return f"it needs a score whose logits broadcast, and {type(score).__name__} does not declare it"
         if graph.blocks is not None and (graph.source_lengths is not None or graph.target_lengths is not None):
             return "packed graphs with lengths are computed edge by edge"
-        if graph.blocks is not None and not is_plain_softmax(distribution) and not _is_linear(call):
-            return f"on packed graphs it supports the plain softmax and linear attention, not {distribution}"
+        has_way = is_plain_softmax(distribution) or _is_linear(call) or _is_for_tiles(call)
+        if graph.blocks is not None and not has_way:
+            return (
+                "on packed graphs it supports the plain softmax, linear attention, and other softmaxes and gates of dot "
+                f"products, not {distribution}"
+            )
         if not says(distribution, "respects_infinity", "weights"):
             return f"it supports gattn's own distributions, not {distribution}"
         return None
 
     def yields(self, call: Call) -> bool:
-        """See `Backend.yields`: small blocks of different sizes cost more calls than kernels for lists need in all."""
+        """See `Backend.yields`: blocks may be so small that kernels for lists take less time."""
         graph = call.graph
         assert isinstance(graph, CompleteGraph)
         if graph.blocks is not None and not is_plain_softmax(call.distribution):
-            return graph.has_small_blocks or not linear.is_faster(graph, max(call.channels, call.value.size(-1)))
+            is_slower = _is_linear(call) and not linear.is_faster(graph, max(call.channels, call.value.size(-1)))
+            return graph.has_small_blocks or is_slower
         has_more = call.bias is not None or call.mask is not None or call.log_sum
         is_simple = graph.has_small_blocks and not has_more and not torch.compiler.is_compiling()
         return is_simple and call.value.device.type == "cpu"
@@ -229,6 +234,12 @@ def _has_products(score: Score) -> TypeGuard[DotScore]:
     if type(score) is DotScore:  # by far the most frequent, and checked several times per call
         return "logits" not in vars(score)
     return isinstance(score, DotScore) and family_of(score, 1) is not None
+
+
+def _is_for_tiles(call: Call) -> bool:
+    """Whether kernels for tiles of pairs know score and distribution, and serve the device and type."""
+    is_known = call.law is not None and call.law.name in tiles.LAWS and _has_products(call.score)
+    return is_known and tiles.is_served(call.value)
 
 
 def _is_linear(call: Call) -> bool:
