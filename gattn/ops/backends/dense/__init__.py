@@ -72,8 +72,8 @@ class Dense(Backend):
         has_way = is_plain_softmax(distribution) or _is_linear(call) or _is_for_tiles(call)
         if graph.blocks is not None and not has_way:
             return (
-                "on packed graphs it supports the plain softmax, linear attention, and other softmaxes and gates of dot "
-                f"products, not {distribution}"
+                "on packed graphs it supports the plain softmax, linear attention, and other softmaxes and gates of "
+                f"dot products, not {distribution}"
             )
         if not says(distribution, "respects_infinity", "weights"):
             return f"it supports gattn's own distributions, not {distribution}"
