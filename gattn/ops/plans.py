@@ -103,14 +103,12 @@ def given(
     elif isinstance(graph, CompleteGraph) and graph.has_small_blocks:
         if backend == "dense" or not isinstance(value, Tensor) or value.device.type != "cpu":
             return None
-        if bias is not None or mask is not None:
+        if bias is not None or mask is not None or weights:
             return None
         edge_index, of_graph = graph.edge_list(value.device).edge_index, "blocks"
     elif type(graph) is CompleteGraph and graph.is_uniform:
         of_graph = graph.causal, graph.window, graph._offset
     else:
-        return None
-    if weights and edge_index is not None:  # which no plan returns yet
         return None
     num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
     of_weights: Any = distribution

@@ -137,6 +137,29 @@ def test_returned_weights_are_looked_at_once(batch, n, options, weights, looked_
         assert len(looked_at) <= 1 + 3 + 1
 
 
+@pytest.mark.parametrize(("weights", "dropout"), [(True, 0.0), (True, 0.5), ("dropped", 0.0), ("dropped", 0.5)])
+@pytest.mark.parametrize("kind", ["dot", "gat"])
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_returned_weights_of_lists_are_looked_at_once(self_loops, kind, weights, dropout, looked_at):
+    """With their gradients, on other numbers of edges, and dropped as without a plan."""
+    options = {"return_weights": weights, "dropout": dropout, "training": True}
+    for n, e in ((N, E), (7, 31), (N, E)):
+        given, score = tensors(n, n, e, kind), scores(kind)
+        given = {name: given[name].requires_grad_() for name in ("query", "key", "value")}
+        given |= {"graph": SparseGraph(random_edge_index(n, n, e), self_loops=self_loops), "score": score, **options}
+        found = []
+        for is_planned in (True, False):
+            torch.manual_seed(0)
+            if not is_planned:
+                assert len(looked_at) == 1
+                plans.forget()
+            out, alpha = attend(**given)
+            leaves = [given[name] for name in ("query", "key", "value")]
+            found.append([out, alpha, *torch.autograd.grad((out * out).sum() + (alpha * alpha).sum(), leaves)])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        looked_at.pop()
+
+
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_terms_of_complete_graphs_that_do_not_fit(name):
     term = torch.ones(4, 4, dtype=torch.float32 if name == "bias" else torch.bool)

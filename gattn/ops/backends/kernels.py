@@ -15,8 +15,9 @@ from gattn.ops import plans
 from gattn.ops.backends.base import Backend, Result, dress_logits, finish, log_sum_of_edges, new_seed
 from gattn.ops.call import NO_SCORE, Call
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
+from gattn.ops.dropout import drop
 from gattn.ops.operator import AttentionOperator, inputs_of, presence_of
-from gattn.ops.plans import Given, Plan
+from gattn.ops.plans import Given, Plan, Planned
 from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import DotScore, Family, family_of
 from gattn.torch_private import is_traced
@@ -83,7 +84,7 @@ class KernelBackend(Backend):
 
     def plan(self, call: Call, given: Given) -> Plan | None:
         """See `Backend.plan`: there is one if all tensors arrive at the operator as they were given, or cast."""
-        if given.edge_index is None or call.weights or not self._knows_score(call) or not self.knows_law(call.law):
+        if given.edge_index is None or not self._knows_score(call) or not self.knows_law(call.law):
             return None
         if (isinstance(call.edge, tuple) or isinstance(call.edge_value, tuple)) and not self.projects_edges(call):
             return None
@@ -96,7 +97,7 @@ class KernelBackend(Backend):
         if inputs.values.dtype != call.dtype:  # as the output will be
             return None
         moves = _moves(inputs, given, call, ready)
-        return None if moves is None else _KernelPlan(self, inputs, moves)
+        return None if moves is None else _KernelPlan(self, inputs, moves, call.weights)
 
     def prepared(self, inputs: Inputs) -> Any:
         """What can be used again for inputs like these, with any numbers of nodes and edges."""
@@ -241,8 +242,9 @@ class _Move(NamedTuple):
 class _KernelPlan:
     """Calls of an operator that differ in nothing but numbers, nodes and edges."""
 
-    def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move]):
-        self.backend, self.moves, self.prepared = backend, moves, backend.prepared(inputs)
+    def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move], weights: bool | str):
+        self.backend, self.moves, self.prepared, self.weights = backend, moves, backend.prepared(inputs), weights
+        self.dtype = inputs.values.dtype
         self.presence = presence_of(inputs)
         self.inputs: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         if inputs.sink is not None:
@@ -254,7 +256,7 @@ class _KernelPlan:
             if move.axis is not None and move.place not in (_QUERY, _KEY):  # from which the numbers are taken
                 self.with_rows[move.axis].append((move.place, move.dim))
 
-    def __call__(self, given: Given) -> Tensor | None:
+    def __call__(self, given: Given) -> Planned | None:
         """See `Plan`."""
         inputs, tensors, edge_index = self.inputs.copy(), given.tensors, given.edge_index
         for place, source, new_dim, dtype, _, _ in self.moves:
@@ -275,7 +277,13 @@ class _KernelPlan:
                     return None
         if inputs[_DROPOUT]:
             inputs[_SEED] = new_seed(inputs[_DROPOUT], edge_index.device)
-        return self.backend.operator.run_plain(Inputs._make(inputs), presence=self.presence)[0]
+        out: Tensor
+        out, alpha, *_ = self.backend.operator.run_plain(Inputs._make(inputs), bool(self.weights), self.presence)
+        if not self.weights:
+            return out
+        if self.weights == "dropped" and inputs[_DROPOUT]:
+            alpha = drop(alpha, inputs[_DROPOUT], inputs[_SEED])
+        return out, alpha.to(self.dtype)
 
 
 _QUERY, _KEY, _SINK, _EDGE_INDEX, _NUM_TARGETS, _SELF_LOOPS, _FLOW, _DROPOUT, _SEED, _PLAN = map(
