@@ -296,9 +296,11 @@ class SparseBias(Bias):
 
         first = self._derived(("starts", graph.num_targets), starts)
         source = self._derived(("sources",), lambda: pairs.source.int())
-        in_order = pairs.place is None and pairs.starts is None
-        everything = torch.arange(pairs.target.numel(), device=source.device)
-        values = pairs.values if in_order else pairs.values_of(everything)
+        values, count = pairs.values, pairs.target.numel()
+        if pairs.place is not None or pairs.starts is not None:
+            everything = torch.arange(count, device=source.device)
+            rows, number = self._derived(("rows of values",), lambda: pairs.rows_of(everything))
+            values = pairs.summed(rows, number, count)
         places = _first_nodes(graph.blocks)[:-1] if graph.blocks else ((0, 0),)
         return Term("listed", values, source, first, places)
 
@@ -383,7 +385,7 @@ class Pairs(Bias):
     def chosen(self, pairs: Tensor) -> Pairs:
         """The same with some of the pairs, given their numbers in ascending order."""
         element = None if self.element is None else self.element[pairs]
-        place, number = self._rows_of(pairs)
+        place, number = self.rows_of(pairs)
         starts = None if number is None else F.pad(number.bincount(minlength=len(pairs)).cumsum(0), (1, 0))
         return Pairs(element, self.target[pairs], self.source[pairs], self.values, place, starts, self.count)
 
@@ -392,7 +394,7 @@ class Pairs(Bias):
         is_there = (self.target < num_targets) & (self.source < num_sources)
         return self if bool(is_there.all()) else self.chosen(is_there.nonzero().squeeze(1))
 
-    def _rows_of(self, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rows_of(self, pairs: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rows of `values` of some pairs, and the place of each row's pair among these if some have several."""
         if self.starts is None:
             return pairs if self.place is None else self.place[pairs], None
@@ -405,9 +407,15 @@ class Pairs(Bias):
 
     def values_of(self, pairs: Tensor) -> Tensor:
         """The biases of some pairs, `[E, H or 1]`."""
-        rows, number = self._rows_of(pairs)
+        return self.summed(*self.rows_of(pairs), len(pairs))
+
+    def summed(self, rows: Tensor, number: Tensor | None, count: int) -> Tensor:
+        """Rows of `values`; those of the same one of `count` pairs are added up."""
         values = self.values.index_select(0, rows)
-        return values if number is None else values.new_zeros(len(pairs), values.size(1)).index_add(0, number, values)
+        if number is None:
+            return values
+        # Along the last dimension, this takes a sixth of the time.
+        return values.new_zeros(values.size(1), count).index_add(1, number, values.t()).t()
 
     def _within(self, targets: slice, sources: slice) -> tuple[Tensor, tuple[Any, ...]]:
         """Which pairs are in a part, and where: element, head, row and column."""
