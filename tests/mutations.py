@@ -708,7 +708,9 @@ MUTATIONS = [
         CPU,
         "strides[1] = «math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1) → strides[1]»",
     ),
-    Mutation("plans forget terms of the output", DENSE, "«more → False»\n            or 0 in (*call.batch"),
+    Mutation(
+        "plans forget terms of the output", DENSE, "given.edge_index is not None or «more → False» or len(call.batch) > 1"
+    ),
     # -------------------------------------------------------------------------------- the reference, and lists of edges
     Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),
     Mutation("weights are those after dropout", REFERENCE, "return out, «alpha → dropped»"),
