@@ -689,6 +689,11 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------------- the plans
     Mutation("plans are for any number of channels", PLANS, "shape = «shape[1:] → shape[1:0]»"),
     Mutation("plans are for any strides", PLANS, "return «tensor.is_contiguous() or tensor.stride() → True»"),
+    Mutation("plans are for any weights", PLANS, "backend, «weights → False», kinds]"),
+    Mutation("plans are for terms of any size", DENSE, "if not («_fits(bias, *sizes) → True» and _fits(mask"),
+    Mutation(
+        "plans drop what is asked for before dropout", KERNEL_PLANS, 'if «self.weights == "dropped" → True» and inputs'
+    ),
     Mutation("plans are for any scale of a score", PLANS, "type(score), «formula(score) → None», of_weights"),
     Mutation("plans are for graphs with and without loops", PLANS, "(graph.flow, «graph.self_loops → False»)"),
     Mutation("plans are for values that are keys and others", PLANS, "type(edge_value), «value is key → None»,"),
@@ -709,7 +714,9 @@ MUTATIONS = [
         "strides[1] = «math.prod(rows.shape[2:]) if rows.is_contiguous() else rows.stride(1) → strides[1]»",
     ),
     Mutation(
-        "plans forget terms of the output", DENSE, "given.edge_index is not None or «more → False» or len(call.batch) > 1"
+        "plans forget terms of the output",
+        DENSE,
+        "given.edge_index is not None or «more → False» or len(call.batch) > 1",
     ),
     # -------------------------------------------------------------------------------- the reference, and lists of edges
     Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),
