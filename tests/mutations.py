@@ -754,7 +754,9 @@ MUTATIONS = [
         "torch.unflatten(part, 0, (to.size(1), -1)).«sum(1) → select(1, 0)»",
     ),
     Mutation("zero is divided by", LINEAR, "return «total.masked_fill(total == 0.0, torch.inf) → total»"),
-    Mutation("pairs that are listed twice count once", BIAS, "values.size(1), count).«index_add → index_copy»(1, number"),
+    Mutation(
+        "pairs that are listed twice count once", BIAS, "values.size(1), count).«index_add → index_copy»(1, number"
+    ),
     Mutation("distances are those of the whole", BIAS, "return DistanceBias(self.table, self.first, «offset → 0»)"),
     Mutation(
         "elements have the first one's buckets",
