@@ -397,12 +397,9 @@ def complete():
         none = [peak(found("none", middle, "sdpa"))] if is_sparse else []
         text = f"| {middle} | {{}} times | {{}} MB{', without one {} MB' * is_sparse} |"
         yield text, [times(kind, middle), *peaks(kind, middle), *none]
-    for kind, peer, text in (
-        ("decoding", "sdpa", "| one query, as in decoding, forward | 16 384 | {} of fused attention | |"),
-        ("decoding softcap", "formula", "| the same with a softcap | 16 384 | {} of the formula | |"),
-    ):
-        forward = [number(found(kind, middle, by)["forward, ms"]) for by in ("gattn", peer)]
-        yield text, [f"{forward[0] / forward[1]:.2f}"]
+    text = "| one query, as in decoding, forward | 16 384 | {} times fused attention on keys with heads first | |"
+    forward = [number(found("decoding", middle, by)["forward, ms"]) for by in ("gattn", "sdpa")]
+    yield text, [two_digits(forward[0] / forward[1])]
     first, last = (milliseconds(found("linear", nodes)) for nodes in ("1 024", most))
     yield "grows with an exponent of {}", [f"{math.log(last / first) / math.log(1_000_000 / 1024):.2f}"]
     forward = [number(found("linear", "1 024", by)["forward, ms"]) for by in ("gattn", "einsum")]
