@@ -124,11 +124,16 @@ class TestAgainstTheReference:
     def test_vectors_of_edges_that_are_there_keep_their_type(self, score, terms, monkeypatch):
         types, operator = [], cpu.Cpu.operator
 
-        def record(call, *rest):
-            types.append(call.value.dtype)
-            return operator(call, *rest)
+        class Recorded:
+            def __call__(self, call, *rest):
+                types.append(call.value.dtype)
+                return operator(call, *rest)
 
-        monkeypatch.setattr(cpu.Cpu, "operator", staticmethod(record))
+            def run_plain(self, inputs, *rest):
+                types.append(inputs.values.dtype)
+                return operator.run_plain(inputs, *rest)
+
+        monkeypatch.setattr(cpu.Cpu, "operator", Recorded())
         make_call(score, random_edge_index(6, 8, 40), 6, 8, dtype=torch.bfloat16, terms=terms).results("cpu")
         assert set(types) == {torch.bfloat16}
 
