@@ -298,8 +298,11 @@ class SparseBias(Bias):
         source = self._derived(("sources",), lambda: pairs.source.int())
         values, count = pairs.values, pairs.target.numel()
         if pairs.place is not None or pairs.starts is not None:
-            everything = torch.arange(count, device=source.device)
-            rows, number = self._derived(("rows of values",), lambda: pairs.rows_of(everything))
+
+            def rows_of_all() -> tuple[Tensor, Tensor | None]:
+                return pairs.rows_of(torch.arange(count, device=source.device))
+
+            rows, number = self._derived(("rows of values",), rows_of_all)
             values = pairs.summed(rows, number, count)
         places = _first_nodes(graph.blocks)[:-1] if graph.blocks else ((0, 0),)
         return Term("listed", values, source, first, places)
