@@ -62,7 +62,7 @@ ARXIV = SHAPES["arxiv"][0]
 PEPTIDES = Shape("128 peptides", 19_328, 39_296, 4, 16, graphs=128, in_channels=64, fresh=True)
 
 PARTS = {
-    "products": ("mm", "mkldnn"),
+    "products": ("mm", "mkldnn", "products"),
     "attention": ("attention", "softmax", "scatter", "index", "gather", "expand", "leaky", "einsum"),
     "dropout": ("drop", "bernoulli"),
     "Adam": ("optimizer", "sqrt", "addcdiv", "addcmul", "lerp"),

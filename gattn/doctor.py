@@ -22,6 +22,7 @@ from gattn.datasets.loading import data_root
 from gattn.errors import BackendError
 from gattn.ops.backends import BACKENDS, Backend
 from gattn.ops.backends.cpu import native
+from gattn.processor import processor
 from gattn.testing import assert_as_exact_as, random_edge_index
 
 __all__ = ["TESTED", "checks", "environment", "main", "speed"]
@@ -45,7 +46,7 @@ def environment() -> list[tuple[str, str]]:
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         ("PyTorch", torch.__version__),
         *((name, _version(name)) for name in _PACKAGES),
-        ("processor", f"{products.processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"),
+        ("processor", f"{processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"),
     ]
     if error := native.load_error():
         kernels = f"none: {error}"

@@ -26,7 +26,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 #: The folder of the C++ kernels; a mutation's text may be in any of its files.
 KERNELS = "gattn/ops/backends/cpu/csrc"
-LAYOUT, MEANS, MATRIX, TILES = (f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h", "matrix.h", "tiles.h"))
+LAYOUT, MEANS, MATRIX, TILES, SUMS = (
+    f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h", "matrix.h", "tiles.h", "products.h")
+)
 TILE_CALLS, TRITON_TILES, GPU_CALLS = (
     f"gattn/ops/backends/dense/{name}.py" for name in ("tiles", "triton_tiles", "gpu_tiles")
 )
@@ -98,6 +100,7 @@ TESTS = {
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
     **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS)},
+    SUMS: ["tests/test_products.py"],
     **{file: ["tests/ops/test_tiles.py::test_a_few_cells_on_a_gpu"] for file in (TRITON_TILES, GPU_CALLS)},
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
@@ -464,7 +467,11 @@ MUTATIONS = [
     Mutation("the seed's upper half is ignored", KERNELS, "(uint64_t(first) >> 32) ^ «high_seed → 0u»,"),
     Mutation("the generator mixes once less", KERNELS, "return «mix(mix(low) ^ high) → mix(low ^ high)» >= threshold"),
     # -------------------------------------------------------------------------------- tiles of pairs on complete graphs
-    Mutation("a product begins anew", TILES, "sum[r][v] = «adds ? load(c + r * c_row + v * W) : Vec<A>{} → Vec<A>{}»;"),
+    Mutation("a product begins anew", SUMS, "store(to, «adds ? load(to) + sum[r][v] : sum[r][v] → sum[r][v]»);"),
+    Mutation("parts begin where others do", SUMS, "n = «rows * part / parts → 0», begin"),
+    Mutation("only the last part counts", SUMS, "«c[i * right + j] += from[j]; → c[i * right + j] = from[j];»"),
+    Mutation("a rest has a whole panel", SUMS, "«some >= W ? load(from) : load_part(from, int(some)) → load(from)»"),
+    Mutation("the first rows come again", SUMS, "multiply(left, vectors, «a + n * a_row → a», 1"),
     Mutation("a rising maximum leaves the sum", TILES, "«added *= by; → »"),
     Mutation("a window ends too early", TILES, "last = i + e.offset + a.right + «1 → 0»;"),
     Mutation("a window begins too late", TILES, "first = i + e.offset - «a.left → a.left - 1»;"),
@@ -890,6 +897,7 @@ MUTATIONS = [
     ),
     Mutation("small products are oneDNN's", PRODUCTS, "return «x.numel() * weight.size(0) → _LEAST» >= _LEAST"),
     Mutation("forward mode is not asked for", PRODUCTS, "is_traced() or «uses_forward_mode() → False»"),
+    Mutation("a weight's gradient has the other's rows", PRODUCTS, "len(a), *out.shape, «a.stride(0) → b.stride(0)»"),
     Mutation("a bias has no gradient", PRODUCTS, "rows.sum(0) if «needs_bias → False»"),
     Mutation("what is dropped loses its strides", DROPOUT, "return «torch.empty_like(x).copy_(result) → result»"),
     Mutation("PyG's modules keep PyTorch's dropout", DROPOUT, "if type(each) is «torch.nn.Dropout → Dropout»"),

@@ -20,8 +20,9 @@ SHAPES = [((6, 7), 5), ((2, 3, 7), 5), ((0, 7), 5), ((1, 64), 1), ((300, 33), 17
 
 @pytest.fixture(autouse=True)
 def everything(monkeypatch):
-    """By oneDNN, on any processor and for any size."""
+    """By oneDNN and the kernel, on any processor and for any size."""
     monkeypatch.setattr(products, "_USES_ONEDNN", True)
+    monkeypatch.setattr(products, "_SUMS_ROWS", True)
     monkeypatch.setattr(products, "_LEAST", 1)
 
 
@@ -159,6 +160,24 @@ def test_bits_do_not_depend_on_threads():
     for number in (1, 2):
         with threads(number):
             found += [products.linear(x, weight, bias), products.linear(x, weight, bias)]
+    assert all(found[0].equal(other) for other in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("rows", "left", "right"),
+    [(1, 1, 1), (255, 6, 64), (257, 7, 65), (513, 13, 33), (1000, 64, 7), (3000, 40, 1433), (9000, 520, 130)],
+)
+def test_sums_over_rows(rows, left, right):
+    torch.manual_seed(0)
+    a, b = (
+        torch.randn(rows, left + 3)[:, 1:-2],
+        torch.randn(right, rows).t(),
+    )  # views, rows of one, columns of the other
+    found = []
+    for number in (1, 2):
+        with threads(number), torch.no_grad():
+            found += [products._sum_over_rows(a, b), products._sum_over_rows(a, b)]
+    assert_as_exact_as(found[0], a.t() @ b, a.double().t() @ b.double())
     assert all(found[0].equal(other) for other in found[1:])
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, g
 import torch
 
 import gattn
-from gattn.products import processor
+from gattn.processor import processor
 
 try:
     import fcntl

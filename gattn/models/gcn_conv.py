@@ -15,6 +15,7 @@ from gattn.attention import attend_for
 from gattn.autocast import is_autocast
 from gattn.graphs import FLOWS, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
+from gattn.nn.linear import through
 from gattn.torch_private import has_hooks, is_traced
 
 __all__ = ["GCNConv"]
@@ -41,7 +42,7 @@ class GCNConv(torch_geometric.nn.GCNConv):
         size = x.size(0)
         options = (size, self.improved, self.add_self_loops, FLOWS[0], x.dtype)
         edges, weight = derived_tensors(edge_index, ("gcn", *options), lambda: gcn_norm(edge_index, None, *options))
-        value = self.lin(x).unsqueeze(-2)  # one head
+        value = through(self.lin, x).unsqueeze(-2)  # one head
         graph = SparseGraph(edges, size, size)
         # Not aggregate(): degrees are no attention that could be recorded.
         out = attend_for(None, None, value, graph, bias=weight.unsqueeze(-1), distribution="identity").out.squeeze(-2)

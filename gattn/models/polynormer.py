@@ -14,6 +14,7 @@ from gattn.models.gcn_conv import GCNConv
 from gattn.nn.all_pairs import check_whole
 from gattn.nn.dropout import dropout
 from gattn.nn.gat_conv import GATConv
+from gattn.nn.linear import through
 from gattn.nn.packed import packed_batch
 from gattn.nn.polynormer_attention import PolynormerAttention
 from gattn.ops.dropout import check_probability
@@ -165,8 +166,8 @@ class Polynormer(torch_geometric.nn.Polynormer):
         for i, conv in enumerate(self.local_convs):
             if self.pre_ln:
                 x = self.pre_lns[i](x)
-            h = self.h_lins[i](x).relu()
-            x = conv(x, edge_index) + self.lins[i](x)
+            h = through(self.h_lins[i], x).relu()
+            x = conv(x, edge_index) + through(self.lins[i], x)
             if self.post_bn:
                 x = self.post_bns[i](x)
             x = dropout(x.relu(), self.dropout, self.training)
@@ -174,11 +175,11 @@ class Polynormer(torch_geometric.nn.Polynormer):
             total = x if total is None else total + x
         assert total is not None
         if not self._global:
-            return torch.log_softmax(self.pred_local(total), -1)
+            return torch.log_softmax(through(self.pred_local, total), -1)
         order, graph = packed_batch(x, batch)
         x = self.ln(total if order is None else total.index_select(0, order))
         for attn in self.global_attn:
             x = attn(x, graph=graph)
         if order is not None:
             x = torch.empty_like(x).index_copy(0, order, x)
-        return torch.log_softmax(self.pred_global(x), -1)
+        return torch.log_softmax(through(self.pred_global, x), -1)

@@ -13,6 +13,7 @@ from gattn.graphs import CompleteGraph
 from gattn.models.gcn_conv import GCNConv
 from gattn.nn.all_pairs import check_whole
 from gattn.nn.dropout import dropout
+from gattn.nn.linear import through
 from gattn.nn.packed import packed_batch
 from gattn.nn.sgformer_attention import SGFormerAttention
 from gattn.ops.dropout import check_probability
@@ -127,18 +128,18 @@ class SGFormer(torch_geometric.nn.SGFormer):
             out = self.graph_weight * on_edges + (1 - self.graph_weight) * z
         else:
             out = torch.cat((z, on_edges), 1)
-        return torch.log_softmax(self.fc(out), -1)
+        return torch.log_softmax(through(self.fc, out), -1)
 
     def _attended(self, x: Tensor, graph: CompleteGraph) -> Tensor:
         net: sgformer.SGModule = self.trans_conv
-        x = _after(net, net.fcs[0](x), net.bns[0])
+        x = _after(net, through(net.fcs[0], x), net.bns[0])
         for attn, norm in zip(net.attns, net.bns[1:], strict=True):
             x = _after(net, (attn(x, graph=graph) + x) / 2, norm)
         return x
 
     def _on_edges(self, x: Tensor, edge_index: Adj) -> Tensor:
         net: sgformer.GraphModule = self.graph_conv
-        x = first = _after(net, net.fcs[0](x), net.bns[0])
+        x = first = _after(net, through(net.fcs[0], x), net.bns[0])
         for conv, norm in zip(net.convs, net.bns[1:], strict=True):
             x = _after(net, conv(x, edge_index), norm) + first
         return x

@@ -18,6 +18,7 @@ from gattn.graphs import CompleteGraph, Graph
 from gattn.graphs.builders import checked_batch
 from gattn.nn.all_pairs import check_whole
 from gattn.nn.dropout import dropout, replace_dropout
+from gattn.nn.linear import through
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.packed import packed
 from gattn.nn.performer_attention import PerformerAttention
@@ -152,7 +153,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         out = self._add_and_norm(self._attend(x, batch, attn_bias), x, self.norm2, batch)
         if local is not None:
             out = local + out
-        out = out + self.mlp(out)
+        out = out + through(self.mlp, out)
         return self._norm(out, self.norm3, batch)
 
     def _attend(self, x: Tensor, batch: Tensor | None, attn_bias: Bias | None) -> Tensor:

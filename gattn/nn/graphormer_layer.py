@@ -14,7 +14,7 @@ from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, on_graph
 from gattn.nn.dropout import Dropout
-from gattn.nn.linear import Linear
+from gattn.nn.linear import Linear, through
 from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.tracing import Leaf
@@ -218,7 +218,7 @@ class GraphormerLayer(Leaf, Module):
         x = x + self.dropout(self.attn(h, attn_bias, attn_mask, graph=graph))
         x = x if self.norm_first else self.attn_layer_norm(x)
         h = self.ffn_layer_norm(x) if self.norm_first else x
-        x = x + self.ffn(h)
+        x = x + through(self.ffn, h)
         return x if self.norm_first else self.ffn_layer_norm(x)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Embedding, Module, Parameter
+from torch.nn import Embedding, Module, Parameter, Sequential
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn.dense import HeteroLinear
 from torch_geometric.nn.dense import Linear as PyGLinear
@@ -81,9 +82,14 @@ def is_affine(lin: Module) -> bool:
     return isinstance(lin, (PyGLinear, torch.nn.Linear)) and is_untouched(lin)
 
 
-def through(lin: Any, x: Tensor) -> Tensor:
-    """What a linear layer makes of features, by `gattn.products` if nobody could notice the difference."""
-    out: Tensor = linear(x, lin.weight, lin.bias) if uses_onednn() and is_affine(lin) else lin(x)
+def through(module: Any, x: Tensor) -> Tensor:
+    """What a module makes of features: its linear layers by `gattn.products`, if nobody could notice the difference."""
+    if uses_onednn():
+        if type(module) is Sequential and "forward" not in vars(module) and not has_hooks(module):
+            return reduce(lambda x, part: through(part, x), module, x)
+        if is_affine(module):
+            return linear(x, module.weight, module.bias)
+    out: Tensor = module(x)
     return out
 
 

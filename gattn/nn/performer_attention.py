@@ -20,6 +20,7 @@ from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, on_graph, without_padding
 from gattn.nn.dropout import Dropout
+from gattn.nn.linear import through
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 from gattn.tracing import Leaf
@@ -170,6 +171,8 @@ class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
             ValueError: If shapes do not fit each other, or both `mask` and `graph` are given.
         """
         x, graph = on_graph(x, mask, graph)
-        given: Any = (torch.unflatten(lin(x), -1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v))
+        given: Any = (
+            torch.unflatten(through(lin, x), -1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v)
+        )
         out: Tensor = self.fast_attn(*(rows.transpose(-3, -2) for rows in given), mask, graph)
-        return self.dropout(self.attn_out(out.transpose(-3, -2).flatten(-2)))  # type: ignore[no-any-return]
+        return self.dropout(through(self.attn_out, out.transpose(-3, -2).flatten(-2)))  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from gattn.errors import InputError, check_at_least, check_flag, check_number
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import on_graph, without_padding
 from gattn.nn.dropout import replace_dropout
+from gattn.nn.linear import through
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 from gattn.tracing import Leaf
@@ -119,15 +120,15 @@ class PolynormerAttention(Leaf, torch_geometric.nn.attention.PolynormerAttention
             ValueError: If shapes do not fit each other, or both `mask` and `graph` are given.
         """
         x, graph = on_graph(x, mask, graph)
-        h = self.h_lins(x)
-        key = self._by_head(self.k(x).sigmoid())
-        query = key if self.qk_shared else self._by_head(self.q(x).sigmoid())
-        key, value = without_padding(key, mask), without_padding(self._by_head(self.v(x)), mask)
+        h = through(self.h_lins, x)
+        key = self._by_head(through(self.k, x).sigmoid())
+        query = key if self.qk_shared else self._by_head(through(self.q, x).sigmoid())
+        key, value = without_padding(key, mask), without_padding(self._by_head(through(self.v, x)), mask)
         law = Identity(normalize=True, eps=1e-6)
         out = attend(query, key, value, graph, score=DotScore(1.0), distribution=law)
         beta = self.beta if self.betas is None else self.betas.sigmoid()
         out = self.lns(out.transpose(-2, -1).flatten(-2)) * (h + beta)
-        return self.dropout(self.lin_out(out).relu())  # type: ignore[no-any-return]
+        return self.dropout(through(self.lin_out, out).relu())  # type: ignore[no-any-return]
 
     def _by_head(self, rows: Tensor) -> Tensor:
         """Features `[..., N, C * H]` by head, `[..., N, H, C]`."""

@@ -12,6 +12,7 @@ from torch_geometric.nn.aggr import Aggregation
 
 from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
+from gattn.nn.linear import through
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.sets import counts_of
 from gattn.tracing import Leaf
@@ -114,7 +115,7 @@ class MultiheadAttentionBlock(Leaf, Module):
         out = out + x
         if self.layer_norm1 is not None:
             out = self.layer_norm1(out)
-        out = out + self.lin(out).relu()
+        out = out + through(self.lin, out).relu()
         return out if self.layer_norm2 is None else self.layer_norm2(out)
 
     def __repr__(self) -> str:
@@ -320,7 +321,7 @@ class PoolingByMultiheadAttention(Leaf, Module):
         Raises:
             ValueError: If shapes do not fit each other.
         """
-        x = self.lin(x).relu()
+        x = through(self.lin, x).relu()
         if sizes is None:
             out: Tensor = self.mab(self.seed.expand(x.size(0), -1, -1), x, y_mask=mask)
             return out

@@ -17,6 +17,7 @@ from gattn.distributions import Identity
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, num_nodes, on_graph, without_padding
+from gattn.nn.linear import through
 from gattn.recording import is_watched, record
 from gattn.scores import DotScore
 from gattn.tracing import Leaf
@@ -99,14 +100,13 @@ class SGFormerAttention(Leaf, torch_geometric.nn.attention.SGFormerAttention):
                 has a window or lengths.
         """
         x, graph = on_graph(x, mask, graph)
-        has_lengths = graph.source_lengths is not None or graph.target_lengths is not None
-        if graph.causal or graph.window is not None or has_lengths:
+        if graph.causal or graph.window is not None or graph.has_lengths:
             raise InputError(
                 "SGFormerAttention counts all nodes of a graph: give a packed graph, or a mask for padding; got "
                 "a graph that is causal or has a window or lengths."
             )
         query, key, value = (
-            torch.unflatten(lin(x), -1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v)
+            torch.unflatten(through(lin, x), -1, (self.heads, self.head_channels)) for lin in (self.q, self.k, self.v)
         )
         key, value = without_padding(key, mask), without_padding(value, mask)
         query, key = self._normalized(query, graph, mask), self._normalized(key, graph, mask)

@@ -48,6 +48,8 @@ class Given(NamedTuple):
     """M, if the graph says so"""
     num_targets: int | None
     """N, if the graph says so"""
+    blocks: tuple[tuple[int, int], ...] | None = None
+    """Those of a packed graph, of which there is no list"""
 
 
 #: What a plan computes: the output, and the weights as users get them if they were requested.
@@ -95,6 +97,7 @@ def given(
     if formula is None or "logits" in score.__dict__ or score.folds:
         return None
     edge_index: Tensor | None = None
+    blocks: tuple[tuple[int, int], ...] | None = None
     of_graph: Hashable
     if type(graph) is Tensor:
         edge_index, of_graph = graph, flow
@@ -108,6 +111,10 @@ def given(
         edge_index, of_graph = graph.edge_list(value.device).edge_index, "blocks"
     elif type(graph) is CompleteGraph and graph.is_uniform:
         of_graph = graph.causal, graph.window, graph._offset
+    elif isinstance(graph, CompleteGraph) and graph.blocks is not None and not graph.has_lengths:
+        if bias is not None or mask is not None or weights or value is None or value.device.type != "cpu":
+            return None
+        blocks, of_graph = graph.blocks, ("packed", graph.causal, graph.window)
     else:
         return None
     num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
@@ -144,7 +151,7 @@ def given(
         if edge_index.dim() != 2 or edge_index.size(0) != 2:
             return None
         signature.append((edge_index.dtype, edge_index.device))
-    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets)
+    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, blocks)
 
 
 _PLAIN = (Tensor, Parameter)

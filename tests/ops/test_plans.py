@@ -307,6 +307,26 @@ def test_small_blocks_are_planned(looked_at):
     assert len(looked_at) == 1 + 3 * 3 - 2  # the explicit "cpu" is planned, too
 
 
+@pytest.mark.parametrize("distribution", ["softmax", gattn.Softmax(softcap=2.0), gattn.Sigmoid()])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 9)}])
+def test_blocks_are_planned(options, distribution, looked_at):
+    for sizes in ([20, 17, 30], [20, 17, 30], [1, 40], [0, 25, 64, 70]):
+        x = torch.randn(sum(sizes), H, C, dtype=torch.float64, requires_grad=True)
+        graph = CompleteGraph.packed(sizes, **options)
+        call = {"query": x, "key": x, "value": x, "graph": graph, "distribution": distribution}
+        torch.testing.assert_close(both([x], **call), both([x], **call, backend="reference"))
+    assert len(looked_at) == 1 + 4
+
+
+def test_blocks_are_those_of_the_call(looked_at):
+    """A plan is for all blocks, also those of a batch and of as many nodes."""
+    for sizes in ([20, 30], [30, 20], [50]):
+        x, graph = torch.randn(2, 50, H, C, dtype=torch.float64, requires_grad=True), CompleteGraph.packed(sizes)
+        call = {"query": x, "key": x, "value": x, "graph": graph}
+        torch.testing.assert_close(both([x], **call), both([x], **call, backend="reference"))
+    assert len(looked_at) == 1 + 3
+
+
 @pytest.mark.parametrize("is_value", [False, True])
 @pytest.mark.parametrize("form", ["projected", "typed"])
 def test_terms_that_kernels_make(form, is_value, looked_at):

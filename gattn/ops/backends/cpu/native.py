@@ -198,6 +198,7 @@ def library() -> ctypes.CDLL:
         "gattn_tiles_forward": [pointer],
         "gattn_tiles_weights": [pointer],
         "gattn_tiles_backward": [pointer],
+        "gattn_column_products": [pointer] * 3 + [integer] * 6,
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
         "gattn_pair_roots": [pointer, integer],
         "gattn_pair_roots_backward": [pointer, integer],

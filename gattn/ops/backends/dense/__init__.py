@@ -12,6 +12,7 @@ H]`, `[B, M, H]` for a scalar score), value `[B, M, H, C]`, bias and mask broadc
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
@@ -28,7 +29,7 @@ from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
 from gattn.ops.backends.dense import linear, tile_operator, tiles
 from gattn.ops.backends.dense.dot_products import by_pytorch, dot_product_attention, is_packed_flash, packed_flash
-from gattn.ops.backends.dense.ragged import elements_of
+from gattn.ops.backends.dense.ragged import elements_of, elements_of_blocks
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.custom_parts import as_logits
@@ -67,7 +68,7 @@ class Dense(Backend):
             return "edge and edge_value have one entry per edge"
         if not says(score, "broadcasts", "logits"):
             return f"it needs a score whose logits broadcast, and {type(score).__name__} does not declare it"
-        if graph.blocks is not None and (graph.source_lengths is not None or graph.target_lengths is not None):
+        if graph.blocks is not None and graph.has_lengths:
             return "packed graphs with lengths are computed edge by edge"
         has_way = is_plain_softmax(distribution) or _is_linear(call) or _is_for_tiles(call)
         if graph.blocks is not None and not has_way:
@@ -146,8 +147,15 @@ class Dense(Backend):
                 return None
             if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
                 return None
+            blocks = given.blocks
             is_causal = graph.causal and num_targets > 1  # the last target sees every source
-            is_bare = is_plain and bias is None and mask is None and not (is_causal and num_targets != num_sources)
+            is_bare = (
+                is_plain
+                and blocks is None
+                and bias is None
+                and mask is None
+                and not (is_causal and num_targets != num_sources)
+            )
             if is_bare and not weights:
                 is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
                 compute = by_pytorch if is_small else dot_product_attention
@@ -159,14 +167,17 @@ class Dense(Backend):
             if not front:
                 query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             batch, found = value.size(0), None
-            if is_plain and not tiles.is_faster(query, key, value, bias, mask, dropout):
+            if is_plain and blocks is None and not tiles.is_faster(query, key, value, bias, mask, dropout):
                 if not is_bare or batch * heads * num_targets * num_sources > _CHUNK:
                     return None
                 out = by_pytorch(query, key, value, scale, None, None, dropout, is_causal)
                 part = _Part(query, key, value, fixed, None, None, num_targets, 0.0, False)
                 found = _softmax(_logits(part, graph, graph.offset(*sizes))).to(value.dtype)
             elif tiles.can_attend((query, key, value, bias, mask, sink), law):
-                elements, count = tiles.elements_of(None, batch, *sizes, graph.offset(*sizes)), 0
+                if blocks is None:
+                    elements, count = tiles.elements_of(None, batch, *sizes, graph.offset(*sizes)), 0
+                else:
+                    elements, count = _elements_of_blocks(blocks, batch, *sizes), 0
                 if weights:
                     elements, count = tiles.with_matrices(elements, heads, sizes, 1)
                 of_sizes = rule._replace(elements=elements)
@@ -210,6 +221,14 @@ class Dense(Backend):
         elif weights is not None:
             weights = weights.to(call.dtype)
         return Result(out.to(call.dtype), weights, log_sum)
+
+
+@lru_cache(maxsize=64)
+def _elements_of_blocks(
+    blocks: tuple[tuple[int, int], ...], batch: int, num_targets: int, num_sources: int
+) -> tuple[tiles.Element, ...]:
+    known = elements_of_blocks(blocks, batch, num_targets, num_sources)
+    return tiles.elements_of(known, batch, num_targets, num_sources, 0)
 
 
 #: Query, key, value, bias and mask are the first tensors that calls are given.

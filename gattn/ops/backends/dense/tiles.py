@@ -34,7 +34,7 @@ from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.ops.operator import are_plain, has_gradient
 from gattn.ops.reference import repeat_heads
-from gattn.products import instructions
+from gattn.processor import instructions
 from gattn.torch_private import apply_of, is_batched, is_traced, resolved
 
 __all__ = [

@@ -130,6 +130,12 @@ int64_t gattn_tiles_forward(const Tiles* a) { return kInstructionSets[chosen].ti
 int64_t gattn_tiles_weights(const Tiles* a) { return kInstructionSets[chosen].tiles[a->type]->weights(*a); }
 int64_t gattn_tiles_backward(const Tiles* a) { return kInstructionSets[chosen].tiles[a->type]->backward(*a); }
 
+// Products of the columns of two matrices: see products.h.
+int64_t gattn_column_products(const void* a, const void* b, void* c, int64_t rows, int64_t left, int64_t right,
+                              int64_t a_row, int64_t b_row, int64_t threads) {
+  return kInstructionSets[chosen].tiles[kFloat32]->column_products(a, b, c, rows, left, right, a_row, b_row, threads);
+}
+
 // Weights of a matrix of logits, or gradients of logits: see matrix.h. Of the arguments, type, threads and distribution
 // count.
 void gattn_matrix_rows(const Arguments* a, const void* weights, void* numbers, int64_t rows, int64_t columns) {

@@ -21,10 +21,12 @@ struct Kernels {
   bool (*keeps_logits)(int64_t family, int64_t distribution);
 };
 
-// The same for complete graphs; see tiles.h.
+// The same for complete graphs, and for other products; see tiles.h and products.h.
 struct TileKernels {
   int64_t lanes;  // of a vector: gradients are padded to whole ones
   int64_t (*forward)(const Tiles&);
   int64_t (*weights)(const Tiles&);
   int64_t (*backward)(const Tiles&);
+  int64_t (*column_products)(const void* a, const void* b, void* c, int64_t rows, int64_t left, int64_t right,
+                             int64_t a_row, int64_t b_row, int64_t threads);
 };

@@ -6,13 +6,14 @@
 // Backward, a task is a part of a head's sources. It computes weights again, and has a gradient of the queries of its
 // own. Tasks depend on sizes alone, so bits do not depend on the number of threads.
 //
-// All five products are made by one micro-kernel, c[r][v] += a[r][k] * b[k][v], in which v runs along vectors.
+// All five products are made by `multiply`.
 #pragma once
 
 #include <type_traits>
 
 #include "distribution.h"
 #include "dropout.h"
+#include "products.h"
 #include "tiles_arguments.h"
 
 namespace {
@@ -23,63 +24,11 @@ constexpr int64_t kTargets = 192;  // targets of a task, forward
 constexpr int64_t kKeysAhead = 16;
 constexpr int64_t kFew = 4;        // with as many targets, rows are read where they lie: to pack them costs more
 constexpr int64_t kBackRows = 48;  // targets of a tile, backward
-constexpr int kMicroRows = 6, kStrip = kVectorBytes == 64 ? 4 : 2, kStripOfOne = 4;  // of accumulators
 constexpr int kTableParts = 4;  // of the sums of a bucket, so that an addition need not wait for the one before it
 constexpr int64_t kDiagonals = kBackRows + kPanel;
 constexpr A kSlack = 8;
 
 INLINE int64_t whole_vectors(int64_t n) { return (n + W - 1) / W * W; }
-
-template <int R, int V>
-NOINLINE void multiply_micro(const A* a, int64_t a_row, int64_t a_step, const A* b, int64_t b_step, int64_t steps, A* c,
-                             int64_t c_row, bool adds) {
-  Vec<A> sum[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[r][v] = adds ? load(c + r * c_row + v * W) : Vec<A>{};
-  for (int64_t k = 0; k < steps; ++k) {
-    Vec<A> right[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) right[v] = load(b + v * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const A left = a[r * a_row];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[r][v] += left * right[v];
-    }
-    a += a_step, b += b_step;
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) store(c + r * c_row + v * W, sum[r][v]);
-}
-
-using Micro = void (*)(const A*, int64_t, int64_t, const A*, int64_t, int64_t, A*, int64_t, bool);
-template <int V>
-constexpr Micro kMicro[kMicroRows] = {multiply_micro<1, V>, multiply_micro<2, V>, multiply_micro<3, V>,
-                                      multiply_micro<4, V>, multiply_micro<5, V>, multiply_micro<6, V>};
-
-// c[r][v] = (adds: c[r][v] +) the sum over steps of a[r][k] * b[k][v], for whole vectors.
-inline void multiply(int64_t rows, int64_t vectors, const A* a, int64_t a_row, int64_t a_step, const A* b, int64_t b_step,
-                     int64_t steps, A* c, int64_t c_row, bool adds) {
-  for (int64_t v = 0; v < vectors;) {
-    const int64_t left = vectors - v;
-    if (rows == 1 && left >= kStripOfOne) {
-      multiply_micro<1, kStripOfOne>(a, a_row, a_step, b + v * W, b_step, steps, c + v * W, c_row, adds);
-      v += kStripOfOne;
-      continue;
-    }
-    const int64_t taken = left >= kStrip ? kStrip : left >= 2 ? 2 : 1;
-    for (int64_t r = 0; r < rows; r += kMicroRows) {
-      const int64_t count = rows - r < kMicroRows ? rows - r : kMicroRows;
-      const Micro* runs = taken == kStrip ? kMicro<kStrip> : taken == 2 ? kMicro<2> : kMicro<1>;
-      runs[count - 1](a + r * a_row, a_row, a_step, b + v * W, b_step, steps, c + r * c_row + v * W, c_row, adds);
-    }
-    v += taken;
-  }
-}
 
 // W vectors as rows of a matrix become its columns.
 INLINE void transpose(Vec<A>* v) {
