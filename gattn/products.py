@@ -90,6 +90,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or is_traced() or uses_forward_mode() or uses_jit_trace() or is_autocast(x):
         return False
+    if x.numel() * len(weight) < _LEAST:
+        return False
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if type(tensor) not in _PLAIN or tensor.is_nested or is_functorch_tensor(tensor) or is_lazy(tensor):
             return False
@@ -97,7 +99,7 @@ def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
             return False
     if weight.dim() != 2 or x.dim() < 2 or x.size(-1) != weight.size(1):
         return False
-    return x.numel() * weight.size(0) >= _LEAST and (bias is None or bias.shape == weight.shape[:1])
+    return bias is None or bias.shape == weight.shape[:1]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,9 +108,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _sum_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """The product aᵀ b of matrices with many rows."""
-    if torch.is_grad_enabled() or not _SUMS_ROWS or is_batched(a) or not _is_for_onednn(a.t(), b.t(), None):
-        return a.t() @ b
+    """The product aᵀ b of matrices with many rows, by the kernel."""
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (native.readable(x, strided=True) for x in (a, b)))
     out = a.new_empty(a.size(1), b.size(1))
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
@@ -136,9 +136,11 @@ class _Linear(torch.autograd.Function):
             return None, None, None
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.size(-1))  # flatten has no batches of gradients
-        return (
-            linear(grad, weight.t()) if needs_x else None,
-            _sum_over_rows(rows, x.reshape(-1, x.size(-1))) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
-        )
+        is_plain = not torch.is_grad_enabled() and not is_batched(grad) and _is_for_onednn(grad, weight.t(), None)
+        rows, of_rows = (each.reshape(-1, each.size(-1)) for each in (grad, x))  # flatten has no batches of gradients
+        of_x = of_weight = None
+        if needs_x:
+            of_x = _product(grad, weight.t(), None) if is_plain else linear(grad, weight.t())
+        if needs_weight:
+            of_weight = _sum_over_rows(rows, of_rows) if is_plain and _SUMS_ROWS else rows.t() @ of_rows
+        return of_x, of_weight, rows.sum(0) if needs_bias else None

@@ -558,7 +558,7 @@ SECTIONS = {
     ),
     ("docs/performance.md", "## A training step"): (
         (steps,),
-        ("in batches of 32", "float32", "AVX-512", "AVX2"),
+        ("in batches of 32", "float32", "AVX-512"),
         (),
     ),
     ("docs/performance.md", "## Graph layers beside PyG"): (

@@ -157,11 +157,15 @@ class TilePass {
     const int64_t c = whole_vectors(a.channels), d = whole_vectors(a.value_channels);
     return kPanel * (3 * c + 2 * d) + kBackRows * (c + d + 2 * kPanel) + 5 * kPanel + kDiagonals + 2 * W;
   }
-  // The heads of a task forward: several that share their keys, if there are few targets and enough tasks.
+  // The heads of a task forward: several, whose keys share a source's row, if there are few targets and enough tasks.
   int64_t heads_of_task(const TileElement& e) const {
-    const int64_t group = a.heads / a.key_heads;
-    int64_t heads = e.targets > kFew ? 1 : group;
-    while (heads > 1 && (group % heads || heads * e.targets > kTargets || a.num_elements * a.heads / heads < a.threads)) --heads;
+    const int64_t sharing = a.heads / a.key_heads;
+    const auto fits = [&](int64_t heads) {
+      const bool is_even = a.heads % heads == 0 && (heads % sharing == 0 || sharing % heads == 0);
+      return is_even && heads * e.targets <= kTargets && a.num_elements * a.heads / heads >= a.threads;
+    };
+    int64_t heads = e.targets > kFew ? 1 : a.heads;
+    while (heads > 1 && !fits(heads)) --heads;
     return heads;
   }
   static int64_t blocks_of(const TileElement& e) { return (e.targets + kTargets - 1) / kTargets; }
@@ -545,7 +549,8 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   const int64_t start = block * kTargets, targets = e.targets - start < kTargets ? e.targets - start : kTargets;
   const int64_t heads = heads_of_task(e);
   if (head % heads != 0) return;  // the task of an earlier one computes it
-  const int64_t count = heads * targets, key_head = head / (a.heads / a.key_heads);
+  const int64_t count = heads * targets, sharing = a.heads / a.key_heads;
+  const int64_t rows_of_keys = (heads < sharing ? heads : sharing) * targets;
   const bool is_few = targets <= kFew;
   // Rows are those of one head after another, if there are several.
   const auto head_of = [&](int64_t r) { return heads == 1 ? head : head + r / targets; };
@@ -561,8 +566,6 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   for (int64_t h = 0; h < heads; ++h)
     rows(a.query, a.query_strides, e.batch, head + h, C)
         .copy(e.first_target + start, targets, A(a.scale), queries + h * targets * width);
-  const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
-  const RowsOf value = rows(a.value, a.value_strides, e.batch, key_head, D);
   memset(sums, 0, size_t(count * value_width) * sizeof(A));
   memset(total, 0, size_t(count * W) * sizeof(A));
   for (int64_t r = 0; r < count; ++r) most[r] = -A(INFINITY);
@@ -570,80 +573,86 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   const int64_t end = last_source(e, start + targets - 1);
   for (int64_t panel = first_source(e, start); panel < end; panel += kPanel) {
     const int64_t n = end - panel < kPanel ? end - panel : kPanel;
-    if (!is_few) key.transposed(e.first_source + panel, n, keys);
-    const bool is_copied = !is_few || !value.is_packed();
-    const bool is_finite = is_copied && value.copy(e.first_source + panel, n, A(1), values);
-    for (int64_t group = 0; group < count; group += kGroup) {
-      const int64_t size = count - group < kGroup ? count - group : kGroup;
-      const int64_t i = is_few ? start : start + group, last = is_few ? start + targets - 1 : i + size - 1;
-      const auto [from, to] = columns(e, i, last - i + 1, panel, n);
-      if (from >= to) continue;
-      const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
-      if (is_few) key.multiplied(queries + group * width, size, e.first_source + panel, low, n, tile, value);
-      else multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
-      Row of_tile[kGroup];
-      for (int64_t r = 0; r < size; ++r)
-        of_tile[r] = row_of(e, head_of(group + r), target_of(group + r), panel, from, to, tile + r * kPanel);
-      for (int64_t r = 0; r < size; ++r) {
-        A* logits = tile + r * kPanel;
-        const Row& row = of_tile[r];
-        if (is_unfinished(row)) finish(e, row, logits, nullptr, nullptr);
-        A* sum = total + (group + r) * W;
-        Vec<A> added = load(sum);
-        if (law.is_exponential) {
-          Vec<A> highest = splat<Vec<A>>(-A(INFINITY));
-          for (int64_t at = low; at < to; at += W) {
-            const Vec<A> x = load(logits + at);
-            highest = x > highest ? x : highest;
-          }
-          A& base = most[group + r];
-          if (any(highest > base + kSlack)) {
-            A top = highest[0];
-            for (int l = 1; l < W; ++l) top = highest[l] > top ? highest[l] : top;
-            if (base != -A(INFINITY)) {
-              const A by = exp_of(base - top);
-              A* of_row = sums + (group + r) * value_width;
-              for (int64_t c = 0; c < value_width; c += W) store(of_row + c, load(of_row + c) * by);
-              added *= by;
-            }
-            base = top;
-          }
-          const bool is_empty = base == -A(INFINITY), may_be_hidden = is_empty || may_hide(row);
-          const A shift = is_empty ? A(0) : base;
-          for (int64_t at = low; at < to; at += W) {
-            const Vec<A> weight = weight_of(load(logits + at) - shift, may_be_hidden);
-            added += weight;
-            store(logits + at, weight);
-          }
-        } else {
-          law.visit([&](auto of) INLINE_LAMBDA {
+    for (int64_t of_keys = 0; of_keys < count; of_keys += rows_of_keys) {
+      const int64_t key_head = head_of(of_keys) / sharing;
+      const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
+      const RowsOf value = rows(a.value, a.value_strides, e.batch, key_head, D);
+      if (!is_few) key.transposed(e.first_source + panel, n, keys);
+      const bool is_copied = !is_few || !value.is_packed();
+      const bool is_finite = is_copied && value.copy(e.first_source + panel, n, A(1), values);
+      const int64_t last_row = of_keys + rows_of_keys;
+      for (int64_t group = of_keys; group < last_row; group += kGroup) {
+        const int64_t size = last_row - group < kGroup ? last_row - group : kGroup;
+        const int64_t i = is_few ? start : start + group, last = is_few ? start + targets - 1 : i + size - 1;
+        const auto [from, to] = columns(e, i, last - i + 1, panel, n);
+        if (from >= to) continue;
+        const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
+        if (is_few) key.multiplied(queries + group * width, size, e.first_source + panel, low, n, tile, value);
+        else multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
+        Row of_tile[kGroup];
+        for (int64_t r = 0; r < size; ++r)
+          of_tile[r] = row_of(e, head_of(group + r), target_of(group + r), panel, from, to, tile + r * kPanel);
+        for (int64_t r = 0; r < size; ++r) {
+          A* logits = tile + r * kPanel;
+          const Row& row = of_tile[r];
+          if (is_unfinished(row)) finish(e, row, logits, nullptr, nullptr);
+          A* sum = total + (group + r) * W;
+          Vec<A> added = load(sum);
+          if (law.is_exponential) {
+            Vec<A> highest = splat<Vec<A>>(-A(INFINITY));
             for (int64_t at = low; at < to; at += W) {
-              const Vec<A> weight = of(load(logits + at), Vec<A>{}).value;
+              const Vec<A> x = load(logits + at);
+              highest = x > highest ? x : highest;
+            }
+            A& base = most[group + r];
+            if (any(highest > base + kSlack)) {
+              A top = highest[0];
+              for (int l = 1; l < W; ++l) top = highest[l] > top ? highest[l] : top;
+              if (base != -A(INFINITY)) {
+                const A by = exp_of(base - top);
+                A* of_row = sums + (group + r) * value_width;
+                for (int64_t c = 0; c < value_width; c += W) store(of_row + c, load(of_row + c) * by);
+                added *= by;
+              }
+              base = top;
+            }
+            const bool is_empty = base == -A(INFINITY), may_be_hidden = is_empty || may_hide(row);
+            const A shift = is_empty ? A(0) : base;
+            for (int64_t at = low; at < to; at += W) {
+              const Vec<A> weight = weight_of(load(logits + at) - shift, may_be_hidden);
               added += weight;
               store(logits + at, weight);
             }
-          });
+          } else {
+            law.visit([&](auto of) INLINE_LAMBDA {
+              for (int64_t at = low; at < to; at += W) {
+                const Vec<A> weight = of(load(logits + at), Vec<A>{}).value;
+                added += weight;
+                store(logits + at, weight);
+              }
+            });
+          }
+          store(sum, added);
+          if (a.dropout) {
+            keep_factors(row_key(e, row.head, row.i), e.first_source + panel + low, to - low, kept + low);
+            for (int64_t at = low; at < to; at += W) store(logits + at, load(logits + at) * load(kept + at));
+          }
         }
-        store(sum, added);
-        if (a.dropout) {
-          keep_factors(row_key(e, row.head, row.i), e.first_source + panel + low, to - low, kept + low);
-          for (int64_t at = low; at < to; at += W) store(logits + at, load(logits + at) * load(kept + at));
-        }
-      }
-      if (!is_copied) {
-        const A* seen = reinterpret_cast<const A*>(value.from) + (e.first_source + panel) * value.row;
-        for (int64_t r = 0; r < size; ++r) {
-          const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
-          multiply(1, value_width / W, tile + r * kPanel + first, kPanel, 1, seen + first * value.row, value.row,
-                   after - first, sums + (group + r) * value_width, value_width, true);
-        }
-      } else if (is_finite || (first_source(e, last) - panel <= from && last_source(e, i) - panel >= to)) {
-        multiply(size, value_width / W, tile + from, kPanel, 1, values + from * value_width, value_width, to - from,
-                 sums + group * value_width, value_width, true);
-      } else {
-        for (int64_t r = 0; r < size; ++r) {
-          const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
-          multiply_seen(tile + r * kPanel, values, first, after, value_width, sums + (group + r) * value_width);
+        if (!is_copied) {
+          const A* seen = reinterpret_cast<const A*>(value.from) + (e.first_source + panel) * value.row;
+          for (int64_t r = 0; r < size; ++r) {
+            const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
+            multiply(1, value_width / W, tile + r * kPanel + first, kPanel, 1, seen + first * value.row, value.row,
+                     after - first, sums + (group + r) * value_width, value_width, true);
+          }
+        } else if (is_finite || (first_source(e, last) - panel <= from && last_source(e, i) - panel >= to)) {
+          multiply(size, value_width / W, tile + from, kPanel, 1, values + from * value_width, value_width, to - from,
+                   sums + group * value_width, value_width, true);
+        } else {
+          for (int64_t r = 0; r < size; ++r) {
+            const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
+            multiply_seen(tile + r * kPanel, values, first, after, value_width, sums + (group + r) * value_width);
+          }
         }
       }
     }
