@@ -495,7 +495,8 @@ MUTATIONS = [
         TILES,
         "panel = «first_panel * kPanel → (first_panel + (part > 0)) * kPanel»; panel <",
     ),
-    Mutation("groups share the first key", TILES, "key_head = «head / (a.heads / a.key_heads) → head * 0»;"),
+    Mutation("heads of a task have the first one's keys", TILES, "key_head = «head_of(of_keys) → head» / sharing;"),
+    Mutation("groups share the first key", TILES, "key_head = «head_of(of_keys) / sharing → head * 0»;"),
     Mutation("elements have one term", TILES, "bias += e.term * «s.batch → 0» + row.i"),
     Mutation(
         "distances begin one too far",
@@ -519,7 +520,7 @@ MUTATIONS = [
     Mutation(
         "few targets see what the last one sees",
         TILES,
-        "columns(e, «target_of(group + r) → last», 1, panel, n);\n          multiply(1",
+        "columns(e, «target_of(group + r) → last», 1, panel, n);\n            multiply(1",
     ),
     Mutation(
         "products of few targets lack a rest", TILES, "for (; c < «width → whole_vectors(channels) - W»; c += W)\n"
@@ -895,7 +896,7 @@ MUTATIONS = [
         ATTENTION_CONV,
         "dropped = F.dropout(alpha, self.dropout, «self.training → False»)",
     ),
-    Mutation("small products are oneDNN's", PRODUCTS, "return «x.numel() * weight.size(0) → _LEAST» >= _LEAST"),
+    Mutation("small products are oneDNN's", PRODUCTS, "if «x.numel() * len(weight) → _LEAST» < _LEAST:"),
     Mutation("forward mode is not asked for", PRODUCTS, "is_traced() or «uses_forward_mode() → False»"),
     Mutation("a weight's gradient has the other's rows", PRODUCTS, "len(a), *out.shape, «a.stride(0) → b.stride(0)»"),
     Mutation("a bias has no gradient", PRODUCTS, "rows.sum(0) if «needs_bias → False»"),

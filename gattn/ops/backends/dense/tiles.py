@@ -86,8 +86,8 @@ FEWEST_TARGETS, FEWEST_NUMBERS = 24, 2**15
 _FEW = 4
 _FEWEST_PAIRS = {torch.float32: 2**12, torch.float64: 2**14, torch.bfloat16: 2**12, torch.float16: 2**12}
 
-#: With any of these, PyTorch may be faster in half precision. With "avx512_bf16" alone, on an EPYC, the kernels took half
-#: its time forward, and two thirds with gradients.
+#: With any of these, PyTorch may be faster in half precision. With "avx512_bf16" alone (an EPYC), kernels took half its
+#: time forward and two thirds with gradients.
 _OF_HALF = frozenset(("avx512_fp16", "amx_bf16", "amx_fp16"))
 
 

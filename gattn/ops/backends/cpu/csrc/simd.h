@@ -413,7 +413,7 @@ INLINE Vec<double> vector_exp_minus_one(Vec<double> x) {
 }
 
 INLINE Vec<float> vector_tanh(Vec<float> x) {
-  // x P(x^2) / Q(x^2), with a minimax fit to a relative 2e-8 up to where tanh(x) rounds to 1; a third of the cost of exp.
+  // x P(x^2) / Q(x^2), with a minimax fit to a relative 2e-8 up to where tanh(x) rounds to 1.
   x = bounded(x, splat<Vec<float>>(-9.02f), splat<Vec<float>>(9.02f));
   const Vec<float> t = x * x;
   Vec<float> p = t * 1.331908385e-8f + 2.058349175e-5f, q = t * 7.762024864e-7f + 3.283093969e-4f;

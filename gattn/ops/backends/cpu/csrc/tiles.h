@@ -514,6 +514,45 @@ class TilePass {
     if (s.channel == 0) *to += sum_lanes(sum);
   }
 
+  // A row of logits becomes weights. `base` is raised where a logit exceeds it by kSlack; their sum in lanes, `total`, and
+  // the output so far, `sums`, are relative to it.
+  INLINE void weigh(const Row& row, int64_t low, A* logits, A& base, A* total, A* sums) const {
+    Vec<A> added = load(total);
+    if (law.is_exponential) {
+      Vec<A> highest = splat<Vec<A>>(-A(INFINITY));
+      for (int64_t at = low; at < row.to; at += W) {
+        const Vec<A> x = load(logits + at);
+        highest = x > highest ? x : highest;
+      }
+      if (any(highest > base + kSlack)) {
+        A top = highest[0];
+        for (int l = 1; l < W; ++l) top = highest[l] > top ? highest[l] : top;
+        if (base != -A(INFINITY)) {
+          const A by = exp_of(base - top);
+          for (int64_t c = 0; c < value_width; c += W) store(sums + c, load(sums + c) * by);
+          added *= by;
+        }
+        base = top;
+      }
+      const bool is_empty = base == -A(INFINITY), may_be_hidden = is_empty || may_hide(row);
+      const A shift = is_empty ? A(0) : base;
+      for (int64_t at = low; at < row.to; at += W) {
+        const Vec<A> weight = weight_of(load(logits + at) - shift, may_be_hidden);
+        added += weight;
+        store(logits + at, weight);
+      }
+    } else {
+      law.visit([&](auto of) INLINE_LAMBDA {
+        for (int64_t at = low; at < row.to; at += W) {
+          const Vec<A> weight = of(load(logits + at), Vec<A>{}).value;
+          added += weight;
+          store(logits + at, weight);
+        }
+      });
+    }
+    store(total, added);
+  }
+
   // exp(x), at most about exp(kSlack); if nothing is hidden, that of -inf may be the smallest number instead of zero.
   static INLINE Vec<float> weight_of(Vec<float> x, bool may_be_hidden) {
     // 2^n 2^r, |r| <= 1/2, with a minimax fit of 2^r to a relative 1e-7.
@@ -596,43 +635,7 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
           A* logits = tile + r * kPanel;
           const Row& row = of_tile[r];
           if (is_unfinished(row)) finish(e, row, logits, nullptr, nullptr);
-          A* sum = total + (group + r) * W;
-          Vec<A> added = load(sum);
-          if (law.is_exponential) {
-            Vec<A> highest = splat<Vec<A>>(-A(INFINITY));
-            for (int64_t at = low; at < to; at += W) {
-              const Vec<A> x = load(logits + at);
-              highest = x > highest ? x : highest;
-            }
-            A& base = most[group + r];
-            if (any(highest > base + kSlack)) {
-              A top = highest[0];
-              for (int l = 1; l < W; ++l) top = highest[l] > top ? highest[l] : top;
-              if (base != -A(INFINITY)) {
-                const A by = exp_of(base - top);
-                A* of_row = sums + (group + r) * value_width;
-                for (int64_t c = 0; c < value_width; c += W) store(of_row + c, load(of_row + c) * by);
-                added *= by;
-              }
-              base = top;
-            }
-            const bool is_empty = base == -A(INFINITY), may_be_hidden = is_empty || may_hide(row);
-            const A shift = is_empty ? A(0) : base;
-            for (int64_t at = low; at < to; at += W) {
-              const Vec<A> weight = weight_of(load(logits + at) - shift, may_be_hidden);
-              added += weight;
-              store(logits + at, weight);
-            }
-          } else {
-            law.visit([&](auto of) INLINE_LAMBDA {
-              for (int64_t at = low; at < to; at += W) {
-                const Vec<A> weight = of(load(logits + at), Vec<A>{}).value;
-                added += weight;
-                store(logits + at, weight);
-              }
-            });
-          }
-          store(sum, added);
+          weigh(row, low, logits, most[group + r], total + (group + r) * W, sums + (group + r) * value_width);
           if (a.dropout) {
             keep_factors(row_key(e, row.head, row.i), e.first_source + panel + low, to - low, kept + low);
             for (int64_t at = low; at < to; at += W) store(logits + at, load(logits + at) * load(kept + at));
