@@ -30,13 +30,12 @@ from gattn.torch_private import (
     is_traced,
     needs_dispatcher,
     uses_forward_mode,
-    uses_jit_trace,
 )
 
 __all__ = ["linear", "rule", "uses_onednn"]
 
-_LEAST = 1 << 21
-"""The multiplications from which they are used: calls are prepared for some 10 µs, and autograd takes as many."""
+_LEAST = 1 << 22
+"""The multiplications from which they are used: with half as many, preparing calls takes as long as they save."""
 _PLAIN = (Tensor, Parameter)
 
 
@@ -88,16 +87,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if torch.compiler.is_compiling() or is_traced() or uses_forward_mode() or uses_jit_trace() or is_autocast(x):
+    if is_traced() or weight.dim() != 2 or x.numel() * len(weight) < _LEAST:
         return False
-    if x.numel() * len(weight) < _LEAST:
+    if uses_forward_mode() or is_autocast(x):
         return False
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if type(tensor) not in _PLAIN or tensor.is_nested or is_functorch_tensor(tensor) or is_lazy(tensor):
             return False
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return False
-    if weight.dim() != 2 or x.dim() < 2 or x.size(-1) != weight.size(1):
+    if x.dim() < 2 or x.size(-1) != weight.size(1):
         return False
     return bias is None or bias.shape == weight.shape[:1]
 
