@@ -496,7 +496,6 @@ MUTATIONS = [
         "panel = «first_panel * kPanel → (first_panel + (part > 0)) * kPanel»; panel <",
     ),
     Mutation("heads of a task have the first one's keys", TILES, "key_head = «head_of(of_keys) → head» / sharing;"),
-    Mutation("groups share the first key", TILES, "key_head = «head_of(of_keys) / sharing → head * 0»;"),
     Mutation("elements have one term", TILES, "bias += e.term * «s.batch → 0» + row.i"),
     Mutation(
         "distances begin one too far",
