@@ -470,7 +470,6 @@ MUTATIONS = [
     Mutation("a product begins anew", SUMS, "store(to, «adds ? load(to) + sum[r][v] : sum[r][v] → sum[r][v]»);"),
     Mutation("parts begin where others do", SUMS, "n = «rows * part / parts → 0», begin"),
     Mutation("only the last part counts", SUMS, "«c[i * right + j] += from[j]; → c[i * right + j] = from[j];»"),
-    Mutation("a rest has a whole panel", SUMS, "«some >= W ? load(from) : load_part(from, int(some)) → load(from)»"),
     Mutation("the first rows come again", SUMS, "multiply(left, vectors, «a + n * a_row → a», 1"),
     Mutation("a rising maximum leaves the sum", TILES, "«added *= by; → »"),
     Mutation("a window ends too early", TILES, "last = i + e.offset + a.right + «1 → 0»;"),
