@@ -127,7 +127,7 @@ class Dense(Backend):
             return None
         if not _is_dot(score) or score.folds or law is None or law.name not in tiles.LAWS or law.name == "identity":
             return None
-        if 0 in (*call.batch, call.key.size(-1), call.value.size(-1)):
+        if 0 in (*call.batch, call.heads, call.key.size(-1), call.value.size(-1)):
             return None
         if call.cast(call.dtype) is not call or is_distributed(call.value):
             return None
