@@ -289,21 +289,25 @@ class SparseBias(Bias):
         """See `Bias.term`."""
         if not is_readable(self.target):
             return None
-        pairs = self._pairs()
+        order = self._order().place
 
         def starts() -> Tensor:
-            return F.pad(pairs.target.bincount(minlength=graph.num_targets).cumsum(0), (1, 0))
+            return F.pad(self.target.bincount(minlength=graph.num_targets).cumsum(0), (1, 0))
+
+        def places_in_order() -> Tensor | None:
+            return (
+                None
+                if order is None or bool((order == torch.arange(len(order), device=order.device)).all())
+                else order.long().argsort()
+            )
 
         first = self._derived(("starts", graph.num_targets), starts)
-        source = self._derived(("sources",), lambda: pairs.source.int())
-        values, count = pairs.values, pairs.target.numel()
-        if pairs.place is not None or pairs.starts is not None:
-
-            def rows_of_all() -> tuple[Tensor, Tensor | None]:
-                return pairs.rows_of(torch.arange(count, device=source.device))
-
-            rows, number = self._derived(("rows of values",), rows_of_all)
-            values = pairs.summed(rows, number, count)
+        source = self._derived(("sources",), lambda: (self.source if order is None else self.source[order]).int())
+        place, values = self._derived(("places in order",), places_in_order), self.values
+        values = values if values.dim() == 2 else values.unsqueeze(1)
+        if place is not None:  # gradients of what is copied are selected, those of what is selected added one by one
+            rows = values.t()
+            values = rows.new_empty(rows.shape).index_copy(1, place, rows).t()
         places = _first_nodes(graph.blocks)[:-1] if graph.blocks else ((0, 0),)
         return Term("listed", values, source, first, places)
 
@@ -364,7 +368,7 @@ class Pairs(Bias):
             return Pairs(element, target.clone(), source.clone(), values, count=count)
         width = int(source.max()) + 1
         keys = target if element is None else target * count + element
-        keys, order = (keys * width + source).sort()
+        keys, order = (keys * width + source).sort(stable=True)
         starts = F.pad((keys[1:] != keys[:-1]).nonzero().squeeze(1) + 1, (1, 0))
         is_each_new = len(starts) == len(keys)
         if not is_each_new:

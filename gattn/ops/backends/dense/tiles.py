@@ -744,7 +744,7 @@ def _bias_of(
     target, source = _range(n).repeat_interleave(counts), index[pairs] - element.bias_step
     is_there = (source >= 0) & (source < m)
     places = target[is_there], source[is_there].long()
-    return bias.new_zeros(n, m, bias.size(1)).index_put(places, bias[pairs[is_there]]).movedim(-1, 0)
+    return bias.new_zeros(n, m, bias.size(1)).index_put(places, bias[pairs[is_there]], accumulate=True).movedim(-1, 0)
 
 
 def _term_of(x: Tensor, term: int, n: int, m: int) -> Tensor:

@@ -77,7 +77,7 @@ def _bias_of(
         while tl.min(source) < last:
             is_here = source < last
             number = tl.load(base + at * bias_strides[0], mask=is_here, other=0.0).to(COMPUTE)
-            found = tl.where(column[None] == source[:, None], number[:, None], found)
+            found += tl.where(column[None] == source[:, None], number[:, None], 0.0)
             at = tl.where(is_here, at + 1, at)
             source = tl.load(of_pairs + at, mask=at < end, other=2147483647)
         return found

@@ -9,6 +9,7 @@
 // All five products are made by `multiply`.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "distribution.h"
@@ -24,6 +25,11 @@ constexpr int64_t kTargets = 192;  // targets of a task, forward
 constexpr int64_t kKeysAhead = 16;
 constexpr int64_t kFew = 4;        // with as many targets, rows are read where they lie: to pack them costs more
 constexpr int64_t kBackRows = 48;  // targets of a tile, backward
+#if defined(__AVX512F__)
+constexpr int64_t kAtOnce = 16;    // buckets
+#else
+constexpr int64_t kAtOnce = 8;
+#endif
 constexpr int kTableParts = 4;  // of the sums of a bucket, so that an addition need not wait for the one before it
 constexpr int64_t kDiagonals = kBackRows + kPanel;
 constexpr A kSlack = 8;
@@ -151,11 +157,11 @@ class TilePass {
 
   static int64_t forward_workspace(const Tiles& a) {
     const int64_t c = whole_vectors(a.channels), d = whole_vectors(a.value_channels);
-    return kTargets * (c + d + W + W) + kPanel * (c + d) + (kGroup + 1) * kPanel + W;
+    return kTargets * (c + d + W + W) + kPanel * (c + d) + (kGroup + 1) * kPanel + W + kTargets;
   }
   static int64_t backward_workspace(const Tiles& a) {
     const int64_t c = whole_vectors(a.channels), d = whole_vectors(a.value_channels);
-    return kPanel * (3 * c + 2 * d) + kBackRows * (c + d + 2 * kPanel) + 5 * kPanel + kDiagonals + 2 * W;
+    return kPanel * (3 * c + 2 * d) + kBackRows * (c + d + 2 * kPanel) + 5 * kPanel + kDiagonals + 2 * W + a.targets;
   }
   // The heads of a task forward: several, whose keys share a source's row, if there are few targets and enough tasks.
   int64_t heads_of_task(const TileElement& e) const {
@@ -254,39 +260,26 @@ class TilePass {
   }
 
   // A row of a tile, whose columns [from, to) some of its targets see. Biases of listed pairs are added to its products;
-  // what reads these much later need not wait for them.
-  Row row_of(const TileElement& e, int64_t head, int64_t i, int64_t panel, int64_t from, int64_t to, A* products) const {
+  // what reads these much later need not wait for them. `cursor` is how many of its pairs lie in earlier panels, or fewer.
+  Row row_of(const TileElement& e, int64_t head, int64_t i, int64_t panel, int64_t from, int64_t to, A* products,
+             int32_t& cursor) const {
     Row row{head, i, panel, from, to, first_source(e, i) - panel, last_source(e, i) - panel, {0, 0, 0}};
     if (a.bias_kind != kOfListed || a.bias == nullptr) return row;
-    row.pairs = listed(e, row);
+    const int64_t* starts = a.pair_starts + e.bias_at + i;
+    const int64_t origin = e.bias_step + panel;
+    const int32_t *const end = a.pair_sources + starts[1];
+    const int32_t* first = not_before(a.pair_sources + starts[0] + cursor, end, origin + from);
+    const int32_t* after = first;
+    while (after < end && *after < origin + to) ++after;
+    row.pairs = {first - a.pair_sources, after - a.pair_sources, origin};
+    cursor = int32_t(row.pairs.last - starts[0]);
     if (!has_slope && !has_clamp) add_listed(row, products);
     return row;
   }
-  Listed listed(const TileElement& e, const Row& row) const {
-    const int64_t* starts = a.pair_starts + e.bias_at + row.i;
-    const int64_t origin = e.bias_step + row.source;
-    const int32_t *first = a.pair_sources + starts[0], *const end = a.pair_sources + starts[1];
-    first = not_before(first, end, origin + row.from);
-    return {first - a.pair_sources, not_before(first, end, origin + row.to) - a.pair_sources, origin};
-  }
-  // The first of ascending sources that is not before this one: by halves, without branches that nobody could foresee,
-  // and the rest by counting.
+  // The first of ascending sources that is not before this one, which is often the first of all.
   static INLINE const int32_t* not_before(const int32_t* first, const int32_t* end, int64_t source) {
-    while (end - first > kPanel) {
-      const int64_t half = (end - first) / 2;
-      const bool is_later = first[half - 1] < source;
-      first += is_later ? half : 0, end -= is_later ? 0 : half;
-    }
-#if defined(__AVX2__)
-    const __m256i bound = _mm256_set1_epi32(int32_t(source));
-    for (; end - first >= 8; first += 8) {
-      const __m256i before = _mm256_cmpgt_epi32(bound, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
-      const int count = __builtin_popcount(unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(before))));
-      if (count < 8) return first + count;
-    }
-#endif
-    while (first < end && *first < source) ++first;
-    return first;
+    if (first == end || *first >= source) return first;
+    return std::lower_bound(first, end, source);
   }
   // Adds the biases of listed pairs to a row's logits.
   INLINE void add_listed(const Row& row, A* logits) const {
@@ -301,19 +294,21 @@ class TilePass {
     const Bucket* from = static_cast<const Bucket*>(a.buckets) + place;
     prefetch(from, e.bias_step, 1, row, e.targets);
     using Wide = std::conditional_t<sizeof(Bucket) == 8, uint64_t, uint32_t>;
-    typedef Bucket Narrow __attribute__((vector_size(8 * sizeof(Bucket))));
-    typedef uint32_t Eight __attribute__((vector_size(32)));
+    typedef Bucket Narrow __attribute__((vector_size(kAtOnce * sizeof(Bucket))));
+    typedef uint32_t Words __attribute__((vector_size(kAtOnce * sizeof(uint32_t))));
     const Wide last = Wide(a.bias_count - 1);
     int64_t j = low;
-    for (; sizeof(Bucket) < 8 && j + 8 <= to; j += 8) {
+    for (; sizeof(Bucket) < 8 && j + kAtOnce <= to; j += kAtOnce) {
       Narrow narrow;
       memcpy(&narrow, from + j, sizeof narrow);
-      Eight x = __builtin_convertvector(narrow, Eight);
-      const Eight most = Eight{} + uint32_t(last);
-#if defined(__AVX2__)  // GCC would convert bytes one by one
-      if (sizeof(Bucket) == 1) x = (Eight)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + j)));
+      Words x = __builtin_convertvector(narrow, Words);
+      const Words most = Words{} + uint32_t(last);
+#if defined(__AVX512F__)
+      if (sizeof(Bucket) == 1) x = (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
+#elif defined(__AVX2__)  // GCC would convert bytes one by one
+      if (sizeof(Bucket) == 1) x = (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + j)));
 #endif
-      const Eight bounded = x < most ? x : most;
+      const Words bounded = x < most ? x : most;
       memcpy(buckets + j, &bounded, sizeof bounded);
     }
     for (; j < to; ++j) buckets[j] = uint32_t(Wide(from[j]) < last ? Wide(from[j]) : last);
@@ -327,27 +322,29 @@ class TilePass {
     }
   }
 #if defined(__AVX512F__)
-  static INLINE void look_up_held(const float* held, const uint32_t* buckets, float* to) {
+  static INLINE Vec<float> look_up_held(const Vec<float>* held, const uint32_t* buckets) {
     const __m512i at = _mm512_loadu_si512(buckets);
-    const __m512 low = _mm512_permutex2var_ps(_mm512_loadu_ps(held), at, _mm512_loadu_ps(held + 16));
-    const __m512 high = _mm512_permutex2var_ps(_mm512_loadu_ps(held + 32), at, _mm512_loadu_ps(held + 48));
-    _mm512_storeu_ps(to, _mm512_mask_blend_ps(_mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), low, high));
+    const auto half = [&](int k) { return _mm512_permutex2var_ps((__m512)held[k], at, (__m512)held[k + 1]); };
+    return (Vec<float>)_mm512_mask_blend_ps(_mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), half(0), half(2));
   }
 #elif defined(__AVX2__)
-  static INLINE void look_up_held(const float* held, const uint32_t* buckets, float* to) {
+  static INLINE Vec<float> look_up_held(const Vec<float>* held, const uint32_t* buckets) {
     const __m256i at = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(buckets));
     const __m256 of_8 = _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)), of_16 = _mm256_castsi256_ps(_mm256_slli_epi32(at, 27));
-    const auto part = [&](int k) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(held + 8 * k), at); };
+    const auto part = [&](int k) { return _mm256_permutevar8x32_ps((__m256)held[k], at); };
     const __m256 low = _mm256_blendv_ps(part(0), part(1), of_8), high = _mm256_blendv_ps(part(2), part(3), of_8);
-    _mm256_storeu_ps(to, _mm256_blendv_ps(low, high, of_16));
+    return (Vec<float>)_mm256_blendv_ps(low, high, of_16);
   }
 #endif
   NOINLINE void look_up(const A* numbers, const uint32_t* buckets, int64_t low, int64_t last, A* to) const {
 #if defined(__AVX2__)
     if (sizeof(A) == 4 && a.bias_count <= 4 * W) {  // few numbers fit into registers
-      float held[4 * W];
-      memcpy(held, numbers, size_t(a.bias_count) * sizeof(float));
-      for (int64_t j = low; j < last; j += W) look_up_held(held, buckets + j, reinterpret_cast<float*>(to) + j);
+      Vec<float> held[4];
+      for (int k = 0; k < 4; ++k) {
+        const int64_t left = a.bias_count - k * W;
+        held[k] = load_part(reinterpret_cast<const float*>(numbers) + k * W, int(left < 0 ? 0 : left < W ? left : W));
+      }
+      for (int64_t j = low; j < last; j += W) store(reinterpret_cast<float*>(to) + j, look_up_held(held, buckets + j));
       return;
     }
 #endif
@@ -602,6 +599,8 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   A* values = keys + kPanel * width;
   A* tile = values + kPanel * value_width;
   A* kept = tile + kGroup * kPanel;
+  int32_t* cursors = reinterpret_cast<int32_t*>(kept + kPanel + W);
+  memset(cursors, 0, size_t(count) * sizeof(int32_t));
   for (int64_t h = 0; h < heads; ++h)
     rows(a.query, a.query_strides, e.batch, head + h, C)
         .copy(e.first_target + start, targets, A(a.scale), queries + h * targets * width);
@@ -630,7 +629,8 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
         else multiply(size, vectors, queries + group * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
         Row of_tile[kGroup];
         for (int64_t r = 0; r < size; ++r)
-          of_tile[r] = row_of(e, head_of(group + r), target_of(group + r), panel, from, to, tile + r * kPanel);
+          of_tile[r] =
+              row_of(e, head_of(group + r), target_of(group + r), panel, from, to, tile + r * kPanel, cursors[group + r]);
         for (int64_t r = 0; r < size; ++r) {
           A* logits = tile + r * kPanel;
           const Row& row = of_tile[r];
@@ -719,7 +719,8 @@ inline void TilePass::write_weights(const TileElement& e, int64_t head, int64_t 
         for (int64_t j = 0; j < low; ++j) out[j] = 0;
         if (from >= to) continue;
         for (int64_t j = to; j < n; ++j) out[j] = 0;
-        const Row row = row_of(e, head, i + r, panel, from, to, logits);
+        int32_t cursor = 0;
+        const Row row = row_of(e, head, i + r, panel, from, to, logits, cursor);
         if (is_unfinished(row)) finish(e, row, logits, nullptr, nullptr);
         const A stat = static_cast<const A*>(a.stats)[row_number(e, head, i + r)];
         const A base = stat == -A(INFINITY) ? A(INFINITY) : stat;
@@ -806,6 +807,8 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
   A* of_cap = of_score + kPanel;
   A* kept = of_cap + kPanel;
   A* diagonals = kept + kPanel;  // gradients of distances: that of the last row and first column comes first
+  int32_t* cursors = reinterpret_cast<int32_t*>(diagonals + kDiagonals + 2 * W);
+  memset(cursors, 0, size_t(e.targets) * sizeof(int32_t));
   const int64_t group = a.heads / a.key_heads, place = a.shared_elements ? 0 : &e - a.elements;
   const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
   const RowsOf value = rows(a.value, a.value_strides, e.batch, key_head, D);
@@ -842,7 +845,11 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
         const bool has_diagonals = table != nullptr && a.bias_kind == kOfDistances;
         if (has_diagonals) memset(diagonals, 0, size_t(kDiagonals) * sizeof(A));
         Row of_tile[kBackRows];
-        for (int64_t r = 0; r < size; ++r) of_tile[r] = row_of(e, head, i + r, panel, from, to, tile + r * kPanel);
+        for (int64_t r = 0; r < size; ++r) {
+          int32_t cursor = cursors[i + r];  // which other heads need, too
+          of_tile[r] = row_of(e, head, i + r, panel, from, to, tile + r * kPanel, cursor);
+          if (head == (key_head + 1) * group - 1) cursors[i + r] = cursor;
+        }
         for (int64_t r = 0; r < size; ++r)
           backward_row(e, of_tile[r], low, tile + r * kPanel, slopes + r * kPanel, of_score, of_cap, kept,
                        diagonals + (size - 1 - r), table);
