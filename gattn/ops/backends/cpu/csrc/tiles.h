@@ -269,11 +269,10 @@ class TilePass {
     const int64_t origin = e.bias_step + panel;
     const int32_t *const end = a.pair_sources + starts[1];
     const int32_t* first = not_before(a.pair_sources + starts[0] + cursor, end, origin + from);
-    const int32_t* after = first;
-    while (after < end && *after < origin + to) ++after;
+    const bool adds = !has_slope && !has_clamp;
+    const int32_t* after = adds ? add_before(head, first, end, origin, to, products) : not_before(first, end, origin + to);
     row.pairs = {first - a.pair_sources, after - a.pair_sources, origin};
     cursor = int32_t(row.pairs.last - starts[0]);
-    if (!has_slope && !has_clamp) add_listed(row, products);
     return row;
   }
   // The first of ascending sources that is not before this one, which is often the first of all.
@@ -281,11 +280,13 @@ class TilePass {
     if (first == end || *first >= source) return first;
     return std::lower_bound(first, end, source);
   }
-  // Adds the biases of listed pairs to a row's logits.
-  INLINE void add_listed(const Row& row, A* logits) const {
-    const A* numbers = static_cast<const A*>(a.bias) + row.head * a.bias_strides.head;
-    for (int64_t k = row.pairs.first; k < row.pairs.last; ++k)
-      logits[a.pair_sources[k] - row.pairs.origin] += numbers[k * a.bias_strides.channel];
+  // Adds the biases of pairs from this one on, which lie before a column, to a row's logits, and returns the next pair.
+  INLINE const int32_t* add_before(int64_t head, const int32_t* pair, const int32_t* end, int64_t origin, int64_t column,
+                                   A* logits) const {
+    const TileStrides& s = a.bias_strides;
+    const A* number = static_cast<const A*>(a.bias) + head * s.head + (pair - a.pair_sources) * s.channel;
+    for (; pair < end && *pair < origin + column; ++pair, number += s.channel) logits[*pair - origin] += *number;
+    return pair;
   }
   // The buckets of a row; whatever they were when they were checked, they have a number now.
   template <class Bucket>
@@ -336,20 +337,25 @@ class TilePass {
     return (Vec<float>)_mm256_blendv_ps(low, high, of_16);
   }
 #endif
-  NOINLINE void look_up(const A* numbers, const uint32_t* buckets, int64_t low, int64_t last, A* to) const {
+  // Adds the numbers of a row's buckets to its logits.
+  NOINLINE void add_of_buckets(const TileElement& e, const Row& row, const A* numbers, A* logits) const {
+    const int64_t low = row.from / W * W;
+    uint32_t buckets[kPanel];
+    buckets_of(e, row, buckets);
 #if defined(__AVX2__)
     if (sizeof(A) == 4 && a.bias_count <= 4 * W) {  // few numbers fit into registers
+      float* to = reinterpret_cast<float*>(logits);
       Vec<float> held[4];
       for (int k = 0; k < 4; ++k) {
         const int64_t left = a.bias_count - k * W;
         held[k] = load_part(reinterpret_cast<const float*>(numbers) + k * W, int(left < 0 ? 0 : left < W ? left : W));
       }
-      for (int64_t j = low; j < last; j += W) store(reinterpret_cast<float*>(to) + j, look_up_held(held, buckets + j));
+      for (int64_t j = low; j < row.to; j += W) store(to + j, load(to + j) + look_up_held(held, buckets + j));
       return;
     }
 #endif
 #pragma GCC unroll 4
-    for (int64_t j = low; j < last; ++j) to[j] = numbers[buckets[j]];
+    for (int64_t j = low; j < row.to; ++j) logits[j] += numbers[buckets[j]];
   }
   // Asks for what a later row of the same columns will read: rows are too far apart for the processor to foresee it.
   template <class N>
@@ -362,36 +368,25 @@ class TilePass {
   int64_t first_distance(const TileElement& e, const Row& row) const {
     return row.source - row.i - e.offset - a.first_distance;
   }
-  // The biases of a row, but for those of listed pairs: number `column` lies at p + column * stride, maybe in `room`.
+  // The biases of a row, of all pairs or of distances: number `column` lies at p + column * stride, maybe in `room`.
   struct RowBias {
     const A* p;
     int64_t stride;
   };
-  RowBias bias_of(const TileElement& e, const Row& row, A* room) const {
+  RowBias bias_of(const TileElement& e, const Row& row, const A* bias, A* room) const {
     const TileStrides& s = a.bias_strides;
-    const A* bias = static_cast<const A*>(a.bias) + row.head * s.head;
-    const int64_t low = row.from / W * W;
-    switch (a.bias_kind) {
-      case kOfAll:
-        bias += e.term * s.batch + row.i * s.row + row.source * s.channel;
-        prefetch(bias, s.row, s.channel, row, e.targets);
-        return {bias, s.channel};
-      case kOfDistances: {
-        const int64_t first = first_distance(e, row);
-        if (first + low >= 0 && first + row.to <= a.bias_count) return {bias + first, 1};
-        for (int64_t j = low; j < row.to; ++j) {  // what is hidden may have no number
-          const int64_t at = first + j;
-          room[j] = bias[at < 0 ? 0 : at < a.bias_count ? at : a.bias_count - 1];
-        }
-        return {room, 1};
-      }
-      default: {
-        uint32_t buckets[kPanel];
-        buckets_of(e, row, buckets);
-        look_up(bias, buckets, low, row.to, room);
-        return {room, 1};
-      }
+    if (a.bias_kind == kOfAll) {
+      bias += e.term * s.batch + row.i * s.row + row.source * s.channel;
+      prefetch(bias, s.row, s.channel, row, e.targets);
+      return {bias, s.channel};
     }
+    const int64_t low = row.from / W * W, first = first_distance(e, row);
+    if (first + low >= 0 && first + row.to <= a.bias_count) return {bias + first, 1};
+    for (int64_t j = low; j < row.to; ++j) {  // what is hidden may have no number
+      const int64_t at = first + j;
+      room[j] = bias[at < 0 ? 0 : at < a.bias_count ? at : a.bias_count - 1];
+    }
+    return {room, 1};
   }
   INLINE Vec<A> number_at(const A* p, int64_t stride, int64_t column, int64_t last) const {
     if (stride == 0) return splat<Vec<A>>(*p);
@@ -430,9 +425,15 @@ class TilePass {
     }
   }
   NOINLINE void add_bias(const TileElement& e, const Row& row, A* logits) const {
-    if (a.bias_kind == kOfListed) return has_slope || has_clamp ? add_listed(row, logits) : void();
+    const A* numbers = static_cast<const A*>(a.bias) + row.head * a.bias_strides.head;
+    if (a.bias_kind == kOfBuckets) return add_of_buckets(e, row, numbers, logits);
+    if (a.bias_kind == kOfListed) {
+      if (has_slope || has_clamp)
+        add_before(row.head, a.pair_sources + row.pairs.first, a.pair_sources + row.pairs.last, row.pairs.origin, row.to, logits);
+      return;
+    }
     A room[kPanel];
-    const RowBias bias = bias_of(e, row, room);
+    const RowBias bias = bias_of(e, row, numbers, room);
     int64_t at = row.from / W * W;
     if (bias.stride == 1)
       for (; at + W <= row.to; at += W) store(logits + at, load(logits + at) + load(bias.p + at));
