@@ -524,9 +524,9 @@ class Attention(Leaf, MessagePassing):
         given = None
         check_flag("return_lse", log_sum)
         is_usual = isinstance(weights, (bool, str)) and weights != "only"
-        is_usual = is_usual and not (log_sum or distribution is None or checks_finite())
+        is_usual = is_usual and not (distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
-            options = dropout, requested(backend), weights
+            options = dropout, requested(backend), weights, log_sum
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
         if given is not None and (planned := plans.planned(given)) is not None:
             return Result(planned) if isinstance(planned, Tensor) else Result(*planned)

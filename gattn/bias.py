@@ -289,27 +289,22 @@ class SparseBias(Bias):
         """See `Bias.term`."""
         if not is_readable(self.target):
             return None
-        order = self._order().place
 
-        def starts() -> Tensor:
-            return F.pad(self.target.bincount(minlength=graph.num_targets).cumsum(0), (1, 0))
+        def form() -> tuple[Tensor, Tensor, Tensor | None]:
+            """Where each target's pairs start, the source of each, and the places of values that are in no order."""
+            starts = F.pad(self.target.bincount(minlength=graph.num_targets).cumsum(0), (1, 0))
+            order = self._order().place
+            if order is None or bool((order[1:] > order[:-1]).all()):
+                return starts, self.source.int(), None
+            return starts, self.source[order].int(), order.long().argsort()
 
-        def places_in_order() -> Tensor | None:
-            return (
-                None
-                if order is None or bool((order == torch.arange(len(order), device=order.device)).all())
-                else order.long().argsort()
-            )
-
-        first = self._derived(("starts", graph.num_targets), starts)
-        source = self._derived(("sources",), lambda: (self.source if order is None else self.source[order]).int())
-        place, values = self._derived(("places in order",), places_in_order), self.values
-        values = values if values.dim() == 2 else values.unsqueeze(1)
+        starts, source, place = self._derived(("term", graph.num_targets), form)
+        values = self.values if self.values.dim() == 2 else self.values.unsqueeze(1)
         if place is not None:  # gradients of what is copied are selected, those of what is selected added one by one
             rows = values.t()
             values = rows.new_empty(rows.shape).index_copy(1, place, rows).t()
         places = _first_nodes(graph.blocks)[:-1] if graph.blocks else ((0, 0),)
-        return Term("listed", values, source, first, places)
+        return Term("listed", values, source, starts, places)
 
     def of_graph(self, graph: CompleteGraph) -> Bias:
         """See `Bias.of_graph`."""

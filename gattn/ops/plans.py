@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gattn.bias import Bias, BucketBias, DistanceBias, SparseBias
 from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
@@ -36,6 +37,10 @@ PLACES |= {"out_bias": 7, "edge_maker": 8, "value_maker": 9, "vector": 10}
 _NODES, _WITHOUT_ROWS = PLACES["bias"], PLACES["out_bias"]
 
 
+#: The biases that kernels read, whose subclasses may compute something else.
+_TERMS = (SparseBias, BucketBias, DistanceBias)
+
+
 class Given(NamedTuple):
     """A call as it was given, if calls like it can share a plan."""
 
@@ -48,12 +53,12 @@ class Given(NamedTuple):
     """M, if the graph says so"""
     num_targets: int | None
     """N, if the graph says so"""
-    blocks: tuple[tuple[int, int], ...] | None = None
-    """Those of a packed graph, of which there is no list"""
+    complete: CompleteGraph | None = None
+    """A complete graph of which there is no list"""
 
 
-#: What a plan computes: the output, and the weights as users get them if they were requested.
-Planned = Tensor | tuple[Tensor, Any]
+#: What a plan computes: the output or, if more was requested, the fields of a `Result`.
+Planned = Tensor | tuple[Tensor, Any] | tuple[Tensor, Any, Tensor | None]
 
 #: Computes a call with the signature for which it was made; `None` if its sizes do not fit.
 Plan = Callable[[Given], Planned | None]
@@ -80,8 +85,9 @@ def given(
     dropout: float,
     backend: str,
     weights: bool | str = False,
+    log_sum: bool = False,
     edge: EdgeTerm | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | Bias | None = None,
     mask: Tensor | None = None,
     edge_value: EdgeTerm | bool | None = None,
     out_bias: Tensor | None = None,
@@ -89,7 +95,7 @@ def given(
     """The call with its signature; `None` if it has to be looked at each time.
 
     The arguments are those of `gattn.attend` as they were given, with `flow` for a bare `edge_index`, the `dropout` of
-    this call, the `backend` that is requested, and which `weights` are returned.
+    this call, the `backend` that is requested, which `weights` are returned, and whether the `log_sum`.
     """
     if needs_dispatcher() or is_transformed() or uses_forward_mode():
         return None
@@ -97,7 +103,7 @@ def given(
     if formula is None or "logits" in score.__dict__ or score.folds:
         return None
     edge_index: Tensor | None = None
-    blocks: tuple[tuple[int, int], ...] | None = None
+    complete: CompleteGraph | None = None
     of_graph: Hashable
     if type(graph) is Tensor:
         edge_index, of_graph = graph, flow
@@ -106,15 +112,15 @@ def given(
     elif isinstance(graph, CompleteGraph) and graph.has_small_blocks:
         if backend == "dense" or not isinstance(value, Tensor) or value.device.type != "cpu":
             return None
-        if bias is not None or mask is not None or weights:
+        if bias is not None or mask is not None or weights or log_sum:
             return None
         edge_index, of_graph = graph.edge_list(value.device).edge_index, "blocks"
-    elif type(graph) is CompleteGraph and graph.is_uniform:
-        of_graph = graph.causal, graph.window, graph._offset
-    elif isinstance(graph, CompleteGraph) and graph.blocks is not None and not graph.has_lengths:
-        if bias is not None or mask is not None or weights or value is None or value.device.type != "cpu":
+    elif type(graph) is CompleteGraph or (isinstance(graph, CompleteGraph) and graph.blocks is not None):
+        is_packed, is_ragged = graph.blocks is not None, graph.has_lengths
+        of_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
+        if is_packed and (is_ragged or not of_cpu or isinstance(bias, Tensor) or mask is not None or weights):
             return None
-        blocks, of_graph = graph.blocks, ("packed", graph.causal, graph.window)
+        complete, of_graph = graph, (graph.causal, graph.window, graph._offset, is_packed, is_ragged)
     else:
         return None
     num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
@@ -126,9 +132,17 @@ def given(
     kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
     edge, edge_maker = _split(edge)
     edge_value, value_maker = _split(edge_value)
-    tensors = [query, key, value, bias, mask, edge, edge_value, out_bias, edge_maker, value_maker, *score.tensors()]
+    of_bias: tuple[Tensor, ...] = ()
+    if isinstance(bias, Bias):
+        if complete is None or type(bias) not in _TERMS:
+            return None
+        of_bias = bias.tensors()
+    whole = None if of_bias else bias
+    of_score = score.tensors()
+    tensors = [query, key, value, whole, mask, edge, edge_value, out_bias, edge_maker, value_maker, *of_score, *of_bias]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
-    signature = [of_graph, type(score), formula(score), of_weights, dropout, backend, weights, kinds]
+    of_call = dropout, backend, weights, log_sum, type(bias)
+    signature = [of_graph, type(score), formula(score), of_weights, of_call, kinds]
     is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
     for place, tensor in enumerate(tensors):
         if tensor is None or type(tensor) is bool:
@@ -151,7 +165,9 @@ def given(
         if edge_index.dim() != 2 or edge_index.size(0) != 2:
             return None
         signature.append((edge_index.dtype, edge_index.device))
-    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, blocks)
+    if of_bias:
+        tensors[_NODES:] = bias, *tensors[_NODES + 1 : -len(of_bias)]
+    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete)
 
 
 _PLAIN = (Tensor, Parameter)

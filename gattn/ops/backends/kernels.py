@@ -84,7 +84,7 @@ class KernelBackend(Backend):
 
     def plan(self, call: Call, given: Given) -> Plan | None:
         """See `Backend.plan`: there is one if all tensors arrive at the operator as they were given, or cast."""
-        if given.edge_index is None or not self._knows_score(call) or not self.knows_law(call.law):
+        if given.edge_index is None or call.log_sum or not self._knows_score(call) or not self.knows_law(call.law):
             return None
         if (isinstance(call.edge, tuple) or isinstance(call.edge_value, tuple)) and not self.projects_edges(call):
             return None

@@ -120,74 +120,72 @@ class Dense(Backend):
         return self._result(call)
 
     def plan(self, call: Call, given: Given) -> Plan | None:
-        """See `Backend.plan`: there is one for scaled dot products, with all that tiles of pairs serve."""
+        """See `Backend.plan`: there is one for dot products, with all that tiles of pairs serve."""
         graph, score, law, dropout = call.graph, call.score, call.law, call.dropout
         more = [tensor for tensor in given.tensors[_TERMS_END:] if isinstance(tensor, Tensor)]
-        if not isinstance(graph, CompleteGraph) or given.edge_index is not None or more or len(call.batch) > 1:
+        if not isinstance(graph, CompleteGraph) or given.complete is None or more or len(call.batch) > 1:
             return None
-        if not _is_dot(score) or score.folds or law is None or law.name not in tiles.LAWS or law.name == "identity":
+        if not _has_products(score) or law is None or law.name not in tiles.LAWS or law.name == "identity":
             return None
         if 0 in (*call.batch, call.heads, call.key.size(-1), call.value.size(-1)):
             return None
         if call.cast(call.dtype) is not call or is_distributed(call.value):
             return None
-        fixed = DotScore(score.factor(call.channels))  # not the score, which may be changed
         with torch.inference_mode(False):  # what is kept must also serve training
             sink = sink_of(law.sink, call)
-        left, right = graph.reach
-        weights, scale, heads = call.weights, fixed.factor(call.channels), call.heads
-        rule = tiles.Rule(scale, 1.0, math.inf, law._replace(sink=None), left, right, (), dropout, weights=weights)
-        is_plain = is_plain_softmax(call.distribution) and graph.window is None and graph._offset is None
-        is_plain = is_plain and weights != "dropped"
+        weights, has_log_sum, rule = call.weights, call.log_sum, _rule_of(call, score, graph)
+        fixed = DotScore(rule.scale)  # not the score, which may be changed
+        is_plain = _is_plain(call, score, graph) and graph._offset is None
 
         def plan(given: Given) -> Planned | None:
             query, key, value, bias, mask = given.tensors[:_TERMS_END]
-            num_targets, num_sources = sizes = query.size(-3), key.size(-3)
-            if (given.num_targets, given.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
+            graph, num_targets, num_sources = given.complete, query.size(-3), key.size(-3)
+            assert graph is not None
+            sizes = num_targets, num_sources
+            if (graph.num_targets, graph.num_sources, value.size(-3)) != (*sizes, num_sources):
                 return None
             if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
                 return None
-            blocks = given.blocks
             is_causal = graph.causal and num_targets > 1  # the last target sees every source
-            is_bare = (
-                is_plain
-                and blocks is None
-                and bias is None
-                and mask is None
-                and not (is_causal and num_targets != num_sources)
-            )
+            is_bare = is_plain and bias is None and mask is None and not (is_causal and num_targets != num_sources)
             if is_bare and not weights:
                 is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
                 compute = by_pytorch if is_small else dot_product_attention
-                return compute(query, key, value, scale, None, None, dropout, is_causal)
-            if not (_fits(bias, *sizes) and _fits(mask, *sizes)):
-                return None
+                return compute(query, key, value, rule.scale, None, None, dropout, is_causal)
             front = value.shape[:-3]
-            bias, mask = _with_one_batch(bias, front), _with_one_batch(mask, front)
+            if any(x is not None and x.shape != front for x in (graph.target_lengths, graph.source_lengths)):
+                return None
+            term: Tensor | Term | None
+            if isinstance(bias, Bias):
+                bias.check(graph, front, query.size(-2))
+                term = bias.term(graph)
+            else:
+                term = _with_one_batch(bias, front) if _fits(bias, *sizes) else None
+            if not _fits(mask, *sizes) or (term is None and bias is not None):
+                return None
+            mask = _with_one_batch(mask, front)
             if not front:
                 query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            batch, found = value.size(0), None
-            if is_plain and blocks is None and not tiles.is_faster(query, key, value, bias, mask, dropout):
-                if not is_bare or batch * heads * num_targets * num_sources > _CHUNK:
+            log_sum, found = None, None
+            if is_plain and not isinstance(term, Term) and not tiles.is_faster(query, key, value, term, mask, dropout):
+                if not is_bare or query.numel() // query.size(-1) * num_sources > _CHUNK:
                     return None
-                out = by_pytorch(query, key, value, scale, None, None, dropout, is_causal)
+                out = by_pytorch(query, key, value, rule.scale, None, None, dropout, is_causal)
                 part = _Part(query, key, value, fixed, None, None, num_targets, 0.0, False)
                 found = _softmax(_logits(part, graph, graph.offset(*sizes))).to(value.dtype)
-            elif tiles.can_attend((query, key, value, bias, mask, sink), law):
-                if blocks is None:
-                    elements, count = tiles.elements_of(None, batch, *sizes, graph.offset(*sizes)), 0
-                else:
-                    elements, count = _elements_of_blocks(blocks, batch, *sizes), 0
-                if weights:
-                    elements, count = tiles.with_matrices(elements, heads, sizes, 1)
-                of_sizes = rule._replace(elements=elements)
-                out, _, in_a_row = tiles.attend(query, key, value, bias, mask, sink, of_sizes, count)
-                if in_a_row is not None:
-                    found = in_a_row.view(batch, heads, *sizes).to(value.dtype)
             else:
-                return None
+                of_term = term.values if isinstance(term, Term) else term
+                if not tiles.can_attend((query, key, value, mask, sink, of_term), law):
+                    return None
+                made = _by_tiles(query, key, value, term, mask, sink, rule, graph)
+                if made is None:
+                    return None
+                out, log_sum, in_a_row = made
+                found = None if in_a_row is None else in_a_row.view(value.size(0), -1, *sizes).to(value.dtype)
             if not front:
                 out, found = out.squeeze(0), None if found is None else found.squeeze(0)
+            if has_log_sum and log_sum is not None:
+                return out, found, log_sum if front else log_sum.squeeze(0)
             return out if found is None else (out, found)
 
         return plan
@@ -225,10 +223,14 @@ class Dense(Backend):
 
 @lru_cache(maxsize=64)
 def _elements_of_blocks(
-    blocks: tuple[tuple[int, int], ...], batch: int, num_targets: int, num_sources: int
+    blocks: tuple[tuple[int, int], ...],
+    batch: int,
+    num_targets: int,
+    num_sources: int,
+    places: tuple[tuple[int, int], ...],
 ) -> tuple[tiles.Element, ...]:
     known = elements_of_blocks(blocks, batch, num_targets, num_sources)
-    return tiles.elements_of(known, batch, num_targets, num_sources, 0)
+    return tiles.elements_of(known, batch, num_targets, num_sources, 0, places)
 
 
 #: Query, key, value, bias and mask are the first tensors that calls are given.
@@ -369,56 +371,80 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> _Found:
         if term is None:
             return None
     else:
-        is_plain = is_plain_softmax(call.distribution) and _is_dot(score) and graph.is_uniform and graph.window is None
-        is_plain = (
-            is_plain
-            and not log_sum
-            and call.weights in (False, True)
-            and (not graph.causal or num_targets == graph.num_sources)
-        )
+        is_plain = _is_plain(call, score, graph) and (not graph.causal or num_targets == graph.num_sources)
         is_dropped = is_compiled and dropout > 0.0
         if is_plain and not (is_dropped or tiles.is_faster(query, key, value, bias, mask, dropout)):
             return None
         term = bias
-    batch, num_sources = key.shape[:2]
-    known = elements_of(graph, batch)
-    if known is None and not graph.is_uniform:
+    made = _by_tiles(query, key, value, term, mask, sink, _rule_of(call, score, graph), graph)
+    if made is None:
         return None
-    offset, left, right = graph.offset(num_targets, num_sources), *graph.reach
+    out, log_sums, in_a_row = made
+    out = _joined(out, log_sums) if log_sum else out
+    if in_a_row is None:
+        return out, []
+    front = key.size(0), query.size(2)
+    if graph.blocks is None:
+        return out, [in_a_row.view(*front, num_targets, key.size(1))]
+    of_blocks = in_a_row.split([math.prod(front) * n * m for n, m in graph.blocks])
+    return out, [x.view(*front, *size) for x, size in zip(of_blocks, graph.blocks, strict=True)]
+
+
+def _rule_of(call: Call, score: DotScore, graph: CompleteGraph) -> tiles.Rule:
+    """What tiles compute, but for their elements."""
+    assert call.law is not None
+    return tiles.Rule(
+        scale=score.factor(call.channels),
+        slope=score.negative_slope,
+        clamp=math.inf if score.clamp is None else score.clamp,
+        law=call.law._replace(sink=None),
+        left=graph.reach[0],
+        right=graph.reach[1],
+        elements=(),
+        dropout=call.dropout,
+        weights=call.weights,
+    )
+
+
+def _is_plain(call: Call, score: Score, graph: CompleteGraph) -> bool:
+    """Whether PyTorch's fused attention might compute this, if targets and sources fit."""
+    is_usual = is_plain_softmax(call.distribution) and call.weights in (False, True) and not call.log_sum
+    return is_usual and _is_dot(score) and graph.is_uniform and graph.window is None
+
+
+def _by_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    term: Tensor | Term | None,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    rule: tiles.Rule,
+    graph: CompleteGraph,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """What `tiles.attend` returns; `None` if the sizes of elements are not known."""
+    (batch, num_targets), num_sources = query.shape[:2], key.size(1)
     sizes = graph.blocks if graph.blocks is not None else ((num_targets, num_sources),)
     count = batch * len(sizes)
     term = _of_elements(term, count) if isinstance(term, Tensor) else term
     mask = None if mask is None else _of_elements(mask, count)
-    rule = tiles.Rule(
-        scale=score.factor(key.size(-1)),
-        slope=score.negative_slope,
-        clamp=math.inf if score.clamp is None else score.clamp,
-        law=law._replace(sink=None),
-        left=left,
-        right=right,
-        elements=(),
-        dropout=dropout,
-        weights=call.weights,
-    )
-    if is_compiled:
-        found = tile_operator.attend(query, key, value, term, mask, sink, rule, offset, graph.blocks)
+    offset = graph.offset(num_targets, num_sources)
+    if torch.compiler.is_compiling():
+        if not graph.is_uniform and graph.blocks is None:
+            return None
+        return tile_operator.attend(query, key, value, term, mask, sink, rule, offset, graph.blocks)
+    places, num_weights = term.places if isinstance(term, Term) else ((0, 0),), 0
+    if graph.blocks is not None:
+        elements = _elements_of_blocks(graph.blocks, batch, num_targets, num_sources, places)
     else:
-        places = term.places if isinstance(term, Term) else ((0, 0),)
-        elements, num_weights = tiles.elements_of(known, batch, num_targets, num_sources, offset, places), 0
-        if call.weights:
-            of_all = sizes[0] if graph.blocks is None else None
-            elements, num_weights = tiles.with_matrices(elements, query.size(2), of_all, len(sizes))
-        rule = rule._replace(elements=elements)
-        found = tiles.attend(query, key, value, term, mask, sink, rule, num_weights)
-    out, log_sums, in_a_row = found
-    out = _joined(out, log_sums) if log_sum else out
-    if in_a_row is None:
-        return out, []
-    front = batch, query.size(2)
-    if len(sizes) == 1:
-        return out, [in_a_row.view(*front, *sizes[0])]
-    of_blocks = in_a_row.split([math.prod(front) * n * m for n, m in sizes])
-    return out, [x.view(*front, *size) for x, size in zip(of_blocks, sizes, strict=True)]
+        known = elements_of(graph, batch)
+        if known is None and not graph.is_uniform:
+            return None
+        elements = tiles.elements_of(known, batch, num_targets, num_sources, offset, places)
+    if rule.weights:
+        of_all = sizes[0] if graph.blocks is None else None
+        elements, num_weights = tiles.with_matrices(elements, query.size(2), of_all, len(sizes))
+    return tiles.attend(query, key, value, term, mask, sink, rule._replace(elements=elements), num_weights)
 
 
 def _of_elements(x: Tensor, count: int) -> Tensor:
