@@ -327,6 +327,74 @@ def test_blocks_are_those_of_the_call(looked_at):
     assert len(looked_at) == 1 + 3
 
 
+def bias_of(kind, n, m):
+    """A bias of some kind, and its numbers."""
+    if kind == "pairs":  # some of them twice
+        values = torch.randn(12, H, dtype=torch.float64, requires_grad=True)
+        return gattn.SparseBias(torch.stack([torch.randint(m, (12,)), torch.randint(n, (12,))]), values), values
+    values = torch.randn(4, H, dtype=torch.float64, requires_grad=True)
+    if kind == "function":
+        return gattn.BucketBias(lambda i, j: (i - j).abs().clamp(max=3), values), values
+    return gattn.BucketBias(torch.randint(4, (n, m), dtype=torch.uint8), values), values
+
+
+@pytest.mark.parametrize("kind", ["pairs", "buckets", "function"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_biases_are_looked_at_once(causal, kind, looked_at):
+    for n, m in ((N, M), (N, M), (30, 40)):
+        x, y = (torch.randn(size, H, C, dtype=torch.float64, requires_grad=True) for size in (n, m))
+        bias, values = bias_of(kind, n, m)
+        call = {"query": x, "key": y, "value": y, "graph": CompleteGraph(n, m, causal=causal), "bias": bias}
+        torch.testing.assert_close(both([x, y, values], **call), both([x, y, values], **call, backend="reference"))
+    assert len(looked_at) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("pairs", lambda bias: bias.source.fill_(M)),
+        ("pairs", lambda bias: bias.target.fill_(-1)),
+        ("buckets", lambda bias: bias.buckets.fill_(4)),
+        ("buckets", lambda bias: setattr(bias, "buckets", bias.buckets[:-1])),
+        ("function", lambda bias: setattr(bias, "buckets", lambda i, j: i + j)),
+    ],
+)
+def test_biases_are_checked_in_each_call(kind, change):
+    x, y = torch.randn(N, H, C, dtype=torch.float64), torch.randn(M, H, C, dtype=torch.float64)
+    bias, _ = bias_of(kind, N, M)
+    for _ in range(2):
+        attend(x, y, y, CompleteGraph(N, M), bias=bias)
+    change(bias)
+    with pytest.raises((ValueError, IndexError)):
+        attend(x, y, y, CompleteGraph(N, M), bias=bias)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_weights": True}, {"distribution": gattn.Sigmoid()}])
+def test_lengths_are_looked_at_once(options, looked_at):
+    for lengths in ([3, 5], [5, 1], [0, 4]):
+        x = torch.randn(2, N, H, C, dtype=torch.float64, requires_grad=True)
+        graph = CompleteGraph(N, source_lengths=torch.tensor(lengths), target_lengths=torch.tensor(lengths))
+        found = [attend(x, x, x, graph, **options, backend=name) for name in ("auto", "reference")]
+        torch.testing.assert_close(*found)
+    assert len(looked_at) == 1 + 3
+    with pytest.raises(ValueError, match="lengths"):
+        attend(x, x, x, CompleteGraph(N, source_lengths=torch.tensor([1, 2, 3])), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 2}])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_log_sums_are_looked_at_once(batch, options, looked_at):
+    graph = CompleteGraph(N, N + 1, **options)
+    for _ in range(2):
+        x, y = (torch.randn(*batch, n, H, C, dtype=torch.float64, requires_grad=True) for n in (N, N + 1))
+        found = []
+        for name in ("auto", "reference"):
+            out, log_sum = attend(x, y, y, graph, return_lse=True, backend=name)
+            found.append([out, log_sum, *torch.autograd.grad((out * out).sum() + log_sum.cos().sum(), [x, y])])
+        torch.testing.assert_close(*found)
+    assert len(looked_at) == 1 + 2
+
+
 @pytest.mark.parametrize("is_value", [False, True])
 @pytest.mark.parametrize("form", ["projected", "typed"])
 def test_terms_that_kernels_make(form, is_value, looked_at):
