@@ -26,8 +26,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 #: The folder of the C++ kernels; a mutation's text may be in any of its files.
 KERNELS = "gattn/ops/backends/cpu/csrc"
-LAYOUT, MEANS, MATRIX, TILES, SUMS = (
-    f"{KERNELS}/{name}" for name in ("layout.cpp", "means.h", "matrix.h", "tiles.h", "products.h")
+LAYOUT, MEANS, MATRIX, TILES, SUMS, BY_SOURCE = (
+    f"{KERNELS}/{name}"
+    for name in ("layout.cpp", "means.h", "matrix.h", "tiles.h", "products.h", "backward_by_source.h")
 )
 TILE_CALLS, TRITON_TILES, GPU_CALLS = (
     f"gattn/ops/backends/dense/{name}.py" for name in ("tiles", "triton_tiles", "gpu_tiles")
@@ -101,6 +102,7 @@ TESTS = {
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
     **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS)},
     SUMS: ["tests/test_products.py"],
+    BY_SOURCE: ["tests/ops/test_plans.py"],
     **{file: ["tests/ops/test_tiles.py::test_a_few_cells_on_a_gpu"] for file in (TRITON_TILES, GPU_CALLS)},
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
@@ -504,15 +506,15 @@ MUTATIONS = [
     Mutation(
         "rows of buckets are a panel apart", TILES, "e.bias_at + row.i * «e.bias_step → kPanel» + row.source, low"
     ),
-    Mutation("heads have the first one's table", TILES, "static_cast<const A*>(a.bias) + row.head * «s.head → 0»;"),
+    Mutation("heads have the first one's table", TILES, "a.bias) + row.head * «a.bias_strides.head → 0»;"),
     Mutation("the last bucket is unknown", TILES, "const Wide last = Wide(a.bias_count - «1 → 2»);"),
     Mutation(
-        "pairs of the tile's last column are left out",
-        TILES,
-        "not_before(first, end, «origin + row.to → origin + row.to - 1») - a",
+        "pairs of the tile's last column are left out", TILES, "*pair < «origin + column → origin + column - 1»; ++pair"
     ),
     Mutation(
-        "a search for pairs goes too far", TILES, "is_later = «first[half - 1] < source → first[half - 1] <= source»;"
+        "a search for pairs goes too far",
+        TILES,
+        "return «std::lower_bound(first, end, source) → std::upper_bound(first, end, source)»;",
     ),
     Mutation("heads that share keys share a query", TILES, "queries + h * targets * «width → 0»);"),
     Mutation(
@@ -529,8 +531,13 @@ MUTATIONS = [
         TILES,
         "_mm_loadl_epi64(reinterpret_cast<const __m128i*>(«p → p - (column > 0)»)",
     ),
-    Mutation("a listed bias is added before a bound", TILES, "if («!has_slope && !has_clamp → true») add_listed(row"),
-    Mutation("pairs have the sources of the element", TILES, "const int64_t origin = «e.bias_step → 0» + row.source;"),
+    Mutation("a listed bias is added before a bound", TILES, "const bool adds = «!has_slope && !has_clamp → true»;"),
+    Mutation("pairs have the sources of the element", TILES, "const int64_t origin = «e.bias_step → 0» + panel;"),
+    Mutation(
+        "heads that share keys have pairs of the next panel",
+        TILES,
+        "if («head == (key_head + 1) * group - 1 → true») c",
+    ),
     Mutation("diagonals are those of the first row", TILES, "diagonals + (size - 1 - «r → 0»), table"),
     Mutation(
         "distances have the sums of the last tile",
@@ -695,8 +702,8 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------------- the plans
     Mutation("plans are for any number of channels", PLANS, "shape = «shape[1:] → shape[1:0]»"),
     Mutation("plans are for any strides", PLANS, "return «tensor.is_contiguous() or tensor.stride() → True»"),
-    Mutation("plans are for any weights", PLANS, "backend, «weights → False», kinds]"),
-    Mutation("plans are for terms of any size", DENSE, "if not («_fits(bias, *sizes) → True» and _fits(mask"),
+    Mutation("plans are for any weights", PLANS, "backend, «weights → False», log_sum, type(bias)"),
+    Mutation("plans are for terms of any size", DENSE, "if «_fits(bias, *sizes) → True» else None"),
     Mutation(
         "plans drop what is asked for before dropout", KERNEL_PLANS, 'if «self.weights == "dropped" → True» and inputs'
     ),
@@ -722,7 +729,20 @@ MUTATIONS = [
     Mutation(
         "plans forget terms of the output",
         DENSE,
-        "given.edge_index is not None or «more → False» or len(call.batch) > 1",
+        "given.complete is None or «more → False» or len(call.batch) > 1",
+    ),
+    Mutation("plans do not check biases", DENSE, "«bias.check(graph, front, query.size(-2)) → _ = front»\n"),
+    Mutation("plans are for any lengths", DENSE, "if any(«x is not None and x.shape != front → False» for x in"),
+    Mutation("plans are for calls with and without a log-sum-exp", PLANS, "weights, «log_sum → False», type(bias)"),
+    Mutation(
+        "the gradient of a log-sum-exp has the other sign",
+        BY_SOURCE,
+        "«terms[2 * H + h] -= grads[h]; → terms[2 * H + h] += grads[h];»",
+    ),
+    Mutation("nothing has a log-sum-exp", CPU, "(scale == 0.0, «-torch.inf → 0.0»)"),
+    Mutation("the gradient of a log-sum-exp of nothing is one", OPERATOR, "kept[0]) == -torch.inf, «0.0 → 1.0»)"),
+    Mutation(
+        "listed values stay in their order", BIAS, "«rows.new_empty(rows.shape).index_copy(1, place, rows) → rows»"
     ),
     # -------------------------------------------------------------------------------- the reference, and lists of edges
     Mutation("no bias beside an edge term", REFERENCE, "if «bias is not None → bias is not None and edge is None»:"),

@@ -78,6 +78,8 @@ class AttentionOperator:
         backward: Takes `(inputs, grad_out, grad_weights, out, weights, kept, wanted)`: the inputs, the incoming
             gradients, the results of `forward`, and the names of the inputs whose gradients are needed. Returns these.
         kept: Returns the shapes and types of everything that `forward` keeps, given the inputs and `keep`.
+        log_sum: Computes the log-sum-exp of each target's logits, `[B, N, H]`, from the first tensor that is kept; then
+            `backward` also takes its gradient. (default: `None`, neither)
     """
 
     def __init__(
@@ -87,8 +89,9 @@ class AttentionOperator:
         forward: Callable[[Inputs, bool, bool], list[Any]],
         backward: Callable[..., list[Tensor]],
         kept: Callable[[Inputs, bool], list[tuple[tuple[int, ...], torch.dtype]]],
+        log_sum: Callable[[Tensor], Tensor] | None = None,
     ):
-        self._kept = kept
+        self._kept, self._log_sum = kept, log_sum
         self._compute, self._compute_backward = forward, backward
 
         def run_forward(*arguments: Any) -> list[Tensor]:
@@ -118,42 +121,65 @@ class AttentionOperator:
         self._apply = apply_of(_Direct)
         self._backward = Differentiated(f"{name}_backward", run_backward, _save_backward, _differentiate_twice)
 
-    def __call__(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Output `[..., N, H, C]`, and weights `[..., E, H]` before dropout if the call requests weights.
+    @property
+    def has_log_sum(self) -> bool:
+        """Whether `run_plain` returns the log-sum-exp."""
+        return self._log_sum is not None
+
+    def __call__(self, call: Call, edges: EdgeList, seed: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output `[..., N, H, C]`, weights `[..., E, H]` before dropout if the call requests them, and the log-sum-exp.
+
+        That of each target, `[..., N, H]`, is `None` unless the call requests it and this costs no second pass.
 
         Args:
             call: A call whose tensors have the right form and type, and whose score the kernels know.
             edges: The edges of its graph.
             seed: The seed of the dropout, if there is any.
         """
-        results = self.run(inputs_of(call, edges, seed), bool(call.weights))
-        return results[0], results[1] if call.weights else None
+        inputs, with_weights = inputs_of(call, edges, seed), bool(call.weights)
+        if call.log_sum and self.has_log_sum and not needs_dispatcher() and are_plain(inputs.arguments):
+            return self.run_plain(inputs, with_weights, with_log_sum=True)
+        results = self.run(inputs, with_weights)
+        return results[0], results[1] if with_weights else None, None
 
     def run(self, inputs: Inputs, with_weights: bool = False) -> Sequence[Any]:
         """The results of the backend's `forward`, with gradients; the second are the weights, if they are requested."""
         if type(inputs.values) is not Tensor and is_distributed(inputs.values):
             return by_heads(self.run, inputs, with_weights)
         if not needs_dispatcher() and are_plain(inputs.arguments):
-            return self.run_plain(inputs, with_weights)
+            return self.run_plain(inputs, with_weights)[:2]
         tensors: list[Any] = [inputs[place] for place in _PLACES]  # the compiler does not know itemgetter
         keep = has_gradient(tensors)
         results: list[Tensor] = self._op(*inputs.arguments, keep, with_weights)
         return results
 
-    def run_plain(self, inputs: Inputs, with_weights: bool = False, presence: Presence | None = None) -> Sequence[Any]:
+    def run_plain(
+        self,
+        inputs: Inputs,
+        with_weights: bool = False,
+        presence: Presence | None = None,
+        with_log_sum: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The same without PyTorch's dispatcher, at a fraction of its cost, where nothing intercepts operators.
 
         Args:
             inputs: The inputs.
             with_weights: Whether weights are requested. (default: `False`)
             presence: Which tensors the inputs have, if that is known already. (default: `None`)
+            with_log_sum: Whether the log-sum-exp is requested. (default: `False`)
         """
         presence = presence_of(inputs) if presence is None else presence
         tensors: list[Any] = [inputs[place] for place in presence.differentiable]
         if not has_gradient(tensors):
-            return self._compute(inputs, False, with_weights)
-        output = self._apply(self, inputs, with_weights, presence, *tensors)
-        return output if with_weights else (*output, None)
+            found = self._compute(inputs, False, with_weights)
+            return found[0], found[1], self._log_sum_of(inputs, found[2]) if with_log_sum else None
+        results: tuple[Tensor, Tensor | None, Tensor | None]
+        results = self._apply(self, inputs, with_weights, with_log_sum, presence, *tensors)
+        return results
+
+    def _log_sum_of(self, inputs: Inputs, stats: Tensor) -> Tensor:
+        assert self._log_sum is not None
+        return self._log_sum(stats).view(*inputs.front, inputs.num_targets, inputs.heads)
 
     def _fake_forward(self, *arguments: Any) -> list[Tensor]:
         inputs, (keep, with_weights) = Inputs(*arguments[:-2]), arguments[-2:]
@@ -181,6 +207,7 @@ class AttentionOperator:
         grad_weights: Tensor | None,
         wanted: list[str],
         is_direct: bool = False,
+        grad_log_sum: Tensor | None = None,
     ) -> Sequence[Tensor | None]:
         """The gradients of these inputs."""
         inputs, (out, weights, *kept) = _saved(ctx)
@@ -191,10 +218,19 @@ class AttentionOperator:
             grad_out = torch.zeros_like(out)
         grad_weights = grad_weights if ctx.with_weights else None
         results = grad_out, grad_weights, out, weights, kept
-        if is_batched(grad_out) or (grad_weights is not None and is_batched(grad_weights)):
-            return _differentiate_batched(inputs, results[:2], wanted)
-        if is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
-            return self._compute_backward(inputs, *results, wanted)
+        given = grad_out, grad_weights, grad_log_sum
+        others = (grad_weights is not None and is_batched(grad_weights)) or (
+            grad_log_sum is not None and is_batched(grad_log_sum)
+        )
+        if others or is_batched(grad_out):
+            return _differentiate_plainly(inputs, given, wanted)
+        if is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(given):
+            if grad_log_sum is None:
+                return self._compute_backward(inputs, *results, wanted)
+            grad_log_sum = grad_log_sum.masked_fill(self._log_sum_of(inputs, kept[0]) == -torch.inf, 0.0)
+            return self._compute_backward(inputs, *results, wanted, grad_log_sum)
+        if grad_log_sum is not None:
+            return _differentiate_plainly(inputs, given, wanted)
         grads: Sequence[Tensor | None] = self._backward(*results, *inputs.arguments, _flags(wanted))
         return grads
 
@@ -221,23 +257,32 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, operator: AttentionOperator, inputs: Inputs, with_weights: bool, presence: Presence, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any,
+        operator: AttentionOperator,
+        inputs: Inputs,
+        with_weights: bool,
+        with_log_sum: bool,
+        presence: Presence,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         output = operator._compute(inputs, True, with_weights)
         ctx.operator, ctx.names = operator, presence.names
         ctx.set_materialize_grads(False)
         _save_results(ctx, inputs, with_weights, output, presence.places)
-        return tuple(output[:2]) if with_weights else (output[0],)
+        log_sum = operator._log_sum_of(inputs, output[2]) if with_log_sum else None
+        return output[0], output[1] if with_weights else None, log_sum
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, grad_log_sum: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[_NOT_TENSORS:]
         wanted = list(compress(ctx.names, needed))
-        grads = iter(ctx.operator.gradients(ctx, grad_out, grad_weights, wanted, is_direct=True))
-        return None, None, None, None, *[next(grads) if is_needed else None for is_needed in needed]
+        grads = iter(ctx.operator.gradients(ctx, grad_out, grad_weights, wanted, True, grad_log_sum))
+        return None, None, None, None, None, *[next(grads) if is_needed else None for is_needed in needed]
 
 
-_NOT_TENSORS = 4
+_NOT_TENSORS = 5
 
 
 def inputs_of(call: Call, edges: EdgeList, seed: Tensor | None) -> Inputs:
@@ -454,7 +499,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
             if grad is not None and not grad.requires_grad:
                 grad.requires_grad_()
         results = _by_reference(inputs._replace(**leaves))
-        pairs = [(result, grad) for result, grad in zip(results, outer, strict=True) if grad is not None]
+        pairs = _asked(results, outer)
         first = torch.autograd.grad(
             [result for result, _ in pairs],
             [leaves[name] for name in ctx.wanted],
@@ -478,18 +523,35 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     return *of_grads, *[None] * (_NUM_GRADS_AND_RESULTS - len(of_grads)), *of_inputs, None
 
 
-def _differentiate_batched(inputs: Inputs, grads: tuple[Tensor, Tensor | None], wanted: Sequence[str]) -> list[Tensor]:
-    """The requested gradients of the inputs for a batch of gradients, which kernels do not support."""
+def _asked(results: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """The results that have a gradient, and this."""
+    pairs = zip(results, grads, strict=False)
+    return [(result, grad) for result, grad in pairs if result is not None and grad is not None]
+
+
+def _differentiate_plainly(
+    inputs: Inputs, grads: Sequence[Tensor | None], wanted: Sequence[str]
+) -> Sequence[Tensor | None]:
+    """The gradients of these inputs by plain PyTorch: also for a batch of gradients, or with gradients of their own.
+
+    Args:
+        inputs: The inputs.
+        grads: The gradients of output, weights and log-sum-exp.
+        wanted: The names of the inputs.
+    """
+    creates = torch.is_grad_enabled()
     with torch.enable_grad():
-        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in wanted}
-        results = _by_reference(inputs._replace(**leaves))
-        pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    of_results = [result for result, _ in pairs], list(leaves.values()), [grad for _, grad in pairs]
-    return list(torch.autograd.grad(*of_results, materialize_grads=True))
+        # Views, so that differentiation stops here.
+        leaves = {name: getattr(inputs, name).view_as(getattr(inputs, name)) for name in wanted}
+        leaves = {name: leaf if leaf.requires_grad else leaf.requires_grad_() for name, leaf in leaves.items()}
+        results = _by_reference(inputs._replace(**leaves), grads[2] is not None)
+        pairs = _asked(results, grads)
+        of_results = [result for result, _ in pairs], list(leaves.values()), [grad for _, grad in pairs]
+        return torch.autograd.grad(*of_results, create_graph=creates, materialize_grads=True)
 
 
-def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The operator's computation in plain PyTorch."""
+def _by_reference(inputs: Inputs, with_log_sum: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operator's computation in plain PyTorch: output, weights and, if it is wanted, the log-sum-exp."""
     edge_index = inputs.edge_index
     if inputs.self_loops:
         edge_index = looped(edge_index, inputs.num_sources, inputs.num_targets, inputs.flow)
@@ -500,13 +562,15 @@ def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
         edge = torch.einsum("ed,hcd->ehc", edge.to(inputs.edge_projection.dtype), inputs.edge_projection).to(edge.dtype)
     if edge is not None and inputs.edge_type is not None:
         edge = edge.index_select(0, inputs.edge_type)
+    source, target = rows = edge_index if inputs.flow == FLOWS[0] else edge_index.flip(0)
+    score = Score.class_of_family(inputs.family).from_family(family)
     out, weights = reference.attention(
         inputs.query,
         inputs.key,
         inputs.values,
-        edge_index if inputs.flow == FLOWS[0] else edge_index.flip(0),
+        rows,
         inputs.num_targets,
-        Score.class_of_family(inputs.family).from_family(family),
+        score,
         from_law(Law(inputs.distribution, tuple(inputs.distribution_constants), inputs.sink)),
         edge=edge,
         bias=inputs.bias,
@@ -515,4 +579,10 @@ def _by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
         dropout=inputs.dropout,
         seed=inputs.seed,
     )
-    return (out if inputs.out_bias is None else out + inputs.out_bias), weights
+    out = out if inputs.out_bias is None else out + inputs.out_bias
+    if not with_log_sum:
+        return out, weights, None
+    query = None if inputs.query is None else inputs.query.index_select(-3, target)
+    key = reference.repeat_heads(inputs.key.index_select(-3, source), inputs.heads)
+    logits = reference.whole_logits(query, key, edge, inputs.bias, inputs.mask, score)
+    return out, weights, reference.log_sum(logits, target, inputs.num_targets)

@@ -112,7 +112,7 @@ def given(
     elif isinstance(graph, CompleteGraph) and graph.has_small_blocks:
         if backend == "dense" or not isinstance(value, Tensor) or value.device.type != "cpu":
             return None
-        if bias is not None or mask is not None or weights or log_sum:
+        if bias is not None or mask is not None or weights:
             return None
         edge_index, of_graph = graph.edge_list(value.device).edge_index, "blocks"
     elif type(graph) is CompleteGraph or (isinstance(graph, CompleteGraph) and graph.blocks is not None):

@@ -16,7 +16,17 @@ from gattn.errors import InputError
 from gattn.ops.dropout import drop
 from gattn.scores import Score
 
-__all__ = ["attention", "broadcast_logits", "log_sum", "logits", "messages", "repeat_heads", "weights", "weights_of"]
+__all__ = [
+    "attention",
+    "broadcast_logits",
+    "log_sum",
+    "logits",
+    "messages",
+    "repeat_heads",
+    "weights",
+    "weights_of",
+    "whole_logits",
+]
 
 
 def logits(query: Tensor | None, key: Tensor, edge: Tensor | None, score: Score) -> Tensor:
@@ -77,12 +87,17 @@ def weights(
     num_targets: int,
 ) -> Tensor:
     """Attention weights `[..., E, H]` of edges, given the terms at their two ends, `[..., E, H, C]`."""
+    return weights_of(distribution, whole_logits(query, key, edge, bias, mask, score), index, num_targets)
+
+
+def whole_logits(
+    query: Tensor | None, key: Tensor, edge: Tensor | None, bias: Tensor | None, mask: Tensor | None, score: Score
+) -> Tensor:
+    """Logits `[..., E, H]` with their bias; minus infinity where they are masked."""
     found = logits(query, key, edge, score)
     if bias is not None:
         found = found + bias
-    if mask is not None:
-        found = found.masked_fill(~mask, -torch.inf)
-    return weights_of(distribution, found, index, num_targets)
+    return found if mask is None else found.masked_fill(~mask, -torch.inf)
 
 
 def log_sum(logits: Tensor, index: Tensor, num_targets: int) -> Tensor:

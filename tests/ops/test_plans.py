@@ -395,6 +395,47 @@ def test_log_sums_are_looked_at_once(batch, options, looked_at):
     assert len(looked_at) == 1 + 2
 
 
+@pytest.mark.parametrize("kind", ["dot", "gat", "additive"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_log_sums_of_lists_are_looked_at_once(batch, dropout, kind, looked_at):
+    """They are what the kernels know of a row: not a second pass over its edges."""
+    for _ in range(2):
+        call = tensors(score=kind, dtype=torch.float64, batch=batch)
+        leaves = [x.requires_grad_() for name, x in call.items() if name != "mask"]
+        call |= {"graph": SparseGraph(random_edge_index(M, N - 1, E), N, M), "score": scores(kind, torch.float64)}
+        found = []
+        for name in ("auto", "reference"):
+            torch.manual_seed(0)
+            out, log_sum = attend(**call, dropout=dropout, return_lse=True, backend=name)
+            seen = log_sum.masked_fill(log_sum == -torch.inf, 0.0)
+            loss = (out * out).sum() + seen.cos().sum() - log_sum.exp().sum()
+            by_kernels = torch.autograd.grad(loss, leaves, retain_graph=True)
+            first = torch.autograd.grad(loss, leaves, create_graph=True)
+            second = torch.autograd.grad(sum((x * x).sum() for x in first), leaves, allow_unused=True)
+            found.append([out, log_sum, *by_kernels, *first, *(x for x in second if x is not None)])
+        torch.testing.assert_close(*found)
+    assert len(looked_at) == 1 + 2
+
+
+def test_gradients_of_log_sums_that_are_not_finite():
+    """Those of targets that see nothing go nowhere: here, that of cos(-inf) is NaN."""
+    x, edge_index = torch.randn(N, H, C, requires_grad=True), random_edge_index(N, N, E)
+    _, log_sum = attend(x, x, x, edge_index, mask=edge_index[1] != 1, return_lse=True)
+    assert torch.autograd.grad(log_sum.cos().sum(), x)[0].isfinite().all()
+
+
+def test_log_sums_of_lists_for_a_batch_of_gradients():
+    x = torch.randn(N, H, C, dtype=torch.float64, requires_grad=True)
+    edge_index, grads = random_edge_index(N, N, E), torch.randn(3, N, H, dtype=torch.float64)
+    found = []
+    for name in ("auto", "reference"):
+        _, log_sum = attend(x, x, x, edge_index, return_lse=True, backend=name)
+        grads = grads.masked_fill(log_sum == -torch.inf, 0.0)
+        found.append(torch.autograd.grad(log_sum, x, grads, is_grads_batched=True))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("is_value", [False, True])
 @pytest.mark.parametrize("form", ["projected", "typed"])
 def test_terms_that_kernels_make(form, is_value, looked_at):

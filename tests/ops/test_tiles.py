@@ -438,8 +438,8 @@ def test_compiled(law, graph, bias, dropout, weights, dtype, either, ran):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_and_compiled(causal, ran):
-    graph = CompleteGraph.packed([5, 0, 12], [4, 2, 12], causal=causal)
-    inputs = [torch.randn(2, n, H, 8, requires_grad=True) for n in (17, 18, 18)]
+    graph = CompleteGraph.packed([20, 0, 31], [19, 2, 31], causal=causal)
+    inputs = [torch.randn(2, n, H, 8, requires_grad=True) for n in (51, 52, 52)]
     pairs_of_graph = graph.edge_index[:, ::3]
     bias = SparseBias(pairs_of_graph, torch.randn(pairs_of_graph.size(1), H))
     found = []

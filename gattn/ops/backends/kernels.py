@@ -79,12 +79,14 @@ class KernelBackend(Backend):
             call = with_finished_weights(call, edges, self._logits(call, edges))
         elif not knows_score:
             call = with_finished(call, edges, finished_logits(call, edges))
-        out, alpha = self.operator(self._ready(call), edges, seed)
-        return finish(call, edges, out, alpha, None, seed)
+        out, alpha, log_sum = self.operator(self._ready(call), edges, seed)
+        return finish(call, edges, out, alpha, None, seed)._replace(log_sum=log_sum)
 
     def plan(self, call: Call, given: Given) -> Plan | None:
         """See `Backend.plan`: there is one if all tensors arrive at the operator as they were given, or cast."""
-        if given.edge_index is None or call.log_sum or not self._knows_score(call) or not self.knows_law(call.law):
+        if given.edge_index is None or not self._knows_score(call) or not self.knows_law(call.law):
+            return None
+        if call.log_sum and not self.operator.has_log_sum:
             return None
         if (isinstance(call.edge, tuple) or isinstance(call.edge_value, tuple)) and not self.projects_edges(call):
             return None
@@ -97,7 +99,7 @@ class KernelBackend(Backend):
         if inputs.values.dtype != call.dtype:  # as the output will be
             return None
         moves = _moves(inputs, given, call, ready)
-        return None if moves is None else _KernelPlan(self, inputs, moves, call.weights)
+        return None if moves is None else _KernelPlan(self, inputs, moves, call.weights, call.log_sum)
 
     def prepared(self, inputs: Inputs) -> Any:
         """What can be used again for inputs like these, with any numbers of nodes and edges."""
@@ -129,7 +131,7 @@ class KernelBackend(Backend):
         """The logits of a call, including its bias, `[..., E, H]`, in the type of the computation."""
         if not self._knows_score(call):
             return finished_logits(call, edges)
-        _, logits = self.operator(self._ready(as_logits(call)), edges, None)
+        _, logits, _ = self.operator(self._ready(as_logits(call)), edges, None)
         assert logits is not None
         return logits
 
@@ -242,8 +244,9 @@ class _Move(NamedTuple):
 class _KernelPlan:
     """Calls of an operator that differ in nothing but numbers, nodes and edges."""
 
-    def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move], weights: bool | str):
-        self.backend, self.moves, self.prepared, self.weights = backend, moves, backend.prepared(inputs), weights
+    def __init__(self, backend: KernelBackend, inputs: Inputs, moves: list[_Move], weights: bool | str, log_sum: bool):
+        self.backend, self.moves, self.prepared = backend, moves, backend.prepared(inputs)
+        self.weights, self.log_sum = weights, log_sum
         self.dtype = inputs.values.dtype
         self.presence = presence_of(inputs)
         self.inputs: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
@@ -277,13 +280,13 @@ class _KernelPlan:
                     return None
         if inputs[_DROPOUT]:
             inputs[_SEED] = new_seed(inputs[_DROPOUT], edge_index.device)
-        out: Tensor
-        out, alpha, *_ = self.backend.operator.run_plain(Inputs._make(inputs), bool(self.weights), self.presence)
-        if not self.weights:
-            return out
+        wanted = bool(self.weights), self.presence, self.log_sum
+        out, alpha, log_sum = self.backend.operator.run_plain(Inputs._make(inputs), *wanted)
+        if alpha is None:
+            return (out, None, log_sum) if self.log_sum else out
         if self.weights == "dropped" and inputs[_DROPOUT]:
             alpha = drop(alpha, inputs[_DROPOUT], inputs[_SEED])
-        return out, alpha.to(self.dtype)
+        return out, alpha.to(self.dtype), log_sum
 
 
 _QUERY, _KEY, _SINK, _EDGE_INDEX, _NUM_TARGETS, _SELF_LOOPS, _FLOW, _DROPOUT, _SEED, _PLAN = map(

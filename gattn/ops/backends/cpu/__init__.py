@@ -413,6 +413,7 @@ def _backward(
     weights: Tensor | None,
     kept: Sequence[Tensor],
     wanted: Sequence[str],
+    grad_log_sum: Tensor | None = None,
 ) -> list[Tensor]:
     call = _Backward(inputs, grad_out)
     arguments, layout, plan, by_source = call.arguments, call.layout, call.plan, call.layout.by_source
@@ -432,6 +433,8 @@ def _backward(
     arguments.grad_out = call.hold(grad_out)
     if grad_weights is not None and weights is not None:
         arguments.grad_weights, arguments.weights = call.hold(grad_weights), call.hold(weights)
+    if grad_log_sum is not None:
+        arguments.grad_log_sum = call.hold(grad_log_sum)
     arguments.out = call.hold(out)
     for each, tensor in zip(plan.kept, kept, strict=True):
         setattr(arguments, each.name, call.hold(tensor))
@@ -449,7 +452,13 @@ def _backward(
     return [gradient if isinstance(gradient, Tensor) else gradient() for gradient in gradients]
 
 
-Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _kept)
+def _log_sum(stats: Tensor) -> Tensor:
+    """The log-sum-exp of each row, `[B, N, H]`, given `stats`; minus infinity if it has no edges."""
+    most, scale = stats.unbind(2)
+    return (most - scale.log()).masked_fill_(scale == 0.0, -torch.inf)
+
+
+Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _kept, _log_sum)
 
 
 def can_drop(x: Tensor) -> bool:

@@ -155,7 +155,7 @@ class Arguments(ctypes.Structure):
         *_fields("out out_wide stats record", ctypes.c_void_p),
         ("record_bytes", ctypes.c_int64),
         *_fields("logits weights partial", ctypes.c_void_p),
-        *_fields("grad_out grad_weights node_terms edge_terms", ctypes.c_void_p),
+        *_fields("grad_out grad_weights grad_log_sum node_terms edge_terms", ctypes.c_void_p),
         ("target_pass", ctypes.c_int64),
         *_fields("grad_query grad_key grad_value", ctypes.c_void_p),
         *_fields("grad_vector grad_edge grad_edge_projection grad_bias grad_edge_value", ctypes.c_void_p),

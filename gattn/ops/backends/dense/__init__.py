@@ -87,7 +87,7 @@ class Dense(Backend):
         if graph.blocks is not None and not is_plain_softmax(call.distribution):
             is_slower = _is_linear(call) and not linear.is_faster(graph, max(call.channels, call.value.size(-1)))
             return graph.has_small_blocks or is_slower
-        has_more = call.bias is not None or call.mask is not None or call.log_sum
+        has_more = call.bias is not None or call.mask is not None
         is_simple = graph.has_small_blocks and not has_more and not torch.compiler.is_compiling()
         return is_simple and call.value.device.type == "cpu"
 

@@ -75,6 +75,7 @@ struct Arguments {
   // Backward.
   const void* grad_out;      // [B, N, H, V]
   const void* grad_weights;  // [B, E, H] or null
+  const void* grad_log_sum;  // [B, N, H] in the type that is computed in, or null
   void* node_terms;          // [B, N, 4, H] scratch
   void* edge_terms;          // [B, E, H] scratch: gradients of logits, by source; unused without target_pass
   int64_t target_pass;       // whether gradients of the target side are wanted

@@ -29,6 +29,10 @@ class BySource : Scores<F> {
     memcpy(terms, this->stats(i, b), size_t(RowSums::kStats * H) * sizeof(A));
     if (this->law.has_threshold) return;  // see means.h
     this->multiply_outputs(i, b, terms + 2 * H);
+    if (a.grad_log_sum != nullptr) {
+      const A* grads = static_cast<const A*>(a.grad_log_sum) + (b * a.targets + i) * H;
+      for (int64_t h = 0; h < H; ++h) terms[2 * H + h] -= grads[h];
+    }
     if (a.grad_weights != nullptr) {
       const A* weights = static_cast<const A*>(a.weights) + b * a.edges * H;
       const A* grads = static_cast<const A*>(a.grad_weights) + b * a.edges * H;
