@@ -381,6 +381,18 @@ def test_lengths_are_looked_at_once(options, looked_at):
         attend(x, x, x, CompleteGraph(N, source_lengths=torch.tensor([1, 2, 3])), **options)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"source_lengths": torch.tensor([3, 4])}])
+def test_linear_attention_is_looked_at_once(options, normalize, looked_at):
+    """By states or, where these would take longer, by pairs."""
+    for n in (N, N, 40):
+        x = torch.rand(2, n, H, C, dtype=torch.float64, requires_grad=True)
+        call = {"query": x, "key": x, "value": x, "graph": CompleteGraph(n, **options)}
+        call["distribution"] = gattn.Identity(normalize=normalize)
+        torch.testing.assert_close(both([x], **call), both([x], **call, backend="reference"))
+    assert len(looked_at) == 1 + 3
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 2}])
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_log_sums_are_looked_at_once(batch, options, looked_at):

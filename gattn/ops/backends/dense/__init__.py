@@ -125,7 +125,7 @@ class Dense(Backend):
         more = [tensor for tensor in given.tensors[_TERMS_END:] if isinstance(tensor, Tensor)]
         if not isinstance(graph, CompleteGraph) or given.complete is None or more or len(call.batch) > 1:
             return None
-        if not _has_products(score) or law is None or law.name not in tiles.LAWS or law.name == "identity":
+        if not _has_products(score) or law is None or law.name not in tiles.LAWS:
             return None
         if 0 in (*call.batch, call.heads, call.key.size(-1), call.value.size(-1)):
             return None
@@ -136,6 +136,7 @@ class Dense(Backend):
         weights, has_log_sum, rule = call.weights, call.log_sum, _rule_of(call, score, graph)
         fixed = DotScore(rule.scale)  # not the score, which may be changed
         is_plain = _is_plain(call, score, graph) and graph._offset is None
+        is_linear, channels = _is_linear(call), max(call.channels, call.value.size(-1))
 
         def plan(given: Given) -> Planned | None:
             query, key, value, bias, mask = given.tensors[:_TERMS_END]
@@ -166,8 +167,17 @@ class Dense(Backend):
             mask = _with_one_batch(mask, front)
             if not front:
                 query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            log_sum, found = None, None
-            if is_plain and not isinstance(term, Term) and not tiles.is_faster(query, key, value, term, mask, dropout):
+            log_sum, found, by_states = None, None, is_linear and linear.is_faster(graph, channels)
+            if is_linear and not by_states and graph.blocks is not None:
+                return None  # lists of edges take less time
+            if by_states:
+                if not graph.is_uniform and elements_of(graph, value.size(0)) is None:
+                    return None
+                normalize, eps = law.constants
+                out = linear.attend(query, key, value, rule.scale, bool(normalize), eps, graph).to(value.dtype)
+            elif (
+                is_plain and not isinstance(term, Term) and not tiles.is_faster(query, key, value, term, mask, dropout)
+            ):
                 if not is_bare or query.numel() // query.size(-1) * num_sources > _CHUNK:
                     return None
                 out = by_pytorch(query, key, value, rule.scale, None, None, dropout, is_causal)
