@@ -108,7 +108,7 @@ TESTS = {
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_CALLS: ["tests/ops/test_triton.py"],
     TRITON_LAYOUT: ["tests/ops/test_triton.py"],
-    DENSE: ["tests/ops/test_dense.py"],
+    DENSE: ["tests/ops/test_dense.py", "tests/ops/test_plans.py"],
     PAIRS: ["tests/ops/test_dense.py"],
     LINEAR: ["tests/ops/test_linear.py"],
     BIAS: ["tests/test_bias.py"],
@@ -703,7 +703,11 @@ MUTATIONS = [
     Mutation("plans are for any number of channels", PLANS, "shape = «shape[1:] → shape[1:0]»"),
     Mutation("plans are for any strides", PLANS, "return «tensor.is_contiguous() or tensor.stride() → True»"),
     Mutation("plans are for any weights", PLANS, "backend, «weights → False», log_sum, type(bias)"),
-    Mutation("plans are for terms of any size", DENSE, "if «_fits(bias, *sizes) → True» else None"),
+    Mutation(
+        "plans are for terms of any size",
+        DENSE,
+        "if not (_fits(mask, *sizes) and («isinstance(bias, Bias) or _fits(bias, *sizes) → True»",
+    ),
     Mutation(
         "plans drop what is asked for before dropout", KERNEL_PLANS, 'if «self.weights == "dropped" → True» and inputs'
     ),
@@ -731,7 +735,7 @@ MUTATIONS = [
         DENSE,
         "given.complete is None or «more → False» or len(call.batch) > 1",
     ),
-    Mutation("plans do not check biases", DENSE, "«bias.check(graph, front, query.size(-2)) → _ = front»\n"),
+    Mutation("plans do not check biases", DENSE, "«bias.check(graph, value.shape[:1], heads) → _ = heads»\n"),
     Mutation("plans are for any lengths", DENSE, "if any(«x is not None and x.shape != front → False» for x in"),
     Mutation("plans are for calls with and without a log-sum-exp", PLANS, "weights, «log_sum → False», type(bias)"),
     Mutation(
@@ -740,7 +744,11 @@ MUTATIONS = [
         "«terms[2 * H + h] -= grads[h]; → terms[2 * H + h] += grads[h];»",
     ),
     Mutation("nothing has a log-sum-exp", CPU, "(scale == 0.0, «-torch.inf → 0.0»)"),
-    Mutation("the gradient of a log-sum-exp of nothing is one", OPERATOR, "kept[0]) == -torch.inf, «0.0 → 1.0»)"),
+    Mutation(
+        "the gradient of a log-sum-exp of nothing is read",
+        OPERATOR,
+        "«grad_log_sum.masked_fill(self._log_sum_of(inputs, kept[0]) == -torch.inf, 0.0) → grad_log_sum»",
+    ),
     Mutation(
         "listed values stay in their order", BIAS, "«rows.new_empty(rows.shape).index_copy(1, place, rows) → rows»"
     ),

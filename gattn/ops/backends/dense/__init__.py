@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gattn.autocast import is_autocast, without_autocast
 from gattn.bias import Bias, Term
-from gattn.distributions import Distribution, is_plain_softmax, law_of
+from gattn.distributions import Distribution, Law, is_plain_softmax, law_of
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
@@ -121,7 +121,7 @@ class Dense(Backend):
 
     def plan(self, call: Call, given: Given) -> Plan | None:
         """See `Backend.plan`: there is one for dot products, with all that tiles of pairs serve."""
-        graph, score, law, dropout = call.graph, call.score, call.law, call.dropout
+        graph, score, law = call.graph, call.score, call.law
         more = [tensor for tensor in given.tensors[_TERMS_END:] if isinstance(tensor, Tensor)]
         if not isinstance(graph, CompleteGraph) or given.complete is None or more or len(call.batch) > 1:
             return None
@@ -131,74 +131,7 @@ class Dense(Backend):
             return None
         if call.cast(call.dtype) is not call or is_distributed(call.value):
             return None
-        with torch.inference_mode(False):  # what is kept must also serve training
-            sink = sink_of(law.sink, call)
-        weights, has_log_sum, rule = call.weights, call.log_sum, _rule_of(call, score, graph)
-        fixed = DotScore(rule.scale)  # not the score, which may be changed
-        is_plain = _is_plain(call, score, graph) and graph._offset is None
-        is_linear, channels = _is_linear(call), max(call.channels, call.value.size(-1))
-
-        def plan(given: Given) -> Planned | None:
-            query, key, value, bias, mask = given.tensors[:_TERMS_END]
-            graph, num_targets, num_sources = given.complete, query.size(-3), key.size(-3)
-            assert graph is not None
-            sizes = num_targets, num_sources
-            if (graph.num_targets, graph.num_sources, value.size(-3)) != (*sizes, num_sources):
-                return None
-            if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
-                return None
-            is_causal = graph.causal and num_targets > 1  # the last target sees every source
-            is_bare = is_plain and bias is None and mask is None and not (is_causal and num_targets != num_sources)
-            if is_bare and not weights:
-                is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
-                compute = by_pytorch if is_small else dot_product_attention
-                return compute(query, key, value, rule.scale, None, None, dropout, is_causal)
-            front = value.shape[:-3]
-            if any(x is not None and x.shape != front for x in (graph.target_lengths, graph.source_lengths)):
-                return None
-            term: Tensor | Term | None
-            if isinstance(bias, Bias):
-                bias.check(graph, front, query.size(-2))
-                term = bias.term(graph)
-            else:
-                term = _with_one_batch(bias, front) if _fits(bias, *sizes) else None
-            if not _fits(mask, *sizes) or (term is None and bias is not None):
-                return None
-            mask = _with_one_batch(mask, front)
-            if not front:
-                query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            log_sum, found, by_states = None, None, is_linear and linear.is_faster(graph, channels)
-            if is_linear and not by_states and graph.blocks is not None:
-                return None  # lists of edges take less time
-            if by_states:
-                if not graph.is_uniform and elements_of(graph, value.size(0)) is None:
-                    return None
-                normalize, eps = law.constants
-                out = linear.attend(query, key, value, rule.scale, bool(normalize), eps, graph).to(value.dtype)
-            elif (
-                is_plain and not isinstance(term, Term) and not tiles.is_faster(query, key, value, term, mask, dropout)
-            ):
-                if not is_bare or query.numel() // query.size(-1) * num_sources > _CHUNK:
-                    return None
-                out = by_pytorch(query, key, value, rule.scale, None, None, dropout, is_causal)
-                part = _Part(query, key, value, fixed, None, None, num_targets, 0.0, False)
-                found = _softmax(_logits(part, graph, graph.offset(*sizes))).to(value.dtype)
-            else:
-                of_term = term.values if isinstance(term, Term) else term
-                if not tiles.can_attend((query, key, value, mask, sink, of_term), law):
-                    return None
-                made = _by_tiles(query, key, value, term, mask, sink, rule, graph)
-                if made is None:
-                    return None
-                out, log_sum, in_a_row = made
-                found = None if in_a_row is None else in_a_row.view(value.size(0), -1, *sizes).to(value.dtype)
-            if not front:
-                out, found = out.squeeze(0), None if found is None else found.squeeze(0)
-            if has_log_sum and log_sum is not None:
-                return out, found, log_sum if front else log_sum.squeeze(0)
-            return out if found is None else (out, found)
-
-        return plan
+        return _Plan(call, score, law, graph)
 
     def _result(self, call: Call) -> Result:
         if not torch.compiler.is_compiling() and is_context_parallel():
@@ -229,6 +162,109 @@ class Dense(Backend):
         elif weights is not None:
             weights = weights.to(call.dtype)
         return Result(out.to(call.dtype), weights, log_sum)
+
+
+class _Plan:
+    """Calls on complete graphs that differ in nothing but numbers and nodes."""
+
+    def __init__(self, call: Call, score: DotScore, law: Law, graph: CompleteGraph):
+        with torch.inference_mode(False):  # what is kept must also serve training
+            self.sink = sink_of(law.sink, call)
+        self.law, self.rule, self.log_sum = law, _rule_of(call, score, graph), call.log_sum
+        self.score = DotScore(self.rule.scale)  # not that of the call, which may be changed
+        self.is_plain = _is_plain(call, score, graph) and graph._offset is None
+        self.has_tiles: bool | None = None  # found out with the first call that has nodes
+        self.is_linear, self.channels = _is_linear(call), max(call.channels, call.value.size(-1))
+
+    def __call__(self, given: Given) -> Planned | None:
+        """See `Plan`."""
+        query, key, value, bias, mask = given.tensors[:_TERMS_END]
+        graph, dropout, (num_targets, num_sources) = given.complete, self.rule.dropout, (query.size(-3), key.size(-3))
+        assert graph is not None
+        if (graph.num_targets, graph.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
+            return None
+        if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
+            return None
+        is_bare = self.is_plain and bias is None and mask is None
+        if is_bare and not self.rule.weights:
+            is_causal = graph.causal and num_targets > 1  # the last target sees every source
+            if not is_causal or num_targets == num_sources:
+                is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
+                compute = by_pytorch if is_small else dot_product_attention
+                return compute(query, key, value, self.rule.scale, None, None, dropout, is_causal)
+        front = value.shape[:-3]
+        if graph.has_lengths:
+            lengths = graph.target_lengths, graph.source_lengths
+            if any(x is not None and x.shape != front for x in lengths):
+                return None
+        if not front:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        found = self._of_batch(query, key, value, bias, mask, graph)
+        if found is None:
+            return None
+        out, weights, log_sum = found
+        if not front:
+            out = out.squeeze(0)
+            weights, log_sum = (None if x is None else x.squeeze(0) for x in (weights, log_sum))
+        if self.log_sum:
+            return out, weights, log_sum
+        return out if weights is None else (out, weights)
+
+    def _of_batch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | Bias | None,
+        mask: Tensor | None,
+        graph: CompleteGraph,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """Output, weights and log-sum-exp; `None` if the call has to be looked at."""
+        batch, num_targets, heads = query.shape[:3]
+        sizes = num_targets, key.size(1)
+        if self.is_linear and (graph.blocks is not None or linear.is_faster(graph, self.channels)):
+            return self._by_states(query, key, value, graph)
+        if not (_fits(mask, *sizes) and (isinstance(bias, Bias) or _fits(bias, *sizes))):
+            return None
+        mask = _with_one_batch(mask, value.shape[:1])
+        term: Tensor | Term | None
+        if isinstance(bias, Bias):
+            bias.check(graph, value.shape[:1], heads)
+            if (term := bias.term(graph)) is None:
+                return None
+        else:
+            term = _with_one_batch(bias, value.shape[:1])
+            if self.is_plain and not tiles.is_faster(query, key, value, term, mask, self.rule.dropout):
+                return self._by_pytorch(query, key, value, graph) if term is None and mask is None else None
+        if self.has_tiles is None:
+            self.has_tiles = tiles.can_attend((query, key, value), self.law)
+        found = _by_tiles(query, key, value, term, mask, self.sink, self.rule, graph) if self.has_tiles else None
+        if found is None:
+            return None
+        out, log_sum, in_a_row = found
+        return out, None if in_a_row is None else in_a_row.view(batch, heads, *sizes).to(value.dtype), log_sum
+
+    def _by_states(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph
+    ) -> tuple[Tensor, None, None] | None:
+        """Linear attention, unless lists of edges take less time, or lengths cannot be read."""
+        if not linear.is_faster(graph, self.channels) or not (graph.is_uniform or elements_of(graph, key.size(0))):
+            return None
+        normalize, eps = self.law.constants
+        out = linear.attend(query, key, value, self.rule.scale, bool(normalize), eps, graph)
+        return out.to(value.dtype), None, None
+
+    def _by_pytorch(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph
+    ) -> tuple[Tensor, Tensor, None] | None:
+        """The output by PyTorch's fused attention, so that weights change no bit of it, and a few weights beside."""
+        (batch, n, heads), m = query.shape[:3], key.size(1)
+        is_causal = graph.causal and n > 1
+        if (is_causal and n != m) or batch * n * heads * m > _CHUNK:
+            return None
+        out = by_pytorch(query, key, value, self.rule.scale, None, None, self.rule.dropout, is_causal)
+        part = _Part(query, key, value, self.score, None, None, n, 0.0, False)
+        return out, _softmax(_logits(part, graph, graph.offset(n, m))).to(value.dtype), None
 
 
 @lru_cache(maxsize=64)

@@ -323,7 +323,7 @@ def attend(
     compute = compute_dtype(value.dtype)
     kind, first, bias, index, starts = read(bias, query.size(2))
     rule = rule._replace(bias=kind, first=first)
-    bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
+    bias, sink = None if bias is None else bias.to(compute), None if sink is None else sink.to(compute)
     inputs = Inputs(query, key, value, bias, sink, mask, index, starts, new_seed(rule.dropout, value.device))
     if not has_gradient(inputs):
         out, _, log_sum, weights = forward(inputs, rule, num_weights, keeps=False)
@@ -459,6 +459,10 @@ class Inputs(NamedTuple):
     seed: Tensor | None
 
 
+#: So many tensors of nodes and pairs are read with their strides.
+_STRIDED = 5
+
+
 class CPUCall:
     """The CPU kernels' arguments, and what they point to.
 
@@ -470,14 +474,17 @@ class CPUCall:
 
     def __init__(self, inputs: Inputs, rule: Rule, grad_bias: Tensor | None = None):
         query, key, value, bias, sink, mask, index, starts, seed = inputs
-        tensors = [None if x is None else resolved(x) for x in (query, key, value, bias, mask)]
-        tensors += [None if x is None else native.readable(x) for x in (index, starts)]
+        tensors = [query, key, value, bias, mask, index, starts]
+        for place, x in enumerate(tensors):
+            if x is not None:
+                tensors[place] = resolved(x) if place < _STRIDED else native.readable(x)
         if rule.bias == "listed" and bias is not None:  # of one head after another, as kernels read them
             tensors[3] = resolved(bias).t().contiguous().t()
         self.inputs, self.rule, self.grad_bias = inputs, rule, grad_bias
         # Parts would add to the same numbers.
         in_parts = grad_bias is None or rule.bias != "all" or grad_bias.size(3) != 1
-        template, elements, work = _prepared(rule, value.dtype, in_parts, *map(_form, tensors))
+        forms = [None if x is None else (x.shape, x.stride()) for x in tensors]
+        template, elements, work = _prepared(rule, value.dtype, in_parts, *forms)
         self.held: list[Any] = [elements]
         self.arguments = native.Tiles.from_buffer_copy(template)
         self.arguments.threads = torch.get_num_threads() if work > _SERIAL else 1
@@ -487,11 +494,11 @@ class CPUCall:
         if index is not None:
             self.arguments.bucket_bytes = index.element_size()
         of_index = "buckets" if starts is None else "pair_sources"
-        for name, x in zip(("query", "key", "value", "bias", "mask", of_index, "pair_starts"), tensors, strict=True):
-            if x is not None:
-                self.point(name, x)
-        if sink is not None:
-            self.point("sink", native.readable(sink))
+        names = "query", "key", "value", "bias", "mask", of_index, "pair_starts", "sink"
+        for name, x in zip(names, [*tensors, None if sink is None else native.readable(sink)], strict=True):
+            if x is not None:  # as `point` does
+                self.held.append(x)
+                setattr(self.arguments, name, x.data_ptr())
         if seed is not None:
             self.arguments.seed = int(seed)
 
