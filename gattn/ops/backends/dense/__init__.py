@@ -28,7 +28,7 @@ from gattn.graphs import CompleteGraph
 from gattn.ops.backends.base import Backend, Result
 from gattn.ops.backends.cpu import matrix, pairs
 from gattn.ops.backends.dense import linear, tile_operator, tiles
-from gattn.ops.backends.dense.dot_products import by_pytorch, dot_product_attention, is_packed_flash, packed_flash
+from gattn.ops.backends.dense.dot_products import by_pytorch, is_packed_flash, packed_flash
 from gattn.ops.backends.dense.ragged import elements_of, elements_of_blocks
 from gattn.ops.call import Call, compute_dtype
 from gattn.ops.chunks import chunk_sizes, recomputed
@@ -185,13 +185,14 @@ class _Plan:
             return None
         if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
             return None
-        is_bare = self.is_plain and bias is None and mask is None
-        if is_bare and not self.rule.weights:
+        is_faster = False
+        if self.is_plain and bias is None and mask is None and not self.rule.weights:
             is_causal = graph.causal and num_targets > 1  # the last target sees every source
             if not is_causal or num_targets == num_sources:
                 is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
-                compute = by_pytorch if is_small else dot_product_attention
-                return compute(query, key, value, self.rule.scale, None, None, dropout, is_causal)
+                is_faster = not is_small and tiles.is_faster(query, key, value, None, None, dropout)
+                if not is_faster:
+                    return by_pytorch(query, key, value, self.rule.scale, None, None, dropout, is_causal)
         front = value.shape[:-3]
         if graph.has_lengths:
             lengths = graph.target_lengths, graph.source_lengths
@@ -199,7 +200,7 @@ class _Plan:
                 return None
         if not front:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-        found = self._of_batch(query, key, value, bias, mask, graph)
+        found = self._of_batch(query, key, value, bias, mask, graph, is_faster)
         if found is None:
             return None
         out, weights, log_sum = found
@@ -218,6 +219,7 @@ class _Plan:
         bias: Tensor | Bias | None,
         mask: Tensor | None,
         graph: CompleteGraph,
+        is_faster: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """Output, weights and log-sum-exp; `None` if the call has to be looked at."""
         batch, num_targets, heads = query.shape[:3]
@@ -234,7 +236,8 @@ class _Plan:
                 return None
         else:
             term = _with_one_batch(bias, value.shape[:1])
-            if self.is_plain and not tiles.is_faster(query, key, value, term, mask, self.rule.dropout):
+            is_faster = is_faster or not self.is_plain
+            if not (is_faster or tiles.is_faster(query, key, value, term, mask, self.rule.dropout)):
                 return self._by_pytorch(query, key, value, graph) if term is None and mask is None else None
         if self.has_tiles is None:
             self.has_tiles = tiles.can_attend((query, key, value), self.law)
@@ -658,7 +661,10 @@ def _fused(part: _Part, graph: CompleteGraph, offset: int, of_score: Any) -> Ten
         is_causal = statically_known_true(offset == 0) if is_exporting() else offset == 0 and n == key.size(1)
     if not is_causal:
         mask = _seen(part, graph, offset)
-    out = dot_product_attention(query, key, value, score.factor(key.size(-1)), bias, mask, dropout, is_causal)
+    if query.device.type == "cpu" and not torch.compiler.is_compiling() and query.numel() * value.numel() == 0:
+        # PyTorch's kernels divide by the sizes, and in 2.11 end the process.
+        return _zeros(part)
+    out = by_pytorch(query, key, value, score.factor(key.size(-1)), bias, mask, dropout, is_causal)
     if isinstance(of_score, Tensor):  # PyTorch's fused kernel on CPUs loses its NaN
         lost = of_score.detach().to(out.dtype).unsqueeze(-1)
         if mask is not None:

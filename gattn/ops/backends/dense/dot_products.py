@@ -14,7 +14,6 @@ from torch.nn.attention.varlen import varlen_attn
 
 from gattn.bias import Bias
 from gattn.graphs import CompleteGraph
-from gattn.ops.backends.dense import tiles
 from gattn.torch_private import (
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
@@ -22,7 +21,7 @@ from gattn.torch_private import (
     scaled_dot_product_choice,
 )
 
-__all__ = ["by_pytorch", "dot_product_attention", "is_packed_flash", "packed_flash"]
+__all__ = ["by_pytorch", "is_packed_flash", "packed_flash"]
 
 #: The devices on which PyTorch has attention for sequences of various lengths.
 _PACKED = ("cuda",)
@@ -79,29 +78,6 @@ def _starts(sizes: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
         return torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32, device=device)
 
 
-def dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool = False,
-) -> Tensor:
-    """Attention `[B, N, H, C]` or `[N, H, C]` with a softmax of scaled dot products.
-
-    Targets that see nothing get zeros.
-    """
-    if query.device.type == "cpu" and not torch.compiler.is_compiling() and query.numel() * value.numel() == 0:
-        # PyTorch's kernels divide by the sizes, and in 2.11 end the process.
-        nothing = sum(x[:0].sum() for x in (query, key, value, bias) if x is not None)
-        return query.new_zeros(*query.shape[:-1], value.size(-1)) + nothing
-    if tiles.is_faster(query, key, value, bias, mask, dropout):
-        return tiles.attend_whole(query, key, value, scale, bias, mask, dropout, causal)
-    return by_pytorch(query, key, value, scale, bias, mask, dropout, causal)
-
-
 def by_pytorch(
     query: Tensor,
     key: Tensor,
@@ -112,7 +88,10 @@ def by_pytorch(
     dropout: float,
     causal: bool,
 ) -> Tensor:
-    """The same by PyTorch's kernels, of tensors with elements."""
+    """Attention `[B, N, H, C]` or `[N, H, C]` with a softmax of scaled dot products, of tensors with elements.
+
+    Targets that see nothing get zeros.
+    """
     terms, empty = None, None
     if bias is not None or mask is not None:
         terms, empty = _open_empty_rows(bias, mask)

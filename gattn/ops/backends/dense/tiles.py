@@ -46,7 +46,6 @@ __all__ = [
     "Inputs",
     "Rule",
     "attend",
-    "attend_whole",
     "backward",
     "can_attend",
     "elements_of",
@@ -165,7 +164,7 @@ def is_served(x: Tensor) -> bool:
 def is_faster(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, dropout: float
 ) -> bool:
-    """Whether `attend_whole` can be called now, and is faster than PyTorch's fused attention."""
+    """Whether `attend` can be called now, and is faster than PyTorch's fused attention."""
     if query.device.type != "cpu" or is_traced():  # before sizes are compared, which export leaves open
         return False
     if dropout == 0.0:  # with it, PyTorch makes a matrix
@@ -198,37 +197,6 @@ def _is_compared(dtype: torch.dtype) -> bool:
     if native.load_error() is not None or native.library().gattn_instruction_set() == b"baseline":
         return False
     return dtype.itemsize > 2 or not _OF_HALF & instructions()
-
-
-def attend_whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-) -> Tensor:
-    """The softmax of dot products on a complete graph, or a causal one of as many targets as sources.
-
-    Args:
-        query: `[B, N, H, C]` or `[N, H, C]`, like key and value.
-        key: See there.
-        value: See there.
-        scale: What products are multiplied by.
-        bias: Broadcastable to `[B, H, N, M]`.
-        mask: True = may attend, broadcastable likewise.
-        dropout: The probability that a weight is dropped.
-        causal: Whether targets see no later sources.
-    """
-    one = query.dim() == 3
-    if one:
-        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-    elements = elements_of(None, query.size(0), query.size(1), key.size(1), 0)
-    rule = Rule(scale, 1.0, math.inf, _SOFTMAX, None, 0 if causal else None, elements, dropout)
-    out, _, _ = attend(query, key, value, bias, mask, None, rule)
-    return out.squeeze(0) if one else out
 
 
 @lru_cache(maxsize=64)
