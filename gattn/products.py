@@ -76,7 +76,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: The weight W, `[F_out, F_in]`.
         bias: The bias b, `[F_out]`. (default: `None`)
     """
-    if not _USES_ONEDNN or not _is_for_onednn(x, weight, bias):
+    if not _USES_ONEDNN or not _takes_over(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -86,7 +86,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias)
 
 
-def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _takes_over(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these products are large and plain enough not to be left to PyTorch."""
     if is_traced() or weight.dim() != 2 or x.numel() * len(weight) < _LEAST:
         return False
     if uses_forward_mode() or is_autocast(x):
@@ -135,7 +136,7 @@ class _Linear(torch.autograd.Function):
             return None, None, None
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        is_plain = not torch.is_grad_enabled() and not is_batched(grad) and _is_for_onednn(grad, weight.t(), None)
+        is_plain = not torch.is_grad_enabled() and not is_batched(grad) and _takes_over(grad, weight.t(), None)
         rows, of_rows = (each.reshape(-1, each.size(-1)) for each in (grad, x))  # flatten has no batches of gradients
         of_x = of_weight = None
         if needs_x:
