@@ -39,6 +39,7 @@ __all__ = [
     "is_exporting",
     "is_functorch_tensor",
     "is_fx_symbolic_tracing",
+    "is_intercepted",
     "is_lazy",
     "is_readable",
     "is_traced",
@@ -102,6 +103,15 @@ def uses_jit_trace() -> bool:
 def is_traced() -> bool:
     """Whether tensors are placeholders from which a program is made (compiled, traced) that runs without this code."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or uses_jit_trace()
+
+
+def is_intercepted() -> bool:
+    """Whether tensors are those of `is_traced` or `is_transformed`, by one call."""
+    is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if is_traced or torch._C._get_tracing_state() is not None:
+        return True
+    depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()
+    return depth > 0
 
 
 def is_exporting() -> bool:

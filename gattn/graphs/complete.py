@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_flag, is_integer
 from gattn.graphs.base import EdgeList, Graph, checked_size
-from gattn.torch_private import is_traced, is_transformed
+from gattn.torch_private import is_intercepted
 
 __all__ = ["CompleteGraph"]
 
@@ -407,7 +407,7 @@ class _PackedGraph(CompleteGraph):
 
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """See `Graph.edge_list`: one tensor for all layers, with which what is derived from it is kept."""
-        if is_traced() or is_transformed():
+        if is_intercepted():
             return super().edge_list(device, raw=raw)
         if device not in self._lists:
             with torch.inference_mode(False):

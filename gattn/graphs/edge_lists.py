@@ -15,7 +15,14 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs.base import FLOWS, EdgeList
-from gattn.torch_private import assert_later, is_functorch_tensor, is_traced, is_transformed, stream_address
+from gattn.torch_private import (
+    assert_later,
+    is_functorch_tensor,
+    is_intercepted,
+    is_traced,
+    is_transformed,
+    stream_address,
+)
 
 __all__ = [
     "INTEGER_DTYPES",
@@ -57,7 +64,7 @@ class OnStream(Generic[_Value]):
     """
 
     def __init__(self, value: _Value, tensor: Tensor):
-        self._value = value
+        self.value = value
         self._stream: Any = None
         if _is_on_gpu(tensor) and not is_capturing(tensor):
             self._stream = torch.cuda.current_stream(tensor.device)
@@ -72,9 +79,9 @@ class OnStream(Generic[_Value]):
             if is_other and not torch.cuda.is_current_stream_capturing():
                 stream = torch.cuda.current_stream(device)
                 stream.wait_event(self._made)
-                for tensor in _tensors(self._value):
+                for tensor in _tensors(self.value):
                     tensor.record_stream(stream)
-        return self._value
+        return self.value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -118,9 +125,9 @@ class _Kept:
                 if len(same) >= _MOST_KEPT:
                     del self.entries[same[0]]
             self.entries[key] = entry
-            if is_capturing(tensor):
+            if tensor.is_cuda and is_capturing(tensor):
                 self.captured.append(entry)
-        return entry[2].get()
+        return entry[2].get() if tensor.is_cuda else entry[2].value
 
     def find(self, key: Hashable, state: Hashable) -> Any:
         with self.lock:
@@ -210,12 +217,13 @@ def derived_tensors(
 
 def _is_ours_to_keep(tensor: Tensor) -> bool:
     """Whether a tensor persists and its edits are counted."""
-    return not (is_traced() or is_transformed() or tensor.is_inference())
+    return not (is_intercepted() or tensor.is_inference())
 
 
 def _state(tensor: Tensor) -> Hashable:
     """Changes with every in-place edit of a tensor, and if `.data` is set to another tensor."""
-    tensor = plain(tensor)
+    if isinstance(tensor, EdgeIndex):
+        tensor = plain(tensor)
     if tensor.layout != torch.strided:
         return tensor._version, tensor.shape, tensor._nnz()
     return tensor._version, tensor.shape, tensor.stride(), tensor.data_ptr()

@@ -439,7 +439,7 @@ def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Se
 
 def _forms(tensors: Iterable[Any]) -> list[Any]:
     """What a plan relies on. Between the passes, hooks on saved tensors and edits of `.data` may change it."""
-    return [  # without the calls of layout_key() and is_lazy()
+    return [  # without the calls of is_lazy()
         None if x is None else (x.shape, x.dtype, x.is_contiguous() or x.stride(), x.is_neg(), x._is_zerotensor())
         for x in tensors
     ]

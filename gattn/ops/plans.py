@@ -22,13 +22,12 @@ from gattn.scores import AdditiveScore, DotScore, GATScore, Score
 from gattn.torch_private import (
     dispatch_keys,
     is_functorch_tensor,
+    is_intercepted,
     is_lazy,
-    is_transformed,
-    needs_dispatcher,
     uses_forward_mode,
 )
 
-__all__ = ["PLACES", "Given", "Plan", "Planned", "forget", "given", "is_known", "keep", "layout_key", "planned"]
+__all__ = ["PLACES", "Given", "Plan", "Planned", "forget", "given", "is_known", "keep", "planned"]
 
 #: Where tensors are among those that a call was given. Those before `out_bias` have a row per node or edge; makers turn
 #: rows of features or types into terms of edges.
@@ -97,7 +96,7 @@ def given(
     The arguments are those of `gattn.attend` as they were given, with `flow` for a bare `edge_index`, the `dropout` of
     this call, the `backend` that is requested, which `weights` are returned, and whether the `log_sum`.
     """
-    if needs_dispatcher() or is_transformed() or uses_forward_mode():
+    if is_intercepted() or torch.autograd._profiler_enabled() or uses_forward_mode():
         return None
     formula = _FORMULAS.get(type(score))
     if formula is None or "logits" in score.__dict__ or score.folds:
@@ -130,8 +129,8 @@ def given(
         if of_weights is None or isinstance(of_weights.sink, Tensor):
             return None
     kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
-    edge, edge_maker = _split(edge)
-    edge_value, value_maker = _split(edge_value)
+    edge, edge_maker = (None, None) if edge is None else _split(edge)
+    edge_value, value_maker = (None, None) if edge_value is None else _split(edge_value)
     of_bias: tuple[Tensor, ...] = ()
     if isinstance(bias, Bias):
         if complete is None or type(bias) not in _TERMS:
@@ -139,7 +138,20 @@ def given(
         of_bias = bias.tensors()
     whole = None if of_bias else bias
     of_score = score.tensors()
-    tensors = [query, key, value, whole, mask, edge, edge_value, out_bias, edge_maker, value_maker, *of_score, *of_bias]
+    tensors: list[Any] = [
+        query,
+        key,
+        value,
+        whole,
+        mask,
+        edge,
+        edge_value,
+        out_bias,
+        edge_maker,
+        value_maker,
+        *of_score,
+        *of_bias,
+    ]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
     of_call = dropout, backend, weights, log_sum, type(bias)
     signature = [of_graph, type(score), formula(score), of_weights, of_call, kinds]
@@ -158,7 +170,8 @@ def given(
         keys = dispatch_keys(tensor).raw_repr()
         if keys not in plain_keys and not _is_plain(tensor, keys, plain_keys):
             return None
-        signature.append((tensor.dim(), shape, layout_key(tensor), tensor.dtype, tensor.device))
+        layout = tensor.is_contiguous() or tensor.stride()  # a single row has any stride between rows
+        signature.append((tensor.dim(), shape, layout, tensor.dtype, tensor.device))
     if edge_index is not None:
         if type(edge_index) is not Tensor or dispatch_keys(edge_index).raw_repr() not in plain_keys:
             return None
@@ -183,11 +196,6 @@ def _is_plain(tensor: Tensor, keys: int, plain_keys: set[int]) -> bool:
         plain_keys.add(keys)
         return True
     return False
-
-
-def layout_key(tensor: Tensor) -> bool | tuple[int, ...]:
-    """Strides, or true if those are the usual ones, as a single row has any stride between rows."""
-    return tensor.is_contiguous() or tensor.stride()
 
 
 def _split(term: Any) -> tuple[Any, Any]:
