@@ -438,19 +438,23 @@ def test_compiled(law, graph, bias, dropout, weights, dtype, either, ran):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_and_compiled(causal, ran):
-    graph = CompleteGraph.packed([20, 0, 31], [19, 2, 31], causal=causal)
-    inputs = [torch.randn(2, n, H, 8, requires_grad=True) for n in (51, 52, 52)]
-    pairs_of_graph = graph.edge_index[:, ::3]
-    bias = SparseBias(pairs_of_graph, torch.randn(pairs_of_graph.size(1), H))
-    found = []
-    for function in (torch.compile(attend, fullgraph=True, backend="aot_eager"), attend):
-        outs = function(*inputs, graph, return_lse=True)
-        found.append([*outs, *torch.autograd.grad(outs[0].sin().sum() + outs[1][:, :5].sum(), inputs)])
-    assert ran == BOTH * 2
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(  # compiled code does not know which pairs are where
-        *(function(*inputs, graph, bias=bias) for function in (torch.compile(attend, backend="aot_eager"), attend))
-    )
+    """Also with other blocks, for which sizes become open."""
+    for sizes in (([20, 0, 31], [19, 2, 31]), ([23, 0, 40], [18, 3, 41])):
+        graph = CompleteGraph.packed(*sizes, causal=causal)
+        inputs = [torch.randn(2, sum(sizes[side]), H, 8, requires_grad=True) for side in (0, 1, 1)]
+        pairs_of_graph = graph.edge_index[:, ::3]
+        bias = SparseBias(pairs_of_graph, torch.randn(pairs_of_graph.size(1), H))
+        found = []
+        for function in (torch.compile(attend, fullgraph=True, backend="aot_eager"), attend):
+            outs = function(*inputs, graph, return_lse=True)
+            loss = outs[0].sin().sum() + outs[1].masked_fill(outs[1] == -torch.inf, 0.0)[:, :40].sum()
+            found.append([*outs, *torch.autograd.grad(loss, inputs)])
+        assert ran == BOTH * 2
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(  # compiled code does not know which pairs are where
+            *(function(*inputs, graph, bias=bias) for function in (torch.compile(attend, backend="aot_eager"), attend))
+        )
+        ran.clear()
 
 
 def test_transforms_in_compiled_code():

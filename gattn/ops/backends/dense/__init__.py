@@ -544,7 +544,9 @@ def _by_elements(part: _Part, graph: CompleteGraph, call: Call) -> tuple[Tensor,
         b = bias.of_group((place,), *sizes, offset) if isinstance(bias, Bias) else _of_element(bias, place, sizes)
         some = _Part(q, k, v, score, b, _of_element(mask, place, sizes), count, dropout, log_sum)
         results.append(_element(some, graph, call, offset))
-        outs += [_zeros(part, first - end)] * (first > end) + [results[-1][0]]
+        if first > end:  # not a product with that, which PyTorch 2.11 cannot compile with open sizes
+            outs.append(_zeros(part, first - end))
+        outs.append(results[-1][0])
         end = first + count
     out = torch.cat([*outs, _zeros(part, batch * n - end)], 1).unflatten(1, (batch, n)).squeeze(0)
     if not call.weights:
@@ -603,7 +605,7 @@ def _element(part: _Part, graph: CompleteGraph, call: Call, offset: int) -> tupl
     held = batch * min(seen, m) * (heads if _has_products(part.score) else part.key[0, 0].numel())
     if is_narrow:  # lists of pairs of one size are kept
         size = pairs.counts(n, seen, batch)[0] if by_lists else min(max(seen, _TOGETHER[0]), _TOGETHER[1])
-        counts = [size] * (n // size) + [n % size] * (n % size > 0)
+        counts = [size] * (n // size) + ([n % size] if n % size else [])
     else:
         counts = pairs.counts(n, m, batch) if by_lists else chunk_sizes(n, max(_CHUNK // max(held, 1), 1))
     some = _by_targets(part, counts)
