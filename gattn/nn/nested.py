@@ -17,7 +17,10 @@ __all__ = ["apply", "flatten", "is_nested", "packed_graph", "pad_weights", "rest
 
 def is_nested(*tensors: Any) -> bool:
     """Whether one of the arguments is a nested tensor."""
-    return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
+    for x in tensors:  # noqa: SIM110 - twice as fast as any()
+        if isinstance(x, Tensor) and x.is_nested:
+            return True
+    return False
 
 
 def flatten(x: Tensor) -> Tensor:

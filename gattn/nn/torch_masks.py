@@ -84,6 +84,8 @@ def mask_terms(
     graph, past = graph.hide_later() if is_causal else (graph, None)
     if key_padding_mask is not None:
         graph, key_padding_mask = graph.hide_padding(key_padding_mask, batch)
+    if attn_mask is None and key_padding_mask is None:
+        return graph, None, past
     bias, mask = bias_and_mask(attn_mask, key_padding_mask, batch, size[1])
     bias, mask = (None if term is None else graph.from_pairs(term, heads) for term in (bias, mask))
     if past is not None:
