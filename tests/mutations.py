@@ -670,8 +670,7 @@ MUTATIONS = [
     Mutation(
         "targets without sources come last",
         DENSE,
-        "outs += «[_zeros(part, first - end)] * (first > end) + [results[-1][0]] → "
-        "[results[-1][0]] + [_zeros(part, first - end)] * (first > end)»",
+        "outs.«append(_zeros(part, first - end)) → insert(0, _zeros(part, first - end))»",
     ),
     Mutation("a window begins one source too late", DENSE, "max(position - left«→ + 1», 0)"),
     Mutation("a window ends one source too early", DENSE, "position + part.num_targets + right«→ - 1»"),

@@ -65,17 +65,17 @@ class OnStream(Generic[_Value]):
 
     def __init__(self, value: _Value, tensor: Tensor):
         self.value = value
-        self._stream: Any = None
+        self.stream: Any = None
         if _is_on_gpu(tensor) and not is_capturing(tensor):
-            self._stream = torch.cuda.current_stream(tensor.device)
-            self._made = self._stream.record_event()
+            self.stream = torch.cuda.current_stream(tensor.device)
+            self._made = self.stream.record_event()
 
     def get(self) -> _Value:
         """The value, ready for the current stream."""
-        if self._stream is not None:
-            device = self._stream.device
+        if self.stream is not None:
+            device = self.stream.device
             # A CUDA graph is captured after the device was synchronised, and may not wait for what came before.
-            is_other = stream_address(device) != self._stream.cuda_stream
+            is_other = stream_address(device) != self.stream.cuda_stream
             if is_other and not torch.cuda.is_current_stream_capturing():
                 stream = torch.cuda.current_stream(device)
                 stream.wait_event(self._made)
@@ -127,7 +127,8 @@ class _Kept:
             self.entries[key] = entry
             if tensor.is_cuda and is_capturing(tensor):
                 self.captured.append(entry)
-        return entry[2].get() if tensor.is_cuda else entry[2].value
+        found = entry[2]
+        return found.value if found.stream is None else found.get()
 
     def find(self, key: Hashable, state: Hashable) -> Any:
         with self.lock:
