@@ -26,8 +26,8 @@ from gattn.processor import processor
 from gattn.torch_private import (
     is_batched,
     is_functorch_tensor,
+    is_intercepted,
     is_lazy,
-    is_traced,
     needs_dispatcher,
     uses_forward_mode,
 )
@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _takes_over(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these products are large and plain enough not to be left to PyTorch."""
-    if is_traced() or weight.dim() != 2 or x.numel() * len(weight) < _LEAST:
+    if is_intercepted() or weight.dim() != 2 or x.numel() * weight.size(0) < _LEAST:
         return False
     if uses_forward_mode() or is_autocast(x):
         return False

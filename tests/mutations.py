@@ -746,7 +746,7 @@ MUTATIONS = [
     Mutation(
         "the gradient of a log-sum-exp of nothing is read",
         OPERATOR,
-        "«grad_log_sum.masked_fill(self._log_sum_of(inputs, kept[0]) == -torch.inf, 0.0) → grad_log_sum»",
+        "wanted, «grad_log_sum.masked_fill(is_empty, 0.0) → grad_log_sum»)",
     ),
     Mutation(
         "listed values stay in their order", BIAS, "«rows.new_empty(rows.shape).index_copy(1, place, rows) → rows»"

@@ -218,21 +218,25 @@ class AttentionOperator:
             grad_out = torch.zeros_like(out)
         grad_weights = grad_weights if ctx.with_weights else None
         results = grad_out, grad_weights, out, weights, kept
-        given = grad_out, grad_weights, grad_log_sum
-        others = (grad_weights is not None and is_batched(grad_weights)) or (
-            grad_log_sum is not None and is_batched(grad_log_sum)
-        )
-        if others or is_batched(grad_out):
-            return _differentiate_plainly(inputs, given, wanted)
-        if is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(given):
-            if grad_log_sum is None:
-                return self._compute_backward(inputs, *results, wanted)
-            grad_log_sum = grad_log_sum.masked_fill(self._log_sum_of(inputs, kept[0]) == -torch.inf, 0.0)
-            return self._compute_backward(inputs, *results, wanted, grad_log_sum)
         if grad_log_sum is not None:
-            return _differentiate_plainly(inputs, given, wanted)
+            return self._with_log_sum(inputs, results, grad_log_sum, wanted)
+        if is_batched(grad_out) or (grad_weights is not None and is_batched(grad_weights)):
+            return _differentiate_plainly(inputs, (grad_out, grad_weights, None), wanted)
+        if is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
+            return self._compute_backward(inputs, *results, wanted)
         grads: Sequence[Tensor | None] = self._backward(*results, *inputs.arguments, _flags(wanted))
         return grads
+
+    def _with_log_sum(
+        self, inputs: Inputs, results: tuple[Any, ...], grad_log_sum: Tensor, wanted: list[str]
+    ) -> Sequence[Tensor | None]:
+        """The gradients where the log-sum-exp has one, too; plain PyTorch computes what kernels do not."""
+        given = *results[:2], grad_log_sum
+        is_batch = any(grad is not None and is_batched(grad) for grad in given)
+        if is_batch or torch.is_grad_enabled() or needs_dispatcher() or not are_plain(given):
+            return _differentiate_plainly(inputs, given, wanted)
+        is_empty = self._log_sum_of(inputs, results[-1][0]) == -torch.inf  # where whatever arrives goes nowhere
+        return self._compute_backward(inputs, *results, wanted, grad_log_sum.masked_fill(is_empty, 0.0))
 
 
 class Presence(NamedTuple):
