@@ -921,7 +921,7 @@ MUTATIONS = [
         ATTENTION_CONV,
         "dropped = F.dropout(alpha, self.dropout, «self.training → False»)",
     ),
-    Mutation("small products are oneDNN's", PRODUCTS, "or «x.numel() * len(weight) → _LEAST» < _LEAST:"),
+    Mutation("small products are oneDNN's", PRODUCTS, "or «x.numel() * weight.size(0) → _LEAST» < _LEAST:"),
     Mutation("forward mode is not asked for", PRODUCTS, "if «uses_forward_mode() → False» or is_autocast(x)"),
     Mutation("a weight's gradient has the other's rows", PRODUCTS, "len(a), *out.shape, «a.stride(0) → b.stride(0)»"),
     Mutation("a bias has no gradient", PRODUCTS, "rows.sum(0) if «needs_bias → False»"),
