@@ -172,7 +172,8 @@ class AttentionOperator:
         tensors: list[Any] = [inputs[place] for place in presence.differentiable]
         if not has_gradient(tensors):
             found = self._compute(inputs, False, with_weights)
-            return found[0], found[1], self._log_sum_of(inputs, found[2]) if with_log_sum else None
+            log_sum = self._log_sum_of(inputs, found[2]) if with_log_sum else None
+            return found[0], found[1] if with_weights else None, log_sum
         results: tuple[Tensor, Tensor | None, Tensor | None]
         results = self._apply(self, inputs, with_weights, with_log_sum, presence, *tensors)
         return results

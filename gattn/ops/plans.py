@@ -131,27 +131,13 @@ def given(
     kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
     edge, edge_maker = (None, None) if edge is None else _split(edge)
     edge_value, value_maker = (None, None) if edge_value is None else _split(edge_value)
-    of_bias: tuple[Tensor, ...] = ()
+    numbers = score.tensors()
     if isinstance(bias, Bias):
         if complete is None or type(bias) not in _TERMS:
             return None
-        of_bias = bias.tensors()
-    whole = None if of_bias else bias
-    of_score = score.tensors()
-    tensors: list[Any] = [
-        query,
-        key,
-        value,
-        whole,
-        mask,
-        edge,
-        edge_value,
-        out_bias,
-        edge_maker,
-        value_maker,
-        *of_score,
-        *of_bias,
-    ]
+        numbers = *numbers, *bias.tensors()
+    rows = query, key, value, None if isinstance(bias, Bias) else bias, mask, edge, edge_value
+    tensors: list[Any] = [*rows, out_bias, edge_maker, value_maker, *numbers]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
     of_call = dropout, backend, weights, log_sum, type(bias)
     signature = [of_graph, type(score), formula(score), of_weights, of_call, kinds]
@@ -178,8 +164,8 @@ def given(
         if edge_index.dim() != 2 or edge_index.size(0) != 2:
             return None
         signature.append((edge_index.dtype, edge_index.device))
-    if of_bias:
-        tensors[_NODES:] = bias, *tensors[_NODES + 1 : -len(of_bias)]
+    if isinstance(bias, Bias):  # its numbers are part of the signature, and it is given as it is
+        tensors[_NODES:] = bias, *tensors[_NODES + 1 : -len(bias.tensors())]
     return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete)
 
 
