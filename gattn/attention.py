@@ -519,17 +519,19 @@ class Attention(Leaf, MessagePassing):
             raise TypeError(f"score must be an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
         check_probability("dropout", dropout)
         training = self.training if training is None else training
-        check_flag("training", training)
+        if training is not True and training is not False:
+            check_flag("training", training)
         dropout = dropout if training else 0.0
         given = None
-        check_flag("return_lse", log_sum)
+        if log_sum is not False:
+            check_flag("return_lse", log_sum)
         is_usual = isinstance(weights, (bool, str)) and weights != "only"
         is_usual = is_usual and not (distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
             options = dropout, requested(backend), weights, log_sum
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
         if given is not None and (planned := plans.planned(given)) is not None:
-            return Result(planned) if isinstance(planned, Tensor) else Result(*planned)
+            return Result(*planned) if isinstance(planned, tuple) else Result(planned)
         graph = as_graph(graph, self.flow, sharded=True)
         call = checked_call(
             query,
@@ -602,7 +604,7 @@ class Attention(Leaf, MessagePassing):
         if given is not None and not plans.is_known(given):
             plans.keep(given, None if chosen is None else chosen.plan(call, given))
             if (planned := plans.planned(given)) is not None:  # as all calls like this one from now on
-                return Result(planned) if isinstance(planned, Tensor) else Result(*planned)
+                return Result(*planned) if isinstance(planned, tuple) else Result(planned)
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
         if call.log_sum and result.log_sum is None:
             wide = call._replace(dtype=call.compute)  # half precision is too coarse for it

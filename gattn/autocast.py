@@ -13,7 +13,7 @@ __all__ = ["is_autocast", "without_autocast"]
 def is_autocast(x: Tensor) -> bool:
     """Whether autocast chooses the types of matrix products on the device of `x`."""
     kind = x.device.type
-    return _exists(kind) and torch.is_autocast_enabled(kind)
+    return (kind == "cpu" or _exists(kind)) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:

@@ -76,7 +76,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: The weight W, `[F_out, F_in]`.
         bias: The bias b, `[F_out]`. (default: `None`)
     """
-    if not _USES_ONEDNN or not _takes_over(x, weight, bias):
+    # A compiler's sizes are no numbers, or must not be compared; small products take about as long as this question.
+    if not _USES_ONEDNN or torch.compiler.is_compiling() or type(x.numel()) is not int:
+        return F.linear(x, weight, bias)
+    if x.numel() * weight.size(0) < _LEAST or not _takes_over(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)

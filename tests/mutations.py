@@ -705,7 +705,7 @@ MUTATIONS = [
     Mutation(
         "plans are for terms of any size",
         DENSE,
-        "if not (_fits(mask, *sizes) and («isinstance(bias, Bias) or _fits(bias, *sizes) → True»",
+        "elif «_fits(bias, num_targets, num_sources) → True»:",
     ),
     Mutation(
         "plans drop what is asked for before dropout", KERNEL_PLANS, 'if «self.weights == "dropped" → True» and inputs'
@@ -722,7 +722,7 @@ MUTATIONS = [
     Mutation(
         "copies of saved tensors are read with the strides of the originals",
         OPERATOR,
-        "if «_forms(tensors) != ctx.forms → False»:",
+        "if «_forms(tensors, count) != forms → False»:",
     ),
     Mutation(
         "a single row has no stride",
@@ -734,8 +734,8 @@ MUTATIONS = [
         DENSE,
         "given.complete is None or «more → False» or len(call.batch) > 1",
     ),
-    Mutation("plans do not check biases", DENSE, "«bias.check(graph, value.shape[:1], heads) → _ = heads»\n"),
-    Mutation("plans are for any lengths", DENSE, "if any(«x is not None and x.shape != front → False» for x in"),
+    Mutation("plans do not check biases", DENSE, "«bias.check(graph, front, query.size(-2)) → _ = front»\n"),
+    Mutation("plans are for any lengths", DENSE, "and any(«x is not None and x.shape != front → False» for x in"),
     Mutation("plans are for calls with and without a log-sum-exp", PLANS, "weights, «log_sum → False», type(bias)"),
     Mutation(
         "the gradient of a log-sum-exp has the other sign",

@@ -212,9 +212,6 @@ class AttentionOperator:
     ) -> Sequence[Tensor | None]:
         """The gradients of these inputs."""
         inputs, (out, weights, *kept) = _saved(ctx)
-        # Autograd notices other edits, but not `edge_index.data = ...`.
-        if inputs.edge_index.shape != ctx.edge_index_shape:
-            raise RuntimeError("the data of edge_index was replaced between the forward and the backward pass.")
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grad_weights = grad_weights if ctx.with_weights else None
@@ -427,39 +424,45 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 def _save_results(
     ctx: Any, inputs: Inputs, with_weights: bool, output: Sequence[Tensor], places: Sequence[int]
 ) -> None:
-    ctx.with_weights, ctx.edge_index_shape = with_weights, inputs.edge_index.shape
+    ctx.with_weights = with_weights
     _save(ctx, inputs, output, places)
 
 
 def _save(ctx: Any, inputs: Inputs, tensors: Sequence[Tensor | None], places: Sequence[int]) -> None:
     """Saves tensors through autograd, and other inputs as attributes."""
-    ctx.places, ctx.others = places, list(inputs)
+    others: list[Any] = list(inputs)
     for place in places:
-        ctx.others[place] = None
+        others[place] = None
     saved = [inputs[place] for place in places]
     saved += tensors
     ctx.save_for_backward(*saved)
-    ctx.forms = _forms(saved)
+    ctx.saved = places, others, _forms(saved, len(places))
 
 
-def _forms(tensors: Iterable[Any]) -> list[Any]:
+def _forms(tensors: Sequence[Any], num_inputs: int) -> list[Any]:
     """What a plan relies on. Between the passes, hooks on saved tensors and edits of `.data` may change it."""
-    return [  # without the calls of is_lazy()
-        None if x is None else (x.shape, x.dtype, x.is_contiguous() or x.stride(), x.is_neg(), x._is_zerotensor())
-        for x in tensors
+    forms: list[Any] = [  # without the calls of is_lazy()
+        (x.shape, x.dtype, x.is_contiguous() or x.stride(), x.is_neg(), x._is_zerotensor())
+        for x in tensors[:num_inputs]
     ]
+    forms += [None if x is None else (x.shape, x.dtype) for x in tensors[num_inputs:]]  # results are copied as needed
+    return forms
 
 
 def _saved(ctx: Any) -> tuple[Inputs, list[Any]]:
     """The inputs, and the other tensors that were saved."""
     tensors = ctx.saved_tensors
-    values = list(ctx.others)
-    if _forms(tensors) != ctx.forms:
+    places, others, forms = ctx.saved
+    values, count = others.copy(), len(places)
+    if _forms(tensors, count) != forms:
+        place = places.index(PLACES["edge_index"])
+        if tensors[place].shape != forms[place][0]:  # autograd notices other edits, but not `edge_index.data = ...`
+            raise RuntimeError("the data of edge_index was replaced between the forward and the backward pass.")
         values[_PLAN] = None
         tensors = [None if x is None else resolved(x) for x in tensors]
-    for place, tensor in zip(ctx.places, tensors, strict=False):
+    for place, tensor in zip(places, tensors, strict=False):
         values[place] = tensor
-    return Inputs(*values), list(tensors[len(ctx.places) :])
+    return Inputs(*values), list(tensors[count:])
 
 
 def _in_place(grads: Sequence[Tensor | None], names: Sequence[str]) -> list[Tensor | None]:

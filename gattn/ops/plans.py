@@ -108,7 +108,7 @@ def given(
         edge_index, of_graph = graph, flow
     elif type(graph) is SparseGraph or type(graph) is TypedGraph:
         edge_index, of_graph = graph.adjacency, (graph.flow, graph.self_loops)
-    elif isinstance(graph, CompleteGraph) and graph.has_small_blocks:
+    elif isinstance(graph, CompleteGraph) and graph.blocks is not None and graph.has_small_blocks:
         if backend == "dense" or not isinstance(value, Tensor) or value.device.type != "cpu":
             return None
         if bias is not None or mask is not None or weights:

@@ -185,89 +185,69 @@ class _Plan:
             return None
         if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
             return None
-        is_faster = False
-        if self.is_plain and bias is None and mask is None and not self.rule.weights:
-            is_causal = graph.causal and num_targets > 1  # the last target sees every source
-            if not is_causal or num_targets == num_sources:
-                is_small = num_targets < tiles.FEWEST_TARGETS and key.numel() < tiles.FEWEST_NUMBERS and dropout == 0.0
-                is_faster = not is_small and tiles.is_faster(query, key, value, None, None, dropout)
-                if not is_faster:
-                    return by_pytorch(query, key, value, self.rule.scale, None, None, dropout, is_causal)
+        if self.has_tiles is None:
+            self.has_tiles = tiles.can_attend((query, key, value), self.law)
+        is_causal = graph.causal and num_targets > 1  # the last target sees every source
+        is_pytorch = self.is_plain and not (is_causal and num_targets != num_sources)
+        if is_pytorch and not isinstance(bias, Bias):
+            is_alone = bias is None and mask is None
+            if not (self.has_tiles and tiles.outruns_pytorch(query, key, value, is_alone, dropout)):
+                if not is_alone:
+                    return None
+                if self.rule.weights:
+                    return self._by_pytorch(query, key, value, graph, is_causal)
+                return by_pytorch(query, key, value, self.rule.scale, None, None, dropout, is_causal)
         front = value.shape[:-3]
-        if graph.has_lengths:
-            lengths = graph.target_lengths, graph.source_lengths
-            if any(x is not None and x.shape != front for x in lengths):
+        lengths = graph.target_lengths, graph.source_lengths
+        if graph.has_lengths and any(x is not None and x.shape != front for x in lengths):
+            return None
+        if self.is_linear and (graph.blocks is not None or linear.is_faster(graph, self.channels)):
+            return self._by_states(query, key, value, graph)
+        term: Tensor | Term | None
+        if isinstance(bias, Bias):
+            bias.check(graph, front, query.size(-2))
+            if (term := bias.term(graph)) is None:
                 return None
-        if not front:
-            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-        found = self._of_batch(query, key, value, bias, mask, graph, is_faster)
+        elif _fits(bias, num_targets, num_sources):
+            term = _with_one_batch(bias, front)
+        else:
+            return None
+        if not self.has_tiles or not _fits(mask, num_targets, num_sources):
+            return None
+        found = _by_tiles(query, key, value, term, _with_one_batch(mask, front), self.sink, self.rule, graph)
         if found is None:
             return None
-        out, weights, log_sum = found
-        if not front:
-            out = out.squeeze(0)
-            weights, log_sum = (None if x is None else x.squeeze(0) for x in (weights, log_sum))
+        out, log_sum, in_a_row = found
+        weights = None
+        if in_a_row is not None:
+            weights = in_a_row.view(*front, query.size(-2), num_targets, num_sources).to(value.dtype)
         if self.log_sum:
             return out, weights, log_sum
         return out if weights is None else (out, weights)
 
-    def _of_batch(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | Bias | None,
-        mask: Tensor | None,
-        graph: CompleteGraph,
-        is_faster: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """Output, weights and log-sum-exp; `None` if the call has to be looked at."""
-        batch, num_targets, heads = query.shape[:3]
-        sizes = num_targets, key.size(1)
-        if self.is_linear and (graph.blocks is not None or linear.is_faster(graph, self.channels)):
-            return self._by_states(query, key, value, graph)
-        if not (_fits(mask, *sizes) and (isinstance(bias, Bias) or _fits(bias, *sizes))):
-            return None
-        mask = _with_one_batch(mask, value.shape[:1])
-        term: Tensor | Term | None
-        if isinstance(bias, Bias):
-            bias.check(graph, value.shape[:1], heads)
-            if (term := bias.term(graph)) is None:
-                return None
-        else:
-            term = _with_one_batch(bias, value.shape[:1])
-            is_faster = is_faster or not self.is_plain
-            if not (is_faster or tiles.is_faster(query, key, value, term, mask, self.rule.dropout)):
-                return self._by_pytorch(query, key, value, graph) if term is None and mask is None else None
-        if self.has_tiles is None:
-            self.has_tiles = tiles.can_attend((query, key, value), self.law)
-        found = _by_tiles(query, key, value, term, mask, self.sink, self.rule, graph) if self.has_tiles else None
-        if found is None:
-            return None
-        out, log_sum, in_a_row = found
-        return out, None if in_a_row is None else in_a_row.view(batch, heads, *sizes).to(value.dtype), log_sum
-
-    def _by_states(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph
-    ) -> tuple[Tensor, None, None] | None:
+    def _by_states(self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph) -> Tensor | None:
         """Linear attention, unless lists of edges take less time, or lengths cannot be read."""
+        is_one = query.dim() < _DIMS
+        query, key, value = (x.unsqueeze(0) if is_one else x for x in (query, key, value))
         if not linear.is_faster(graph, self.channels) or not (graph.is_uniform or elements_of(graph, key.size(0))):
             return None
         normalize, eps = self.law.constants
-        out = linear.attend(query, key, value, self.rule.scale, bool(normalize), eps, graph)
-        return out.to(value.dtype), None, None
+        out = linear.attend(query, key, value, self.rule.scale, bool(normalize), eps, graph).to(value.dtype)
+        return out.squeeze(0) if is_one else out
 
     def _by_pytorch(
-        self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph
-    ) -> tuple[Tensor, Tensor, None] | None:
+        self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph, is_causal: bool
+    ) -> tuple[Tensor, Tensor] | None:
         """The output by PyTorch's fused attention, so that weights change no bit of it, and a few weights beside."""
-        (batch, n, heads), m = query.shape[:3], key.size(1)
-        is_causal = graph.causal and n > 1
-        if (is_causal and n != m) or batch * n * heads * m > _CHUNK:
+        n, m = query.size(-3), key.size(-3)
+        if query.numel() // query.size(-1) * m > _CHUNK:
             return None
         out = by_pytorch(query, key, value, self.rule.scale, None, None, self.rule.dropout, is_causal)
+        is_one = query.dim() < _DIMS
+        query, key, value = (x.unsqueeze(0) if is_one else x for x in (query, key, value))
         part = _Part(query, key, value, self.score, None, None, n, 0.0, False)
-        return out, _softmax(_logits(part, graph, graph.offset(n, m))).to(value.dtype), None
+        weights = _softmax(_logits(part, graph, graph.offset(n, m))).to(value.dtype)
+        return out, weights.squeeze(0) if is_one else weights
 
 
 @lru_cache(maxsize=64)
@@ -284,6 +264,9 @@ def _elements_of_blocks(
 
 #: Query, key, value, bias and mask are the first tensors that calls are given.
 _TERMS_END = 5
+
+#: The dimensions of tensors of nodes, batch included.
+_DIMS = 4
 
 
 def _fits(term: Tensor | None, num_targets: int, num_sources: int) -> bool:
@@ -429,7 +412,7 @@ def _tiled(part: _Part, graph: CompleteGraph, call: Call) -> _Found:
     if made is None:
         return None
     out, log_sums, in_a_row = made
-    out = _joined(out, log_sums) if log_sum else out
+    out = _joined(out, log_sums) if log_sum and log_sums is not None else out
     if in_a_row is None:
         return out, []
     front = key.size(0), query.size(2)
@@ -452,6 +435,7 @@ def _rule_of(call: Call, score: DotScore, graph: CompleteGraph) -> tiles.Rule:
         elements=(),
         dropout=call.dropout,
         weights=call.weights,
+        log_sum=call.log_sum,
     )
 
 
@@ -470,9 +454,9 @@ def _by_tiles(
     sink: Tensor | None,
     rule: tiles.Rule,
     graph: CompleteGraph,
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """What `tiles.attend` returns; `None` if the sizes of elements are not known."""
-    (batch, num_targets), num_sources = query.shape[:2], key.size(1)
+    batch, num_targets, num_sources = key.size(0) if key.dim() == _DIMS else 1, query.size(-3), key.size(-3)
     sizes = graph.blocks if graph.blocks is not None else ((num_targets, num_sources),)
     count = batch * len(sizes)
     term = _of_elements(term, count) if isinstance(term, Tensor) else term
@@ -492,7 +476,7 @@ def _by_tiles(
         elements = tiles.elements_of(known, batch, num_targets, num_sources, offset, places)
     if rule.weights:
         of_all = sizes[0] if graph.blocks is None else None
-        elements, num_weights = tiles.with_matrices(elements, query.size(2), of_all, len(sizes))
+        elements, num_weights = tiles.with_matrices(elements, query.size(-2), of_all, len(sizes))
     return tiles.attend(query, key, value, term, mask, sink, rule._replace(elements=elements), num_weights)
 
 

@@ -17,6 +17,7 @@ from gattn.graphs import CompleteGraph
 from gattn.torch_private import (
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
+    is_lazy,
     resolved,
     scaled_dot_product_choice,
 )
@@ -146,7 +147,10 @@ def _flash_backward(
     terms: Tensor | None = None,
 ) -> Any:
     """PyTorch's fused backward pass, with heads first, for any strides: the kernel reads channels one after another."""
-    given = (x if x.stride(-1) == 1 else x.contiguous() for x in map(resolved, (grad, query, key, value, out)))
+    given = [grad, query, key, value, out]
+    for place, x in enumerate(given):
+        if x.stride(-1) != 1 or is_lazy(x):
+            given[place] = resolved(x).contiguous()
     log_sum, terms = resolved(log_sum), None if terms is None else resolved(terms)
     return flash_attention_on_cpu_backward(*given, log_sum, 0.0, causal, attn_mask=terms, scale=scale)
 
@@ -178,7 +182,7 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, terms, out, log_sum = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            query, key, value, out, grad = (_heads_first(x) for x in (*inputs, out, grad))
+            query, key, value, out, grad = map(_heads_first, (*inputs, out, grad))
             grads = _flash_backward(grad, query, key, value, out, log_sum, ctx.causal, ctx.scale, terms)
             dim = inputs[0].dim()
             return *[_nodes_first(x, dim) for x in grads], None, None, None, None

@@ -18,6 +18,9 @@ __all__ = ["GPUCall"]
 _WARPS, _WIDE = 4, 128
 """The number of warps of a program, twice as many for rows of so many channels."""
 
+_DIMS = 4
+"""The dimensions of tensors of nodes, batch included"""
+
 _HELD = 8192
 """The bytes of the rows of a tile."""
 
@@ -26,7 +29,10 @@ class GPUCall:
     """A call of the kernels; see `gattn.ops.backends.dense.tiles.CPUCall`."""
 
     def __init__(self, inputs: Any, rule: Any, grad_bias: Tensor | None = None):
-        query, key, value = map(resolved, inputs[:3])
+        #: Whether tensors come without a batch.
+        self.is_one = inputs.query.dim() < _DIMS
+        query, key, value = (resolved(x.unsqueeze(0) if self.is_one else x) for x in inputs[:3])
+        inputs = inputs._replace(query=query, key=key, value=value)
         bias, sink, mask, of_pairs, starts, seed = (None if x is None else resolved(x) for x in inputs[3:])
         self.inputs, self.rule, self.device, self.grad_bias = inputs, rule, value.device, grad_bias
         self.heads, self.channels, self.value_channels = query.size(2), query.size(3), value.size(3)
@@ -126,7 +132,7 @@ class GPUCall:
         if grad_bias is not None and is_shared:
             sums = grad_bias.to(torch.float64)
         given: dict[str, Any] = {"stats": stats, "delta": delta, "grad_out": grad, "grad_weights": grad_weights}
-        given["grad_strides"] = grad.stride()
+        given["grad_strides"] = (grad.unsqueeze(0) if self.is_one else grad).stride()
         self.run(
             "tiles_by_target",
             grad_query=of_query,
@@ -140,7 +146,8 @@ class GPUCall:
         self.run("tiles_by_source", by_source=True, grad_key=of_key, grad_value=of_value, **given)
         if grad_bias is not None and sums is not None:
             grad_bias = sums.to(grad_bias.dtype)
-        return [of_query, of_key, of_value], grad_bias
+        grads = [x.squeeze(0) if self.is_one else x for x in (of_query, of_key, of_value)]
+        return grads, grad_bias
 
 
 def _reach(side: int | None) -> int:

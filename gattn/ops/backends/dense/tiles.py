@@ -35,12 +35,10 @@ from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.ops.operator import are_plain, has_gradient
 from gattn.ops.reference import repeat_heads
 from gattn.processor import instructions
-from gattn.torch_private import apply_of, is_batched, is_traced, resolved
+from gattn.torch_private import apply_of, is_batched, is_lazy, is_traced, resolved
 
 __all__ = [
     "FAR",
-    "FEWEST_NUMBERS",
-    "FEWEST_TARGETS",
     "LAWS",
     "Element",
     "Inputs",
@@ -52,6 +50,7 @@ __all__ = [
     "forward",
     "is_faster",
     "is_served",
+    "outruns_pytorch",
     "read",
     "with_matrices",
 ]
@@ -79,11 +78,12 @@ _BIASES = ("all", "distances", "buckets", "listed")
 #: In how many parts sums of buckets come, and the most numbers of all of them with which each element has its own.
 _TABLE_PARTS, _MOST_SUMS = 4, 2**22
 
-#: A plain softmax is PyTorch's with fewer targets or pairs, where a call costs more than it computes; but where a few
-#: targets read many keys without gradients, as in decoding, kernels read them once.
-FEWEST_TARGETS, FEWEST_NUMBERS = 24, 2**15
-_FEW = 4
-_FEWEST_PAIRS = {torch.float32: 2**12, torch.float64: 2**14, torch.bfloat16: 2**12, torch.float16: 2**12}
+#: With fewer multiplications, a plain softmax is PyTorch's, whose calls cost less than those of the kernels.
+_FEWEST = {torch.float32: 2**16, torch.float64: 2**17, torch.bfloat16: 2**15, torch.float16: 2**15}
+
+#: The same for one target, as in decoding, whose kernel wins by reading keys once: with heads that share keys, and
+#: without, where PyTorch is faster with gradients.
+_FEWEST_SHARED, _FEWEST_OF_ONE = 2**18, 2**20
 
 #: With any of these, PyTorch may be faster in half precision. With "avx512_bf16" alone (an EPYC), kernels took half its
 #: time forward and two thirds with gradients.
@@ -131,6 +131,8 @@ class Rule(NamedTuple):
     """The smallest distance that has one"""
     weights: bool | str = False
     """Whether weights are returned, too; `"dropped"`: those after dropout"""
+    log_sum: bool = True
+    """Whether the log-sum-exp of each target is returned"""
 
 
 def can_attend(tensors: Sequence[Tensor | None], law: Law | None) -> bool:
@@ -165,30 +167,29 @@ def is_faster(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, dropout: float
 ) -> bool:
     """Whether `attend` can be called now, and is faster than PyTorch's fused attention."""
-    if query.device.type != "cpu" or is_traced():  # before sizes are compared, which export leaves open
+    if is_traced():  # before sizes are compared, which export leaves open
         return False
-    if dropout == 0.0:  # with it, PyTorch makes a matrix
-        is_plain = bias is None and mask is None
-        is_few = is_plain and query.size(-3) < FEWEST_TARGETS
-        if is_few and (key.numel() < FEWEST_NUMBERS or not _reads_many(query, key, value)):
-            return False
-        if value.dtype not in _FEWEST_PAIRS or not _is_compared(value.dtype):
-            return False
-        if is_plain and not is_few and query.size(-3) * key.size(-3) < _FEWEST_PAIRS[value.dtype]:
-            return False
-    return can_attend((query, key, value, bias, mask, None), _SOFTMAX)
+    is_plain = bias is None and mask is None
+    is_worth_it = outruns_pytorch(query, key, value, is_plain, dropout)
+    return is_worth_it and can_attend((query, key, value, bias, mask, None), _SOFTMAX)
 
 
-def _reads_many(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether kernels for few targets are faster than PyTorch's, which in half precision converts all keys."""
-    num_targets, is_shared = query.size(-3), key.size(-2) < query.size(-2)
-    if num_targets > _FEW or has_gradient((query, key, value)):
+def outruns_pytorch(query: Tensor, key: Tensor, value: Tensor, is_plain: bool, dropout: float) -> bool:
+    """Whether tensors are on a CPU, and so large that `attend`, if it can be called, is faster than PyTorch's."""
+    if query.device.type != "cpu":
         return False
-    if value.dtype == torch.float16:
+    if dropout > 0.0:  # with which PyTorch makes a matrix
         return True
-    if value.dtype == torch.bfloat16:
-        return num_targets == 1 or (is_shared and key.numel() >= 2**18)
-    return key.numel() >= (2**18 if is_shared or num_targets == 2 else 2**21)
+    if value.dtype not in _FEWEST or not _is_compared(value.dtype):
+        return False
+    work = query.numel() * key.size(-3)
+    if not is_plain or work < _FEWEST[value.dtype]:
+        return not is_plain
+    if query.size(-3) > 1 or value.dtype.itemsize == 2:  # which PyTorch converts for one target, too
+        return True
+    if key.size(-2) < query.size(-2):
+        return work >= _FEWEST_SHARED
+    return work >= _FEWEST_OF_ONE and not has_gradient((query, key, value))
 
 
 @cache
@@ -275,11 +276,11 @@ def attend(
     sink: Tensor | None,
     rule: Rule,
     num_weights: int = 0,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, `[B, N, H, V]`, the log-sum-exp of each target, `[B, N, H]`, of a softmax, and all weights in a row.
 
     Args:
-        query: `[B, N, H, C]`.
+        query: `[B, N, H, C]`; like the next two, without B if there is one entry.
         key: `[B, M, G, C]`, whose heads divide those of the query.
         value: `[B, M, G, V]`.
         bias: Broadcastable to `[B, H, N, M]`, or a term of the graph.
@@ -289,17 +290,20 @@ def attend(
         num_weights: How many weights are returned; see `with_matrices`. (default: `0`)
     """
     compute = compute_dtype(value.dtype)
-    kind, first, bias, index, starts = read(bias, query.size(2))
-    rule = rule._replace(bias=kind, first=first)
+    index = starts = None
+    if isinstance(bias, Term):
+        kind, first, bias, index, starts = read(bias, query.size(-2))
+        rule = rule._replace(bias=kind, first=first)
     bias, sink = None if bias is None else bias.to(compute), None if sink is None else sink.to(compute)
     inputs = Inputs(query, key, value, bias, sink, mask, index, starts, new_seed(rule.dropout, value.device))
     if not has_gradient(inputs):
         out, _, log_sum, weights = forward(inputs, rule, num_weights, keeps=False)
         return out, log_sum, weights
-    if not torch.is_inference_mode_enabled():  # autograd saves no tensor of that mode
+    is_read = mask is not None or index is not None
+    if is_read and not torch.is_inference_mode_enabled():  # autograd saves no tensor of that mode
         kept = [x.clone() if x is not None and x.is_inference() else x for x in (mask, index, starts)]
         inputs = inputs._replace(mask=kept[0], of_pairs=kept[1], starts=kept[2])
-    found: tuple[Tensor, Tensor, Tensor | None] = _apply(rule, num_weights, *inputs)
+    found: tuple[Tensor, Tensor | None, Tensor | None] = _apply(rule, num_weights, *inputs)
     return found
 
 
@@ -309,7 +313,7 @@ _Form = tuple[tuple[int, ...], tuple[int, ...]]
 
 def _strides(strides: tuple[int, ...]) -> native.TileStrides:
     """Those of `[B, N, H, C]`."""
-    batch, row, head, channel = strides
+    batch, row, head, channel = strides if len(strides) == _DIMS else (0, *strides)
     return native.TileStrides(batch, head, row, channel)
 
 
@@ -322,6 +326,7 @@ def _term_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> native.Ti
 def check_fit(rule: Rule, *forms: _Form) -> None:
     """Raises `InputError` unless what kernels read is there; `forms` are those of `Inputs` without sink and seed."""
     (query, _), (key, _), (value, _), bias, mask, index, starts = forms
+    query, key, value = (shape if len(shape) == _DIMS else (1, *shape) for shape in (query, key, value))
     heads = query[2]
     fits = query[0] == key[0] and query[3] == key[3] and key[:3] == value[:3] and heads % key[2] == 0
     ends = ((e.first_target + e.num_targets, e.first_source + e.num_sources) for e in rule.elements)
@@ -342,19 +347,19 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
     """The kernels' arguments but for addresses, seed and threads, the elements that they point to, and the work."""
     check_fit(rule, *forms)
     (query, strides), (key, key_strides), (value, value_strides), bias, mask, _, _ = forms
-    heads, channels = query[2:]
+    (num_targets, heads, channels), num_sources = query[-3:], key[-3]
     parts = [1 << sum(e.num_sources >= least for least in _IN_PARTS) if in_parts else 1 for e in rule.elements]
     elements = [native.TileElement(*element, count) for element, count in zip(rule.elements, parts, strict=True)]
     held = (native.TileElement * len(elements))(*elements)
     arguments = native.Tiles(
         type=DTYPES.index(dtype),
-        batch=query[0],
+        batch=query[0] if len(query) == _DIMS else 1,
         heads=heads,
-        key_heads=key[2],
+        key_heads=key[-2],
         channels=channels,
-        value_channels=value[3],
-        targets=query[1],
-        sources=key[1],
+        value_channels=value[-1],
+        targets=num_targets,
+        sources=num_sources,
         elements=ctypes.addressof(held),
         num_elements=len(elements),
         scale=rule.scale,
@@ -390,7 +395,7 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: _Form) -> 
         arguments.bias_strides = native.TileStrides(0, 0 if bias[0][1] == 1 else bias[0][0], 0, 1)
         sums = len(elements) * heads * arguments.parts * _TABLE_PARTS * bias[0][0]
         arguments.shared_elements = sums > _MOST_SUMS
-    work = heads * (channels + value[3]) * sum(e.num_targets * e.num_sources for e in rule.elements)
+    work = heads * (channels + value[-1]) * sum(e.num_targets * e.num_sources for e in rule.elements)
     return bytes(arguments), held, work
 
 
@@ -430,6 +435,14 @@ class Inputs(NamedTuple):
 #: So many tensors of nodes and pairs are read with their strides.
 _STRIDED = 5
 
+#: The dimensions of tensors of nodes, and of those with a number for each pair.
+_DIMS = 4
+
+
+#: The kernels' arguments that are tensors.
+_NAMES_OF_PAIRS = "query", "key", "value", "bias", "mask", "buckets", "pair_starts", "sink"
+_NAMES_OF_LISTED = "query", "key", "value", "bias", "mask", "pair_sources", "pair_starts", "sink"
+
 
 class CPUCall:
     """The CPU kernels' arguments, and what they point to.
@@ -444,7 +457,7 @@ class CPUCall:
         query, key, value, bias, sink, mask, index, starts, seed = inputs
         tensors = [query, key, value, bias, mask, index, starts]
         for place, x in enumerate(tensors):
-            if x is not None:
+            if x is not None and (place >= _STRIDED or is_lazy(x)):
                 tensors[place] = resolved(x) if place < _STRIDED else native.readable(x)
         if rule.bias == "listed" and bias is not None:  # of one head after another, as kernels read them
             tensors[3] = resolved(bias).t().contiguous().t()
@@ -461,12 +474,11 @@ class CPUCall:
             tensors[3] = tensors[3].t().contiguous()
         if index is not None:
             self.arguments.bucket_bytes = index.element_size()
-        of_index = "buckets" if starts is None else "pair_sources"
-        names = "query", "key", "value", "bias", "mask", of_index, "pair_starts", "sink"
-        for name, x in zip(names, [*tensors, None if sink is None else native.readable(sink)], strict=True):
+        tensors.append(None if sink is None else native.readable(sink))
+        for name, x in zip(_NAMES_OF_PAIRS if starts is None else _NAMES_OF_LISTED, tensors, strict=True):
             if x is not None:  # as `point` does
-                self.held.append(x)
                 setattr(self.arguments, name, x.data_ptr())
+        self.held += tensors
         if seed is not None:
             self.arguments.seed = int(seed)
 
@@ -502,12 +514,13 @@ class CPUCall:
         for name, x in (("grad_out", grad), ("delta", delta), ("stats", stats), ("grad_weights", grad_weights)):
             if x is not None:
                 self.point(name, native.readable(x))
-        lanes = native.library().gattn_tile_lanes(arguments.type)
-        width, value_width = (-(-x.size(-1) // lanes) * lanes for x in (query, value))
+        parts, lanes = arguments.parts, _lanes(arguments.type)
+        width, value_width = -(-query.size(-1) // lanes) * lanes, -(-value.size(-1) // lanes) * lanes
+        of_queries = query.shape[:-1] if parts == 1 else (parts, *query.shape[:-1])
         grads = [
-            stats.new_zeros((arguments.parts, *query.shape[:3], width)),
-            stats.new_zeros((*key.shape[:3], width)),
-            stats.new_zeros((*value.shape[:3], value_width)),
+            stats.new_zeros((*of_queries, width)),
+            stats.new_zeros((*key.shape[:-1], width)),
+            stats.new_zeros((*value.shape[:-1], value_width)),
         ]
         for name, x in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
             self.point(name, x)
@@ -522,18 +535,28 @@ class CPUCall:
         else:
             count = 1 if arguments.shared_elements else arguments.num_elements
             sums_of_one = _TABLE_PARTS if self.rule.bias == "buckets" else 1
-            sizes = count, query.size(2), arguments.parts, sums_of_one, len(grad_bias)
+            sizes = count, query.size(-2), parts, sums_of_one, len(grad_bias)
             table = self.point("grad_table", stats.new_zeros(sizes, dtype=torch.float64))
         self.run("gattn_tiles_backward")
         if table is not None and grad_bias is not None:
             sums = table.sum((0, 2, 3)).t()
             grad_bias = (sums if grad_bias.size(1) > 1 else sums.sum(1, keepdim=True)).to(grad_bias.dtype)
-        of_query = grads[0][0]
-        for part in grads[0][1:]:
-            of_query += part
-        return [
-            g[..., : x.size(-1)] for g, x in zip((of_query, *grads[1:]), (query, key, value), strict=True)
-        ], grad_bias
+        if parts > 1:
+            of_query, *others = grads[0]
+            for part in others:
+                of_query += part
+            grads[0] = of_query
+        for place, x in enumerate((query, key, value)):
+            if grads[place].size(-1) > x.size(-1):
+                grads[place] = grads[place][..., : x.size(-1)]
+        return grads, grad_bias
+
+
+@cache
+def _lanes(kind: int) -> int:
+    """The numbers of a vector, in which tensors of this type are computed."""
+    lanes: int = native.library().gattn_tile_lanes(kind)
+    return lanes
 
 
 def _form(x: Tensor | None) -> Any:
@@ -554,10 +577,10 @@ def _call_of(inputs: Inputs, rule: Rule, grad_bias: Tensor | None = None) -> CPU
 
 def forward(inputs: Inputs, rule: Rule, num_weights: int, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The output, the same before it is rounded if it `keeps` that, the statistics of each row, and the weights."""
-    call, (query, _, value), heads = _call_of(inputs, rule), inputs[:3], inputs.query.size(2)
-    compute, shape = compute_dtype(value.dtype), query.shape[:3]
-    out, stats = value.new_empty(*shape, value.size(-1)), value.new_empty(shape, dtype=compute)
-    if sum(e.num_targets for e in rule.elements) < shape[0] * shape[1]:  # targets of no element see nothing
+    call, (query, _, value), heads = _call_of(inputs, rule), inputs[:3], inputs.query.size(-2)
+    compute, shape = compute_dtype(value.dtype), query.shape[:-1]
+    out, stats = value.new_empty((*shape, value.size(-1))), value.new_empty(shape, dtype=compute)
+    if sum([e.num_targets for e in rule.elements]) * heads < stats.numel():  # targets of no element see nothing
         out.zero_()
         stats.fill_(-torch.inf if rule.law.name == "softmax" else 0.0)
     wide = torch.zeros_like(out, dtype=compute) if value.dtype != compute and keeps else None
@@ -590,8 +613,9 @@ def backward(
     (out, stats, weights), (grad, grad_log_sum, grad_weights) = results, grads_of
     grad = torch.zeros_like(out, dtype=inputs.value.dtype) if grad is None else resolved(grad)
     grad_weights = None if grad_weights is None else native.readable(grad_weights)
-    delta = torch.zeros_like(stats)
-    if rule.law.name == "softmax" or rule.law.constants[0]:
+    if rule.law.name != "softmax" and not rule.law.constants[0]:
+        delta = torch.zeros_like(stats)
+    else:
         delta = (grad.to(out.dtype) * out).sum(-1)
         if grad_weights is not None and weights is not None:
             _add_inner(delta, native.readable(weights), grad_weights, rule.elements)
@@ -605,20 +629,20 @@ def backward(
     of_sink = None
     if sink is not None and wanted[4]:
         shares_of_sink = (sink - stats).exp().masked_fill(stats == -torch.inf, 0.0)
-        of_sink = -(shares_of_sink * delta).sum((0, 1))
-    return [*(g.to(x.dtype) for g, x in zip(of_nodes, inputs[:3], strict=True)), grad_bias, of_sink]
+        of_sink = -(shares_of_sink * delta).flatten(0, -2).sum(0)
+    return [*[g.to(inputs.value.dtype) for g in of_nodes], grad_bias, of_sink]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rule: Rule, num_weights: int, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, rule: Rule, num_weights: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         out, wide, stats, weights = forward(Inputs(*tensors), rule, num_weights, any(ctx.needs_input_grad))
         ctx.save_for_backward(*tensors, wide, stats, weights)
         ctx.rule = rule
         ctx.set_materialize_grads(False)
-        if rule.law.name != "softmax":
+        if rule.log_sum and rule.law.name != "softmax":
             ctx.mark_non_differentiable(stats)
-        return out, stats, weights
+        return out, stats if rule.log_sum else None, weights  # each tensor that is returned takes time
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -636,7 +660,8 @@ _apply = apply_of(_Attention)  # of plain tensors
 
 def _add_inner(delta: Tensor, weights: Tensor, grads: Tensor, elements: Sequence[Element]) -> None:
     """Adds each row's inner product of weights and their gradients to `delta`, `[B, N, H]`."""
-    heads = delta.size(2)
+    heads = delta.size(-1)
+    delta = delta if delta.dim() == _DIMS - 1 else delta.unsqueeze(0)
     for e in elements:
         form = (heads, e.num_targets, e.num_sources), (e.weights_head, e.weights_row, 1)
         first, second = (x.as_strided(*form, x.storage_offset() + e.weights_at) for x in (weights, grads))
@@ -647,6 +672,8 @@ def _add_inner(delta: Tensor, weights: Tensor, grads: Tensor, elements: Sequence
 def _plain(inputs: Inputs, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernels compute, by operations of PyTorch on a matrix of all pairs."""
     query, key, value, bias, sink, mask, index, starts, seed = inputs
+    is_one = query.dim() < _DIMS
+    query, key, value = (x.unsqueeze(0) if is_one else x for x in (query, key, value))
     compute, heads = compute_dtype(value.dtype), query.size(2)
     queries = query.to(compute).transpose(1, 2) * rule.scale
     keys, values = (repeat_heads(x, heads).to(compute).transpose(1, 2) for x in (key, value))
@@ -685,6 +712,7 @@ def _plain(inputs: Inputs, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     out = (applied @ values).transpose(1, 2).to(value.dtype)
     empty = (logits == -torch.inf).all(-1)
     log_sum = logits.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, 0.0).transpose(1, 2)
+    out, log_sum = (x.squeeze(0) if is_one else x for x in (out, log_sum))
     return out, log_sum, _in_a_row(applied if rule.weights == "dropped" else weights, rule)
 
 
