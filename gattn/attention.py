@@ -525,8 +525,9 @@ class Attention(Leaf, MessagePassing):
         given = None
         if log_sum is not False:
             check_flag("return_lse", log_sum)
-        is_usual = isinstance(weights, (bool, str)) and weights != "only"
-        is_usual = is_usual and not (distribution is None or checks_finite())
+        if value is None and type(key) is Tensor and weights == "only":
+            value = key.new_empty((*(key.shape if score.scalar else key.shape[:-1]), 0))
+        is_usual = isinstance(weights, (bool, str)) and not (distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
             options = dropout, requested(backend), weights, log_sum
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
@@ -602,7 +603,7 @@ class Attention(Leaf, MessagePassing):
         else:
             out_bias = None
         if given is not None and not plans.is_known(given):
-            plans.keep(given, None if chosen is None else chosen.plan(call, given))
+            plans.keep(given, call, chosen)
             if (planned := plans.planned(given)) is not None:  # as all calls like this one from now on
                 return Result(*planned) if isinstance(planned, tuple) else Result(planned)
         result = self._by_messages(call) if chosen is None else chosen.attend(call)

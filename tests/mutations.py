@@ -710,7 +710,17 @@ MUTATIONS = [
     Mutation(
         "plans drop what is asked for before dropout", KERNEL_PLANS, 'if «self.weights == "dropped" → True» and inputs'
     ),
-    Mutation("plans are for any scale of a score", PLANS, "type(score), «formula(score) → None», of_weights"),
+    Mutation("plans are for any scale of a score", PLANS, "type(score), «of_score → None», of_weights"),
+    Mutation(
+        "plans fold scores into half precision",
+        PLANS,
+        "return dtypes in ({torch.float32}, {torch.float64}«→ , {torch.bfloat16}»)",
+    ),
+    Mutation(
+        "plans fold a scale that is not a number",
+        PLANS,
+        "if «numbers and score.folds and edge_index is None → False»:",
+    ),
     Mutation("plans are for graphs with and without loops", PLANS, "(graph.flow, «graph.self_loops → False»)"),
     Mutation("plans are for values that are keys and others", PLANS, "type(edge_value), «value is key → None»,"),
     Mutation("plans are for any number of edges", KERNEL_PLANS, "if inputs[place].size(dim) «!= size → < 0»:"),
@@ -766,7 +776,9 @@ MUTATIONS = [
         EDGE_LISTS,
         "    edge_index, features = «remove_self_loops(edge_index, features) → edge_index, features»",
     ),
-    Mutation("features of loops instead of the others'", EDGE_LISTS, "is_kept: Tensor = first «!= → ==» second"),
+    Mutation(
+        "features of loops instead of the others'", EDGE_LISTS, "places = (index[0] «!= → ==» index[1]).nonzero()"
+    ),
     Mutation(
         "an edit in place is not seen",
         EDGE_LISTS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,13 +36,12 @@ __all__ = [
     "checked_types",
     "derived",
     "derived_tensors",
-    "has_loops",
     "is_capturing",
+    "joining",
     "looped",
     "making",
     "plain",
     "with_loops",
-    "without_loops",
 ]
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -269,26 +268,31 @@ def add_loops(
     return looped, features
 
 
-def has_loops(edge_index: Tensor) -> bool:
-    """Whether an edge connects a node with itself."""
+class Joining(NamedTuple):
+    """The edges that join two nodes."""
 
-    def derive() -> bool:
-        first, second = plain(edge_index)
-        return bool((first == second).any())
+    places: Tensor | None
+    """Their places among all edges; `None` if there are no others"""
+    ends: Tensor | None
+    """Their nodes, `[2, E]`; `None` if these are all edges, which would be kept alive"""
+    degrees: Tensor
+    """How many of them each node has in either row, `[2, max(N, M)]`, but at least 1"""
 
-    found: bool = derived(edge_index, "has loops", derive)
-    return found
 
+def joining(edge_index: Tensor, num_sources: int, num_targets: int, flow: str) -> Joining:
+    """The edges that join two nodes, after a check of all indices."""
 
-def without_loops(edge_index: Tensor) -> Tensor:
-    """The places of the edges that connect two nodes."""
+    def derive() -> Joining:
+        check_range(edge_index, num_sources, num_targets, flow)
+        index, count = plain(edge_index).long(), max(num_sources, num_targets)
+        places = (index[0] != index[1]).nonzero().squeeze(1)
+        if has_loops := len(places) < index.size(1):
+            index = index.index_select(1, places)
+        ones = torch.ones_like(index)  # no trace knows the size of bincount()
+        degrees = index.new_zeros(2, count).scatter_add(1, index, ones).clamp(min=1)
+        return Joining(places if has_loops else None, index if has_loops else None, degrees)
 
-    def derive() -> Tensor:
-        first, second = plain(edge_index)
-        is_kept: Tensor = first != second
-        return is_kept.nonzero().squeeze(1)
-
-    found: Tensor = derived(edge_index, "without loops", derive)
+    found: Joining = derived(edge_index, ("joining", num_sources, num_targets, flow), derive)
     return found
 
 

@@ -25,11 +25,9 @@ from gattn.graphs.edge_lists import (
     add_loops,
     check_range,
     checked,
-    derived,
-    has_loops,
+    joining,
     looped,
     plain,
-    without_loops,
 )
 
 __all__ = ["Edges", "SparseGraph", "as_graph"]
@@ -103,7 +101,8 @@ class SparseGraph(Graph):
         if flow not in FLOWS:
             raise ValueError(f"flow must be 'source_to_target' or 'target_to_source'; got {flow!r}.")
         _check_form(edge_index)
-        check_flag("self_loops", self_loops)
+        if self_loops is not True and self_loops is not False:
+            check_flag("self_loops", self_loops)
         num_targets = None if num_targets is None else checked_size("num_targets", num_targets)
         num_sources = None if num_sources is None else checked_size("num_sources", num_sources)
         if is_sparse(edge_index):
@@ -259,41 +258,34 @@ class SparseGraph(Graph):
                 f"self-loops cannot be added to a sparse adjacency whose edge features are given separately: {remedy}"
             )
         num_sources, num_targets = self._known_sizes()
-        checked(self.adjacency, num_sources, num_targets, self.flow)  # features are aggregated by these indices
         num_loops = min(num_sources, num_targets)
-        if isinstance(fill_value, str):
-            fill_value = self._loop_features(features, fill_value, num_sources, num_targets)
-        elif not isinstance(fill_value, Tensor):
-            fill_value = features.new_full((num_loops, *features.shape[1:]), fill_value)
-        has_all_rows = fill_value.shape == (num_loops, *features.shape[1:])
-        if has_all_rows and not torch.compiler.is_compiling():
-            if has_loops(self.adjacency):
-                features = features.index_select(0, without_loops(self.adjacency))
-            return self, torch.cat([features, fill_value])  # as below, without copying edges or waiting for a GPU
-        edge_index, features = add_loops(self.adjacency, num_loops, features, fill_value)
-        if torch.compiler.is_compiling():  # which only knows that there are as many if both are made together
-            return self._changed(adjacency=edge_index, self_loops=False), features
-        return self, features
-
-    def _loop_features(self, features: Tensor, reduce: str, num_sources: int, num_targets: int) -> Tensor:
-        """The features of each node's self-loop, aggregated from those of its other edges."""
-        num_loops = min(num_sources, num_targets)
-        count = max(num_sources, num_targets)  # more nodes may have edges than get a self-loop
         row = 1 if self.flow == FLOWS[0] or self._loops_as_pyg else 0
-        index = plain(self.adjacency).long()
-        ends = index[row]
-        if torch.compiler.is_compiling() or has_loops(self.adjacency):
-            # Existing self-loops go to a row of their own: in compiled code, a selection of the other edges would have
-            # a size that nothing else is known to have.
-            ends, count = ends.where(index[0] != index[1], count), count + 1
-        is_mean = reduce == "mean" and not torch.compiler.is_compiling()
-        features = scatter(features, ends, 0, count, "sum" if is_mean else reduce)
-        if is_mean:
-            dtype = features.dtype
-            key = "loop degrees", count, row, dtype
-            degrees = derived(self.adjacency, key, lambda: ends.bincount(minlength=count).clamp(min=1).to(dtype))
-            features = features / degrees.view(-1, *[1] * (features.dim() - 1))
-        return features if count == num_loops else features[:num_loops]
+        if not isinstance(fill_value, (str, Tensor)):
+            fill_value = features.new_full((num_loops, *features.shape[1:]), fill_value)
+        if torch.compiler.is_compiling():  # which only knows that there are as many if both are made together
+            checked(self.adjacency, num_sources, num_targets, self.flow)  # features are aggregated by these indices
+            if isinstance(fill_value, str):
+                index, count = plain(self.adjacency).long(), max(num_sources, num_targets)
+                # Existing self-loops go to a row of their own: a selection of the other edges would have a size that
+                # nothing else is known to have.
+                ends = index[row].where(index[0] != index[1], count)
+                fill_value = scatter(features, ends, 0, count + 1, fill_value)[:num_loops]
+            edge_index, features = add_loops(self.adjacency, num_loops, features, fill_value)
+            return self._changed(adjacency=edge_index, self_loops=False), features
+        edges = joining(self.adjacency, num_sources, num_targets, self.flow)
+        if isinstance(fill_value, Tensor) and fill_value.shape != (num_loops, *features.shape[1:]):
+            return self, add_loops(self.adjacency, num_loops, features, fill_value)[1]
+        if edges.places is not None:
+            features = features.index_select(0, edges.places)
+        if isinstance(fill_value, str):
+            ends, degrees = plain(self.adjacency) if edges.ends is None else edges.ends, edges.degrees[row]
+            is_mean = fill_value == "mean"
+            loops = scatter(features, ends[row].long(), 0, degrees.size(0), "sum" if is_mean else fill_value)
+            if is_mean:
+                loops = loops / degrees.to(loops.dtype).view(-1, *[1] * (loops.dim() - 1))
+            fill_value = loops if num_sources == num_targets else loops[:num_loops]
+        assert isinstance(fill_value, Tensor)
+        return self, torch.cat([features, fill_value])  # as above, without copying edges
 
     def _known_sizes(self) -> tuple[int, int]:
         if self.num_sources is None or self.num_targets is None:

@@ -232,10 +232,8 @@ class AttentionConv(BaseConv):
         out = out.mean(-2)
         return (out if bias is None else out + bias), alpha
 
-    def _factors(self, graph: Graph, value: Tensor, edge_weight: Tensor | None) -> tuple[Graph, Tensor | None]:
-        """The graph, as a list of edges if these have factors, and the factors, `[E, 1]`."""
-        if edge_weight is None:
-            return graph, None
+    def _factors(self, graph: Graph, value: Tensor, edge_weight: Tensor) -> tuple[Graph, Tensor]:
+        """The graph as a list of edges, and their factors, `[E, 1]`."""
         if graph.is_sharded:
             raise InputError(f"{type(self).__name__} takes no edge_weight on sharded graphs.")
         graph = graph.listed(value.device)
@@ -267,7 +265,9 @@ class AttentionConv(BaseConv):
         """
         fill_value: Any = self.fill_value
         if not self._updates_as_pyg:
-            graph, factors = self._factors(graph, value, edge_weight)
+            factors = None
+            if edge_weight is not None:
+                graph, factors = self._factors(graph, value, edge_weight)
             graph, edge = self._edge_term(graph, edge_attr, fill_value)
             weights = "dropped" if return_weights else False
             found = self._attend_and_merge(query, key, value, graph, score, edge, False, weights, self.bias, factors)

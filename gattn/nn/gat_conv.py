@@ -235,7 +235,7 @@ class GATConv(AttentionConv):
     ) -> tuple[Tensor, ...]:
         """The score's terms of each node, `[..., N, H]`: products of vectors and W x, which may be given."""
         if projected is not None and self._multiplies(x, projected, vectors):
-            return tuple((projected * vector).sum(-1) for vector in vectors)
+            return tuple([(projected * vector).sum(-1) for vector in vectors])
         # a⊤(W x) costs less as (a⊤W) x, unless W x is given and has fewer channels than x.
         is_cheaper = projected is None or x.size(-1) <= self.heads * self.out_channels
         is_dense = x.layout == torch.strided and x.dtype == vectors[0].dtype and not is_autocast(x)

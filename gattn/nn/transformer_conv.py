@@ -171,7 +171,9 @@ class TransformerConv(AttentionConv):
         key = self._heads(self.lin_key(sources))
         value = self._heads(self.lin_value(sources))
 
-        graph, factors = self._factors(graph, value, edge_weight)
+        factors = None
+        if edge_weight is not None:
+            graph, factors = self._factors(graph, value, edge_weight)
         graph, edge = self._edge_term(graph, edge_attr)
         weights = bool(return_attention_weights)
         out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, True, weights, factors=factors)

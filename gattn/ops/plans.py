@@ -18,7 +18,7 @@ from gattn.bias import Bias, BucketBias, DistanceBias, SparseBias
 from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
-from gattn.scores import AdditiveScore, DotScore, GATScore, Score
+from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.torch_private import (
     dispatch_keys,
     is_functorch_tensor,
@@ -52,8 +52,9 @@ class Given(NamedTuple):
     """M, if the graph says so"""
     num_targets: int | None
     """N, if the graph says so"""
-    complete: CompleteGraph | None = None
+    complete: CompleteGraph | None
     """A complete graph of which there is no list"""
+    score: Score
 
 
 #: What a plan computes: the output or, if more was requested, the fields of a `Result`.
@@ -71,6 +72,7 @@ _FORMULAS: dict[type[Score], Callable[[Any], Any]] = {
     AdditiveScore: attrgetter("activation", "negative_slope"),
     DotScore: attrgetter("scale", "negative_slope", "edge", "clamp"),
 }
+_FORMULAS[CosineScore] = _FORMULAS[DotScore]
 
 
 def given(
@@ -99,8 +101,14 @@ def given(
     if is_intercepted() or torch.autograd._profiler_enabled() or uses_forward_mode():
         return None
     formula = _FORMULAS.get(type(score))
-    if formula is None or "logits" in score.__dict__ or score.folds:
+    if formula is None or "logits" in score.__dict__:
         return None
+    numbers, of_score = score.tensors(), formula(score)
+    if score.folds:
+        if not _folds_as_given(query, key, value):
+            return None
+        if isinstance(of_score[0], Tensor):  # the scale
+            numbers, of_score = of_score[:1], of_score[1:]
     edge_index: Tensor | None = None
     complete: CompleteGraph | None = None
     of_graph: Hashable
@@ -122,6 +130,8 @@ def given(
         complete, of_graph = graph, (graph.causal, graph.window, graph._offset, is_packed, is_ragged)
     else:
         return None
+    if numbers and score.folds and edge_index is None:  # PyTorch's fused kernel may lose a scale that is not a number
+        return None
     num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
     of_weights: Any = distribution
     if type(distribution) is not str:
@@ -131,7 +141,6 @@ def given(
     kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
     edge, edge_maker = (None, None) if edge is None else _split(edge)
     edge_value, value_maker = (None, None) if edge_value is None else _split(edge_value)
-    numbers = score.tensors()
     if isinstance(bias, Bias):
         if complete is None or type(bias) not in _TERMS:
             return None
@@ -140,7 +149,7 @@ def given(
     tensors: list[Any] = [*rows, out_bias, edge_maker, value_maker, *numbers]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
     of_call = dropout, backend, weights, log_sum, type(bias)
-    signature = [of_graph, type(score), formula(score), of_weights, of_call, kinds]
+    signature = [of_graph, type(score), of_score, of_weights, of_call, kinds]
     is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
     for place, tensor in enumerate(tensors):
         if tensor is None or type(tensor) is bool:
@@ -166,7 +175,19 @@ def given(
         signature.append((edge_index.dtype, edge_index.device))
     if isinstance(bias, Bias):  # its numbers are part of the signature, and it is given as it is
         tensors[_NODES:] = bias, *tensors[_NODES + 1 : -len(bias.tensors())]
-    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete)
+    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete, score)
+
+
+def _folds_as_given(*tensors: Any) -> bool:
+    """Whether a score is folded into query and key as they are given, in the type of the computation."""
+    dtypes = {x.dtype if isinstance(x, Tensor) else None for x in tensors}
+    return dtypes in ({torch.float32}, {torch.float64})
+
+
+def _folded(given: Given) -> Given:
+    """The same call with a score that kernels know."""
+    query, key, score = given.score.folded(*given.tensors[: PLACES["value"]])
+    return given._replace(tensors=[query, key, *given.tensors[PLACES["value"] : PLACES["vector"]]], score=score)
 
 
 _PLAIN = (Tensor, Parameter)
@@ -198,11 +219,26 @@ def is_known(call: Given) -> bool:
     return call.signature in _plans
 
 
-def keep(call: Given, plan: Plan | None) -> None:
-    """Keeps the plan for calls like this one; `None` if there can be none."""
+def keep(given: Given, call: Any, backend: Any) -> None:
+    """Keeps the plan for calls like this one, if there can be one.
+
+    Args:
+        given: The call.
+        call: The same call, checked.
+        backend: What computes it; `None` if plain PyTorch does.
+    """
     if len(_plans) >= _MOST_PLANS:
         forget()
-    _plans[call.signature] = plan
+    if backend is None:
+        plan = None
+    elif given.score.folds:
+        known = _folded(given)
+        query, key = known.tensors[: PLACES["value"]]
+        of_known = backend.plan(call._replace(query=query, key=key, score=known.score), known)
+        plan = None if of_known is None else lambda given: of_known(_folded(given))
+    else:
+        plan = backend.plan(call, given)
+    _plans[given.signature] = plan
 
 
 def forget() -> None:

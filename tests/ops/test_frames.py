@@ -18,16 +18,20 @@ FOLDER = str(Path(gattn.__file__).parent)
 
 #: The most functions without gradients, and with a backward pass.
 MOST = {
-    "list": (40, 80),
-    "list, with weights": (45, 85),
-    "list, with log-sums": (50, 85),
-    "complete": (35, 65),
-    "complete, with weights": (60, 90),
-    "softcap": (75, 115),
-    "mask": (90, 130),
-    "lengths": (85, 125),
-    "linear": (85, 125),
-    "pairs": (105, 150),
+    "list": (40, 70),
+    "list, with weights": (45, 70),
+    "list, with log-sums": (50, 75),
+    "complete": (30, 50),
+    "complete, with weights": (45, 65),
+    "softcap": (60, 95),
+    "mask": (60, 95),
+    "lengths": (75, 110),
+    "linear": (70, 100),
+    "pairs": (90, 130),
+    "cosine": (65, 95),
+    "weights alone": (55, 90),
+    "GATConv": (65, 100),
+    "GATConv, with edge features": (90, 135),
 }
 
 
@@ -55,6 +59,8 @@ def calls():
     graph, batch = CompleteGraph(N), CompleteGraph(N, source_lengths=torch.tensor([7]))
     cap, identity, mask = gattn.Softmax(softcap=5.0), gattn.Identity(normalize=True), torch.rand(N, N) < 0.9
     pairs, values = random_edge_index(N, N, 20), torch.randn(20, H, requires_grad=True)
+    nodes, features = torch.randn(N, 8), torch.randn(30, 5)
+    conv, of_edges = gattn.nn.GATConv(8, C, heads=H), gattn.nn.GATConv(8, C, heads=H, edge_dim=5)
     return {
         "list": lambda: attend(x, x, x, edge_index),
         "list, with weights": lambda: attend(x, x, x, edge_index, return_weights=True),
@@ -66,6 +72,10 @@ def calls():
         "lengths": lambda: attend(x[None], x[None], x[None], batch),
         "linear": lambda: attend(x, x, x, graph, distribution=identity),
         "pairs": lambda: attend(x, x, x, graph, bias=gattn.SparseBias(pairs, values)),
+        "cosine": lambda: attend(x, x, x, edge_index, score=gattn.CosineScore()),
+        "weights alone": lambda: gattn.weigh(x, x, edge_index),
+        "GATConv": lambda: conv(nodes, edge_index),
+        "GATConv, with edge features": lambda: of_edges(nodes, edge_index, features),
     }
 
 

@@ -10,7 +10,18 @@ import torch
 import torch.utils.checkpoint
 
 import gattn
-from gattn import AdditiveScore, CompleteGraph, DotScore, GATScore, Projected, SparseGraph, Typed, attend
+from gattn import (
+    AdditiveScore,
+    CompleteGraph,
+    CosineScore,
+    DotScore,
+    GATScore,
+    Projected,
+    SparseGraph,
+    Typed,
+    attend,
+    weigh,
+)
 from gattn.ops import call as call_module
 from gattn.ops import plans
 from gattn.testing import random_edge_index
@@ -492,6 +503,48 @@ def test_other_scores_and_distributions_are_other_plans():
         for option in options:
             out = attend(**given | option)
             torch.testing.assert_close(out, attend(**given | option, backend="reference"), rtol=1e-5, atol=1e-5)
+
+
+FOLDED = {
+    "cosine": lambda scale: CosineScore(),
+    "scaled cosine": lambda scale: CosineScore(scale),
+    "scale": lambda scale: DotScore(scale[0]),
+    "scales": DotScore,
+    "negative scale": lambda scale: DotScore(-0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("graph", [random_edge_index(4, 4, 10), CompleteGraph(4)])
+@pytest.mark.parametrize("name", FOLDED)
+def test_scores_that_are_folded(name, graph, dtype, looked_at):
+    """Each call has a scale of its own; half precision is folded in float32, and complete graphs may lose a NaN."""
+    for _ in range(3):
+        scale = torch.randn(H, dtype=dtype, requires_grad=True)
+        leaves = [torch.randn(4, H, C, dtype=dtype, requires_grad=True) for _ in range(3)]
+        of_both = []
+        for backend in ("auto", "reference"):
+            score = FOLDED[name](scale)
+            out, alpha = attend(*leaves, graph, score=score, return_weights=True, backend=backend)
+            parts = [x for x in [*leaves, *score.tensors()] if x.requires_grad and x.is_leaf]
+            of_both.append([out, alpha, *torch.autograd.grad(out.square().sum() + alpha.square().sum(), parts)])
+        near = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(*of_both, rtol=near, atol=near)
+    is_planned = dtype == torch.float32 and (isinstance(graph, torch.Tensor) or name in ("cosine", "negative scale"))
+    assert len(looked_at) == 3 + (1 if is_planned else 3)
+
+
+@pytest.mark.parametrize("kind", ["dot", "gat", "cosine"])
+def test_weights_alone_are_looked_at_once(kind, looked_at):
+    for n, e in ((N, E), (7, 31), (N, E)):
+        given, score = tensors(n, n, e, kind), CosineScore() if kind == "cosine" else scores(kind)
+        query, key, graph = given["query"].requires_grad_(), given["key"], random_edge_index(n, n, e)
+        of_both = []
+        for backend in ("auto", "reference"):
+            alpha = weigh(query, key, graph, score=score, backend=backend)
+            of_both.append([alpha, *torch.autograd.grad(alpha.square().sum(), query)])
+        torch.testing.assert_close(*of_both)
+    assert len(looked_at) == 3 + 1
 
 
 @pytest.mark.parametrize("graph", [random_edge_index(4, 4, 10), CompleteGraph(4)])

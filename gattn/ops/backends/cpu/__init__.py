@@ -24,7 +24,7 @@ from gattn.ops.dropout import drop as plain_drop
 from gattn.ops.operator import AttentionOperator, Differentiated, library
 from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import Family, Score, family_of
-from gattn.torch_private import is_batched, is_exporting
+from gattn.torch_private import is_batched, is_exporting, resolved
 
 __all__ = ["Cpu", "can_drop", "drop"]
 
@@ -218,7 +218,9 @@ class _Arguments:
 
     def hold(self, tensor: Tensor) -> int:
         """The address of a tensor to be read, which is kept alive until the kernel is done."""
-        tensor = native.readable(tensor)
+        if tensor.is_neg() or tensor._is_zerotensor():  # native.readable(), without its calls
+            tensor = resolved(tensor)
+        tensor = tensor.contiguous()
         self.held.append(tensor)
         return tensor.data_ptr()
 
