@@ -701,7 +701,7 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------------- the plans
     Mutation("plans are for any number of channels", PLANS, "shape = «shape[1:] → shape[1:0]»"),
     Mutation("plans are for any strides", PLANS, "layout = «tensor.is_contiguous() or tensor.stride() → True»"),
-    Mutation("plans are for any weights", PLANS, "backend, «weights → False», log_sum, type(bias)"),
+    Mutation("plans are for any weights", PLANS, "of_call = dropout, backend, «weights → False», log_sum"),
     Mutation(
         "plans are for terms of any size",
         DENSE,
@@ -719,10 +719,13 @@ MUTATIONS = [
     Mutation(
         "plans fold a scale that is not a number",
         PLANS,
-        "if «numbers and score.folds and edge_index is None → False»:",
+        "if «more and edge_index is None → False»:",
     ),
     Mutation("plans are for graphs with and without loops", PLANS, "(graph.flow, «graph.self_loops → False»)"),
-    Mutation("plans are for values that are keys and others", PLANS, "type(edge_value), «value is key → None»,"),
+    Mutation("plans are for values that are keys and others", PLANS, "type(bias), «value is key → None»,"),
+    Mutation(
+        "plans are for any number of types", PLANS, 'of_terms.append(«getattr(edge.table, "shape", None) → None»)'
+    ),
     Mutation("plans are for any number of edges", KERNEL_PLANS, "if inputs[place].size(dim) «!= size → < 0»:"),
     Mutation(
         "plans are for any number of sources",
@@ -742,11 +745,15 @@ MUTATIONS = [
     Mutation(
         "plans forget terms of the output",
         DENSE,
-        "given.complete is None or «more → False» or len(call.batch) > 1",
+        "given.complete is None or «has_more → False» or len(call.batch) > 1",
     ),
     Mutation("plans do not check biases", DENSE, "«bias.check(graph, front, query.size(-2)) → _ = front»\n"),
     Mutation("plans are for any lengths", DENSE, "and any(«x is not None and x.shape != front → False» for x in"),
-    Mutation("plans are for calls with and without a log-sum-exp", PLANS, "weights, «log_sum → False», type(bias)"),
+    Mutation(
+        "plans are for calls with and without a log-sum-exp",
+        PLANS,
+        "of_call = dropout, backend, weights, «log_sum → False»",
+    ),
     Mutation(
         "the gradient of a log-sum-exp has the other sign",
         BY_SOURCE,

@@ -18,6 +18,7 @@ from gattn.bias import Bias, BucketBias, DistanceBias, SparseBias
 from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
+from gattn.ops.terms import GIVEN, PLACES, TERMS
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.torch_private import (
     dispatch_keys,
@@ -27,14 +28,11 @@ from gattn.torch_private import (
     uses_forward_mode,
 )
 
-__all__ = ["PLACES", "Given", "Plan", "Planned", "forget", "given", "is_known", "keep", "planned"]
+__all__ = ["Given", "Plan", "Planned", "forget", "given", "is_known", "keep", "planned"]
 
-#: Where tensors are among those that a call was given. Those before `out_bias` have a row per node or edge; makers turn
-#: rows of features or types into terms of edges.
-PLACES = {name: place for place, name in enumerate(("query", "key", "value", "bias", "mask", "edge", "edge_value"))}
-PLACES |= {"out_bias": 7, "edge_maker": 8, "value_maker": 9, "vector": 10}
-_NODES, _WITHOUT_ROWS = PLACES["bias"], PLACES["out_bias"]
-
+#: What the tensors of a call have rows for: "N" and "M" are nodes, "E" edges. More tensors are those of score and bias.
+_ROWS = [*(TERMS[name].letters[0] for name in GIVEN), "", ""]
+_BIAS = PLACES["bias"]
 
 #: The biases that kernels read, whose subclasses may compute something else.
 _TERMS = (SparseBias, BucketBias, DistanceBias)
@@ -45,7 +43,7 @@ class Given(NamedTuple):
 
     signature: Hashable
     tensors: list[Any]
-    """By `PLACES`"""
+    """Those of `GIVEN`; the bias may also be a `Bias`"""
     edge_index: Tensor | None
     """`None` for a complete graph"""
     num_sources: int | None
@@ -103,12 +101,12 @@ def given(
     formula = _FORMULAS.get(type(score))
     if formula is None or "logits" in score.__dict__:
         return None
-    numbers, of_score = score.tensors(), formula(score)
+    of_score, more = formula(score), []
     if score.folds:
         if not _folds_as_given(query, key, value):
             return None
-        if isinstance(of_score[0], Tensor):  # the scale
-            numbers, of_score = of_score[:1], of_score[1:]
+        if isinstance(of_score[0], Tensor):
+            more, of_score = [of_score[0]], of_score[1:]
     edge_index: Tensor | None = None
     complete: CompleteGraph | None = None
     of_graph: Hashable
@@ -130,7 +128,7 @@ def given(
         complete, of_graph = graph, (graph.causal, graph.window, graph._offset, is_packed, is_ragged)
     else:
         return None
-    if numbers and score.folds and edge_index is None:  # PyTorch's fused kernel may lose a scale that is not a number
+    if more and edge_index is None:  # PyTorch's fused kernel may lose a scale that is not a number
         return None
     num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
     of_weights: Any = distribution
@@ -138,29 +136,35 @@ def given(
         of_weights = law_of(distribution) if isinstance(distribution, Distribution) else None
         if of_weights is None or isinstance(of_weights.sink, Tensor):
             return None
-    kinds = type(edge), type(edge_value), value is key, edge is not None and edge_value is edge
-    edge, edge_maker = (None, None) if edge is None else _split(edge)
-    edge_value, value_maker = (None, None) if edge_value is None else _split(edge_value)
+    is_value = edge is not None and (edge_value is True or edge_value is edge)
+    of_terms: list[Any] = [type(edge), type(bias), value is key, is_value]
+    parts: tuple[Any, ...] = (edge, None, None)
+    if type(edge) is Projected:
+        parts = *edge, None
+    elif type(edge) is Typed:
+        parts = edge.table, None, edge.types
+        of_terms.append(getattr(edge.table, "shape", None))  # whose rows are types
+    vector = score.tensors()[0] if type(score) is AdditiveScore else None
     if isinstance(bias, Bias):
         if complete is None or type(bias) not in _TERMS:
             return None
-        numbers = *numbers, *bias.tensors()
-    rows = query, key, value, None if isinstance(bias, Bias) else bias, mask, edge, edge_value
-    tensors: list[Any] = [*rows, out_bias, edge_maker, value_maker, *numbers]
+        more += bias.tensors()
+    of_edges = None if isinstance(bias, Bias) else bias, mask, None if is_value else edge_value
+    tensors: list[Any] = [query, key, value, vector, *parts, *of_edges, out_bias, *more]
     plain_keys = _plain_keys[torch.is_inference_mode_enabled()]
-    of_call = dropout, backend, weights, log_sum, type(bias)
-    signature = [of_graph, type(score), of_score, of_weights, of_call, kinds]
+    of_call = dropout, backend, weights, log_sum
+    signature = [of_graph, type(score), of_score, of_weights, of_call, tuple(of_terms)]
     is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
-    for place, tensor in enumerate(tensors):
+    for rows, tensor in zip(_ROWS, tensors, strict=False):
         if tensor is None or type(tensor) is bool:
             signature.append(tensor)
             continue
         if type(tensor) not in _PLAIN:
             return None
         shape: Any = tensor.shape
-        if is_list and place < _WITHOUT_ROWS:
+        if is_list and rows in ("N", "M", "E"):
             shape = shape[1:]
-        elif edge_index is None and place < _NODES:
+        elif edge_index is None and rows in ("N", "M"):
             shape = shape[:-3], shape[-2:]
         keys = dispatch_keys(tensor).raw_repr()
         if keys not in plain_keys and not _is_plain(tensor, keys, plain_keys):
@@ -174,7 +178,7 @@ def given(
             return None
         signature.append((edge_index.dtype, edge_index.device))
     if isinstance(bias, Bias):  # its numbers are part of the signature, and it is given as it is
-        tensors[_NODES:] = bias, *tensors[_NODES + 1 : -len(bias.tensors())]
+        tensors[_BIAS] = bias
     return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete, score)
 
 
@@ -186,8 +190,8 @@ def _folds_as_given(*tensors: Any) -> bool:
 
 def _folded(given: Given) -> Given:
     """The same call with a score that kernels know."""
-    query, key, score = given.score.folded(*given.tensors[: PLACES["value"]])
-    return given._replace(tensors=[query, key, *given.tensors[PLACES["value"] : PLACES["vector"]]], score=score)
+    query, key, score = given.score.folded(*given.tensors[:2])
+    return given._replace(tensors=[query, key, *given.tensors[2:]], score=score)
 
 
 _PLAIN = (Tensor, Parameter)
@@ -203,15 +207,6 @@ def _is_plain(tensor: Tensor, keys: int, plain_keys: set[int]) -> bool:
         plain_keys.add(keys)
         return True
     return False
-
-
-def _split(term: Any) -> tuple[Any, Any]:
-    """What a term of edges has per edge, and what makes the term from that."""
-    if type(term) is Projected:
-        return term
-    if type(term) is Typed:
-        return term.types, term.table
-    return term, None
 
 
 def is_known(call: Given) -> bool:
@@ -233,7 +228,7 @@ def keep(given: Given, call: Any, backend: Any) -> None:
         plan = None
     elif given.score.folds:
         known = _folded(given)
-        query, key = known.tensors[: PLACES["value"]]
+        query, key = known.tensors[:2]
         of_known = backend.plan(call._replace(query=query, key=key, score=known.score), known)
         plan = None if of_known is None else lambda given: of_known(_folded(given))
     else:

@@ -15,7 +15,7 @@ from gattn.distributions import LAWS
 from gattn.ops.call import compute_dtype
 from gattn.scores import Score
 
-__all__ = ["DIFFERENTIABLE", "PLACES", "SCHEMA", "TERMS", "Inputs", "Term"]
+__all__ = ["DIFFERENTIABLE", "GIVEN", "PLACES", "SCHEMA", "TERMS", "Inputs", "Term"]
 
 
 class Term(NamedTuple):
@@ -51,7 +51,7 @@ _MADE = {"edge_projection": Term("ED", "storage", "whole"), "edge_type": Term("R
 
 
 class Inputs(NamedTuple):
-    """The inputs of an operator: the table, and what is not a tensor."""
+    """The inputs of an operator: the table, first the tensors that a call is given, and what is not a tensor."""
 
     query: Annotated[Tensor | None, Term("*NHC", "score", "rows")]
     key: Annotated[Tensor, Term("*MGC", "score", "rows")]
@@ -65,8 +65,14 @@ class Inputs(NamedTuple):
     bias: Annotated[Tensor | None, Term("?EH", "compute", "edges")]
     mask: Annotated[Tensor | None, Term("?Eh", "bool", "strides", differentiable=False)]
     edge_value: Annotated[Tensor | None, Term("?EHV", "storage", "edges")]
+    out_bias: Annotated[Tensor | None, Term("HV", "compute", "whole")]
+    """Added to the output, for backends that can"""
+    sink: Annotated[Tensor | None, Term("H", "compute", "whole")]
+    """The logits of the softmax's sink"""
     edge_index: Annotated[Tensor, Term("2E", None, None, differentiable=False)]
     """Without the self-loops that `self_loops` adds"""
+    seed: Annotated[Tensor | None, Term("", None, None, differentiable=False)]
+    """The seed of the dropout; `None` if nothing is dropped"""
     num_targets: int
     self_loops: bool
     """Whether existing self-loops are replaced by one for each of the first min(N, M) nodes"""
@@ -82,13 +88,7 @@ class Inputs(NamedTuple):
     """The name of the distribution's formula"""
     distribution_constants: list[float]
     """The numbers in that formula"""
-    sink: Annotated[Tensor | None, Term("H", "compute", "whole")]
-    """The logits of the softmax's sink"""
-    out_bias: Annotated[Tensor | None, Term("HV", "compute", "whole")]
-    """Added to the output, for backends that can"""
     dropout: float
-    seed: Annotated[Tensor | None, Term("", None, None, differentiable=False)]
-    """The seed of the dropout; `None` if nothing is dropped"""
     traced: bool
     """Whether a compiled program is calling, which edits memory without increasing versions"""
     plan: Any = None
@@ -202,6 +202,9 @@ TERMS: dict[str, Term] = {
 
 #: Where the tensors are among the inputs.
 PLACES = {name: Inputs._fields.index(name) for name in TERMS}
+
+#: The tensors that a call is given as they are; the graph, the distribution and a generator make the others.
+GIVEN = tuple(TERMS)[: PLACES["sink"]]
 
 #: Inputs that have gradients.
 DIFFERENTIABLE = tuple(name for name, term in TERMS.items() if term.differentiable)

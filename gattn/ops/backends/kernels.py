@@ -11,14 +11,13 @@ from torch import Tensor
 
 from gattn.distributions import Law
 from gattn.graphs import EdgeList
-from gattn.ops import plans
 from gattn.ops.backends.base import Backend, Result, dress_logits, finish, log_sum_of_edges, new_seed
 from gattn.ops.call import NO_SCORE, Call
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
 from gattn.ops.dropout import drop
 from gattn.ops.operator import AttentionOperator, inputs_of, presence_of
 from gattn.ops.plans import Given, Plan, Planned
-from gattn.ops.terms import PLACES, TERMS, Inputs
+from gattn.ops.terms import GIVEN, PLACES, Inputs
 from gattn.scores import DotScore, Family, family_of
 from gattn.torch_private import is_traced
 
@@ -159,13 +158,6 @@ class KernelBackend(Backend):
         return edges.num_edges
 
 
-#: Where the tensors of an operator's inputs come from; types select rows of what makes vectors of edges.
-_SOURCES = {name: plans.PLACES[name] for name in plans.PLACES if name in TERMS} | {
-    "edge_projection": plans.PLACES["edge_maker"]
-}
-_SOURCES_WITH_TYPES = _SOURCES | {"edge": plans.PLACES["edge_maker"], "edge_type": plans.PLACES["edge"]}
-
-
 #: Inputs whose types may differ from those given: what a call has in their place.
 _CAST: dict[str, Callable[[Call], Any]] = {
     **{name: attrgetter(name) for name in ("query", "key", "edge", "edge_value", "out_bias")},
@@ -183,17 +175,14 @@ def _moves(inputs: Inputs, given: Given, call: Call, ready: Call) -> list[_Move]
         call: The call, before its tensors were cast.
         ready: The same call after that.
     """
-    sources = _SOURCES if inputs.edge_type is None else _SOURCES_WITH_TYPES
-    unused = {place for place, tensor in enumerate(given.tensors) if isinstance(tensor, Tensor)}
+    unused = {name for name, tensor in zip(GIVEN, given.tensors, strict=False) if isinstance(tensor, Tensor)}
     if inputs.value is None:
-        unused.discard(plans.PLACES["value"])
-    if inputs.edge_is_value:
-        unused -= {plans.PLACES["edge_value"], plans.PLACES["value_maker"]}
+        unused.discard("value")
     moves = []
     for name, tensor, term in inputs.terms():
-        if name in ("edge_index", "seed", "sink"):  # which each call has of its own, and a number of the signature
+        if name not in GIVEN:  # which each call has of its own, and a number of the signature
             continue
-        source = given.tensors[sources[name]] if name in sources else None
+        source = given.tensors[PLACES[name]]
         if source is None:
             return None
         view, dtype = tensor, None
@@ -209,9 +198,9 @@ def _moves(inputs: Inputs, given: Given, call: Call, ready: Call) -> list[_Move]
             if not found:
                 return None
             new_dim = found[0]
-        unused.discard(sources[name])
+        unused.discard(name)
         axis = term.letters[0] if term.letters[0] in "NME" else None
-        moves.append(_Move(PLACES[name], sources[name], new_dim, dtype, axis, -len(term.letters)))
+        moves.append(_Move(PLACES[name], new_dim, dtype, axis, -len(term.letters)))
     return None if unused else moves
 
 
@@ -226,11 +215,9 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
 
 
 class _Move(NamedTuple):
-    """Where one of an operator's inputs comes from."""
+    """What a tensor that was given becomes as one of an operator's inputs."""
 
     place: int
-    source: int
-    """Its place among those that were given"""
     new_dim: int | None
     """Where it gets a dimension of size 1; `None`: nowhere"""
     dtype: torch.dtype | None
@@ -262,8 +249,8 @@ class _KernelPlan:
     def __call__(self, given: Given) -> Planned | None:
         """See `Plan`."""
         inputs, tensors, edge_index = self.inputs.copy(), given.tensors, given.edge_index
-        for place, source, new_dim, dtype, _, _ in self.moves:
-            tensor = tensors[source] if new_dim is None else tensors[source].unsqueeze(new_dim)
+        for place, new_dim, dtype, _, _ in self.moves:
+            tensor = tensors[place] if new_dim is None else tensors[place].unsqueeze(new_dim)
             inputs[place] = tensor if dtype is None else tensor.to(dtype)
         query, num_sources = inputs[_QUERY], inputs[_KEY].size(-3)
         num_targets = given.num_targets if query is None else query.size(-3)

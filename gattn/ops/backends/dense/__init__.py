@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -37,6 +38,7 @@ from gattn.ops.operator import sink_of
 from gattn.ops.plans import Given, Plan, Planned
 from gattn.ops.reference import broadcast_logits, repeat_heads, weights_of
 from gattn.ops.sharded import complete_by_heads, is_distributed
+from gattn.ops.terms import GIVEN, PLACES
 from gattn.scores import DotScore, Score, family_of, says
 from gattn.torch_private import is_context_parallel, is_exporting, statically_known_true
 
@@ -122,8 +124,8 @@ class Dense(Backend):
     def plan(self, call: Call, given: Given) -> Plan | None:
         """See `Backend.plan`: there is one for dot products, with all that tiles of pairs serve."""
         graph, score, law = call.graph, call.score, call.law
-        more = [tensor for tensor in given.tensors[_TERMS_END:] if isinstance(tensor, Tensor)]
-        if not isinstance(graph, CompleteGraph) or given.complete is None or more or len(call.batch) > 1:
+        has_more = any(isinstance(x, Tensor) for x in _MORE(given.tensors))
+        if not isinstance(graph, CompleteGraph) or given.complete is None or has_more or len(call.batch) > 1:
             return None
         if not _has_products(score) or law is None or law.name not in tiles.LAWS:
             return None
@@ -178,7 +180,7 @@ class _Plan:
 
     def __call__(self, given: Given) -> Planned | None:
         """See `Plan`."""
-        query, key, value, bias, mask = given.tensors[:_TERMS_END]
+        query, key, value, bias, mask = _USED(given.tensors)
         graph, dropout, (num_targets, num_sources) = given.complete, self.rule.dropout, (query.size(-3), key.size(-3))
         assert graph is not None
         if (graph.num_targets, graph.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
@@ -262,8 +264,10 @@ def _elements_of_blocks(
     return tiles.elements_of(known, batch, num_targets, num_sources, 0, places)
 
 
-#: Query, key, value, bias and mask are the first tensors that calls are given.
-_TERMS_END = 5
+#: The tensors of calls that have plans, and those of other calls.
+_NAMES = ("query", "key", "value", "bias", "mask")
+_USED = itemgetter(*(PLACES[name] for name in _NAMES))
+_MORE = itemgetter(*(PLACES[name] for name in GIVEN if name not in _NAMES))
 
 #: The dimensions of tensors of nodes, batch included.
 _DIMS = 4
