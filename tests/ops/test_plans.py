@@ -507,9 +507,9 @@ def test_other_scores_and_distributions_are_other_plans():
 
 def test_any_number_of_types():
     """The rows of a table are types, not edges, so a plan is for as many."""
-    given = tensors(n=M) | {"graph": random_edge_index(M, M, E)}
-    for count in (R, 2, R):
-        edge = Typed(torch.randint(count, (E,)), torch.randn(count, H, C, requires_grad=True))
+    given = tensors(n=M) | {"graph": random_edge_index(M, M, E), "edge_value": None}
+    for count in (2, 9, 2):
+        edge = Typed(torch.randn(count, H, C, requires_grad=True), torch.randint(count, (E,)))
         found = [both([edge.table], **given | {"edge": edge, "backend": name}) for name in ("auto", "reference")]
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
