@@ -699,7 +699,7 @@ MUTATIONS = [
     ),
     Mutation("all edges are of one type", EDGES, "index_select(0, «term.types → term.types * 0»)"),
     # ------------------------------------------------------------------------------------------------------- the plans
-    Mutation("plans are for any number of channels", PLANS, "shape = «shape[1:] → shape[1:0]»"),
+    Mutation("plans are for any number of channels", PLANS, "shape = «shape[1:] → shape[1:0]» if is_list"),
     Mutation("plans are for any strides", PLANS, "layout = «tensor.is_contiguous() or tensor.stride() → True»"),
     Mutation("plans are for any weights", PLANS, "of_call = dropout, backend, «weights → False», log_sum"),
     Mutation(

@@ -30,8 +30,12 @@ from gattn.torch_private import (
 
 __all__ = ["Given", "Plan", "Planned", "forget", "given", "is_known", "keep", "planned"]
 
-#: What the tensors of a call have rows for: "N" and "M" are nodes, "E" edges. More tensors are those of score and bias.
-_ROWS = [*(TERMS[name].letters[0] for name in GIVEN), "", ""]
+#: Which tensors of a call have rows, whose number is no part of a signature, on lists and on complete graphs: for nodes
+#: (N, M) or edges (E). More tensors are those of score and bias.
+_OF_LISTS, _OF_COMPLETE = (
+    [*(TERMS[name].letters[0] in axes for name in GIVEN), False, False] for axes in ("NME", "NM")
+)
+_OF_NONE = [False] * len(_OF_LISTS)
 _BIAS = PLACES["bias"]
 
 #: The biases that kernels read, whose subclasses may compute something else.
@@ -155,17 +159,16 @@ def given(
     of_call = dropout, backend, weights, log_sum
     signature = [of_graph, type(score), of_score, of_weights, of_call, tuple(of_terms)]
     is_list = edge_index is not None and type(value) is Tensor and value.dim() == 3
-    for rows, tensor in zip(_ROWS, tensors, strict=False):
+    with_rows = _OF_LISTS if is_list else _OF_COMPLETE if edge_index is None else _OF_NONE
+    for tensor, has_rows in zip(tensors, with_rows, strict=False):
         if tensor is None or type(tensor) is bool:
             signature.append(tensor)
             continue
         if type(tensor) not in _PLAIN:
             return None
         shape: Any = tensor.shape
-        if is_list and rows in ("N", "M", "E"):
-            shape = shape[1:]
-        elif edge_index is None and rows in ("N", "M"):
-            shape = shape[:-3], shape[-2:]
+        if has_rows:
+            shape = shape[1:] if is_list else (shape[:-3], shape[-2:])
         keys = dispatch_keys(tensor).raw_repr()
         if keys not in plain_keys and not _is_plain(tensor, keys, plain_keys):
             return None

@@ -146,13 +146,17 @@ def _flash_backward(
     scale: float,
     terms: Tensor | None = None,
 ) -> Any:
-    """PyTorch's fused backward pass, with heads first, for any strides: the kernel reads channels one after another."""
-    given = [grad, query, key, value, out]
+    """PyTorch's fused backward pass, with heads first, for any strides: it reads channels one after another.
+
+    Of the gradient alone, it makes a copy itself.
+    """
+    given = [query, key, value, out]
     for place, x in enumerate(given):
         if x.stride(-1) != 1 or is_lazy(x):
             given[place] = resolved(x).contiguous()
-    log_sum, terms = resolved(log_sum), None if terms is None else resolved(terms)
-    return flash_attention_on_cpu_backward(*given, log_sum, 0.0, causal, attn_mask=terms, scale=scale)
+    grad, log_sum = resolved(grad), resolved(log_sum)
+    terms = None if terms is None else resolved(terms)
+    return flash_attention_on_cpu_backward(grad, *given, log_sum, 0.0, causal, attn_mask=terms, scale=scale)
 
 
 class _Flash(torch.autograd.Function):
