@@ -29,11 +29,10 @@ from gattn.edges import EdgeTerm
 from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import FLOWS, GraphLike, SparseGraph, as_graph
 from gattn.ops import plans, reference
-from gattn.ops.backends import Result
 from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
 from gattn.ops.backends.base import log_sum as log_sum_of
 from gattn.ops.backends.base import logits as logits_of
-from gattn.ops.call import GIVEN, Call, checked_call
+from gattn.ops.call import GIVEN, Call, Result, checked_call
 from gattn.ops.choose import check_name, choose, requested
 from gattn.ops.dropout import check_probability, drop
 from gattn.ops.plans import Given
@@ -532,7 +531,7 @@ class Attention(Leaf, MessagePassing):
             options = dropout, requested(backend), weights, log_sum
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
         if given is not None and (planned := plans.planned(given)) is not None:
-            return Result(*planned) if isinstance(planned, tuple) else Result(planned)
+            return planned
         graph = as_graph(graph, self.flow, sharded=True)
         call = checked_call(
             query,
@@ -605,7 +604,7 @@ class Attention(Leaf, MessagePassing):
         if given is not None and not plans.is_known(given):
             plans.keep(given, call, chosen)
             if (planned := plans.planned(given)) is not None:  # as all calls like this one from now on
-                return Result(*planned) if isinstance(planned, tuple) else Result(planned)
+                return planned
         result = self._by_messages(call) if chosen is None else chosen.attend(call)
         if call.log_sum and result.log_sum is None:
             wide = call._replace(dtype=call.compute)  # half precision is too coarse for it

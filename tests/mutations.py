@@ -30,8 +30,8 @@ LAYOUT, MEANS, MATRIX, TILES, SUMS, BY_SOURCE = (
     f"{KERNELS}/{name}"
     for name in ("layout.cpp", "means.h", "matrix.h", "tiles.h", "products.h", "backward_by_source.h")
 )
-TILE_CALLS, TRITON_TILES, GPU_CALLS = (
-    f"gattn/ops/backends/dense/{name}.py" for name in ("tiles", "triton_tiles", "gpu_tiles")
+TILE_CALLS, CPU_TILES, TRITON_TILES, GPU_CALLS = (
+    f"gattn/ops/backends/dense/{name}.py" for name in ("tiles", "cpu_tiles", "triton_tiles", "gpu_tiles")
 )
 TRITON, TRITON_CALLS, TRITON_LAYOUT = (
     f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
@@ -100,10 +100,13 @@ TESTS = {
     KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py", "tests/ops/test_laws_of_rows.py"],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
-    **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS)},
+    **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS, CPU_TILES)},
     SUMS: ["tests/test_products.py"],
     BY_SOURCE: ["tests/ops/test_plans.py"],
-    **{file: ["tests/ops/test_tiles.py::test_a_few_cells_on_a_gpu"] for file in (TRITON_TILES, GPU_CALLS)},
+    **{
+        file: [f"tests/ops/test_tiles.py::test_{name}" for name in ("a_few_cells_on_a_gpu", "dropout")]
+        for file in (TRITON_TILES, GPU_CALLS)
+    },
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_CALLS: ["tests/ops/test_triton.py"],
@@ -129,7 +132,7 @@ TESTS = {
     PATHS: ["tests/test_structure.py"],
     **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL, GCN)},
     STRUCTURE: ["tests/test_structure.py", "tests/nn/test_positional.py"],
-    REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py"],
+    REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py", "tests/ops/test_dense.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
     GRAPH: ["tests/ops/test_custom_parts.py"],
     BASE: ["tests/test_verbs.py"],
@@ -549,7 +552,7 @@ MUTATIONS = [
         TILES,
         "parts[k][buckets[j + k]] += «double(slopes[j + k]) → k ? 0 : double(slopes[j])»;",
     ),
-    Mutation("parts share their sums", TILES, "table += ((place * a.heads + head) * a.parts + «part → 0») * sums;"),
+    Mutation("heads share their sums", TILES, "table += ((place * a.heads + «head → 0») * a.parts + part) * sums;"),
     Mutation("weights of a group's rows are the first one's", TILES, "r < size; ++r, out += «e.weights_row → 0»"),
     Mutation("weights are those before dropout", TILES, "const bool drops = a.dropout && «a.dropped → false»;"),
     Mutation("what is returned dropped has whole gradients", TILES, "if (!a.dropout || «a.dropped → false»)"),
@@ -559,12 +562,12 @@ MUTATIONS = [
         "_add_inner(delta, native.readable(weights), «grad_weights → 0 * grad_weights», rule",
     ),
     Mutation(
-        "elements share their pairs", TILE_CALLS, "arguments.shared_elements = «len(set(places)) < len(places) → False»"
+        "elements share their pairs", CPU_TILES, "arguments.shared_elements = «len(set(places)) < len(places) → False»"
     ),
-    Mutation("parts are not added", TILE_CALLS, "«of_query += part → pass»"),
+    Mutation("parts are not added", CPU_TILES, "«of_query += part → pass»"),
     Mutation("a sink has the other sign", TILE_CALLS, "of_sink = «-(shares → (shares»_of_sink"),
     Mutation("a log-sum has no gradient", TILE_CALLS, "«delta -= grad_log_sum → delta - grad_log_sum»"),
-    Mutation("a second derivative has no slope", TILE_CALLS, "if rule.slope «!= 1.0 → != rule.slope»:"),
+    Mutation("a second derivative has no slope", TILE_CALLS, "rule.scale, «rule.slope → 1.0», clamp)"),
     # -------------------------------------------------------------------------------------------- tiles on GPUs
     Mutation("a tile sees one source too far", TRITON_TILES, "(j[None] <= (position + right«→ + 1»)[:, None])"),
     Mutation("a window's last targets are not visited", TRITON_TILES, "BLOCK_S - offset + left«→ - BLOCK_T», n)"),
@@ -670,25 +673,25 @@ MUTATIONS = [
     Mutation(
         "targets without sources come last",
         DENSE,
-        "outs.«append(_zeros(part, first - end)) → insert(0, _zeros(part, first - end))»",
+        "outs.«append(_nothing(call, 1, first - end)) → insert(0, _nothing(call, 1, first - end))»",
     ),
     Mutation("a window begins one source too late", DENSE, "max(position - left«→ + 1», 0)"),
     Mutation("a window ends one source too early", DENSE, "position + part.num_targets + right«→ - 1»"),
-    Mutation("cropped sources have the first ones' places", DENSE, "part.first_target «- part.first_source →», device"),
+    Mutation("cropped sources have the first ones' places", DENSE, "self.first_target «- self.first_source →»\n"),
     Mutation("second derivatives hide the target itself", DENSE, ".triu(«1 → 0»)"),
-    Mutation("a bias of minus infinity is NaN", DENSE, "logits«.masked_fill(empty, 0.0) →».softmax(-1)"),
+    Mutation("a bias of minus infinity is NaN", REFERENCE, "logits«.masked_fill(empty, 0.0) →».softmax(-1)"),
     Mutation("kernels compute all targets at once", DENSE, "counts = «pairs.counts(n, m, batch) → [n]» if by_lists"),
     Mutation("what kernels compute is always kept", DENSE, "n * held <= («_MOST_KEPT → 2**60» if"),
     Mutation(
         "pairs have one element's bias", PAIRS, "return «term.squeeze(0) if term.size(0) == 1 else term → term[0]»"
     ),
-    Mutation("pairs are of any score", PAIRS, "value)) and «_KERNELS.knows(family_of(score, key.size(-1))) → True»"),
-    Mutation("pairs drop nothing", PAIRS, "dropout=«dropout → 0.0»,\n"),
+    Mutation("pairs are of any score", PAIRS, "value)) and «_KERNELS.knows(family_of(score, call.channels)) → True»"),
+    Mutation("pairs drop nothing", PAIRS, "inputs_of(«per_pair → per_pair._replace(dropout=0.0)», edges"),
     Mutation("pairs of a window do not move on", PAIRS, "source += «target → 0 * target»"),
     Mutation("pairs lack their order", PAIRS, "term = term.«permute(0, 2, 3, 1) → permute(0, 3, 2, 1)»"),
     Mutation("all blocks get the first one's bias", DENSE, "return x[[«place % x.size(0) → 0 * place» for"),
     Mutation("all of a packed batch see the first sources", DENSE, "size[0], «b * num_sources + s → s», size[1]"),
-    Mutation("returned weights forget the scale", DENSE, "@ keys.permute(0, 2, 3, 1) «* score.factor(key.size(-1)) →»"),
+    Mutation("returned weights forget the scale", REFERENCE, "@ keys.transpose(-3, -2).mT «* scale →»\n"),
     # ------------------------------------------------------------------------------------------------------- the verbs
     Mutation("logits are not masked", BASE, "return logits if «call.mask is None → True» else logits.masked_fill"),
     Mutation("logits of pairs without an edge are zero", BASE, "«x.masked_fill(~there, -torch.inf) → x» for x, there"),
@@ -705,7 +708,7 @@ MUTATIONS = [
     Mutation(
         "plans are for terms of any size",
         DENSE,
-        "elif «_fits(bias, num_targets, num_sources) → True»:",
+        "if not «_fits(bias, num_targets, num_sources) → True»:",
     ),
     Mutation(
         "plans drop what is asked for before dropout", KERNEL_PLANS, 'if «self.weights == "dropped" → True» and inputs'

@@ -11,8 +11,7 @@ import gattn
 from gattn import AdditiveScore, BucketBias, CompleteGraph, CosineScore, DotScore, SparseBias, SparseGraph
 from gattn.bias import DistanceBias
 from gattn.explain import AttentionExplainer
-from gattn.ops.backends import dense
-from gattn.ops.backends.dense import tiles
+from gattn.ops.backends.dense import matrices, tiles
 from gattn.testing import assert_as_exact_as, random_edge_index
 
 N, M, H, C = 20, 25, 4, 8
@@ -22,8 +21,8 @@ LENGTHS, SOURCES = [5, 1, 0, 12, 5], [5, 3, 2, 12, 0]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Small calls take the ways of large ones, in several parts each."""
-    monkeypatch.setattr(dense, "_TOGETHER", (2, 4))
-    monkeypatch.setattr(dense, "_CHUNK", 8 * H * M)
+    monkeypatch.setattr(matrices, "_TOGETHER", (2, 4))
+    monkeypatch.setattr(matrices, "_CHUNK", 8 * H * M)
     torch.manual_seed(0)
 
 

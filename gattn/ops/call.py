@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from gattn.graphs.edge_lists import check_types, checked_types, with_loops
 from gattn.scores import GATScore, Score
 from gattn.torch_private import guard_or_true, has_hooks, is_traced, is_wrapper
 
-__all__ = ["GIVEN", "NO_SCORE", "Call", "check_dtype", "checked_call", "compute_dtype"]
+__all__ = ["GIVEN", "NO_SCORE", "Call", "Result", "check_dtype", "checked_call", "compute_dtype"]
 
 #: The score of a call without query and key, whose logits are its bias.
 NO_SCORE = GATScore()
@@ -208,6 +208,17 @@ class Call(NamedTuple):
             f"{name} must have one entry per edge, in the order of graph.edge_index: {shape} {where} this graph"
             f"{score}; got {given}."
         )
+
+
+class Result(NamedTuple):
+    """The result of a call."""
+
+    out: Tensor
+    """`[..., N, H, C]`"""
+    weights: Any = None
+    """In the form that users of the graph get; `None` if the call does not request weights."""
+    log_sum: Tensor | None = None
+    """The log-sum-exp of each target's logits, `[..., N, H]`, if the call requests it"""
 
 
 def checked_call(

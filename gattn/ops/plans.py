@@ -18,6 +18,7 @@ from gattn.bias import Bias, BucketBias, DistanceBias, SparseBias
 from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
+from gattn.ops.call import Result
 from gattn.ops.terms import GIVEN, PLACES, TERMS
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.torch_private import (
@@ -28,7 +29,7 @@ from gattn.torch_private import (
     uses_forward_mode,
 )
 
-__all__ = ["Given", "Plan", "Planned", "forget", "given", "is_known", "keep", "planned"]
+__all__ = ["Given", "Plan", "forget", "given", "is_known", "keep", "planned"]
 
 #: Which tensors of a call have rows, whose number is no part of a signature, on lists and on complete graphs: for nodes
 #: (N, M) or edges (E). More tensors are those of score and bias.
@@ -59,11 +60,8 @@ class Given(NamedTuple):
     score: Score
 
 
-#: What a plan computes: the output or, if more was requested, the fields of a `Result`.
-Planned = Tensor | tuple[Tensor, Any] | tuple[Tensor, Any, Tensor | None]
-
 #: Computes a call with the signature for which it was made; `None` if its sizes do not fit.
-Plan = Callable[[Given], Planned | None]
+Plan = Callable[[Given], Result | None]
 
 _MOST_PLANS = 256
 _plans: dict[Hashable, Plan | None] = {}
@@ -244,7 +242,7 @@ def forget() -> None:
     _plans.clear()
 
 
-def planned(call: Given) -> Planned | None:
+def planned(call: Given) -> Result | None:
     """The result of a call for which there is a plan; `None` if there is none, or its sizes do not fit."""
     plan = _plans.get(call.signature)
     return None if plan is None else plan(call)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.distributions import Distribution
 from gattn.errors import InputError
+from gattn.ops.call import compute_dtype
 from gattn.ops.dropout import drop
 from gattn.scores import Score
 
@@ -20,9 +22,13 @@ __all__ = [
     "attention",
     "broadcast_logits",
     "log_sum",
+    "log_sum_of_rows",
     "logits",
     "messages",
+    "products",
     "repeat_heads",
+    "softmax_of_rows",
+    "weighted",
     "weights",
     "weights_of",
     "whole_logits",
@@ -161,3 +167,30 @@ def attention(
     sent = messages(value.index_select(-3, source), dropped, edge_value)
     out = sent.new_zeros((*sent.shape[:-3], num_targets, *sent.shape[-2:])).index_add(sent.dim() - 3, target, sent)
     return out, alpha
+
+
+def products(query: Tensor, key: Tensor, scale: Any, slope: float = 1.0, clamp: float | None = None) -> Tensor:
+    """The logits of all pairs, `[..., H, N, M]`, by scaled dot products, a LeakyReLU's if it has a slope, clamped."""
+    keys = repeat_heads(key, query.size(-2)).to(compute_dtype(key.dtype))
+    found = query.to(keys.dtype).transpose(-3, -2) @ keys.transpose(-3, -2).mT * scale
+    found = found if slope == 1.0 else F.leaky_relu(found, slope)
+    return found if clamp is None else found.clamp(-clamp, clamp)
+
+
+def softmax_of_rows(logits: Tensor) -> Tensor:
+    """The softmax of logits `[..., N, M]`; zeros for targets that see nothing."""
+    empty = (logits == -torch.inf).all(-1, keepdim=True)
+    return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+
+
+def log_sum_of_rows(logits: Tensor) -> Tensor:
+    """The log-sum-exp of each target's logits `[..., H, N, M]`, `[..., N, H]`; see `log_sum`."""
+    empty = (logits == -torch.inf).all(-1, keepdim=True)
+    found = logits.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+    return found.squeeze(-1).mT
+
+
+def weighted(weights: Tensor, value: Tensor) -> Tensor:
+    """The sums of values `[..., M, H, C]` with weights `[..., H, N, M]`: `[..., N, H, C]`."""
+    value = repeat_heads(value, weights.size(-3)).to(weights.dtype)
+    return (weights @ value.transpose(-3, -2)).transpose(-3, -2)

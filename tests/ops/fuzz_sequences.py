@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from gattn import Bias, BucketBias, CompleteGraph, Identity, LocalGaussian, SparseBias, attend
-from gattn.ops.backends import dense
-from gattn.ops.backends.dense import linear
+from gattn.ops.backends.dense import linear, matrices
 from tests.cases import SCORES, Alter, Results, make_score
 from tests.ops.fuzz_shared import Draw, compare_types, stored, tampering, with_gradients
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 9)
 #: With these, small calls are computed in the ways of large ones, and in several parts.
 PARTS = (
-    (dense, "_TOGETHER", (1, 4)),
-    (dense, "_CHUNK", 16),
+    (matrices, "_TOGETHER", (1, 4)),
+    (matrices, "_CHUNK", 16),
     (linear, "_ROWS", 4),
     (linear, "_CHUNK", 2),
 )

@@ -16,6 +16,7 @@ from gattn.attention import Attention
 from gattn.ops import plans
 from gattn.ops.backends import dense
 from gattn.ops.backends.cpu import pairs as cpu_pairs
+from gattn.ops.backends.dense import matrices
 from gattn.testing import assert_as_exact_as
 from tests.cases import DTYPES, HALF, SCORES, in_turn, make_score, mostly_slow, pairs, threads
 
@@ -187,8 +188,8 @@ def allowed(graph, batch):
 
 def make_chunks(monkeypatch, size):
     """Computes few targets at a time, and all again in the backward pass."""
-    monkeypatch.setattr(dense, "_CHUNK", size)
-    monkeypatch.setattr(dense, "_MOST_KEPT", 0)
+    monkeypatch.setattr(matrices, "_CHUNK", size)
+    monkeypatch.setattr(matrices, "_MOST_KEPT", 0)
     monkeypatch.setattr(cpu_pairs, "_MOST_PAIRS", size)
     monkeypatch.setattr(cpu_pairs, "_LEAST_TARGETS", 1)
 
@@ -428,15 +429,15 @@ class TestBiasAndMask:
         ),
     )
     def test_narrow_windows(self, shape, options, score, monkeypatch):
-        widths, cropped = [], dense._cropped
+        widths, cropped = [], matrices._cropped
 
         def recorded(*args):
-            part = cropped(*args)
-            widths.append(part.key.size(1))
-            return part
+            call, part = cropped(*args)
+            widths.append(call.key.size(1))
+            return call, part
 
-        monkeypatch.setattr(dense, "_cropped", recorded)
-        monkeypatch.setattr(dense, "_TOGETHER", (8, 16))
+        monkeypatch.setattr(matrices, "_cropped", recorded)
+        monkeypatch.setattr(matrices, "_TOGETHER", (8, 16))
         graph = CompleteGraph(90, 95, **options)
         tensors = make_tensors(score, graph, (2,), channels=2, value_channels=2)
         self.check(score, tensors, graph, torch.randn(shape, dtype=torch.double), torch.rand(shape) < 0.6)
@@ -611,7 +612,7 @@ class TestOtherDistributions:
     @pytest.mark.parametrize("key_heads", [1, 2])
     @each_kind
     def test_grouped_queries_and_some_targets_at_a_time(self, kind, key_heads, monkeypatch):
-        monkeypatch.setattr(dense, "_CHUNK", 20)
+        monkeypatch.setattr(matrices, "_CHUNK", 20)
         graph = CompleteGraph(7, causal=True)
         tensors = make_tensors("dot", graph, (2,), heads=4, key_heads=key_heads)
         compare("dot", tensors, graph, distribution=self.make(kind, graph, (2,)))
@@ -720,7 +721,9 @@ class TestDropout:
     @pytest.mark.parametrize(
         ("name", "score", "chunk"),
         pairs(
-            ("full", "causal", "window", "band", "both lengths", "packed", "packed, many"), SCORES, (dense._CHUNK, 60)
+            ("full", "causal", "window", "band", "both lengths", "packed", "packed, many"),
+            SCORES,
+            (matrices._CHUNK, 60),
         ),
     )
     def test_the_backward_pass_drops_the_same(self, name, chunk, score, monkeypatch):
@@ -1126,7 +1129,7 @@ class TestKernelsForLists:
         assert max(kept) == 16 * 30
         assert sum(kept) == 40 * 30
         lists.clear()
-        monkeypatch.setattr(dense, "_MOST_KEPT", 0)
+        monkeypatch.setattr(matrices, "_MOST_KEPT", 0)
         compare(score, tensors, graph)
         results(score, tensors, graph, return_weights=False)
         assert sorted(lists) == sorted(6 * kept)  # three times, forward and backward
@@ -1174,13 +1177,13 @@ class Module(torch.nn.Module):
 def calls(monkeypatch):
     """Counts the calls of the dense backend."""
     counted = []
-    original = dense.attention
+    original = dense._attend
 
     def attention(*args, **kwargs):
         counted.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(dense, "attention", attention)
+    monkeypatch.setattr(dense, "_attend", attention)
     monkeypatch.setattr(plans, "given", lambda *args, **terms: None)  # each call is looked at
     return counted
 
@@ -1349,7 +1352,7 @@ class TestCompiled:
         self.check(score, *GRAPHS[name], "aot_eager")
 
     def test_some_targets_at_a_time(self, monkeypatch):
-        monkeypatch.setattr(dense, "_CHUNK", 60)
+        monkeypatch.setattr(matrices, "_CHUNK", 60)
         self.check("gat", *GRAPHS["causal"], "aot_eager")
 
     def test_without_a_bias(self):

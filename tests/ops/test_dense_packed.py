@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gattn import AdditiveScore, CompleteGraph, attend
-from gattn.ops.backends.dense import dot_products
+from gattn.ops.backends.dense import flash
 
 pytestmark = pytest.mark.usefixtures("without_tiles")
 
@@ -35,8 +35,8 @@ def calls(monkeypatch):
         counted.append(kwargs["window_size"])
         return attention(*args, **kwargs)
 
-    monkeypatch.setattr(dot_products, "varlen_attn", counting)
-    monkeypatch.setattr(dot_products, "_PACKED", ("cuda", "cpu"))
+    monkeypatch.setattr(flash, "varlen_attn", counting)
+    monkeypatch.setattr(flash, "_PACKED", ("cuda", "cpu"))
     return counted
 
 
@@ -82,5 +82,5 @@ def test_what_it_does_not_know(graph, change, options, calls):
 
 
 def test_the_cpu_does_not_have_it():
-    assert dot_products._PACKED == ("cuda",)
+    assert flash._PACKED == ("cuda",)
     assert attend(*torch.randn(3, 5, 2, 8).bfloat16(), CompleteGraph.packed([3, 2])).isfinite().all()

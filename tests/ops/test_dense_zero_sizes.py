@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gattn import CompleteGraph, attend, weigh
-from gattn.ops.backends import dense
+from gattn.ops.backends.dense import matrices
 from tests.cases import SCORES, make_score, mostly_slow, pairs
 
 BATCHES = [(), (0,), (2,), (2, 0)]
@@ -73,7 +73,7 @@ def results(tensors, graph, score, **options):
 
 @pytest.mark.parametrize(("case", "batch", "kind"), mostly_slow(pairs(CASES, BATCHES, KINDS), every=8))
 def test_as_the_reference(case, batch, kind, monkeypatch):
-    monkeypatch.setattr(dense, "_TOGETHER", (1, 1))  # so that targets of windows of these sizes are computed in turn
+    monkeypatch.setattr(matrices, "_TOGETHER", (1, 1))  # so that targets of windows of these sizes are computed in turn
     name, empty = case
     heads, channels, value_channels = EMPTY[empty]
     score = make_score(name, torch.randn(heads, channels, dtype=torch.double))

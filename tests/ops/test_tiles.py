@@ -10,7 +10,7 @@ from gattn import BucketBias, CompleteGraph, DotScore, Identity, Sigmoid, Softma
 from gattn.bias import DistanceBias
 from gattn.ops.backends import triton as launcher
 from gattn.ops.backends.cpu import native
-from gattn.ops.backends.dense import tiles
+from gattn.ops.backends.dense import tile_rules, tiles
 from gattn.ops.backends.dense.gpu_tiles import GPUCall
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.testing import assert_as_exact_as
@@ -198,7 +198,7 @@ def test_every_cell(law, score, sizes, channels, graph, bias, mask, key_heads, w
             (("sink of heads", "dot", (12, 64), (130, 31), "lengths", "BHNM", None, 1, True),),
             (("sigmoid", "dot", (70, 5), (1, 3), "full", "one head's buckets", "BM", H, False),),
         ],
-        3,
+        2,
     ),
     ids=lambda cell: f"{cell[0]}, {cell[4]}, {cell[5]}",
 )
@@ -671,7 +671,8 @@ def test_lengths_that_were_edited_are_checked(side, length):
 def test_what_kernels_read_is_checked(wrong):
     shapes = {**dict.fromkeys(("query", "key", "value"), (2, 5, 4, 3)), **wrong}
     tensors = {"bias": None, "mask": None, **{name: torch.ones(shape) for name, shape in shapes.items()}}
-    rule = tiles.Rule(1.0, 1.0, math.inf, Softmax().law(), None, None, tiles.elements_of(None, 2, 5, 5, 0), 0.0)
+    elements, _ = tile_rules.elements_for_tiles(None, None, (2, 5, 5, 1), 0)
+    rule = tiles.Rule(1.0, 1.0, math.inf, Softmax().law(), None, None, elements, 0.0)
     with pytest.raises(ValueError, match="do not fit"):
         tiles.attend(**tensors, sink=None, rule=rule)
 

@@ -14,9 +14,8 @@ import gattn
 from gattn import AdditiveScore, BucketBias, CompleteGraph, DotScore, Identity, SparseBias, attend, weigh
 from gattn.edges import Projected, Typed
 from gattn.ops import custom_parts
-from gattn.ops.backends import dense
 from gattn.ops.backends.cpu import pairs
-from gattn.ops.backends.dense import linear
+from gattn.ops.backends.dense import linear, matrices
 from gattn.ops.pair_roots import pair_roots
 from tests.cases import Results
 
@@ -56,8 +55,8 @@ class Way(NamedTuple):
 
 #: With these, small calls are computed in the ways of large ones, and in several parts.
 PARTS = (
-    (dense, "_CHUNK", 64),
-    (dense, "_MOST_KEPT", 0),
+    (matrices, "_CHUNK", 64),
+    (matrices, "_MOST_KEPT", 0),
     (linear, "_ROWS", 8),
     (linear, "_CHUNK", 4),
     (pairs, "_MOST_PAIRS", 64),

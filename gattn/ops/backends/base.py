@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gattn.graphs import EdgeList
 from gattn.ops import reference
-from gattn.ops.call import Call
+from gattn.ops.call import Call, Result
 from gattn.ops.dropout import draw_seed, drop
 from gattn.ops.plans import Given, Plan
 from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trace
@@ -18,7 +18,6 @@ from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trac
 __all__ = [
     "Backend",
     "Missing",
-    "Result",
     "dress_logits",
     "finish",
     "log_sum",
@@ -27,17 +26,6 @@ __all__ = [
     "needs_plain_pytorch",
     "new_seed",
 ]
-
-
-class Result(NamedTuple):
-    """The result of a call."""
-
-    out: Tensor
-    """`[..., N, H, C]`"""
-    weights: Any = None
-    """In the form that users of the graph get; `None` if the call does not request weights."""
-    log_sum: Tensor | None = None
-    """The log-sum-exp of each target's logits, `[..., N, H]`, if the call requests it"""
 
 
 class Missing(NamedTuple):

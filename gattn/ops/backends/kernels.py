@@ -11,12 +11,12 @@ from torch import Tensor
 
 from gattn.distributions import Law
 from gattn.graphs import EdgeList
-from gattn.ops.backends.base import Backend, Result, dress_logits, finish, log_sum_of_edges, new_seed
-from gattn.ops.call import NO_SCORE, Call
+from gattn.ops.backends.base import Backend, dress_logits, finish, log_sum_of_edges, new_seed
+from gattn.ops.call import NO_SCORE, Call, Result
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
 from gattn.ops.dropout import drop
 from gattn.ops.operator import AttentionOperator, inputs_of, presence_of
-from gattn.ops.plans import Given, Plan, Planned
+from gattn.ops.plans import Given, Plan
 from gattn.ops.terms import GIVEN, PLACES, Inputs
 from gattn.scores import DotScore, Family, family_of
 from gattn.torch_private import is_traced
@@ -246,7 +246,7 @@ class _KernelPlan:
             if move.axis is not None and move.place not in (_QUERY, _KEY):  # from which the numbers are taken
                 self.with_rows[move.axis].append((move.place, move.dim))
 
-    def __call__(self, given: Given) -> Planned | None:
+    def __call__(self, given: Given) -> Result | None:
         """See `Plan`."""
         inputs, tensors, edge_index = self.inputs.copy(), given.tensors, given.edge_index
         for place, new_dim, dtype, _, _ in self.moves:
@@ -270,10 +270,10 @@ class _KernelPlan:
         wanted = bool(self.weights), self.presence, self.log_sum
         out, alpha, log_sum = self.backend.operator.run_plain(Inputs._make(inputs), *wanted)
         if alpha is None:
-            return (out, None, log_sum) if self.log_sum else out
+            return Result(out, None, log_sum)
         if self.weights == "dropped" and inputs[_DROPOUT]:
             alpha = drop(alpha, inputs[_DROPOUT], inputs[_SEED])
-        return out, alpha.to(self.dtype), log_sum
+        return Result(out, alpha.to(self.dtype), log_sum)
 
 
 _QUERY, _KEY, _SINK, _EDGE_INDEX, _NUM_TARGETS, _SELF_LOOPS, _FLOW, _DROPOUT, _SEED, _PLAN = map(

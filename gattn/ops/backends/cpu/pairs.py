@@ -7,15 +7,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gattn.distributions import Softmax
-from gattn.graphs import FLOWS
+from gattn.graphs import FLOWS, EdgeList
 from gattn.ops.backends.base import needs_plain_pytorch, new_seed
 from gattn.ops.backends.cpu import Cpu
 from gattn.ops.backends.kernels import DTYPES
+from gattn.ops.call import Call
 from gattn.ops.chunks import chunk_sizes
-from gattn.ops.operator import are_plain
-from gattn.ops.terms import Inputs
-from gattn.scores import Score, family_of
+from gattn.ops.operator import are_plain, inputs_of
+from gattn.scores import family_of
 from gattn.torch_private import is_traced
 
 __all__ = ["attend", "can_attend", "counts"]
@@ -31,16 +30,16 @@ _LEAST_TARGETS = 32
 _LEAST_HEADS, _MOST_CHANNELS = 4, 64
 
 _KERNELS = Cpu()
-_SOFTMAX = Softmax().law()
 
 
-def can_attend(query: Tensor | None, key: Tensor, value: Tensor, score: Score) -> bool:
+def can_attend(call: Call) -> bool:
     """Whether `attend` can be called now, and is faster than plain PyTorch."""
+    key, value, score = call.key, call.value, call.score
     if score.scalar and (key.size(2) < _LEAST_HEADS or value.size(-1) > _MOST_CHANNELS):
         return False
     if value.device.type != "cpu" or value.dtype not in DTYPES or is_traced() or needs_plain_pytorch() is not None:
         return False
-    return are_plain((query, key, value)) and _KERNELS.knows(family_of(score, key.size(-1)))
+    return are_plain((call.query, key, value)) and _KERNELS.knows(family_of(score, call.channels))
 
 
 def counts(num_targets: int, num_sources: int, batch: int) -> list[int]:
@@ -49,65 +48,24 @@ def counts(num_targets: int, num_sources: int, batch: int) -> list[int]:
     return chunk_sizes(num_targets, max(most, _LEAST_TARGETS))
 
 
-def attend(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    score: Score,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    num_targets: int,
-    dropout: float,
-    reach: tuple[int, int] | None = None,
-) -> Tensor:
+def attend(call: Call, num_targets: int, reach: tuple[int, int] | None = None) -> Tensor:
     """The output of a softmax, `[B, N, H, V]`.
 
     Args:
-        query: `[B, N, H, C]`; without C for a scalar score.
-        key: `[B, M, H, C]`, likewise.
-        value: `[B, M, H, V]`.
-        score: A score that the kernels know, with tensors in the type of the computation.
-        bias: Broadcastable to `[B, H, N, M]`.
-        mask: Likewise.
+        call: A call with one batch dimension, a score that the kernels know, with tensors in the type of the
+            computation, and bias and mask broadcastable to `[B, H, N, M]`.
         num_targets: N.
-        dropout: The probability of dropping a weight.
         reach: The first and the last source that target 0 sees; each target sees one source more to the right than the
             one before. They may be before all sources, or after. (default: `None`, targets see all)
     """
-    if score.scalar:
-        query, key = None if query is None else query.unsqueeze(-1), key.unsqueeze(-1)
-    family = family_of(score, key.size(-1))
-    assert family is not None
-    assert _SOFTMAX is not None
-    edge_index = _pairs(num_targets, key.size(1), reach)
-    size = key.size(-2), num_targets, key.size(1)
-    inputs = Inputs(
-        query=query,
-        key=key,
-        value=None if value is key else value,
-        vector=family.vector,
-        edge=None,
-        edge_projection=None,
-        edge_type=None,
-        bias=None if bias is None else _per_pair(bias.expand(-1, *size), edge_index, reach),
-        mask=None if mask is None else _per_pair(mask.expand(-1, -1, *size[1:]), edge_index, reach),
-        edge_value=None,
-        edge_index=edge_index,
-        num_targets=num_targets,
-        self_loops=False,
-        flow=FLOWS[0],
-        family=family.name,
-        constants=list(family.constants),
-        edge_is_value=False,
-        distribution=_SOFTMAX.name,
-        distribution_constants=list(_SOFTMAX.constants),
-        sink=None,
-        out_bias=None,
-        dropout=dropout,
-        seed=new_seed(dropout, value.device),
-        traced=False,
+    bias, mask, num_sources = call.bias_of_edges, call.mask, call.key.size(1)
+    pairs, size = _pairs(num_targets, num_sources, reach), (num_targets, num_sources)
+    per_pair = call._replace(
+        bias=None if bias is None else _per_pair(bias.expand(-1, call.heads, *size), pairs, reach),
+        mask=None if mask is None else _per_pair(mask.expand(-1, -1, *size), pairs, reach),
     )
-    out: Tensor = _KERNELS.operator.run(inputs)[0]
+    edges = EdgeList(pairs, num_sources, num_targets, False, FLOWS[0])
+    out: Tensor = _KERNELS.operator.run(inputs_of(per_pair, edges, new_seed(call.dropout, call.value.device)))[0]
     return out
 
 

@@ -1,217 +1,240 @@
-"""Dot products by PyTorch's fused kernels."""
+"""Attention by dot products on complete graphs: sums over sources first, tiles of pairs, or PyTorch's own kernel."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import accumulate
-from typing import Any
+import math
+from operator import itemgetter
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
-from torch.nn.attention.varlen import varlen_attn
 
-from gattn.bias import Bias
+from gattn.autocast import is_autocast
+from gattn.bias import Bias, Term
+from gattn.distributions import is_plain_softmax
 from gattn.graphs import CompleteGraph
-from gattn.torch_private import (
-    flash_attention_on_cpu,
-    flash_attention_on_cpu_backward,
-    is_lazy,
-    resolved,
-    scaled_dot_product_choice,
-)
+from gattn.ops import reference
+from gattn.ops.backends.dense import linear, matrices, tile_operator, tiles
+from gattn.ops.backends.dense.elements import elements_of
+from gattn.ops.backends.dense.flash import by_pytorch
+from gattn.ops.backends.dense.tile_rules import DIMS, elements_for_tiles
+from gattn.ops.call import Call, Result
+from gattn.ops.plans import Given
+from gattn.ops.terms import PLACES
+from gattn.scores import DotScore
+from gattn.torch_private import is_context_parallel, is_exporting
 
-__all__ = ["by_pytorch", "is_packed_flash", "packed_flash"]
-
-#: The devices on which PyTorch has attention for sequences of various lengths.
-_PACKED = ("cuda",)
+__all__ = ["DotProducts", "is_for_tiles", "is_known", "is_linear", "with_one_batch"]
 
 
-def is_packed_flash(
-    query: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    graph: CompleteGraph,
-    bias: Tensor | Bias | None,
-    mask: Tensor | None,
-    dropout: float,
-) -> bool:
-    """Whether PyTorch's attention for various lengths, a flash kernel, can compute this dot product."""
-    if graph.blocks is None or query is None or value.device.type not in _PACKED:
+def is_for_tiles(call: Call) -> bool:
+    """Whether kernels for tiles of pairs know score and distribution, and serve the device and type."""
+    return is_known(call) and tiles.is_served(call.value)
+
+
+def is_linear(call: Call) -> bool:
+    """Whether weights are products, so that sums over sources may come first, and nothing else is asked of them."""
+    graph, law, score = call.graph, call.law, call.score
+    if law is None or law.name != "identity" or not matrices.has_products(score) or not score.is_product:
         return False
-    if bias is not None or mask is not None or dropout or value.dtype not in (torch.float16, torch.bfloat16):
+    if call.bias is not None or call.mask is not None or call.dropout > 0.0 or call.weights:
         return False
-    if query.shape[2:] != value.shape[2:] or key.shape[2:] != value.shape[2:] or value.numel() * query.numel() == 0:
+    assert isinstance(graph, CompleteGraph)
+    if is_exporting() and (graph.causal or graph.blocks is not None):  # chunks depend on sizes
         return False
-    if value.is_cuda and torch.cuda.get_device_capability(value.device) < (8, 0):
-        return False
-    # Every target must see a source: flash kernels leave the result of others undefined.
-    is_seen = all(m > 0 and (n <= m or graph.reach == (None, None)) for n, m in graph.blocks)
-    return is_seen and value.size(-1) % 8 == 0 and value.size(-1) <= 256
+    return graph.window is None and (graph.is_uniform or elements_of(graph, math.prod(call.batch)) is not None)
 
 
-def packed_flash(query: Tensor | None, key: Tensor, value: Tensor, graph: CompleteGraph, scale: float) -> Tensor:
-    """The output of a packed graph, all blocks at once."""
-    assert graph.blocks is not None
-    assert query is not None
-    targets, sources = zip(*graph.blocks, strict=True)
-    left, right = (-1 if side is None else side for side in graph.reach)
-    out = varlen_attn(
-        query.flatten(0, 1),
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        _starts(targets, query.size(0), query.device),
-        _starts(sources, query.size(0), query.device),
-        max(targets),
-        max(sources),
-        scale=scale,
-        window_size=(left, right),
-    )
-    assert isinstance(out, Tensor)
-    return torch.unflatten(out, 0, query.shape[:2])
+class DotProducts:
+    """Calls of dot products on complete graphs, which differ in nothing but numbers and nodes.
 
-
-@lru_cache(maxsize=64)
-def _starts(sizes: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
-    """Where each block begins and the last one ends; for a batch, one element after another."""
-    with torch.inference_mode(False):  # what is kept must also serve training
-        return torch.tensor([0, *accumulate(sizes * batch)], dtype=torch.int32, device=device)
-
-
-def by_pytorch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-) -> Tensor:
-    """Attention `[B, N, H, C]` or `[N, H, C]` with a softmax of scaled dot products, of tensors with elements.
-
-    Targets that see nothing get zeros.
-    """
-    terms, empty = None, None
-    if bias is not None or mask is not None:
-        terms, empty = _open_empty_rows(bias, mask)
-        terms = terms.expand(*terms.shape[:2], query.size(-3), key.size(-3))
-    grouped: dict[str, Any] = {"enable_gqa": True} if key.size(-2) != query.size(-2) else {}
-    out = None
-    if _may_be_flash_on_cpu(query, key, value):
-        with torch.no_grad():
-            views = _heads_first(query), _heads_first(key), _heads_first(value)
-        choice = scaled_dot_product_choice(*views, terms, dropout, causal, scale=scale, **grouped)
-        if choice == SDPBackend.FLASH_ATTENTION.value:
-            if terms is not None and terms.dtype == torch.bool:
-                terms = torch.zeros_like(terms, dtype=query.dtype).masked_fill(~terms, -torch.inf)
-            out = _Flash.apply(query, key, value, terms, causal, scale, views)
-    if out is None:
-        views = _heads_first(query), _heads_first(key), _heads_first(value)
-        attended = F.scaled_dot_product_attention(*views, terms, dropout, causal, scale=scale, **grouped)
-        out = _nodes_first(attended, query.dim())
-    return out if empty is None else out.masked_fill(empty.transpose(1, 2), 0.0)
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """`[B, N, H, C]` or `[N, H, C]` as `[B, H, N, C]`."""
-    x = x.transpose(-3, -2)
-    return x if x.dim() == 4 else x.unsqueeze(0)
-
-
-def _nodes_first(x: Tensor, dim: int) -> Tensor:
-    """The inverse of `_heads_first`."""
-    x = x.transpose(1, 2)
-    return x if dim == 4 else x.squeeze(0)
-
-
-def _may_be_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether gradients are needed, and PyTorch might call the kernel that `_Flash` wraps."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or query.device.type != "cpu":
-        return False
-    if not (query.requires_grad or key.requires_grad or value.requires_grad):
-        return False
-    return query.numel() * value.numel() > 0  # because the kernel divides by the sizes
-
-
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    causal: bool,
-    scale: float,
-    terms: Tensor | None = None,
-) -> Any:
-    """PyTorch's fused backward pass, with heads first, for any strides: it reads channels one after another.
-
-    Of the gradient alone, it makes a copy itself.
-    """
-    given = [query, key, value, out]
-    for place, x in enumerate(given):
-        if x.stride(-1) != 1 or is_lazy(x):
-            given[place] = resolved(x).contiguous()
-    grad, log_sum = resolved(grad), resolved(log_sum)
-    terms = None if terms is None else resolved(terms)
-    return flash_attention_on_cpu_backward(grad, *given, log_sum, 0.0, causal, attn_mask=terms, scale=scale)
-
-
-class _Flash(torch.autograd.Function):
-    """PyTorch's fused attention on the CPU. Its gradient has no gradient, so plain PyTorch computes that.
-
-    Transposed views are made in here, where autograd has nothing to do with them.
+    Args:
+        call: One of these calls, whose score is folded, with a distribution that tiles know.
+        sink: The logits of the softmax's sink, `[H]`.
+        may_fuse: Whether PyTorch's fused attention may be called. (default: `True`)
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
+    def __init__(self, call: Call, sink: Tensor | None, may_fuse: bool = True):
+        graph, score, law = cast(CompleteGraph, call.graph), cast(DotScore, call.score), call.law
+        assert law is not None
+        left, right = graph.reach
+        self.rule = tiles.Rule(
+            scale=score.factor(call.channels),
+            slope=score.negative_slope,
+            clamp=math.inf if score.clamp is None else score.clamp,
+            law=law._replace(sink=None),
+            left=left,
+            right=right,
+            elements=(),
+            dropout=call.dropout,
+            weights=call.weights,
+            log_sum=call.log_sum,
+        )
+        self.sink, self.is_linear, self.channels = sink, is_linear(call), max(call.channels, call.value.size(-1))
+        #: Whether PyTorch's fused attention might compute this, if targets and sources fit.
+        self.is_plain = may_fuse and is_plain_softmax(call.distribution) and score.is_product and graph.is_uniform
+        self.is_plain &= graph.window is None and not call.log_sum and call.weights in (False, True)
+        self.is_plain &= call.value.size(-1) > 0
+        self.is_compiled = torch.compiler.is_compiling()
+        self.has_tiles: bool | None = None  # found out with the first call that has nodes
+
+    def __call__(self, given: Given) -> Result | None:
+        """See `Plan`."""
+        query, key, value, bias, mask = _USED(given.tensors)
+        graph, num_targets, num_sources, front = given.complete, query.size(-3), key.size(-3), value.shape[:-3]
+        assert graph is not None
+        if (graph.num_targets, graph.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
+            return None
+        if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
+            return None
+        lengths = graph.target_lengths, graph.source_lengths
+        if graph.has_lengths and any(x is not None and x.shape != front for x in lengths):
+            return None
+        if self.is_linear and graph.blocks is not None and not linear.is_faster(graph, self.channels):
+            return None
+        if isinstance(bias, Bias):
+            bias.check(graph, front, query.size(-2))
+        elif bias is not None:
+            if not _fits(bias, num_targets, num_sources):
+                return None
+            bias = with_one_batch(bias, front)
+        if mask is not None:
+            if not _fits(mask, num_targets, num_sources):
+                return None
+            mask = with_one_batch(mask, front)
+        found = self.compute(query, key, value, bias, mask, graph)
+        if found is None or found.weights is None:
+            return found
+        weights = found.weights.to(value.dtype)
+        return found._replace(weights=weights if weights.dim() == query.dim() else weights.squeeze(0))
+
+    def compute(
+        self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        terms: Tensor | None,
-        causal: bool,
-        scale: float,
-        views: tuple[Tensor, Tensor, Tensor],
-    ) -> Tensor:
-        attended, log_sum = flash_attention_on_cpu(*views, 0.0, causal, attn_mask=terms, scale=scale)
-        out = _nodes_first(attended, query.dim()).data  # no view, which nobody could change in place
-        ctx.save_for_backward(query, key, value, terms, out, log_sum)
-        ctx.causal, ctx.scale = causal, scale
-        return out
+        bias: Tensor | Bias | None,
+        mask: Tensor | None,
+        graph: CompleteGraph,
+    ) -> Result | None:
+        """The result; `None` unless one of these ways is the fastest.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, terms, out, log_sum = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            query, key, value, out, grad = map(_heads_first, (*inputs, out, grad))
-            grads = _flash_backward(grad, query, key, value, out, log_sum, ctx.causal, ctx.scale, terms)
-            dim = inputs[0].dim()
-            return *[_nodes_first(x, dim) for x in grads], None, None, None, None
-        leaves = [x.view_as(x) for x in inputs]  # views, so that differentiation stops here
-        leaves = [x if x.requires_grad else x.requires_grad_() for x in leaves]
-        query, key, value = (_heads_first(x) for x in leaves)
-        groups = query.size(1) // key.size(1)  # query heads that share a key
-        key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-        logits = query @ key.transpose(-1, -2) * ctx.scale
-        if ctx.causal:
-            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-            logits = logits.masked_fill(later, -torch.inf)
-        if terms is not None:
-            logits = logits + terms
-        out = _nodes_first(logits.softmax(-1) @ value, leaves[0].dim())
-        return *torch.autograd.grad(out, leaves, grad, create_graph=True), None, None, None, None
+        Args:
+            query: `[B, N, H, C]`; like the next two, without B if there is one entry.
+            key: `[B, M, G, C]`, whose heads divide those of the query.
+            value: `[B, M, G, V]`.
+            bias: Broadcastable to `[B, H, N, M]`, or of the graph.
+            mask: Likewise, True = may attend.
+            graph: The graph.
+        """
+        if self.is_linear and (found := self._by_states(query, key, value, graph)) is not None:
+            return found
+        if self.has_tiles is None:
+            of_bias = bias.tensors() if isinstance(bias, Bias) else (bias,)
+            self.has_tiles = tiles.can_attend((query, key, value, mask, self.sink, *of_bias), self.rule.law)
+        of_graph, is_alone = isinstance(bias, Bias), bias is None and mask is None
+        if not self.has_tiles and (self.is_compiled or of_graph):
+            return None
+        if self.is_plain and not of_graph:
+            is_causal = graph.causal and (query.size(-3) > 1 or graph._offset is not None)  # the last target sees all
+            if not is_causal or query.size(-3) == key.size(-3):
+                if self.is_compiled:
+                    if self.rule.dropout == 0.0:
+                        return None
+                elif not (self.has_tiles and tiles.outruns_pytorch(query, key, value, is_alone, self.rule.dropout)):
+                    is_aligned = not (is_causal and graph._offset)
+                    return self._by_pytorch(query, key, value, graph, is_causal) if is_alone and is_aligned else None
+        if not self.has_tiles:
+            return None
+        term = bias.term(graph) if isinstance(bias, Bias) else bias
+        return None if of_graph and term is None else self._by_tiles(query, key, value, term, mask, graph)
+
+    def _by_states(self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph) -> Result | None:
+        """Linear attention, unless matrices take less time, or lengths cannot be read."""
+        is_one = query.dim() < DIMS
+        query, key, value = (x.unsqueeze(0) if is_one else x for x in (query, key, value))
+        if not (graph.is_uniform or elements_of(graph, key.size(0))):
+            return None
+        is_decided = graph.blocks is not None or is_exporting()  # which must not compare sizes
+        if not is_decided and not linear.is_faster(graph, self.channels):
+            return None
+        normalize, eps = self.rule.law.constants
+        out = linear.attend(query, key, value, self.rule.scale, bool(normalize), eps, graph).to(value.dtype)
+        return Result(out.squeeze(0) if is_one else out)
+
+    def _by_pytorch(self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph, is_causal: bool) -> Result:
+        """PyTorch's fused attention, and weights beside it, which change no bit of the output."""
+        out = by_pytorch(query, key, value, self.rule.scale, None, None, self.rule.dropout, is_causal)
+        if not self.rule.weights:
+            return Result(out)
+        logits = reference.products(query, key, self.rule.scale)
+        if is_causal:
+            n, m = logits.shape[-2:]
+            logits = logits.masked_fill(~graph.visible(n, m, graph.offset(n, m), logits.device), -torch.inf)
+        return Result(out, reference.softmax_of_rows(logits))
+
+    def _by_tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        term: Tensor | Term | None,
+        mask: Tensor | None,
+        graph: CompleteGraph,
+    ) -> Result | None:
+        """Tiles of pairs; `None` if the sizes of elements are not known."""
+        batch, num_targets, num_sources = key.size(0) if key.dim() == DIMS else 1, query.size(-3), key.size(-3)
+        sizes = graph.blocks if graph.blocks is not None else ((num_targets, num_sources),)
+        count, heads, rule = batch * len(sizes), query.size(-2), self.rule
+        term = _of_elements(term, count) if isinstance(term, Tensor) else term
+        mask = None if mask is None else _of_elements(mask, count)
+        offset = graph.offset(num_targets, num_sources)
+        if torch.compiler.is_compiling():
+            if not graph.is_uniform and graph.blocks is None:
+                return None
+            found: tuple[Tensor, Tensor | None, Tensor | None]
+            found = tile_operator.attend(query, key, value, term, mask, self.sink, rule, offset, graph.blocks)
+        else:
+            places = term.places if isinstance(term, Term) else ((0, 0),)
+            known = elements_of(graph, batch) if graph.has_lengths else None
+            if known is None and graph.has_lengths:
+                return None
+            of_all = batch, num_targets, num_sources, heads
+            elements, num_weights = elements_for_tiles(known, graph.blocks, of_all, offset, places, bool(rule.weights))
+            rule = rule._replace(elements=elements)
+            found = tiles.attend(query, key, value, term, mask, self.sink, rule, num_weights)
+        out, log_sum, in_a_row = found[0], found[1] if rule.log_sum else None, found[2]
+        if in_a_row is None:
+            return Result(out, None, log_sum)
+        of_blocks = in_a_row.split([batch * heads * n * m for n, m in sizes])
+        weights = [x.view(batch, heads, *size) for x, size in zip(of_blocks, sizes, strict=True)]
+        return Result(out, weights[0] if graph.blocks is None else weights, log_sum)
 
 
-def _open_empty_rows(bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Bias and mask as one tensor, and which targets see nothing; these see everything here, as kernels require."""
-    if bias is None:
-        assert mask is not None
-        empty = ~mask.any(-1, keepdim=True)
-        return mask | empty, empty
-    if mask is not None:
-        bias = bias.masked_fill(~mask, -torch.inf)
-    empty = (bias == -torch.inf).all(-1, keepdim=True)
-    return bias.masked_fill(empty, 0.0), empty
+#: Where the tensors are that these calls have.
+_USED = itemgetter(*(PLACES[name] for name in ("query", "key", "value", "bias", "mask")))
+
+
+def is_known(call: Call) -> bool:
+    """Whether a score is made of dot products, and kernels for tiles of pairs know the distribution."""
+    return call.law is not None and call.law.name in tiles.LAWS and matrices.has_products(call.score)
+
+
+def _fits(term: Tensor, num_targets: int, num_sources: int) -> bool:
+    """Whether a bias or mask can be broadcast to so many targets and sources."""
+    shape = (1, 1, *term.shape)
+    return shape[-1] in (1, num_sources) and shape[-2] in (1, num_targets)
+
+
+def _of_elements(x: Tensor, count: int) -> Tensor:
+    """A bias or mask with an entry for each element, or one for all."""
+    if x.size(0) in (1, count):
+        return x
+    return x[[place % x.size(0) for place in range(count)]]
+
+
+def with_one_batch(x: Tensor, front: torch.Size) -> Tensor:
+    """A bias or mask, broadcastable to `[*front, H, N, M]`, as one that is broadcastable to `[B, H, N, M]`."""
+    if len(front) > 1 and x.dim() > 3:
+        x = x.expand(*front, *x.shape[-3:]).flatten(0, 1)
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gattn.ops.backends import triton as launcher
+from gattn.ops.backends.dense.tile_rules import DIMS, FAR, Element, Inputs, Rule
 from gattn.ops.call import compute_dtype
 from gattn.torch_private import resolved
 
@@ -18,19 +19,16 @@ __all__ = ["GPUCall"]
 _WARPS, _WIDE = 4, 128
 """The number of warps of a program, twice as many for rows of so many channels."""
 
-_DIMS = 4
-"""The dimensions of tensors of nodes, batch included"""
-
 _HELD = 8192
 """The bytes of the rows of a tile."""
 
 
 class GPUCall:
-    """A call of the kernels; see `gattn.ops.backends.dense.tiles.CPUCall`."""
+    """A call of the kernels; see `gattn.ops.backends.dense.cpu_tiles.CPUCall`."""
 
-    def __init__(self, inputs: Any, rule: Any, grad_bias: Tensor | None = None):
+    def __init__(self, inputs: Inputs, rule: Rule, grad_bias: Tensor | None = None):
         #: Whether tensors come without a batch.
-        self.is_one = inputs.query.dim() < _DIMS
+        self.is_one = inputs.query.dim() < DIMS
         query, key, value = (resolved(x.unsqueeze(0) if self.is_one else x) for x in inputs[:3])
         inputs = inputs._replace(query=query, key=key, value=value)
         bias, sink, mask, of_pairs, starts, seed = (None if x is None else resolved(x) for x in inputs[3:])
@@ -152,7 +150,7 @@ class GPUCall:
 
 def _reach(side: int | None) -> int:
     """How far a target sees: far enough if nothing bounds it."""
-    return 2**40 if side is None else max(-(2**40), min(side, 2**40))
+    return FAR if side is None else max(-FAR, min(side, FAR))
 
 
 def _steps(x: Tensor) -> tuple[int, ...]:
@@ -166,13 +164,13 @@ def _block(channels: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _elements(elements: tuple[Any, ...], device: torch.device) -> Tensor:
+def _elements(elements: tuple[Element, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(elements, dtype=torch.int64, device=device).view(-1, 12)
 
 
 @lru_cache(maxsize=64)
-def _tasks(elements: tuple[Any, ...], nodes: int, by_source: bool, device: torch.device) -> Tensor:
+def _tasks(elements: tuple[Element, ...], nodes: int, by_source: bool, device: torch.device) -> Tensor:
     """The element and the first node of each program."""
     counts = (element.num_sources if by_source else element.num_targets for element in elements)
     tasks = [(place, start) for place, count in enumerate(counts) for start in range(0, count, nodes)]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.graphs import CompleteGraph
-from gattn.ops.backends.dense.ragged import elements_of
+from gattn.ops.backends.dense.elements import elements_of
 from gattn.ops.call import compute_dtype
 from gattn.ops.reference import repeat_heads
 from gattn.torch_private import is_batched

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gattn.bias import Term
 from gattn.distributions import Law
-from gattn.ops.backends.base import needs_plain_pytorch, new_seed
+from gattn.ops.backends.base import new_seed
 from gattn.ops.backends.dense import tiles
-from gattn.ops.backends.dense.ragged import elements_of_blocks
+from gattn.ops.backends.dense.tile_rules import FAR, elements_for_tiles
 from gattn.ops.call import compute_dtype
 from gattn.ops.operator import Differentiated, library
 
-__all__ = ["attend", "can_attend"]
+__all__ = ["attend"]
 
 #: What compiled code cannot hold as a constant: that nothing bounds the products.
 _UNBOUNDED = -1.0
@@ -36,14 +36,6 @@ library.define(
     f"tiles_backward({_INPUTS}, Tensor wide, Tensor stats, Tensor weights, Tensor? grad, Tensor? grad_log_sum, "
     f"Tensor? grad_weights, {_RULE}, bool[] wanted) -> Tensor[]"
 )
-
-
-def can_attend(tensors: Sequence[Tensor | None], law: Law) -> bool:
-    """Whether `attend` can be called in this compiled code; see `gattn.ops.backends.dense.tiles.can_attend`."""
-    query, key, value = tensors[:3]
-    if query is None or key is None or value is None or law.name not in tiles.LAWS:
-        return False
-    return tiles.is_served(value) and query.dtype == key.dtype == value.dtype and needs_plain_pytorch() is None
 
 
 def attend(
@@ -76,7 +68,7 @@ def attend(
     bias, sink = (None if x is None else x.to(compute) for x in (bias, sink))
     clamp = _UNBOUNDED if rule.clamp == math.inf else rule.clamp
     numbers = [rule.scale, rule.slope, clamp, rule.dropout, *rule.law.constants]
-    left, right = (tiles.FAR if side is None else side for side in (rule.left, rule.right))
+    left, right = (FAR if side is None else side for side in (rule.left, rule.right))
     sizes = [] if blocks is None else [size for block in blocks for size in block]
     integers = [left, right, offset, first, -1 if blocks is None else len(blocks), *sizes]
     integers += [number for place in places for number in place]
@@ -86,13 +78,13 @@ def attend(
     return found[0], found[2], found[3] if rule.weights else None
 
 
-def _blocks_of(integers: Sequence[int]) -> list[tuple[int, int]] | None:
+def _blocks_of(integers: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
     """The blocks that are among the integers."""
     count = integers[4]
     if count < 0:
         return None
     numbers = integers[5 : 5 + 2 * count]
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -100,19 +92,13 @@ def _rule_of(
     numbers: tuple[float, ...], integers: tuple[int, ...], names: tuple[str, ...], sizes: tuple[int, int, int, int]
 ) -> tuple[tiles.Rule, int]:
     """The rule, and the number of weights, for B, N, M and H."""
-    batch, num_targets, num_sources, heads = sizes
     scale, slope, clamp, dropout, *constants = numbers
     left, right, offset, first = integers[:4]
     blocks = _blocks_of(integers)
-    known = None if blocks is None else elements_of_blocks(blocks, batch, num_targets, num_sources)
     flat = integers[5 + 2 * max(integers[4], 0) :]
     places = tuple(zip(flat[::2], flat[1::2], strict=True))
-    elements = tiles.elements_of(known, batch, num_targets, num_sources, offset, places)
     law, kind, weights = names
-    num_weights = 0
-    if weights != "False":
-        size = (num_targets, num_sources) if blocks is None else None
-        elements, num_weights = tiles.with_matrices(elements, heads, size, len(blocks or ()))
+    elements, num_weights = elements_for_tiles(None, blocks, sizes, offset, places, weights != "False")
     return tiles.Rule(
         scale=scale,
         slope=slope,
@@ -166,7 +152,7 @@ def _fake(*arguments: Any) -> list[Tensor]:
     compute = compute_dtype(inputs.value.dtype)
     out = inputs.value.new_empty(*shape, inputs.value.size(-1))
     blocks = _blocks_of(integers)
-    blocks = [(shape[1], inputs.key.size(1))] if blocks is None else blocks
+    blocks = ((shape[1], inputs.key.size(1)),) if blocks is None else blocks
     count = 0 if names[2] == "False" else shape[0] * heads * sum(n * m for n, m in blocks)
     of_wide = (0,) if out.dtype == compute else out.shape
     return [out, *(out.new_empty(size, dtype=compute) for size in (of_wide, shape, (count,)))]
