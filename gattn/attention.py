@@ -33,7 +33,7 @@ from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
 from gattn.ops.backends.base import log_sum as log_sum_of
 from gattn.ops.backends.base import logits as logits_of
 from gattn.ops.call import GIVEN, Call, Result, checked_call
-from gattn.ops.choose import check_name, choose, requested
+from gattn.ops.choose import choose, requested
 from gattn.ops.dropout import check_probability, drop
 from gattn.ops.plans import Given
 from gattn.recording import is_watched, record
@@ -512,11 +512,12 @@ class Attention(Leaf, MessagePassing):
         if layer is not None and is_watched(layer):
             terms |= {"score": score, "distribution": distribution, "dropout": dropout, "training": training}
             return self._recorded(layer, query, key, value, graph, weights, log_sum=log_sum, backend=backend, **terms)
-        check_name(backend)
+        asked = requested(backend)
         score = _DOT if score is None else score
         if not isinstance(score, Score):
             raise TypeError(f"score must be an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
-        check_probability("dropout", dropout)
+        if type(dropout) is not float or dropout != 0.0:
+            check_probability("dropout", dropout)
         training = self.training if training is None else training
         if training is not True and training is not False:
             check_flag("training", training)
@@ -526,9 +527,10 @@ class Attention(Leaf, MessagePassing):
             check_flag("return_lse", log_sum)
         if value is None and type(key) is Tensor and weights == "only":
             value = key.new_empty((*(key.shape if score.scalar else key.shape[:-1]), 0))
-        is_usual = isinstance(weights, (bool, str)) and not (distribution is None or checks_finite())
+        is_checked = checks_finite()
+        is_usual = isinstance(weights, (bool, str)) and not (distribution is None or is_checked)
         if is_usual and self._needs_messages() is None:
-            options = dropout, requested(backend), weights, log_sum
+            options = dropout, asked, weights, log_sum
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
         if given is not None and (planned := plans.planned(given)) is not None:
             return planned
@@ -547,7 +549,7 @@ class Attention(Leaf, MessagePassing):
         )
         if log_sum and not is_plain_softmax(call.distribution):
             raise InputError(f"return_lse needs the plain softmax, whose sum it is; got {call.distribution!r}.")
-        if checks_finite():
+        if is_checked:
             named = {"weights" if name == "bias" and distribution is GIVEN else name: x for name, x in terms.items()}
             require_finite(query=query, key=key, value=value, score=score, distribution=call.distribution, **named)
         if self.explain and call.graph.is_dense:  # explainers mask edges of their own edge_index

@@ -44,6 +44,7 @@ __all__ = [
     "is_readable",
     "is_traced",
     "is_transformed",
+    "is_usual",
     "is_wrapper",
     "load_allowing",
     "needs_dispatcher",
@@ -102,7 +103,9 @@ def uses_jit_trace() -> bool:
 
 def is_traced() -> bool:
     """Whether tensors are placeholders from which a program is made (compiled, traced) that runs without this code."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or uses_jit_trace()
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return torch._C._get_tracing_state() is not None
 
 
 def is_intercepted() -> bool:
@@ -112,6 +115,19 @@ def is_intercepted() -> bool:
         return True
     depth: int = torch._C._functorch.get_dynamic_layer_stack_depth()
     return depth > 0
+
+
+def is_usual() -> bool:
+    """Whether PyTorch calls operators for numbers, one by one, and nothing but autograd looks on: asked once per call.
+
+    If not, there is a compiler, tracer, mode, transform, profiler, forward mode, or a split of sequences.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    is_looked_at = torch._C._get_tracing_state() is not None or torch.autograd._profiler_enabled()
+    if is_looked_at or torch._C._functorch.get_dynamic_layer_stack_depth() > 0:
+        return False
+    return torch.autograd.forward_ad._current_level < 0 and not (_CONTEXT in sys.modules and is_context_parallel())
 
 
 def is_exporting() -> bool:
@@ -133,7 +149,11 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has numbers on which decisions may depend."""
-    return not (is_traced() or is_functorch_tensor(tensor) or tensor.device.type == "meta")
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    return not (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.device.type == "meta")
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -182,9 +202,12 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+_CONTEXT = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
 def is_context_parallel() -> bool:
     """Whether PyTorch's `context_parallel` has replaced `scaled_dot_product_attention`; there is no public flag."""
-    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    module = sys.modules.get(_CONTEXT)
     return module is not None and F.scaled_dot_product_attention in module._replaced_functions
 
 

@@ -70,23 +70,18 @@ class CompleteGraph(Graph):
         target_lengths: Tensor | None = None,
     ):
         num_sources = num_targets if num_sources is None else num_sources
-        self.num_targets = checked_size("num_targets", num_targets)
-        self.num_sources = checked_size("num_sources", num_sources)
-        check_flag("causal", causal)
-        sides: Any = window if isinstance(window, (tuple, list)) else (window,)
-        is_one = len(sides) == 1 and is_integer(window) and window > 0
-        if (
-            window is not None
-            and not is_one
-            and not (len(sides) == 2 and all(is_integer(side) and side >= 0 for side in sides))
-        ):
-            error = InputError if all(map(is_integer, sides)) else InputTypeError
-            raise error(f"window must be (left, right), both at least 0, or one positive integer; got {window!r}.")
+        # Layers make their graph in each call.
+        is_usual = type(num_targets) is int and type(num_sources) is int and num_targets >= 0 <= num_sources
+        self.num_targets = num_targets if is_usual else checked_size("num_targets", num_targets)
+        self.num_sources = num_sources if is_usual else checked_size("num_sources", num_sources)
+        if causal is not True and causal is not False:
+            check_flag("causal", causal)
         self.causal = causal
-        self.window: tuple[int, int] | None = None if window is None else (sides[0], sides[-1])
+        self.window = None if window is None else _checked_window(window)
         self.source_lengths = source_lengths
         self.target_lengths = target_lengths
-        self._check_lengths()
+        if not (source_lengths is None and target_lengths is None):
+            self._check_lengths()
 
     def _check_lengths(self) -> None:
         for name, lengths, limit in (
@@ -531,6 +526,16 @@ def _to_matrix(weights: Tensor, source: Tensor, target: Tensor, num_targets: int
     matrix = weights.new_zeros((*weights.shape[:-2], weights.size(-1), num_targets, num_sources))
     matrix[..., target, source] = weights.transpose(-1, -2)
     return matrix
+
+
+def _checked_window(window: Any) -> tuple[int, int]:
+    """How far a target sees to both sides."""
+    sides: Any = window if isinstance(window, (tuple, list)) else (window,)
+    is_one = len(sides) == 1 and is_integer(window) and window > 0
+    if not is_one and not (len(sides) == 2 and all(is_integer(side) and side >= 0 for side in sides)):
+        error = InputError if all(map(is_integer, sides)) else InputTypeError
+        raise error(f"window must be (left, right), both at least 0, or one positive integer; got {window!r}.")
+    return sides[0], sides[-1]
 
 
 def _check_counts(name: str, lengths: Any) -> None:

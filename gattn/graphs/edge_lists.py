@@ -177,7 +177,7 @@ def derived(edge_index: Tensor, key: Hashable, derive: Callable[[], Any], conten
         contents: What distinguishes the tensor's present contents from others, for a caller that cannot rely on the
             tensor's version. (default: `None`, the version, shape, strides and address)
     """
-    if not _is_ours_to_keep(edge_index):
+    if is_intercepted() or edge_index.is_inference():  # as `_is_ours_to_keep` asks
         return derive()
     if contents is None:
         state = _state(edge_index)

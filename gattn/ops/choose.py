@@ -61,13 +61,20 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
 
 
 def requested(name: str) -> str:
-    """The backend that a call requests by its `backend` argument, or that the block around it requests."""
-    return _requested.value if name == "auto" else name
+    """The backend that a call requests by its `backend` argument, or that the block around it requests.
+
+    Raises:
+        ValueError: If no backend has that name.
+    """
+    if name == "auto":
+        return _requested.value
+    check_name(name)
+    return name
 
 
 def check_name(name: str) -> None:
     """Raises `ValueError` if no backend has this name."""
-    if name != "auto" and name not in _BY_NAME:
+    if name not in _BY_NAME and name != "auto":
         known = ", ".join(map(repr, ("auto", *_BY_NAME)))
         raise ValueError(f"unknown backend {name!r}: this version of gattn has {known}.")
 

@@ -24,9 +24,8 @@ from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.torch_private import (
     dispatch_keys,
     is_functorch_tensor,
-    is_intercepted,
     is_lazy,
-    uses_forward_mode,
+    is_usual,
 )
 
 __all__ = ["Given", "Plan", "forget", "given", "is_known", "keep", "planned"]
@@ -98,7 +97,7 @@ def given(
     The arguments are those of `gattn.attend` as they were given, with `flow` for a bare `edge_index`, the `dropout` of
     this call, the `backend` that is requested, which `weights` are returned, and whether the `log_sum`.
     """
-    if is_intercepted() or torch.autograd._profiler_enabled() or uses_forward_mode():
+    if not is_usual():
         return None
     formula = _FORMULAS.get(type(score))
     if formula is None or "logits" in score.__dict__:

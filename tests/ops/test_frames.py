@@ -18,20 +18,21 @@ FOLDER = str(Path(gattn.__file__).parent)
 
 #: The most functions without gradients, and with a backward pass.
 MOST = {
-    "list": (40, 70),
-    "list, with weights": (45, 70),
-    "list, with log-sums": (50, 75),
-    "complete": (30, 50),
-    "complete, with weights": (45, 65),
-    "softcap": (60, 95),
-    "mask": (60, 95),
-    "lengths": (75, 110),
-    "linear": (70, 100),
-    "pairs": (90, 130),
-    "cosine": (65, 95),
-    "weights alone": (55, 90),
-    "GATConv": (65, 100),
-    "GATConv, with edge features": (90, 135),
+    "list": (38, 66),
+    "list, with weights": (40, 68),
+    "list, with log-sums": (43, 72),
+    "complete": (26, 44),
+    "complete, with weights": (32, 48),
+    "softcap": (45, 76),
+    "mask": (45, 76),
+    "lengths": (56, 87),
+    "linear": (48, 78),
+    "pairs": (75, 115),
+    "cosine": (60, 90),
+    "weights alone": (42, 75),
+    "GATConv": (60, 95),
+    "GATConv, with edge features": (86, 130),
+    "MultiheadAttention": (50, 68),
 }
 
 
@@ -59,7 +60,8 @@ def calls():
     graph, batch = CompleteGraph(N), CompleteGraph(N, source_lengths=torch.tensor([7]))
     cap, identity, mask = gattn.Softmax(softcap=5.0), gattn.Identity(normalize=True), torch.rand(N, N) < 0.9
     pairs, values = random_edge_index(N, N, 20), torch.randn(20, H, requires_grad=True)
-    nodes, features = torch.randn(N, 8), torch.randn(30, 5)
+    nodes, features, tokens = torch.randn(N, 8), torch.randn(30, 5), torch.randn(1, N, 8)
+    layer = gattn.nn.MultiheadAttention(8, H, batch_first=True)
     conv, of_edges = gattn.nn.GATConv(8, C, heads=H), gattn.nn.GATConv(8, C, heads=H, edge_dim=5)
     return {
         "list": lambda: attend(x, x, x, edge_index),
@@ -74,6 +76,7 @@ def calls():
         "pairs": lambda: attend(x, x, x, graph, bias=gattn.SparseBias(pairs, values)),
         "cosine": lambda: attend(x, x, x, edge_index, score=gattn.CosineScore()),
         "weights alone": lambda: gattn.weigh(x, x, edge_index),
+        "MultiheadAttention": lambda: layer(tokens, tokens, tokens, need_weights=False)[0],
         "GATConv": lambda: conv(nodes, edge_index),
         "GATConv, with edge features": lambda: of_edges(nodes, edge_index, features),
     }

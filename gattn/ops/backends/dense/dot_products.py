@@ -22,7 +22,7 @@ from gattn.ops.call import Call, Result
 from gattn.ops.plans import Given
 from gattn.ops.terms import PLACES
 from gattn.scores import DotScore
-from gattn.torch_private import is_context_parallel, is_exporting
+from gattn.torch_private import is_exporting
 
 __all__ = ["DotProducts", "is_for_tiles", "is_known", "is_linear", "with_one_batch"]
 
@@ -70,6 +70,7 @@ class DotProducts:
             weights=call.weights,
             log_sum=call.log_sum,
         )
+        self.is_ragged = graph.has_lengths
         self.sink, self.is_linear, self.channels = sink, is_linear(call), max(call.channels, call.value.size(-1))
         #: Whether PyTorch's fused attention might compute this, if targets and sources fit.
         self.is_plain = may_fuse and is_plain_softmax(call.distribution) and score.is_product and graph.is_uniform
@@ -85,10 +86,10 @@ class DotProducts:
         assert graph is not None
         if (graph.num_targets, graph.num_sources, value.size(-3)) != (num_targets, num_sources, num_sources):
             return None
-        if num_targets * num_sources == 0 or is_autocast(value) or is_context_parallel():
+        if num_targets * num_sources == 0 or is_autocast(value):
             return None
         lengths = graph.target_lengths, graph.source_lengths
-        if graph.has_lengths and any(x is not None and x.shape != front for x in lengths):
+        if self.is_ragged and any(x is not None and x.shape != front for x in lengths):
             return None
         if self.is_linear and graph.blocks is not None and not linear.is_faster(graph, self.channels):
             return None
@@ -151,12 +152,12 @@ class DotProducts:
 
     def _by_states(self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph) -> Result | None:
         """Linear attention, unless matrices take less time, or lengths cannot be read."""
+        is_decided = graph.blocks is not None or is_exporting()  # which must not compare sizes
+        if not (is_decided or linear.is_faster(graph, self.channels)):
+            return None
         is_one = query.dim() < DIMS
         query, key, value = (x.unsqueeze(0) if is_one else x for x in (query, key, value))
-        if not (graph.is_uniform or elements_of(graph, key.size(0))):
-            return None
-        is_decided = graph.blocks is not None or is_exporting()  # which must not compare sizes
-        if not is_decided and not linear.is_faster(graph, self.channels):
+        if self.is_ragged and elements_of(graph, key.size(0)) is None:
             return None
         normalize, eps = self.rule.law.constants
         out = linear.attend(query, key, value, self.rule.scale, bool(normalize), eps, graph).to(value.dtype)
@@ -190,14 +191,14 @@ class DotProducts:
         mask = None if mask is None else _of_elements(mask, count)
         offset = graph.offset(num_targets, num_sources)
         if torch.compiler.is_compiling():
-            if not graph.is_uniform and graph.blocks is None:
+            if self.is_ragged:
                 return None
             found: tuple[Tensor, Tensor | None, Tensor | None]
             found = tile_operator.attend(query, key, value, term, mask, self.sink, rule, offset, graph.blocks)
         else:
             places = term.places if isinstance(term, Term) else ((0, 0),)
-            known = elements_of(graph, batch) if graph.has_lengths else None
-            if known is None and graph.has_lengths:
+            known = elements_of(graph, batch) if self.is_ragged else None
+            if known is None and self.is_ragged:
                 return None
             of_all = batch, num_targets, num_sources, heads
             elements, num_weights = elements_for_tiles(known, graph.blocks, of_all, offset, places, bool(rule.weights))
