@@ -582,7 +582,7 @@ MUTATIONS = [
     Mutation("a bound has gradients", TRITON_TILES, "tl.where((z > CLAMP) | (z < -CLAMP), «0.0 → of_score», of_score)"),
     Mutation("buckets have the row before", TRITON_TILES, "i[:, None] * tl.load(element + 8) + j[None]«→ * 0»"),
     Mutation("a bias of all is not summed", GPU_CALLS, "is_shared = «sizes[1] == 1 or sizes[0] == 1 or → False and»"),
-    Mutation("rows of a bias are not summed", GPU_CALLS, "SUMS_ROWS=«sizes[2] == 1 and is_shared → False»"),
+    Mutation("rows of a bias are always summed", GPU_CALLS, "SUMS_ROWS=«sizes[2] == 1 and is_shared → is_shared»"),
     # ------------------------------------------------------------------------------------------------------ the vectors
     Mutation("bfloat16 is cut off", KERNELS, "uint16_t((«bits + 0x7fff + (bits >> 16 & 1) → bits») >> 16);"),
     Mutation("float16's infinity is a number", KERNELS, "if («magnitude >= 0x7c00 → magnitude > 0x7c00») return"),
