@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from operator import mul
 from typing import Any, ClassVar, Literal
 
@@ -14,11 +15,14 @@ from gattn.errors import InputError, InputTypeError, check_flag, is_integer
 from gattn.graphs.base import EdgeList, Graph, checked_size
 from gattn.torch_private import is_intercepted
 
-__all__ = ["CompleteGraph"]
+__all__ = ["MOST_LISTED", "CompleteGraph"]
 
 #: If targets see fewer sources than this on average, a list of edges, once it was made, takes less time than tiles of
 #: pairs on CPUs: two thirds with blocks of 10 nodes, as much with 23.
 _SMALL_BLOCK = 16
+
+#: Lists of so many edges of complete graphs are kept; a layout takes 32 bytes for each.
+MOST_LISTED = 2**16
 
 
 class CompleteGraph(Graph):
@@ -240,8 +244,11 @@ class CompleteGraph(Graph):
         return self
 
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
-        """See `Graph.edge_list`."""
-        return EdgeList(self._edges(device), self.num_sources, self.num_targets)
+        """See `Graph.edge_list`: short lists are kept, with what is derived from them."""
+        if type(self) is not CompleteGraph or device.type != "cpu" or self.num_pairs > MOST_LISTED or is_intercepted():
+            return EdgeList(self._edges(device), self.num_sources, self.num_targets)
+        edge_index = _kept_edges(self.num_targets, self.num_sources, self.causal, self.window, self._offset, device)
+        return EdgeList(edge_index, self.num_sources, self.num_targets)
 
     def with_self_loops(self) -> CompleteGraph:
         """The graph itself, since each node already attends to itself.
@@ -526,6 +533,21 @@ def _to_matrix(weights: Tensor, source: Tensor, target: Tensor, num_targets: int
     matrix = weights.new_zeros((*weights.shape[:-2], weights.size(-1), num_targets, num_sources))
     matrix[..., target, source] = weights.transpose(-1, -2)
     return matrix
+
+
+@lru_cache(maxsize=16)
+def _kept_edges(
+    num_targets: int,
+    num_sources: int,
+    causal: bool,
+    window: tuple[int, int] | None,
+    offset: int | None,
+    device: torch.device,
+) -> Tensor:
+    graph = CompleteGraph(num_targets, num_sources, causal=causal, window=window)
+    graph._offset = offset
+    with torch.inference_mode(False):  # what is kept must also serve training
+        return graph._edges(device)
 
 
 def _checked_window(window: Any) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from gattn.bias import Bias, BucketBias, DistanceBias, SparseBias
 from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
+from gattn.graphs.complete import MOST_LISTED
 from gattn.ops.call import Result
 from gattn.ops.terms import GIVEN, PLACES, TERMS
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
@@ -28,7 +29,7 @@ from gattn.torch_private import (
     is_usual,
 )
 
-__all__ = ["Given", "Plan", "forget", "given", "is_known", "keep", "planned"]
+__all__ = ["Given", "Plan", "forget", "given", "is_known", "is_short_list", "keep", "planned", "suits_lists"]
 
 #: Which tensors of a call have rows, whose number is no part of a signature, on lists and on complete graphs: for nodes
 #: (N, M) or edges (E). More tensors are those of score and bias.
@@ -115,12 +116,11 @@ def given(
         edge_index, of_graph = graph, flow
     elif type(graph) is SparseGraph or type(graph) is TypedGraph:
         edge_index, of_graph = graph.adjacency, (graph.flow, graph.self_loops)
-    elif isinstance(graph, CompleteGraph) and graph.blocks is not None and graph.has_small_blocks:
-        if backend == "dense" or not isinstance(value, Tensor) or value.device.type != "cpu":
+    elif isinstance(graph, CompleteGraph) and is_short_list(graph, score, key, value):
+        assert value is not None
+        if backend == "dense" or bias is not None or mask is not None or weights:
             return None
-        if bias is not None or mask is not None or weights:
-            return None
-        edge_index, of_graph = graph.edge_list(value.device).edge_index, "blocks"
+        edge_index, of_graph = graph.edge_list(value.device).edge_index, "pairs"
     elif type(graph) is CompleteGraph or (isinstance(graph, CompleteGraph) and graph.blocks is not None):
         is_packed, is_ragged = graph.blocks is not None, graph.has_lengths
         of_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
@@ -180,6 +180,30 @@ def given(
     if isinstance(bias, Bias):  # its numbers are part of the signature, and it is given as it is
         tensors[_BIAS] = bias
     return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete, score)
+
+
+def is_short_list(graph: CompleteGraph, score: Score, key: Any, value: Any) -> bool:
+    """Whether a complete graph's list of edges takes less time than anything else, if neither has a bias or a mask.
+
+    These are the blocks of packed graphs, if they are small, and few pairs that are no products.
+    """
+    if type(value) is not Tensor or value.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if graph.blocks is not None:
+        return graph.has_small_blocks
+    if type(graph) is not CompleteGraph or type(key) is not Tensor or type(score) not in (GATScore, AdditiveScore):
+        return False
+    return not graph.has_lengths and graph.num_pairs <= MOST_LISTED and suits_lists(score, key, value)
+
+
+def suits_lists(score: Score, key: Tensor, value: Tensor) -> bool:
+    """Whether kernels for lists are faster than matrix operations for pairs that are no products."""
+    heads = key.size(-1 if score.scalar and key.dim() < value.dim() else -2)
+    return not score.scalar or (heads >= _LEAST_HEADS and value.size(-1) <= _MOST_CHANNELS)
+
+
+#: For scalar scores, matrix operations are faster with fewer heads, or with more channels in each.
+_LEAST_HEADS, _MOST_CHANNELS = 4, 64
 
 
 def _folds_as_given(*tensors: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gattn
 from gattn import CompleteGraph, DotScore, SparseGraph, attend, weigh
 from gattn.attention import Attention
+from gattn.graphs import complete
 from gattn.ops import plans
 from gattn.ops.backends import dense
 from gattn.ops.backends.cpu import pairs as cpu_pairs
@@ -190,7 +191,7 @@ def make_chunks(monkeypatch, size):
     """Computes few targets at a time, and all again in the backward pass."""
     monkeypatch.setattr(matrices, "_CHUNK", size)
     monkeypatch.setattr(matrices, "_MOST_KEPT", 0)
-    monkeypatch.setattr(cpu_pairs, "_MOST_PAIRS", size)
+    monkeypatch.setattr(cpu_pairs, "MOST_LISTED", size)
     monkeypatch.setattr(cpu_pairs, "_LEAST_TARGETS", 1)
 
 
@@ -1035,6 +1036,8 @@ class TestMemory:
         tensors = make_tensors(score, graph, batch)
         for method in ("edge_index", "_edges"):
             monkeypatch.setattr(type(graph), method, fail)
+        for module in (complete, plans):  # short ones are made, and kept
+            monkeypatch.setattr(module, "MOST_LISTED", 0)
         for backend in ("dense",) if graph.has_small_blocks else ("dense", "auto"):
             results(score, tensors, graph, backend)
         with pytest.raises(AssertionError, match="a list of edges"):
@@ -1091,7 +1094,8 @@ class TestKernelsForLists:
         call(score, make_tensors(score, graph, heads=heads, value_channels=channels), graph)
         assert not lists
 
-    def test_transforms_and_compiled_code_use_plain_pytorch(self, lists):
+    def test_transforms_and_compiled_code_use_plain_pytorch(self, lists, monkeypatch):
+        monkeypatch.setattr(plans, "MOST_LISTED", 0)
         x, score, graph = torch.randn(3, 5, H, C), gattn.AdditiveScore(torch.randn(H, C), "tanh"), CompleteGraph(5)
 
         def function(x):
@@ -1104,6 +1108,16 @@ class TestKernelsForLists:
         for result in (mapped, compiled, exported):
             torch.testing.assert_close(result, function(x))
         assert lists
+
+    @pytest.mark.parametrize("score", ["gat", "tanh"])
+    def test_short_lists_are_kept_for_graphs_like_theirs(self, score, lists):
+        """They do not go through this backend, whose calls are not prepared."""
+        options = ({}, {"causal": True}, {"window": (1, 2)}, {"causal": True, "window": (2, 2)}, {}, {"causal": True})
+        for shape, option in itertools.product(((5, 5), (5, 7), (7, 5)), options):
+            graph = CompleteGraph(*shape, **option)
+            tensors = make_tensors(score, graph, heads=4)
+            assert_same(*(results(score, tensors, graph, x, return_weights=False) for x in ("auto", "reference")))
+        assert not lists
 
     @pytest.mark.parametrize("score", ["gat", "leaky_relu", "tanh"])
     @each_graph
@@ -1122,7 +1136,7 @@ class TestKernelsForLists:
         compare(score, tensors, graph)
         assert set(lists) == {40 * 30}
         lists.clear()
-        monkeypatch.setattr(cpu_pairs, "_MOST_PAIRS", 16 * 30)
+        monkeypatch.setattr(cpu_pairs, "MOST_LISTED", 16 * 30)
         monkeypatch.setattr(cpu_pairs, "_LEAST_TARGETS", 1)
         results(score, tensors, graph, return_weights=False)
         kept = list(lists)
@@ -1151,7 +1165,7 @@ class TestKernelsForLists:
 
     def test_long_lists_are_not_kept(self, monkeypatch):
         assert cpu_pairs._pairs(3, 5, None) is cpu_pairs._pairs(3, 5, None)
-        monkeypatch.setattr(cpu_pairs, "_MOST_PAIRS", 7)
+        monkeypatch.setattr(cpu_pairs, "MOST_LISTED", 7)
         assert cpu_pairs._pairs(3, 5, None) is not cpu_pairs._pairs(3, 5, None)
         assert torch.equal(cpu_pairs._pairs(3, 5, None), CompleteGraph(3, 5).edge_index)
         assert torch.equal(cpu_pairs._pairs(6, 5, (-2, 1)), CompleteGraph(6, 5, window=(1, 2)).edge_index)

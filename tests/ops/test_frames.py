@@ -30,6 +30,7 @@ MOST = {
     "pairs": (75, 115),
     "cosine": (60, 90),
     "weights alone": (42, 75),
+    "additive, complete": (48, 78),
     "GATConv": (60, 95),
     "GATConv, with edge features": (86, 130),
     "MultiheadAttention": (50, 68),
@@ -60,6 +61,7 @@ def calls():
     graph, batch = CompleteGraph(N), CompleteGraph(N, source_lengths=torch.tensor([7]))
     cap, identity, mask = gattn.Softmax(softcap=5.0), gattn.Identity(normalize=True), torch.rand(N, N) < 0.9
     pairs, values = random_edge_index(N, N, 20), torch.randn(20, H, requires_grad=True)
+    additive = gattn.AdditiveScore(torch.randn(H, C))
     nodes, features, tokens = torch.randn(N, 8), torch.randn(30, 5), torch.randn(1, N, 8)
     layer = gattn.nn.MultiheadAttention(8, H, batch_first=True)
     conv, of_edges = gattn.nn.GATConv(8, C, heads=H), gattn.nn.GATConv(8, C, heads=H, edge_dim=5)
@@ -74,6 +76,7 @@ def calls():
         "lengths": lambda: attend(x[None], x[None], x[None], batch),
         "linear": lambda: attend(x, x, x, graph, distribution=identity),
         "pairs": lambda: attend(x, x, x, graph, bias=gattn.SparseBias(pairs, values)),
+        "additive, complete": lambda: attend(x, x, x, graph, score=additive),
         "cosine": lambda: attend(x, x, x, edge_index, score=gattn.CosineScore()),
         "weights alone": lambda: gattn.weigh(x, x, edge_index),
         "MultiheadAttention": lambda: layer(tokens, tokens, tokens, need_weights=False)[0],

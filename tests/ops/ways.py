@@ -59,7 +59,7 @@ PARTS = (
     (matrices, "_MOST_KEPT", 0),
     (linear, "_ROWS", 8),
     (linear, "_CHUNK", 4),
-    (pairs, "_MOST_PAIRS", 64),
+    (pairs, "MOST_LISTED", 64),
     (pairs, "_LEAST_TARGETS", 1),
     (custom_parts, "_FEWEST", 4),
 )

@@ -8,26 +8,24 @@ import torch
 from torch import Tensor
 
 from gattn.graphs import FLOWS, EdgeList
+from gattn.graphs.complete import MOST_LISTED
 from gattn.ops.backends.base import needs_plain_pytorch, new_seed
 from gattn.ops.backends.cpu import Cpu
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.call import Call
 from gattn.ops.chunks import chunk_sizes
 from gattn.ops.operator import are_plain, inputs_of
+from gattn.ops.plans import suits_lists
 from gattn.scores import family_of
 from gattn.torch_private import is_traced
 
 __all__ = ["attend", "can_attend", "counts"]
 
-#: The pairs of a list, whose layout takes 32 bytes for each, and those of a batch that are computed at a time.
-_MOST_PAIRS = 2**16
+#: The pairs of a batch that are computed at a time.
 _MOST_OF_BATCH = 2**18
 
 #: With fewer targets at a time, it would cost more to add up the gradients of sources.
 _LEAST_TARGETS = 32
-
-#: For scalar scores, matrix operations are faster than kernels with fewer heads, or with more channels in each.
-_LEAST_HEADS, _MOST_CHANNELS = 4, 64
 
 _KERNELS = Cpu()
 
@@ -35,7 +33,7 @@ _KERNELS = Cpu()
 def can_attend(call: Call) -> bool:
     """Whether `attend` can be called now, and is faster than plain PyTorch."""
     key, value, score = call.key, call.value, call.score
-    if score.scalar and (key.size(2) < _LEAST_HEADS or value.size(-1) > _MOST_CHANNELS):
+    if not suits_lists(score, key, value):
         return False
     if value.device.type != "cpu" or value.dtype not in DTYPES or is_traced() or needs_plain_pytorch() is not None:
         return False
@@ -44,7 +42,7 @@ def can_attend(call: Call) -> bool:
 
 def counts(num_targets: int, num_sources: int, batch: int) -> list[int]:
     """The numbers of targets to call `attend` with, so that lists are short, and what is computed from them small."""
-    most = min(_MOST_PAIRS, _MOST_OF_BATCH // max(batch, 1)) // num_sources
+    most = min(MOST_LISTED, _MOST_OF_BATCH // max(batch, 1)) // num_sources
     return chunk_sizes(num_targets, max(most, _LEAST_TARGETS))
 
 
@@ -79,7 +77,7 @@ def _per_pair(term: Tensor, edge_index: Tensor, reach: tuple[int, int] | None) -
 def _pairs(num_targets: int, num_sources: int, reach: tuple[int, int] | None) -> Tensor:
     """All pairs as an `edge_index`; lists of usual size are kept, and with them their layouts."""
     per_target = num_sources if reach is None else reach[1] - reach[0] + 1
-    make = _kept_pairs if num_targets * per_target <= 2 * _MOST_PAIRS else _kept_pairs.__wrapped__
+    make = _kept_pairs if num_targets * per_target <= 2 * MOST_LISTED else _kept_pairs.__wrapped__
     return make(num_targets, num_sources, reach)
 
 

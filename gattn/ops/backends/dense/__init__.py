@@ -28,7 +28,7 @@ from gattn.ops.backends.dense.dot_products import DotProducts, is_for_tiles, is_
 from gattn.ops.call import Call, Result
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.operator import sink_of
-from gattn.ops.plans import Given, Plan
+from gattn.ops.plans import Given, Plan, is_short_list
 from gattn.ops.sharded import complete_by_heads, is_distributed
 from gattn.ops.terms import GIVEN, PLACES
 from gattn.scores import says
@@ -71,9 +71,7 @@ class Dense(Backend):
         if graph.blocks is not None and not is_plain_softmax(call.distribution):
             is_slower = is_linear(call) and not linear.is_faster(graph, max(call.channels, call.value.size(-1)))
             return graph.has_small_blocks or is_slower
-        has_more = call.bias is not None or call.mask is not None
-        is_simple = graph.has_small_blocks and not has_more and not torch.compiler.is_compiling()
-        return is_simple and call.value.device.type == "cpu"
+        return call.bias is None and call.mask is None and is_short_list(graph, call.score, call.key, call.value)
 
     def logits(self, call: Call) -> Any:
         """See `Backend.logits`."""
