@@ -19,7 +19,8 @@ The rest of the package:
 - `gattn.datasets`: data sets by name, and `gattn.transforms`, which reorders their nodes for the cache;
 - `record_attention` collects the weights of a whole model, `gattn.visualize` draws them, and `gattn.explain` provides
   attention as an algorithm for PyG's explainers;
-- `backend` chooses the backend that computes, and `check_finite` looks for NaN in inputs;
+- `backend` chooses the backend that computes, `explain_call` says which one does, and `check_finite` looks for NaN in
+  inputs;
 - `gattn.features`: feature maps, with which attention takes linear time;
 - `gattn.distributed`: graphs that are split among processes;
 - `gattn.testing`: comparisons and invariance checks for tests.
@@ -39,6 +40,7 @@ from types import ModuleType
 from gattn import datasets, models, nn
 from gattn.attention import Attention, aggregate, attend, merge, weigh
 from gattn.bias import Bias, BucketBias, SparseBias
+from gattn.calls import explain_call
 from gattn.distributions import (
     Distribution,
     Entmax15,
@@ -97,6 +99,7 @@ __all__ = [
     "check_finite",
     "datasets",
     "dropout",
+    "explain_call",
     "merge",
     "models",
     "nn",

@@ -527,19 +527,39 @@ class Attention(Leaf, MessagePassing):
             check_flag("return_lse", log_sum)
         if value is None and type(key) is Tensor and weights == "only":
             value = key.new_empty((*(key.shape if score.scalar else key.shape[:-1]), 0))
-        is_checked = checks_finite()
-        is_usual = isinstance(weights, (bool, str)) and not (distribution is None or is_checked)
+        is_usual = isinstance(weights, (bool, str)) and not (distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
             options = dropout, asked, weights, log_sum
             given = plans.given(query, key, value, graph, self.flow, score, distribution, *options, **terms)
         if given is not None and (planned := plans.planned(given)) is not None:
             return planned
-        graph = as_graph(graph, self.flow, sharded=True)
+        call = self._checked(query, key, value, graph, score, distribution, dropout, weights, log_sum, terms)
+        if self.explain and call.graph.is_dense:  # explainers mask edges of their own edge_index
+            with self._unexplained():
+                result = self._compute(call, backend, distribution is None)
+        else:
+            result = self._compute(call, backend, distribution is None, given)
+        return result
+
+    def _checked(
+        self,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
+        graph: GraphLike,
+        score: Score,
+        distribution: str | Distribution | None,
+        dropout: float,
+        weights: bool | str,
+        log_sum: bool,
+        terms: dict[str, Any],
+    ) -> Call:
+        """The call with these arguments, after all checks; `dropout` is that of this call."""
         call = checked_call(
             query,
             key,
             value,
-            graph,
+            as_graph(graph, self.flow, sharded=True),
             score=score,
             distribution=resolve_distribution("softmax" if distribution is None else distribution),
             dropout=dropout,
@@ -549,15 +569,10 @@ class Attention(Leaf, MessagePassing):
         )
         if log_sum and not is_plain_softmax(call.distribution):
             raise InputError(f"return_lse needs the plain softmax, whose sum it is; got {call.distribution!r}.")
-        if is_checked:
+        if checks_finite():
             named = {"weights" if name == "bias" and distribution is GIVEN else name: x for name, x in terms.items()}
             require_finite(query=query, key=key, value=value, score=score, distribution=call.distribution, **named)
-        if self.explain and call.graph.is_dense:  # explainers mask edges of their own edge_index
-            with self._unexplained():
-                result = self._compute(call, backend, distribution is None)
-        else:
-            result = self._compute(call, backend, distribution is None, given)
-        return result
+        return call
 
     def _recorded(
         self,
@@ -807,6 +822,8 @@ _core: Attention = Attention().eval()
 
 #: Output and weights of `attend` for a layer that is not an `Attention`, by whose name they are recorded.
 attend_for = _core._result
+#: The call of these arguments, checked.
+call_of = _core._checked
 attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
 # Not before: the core's generated code imports all names that are in it then.
-__all__ += ["aggregate", "attend", "attend_for", "merge", "weigh"]
+__all__ += ["aggregate", "attend", "attend_for", "call_of", "merge", "weigh"]

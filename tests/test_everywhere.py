@@ -239,6 +239,10 @@ CALLS = {
     "weigh aggregate": weighed,
     "softmax": lambda n: gattn.softmax(randn(n, 2), batch(n), n),
     "merge": merged,
+    "explain_call": lambda n: torch.tensor(
+        [len(gattn.explain_call(*[randn(n, 2, 3)] * 3, x).way) for x in (edges(n), gattn.CompleteGraph(n))],
+        device="cpu",
+    ),
     "TypedGraph Typed": typed,
     "TypedGraph from_hetero": hetero,
     "as_graph": lambda n: graphs.as_graph(edges(n)).resolve(n, n),

@@ -13,8 +13,8 @@ PUBLIC = {
     gattn: (
         "AdditiveScore Attention Bias BucketBias CompleteGraph CosineScore Distribution DotScore Entmax15 GATScore "
         "Gate Hard Identity LocalGaussian Projected Score Sigmoid Softmax SparseBias SparseGraph Sparsemax Tanh "
-        "TopK Typed TypedGraph WithinTypes aggregate attend backend check_finite datasets dropout merge models nn "
-        "record_attention softmax weigh"
+        "TopK Typed TypedGraph WithinTypes aggregate attend backend check_finite datasets dropout explain_call merge "
+        "models nn record_attention softmax weigh"
     ),
     gattn.nn: (
         "AGNNConv ALiBi AdditiveAttention AttentionPooling AttentionalAggregation BiasedMHA DNAConv "

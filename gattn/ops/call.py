@@ -19,7 +19,7 @@ from gattn.graphs.edge_lists import check_types, checked_types, with_loops
 from gattn.scores import GATScore, Score
 from gattn.torch_private import guard_or_true, has_hooks, is_traced, is_wrapper
 
-__all__ = ["GIVEN", "NO_SCORE", "Call", "Result", "check_dtype", "checked_call", "compute_dtype"]
+__all__ = ["GIVEN", "NO_SCORE", "Call", "Result", "Way", "check_dtype", "checked_call", "compute_dtype"]
 
 #: The score of a call without query and key, whose logits are its bias.
 NO_SCORE = GATScore()
@@ -219,6 +219,14 @@ class Result(NamedTuple):
     """In the form that users of the graph get; `None` if the call does not request weights."""
     log_sum: Tensor | None = None
     """The log-sum-exp of each target's logits, `[..., N, H]`, if the call requests it"""
+
+
+class Way(NamedTuple):
+    """A way of computing a call."""
+
+    name: str
+    reason: str | None
+    """Why it does not compute this one; `None` if it does"""
 
 
 def checked_call(

@@ -12,10 +12,10 @@ from gattn.blocks import Setting
 from gattn.errors import BackendError
 from gattn.ops.backends import BACKENDS, Backend
 from gattn.ops.backends.base import Missing
-from gattn.ops.call import Call
+from gattn.ops.call import Call, Way
 from gattn.torch_private import is_exporting
 
-__all__ = ["backend", "check_name", "choose", "requested"]
+__all__ = ["backend", "check_name", "choose", "requested", "ways"]
 
 #: What the block around a call requests.
 _requested = Setting("auto")
@@ -45,19 +45,38 @@ def choose(name: str, call: Call, plain: str | None) -> Backend | None:
             raise RuntimeError(f"backend={asked!r} needs {missing.what}, but {missing.why}.")
         return wanted
     slower: Backend | None = None
-    if plain is None:
-        device, exports = call.value.device.type, is_exporting()
-        for backend in BACKENDS:
-            if exports and backend.has_operators:  # the program has to run without gattn
-                continue
-            if (backend.devices is None or device in backend.devices) and backend.refuses(call) is None:
-                if (missing := backend.missing()) is not None:
-                    _warn_once(missing)
-                elif slower is None and backend.yields(call):
-                    slower = backend
-                else:
-                    return backend
+    for backend in BACKENDS if plain is None else ():
+        if _unfit(backend, call) is None:
+            if (missing := backend.missing()) is not None:
+                _warn_once(missing)
+            elif slower is None and backend.yields(call):
+                slower = backend
+            else:
+                return backend
     return slower
+
+
+def _unfit(backend: Backend, call: Call) -> str | None:
+    """Why `"auto"` does not choose a backend for a call, as the end of a sentence."""
+    if backend.has_operators and is_exporting():
+        return "an exported program has to run without gattn"
+    if backend.devices is not None and call.value.device.type not in backend.devices:
+        return f"the tensors are on {call.value.device}"
+    return backend.refuses(call)
+
+
+def ways(name: str, call: Call, plain: str | None) -> tuple[Backend | None, list[tuple[str, Way]]]:
+    """The backend that computes a call, and all ways of all backends, with their names; see `choose`."""
+    chosen, found = choose(name, call, plain), list[tuple[str, Way]]()
+    for backend in BACKENDS:
+        if backend is chosen:
+            found += [(backend.name, way) for way in backend.ways(call)]
+            continue
+        missing, reason = backend.missing(), plain or _unfit(backend, call)
+        if reason is None and missing is not None:
+            reason = f"it needs {missing.what}, but {missing.why}"
+        found.append((backend.name, Way("", reason or "another backend is requested, or faster")))
+    return chosen, [*found, ("reference", Way("message passing", None if chosen is None else "a backend computes it"))]
 
 
 def requested(name: str) -> str:

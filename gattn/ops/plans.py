@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from gattn.distributions import Distribution, law_of
 from gattn.edges import EdgeTerm, Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
 from gattn.graphs.complete import MOST_LISTED
-from gattn.ops.call import Result
+from gattn.ops.call import Call, Result
 from gattn.ops.terms import GIVEN, PLACES, TERMS
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.torch_private import (
@@ -29,7 +29,7 @@ from gattn.torch_private import (
     is_usual,
 )
 
-__all__ = ["Given", "Plan", "forget", "given", "is_known", "is_short_list", "keep", "planned", "suits_lists"]
+__all__ = ["Given", "Plan", "forget", "given", "is_known", "is_short_list", "keep", "plan_of", "planned", "suits_lists"]
 
 #: Which tensors of a call have rows, whose number is no part of a signature, on lists and on complete graphs: for nodes
 #: (N, M) or edges (E). More tensors are those of score and bias.
@@ -238,26 +238,27 @@ def is_known(call: Given) -> bool:
     return call.signature in _plans
 
 
-def keep(given: Given, call: Any, backend: Any) -> None:
-    """Keeps the plan for calls like this one, if there can be one.
+def plan_of(given: Given, call: Call, backend: Any) -> Plan | None:
+    """The plan for calls like this one, if there can be one.
 
     Args:
         given: The call.
         call: The same call, checked.
-        backend: What computes it; `None` if plain PyTorch does.
+        backend: The `Backend` that computes it; `None` if plain PyTorch does.
     """
+    if backend is None or not given.score.folds:
+        return None if backend is None else cast("Plan | None", backend.plan(call, given))
+    known = _folded(given)
+    query, key = known.tensors[:2]
+    of_known = backend.plan(call._replace(query=query, key=key, score=known.score), known)
+    return None if of_known is None else lambda given: cast("Result | None", of_known(_folded(given)))
+
+
+def keep(given: Given, call: Call, backend: Any) -> None:
+    """Keeps what `plan_of` returns."""
     if len(_plans) >= _MOST_PLANS:
         forget()
-    if backend is None:
-        plan = None
-    elif given.score.folds:
-        known = _folded(given)
-        query, key = known.tensors[:2]
-        of_known = backend.plan(call._replace(query=query, key=key, score=known.score), known)
-        plan = None if of_known is None else lambda given: of_known(_folded(given))
-    else:
-        plan = backend.plan(call, given)
-    _plans[given.signature] = plan
+    _plans[given.signature] = plan_of(given, call, backend)
 
 
 def forget() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gattn.graphs import EdgeList
 from gattn.ops import reference
-from gattn.ops.call import Call, Result
+from gattn.ops.call import Call, Result, Way
 from gattn.ops.dropout import draw_seed, drop
 from gattn.ops.plans import Given, Plan
 from gattn.torch_private import is_transformed, uses_forward_mode, uses_jit_trace
@@ -69,6 +69,10 @@ class Backend(ABC):
     @abstractmethod
     def attend(self, call: Call) -> Result:
         """Computes a call that it does not refuse."""
+
+    def ways(self, call: Call) -> list[Way]:
+        """The ways in which it computes calls, of which one computes this call, which it does not refuse."""
+        return [Way("its kernels", None)]
 
     def logits(self, call: Call) -> Any:
         """See `logits`, for a call that it does not refuse."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from gattn.distributions import Law
 from gattn.graphs import EdgeList
 from gattn.ops.backends.base import Backend, dress_logits, finish, log_sum_of_edges, new_seed
-from gattn.ops.call import NO_SCORE, Call, Result
+from gattn.ops.call import NO_SCORE, Call, Result, Way
 from gattn.ops.custom_parts import as_logits, finished_logits, with_finished, with_finished_weights
 from gattn.ops.dropout import drop
 from gattn.ops.operator import AttentionOperator, inputs_of, presence_of
@@ -62,6 +62,14 @@ class KernelBackend(Backend):
         if call.value.dtype not in DTYPES:
             return f"it supports float64, float32, bfloat16 and float16, not {call.value.dtype}"
         return None
+
+    def ways(self, call: Call) -> list[Way]:
+        """See `Backend.ways`."""
+        whole, parts = "kernels for lists of edges", "kernels for sums, of weights or logits that PyTorch computes"
+        if self._knows_score(call) and self.knows_law(call.law):
+            return [Way(whole, None), Way(parts, "kernels know the score and the distribution")]
+        unknown = call.score if not self._knows_score(call) else call.distribution
+        return [Way(whole, f"they do not know {unknown!r}"), Way(parts, None)]
 
     def attend(self, call: Call) -> Result:
         """See `Backend.attend`."""

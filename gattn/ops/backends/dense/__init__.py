@@ -24,8 +24,18 @@ from gattn.graphs import CompleteGraph
 from gattn.ops import reference
 from gattn.ops.backends.base import Backend
 from gattn.ops.backends.dense import linear, matrices
-from gattn.ops.backends.dense.dot_products import DotProducts, is_for_tiles, is_known, is_linear, with_one_batch
-from gattn.ops.call import Call, Result
+from gattn.ops.backends.dense.dot_products import (
+    FLASH,
+    STATES,
+    TILES,
+    DotProducts,
+    is_for_tiles,
+    is_known,
+    is_linear,
+    refuses_linear,
+    with_one_batch,
+)
+from gattn.ops.call import Call, Result, Way
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.operator import sink_of
 from gattn.ops.plans import Given, Plan, is_short_list
@@ -35,6 +45,9 @@ from gattn.scores import says
 from gattn.torch_private import is_context_parallel, is_exporting
 
 __all__ = ["Dense"]
+
+#: The ways of other scores and distributions.
+_LISTS, _MATRICES = "lists of pairs, some targets at a time", "matrices, some targets at a time"
 
 
 class Dense(Backend):
@@ -108,12 +121,40 @@ class Dense(Backend):
         has_more = any(isinstance(x, Tensor) for x in _MORE(given.tensors))
         if given.complete is None or has_more or len(call.batch) > 1 or not is_known(call):
             return None
-        if 0 in (*call.batch, call.heads, call.key.size(-1), call.value.size(-1)):
+        if 0 in (*call.batch, call.heads, call.key.size(-1)) or (call.value.size(-1) == 0 and call.weights != "only"):
             return None
         if call.cast(call.dtype) is not call or is_distributed(call.value):
             return None
         with torch.inference_mode(False):  # what is kept must also serve training
             return DotProducts(call, None if call.law is None else sink_of(call.law.sink, call))
+
+    def ways(self, call: Call) -> list[Way]:
+        """See `Backend.ways`."""
+        call, may_fuse = _in_one_batch(_in_one_type(call))
+        graph, query, key, value, bias = cast(CompleteGraph, call.graph), call.query, call.key, call.value, call.bias
+        chosen, no_tiles, no_flash = None, "they compute dot products with a softmax or a gate", "another way is faster"
+        if is_known(call) and query is not None and call.law is not None:
+            products = DotProducts(call, sink_of(call.law.sink, call), may_fuse)
+            chosen = products.way(query, key, value, bias, call.mask, graph)
+            no_tiles = products.no_tiles or "another way is faster"
+            if chosen is TILES and isinstance(bias, Bias) and bias.term(graph) is None:
+                chosen, no_tiles = None, f"they cannot read a {type(bias).__name__}"
+        if chosen is None and may_fuse and is_plain_softmax(call.distribution) and matrices.has_fused(call):
+            chosen = FLASH
+        if not (is_plain_softmax(call.distribution) and matrices.has_products(call.score) and call.score.is_product):
+            no_flash = "it computes the plain softmax of scaled dot products"
+        elif isinstance(bias, Bias) or call.log_sum or not may_fuse:
+            no_flash = "it takes no gattn.Bias and no scale that is a tensor, and returns no log-sum-exp"
+        if chosen is None:
+            chosen = _LISTS if matrices.is_for_lists(call) else _MATRICES
+        reasons = {
+            STATES: refuses_linear(call) or "the products of all pairs take fewer operations",
+            TILES: no_tiles,
+            FLASH: no_flash,
+            _LISTS: "they compute the plain softmax of additive scores and GAT's, on CPUs, without weights",
+            _MATRICES: "another way is faster",
+        }
+        return [Way(way, None if way == chosen else reason) for way, reason in reasons.items()]
 
     def _result(self, call: Call) -> Result:
         if not torch.compiler.is_compiling() and is_context_parallel():
@@ -128,12 +169,7 @@ class Dense(Backend):
         for name, term in (("bias", call.bias), ("mask", call.mask)):
             if isinstance(term, Tensor):
                 graph.expand(term, name, call.batch, call.heads)
-        score = call.score
-        is_product = matrices.has_products(score) and score.is_product
-        if is_product and not score.folds and not call.log_sum:  # kernels compute half precision in float32 themselves
-            call = call.cast(call.dtype)
-        else:
-            call = call.cast(call.compute)._replace(score=score.to(call.compute))
+        call = _in_one_type(call)
         with without_autocast(call.value):
             out, weights, log_sum = _attend(call)
         if isinstance(weights, list):
@@ -143,12 +179,33 @@ class Dense(Backend):
         return Result(out.to(call.dtype), weights, log_sum)
 
 
+def _in_one_type(call: Call) -> Call:
+    """The call in its own type, in which kernels compute half precision in float32 themselves, or a wider one."""
+    score = call.score
+    if matrices.has_products(score) and score.is_product and not score.folds and not call.log_sum:
+        return call.cast(call.dtype)
+    return call.cast(call.compute)._replace(score=score.to(call.compute))
+
+
 def _attend(call: Call) -> Result:
     """Output `[..., N, H, V]`, weights `[..., H, N, M]` (a list with one per block of a packed graph), and log-sum-exp.
 
     Args:
         call: A call whose tensors all have one type.
     """
+    front, (call, may_fuse) = call.batch, _in_one_batch(call)
+    result = _computed(call, front, may_fuse)
+    if len(front) == 1:
+        return result
+    out, weights, log_sum = result
+    if isinstance(weights, list):
+        weights = [x.reshape(*front, *x.shape[1:]) for x in weights]
+    weights, log_sum = (x.reshape(*front, *x.shape[1:]) if isinstance(x, Tensor) else x for x in (weights, log_sum))
+    return Result(out.reshape(*front, *out.shape[1:]), weights, log_sum)
+
+
+def _in_one_batch(call: Call) -> tuple[Call, bool]:
+    """The call with one batch dimension, a folded score, and whether PyTorch's fused attention may be called."""
     query, key, value, bias, mask, score = call.query, call.key, call.value, call.bias, call.mask, call.score
     front, graph = call.batch, cast(CompleteGraph, call.graph)
     one = front if graph.blocks is None else torch.Size()
@@ -161,15 +218,7 @@ def _attend(call: Call) -> Result:
     may_fuse = is_exporting() or value.device.type != "cpu" or not isinstance(getattr(score, "scale", None), Tensor)
     if query is not None:
         query, key, score = score.folded(query, key)
-    call = call._replace(query=query, key=key, value=value, bias=bias, mask=mask, score=score)
-    result = _computed(call, front, may_fuse)
-    if len(front) == 1:
-        return result
-    out, weights, log_sum = result
-    if isinstance(weights, list):
-        weights = [x.reshape(*front, *x.shape[1:]) for x in weights]
-    weights, log_sum = (x.reshape(*front, *x.shape[1:]) if isinstance(x, Tensor) else x for x in (weights, log_sum))
-    return Result(out.reshape(*front, *out.shape[1:]), weights, log_sum)
+    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, score=score), may_fuse
 
 
 def _computed(call: Call, front: torch.Size, may_fuse: bool) -> Result:

@@ -24,7 +24,17 @@ from gattn.ops.terms import PLACES
 from gattn.scores import DotScore
 from gattn.torch_private import is_exporting
 
-__all__ = ["DotProducts", "is_for_tiles", "is_known", "is_linear", "with_one_batch"]
+__all__ = [
+    "FLASH",
+    "STATES",
+    "TILES",
+    "DotProducts",
+    "is_for_tiles",
+    "is_known",
+    "is_linear",
+    "refuses_linear",
+    "with_one_batch",
+]
 
 
 def is_for_tiles(call: Call) -> bool:
@@ -32,17 +42,29 @@ def is_for_tiles(call: Call) -> bool:
     return is_known(call) and tiles.is_served(call.value)
 
 
+def refuses_linear(call: Call) -> str | None:
+    """Why sums over sources may not come first; `None` if weights are products, and nothing else is asked of them."""
+    graph, law, score = cast(CompleteGraph, call.graph), call.law, call.score
+    if law is None or law.name != "identity" or not matrices.has_products(score) or not score.is_product:
+        return "weights are no products of query and key, as with Identity()"
+    if call.bias is not None or call.mask is not None or call.dropout > 0.0 or call.weights:
+        return "it has no bias, mask, dropout or weights to return"
+    if is_exporting() and (graph.causal or graph.blocks is not None):
+        return "the program that is exported would depend on sizes"
+    if graph.window is not None:
+        return "the graph has a window"
+    if not graph.is_uniform and elements_of(graph, math.prod(call.batch)) is None:
+        return "lengths on a GPU, or in compiled code, are not read"
+    return None
+
+
 def is_linear(call: Call) -> bool:
     """Whether weights are products, so that sums over sources may come first, and nothing else is asked of them."""
-    graph, law, score = call.graph, call.law, call.score
-    if law is None or law.name != "identity" or not matrices.has_products(score) or not score.is_product:
-        return False
-    if call.bias is not None or call.mask is not None or call.dropout > 0.0 or call.weights:
-        return False
-    assert isinstance(graph, CompleteGraph)
-    if is_exporting() and (graph.causal or graph.blocks is not None):  # chunks depend on sizes
-        return False
-    return graph.window is None and (graph.is_uniform or elements_of(graph, math.prod(call.batch)) is not None)
+    return refuses_linear(call) is None
+
+
+#: The ways of dot products.
+STATES, TILES, FLASH = "sums over sources that targets share", "tiles of pairs", "PyTorch's fused attention"
 
 
 class DotProducts:
@@ -77,7 +99,9 @@ class DotProducts:
         self.is_plain &= graph.window is None and not call.log_sum and call.weights in (False, True)
         self.is_plain &= call.value.size(-1) > 0
         self.is_compiled = torch.compiler.is_compiling()
-        self.has_tiles: bool | None = None  # found out with the first call that has nodes
+        #: Why there are no tiles, and whether that was found out, with the first call that has nodes.
+        self.no_tiles: str | None = None
+        self.has_asked = False
 
     def __call__(self, given: Given) -> Result | None:
         """See `Plan`."""
@@ -128,51 +152,63 @@ class DotProducts:
             mask: Likewise, True = may attend.
             graph: The graph.
         """
-        if self.is_linear and (found := self._by_states(query, key, value, graph)) is not None:
-            return found
-        if self.has_tiles is None:
+        way = self.way(query, key, value, bias, mask, graph)
+        if way is FLASH:
+            is_causal = graph.causal and query.size(-3) > 1
+            out = by_pytorch(query, key, value, self.rule.scale, None, None, self.rule.dropout, is_causal)
+            return Result(out, self._weights(query, key, graph, is_causal) if self.rule.weights else None)
+        if way is TILES:
+            term = bias.term(graph) if isinstance(bias, Bias) else bias
+            return None if term is None and bias is not None else self._by_tiles(query, key, value, term, mask, graph)
+        return self._by_states(query, key, value, graph) if way is STATES else None
+
+    def way(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | Bias | None,
+        mask: Tensor | None,
+        graph: CompleteGraph,
+    ) -> str | None:
+        """The fastest of these ways, if one is; see `compute`, which may still find that kernels cannot read a bias."""
+        if self.is_linear:
+            is_decided = graph.blocks is not None or is_exporting()  # which must not compare sizes
+            if is_decided or linear.is_faster(graph, self.channels):
+                batch = key.size(0) if key.dim() == DIMS else 1
+                if not self.is_ragged or elements_of(graph, batch) is not None:
+                    return STATES
+        if not self.has_asked:
             of_bias = bias.tensors() if isinstance(bias, Bias) else (bias,)
-            self.has_tiles = tiles.can_attend((query, key, value, mask, self.sink, *of_bias), self.rule.law)
-        of_graph, is_alone = isinstance(bias, Bias), bias is None and mask is None
-        if not self.has_tiles and (self.is_compiled or of_graph):
+            self.no_tiles = tiles.refuses((query, key, value, mask, self.sink, *of_bias), self.rule.law)
+            self.has_asked = True
+        has_tiles, of_graph = self.no_tiles is None, isinstance(bias, Bias)
+        if not has_tiles and (self.is_compiled or of_graph):
             return None
         if self.is_plain and not of_graph:
             is_causal = graph.causal and (query.size(-3) > 1 or graph._offset is not None)  # the last target sees all
             if not is_causal or query.size(-3) == key.size(-3):
                 if self.is_compiled:
-                    if self.rule.dropout == 0.0:
-                        return None
-                elif not (self.has_tiles and tiles.outruns_pytorch(query, key, value, is_alone, self.rule.dropout)):
-                    is_aligned = not (is_causal and graph._offset)
-                    return self._by_pytorch(query, key, value, graph, is_causal) if is_alone and is_aligned else None
-        if not self.has_tiles:
-            return None
-        term = bias.term(graph) if isinstance(bias, Bias) else bias
-        return None if of_graph and term is None else self._by_tiles(query, key, value, term, mask, graph)
+                    return TILES if self.rule.dropout > 0.0 else None
+                is_alone = bias is None and mask is None
+                if not (has_tiles and tiles.outruns_pytorch(query, key, value, is_alone, self.rule.dropout)):
+                    return FLASH if is_alone and not (is_causal and graph._offset) else None
+        return TILES if has_tiles else None
 
-    def _by_states(self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph) -> Result | None:
-        """Linear attention, unless matrices take less time, or lengths cannot be read."""
-        is_decided = graph.blocks is not None or is_exporting()  # which must not compare sizes
-        if not (is_decided or linear.is_faster(graph, self.channels)):
-            return None
+    def _by_states(self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph) -> Result:
         is_one = query.dim() < DIMS
         query, key, value = (x.unsqueeze(0) if is_one else x for x in (query, key, value))
-        if self.is_ragged and elements_of(graph, key.size(0)) is None:
-            return None
         normalize, eps = self.rule.law.constants
         out = linear.attend(query, key, value, self.rule.scale, bool(normalize), eps, graph).to(value.dtype)
         return Result(out.squeeze(0) if is_one else out)
 
-    def _by_pytorch(self, query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph, is_causal: bool) -> Result:
-        """PyTorch's fused attention, and weights beside it, which change no bit of the output."""
-        out = by_pytorch(query, key, value, self.rule.scale, None, None, self.rule.dropout, is_causal)
-        if not self.rule.weights:
-            return Result(out)
+    def _weights(self, query: Tensor, key: Tensor, graph: CompleteGraph, is_causal: bool) -> Tensor:
+        """Weights beside PyTorch's fused attention, so that they change no bit of its output."""
         logits = reference.products(query, key, self.rule.scale)
         if is_causal:
             n, m = logits.shape[-2:]
             logits = logits.masked_fill(~graph.visible(n, m, graph.offset(n, m), logits.device), -torch.inf)
-        return Result(out, reference.softmax_of_rows(logits))
+        return reference.softmax_of_rows(logits)
 
     def _by_tiles(
         self,
@@ -183,7 +219,7 @@ class DotProducts:
         mask: Tensor | None,
         graph: CompleteGraph,
     ) -> Result | None:
-        """Tiles of pairs; `None` if the sizes of elements are not known."""
+        """`None` if the sizes of elements are not known."""
         batch, num_targets, num_sources = key.size(0) if key.dim() == DIMS else 1, query.size(-3), key.size(-3)
         sizes = graph.blocks if graph.blocks is not None else ((num_targets, num_sources),)
         count, heads, rule = batch * len(sizes), query.size(-2), self.rule

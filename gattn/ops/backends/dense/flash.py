@@ -101,23 +101,25 @@ def by_pytorch(
     out = None
     if _may_be_flash_on_cpu(query, key, value):
         with torch.no_grad():
-            views = _heads_first(query), _heads_first(key), _heads_first(value)
-        choice = scaled_dot_product_choice(*views, terms, dropout, causal, scale=scale, **grouped)
+            views: Any = _heads_first(query, key, value)
+        first, second, third = views
+        choice = scaled_dot_product_choice(first, second, third, terms, dropout, causal, scale=scale, **grouped)
         if choice == SDPBackend.FLASH_ATTENTION.value:
             if terms is not None and terms.dtype == torch.bool:
                 terms = torch.zeros_like(terms, dtype=query.dtype).masked_fill(~terms, -torch.inf)
             out = _Flash.apply(query, key, value, terms, causal, scale, views)
     if out is None:
-        views = _heads_first(query), _heads_first(key), _heads_first(value)
-        attended = F.scaled_dot_product_attention(*views, terms, dropout, causal, scale=scale, **grouped)
+        first, second, third = _heads_first(query, key, value)
+        attended = F.scaled_dot_product_attention(first, second, third, terms, dropout, causal, scale=scale, **grouped)
         out = _nodes_first(attended, query.dim())
     return out if empty is None else out.masked_fill(empty.transpose(1, 2), 0.0)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """`[B, N, H, C]` or `[N, H, C]` as `[B, H, N, C]`."""
-    x = x.transpose(-3, -2)
-    return x if x.dim() == 4 else x.unsqueeze(0)
+def _heads_first(*tensors: Tensor) -> Any:
+    """Tensors `[B, N, H, C]` or `[N, H, C]` as `[B, H, N, C]`."""
+    if tensors[0].dim() == 4:
+        return [x.transpose(1, 2) for x in tensors]
+    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
 
 
 def _nodes_first(x: Tensor, dim: int) -> Tensor:
@@ -186,7 +188,7 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, terms, out, log_sum = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            query, key, value, out, grad = map(_heads_first, (*inputs, out, grad))
+            query, key, value, out, grad = _heads_first(*inputs, out, grad)
             grads = _flash_backward(grad, query, key, value, out, log_sum, ctx.causal, ctx.scale, terms)
             dim = inputs[0].dim()
             return *[_nodes_first(x, dim) for x in grads], None, None, None, None

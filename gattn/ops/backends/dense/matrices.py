@@ -28,7 +28,7 @@ from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.scores import DotScore, Score, says
 from gattn.torch_private import is_exporting, statically_known_true
 
-__all__ = ["attention", "both", "has_products", "length_mask"]
+__all__ = ["attention", "both", "has_fused", "has_products", "is_for_lists", "length_mask"]
 
 #: The logits, or channels of a score's hidden layer, that are computed at a time.
 _CHUNK = 2**20
@@ -78,7 +78,7 @@ def attention(call: Call, front: torch.Size, may_fuse: bool = True) -> Result:
     assert isinstance(graph, CompleteGraph)
     n, m = graph.num_targets, graph.num_sources
     is_softmax = is_plain_softmax(call.distribution)
-    is_fused = may_fuse and is_softmax and _has_fused(call)
+    is_fused = may_fuse and is_softmax and has_fused(call)
     if is_fused and is_packed_flash(call):
         return Result(packed_flash(call))
     bias: Any = call.bias.of_graph(graph) if isinstance(call.bias, Bias) else call.bias
@@ -143,8 +143,14 @@ def _nothing(call: Call, batch: int, num_targets: int) -> Result:
     return Result(out, None, out.new_full(out.shape[:-1], -torch.inf) if call.log_sum else None)
 
 
-def _has_fused(call: Call) -> bool:
-    """Whether PyTorch's fused attention computes a plain softmax: that of scaled dot products."""
+def is_for_lists(call: Call) -> bool:
+    """Whether kernels for lists compute a plain softmax, some targets at a time."""
+    is_softmax = is_plain_softmax(call.distribution) and not (call.weights or call.log_sum)
+    return is_softmax and not has_products(call.score) and pairs.can_attend(call)
+
+
+def has_fused(call: Call) -> bool:
+    """Whether PyTorch's fused attention computes this if it is a plain softmax: of scaled dot products."""
     if call.log_sum or call.weights or isinstance(call.bias, Bias) or not has_products(call.score):
         return False
     return call.score.is_product and call.key.size(-1) > 0
@@ -159,9 +165,7 @@ def _element(call: Call, part: _Part) -> Result:
     if knows_rows and not is_exporting() and batch * n * m == 0:
         nothing = _nothing(call, batch, n)
         return nothing._replace(weights=call.value.new_zeros(batch, call.heads, n, m) + nothing.out.sum())
-    is_product = has_products(call.score)
-    by_lists = is_softmax and not (call.weights or call.log_sum or is_product) and pairs.can_attend(call)
-    left, right = graph.reach
+    by_lists, left, right = is_for_lists(call), *graph.reach
     seen = m if left is None or right is None else left + right + 1
     is_narrow = not is_exporting() and 2 * (seen + _TOGETHER[1] * (not by_lists)) <= m
     if part.is_fused and not is_narrow:
@@ -174,7 +178,7 @@ def _element(call: Call, part: _Part) -> Result:
 
     if is_exporting() or not knows_rows:  # decisions must not depend on dynamic sizes
         return compute(call, part)
-    held = batch * min(seen, m) * (call.heads if is_product else call.key[0, 0].numel())
+    held = batch * min(seen, m) * (call.heads if has_products(call.score) else call.key[0, 0].numel())
     if is_narrow:  # lists of pairs of one size are kept
         size = pairs.counts(n, seen, batch)[0] if by_lists else min(max(seen, _TOGETHER[0]), _TOGETHER[1])
         counts = [size] * (n // size) + ([n % size] if n % size else [])

@@ -42,11 +42,11 @@ __all__ = [
     "Rule",
     "attend",
     "backward",
-    "can_attend",
     "forward",
     "is_served",
     "outruns_pytorch",
     "read",
+    "refuses",
 ]
 
 #: The distributions that the kernels know.
@@ -67,22 +67,31 @@ _FEWEST_SHARED, _FEWEST_OF_ONE = 2**18, 2**20
 _OF_HALF = frozenset(("avx512_fp16", "amx_bf16", "amx_fp16"))
 
 
-def can_attend(tensors: Sequence[Tensor | None], law: Law | None) -> bool:
-    """Whether `attend` can be called now, or in compiled code `gattn.ops.backends.dense.tile_operator.attend`.
+def refuses(tensors: Sequence[Tensor | None], law: Law) -> str | None:
+    """Why neither `attend` can be called now nor, in compiled code, `gattn.ops.backends.dense.tile_operator.attend`.
 
     Args:
         tensors: Query, key, value, bias, mask and sink.
         law: The distribution.
     """
     query, key, value = tensors[:3]
-    if law is None or law.name not in LAWS or query is None or key is None or value is None:
-        return False
-    if not is_served(value) or needs_plain_pytorch() is not None or not query.dtype == key.dtype == value.dtype:
-        return False
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    if law.name not in LAWS:
+        return f"they know {', '.join(LAWS)}, not {law.name}"
+    if not is_served(value):
+        return f"there are none for {value.dtype} on {value.device.type}, or they are not installed"
+    if (reason := needs_plain_pytorch()) is not None:
+        return reason
+    if not query.dtype == key.dtype == value.dtype:
+        return "query, key and value are of several types"
     if is_traced():
-        return torch.compiler.is_compiling() and not is_exporting()
-    is_empty = query.numel() * key.numel() == 0 or (value.numel() == 0 and value.size(-1) > 0)
-    return not is_empty and are_plain([x for x in tensors if x is not None])
+        is_compiled = torch.compiler.is_compiling() and not is_exporting()
+        return None if is_compiled else "the program that is recorded runs without gattn"
+    if query.numel() * key.numel() == 0 or (value.numel() == 0 and value.size(-1) > 0):
+        return "there is nothing to attend to"
+    return None if are_plain([x for x in tensors if x is not None]) else "a tensor is of a subclass, or lazy"
 
 
 def is_served(x: Tensor) -> bool:
