@@ -32,7 +32,8 @@ from gattn.ops import plans, reference
 from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
 from gattn.ops.backends.base import log_sum as log_sum_of
 from gattn.ops.backends.base import logits as logits_of
-from gattn.ops.call import GIVEN, Call, Result, checked_call
+from gattn.ops.call import GIVEN, Call, Result
+from gattn.ops.checks import checked_call
 from gattn.ops.choose import choose, requested
 from gattn.ops.dropout import check_probability, drop
 from gattn.ops.plans import Given

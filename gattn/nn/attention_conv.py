@@ -14,9 +14,9 @@ from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, as_graph
 from gattn.nn.dropout import dropout
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.edge_features import checked_factors, checked_features
 from gattn.nn.linear import Linear, is_plain
-from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.recording import record
 from gattn.scores import Score

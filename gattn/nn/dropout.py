@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from gattn.blocks import left_to_torch
 from gattn.graphs.edge_lists import derived
 from gattn.nn.linear import transposed_pattern
-from gattn.ops.backends import cpu
+from gattn.ops.backends.cpu import dropping
 from gattn.ops.dropout import draw_seed
 from gattn.tracing import Leaf
 
@@ -59,14 +59,14 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
         return F.dropout(x, p, training, inplace)
     if x.layout != torch.strided and not inplace:
         return _of_stored_values(x, p)
-    if _LEFT_TO_TORCH or type(x) not in _PLAIN or not 0.0 < p < 1.0 or not cpu.can_drop(x):
+    if _LEFT_TO_TORCH or type(x) not in _PLAIN or not 0.0 < p < 1.0 or not dropping.can_drop(x):
         return F.dropout(x, p, training, inplace)
     is_compiling = torch.compiler.is_compiling()
     is_small = x.numel() < _SMALL and not is_compiling
     if is_small and x.is_contiguous():
         return F.dropout(x, p, training, inplace)
     # What PyTorch's function drops depends on the strides.
-    result = F.dropout(x.contiguous(), p) if is_small else cpu.drop(x, float(p), draw_seed(x.device))
+    result = F.dropout(x.contiguous(), p) if is_small else dropping.drop(x, float(p), draw_seed(x.device))
     if inplace:
         return x.copy_(result)
     if is_compiling or x.is_contiguous():

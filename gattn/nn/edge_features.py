@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import Graph
-from gattn.ops.call import check_dtype
+from gattn.nn.dtypes import check_dtype
 from gattn.settings import require_finite
 
 __all__ = ["checked_factors", "checked_features", "with_features"]

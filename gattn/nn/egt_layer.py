@@ -13,8 +13,8 @@ from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads
 from gattn.nn.dropout import Dropout
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.linear import Linear
-from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.recording import record
 from gattn.scores import DotScore

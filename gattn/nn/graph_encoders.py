@@ -7,7 +7,7 @@ from torch.nn import Embedding, Module
 
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs.edge_lists import INTEGER_DTYPES
-from gattn.ops.call import check_dtype
+from gattn.nn.dtypes import check_dtype
 from gattn.tracing import Leaf
 
 __all__ = ["DegreeEncoder", "PathEncoder", "SpatialEncoder"]

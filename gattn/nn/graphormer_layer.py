@@ -14,8 +14,8 @@ from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, on_graph
 from gattn.nn.dropout import Dropout
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.linear import Linear, through
-from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.tracing import Leaf
 

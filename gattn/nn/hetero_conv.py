@@ -10,7 +10,7 @@ from torch import Tensor
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, as_graph
 from gattn.nn.attention_conv import BaseConv
-from gattn.ops.call import check_dtype
+from gattn.nn.dtypes import check_dtype
 from gattn.settings import require_finite
 
 __all__ = ["EdgeType", "HeteroBaseConv", "Metadata"]

@@ -14,8 +14,8 @@ from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
 from gattn.nn.dropout import dropout
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.linear import Linear, columns
-from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.products import linear
 from gattn.scores import Score

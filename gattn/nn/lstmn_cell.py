@@ -16,7 +16,7 @@ from torch.nn import Linear, Module, Parameter
 from gattn.attention import attend_for
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
-from gattn.ops.call import check_dtype
+from gattn.nn.dtypes import check_dtype
 from gattn.scores import AdditiveScore
 from gattn.tracing import Leaf
 

@@ -18,12 +18,12 @@ from gattn.bias import Bias
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.graph_positions import with_positions
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.linear import through
 from gattn.nn.positional import RelativePosition, RotaryPositionalEncoding
 from gattn.nn.torch_masks import check_mask, is_causal_mask, mask_terms
-from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.products import linear
 from gattn.torch_private import NonDynamicallyQuantizableLinear, is_readable, no_hook

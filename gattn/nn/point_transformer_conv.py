@@ -11,8 +11,8 @@ from torch_geometric.nn.inits import reset
 from gattn.errors import InputError, InputTypeError, check_at_least, is_integer
 from gattn.graphs import FLOWS, GraphLike, SparseGraph
 from gattn.nn.attention_conv import BaseConv
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.linear import Linear
-from gattn.ops.call import check_dtype
 from gattn.scores import GATScore
 from gattn.settings import require_finite
 

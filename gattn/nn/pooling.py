@@ -15,8 +15,8 @@ from torch_geometric.nn.aggr import Aggregation
 from gattn.attention import attend
 from gattn.errors import InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.sets import sets_of
-from gattn.ops.call import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 from gattn.torch_private import is_fx_symbolic_tracing

@@ -19,7 +19,7 @@ from gattn.attention import attend
 from gattn.distributions import Distribution
 from gattn.errors import InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
-from gattn.ops.call import check_dtype
+from gattn.nn.dtypes import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, DotScore, Score
 from gattn.tracing import Leaf

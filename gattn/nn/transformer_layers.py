@@ -20,11 +20,11 @@ from gattn.errors import InputError
 from gattn.graphs import Graph
 from gattn.nn import nested
 from gattn.nn.dropout import Dropout
+from gattn.nn.dtypes import check_dtype
 from gattn.nn.key_value_cache import KeyValueCache
 from gattn.nn.linear import through
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.torch_masks import as_numbers, check_mask, is_causal_mask
-from gattn.ops.call import check_dtype
 from gattn.torch_private import has_hooks
 from gattn.tracing import Leaf
 

@@ -5,49 +5,23 @@ An operator's backward pass is also an operator, whose own derivative is compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
-from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from gattn.distributions import Law, from_law
 from gattn.edges import Projected, Typed
-from gattn.graphs import FLOWS, EdgeList
-from gattn.graphs.edge_lists import looped
-from gattn.ops import reference
+from gattn.graphs import EdgeList
 from gattn.ops.call import Call, compute_dtype
+from gattn.ops.differentiated import Differentiated, are_plain, has_gradient, library
+from gattn.ops.plain_operator import asked, by_reference, differentiate_plainly
 from gattn.ops.sharded import by_heads, is_distributed
 from gattn.ops.terms import DIFFERENTIABLE, PLACES, SCHEMA, Inputs
-from gattn.scores import Family, Score
-from gattn.torch_private import (
-    apply_of,
-    autograd_below,
-    is_batched,
-    is_functorch_tensor,
-    is_lazy,
-    is_traced,
-    needs_dispatcher,
-    resolved,
-)
+from gattn.torch_private import apply_of, is_batched, is_traced, needs_dispatcher, resolved
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "AttentionOperator",
-    "Differentiated",
-    "Inputs",
-    "Presence",
-    "are_plain",
-    "has_gradient",
-    "inputs_of",
-    "library",
-    "presence_of",
-    "sink_of",
-]
-
-library = torch.library.Library("gattn", "DEF")
+__all__ = ["DIFFERENTIABLE", "AttentionOperator", "Inputs", "Presence", "inputs_of", "presence_of", "sink_of"]
 
 
 def sink_of(sink: float | Tensor | None, call: Call) -> Tensor | None:
@@ -219,7 +193,7 @@ class AttentionOperator:
         if grad_log_sum is not None:
             return self._with_log_sum(inputs, results, grad_log_sum, wanted)
         if is_batched(grad_out) or (grad_weights is not None and is_batched(grad_weights)):
-            return _differentiate_plainly(inputs, (grad_out, grad_weights, None), wanted)
+            return differentiate_plainly(inputs, (grad_out, grad_weights, None), wanted)
         if is_direct and not torch.is_grad_enabled() and not needs_dispatcher() and are_plain(results[:2]):
             return self._compute_backward(inputs, *results, wanted)
         grads: Sequence[Tensor | None] = self._backward(*results, *inputs.arguments, _flags(wanted))
@@ -232,7 +206,7 @@ class AttentionOperator:
         given = *results[:2], grad_log_sum
         is_batch = any(grad is not None and is_batched(grad) for grad in given)
         if is_batch or torch.is_grad_enabled() or needs_dispatcher() or not are_plain(given):
-            return _differentiate_plainly(inputs, given, wanted)
+            return differentiate_plainly(inputs, given, wanted)
         is_empty = self._log_sum_of(inputs, results[-1][0]) == -torch.inf  # where whatever arrives goes nowhere
         return self._compute_backward(inputs, *results, wanted, grad_log_sum.masked_fill(is_empty, 0.0))
 
@@ -332,88 +306,6 @@ def inputs_of(call: Call, edges: EdgeList, seed: Tensor | None) -> Inputs:
     )
 
 
-class Differentiated:
-    """An operator with a gradient: like `torch.library.register_autograd`, at a fraction of its cost per call.
-
-    A call skips PyTorch's dispatcher unless something intercepts operators.
-
-    Args:
-        name: The operator's name, without its namespace.
-        compute: Its computation, without gradients.
-        save: `save(ctx, inputs, output)` keeps what `differentiate` needs.
-        differentiate: `differentiate(ctx, *grads)` returns the gradients of all inputs.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        compute: Callable[..., Any],
-        save: Callable[..., None],
-        differentiate: Callable[..., tuple[Tensor | None, ...]],
-    ):
-        op = getattr(torch.ops.gattn, name).default
-        places = [place for place, argument in enumerate(op._schema.arguments) if str(argument.type) in _TENSOR_TYPES]
-
-        def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
-            output = compute(*inputs) if keys is None else autograd_below(op, keys, *inputs)
-            ctx.set_materialize_grads(False)
-            save(ctx, inputs, output)
-            return tuple(output) if isinstance(output, list) else output
-
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            return None, *differentiate(ctx, *grads)
-
-        function: Any = type(f"gattn_{name}", (torch.autograd.Function,), {"forward": forward, "backward": backward})
-
-        def dispatched(keys: Any, *inputs: Any) -> Any:
-            if not has_gradient(self._tensors(inputs)):
-                return autograd_below(op, keys, *inputs)
-            output = function.apply(keys, *inputs)
-            return list(output) if isinstance(output, tuple) else output
-
-        library.impl(name, dispatched, "Autograd", with_keyset=True)
-        self.op, self._compute, self._tensors = op, compute, itemgetter(*places)
-        self._apply = apply_of(function)
-
-    def __call__(self, *inputs: Any) -> Any:
-        """The output of the operator."""
-        if needs_dispatcher():
-            return self.op(*inputs)
-        tensors = self._tensors(inputs)
-        if not are_plain(tensors):
-            return self.op(*inputs)
-        if not has_gradient(tensors):
-            return self._compute(*inputs)
-        output = self._apply(None, *inputs)
-        return list(output) if isinstance(output, tuple) else output
-
-
-def has_gradient(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether a gradient of a result of these tensors may be requested."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:  # twice as fast as any()
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-def are_plain(inputs: Sequence[Any]) -> bool:
-    """Whether no input is lazy, a wrapper, or of a tensor subclass, which may want to see every operator.
-
-    Wrappers outlive the `torch.func` transforms that made them; the dispatcher unwraps them and computes lazy tensors.
-    """
-    if not _PLAIN.issuperset(map(type, inputs)):
-        return False
-    for value in inputs:  # noqa: SIM110 - twice as fast as all()
-        if isinstance(value, Tensor) and (is_functorch_tensor(value) or is_lazy(value)):
-            return False
-    return True
-
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, bool, float, str, list))
-_TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
-
-
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.wanted = [name for name, place in zip(DIFFERENTIABLE, _PLACES, strict=True) if ctx.needs_input_grad[1 + place]]
     ctx.mark_non_differentiable(*output[2:])
@@ -506,8 +398,8 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
         for grad in outer:
             if grad is not None and not grad.requires_grad:
                 grad.requires_grad_()
-        results = _by_reference(inputs._replace(**leaves))
-        pairs = _asked(results, outer)
+        results = by_reference(inputs._replace(**leaves))
+        pairs = asked(results, outer)
         first = torch.autograd.grad(
             [result for result, _ in pairs],
             [leaves[name] for name in ctx.wanted],
@@ -529,68 +421,3 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
     of_inputs = _in_place([next(second) for _ in leaves], list(leaves))
     of_grads = [None if grad is None else next(second) for grad in outer]
     return *of_grads, *[None] * (_NUM_GRADS_AND_RESULTS - len(of_grads)), *of_inputs, None
-
-
-def _asked(results: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """The results that have a gradient, and this."""
-    pairs = zip(results, grads, strict=False)
-    return [(result, grad) for result, grad in pairs if result is not None and grad is not None]
-
-
-def _differentiate_plainly(
-    inputs: Inputs, grads: Sequence[Tensor | None], wanted: Sequence[str]
-) -> Sequence[Tensor | None]:
-    """The gradients of these inputs by plain PyTorch: also for a batch of gradients, or with gradients of their own.
-
-    Args:
-        inputs: The inputs.
-        grads: The gradients of output, weights and log-sum-exp.
-        wanted: The names of the inputs.
-    """
-    creates = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, so that differentiation stops here.
-        leaves = {name: getattr(inputs, name).view_as(getattr(inputs, name)) for name in wanted}
-        leaves = {name: leaf if leaf.requires_grad else leaf.requires_grad_() for name, leaf in leaves.items()}
-        results = _by_reference(inputs._replace(**leaves), grads[2] is not None)
-        pairs = _asked(results, grads)
-        of_results = [result for result, _ in pairs], list(leaves.values()), [grad for _, grad in pairs]
-        return torch.autograd.grad(*of_results, create_graph=creates, materialize_grads=True)
-
-
-def _by_reference(inputs: Inputs, with_log_sum: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operator's computation in plain PyTorch: output, weights and, if it is wanted, the log-sum-exp."""
-    edge_index = inputs.edge_index
-    if inputs.self_loops:
-        edge_index = looped(edge_index, inputs.num_sources, inputs.num_targets, inputs.flow)
-    edge_index = edge_index.long()
-    family = Family(inputs.family, tuple(inputs.constants), inputs.vector)
-    edge = inputs.edge
-    if edge is not None and inputs.edge_projection is not None:
-        edge = torch.einsum("ed,hcd->ehc", edge.to(inputs.edge_projection.dtype), inputs.edge_projection).to(edge.dtype)
-    if edge is not None and inputs.edge_type is not None:
-        edge = edge.index_select(0, inputs.edge_type)
-    source, target = rows = edge_index if inputs.flow == FLOWS[0] else edge_index.flip(0)
-    score = Score.class_of_family(inputs.family).from_family(family)
-    out, weights = reference.attention(
-        inputs.query,
-        inputs.key,
-        inputs.values,
-        rows,
-        inputs.num_targets,
-        score,
-        from_law(Law(inputs.distribution, tuple(inputs.distribution_constants), inputs.sink)),
-        edge=edge,
-        bias=inputs.bias,
-        mask=inputs.mask,
-        edge_value=edge if inputs.edge_is_value else inputs.edge_value,
-        dropout=inputs.dropout,
-        seed=inputs.seed,
-    )
-    out = out if inputs.out_bias is None else out + inputs.out_bias
-    if not with_log_sum:
-        return out, weights, None
-    query = None if inputs.query is None else inputs.query.index_select(-3, target)
-    key = reference.repeat_heads(inputs.key.index_select(-3, source), inputs.heads)
-    logits = reference.whole_logits(query, key, edge, inputs.bias, inputs.mask, score)
-    return out, weights, reference.log_sum(logits, target, inputs.num_targets)

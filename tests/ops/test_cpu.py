@@ -19,6 +19,7 @@ from gattn.attention import Attention
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.ops import dropout, plans
 from gattn.ops.backends import cpu
+from gattn.ops.backends.cpu import dropping
 from gattn.ops.backends.cpu import layout as layout_module
 from gattn.testing import assert_as_exact_as, random_edge_index
 from tests.cases import (
@@ -770,7 +771,7 @@ class TestSpecialValues:
         x[:, :9] = torch.tensor([math.inf, -math.inf, math.nan]).unsqueeze(1)
         x.requires_grad_()
         seed = dropout.draw_seed(x.device)
-        out, expected = (function(x, p, seed) for function in (cpu.drop, dropout.drop))
+        out, expected = (function(x, p, seed) for function in (dropping.drop, dropout.drop))
         torch.testing.assert_close(out, expected, equal_nan=True)
         exact = dropout.drop(x.double(), p, seed)
         error = torch.where(exact.isfinite(), out - exact, 0.0).abs()
@@ -779,7 +780,7 @@ class TestSpecialValues:
         assert torch.equal(out == 0, expected == 0)
         for number in (1, 2, 3):
             with threads(number):
-                torch.testing.assert_close(cpu.drop(x, p, seed), out, rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(dropping.drop(x, p, seed), out, rtol=0, atol=0, equal_nan=True)
         actual, wanted = (torch.autograd.grad(y.sum(), x)[0] for y in (out, expected))
         torch.testing.assert_close(actual, wanted)
 

@@ -22,8 +22,7 @@ from gattn import (
     attend,
     weigh,
 )
-from gattn.ops import call as call_module
-from gattn.ops import plans
+from gattn.ops import checks, plans
 from gattn.testing import random_edge_index
 
 N, M, E, H, C, D, R = 5, 7, 20, 2, 3, 4, 3
@@ -32,7 +31,7 @@ N, M, E, H, C, D, R = 5, 7, 20, 2, 3, 4, 3
 @pytest.fixture
 def looked_at(monkeypatch):
     """Counts the calls that are checked."""
-    counted, original = [], call_module.checked_call
+    counted, original = [], checks.checked_call
 
     def checked_call(*args, **kwargs):
         counted.append(1)

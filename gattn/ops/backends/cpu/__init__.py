@@ -15,18 +15,18 @@ from torch import Tensor
 from gattn.distributions import LAWS, Law
 from gattn.edges import Projected, Typed
 from gattn.graphs.edge_lists import check_types
-from gattn.ops.backends.base import Missing, needs_plain_pytorch
+from gattn.ops.backends.base import Missing
 from gattn.ops.backends.cpu import native
+from gattn.ops.backends.cpu.dropping import dropout_arguments
 from gattn.ops.backends.cpu.layout import Layout, layout_of
 from gattn.ops.backends.kernels import DTYPES, KernelBackend, dense_rows, flat
 from gattn.ops.call import Call, compute_dtype
-from gattn.ops.dropout import drop as plain_drop
-from gattn.ops.operator import AttentionOperator, Differentiated, library
+from gattn.ops.operator import AttentionOperator
 from gattn.ops.terms import PLACES, TERMS, Inputs
 from gattn.scores import Family, Score, family_of
-from gattn.torch_private import is_batched, is_exporting, resolved
+from gattn.torch_private import resolved
 
-__all__ = ["Cpu", "can_drop", "drop"]
+__all__ = ["Cpu"]
 
 # Below this many channels to read, threads cost more than they gain.
 _SERIAL_WORK = 1 << 16
@@ -40,8 +40,6 @@ _load_error = native.load_error()  # read once, because compiled code cannot
 _families = frozenset() if _load_error else frozenset(filter(native.knows_family, Score.known_families()))
 # Without kernels, the error is that they are missing, not that they do not know a distribution.
 _laws = frozenset(name for name in LAWS if _load_error or native.distribution(name) >= 0)
-
-library.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
 
 
 class Cpu(KernelBackend):
@@ -213,7 +211,7 @@ class _Arguments:
             arguments.edge_value = arguments.edge
         if inputs.seed is not None:
             arguments.dropout = 1
-            dropout = _dropout_arguments(inputs.dropout, inputs.seed)
+            dropout = dropout_arguments(inputs.dropout, inputs.seed)
             arguments.seed, arguments.threshold, arguments.keep_scale = dropout
 
     def hold(self, tensor: Tensor) -> int:
@@ -241,22 +239,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _use_huge_pages(tensor: Tensor) -> None:
     """Spares most of the cost of touching a tensor's pages for the first time."""
     native.library().gattn_use_huge_pages(tensor.data_ptr(), tensor.nbytes)
-
-
-def _dropout_arguments(p: float, seed: Tensor) -> tuple[int, int, float]:
-    """Seed, threshold and scale in the form that the kernels take; with p = 1, a scale of zero drops everything."""
-    return int(seed), min(int(p * 2**32), 2**32 - 1), 1 / (1 - p) if p < 1 else 0.0
-
-
-def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    x = native.readable(x)
-    result = torch.empty_like(x)
-    seed_value, threshold, scale = _dropout_arguments(p, seed)
-    threads = torch.get_num_threads() if x.numel() > _SERIAL_WORK else 1
-    addresses = x.data_ptr(), result.data_ptr()
-    kind = DTYPES.index(x.dtype)
-    native.library().gattn_drop(*addresses, x.numel(), kind, seed_value, threshold, scale, threads)
-    return result
 
 
 class _Kept(NamedTuple):
@@ -468,32 +450,3 @@ def _log_sum(stats: Tensor) -> Tensor:
 
 
 Cpu.operator = AttentionOperator("attention", ("CPU",), _forward, _backward, _kept, _log_sum)
-
-
-def can_drop(x: Tensor) -> bool:
-    """Whether `drop` can be called on a tensor now."""
-    if is_exporting() or needs_plain_pytorch() is not None:
-        return False
-    return x.device.type == "cpu" and x.dtype in DTYPES and _load_error is None
-
-
-def drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """Zeroes each element of `x` with probability `p`, as `seed` decides, and scales the others by `1 / (1 - p)`."""
-    return _drop_operator(x, p, seed)
-
-
-def _save_drop(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -> None:
-    _, ctx.p, seed = inputs
-    ctx.save_for_backward(seed)
-
-
-def _differentiate_drop(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-    if grad is None:
-        return None, None, None
-    dropped = (plain_drop if is_batched(grad) else drop)(grad, ctx.p, *ctx.saved_tensors)
-    return dropped, None, None
-
-
-library.impl("drop", _drop, "CPU")
-torch.library.register_fake("gattn::drop", lambda x, p, seed: torch.empty_like(x).contiguous(), lib=library)
-_drop_operator = Differentiated("drop", _drop, _save_drop, _differentiate_drop)

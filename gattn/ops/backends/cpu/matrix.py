@@ -12,7 +12,7 @@ from gattn.distributions import LAWS, Law
 from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.kernels import DTYPES
-from gattn.ops.operator import Differentiated, library
+from gattn.ops.differentiated import Differentiated, library
 from gattn.torch_private import is_batched, is_exporting
 
 __all__ = ["can_weigh", "weights"]

@@ -14,7 +14,8 @@ from gattn.ops.backends.cpu import Cpu
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.call import Call
 from gattn.ops.chunks import chunk_sizes
-from gattn.ops.operator import are_plain, inputs_of
+from gattn.ops.differentiated import are_plain
+from gattn.ops.operator import inputs_of
 from gattn.ops.plans import suits_lists
 from gattn.scores import family_of
 from gattn.torch_private import is_traced

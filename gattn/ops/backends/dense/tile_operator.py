@@ -19,7 +19,7 @@ from gattn.ops.backends.base import new_seed
 from gattn.ops.backends.dense import tiles
 from gattn.ops.backends.dense.tile_rules import FAR, elements_for_tiles
 from gattn.ops.call import compute_dtype
-from gattn.ops.operator import Differentiated, library
+from gattn.ops.differentiated import Differentiated, library
 
 __all__ = ["attend"]
 

@@ -31,8 +31,8 @@ from gattn.ops.backends.dense.tile_rules import DIMS, Element, Inputs, Rule, che
 from gattn.ops.backends.kernels import DTYPES
 from gattn.ops.backends.triton import is_installed
 from gattn.ops.call import compute_dtype
+from gattn.ops.differentiated import are_plain, has_gradient
 from gattn.ops.dropout import keep_mask_of_pairs
-from gattn.ops.operator import are_plain, has_gradient
 from gattn.processor import instructions
 from gattn.torch_private import apply_of, is_batched, is_exporting, is_traced, resolved
 
