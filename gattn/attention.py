@@ -32,7 +32,7 @@ from gattn.ops import plans, reference
 from gattn.ops.backends.base import finish, needs_plain_pytorch, new_seed
 from gattn.ops.backends.base import log_sum as log_sum_of
 from gattn.ops.backends.base import logits as logits_of
-from gattn.ops.call import GIVEN, Call, Result
+from gattn.ops.call import GIVEN, NO_SCORE, Call, Result
 from gattn.ops.checks import checked_call
 from gattn.ops.choose import choose, requested
 from gattn.ops.dropout import check_probability, drop
@@ -526,7 +526,10 @@ class Attention(Leaf, MessagePassing):
         given = None
         if log_sum is not False:
             check_flag("return_lse", log_sum)
-        if value is None and type(key) is Tensor and weights == "only":
+        if key is None and query is None and type(value) is Tensor and value.dim() > 2:
+            if terms.get("edge") is None and isinstance(terms.get("bias"), Tensor):  # which is the whole logit
+                score, key = NO_SCORE, value.new_zeros(value.size(-2)).expand(value.shape[:-1])
+        elif value is None and type(key) is Tensor and weights == "only":
             value = key.new_empty((*(key.shape if score.scalar else key.shape[:-1]), 0))
         is_usual = isinstance(weights, (bool, str)) and not (distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:

@@ -19,11 +19,13 @@ from gattn import (
     Projected,
     SparseGraph,
     Typed,
+    aggregate,
     attend,
     weigh,
 )
 from gattn.ops import checks, plans
 from gattn.testing import random_edge_index
+from tests.cases import HALF
 
 N, M, E, H, C, D, R = 5, 7, 20, 2, 3, 4, 3
 
@@ -552,6 +554,50 @@ def test_weights_alone_are_looked_at_once(kind, looked_at):
             alpha = weigh(query, key, graph, score=score, backend=backend)
             of_both.append([alpha, *torch.autograd.grad(alpha.square().sum(), query)])
         torch.testing.assert_close(*of_both)
+    assert len(looked_at) == 3 + 1
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_sums_with_given_weights_are_looked_at_once(batch, dropout, looked_at):
+    options = {"dropout": dropout, "training": True}
+    for n, e in ((N, E), (7, 31), (N, E)):
+        weights, value = torch.rand(*batch, e, H).requires_grad_(), torch.randn(*batch, n, H, C).requires_grad_()
+        graph, of_both = random_edge_index(n, n, e), []
+        for backend in ("auto", "reference"):
+            torch.manual_seed(0)
+            out = aggregate(weights, value, graph, out_bias=torch.ones(H, C), backend=backend, **options)
+            of_both.append([out, *torch.autograd.grad(out.square().sum(), (weights, value))])
+        torch.testing.assert_close(*of_both)
+    assert len(looked_at) == 3 + (2 if batch else 1)  # in a batch, sizes are part of the signature
+
+
+def test_a_sum_with_given_weights_is_no_score_of_nothing():
+    """Mistakes are reported as before, and a bias beside a score is another call."""
+    value, graph = torch.randn(4, H, C), random_edge_index(4, 4, 10)
+    for _ in range(2):
+        aggregate(torch.rand(10, H), value, graph)
+        with pytest.raises(ValueError, match="weights must have one entry per edge"):
+            aggregate(torch.rand(9, H), value, graph)
+        with pytest.raises(TypeError, match="the logits are bias"):
+            attend(None, None, value, graph)
+        zeros = torch.zeros(4, H)
+        found = attend(None, zeros, value, graph, bias=torch.zeros(10, H), score=GATScore())
+        torch.testing.assert_close(found, attend(None, zeros, value, graph, score=GATScore(), backend="reference"))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_nodes_of_two_types_are_looked_at_once(name, dtype, looked_at):
+    for n, e in ((N, E), (7, 31), (N, E)):
+        given = {x: torch.randn(n, H, C) for x in ("query", "key", "value")}
+        given[name] = given[name].to(dtype).requires_grad_()
+        graph, of_both = random_edge_index(n, n, e), []
+        for backend in ("auto", "reference"):
+            out = attend(**given, graph=graph, backend=backend)
+            assert out.dtype == torch.float32
+            of_both.append([out, *torch.autograd.grad(out.square().sum(), given[name])])
+        torch.testing.assert_close(*of_both, rtol=1e-2, atol=1e-2)
     assert len(looked_at) == 3 + 1
 
 

@@ -168,7 +168,7 @@ class KernelBackend(Backend):
 
 #: Inputs whose types may differ from those given: what a call has in their place.
 _CAST: dict[str, Callable[[Call], Any]] = {
-    **{name: attrgetter(name) for name in ("query", "key", "edge", "edge_value", "out_bias")},
+    **{name: attrgetter(name) for name in ("query", "key", "value", "edge", "edge_value", "out_bias")},
     "bias": attrgetter("bias_of_edges"),
     "vector": lambda call: cast(Family, call.score.family(call.channels)).vector,
 }
