@@ -58,6 +58,8 @@ class Given(NamedTuple):
     complete: CompleteGraph | None
     """A complete graph of which there is no list"""
     score: Score
+    is_scaled: bool
+    """Whether the score's scale is a tensor"""
 
 
 #: Computes a call with the signature for which it was made; `None` if its sizes do not fit.
@@ -103,12 +105,12 @@ def given(
     formula = _FORMULAS.get(type(score))
     if formula is None or "logits" in score.__dict__:
         return None
-    of_score, more = formula(score), []
+    of_score, more, is_scaled = formula(score), [], False
     if score.folds:
         if not _folds_as_given(query, key, value):
             return None
         if isinstance(of_score[0], Tensor):
-            more, of_score = [of_score[0]], of_score[1:]
+            more, of_score, is_scaled = [of_score[0]], of_score[1:], True
     edge_index: Tensor | None = None
     complete: CompleteGraph | None = None
     of_graph: Hashable
@@ -128,8 +130,6 @@ def given(
             return None
         complete, of_graph = graph, (graph.causal, graph.window, graph._offset, is_packed, is_ragged)
     else:
-        return None
-    if more and edge_index is None:  # PyTorch's fused kernel may lose a scale that is not a number
         return None
     num_sources, num_targets = (None, None) if edge_index is graph else (graph.num_sources, graph.num_targets)
     of_weights: Any = distribution
@@ -179,7 +179,7 @@ def given(
         signature.append((edge_index.dtype, edge_index.device))
     if isinstance(bias, Bias):  # its numbers are part of the signature, and it is given as it is
         tensors[_BIAS] = bias
-    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete, score)
+    return Given(tuple(signature), tensors, edge_index, num_sources, num_targets, complete, score, is_scaled)
 
 
 def is_short_list(graph: CompleteGraph, score: Score, key: Any, value: Any) -> bool:

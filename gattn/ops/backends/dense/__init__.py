@@ -126,7 +126,8 @@ class Dense(Backend):
         if call.cast(call.dtype) is not call or is_distributed(call.value):
             return None
         with torch.inference_mode(False):  # what is kept must also serve training
-            return DotProducts(call, None if call.law is None else sink_of(call.law.sink, call))
+            sink = None if call.law is None else sink_of(call.law.sink, call)
+            return DotProducts(call, sink, _may_fuse(call.value, given.is_scaled))
 
     def ways(self, call: Call) -> list[Way]:
         """See `Backend.ways`."""
@@ -204,6 +205,11 @@ def _attend(call: Call) -> Result:
     return Result(out.reshape(*front, *out.shape[1:]), weights, log_sum)
 
 
+def _may_fuse(value: Tensor, is_scaled: bool) -> bool:
+    """Whether PyTorch's fused attention keeps NaN: on CPUs, it loses a scale that is a tensor and not a number."""
+    return is_exporting() or value.device.type != "cpu" or not is_scaled
+
+
 def _in_one_batch(call: Call) -> tuple[Call, bool]:
     """The call with one batch dimension, a folded score, and whether PyTorch's fused attention may be called."""
     query, key, value, bias, mask, score = call.query, call.key, call.value, call.bias, call.mask, call.score
@@ -214,8 +220,7 @@ def _in_one_batch(call: Call) -> tuple[Call, bool]:
     if len(front) != 1:
         query = None if query is None else _with_one_batch(query, front)
         key, value = _with_one_batch(key, front), _with_one_batch(value, front)
-    # PyTorch's fused kernel on CPUs loses a scale that is not a number.
-    may_fuse = is_exporting() or value.device.type != "cpu" or not isinstance(getattr(score, "scale", None), Tensor)
+    may_fuse = _may_fuse(value, isinstance(getattr(score, "scale", None), Tensor))
     if query is not None:
         query, key, score = score.folded(query, key)
     return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, score=score), may_fuse
