@@ -95,9 +95,9 @@ class DotProducts:
         self.is_ragged = graph.has_lengths
         self.sink, self.is_linear, self.channels = sink, is_linear(call), max(call.channels, call.value.size(-1))
         #: Whether PyTorch's fused attention might compute this, if targets and sources fit.
-        self.is_plain = may_fuse and is_plain_softmax(call.distribution) and score.is_product and graph.is_uniform
-        self.is_plain &= graph.window is None and not call.log_sum and call.weights in (False, True)
-        self.is_plain &= call.value.size(-1) > 0
+        has_more = call.log_sum or call.weights not in (False, True) or graph.window is not None
+        is_softmax = is_plain_softmax(call.distribution) and score.is_product and call.value.size(-1) > 0
+        self.is_plain = may_fuse and is_softmax and graph.is_uniform and not has_more
         self.is_compiled = torch.compiler.is_compiling()
         #: Why there are no tiles, and whether that was found out, with the first call that has nodes.
         self.no_tiles: str | None = None
