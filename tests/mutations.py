@@ -719,11 +719,7 @@ MUTATIONS = [
         PLANS,
         "return dtypes in ({torch.float32}, {torch.float64}«→ , {torch.bfloat16}»)",
     ),
-    Mutation(
-        "plans fold a scale that is not a number",
-        PLANS,
-        "if «more and edge_index is None → False»:",
-    ),
+    Mutation("a scale that is not a number is lost", DENSE, 'value.device.type != "cpu" or «not is_scaled → True»'),
     Mutation("plans are for graphs with and without loops", PLANS, "(graph.flow, «graph.self_loops → False»)"),
     Mutation("plans are for values that are keys and others", PLANS, "type(bias), «value is key → None»,"),
     Mutation(
