@@ -104,14 +104,14 @@ TESTS = {
     SUMS: ["tests/test_products.py"],
     BY_SOURCE: ["tests/ops/test_plans.py"],
     **{
-        file: [f"tests/ops/test_tiles.py::test_{name}" for name in ("a_few_cells_on_a_gpu", "dropout")]
+        file: [f"tests/ops/test_tiles.py::test_{name}" for name in ("a_few_cells_on_a_gpu", "dropout_on_a_gpu")]
         for file in (TRITON_TILES, GPU_CALLS)
     },
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_CALLS: ["tests/ops/test_triton.py"],
     TRITON_LAYOUT: ["tests/ops/test_triton.py"],
-    DENSE: ["tests/ops/test_dense.py", "tests/ops/test_plans.py"],
+    DENSE: ["tests/ops/test_dense.py", "tests/ops/test_plans.py", "tests/ops/test_tiles.py"],
     PAIRS: ["tests/ops/test_dense.py"],
     LINEAR: ["tests/ops/test_linear.py"],
     BIAS: ["tests/test_bias.py"],

@@ -543,6 +543,16 @@ def test_scores_that_are_folded(name, graph, dtype, looked_at):
     assert len(looked_at) == 3 + (1 if dtype == torch.float32 else 3)
 
 
+@pytest.mark.parametrize("graph", [random_edge_index(64, 64, 300), CompleteGraph(3), CompleteGraph(64)])
+def test_a_scale_that_is_not_a_number(graph):
+    """PyTorch's fused attention makes zeros of it."""
+    x = torch.randn(getattr(graph, "num_targets", 64), H, C)
+    for _ in range(2):
+        out = attend(x, x, x, graph, score=DotScore(torch.tensor([1.0, torch.nan])))
+        assert not out[:, 0].isnan().any()
+        assert out[:, 1].isnan().any()
+
+
 @pytest.mark.parametrize("kind", ["dot", "gat", "cosine"])
 def test_weights_alone_are_looked_at_once(kind, looked_at):
     for n, e in ((N, E), (7, 31), (N, E)):

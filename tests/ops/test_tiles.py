@@ -238,6 +238,16 @@ def test_thousands_of_terms(law, bias, dtype, ran):
 @pytest.mark.parametrize("graph", ["full", "causal"])
 @pytest.mark.parametrize(("law", "returned"), [("dropout", True), ("softcap", False), ("normalized", "dropped")])
 def test_dropout(law, returned, graph, either, ran, monkeypatch):
+    check_dropout(law, returned, graph, ran, monkeypatch)
+
+
+def test_dropout_on_a_gpu(ran, monkeypatch):
+    """One of the cases that are slow."""
+    use_twins(monkeypatch)
+    check_dropout("dropout", True, "causal", ran, monkeypatch)
+
+
+def check_dropout(law, returned, graph, ran, monkeypatch):
     """It is that of `keep_mask_of_pairs`, forward and backward, and of weights that are returned."""
     case = Case(law, "dot", (50, 70), (8, 8), graph, dropout=0.4, weights=returned)
     seed = torch.tensor(2**40 + 77)
