@@ -38,6 +38,7 @@ PUBLIC = (
 
 #: Types that public functions take or return.
 TYPES = (
+    "gattn.calls.CallExplanation",
     "gattn.distributions.Law",
     "gattn.models.seq2seq.Source",
     "gattn.models.seq2seq.State",
