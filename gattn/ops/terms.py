@@ -1,6 +1,6 @@
 """The one table of the tensors of an operator call, from which schemas, checks, gradients and readers follow.
 
-A new tensor needs a row here, the kernels, and `_by_reference` in `gattn.ops.operator`.
+A new tensor needs a row here, the kernels, and `by_reference` in `gattn.ops.plain_operator`.
 """
 
 from __future__ import annotations
