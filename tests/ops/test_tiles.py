@@ -268,6 +268,23 @@ def check_dropout(law, returned, graph, ran, monkeypatch):
         torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64, 65])
+def test_tables_that_are_held_in_registers(count, ran):
+    """In float32, tables of up to 32 or 64 numbers are looked up there."""
+    x, graph = torch.randn(3, 40, H, 8), CompleteGraph(40)
+    buckets = (torch.arange(1600) % count)[torch.randperm(1600)].view(40, 40)
+    found = []
+    for dtype, backend in ((torch.float32, "dense"), (torch.float64, "reference")):
+        rows = torch.arange(count * H).view(count, H).sin().to(dtype).requires_grad_()
+        query, key, value = (x + place for place in range(3))
+        out = attend(
+            *(y.to(dtype) for y in (query, key, value)), graph, bias=BucketBias(buckets, rows), backend=backend
+        )
+        found.append([out.double(), torch.autograd.grad(out.square().sum(), rows)[0].double()])
+    assert ran == BOTH
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
+
+
 def test_the_dropout_is_uniform():
     """As many of each row, column and pair of neighbours are kept as should be."""
     kept = keep_mask_of_pairs(torch.tensor(5), torch.Size((1, 4, 500, 500)), 0.3).double() - 0.7
