@@ -526,11 +526,8 @@ class Attention(Leaf, MessagePassing):
         given = None
         if log_sum is not False:
             check_flag("return_lse", log_sum)
-        if key is None and query is None and type(value) is Tensor and value.dim() > 2:
-            if terms.get("edge") is None and isinstance(terms.get("bias"), Tensor):  # which is the whole logit
-                score, key = NO_SCORE, value.new_zeros(value.size(-2)).expand(value.shape[:-1])
-        elif value is None and type(key) is Tensor and weights == "only":
-            value = key.new_empty((*(key.shape if score.scalar else key.shape[:-1]), 0))
+        if key is None or value is None:
+            key, value, score = completed(query, key, value, score, terms)
         is_usual = isinstance(weights, (bool, str)) and not (distribution is None or checks_finite())
         if is_usual and self._needs_messages() is None:
             options = dropout, asked, weights, log_sum
@@ -790,6 +787,22 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     return out, total.masked_fill(~seen, -torch.inf)
 
 
+def completed(
+    query: Tensor | None, key: Tensor | None, value: Tensor | None, score: Score, terms: dict[str, Any]
+) -> tuple[Tensor | None, Tensor | None, Score]:
+    """Key, value and score of a call, with zeros `[..., M, H]` or no channels `[..., M, H, 0]` for what it lacks.
+
+    So calls without a key, whose bias is the whole logit, and those for weights alone can be prepared.
+    """
+    if value is not None:
+        is_bias = key is None and query is None and terms.get("edge") is None and isinstance(terms.get("bias"), Tensor)
+        if is_bias and type(value) is Tensor and value.dim() > 2:
+            return value.new_zeros(value.size(-2)).expand(value.shape[:-1]), value, NO_SCORE
+    elif type(key) is Tensor:
+        value = key.new_empty((*(key.shape if score.scalar else key.shape[:-1]), 0))
+    return key, value, score
+
+
 def _target_vectors(call: Call, value: Tensor) -> Tensor:
     """Vectors by which explainers represent targets, shaped like those of the sources; zeros if there are none."""
     if call.query is not None and not call.score.scalar and call.query.shape[-2:] == value.shape[-2:]:
@@ -830,4 +843,4 @@ attend_for = _core._result
 call_of = _core._checked
 attend, weigh, aggregate = _core.attend, _core.weigh, _core.weighted_sum
 # Not before: the core's generated code imports all names that are in it then.
-__all__ += ["aggregate", "attend", "attend_for", "call_of", "merge", "weigh"]
+__all__ += ["aggregate", "attend", "attend_for", "call_of", "completed", "merge", "weigh"]

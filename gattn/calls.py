@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gattn.attention import call_of
+from gattn.attention import call_of, completed
 from gattn.bias import Bias
 from gattn.distributions import Distribution
 from gattn.edges import EdgeTerm
@@ -17,6 +17,7 @@ from gattn.ops.backends.base import needs_plain_pytorch
 from gattn.ops.choose import requested, ways
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore, Score
+from gattn.settings import checks_finite
 
 __all__ = ["CallExplanation", "explain_call"]
 
@@ -104,15 +105,18 @@ def explain_call(
     score = DotScore() if score is None else score
     if not isinstance(score, Score):
         raise TypeError(f"score must be an object such as gattn.DotScore() or gattn.GATScore(); got {score!r}.")
+    if return_weights not in (False, True, "dropped"):
+        raise ValueError(f"return_weights must be False, True or 'dropped'; got {return_weights!r}.")
     check_probability("dropout", dropout)
     check_flag("training", training)
     check_flag("return_lse", return_lse)
     dropout, weights = dropout if training else 0.0, "only" if value is None else return_weights
+    key, value, score = completed(query, key, value, score, terms)
     call = call_of(query, key, value, graph, score, distribution, dropout, weights, return_lse, terms)
     chosen, found = ways(backend, call, needs_plain_pytorch())
     options = dropout, requested(backend), weights, return_lse
-    given = plans.given(query, key, call.value, graph, FLOWS[0], score, distribution, *options, **terms)
-    is_prepared = given is not None and plans.plan_of(given, call, chosen) is not None
+    given = plans.given(query, key, value, graph, FLOWS[0], score, distribution, *options, **terms)
+    is_prepared = given is not None and not checks_finite() and plans.plan_of(given, call, chosen) is not None
     way = next(way.name for _, way in found if way.reason is None)
     reasons = {f"{name}, {way.name}" if way.name else name: way.reason for name, way in found if way.reason is not None}
     return CallExplanation("reference" if chosen is None else chosen.name, way, is_prepared, reasons)

@@ -118,6 +118,10 @@ def test_what_is_prepared():
     x, graph = SMALL, CompleteGraph(5)
     assert explain_call(x, x, x, LIST).is_prepared
     assert explain_call(x, x, None, graph).is_prepared
+    assert explain_call(None, None, x, LIST, bias=torch.rand(9, H), distribution="identity").is_prepared
+    with gattn.check_finite():
+        assert not explain_call(x, x, x, LIST).is_prepared
+    assert explain_call(None, x[..., 0], x, LIST, bias=torch.rand(9, H), score=gattn.GATScore()).is_prepared
     assert not explain_call(x, x, x, LIST, score=OwnScore()).is_prepared
     assert not explain_call(x, x, x, graph, distribution="sparsemax").is_prepared
     torch.testing.assert_close(weigh(x, x, graph), attend(x, x, x, graph, return_weights=True)[1])
@@ -134,5 +138,7 @@ def test_requests_and_transforms():
         explain_call(SMALL, SMALL, SMALL, LIST, backend="dense")
     with pytest.raises(ValueError, match="unknown backend"):
         explain_call(SMALL, SMALL, SMALL, LIST, backend="best")
+    with pytest.raises(ValueError, match="return_weights"):
+        explain_call(SMALL, SMALL, SMALL, LIST, return_weights="all")
     with pytest.raises(TypeError, match="score"):
         explain_call(SMALL, SMALL, SMALL, LIST, score="dot")

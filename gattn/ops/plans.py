@@ -187,7 +187,7 @@ def is_short_list(graph: CompleteGraph, score: Score, key: Any, value: Any) -> b
 
     These are the blocks of packed graphs, if they are small, and few pairs that are no products.
     """
-    if type(value) is not Tensor or value.device.type != "cpu" or torch.compiler.is_compiling():
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     if graph.blocks is not None:
         return graph.has_small_blocks

@@ -35,6 +35,7 @@ from gattn.ops.backends.dense.dot_products import (
     refuses_linear,
     with_one_batch,
 )
+from gattn.ops.backends.dense.elements import elements_of
 from gattn.ops.call import Call, Result, Way
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.operator import sink_of
@@ -140,6 +141,8 @@ class Dense(Backend):
             no_tiles = products.no_tiles or "another way is faster"
             if chosen is TILES and isinstance(bias, Bias) and bias.term(graph) is None:
                 chosen, no_tiles = None, f"they cannot read a {type(bias).__name__}"
+            elif chosen is TILES and products.is_ragged and elements_of(graph, key.size(0)) is None:
+                chosen, no_tiles = None, "lengths on a GPU are not read"
         if chosen is None and may_fuse and is_plain_softmax(call.distribution) and matrices.has_fused(call):
             chosen = FLASH
         if not (is_plain_softmax(call.distribution) and matrices.has_products(call.score) and call.score.is_product):
