@@ -25,9 +25,9 @@ def test_what_graph_layers_return() -> None:
     x, edge_index = torch.randn(4, 3), torch.tensor([[0, 1], [1, 2]])
     for layer in (gattn.nn.GATConv(3, 2), gattn.nn.GATv2Conv(3, 2), gattn.nn.TransformerConv(3, 2)):
         assert layer(x, edge_index).shape == (4, 2)
-    assert_type(gattn.nn.GATConv(3, 2).forward(x, edge_index), Tensor)
-    assert_type(gattn.nn.GATv2Conv(3, 2).forward(x, edge_index, return_attention_weights=True), tuple[Tensor, Any])
-    assert_type(gattn.nn.TransformerConv(3, 2).forward(x, edge_index, return_attention_weights=False), Tensor)
+    assert_type(gattn.nn.GATConv(3, 2)(x, edge_index), Tensor)
+    assert_type(gattn.nn.GATv2Conv(3, 2)(x, edge_index, return_attention_weights=True), tuple[Tensor, Any])
+    assert_type(gattn.nn.TransformerConv(3, 2)(x, edge_index, return_attention_weights=False), Tensor)
 
 
 def test_what_sequence_layers_return() -> None:

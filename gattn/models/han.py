@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,21 +78,6 @@ class HAN(Module):
         """Resets all parameters."""
         for part in (self.embedding, self.words, self.sentences, self.output):
             part.reset_parameters()
-
-    @overload
-    def forward(
-        self, tokens: Tensor, word_lengths: Tensor | None = None, return_weights: Literal[False] = False
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, tokens: Tensor, word_lengths: Tensor | None = None, *, return_weights: Literal[True]
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    @overload
-    def forward(
-        self, tokens: Tensor, word_lengths: Tensor | None = None, return_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
     def forward(
         self, tokens: Tensor, word_lengths: Tensor | None = None, return_weights: bool = False

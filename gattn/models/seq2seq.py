@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias, overload
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -315,26 +315,6 @@ class Seq2Seq(Leaf, Module):
             alignments.append(alpha)
         hidden = torch.stack(outputs, 1) if outputs else read.summary.new_zeros(*target.shape, read.summary.size(1))
         return self.dropout(hidden), alignments
-
-    @overload
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        source_lengths: Tensor | None = None,
-        *,
-        return_weights: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, *, return_weights: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(
-        self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, *, return_weights: bool
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def forward(
         self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, *, return_weights: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch_geometric.nn.inits import ones
 
 from gattn.errors import InputTypeError
 from gattn.graphs import GraphLike
@@ -55,6 +56,9 @@ class AGNNConv(BaseConv):
 
     takes_shards = True
 
+    _starts = (("beta", ones),)
+    _shown = ""
+
     def __init__(self, requires_grad: bool = True, add_self_loops: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
         self.requires_grad = requires_grad
@@ -63,12 +67,6 @@ class AGNNConv(BaseConv):
             self.beta = Parameter(torch.ones(1))
         else:
             self.register_buffer("beta", torch.ones(1))
-
-    def reset_parameters(self) -> None:
-        r"""Sets a learnt :math:`\beta` to 1 again, as PyG does."""
-        super().reset_parameters()
-        if self.requires_grad:
-            torch.nn.init.ones_(self.beta)
 
     def forward(self, x: Tensor, edge_index: GraphLike) -> Tensor:
         """Attends over each node's neighbours.
@@ -90,6 +88,3 @@ class AGNNConv(BaseConv):
         out = self.attend(direction, direction, x.unsqueeze(-2), graph, score=DotScore(self.beta))
         assert isinstance(out, Tensor)
         return out.squeeze(-2)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import FLOWS, Graph, as_graph
+from gattn.nn.declared import Declared
 from gattn.nn.dropout import dropout
 from gattn.nn.dtypes import check_dtype
 from gattn.nn.edge_features import checked_factors, checked_features
@@ -30,7 +31,7 @@ __all__ = ["AttentionConv", "AttentionWeights", "BaseConv", "projects"]
 AttentionWeights: TypeAlias = Any
 
 
-class BaseConv(Attention):
+class BaseConv(Declared, Attention):
     """Base class of graph layers: takes features and graphs in every form and checks them."""
 
     #: Channels of the input, or a pair for sources and targets; -1 allows any.
@@ -139,6 +140,17 @@ class AttentionConv(BaseConv):
     #: Vectors of edges with fewer elements than this are made before attention: one matrix product is faster than
     #: kernels that project edge by edge, as long as its result fits into the cache.
     _small: ClassVar[int] = 1 << 18
+    _shown = "in_channels out_channels heads="
+
+    if TYPE_CHECKING:  # layers are called, not their forward(), about which PyTorch's Module says nothing
+
+        @overload
+        def __call__(self, *x: Any, return_attention_weights: Literal[True], **more: Any) -> tuple[Tensor, Any]: ...
+
+        @overload
+        def __call__(self, *x: Any, return_attention_weights: bool | None = None, **more: Any) -> Tensor: ...
+
+        def __call__(self, *x: Any, return_attention_weights: bool | None = None, **more: Any) -> Any: ...  # noqa: D102
 
     def __init__(
         self,
@@ -300,6 +312,3 @@ class AttentionConv(BaseConv):
             more = {name: kept for name, kept in layer.__dict__.items() if self.__dict__.get(name) is not kept}
             self.__dict__.update(more, flow=self.flow)
         return out, alpha
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

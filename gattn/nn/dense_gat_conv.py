@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch_geometric.nn.inits import glorot
+from torch_geometric.nn.inits import glorot, zeros
 
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
@@ -53,6 +53,9 @@ class DenseGATConv(BaseConv):
         torch.Size([2, 5, 32])
     """
 
+    _starts = (("att_src", glorot), ("att_dst", glorot), ("bias", zeros))
+    _shown = "in_channels out_channels heads="
+
     def __init__(
         self,
         in_channels: int,
@@ -77,15 +80,6 @@ class DenseGATConv(BaseConv):
         self.att_dst = Parameter(torch.empty(1, 1, heads, out_channels))
         self.bias = Parameter(torch.empty(heads * out_channels if concat else out_channels)) if bias else None
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        self.lin.reset_parameters()
-        glorot(self.att_src)
-        glorot(self.att_dst)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, adj: Tensor, mask: Tensor | None = None, add_loop: bool = True) -> Tensor:
         """Attends over each node's neighbours.
@@ -128,6 +122,3 @@ class DenseGATConv(BaseConv):
         out = out.flatten(-2) if self.concat else out.mean(-2)
         out = out if self.bias is None else out + self.bias
         return out if mask is None else out * mask.view(-1, nodes, 1).to(out.dtype)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

@@ -106,7 +106,6 @@ class DNAConv(BaseConv):
     def reset_parameters(self) -> None:
         """Resets all parameters, as PyG does, and forgets the cached graph."""
         super().reset_parameters()
-        self.multi_head.reset_parameters()
         self._cached_edge_index = None
         self._cached_adj_t = None
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from gattn.graphs import GraphLike
 from gattn.nn.dgl_conv import DGLConv
-from gattn.nn.linear import Linear
 from gattn.scores import DotScore
 
 __all__ = ["DotGatConv"]
@@ -49,12 +48,7 @@ class DotGatConv(DGLConv):
         torch.Size([3, 2, 8])
     """
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        super().reset_parameters()
-        for module in self.children():
-            if isinstance(module, Linear):
-                module.reset_parameters()
+    _shown = "in_channels out_channels heads="
 
     def forward(
         self, x: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike, get_attention: bool = False
@@ -81,6 +75,3 @@ class DotGatConv(DGLConv):
         key, query = self._projected(sources, targets)
         result: Any = self.attend(query, key, key, graph, score=DotScore(), return_weights=get_attention)
         return (result[0], result[1].unsqueeze(-1)) if get_attention else result
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

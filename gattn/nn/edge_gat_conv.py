@@ -13,6 +13,7 @@ from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputTypeError, check_at_least, check_flag, check_number, is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import projects
+from gattn.nn.declared import Declared
 from gattn.nn.dgl_conv import DGLConv
 from gattn.nn.dropout import dropout
 from gattn.nn.edge_features import checked_features
@@ -65,6 +66,8 @@ class EdgeGATConv(DGLConv):
         torch.Size([3, 2, 8])
     """
 
+    _shown = "in_channels edge_channels out_channels heads="
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -104,7 +107,7 @@ class EdgeGATConv(DGLConv):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as DGL does."""
-        super().reset_parameters()
+        super(Declared, self).reset_parameters()
         gain = torch.nn.init.calculate_gain("relu")
         weights = [module.weight for module in self.children() if isinstance(module, Linear)]
         for weight in (*weights, self.attn_l, self.attn_r, self.attn_edge):
@@ -171,7 +174,3 @@ class EdgeGATConv(DGLConv):
         if self.activation is not None:
             out = self.activation(out)
         return (out, result[1].unsqueeze(-1)) if get_attention else out
-
-    def __repr__(self) -> str:
-        sizes = self.in_channels, self.edge_channels, self.out_channels
-        return f"{type(self).__name__}({', '.join(map(str, sizes))}, heads={self.heads})"

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
+from gattn.nn.declared import Declared
 from gattn.nn.edge_features import checked_factors, checked_features
 from gattn.nn.linear import Linear
 from gattn.ops.call import compute_dtype
@@ -61,6 +62,8 @@ class EGATConv(BaseConv):
 
     takes_shards = True
 
+    _shown = "in_channels edge_channels out_channels out_edge_channels heads="
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -90,7 +93,7 @@ class EGATConv(BaseConv):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as DGL does."""
-        super().reset_parameters()
+        super(Declared, self).reset_parameters()
         gain = torch.nn.init.calculate_gain("relu")
         for weight in (*(lin.weight for lin in (self.fc_node_src, self.fc_ni, self.fc_nj, self.fc_fij)), self.attn):
             torch.nn.init.xavier_normal_(weight, gain=gain)
@@ -147,7 +150,3 @@ class EGATConv(BaseConv):
             out = self.weighted_sum(alpha, value, local)
         results = out, F.leaky_relu(hidden, _SLOPE)
         return (*results, alpha.unsqueeze(-1)) if get_attention else results
-
-    def __repr__(self) -> str:
-        sizes = self.in_channels, self.edge_channels, self.out_channels, self.out_edge_channels
-        return f"{type(self).__name__}({', '.join(map(str, sizes))}, heads={self.heads})"

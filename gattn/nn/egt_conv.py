@@ -62,6 +62,8 @@ class EGTConv(BaseConv):
         (torch.Size([5, 16]), torch.Size([13, 4]))
     """
 
+    _shown = "in_channels edge_channels heads="
+
     def __init__(
         self,
         channels: int,
@@ -84,13 +86,6 @@ class EGTConv(BaseConv):
         )
         self.lin_edge, self.lin_gate = (Linear(edge_channels, heads, bias=bias) for _ in range(2))
         self.lin_edge_out = Linear(heads, edge_channels, bias=bias)
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        super().reset_parameters()
-        for module in self.children():
-            if isinstance(module, Linear):
-                module.reset_parameters()
 
     def forward(self, x: Tensor, edge_index: GraphLike, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Updates nodes and pairs.
@@ -120,6 +115,3 @@ class EGTConv(BaseConv):
         out = self.weighted_sum(alpha, value, graph)
         of_gates = self.weighted_sum(gates, torch.ones_like(value[..., :1]), graph)
         return self.lin_out((out * of_gates.log1p()).flatten(-2)), self.lin_edge_out(logits)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.edge_channels}, heads={self.heads})"

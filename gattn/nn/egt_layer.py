@@ -12,6 +12,7 @@ from gattn.attention import Attention
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads
+from gattn.nn.declared import Declared
 from gattn.nn.dropout import Dropout
 from gattn.nn.dtypes import check_dtype
 from gattn.nn.linear import Linear
@@ -22,7 +23,7 @@ from gattn.scores import DotScore
 __all__ = ["EGTLayer"]
 
 
-class EGTLayer(Attention):
+class EGTLayer(Declared, Attention):
     r"""A layer of the Edge-augmented Graph Transformer on a padded batch, as DGL computes it.
 
     The layer of `Global Self-Attention as a Replacement for Graph Convolution <https://arxiv.org/abs/2108.03348>`_,
@@ -69,6 +70,8 @@ class EGTLayer(Attention):
 
     _records_parts: ClassVar[bool] = False
 
+    _shown = "channels edge_channels heads="
+
     def __init__(
         self,
         channels: int,
@@ -105,13 +108,6 @@ class EGTLayer(Attention):
         if edge_update:
             self.edge_output, self.mha_dropout_e = Linear(heads, edge_channels), Dropout(dropout)
             self.edge_ffn = network(edge_channels)
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        super().reset_parameters()
-        for module in self.modules():
-            if isinstance(module, (Linear, LayerNorm)):
-                module.reset_parameters()
 
     def forward(self, x: Tensor, edge_attr: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the layer.
@@ -171,6 +167,3 @@ class EGTLayer(Attention):
         for name, wanted in (("edge_attr", (*pairs, self.edge_channels)), ("mask", pairs)):
             if name in given and given[name].shape != wanted:
                 raise InputError(f"{name} must be {list(wanted)}; got {list(given[name].shape)}.")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.channels}, {self.edge_channels}, heads={self.heads})"

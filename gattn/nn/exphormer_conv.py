@@ -71,6 +71,8 @@ class ExphormerConv(BaseConv):
 
     takes_shards = True
 
+    _shown = "in_channels edge_channels heads="
+
     def __init__(
         self,
         channels: int,
@@ -93,12 +95,6 @@ class ExphormerConv(BaseConv):
         self.score = DotScore(edge="multiply", clamp=clamp)
         self.lin_query, self.lin_key, self.lin_value = (Linear(channels, channels, bias=bias) for _ in range(3))
         self.lin_edge = Linear(edge_channels, channels, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        super().reset_parameters()
-        for module in (self.lin_query, self.lin_key, self.lin_value, self.lin_edge):
-            module.reset_parameters()
 
     def forward(self, x: Tensor, edge_index: GraphLike, edge_attr: Tensor | None = None) -> Tensor:
         """Attends along the edges.
@@ -127,6 +123,3 @@ class ExphormerConv(BaseConv):
         query, key, value = (self._heads(lin(x)) for lin in (self.lin_query, self.lin_key, self.lin_value))
         out: Tensor = self.attend(query, key, value, graph, score=self.score, edge=edge, dropout=self.dropout)
         return out.flatten(-2)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.edge_channels}, heads={self.heads})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class FAConv(BaseConv):
 
     flat_messages = True
 
+    _shown = "channels eps="
+
     def __init__(
         self,
         channels: int,
@@ -105,31 +107,8 @@ class FAConv(BaseConv):
     def reset_parameters(self) -> None:
         """Resets all parameters, as PyG does, and forgets the cached graph."""
         super().reset_parameters()
-        self.att_l.reset_parameters()
-        self.att_r.reset_parameters()
         self._cached_edge_index = None
         self._cached_adj_t = None
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        x_0: Tensor,
-        edge_index: GraphLike,
-        edge_weight: Tensor | None = None,
-        return_attention_weights: None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        x_0: Tensor,
-        edge_index: GraphLike,
-        edge_weight: Tensor | None = None,
-        *,
-        return_attention_weights: Literal[True, False],
-    ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
         self,
@@ -241,9 +220,6 @@ class FAConv(BaseConv):
         graph = SparseGraph(edges.adjacency, edges.num_targets, edges.num_sources, flow=graph.flow)
         source, target = graph.sources_and_targets()  # other aggregations may not commute with a factor
         return _Normalized(graph, (factor[source] * factor[target]).flatten())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.channels}, eps={self.eps})"
 
 
 def _inverse_roots(graph: Graph, x: Tensor) -> Tensor:

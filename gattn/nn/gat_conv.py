@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Optional, overload
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -77,6 +77,8 @@ class GATConv(AttentionConv):
 
     takes_shards = True
 
+    _starts = (("att_src", glorot), ("att_dst", glorot), ("att_edge", glorot), ("bias", zeros))
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -137,41 +139,6 @@ class GATConv(AttentionConv):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        for module in (self.lin, self.lin_src, self.lin_dst, self.lin_edge, self.res):
-            if module is not None:
-                module.reset_parameters()
-        glorot(self.att_src)
-        glorot(self.att_dst)
-        glorot(self.att_edge)
-        zeros(self.bias)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor | None],
-        edge_index: GraphLike,
-        edge_attr: Tensor | None = None,
-        size: tuple[int, int] | None = None,
-        return_attention_weights: Literal[False] | None = None,
-        *,
-        edge_weight: Tensor | None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor | None],
-        edge_index: GraphLike,
-        edge_attr: Tensor | None = None,
-        size: tuple[int, int] | None = None,
-        *,
-        return_attention_weights: Literal[True],
-        edge_weight: Tensor | None = None,
-    ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
         self,

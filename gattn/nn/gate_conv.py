@@ -67,6 +67,9 @@ class GATEConv(BaseConv):
 
     flat_messages = True
 
+    _starts = (("att_l", glorot), ("att_r", glorot), ("lin1", glorot), ("lin2", glorot), ("bias", zeros))
+    _shown = ""
+
     def __init__(self, in_channels: int, out_channels: int, edge_dim: int, dropout: float = 0.0, **kwargs: Any):
         super().__init__(**kwargs)
         check_at_least(1, in_channels=in_channels, out_channels=out_channels)
@@ -88,15 +91,6 @@ class GATEConv(BaseConv):
         self.lin2 = Linear(out_channels, out_channels, bias=False)
         self.bias = Parameter(torch.empty(out_channels))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        glorot(self.att_l)
-        glorot(self.att_r)
-        glorot(self.lin1.weight)
-        glorot(self.lin2.weight)
-        zeros(self.bias)
 
     def forward(
         self, x: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike, edge_attr: Tensor | None = None
@@ -144,6 +138,3 @@ class GATEConv(BaseConv):
             distribution=None,
         )
         return terms
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"

@@ -66,6 +66,8 @@ class GatedGCNConv(BaseConv):
 
     flat_messages = True
 
+    _shown = "in_channels edge_channels out_channels"
+
     def __init__(
         self,
         in_channels: int,
@@ -93,12 +95,6 @@ class GatedGCNConv(BaseConv):
         self.bn_node = torch.nn.BatchNorm1d(out_channels)
         self.bn_edge = torch.nn.BatchNorm1d(out_channels)
         self.activation = activation
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters and the running statistics."""
-        super().reset_parameters()
-        for module in (self.A, self.B, self.D, self.E, self.C, self.bn_node, self.bn_edge):
-            module.reset_parameters()
 
     def forward(
         self, x: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike, edge_attr: Tensor | None = None
@@ -145,6 +141,3 @@ class GatedGCNConv(BaseConv):
             x = self.activation(x)
         result: Tensor = self.dropout(x if skip is None else skip + x)
         return result
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.edge_channels}, {self.out_channels})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Optional, overload
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -76,6 +76,8 @@ class GATv2Conv(AttentionConv):
     takes_shards = True
     _small = 1 << 16  # kernels that project record signs, so that their backward pass does not read the edges' vectors
 
+    _starts = (("att", glorot), ("bias", zeros))
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -136,37 +138,6 @@ class GATv2Conv(AttentionConv):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        for module in (self.lin_l, self.lin_r, self.lin_edge, self.res):
-            if module is not None:
-                module.reset_parameters()
-        glorot(self.att)
-        zeros(self.bias)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphLike,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: Literal[False] | None = None,
-        *,
-        edge_weight: Tensor | None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphLike,
-        edge_attr: Tensor | None = None,
-        *,
-        return_attention_weights: Literal[True],
-        edge_weight: Tensor | None = None,
-    ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, check_at_least, is_integer
 from gattn.graphs import Graph, GraphLike
 from gattn.nn.attention_conv import BaseConv
+from gattn.nn.declared import Declared
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear, is_affine
 from gattn.scores import GATScore, Score
@@ -139,7 +140,7 @@ class GeneralConv(BaseConv):
             self.lin_msg_i.reset_parameters()
 
     def _reset_most_parameters(self) -> None:
-        super().reset_parameters()
+        super(Declared, self).reset_parameters()
         for module in (self.lin_msg, self.lin_self, self.lin_edge):
             if isinstance(module, Linear):
                 module.reset_parameters()

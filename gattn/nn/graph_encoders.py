@@ -7,13 +7,13 @@ from torch.nn import Embedding, Module
 
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs.edge_lists import INTEGER_DTYPES
+from gattn.nn.declared import Declared
 from gattn.nn.dtypes import check_dtype
-from gattn.tracing import Leaf
 
 __all__ = ["DegreeEncoder", "PathEncoder", "SpatialEncoder"]
 
 
-class DegreeEncoder(Leaf, Module):
+class DegreeEncoder(Declared, Module):
     r"""A learnt vector for each degree, Graphormer's centrality encoding.
 
     The encoding of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_:
@@ -54,11 +54,6 @@ class DegreeEncoder(Leaf, Module):
         for name in ("encoder1", "encoder2") if direction == "both" else ("encoder",):
             self.add_module(name, Embedding(max_degree + 1, embedding_dim, padding_idx=0))
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
-
     def forward(self, degrees: Tensor) -> Tensor:
         """Looks degrees up.
 
@@ -78,7 +73,7 @@ class DegreeEncoder(Leaf, Module):
         return self.encoder1(degrees[0]) + self.encoder2(degrees[1])  # type: ignore[operator, no-any-return]
 
 
-class SpatialEncoder(Leaf, Module):
+class SpatialEncoder(Declared, Module):
     r"""A learnt bias for each distance between nodes, Graphormer's spatial encoding, for all pairs at once.
 
     The encoding of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_:
@@ -115,10 +110,6 @@ class SpatialEncoder(Leaf, Module):
         self.num_heads = num_heads
         self.embedding_table = Embedding(max_dist + 2, num_heads, padding_idx=0)
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        self.embedding_table.reset_parameters()
-
     def forward(self, dist: Tensor) -> Tensor:
         """Looks distances up.
 
@@ -132,7 +123,7 @@ class SpatialEncoder(Leaf, Module):
         return self.embedding_table(dist.long().clamp(-1, self.max_dist) + 1)  # type: ignore[no-any-return]
 
 
-class PathEncoder(Leaf, Module):
+class PathEncoder(Declared, Module):
     r"""A learnt bias of the edges along the shortest path between two nodes, Graphormer's edge encoding.
 
     The encoding of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_:
@@ -172,10 +163,6 @@ class PathEncoder(Leaf, Module):
         self.feat_dim = feat_dim
         self.num_heads = num_heads
         self.embedding_table = Embedding(max_len * num_heads, feat_dim)
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        self.embedding_table.reset_parameters()
 
     def forward(self, paths: Tensor, edge_attr: Tensor) -> Tensor:
         """Averages the products along each path.

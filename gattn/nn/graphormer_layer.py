@@ -13,16 +13,16 @@ from gattn.bias import Bias
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.all_pairs import check_heads, on_graph
+from gattn.nn.declared import Declared
 from gattn.nn.dropout import Dropout
 from gattn.nn.dtypes import check_dtype
 from gattn.nn.linear import Linear, through
 from gattn.ops.dropout import check_probability
-from gattn.tracing import Leaf
 
 __all__ = ["BiasedMHA", "GraphormerLayer"]
 
 
-class BiasedMHA(Attention):
+class BiasedMHA(Declared, Attention):
     r"""Multi-head attention among all nodes with a bias for each pair.
 
     The attention of `Do Transformers Really Perform Bad for Graph Representation?
@@ -62,6 +62,8 @@ class BiasedMHA(Attention):
         torch.Size([5, 16])
     """
 
+    _shown = "channels heads="
+
     def __init__(
         self, channels: int, heads: int, bias: bool = True, attn_bias_type: str = "add", attn_drop: float = 0.1
     ):
@@ -80,7 +82,7 @@ class BiasedMHA(Attention):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as DGL does."""
-        super().reset_parameters()
+        super(Declared, self).reset_parameters()
         for lin in (self.q_proj, self.k_proj, self.v_proj):
             lin.reset_parameters()
             torch.nn.init.xavier_uniform_(lin.weight, gain=2**-0.5)
@@ -133,11 +135,8 @@ class BiasedMHA(Attention):
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.heads, self.channels // self.heads)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.channels}, heads={self.heads})"
 
-
-class GraphormerLayer(Leaf, Module):
+class GraphormerLayer(Declared, Module):
     r"""A layer of Graphormer: attention with biases, and a feed-forward network, each with a residual connection.
 
     The layer of `Do Transformers Really Perform Bad for Graph Representation? <https://arxiv.org/abs/2106.05234>`_,
@@ -199,11 +198,6 @@ class GraphormerLayer(Leaf, Module):
         self.dropout = Dropout(dropout)
         self.attn_layer_norm = torch.nn.LayerNorm(channels)
         self.ffn_layer_norm = torch.nn.LayerNorm(channels)
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        for module in (self.attn, self.ffn[0], self.ffn[3], self.attn_layer_norm, self.ffn_layer_norm):
-            module.reset_parameters()  # type: ignore[operator]
 
     def forward(
         self,

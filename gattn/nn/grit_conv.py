@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from gattn.errors import check_at_least, check_flag, check_number
 from gattn.graphs import GraphLike
 from gattn.nn.attention_conv import BaseConv
+from gattn.nn.declared import Declared
 from gattn.nn.edge_features import checked_features
 from gattn.nn.linear import Linear
 from gattn.ops.pair_roots import pair_roots
@@ -67,6 +68,8 @@ class GRITConv(BaseConv):
         (torch.Size([5, 16]), torch.Size([13, 16]))
     """
 
+    _shown = "in_channels edge_channels out_channels heads="
+
     def __init__(
         self,
         channels: int,
@@ -97,7 +100,7 @@ class GRITConv(BaseConv):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as the authors' program does."""
-        super().reset_parameters()
+        super(Declared, self).reset_parameters()
         for module in self.children():
             if isinstance(module, Linear):
                 torch.nn.init.xavier_normal_(module.weight)
@@ -148,7 +151,3 @@ class GRITConv(BaseConv):
                 degree = out.new_zeros(x.size(-2)).index_add(0, target, out.new_ones(target.numel()))
             out = out * self.degree_scale[0] + out * self.degree_scale[1] * degree.to(out).log1p().unsqueeze(-1)
         return out, pair.flatten(-2)
-
-    def __repr__(self) -> str:
-        sizes = self.in_channels, self.edge_channels, self.out_channels
-        return f"{type(self).__name__}({', '.join(map(str, sizes))}, heads={self.heads})"

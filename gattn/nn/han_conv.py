@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +70,9 @@ class HANConv(HeteroBaseConv):
         (torch.Size([3, 8]), torch.Size([2]))
     """
 
+    _starts = (("lin_src", glorot), ("lin_dst", glorot), ("k_lin", reset), ("q", glorot))
+    _shown = "out_channels heads="
+
     def __init__(
         self,
         in_channels: int | dict[str, int],
@@ -93,31 +96,6 @@ class HANConv(HeteroBaseConv):
             for vectors in (self.lin_src, self.lin_dst):
                 vectors["__".join(edge_type)] = Parameter(torch.empty(1, heads, out_channels // heads))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        reset(self.proj)
-        glorot(self.lin_src)
-        glorot(self.lin_dst)
-        self.k_lin.reset_parameters()
-        glorot(self.q)
-
-    @overload
-    def forward(
-        self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, GraphLike],
-        return_semantic_attention_weights: Literal[False] = False,
-    ) -> dict[str, Tensor | None]: ...
-
-    @overload
-    def forward(
-        self,
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[EdgeType, GraphLike],
-        return_semantic_attention_weights: Literal[True],
-    ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]: ...
 
     def forward(
         self,
@@ -178,6 +156,3 @@ class HANConv(HeteroBaseConv):
         total = sum(weight.unsqueeze(-1) * out for weight, out in zip(weights, outs, strict=True))
         assert isinstance(total, Tensor)
         return total, weights.squeeze(-1)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.out_channels}, heads={self.heads})"

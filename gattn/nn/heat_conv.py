@@ -76,6 +76,8 @@ class HEATConv(BaseConv):
 
     takes_shards = True
 
+    _shown = "in_channels out_channels heads="
+
     def __init__(
         self,
         in_channels: int,
@@ -112,12 +114,6 @@ class HEATConv(BaseConv):
         self.att = Linear(2 * out_channels + edge_type_emb_dim + edge_attr_emb_dim, heads, bias=False)
         self.lin = Linear(out_channels + edge_attr_emb_dim, out_channels, bias=bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        for module in (self.hetero_lin, self.edge_type_emb, self.edge_attr_emb, self.att, self.lin):
-            module.reset_parameters()
 
     def forward(
         self,
@@ -230,9 +226,6 @@ class HEATConv(BaseConv):
         alpha, nothing = alpha.t().unsqueeze(-1), nothing.expand(self.heads, *nothing.shape)
         out = self.weighted_sum(alpha, nothing, graph, edge_value=edge.unsqueeze(1))
         return out.squeeze(-2).transpose(0, 1)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
 
 
 def _check_types(name: str, types: Any, count: int, num_types: int) -> None:

@@ -86,6 +86,8 @@ class HGTConv(HeteroBaseConv):
         torch.Size([3, 8])
     """
 
+    _starts = (("skip", ones), ("p_rel", ones))
+
     def __init__(
         self,
         in_channels: int | dict[str, int],
@@ -120,15 +122,6 @@ class HGTConv(HeteroBaseConv):
                 raise InputError(f"use_rte needs the same number of channels for all node types; got {in_channels}.")
             self.lin_time = Linear(*widths, *widths)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        for module in (self.kqv_lin, self.out_lin, self.k_rel, self.v_rel, self.lin_time):
-            if module is not None:
-                module.reset_parameters()
-        ones(self.skip)
-        ones(self.p_rel)
 
     def forward(
         self,

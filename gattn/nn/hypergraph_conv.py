@@ -79,6 +79,8 @@ class HypergraphConv(BaseConv):
         torch.Size([4, 16])
     """
 
+    _starts = (("att", glorot), ("bias", zeros))
+
     def __init__(
         self,
         in_channels: int,
@@ -114,14 +116,6 @@ class HypergraphConv(BaseConv):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        self.lin.reset_parameters()
-        if self.use_attention:
-            glorot(self.att)
-        zeros(self.bias)
 
     def forward(
         self,

@@ -82,6 +82,9 @@ class LPAttLayer(BaseConv):
         torch.Size([2, 8])
     """
 
+    _starts = (("att", glorot), ("bias", zeros))
+    _shown = "link_channels out_channels heads="
+
     def __init__(
         self,
         in_channels: int,
@@ -109,14 +112,6 @@ class LPAttLayer(BaseConv):
         self.bias = Parameter(torch.empty(num_heads * out_channels if concat else out_channels))
         self.post_att_norm = LayerNorm(self.bias.numel())
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        for module in (self.lin_l, self.lin_r, self.post_att_norm):
-            module.reset_parameters()
-        glorot(self.att)
-        zeros(self.bias)
 
     def forward(self, edge_index: GraphLike, edge_feats: Tensor, node_feats: Tensor, ppr_rpes: Tensor) -> Tensor:
         """Attends to the nodes around links.
@@ -161,6 +156,3 @@ class LPAttLayer(BaseConv):
         out: Tensor = self.attend(query, key, key, graph, score=score, edge=edge, edge_value=True)
         out = (out.flatten(-2) if self.concat else out.mean(-2)) + self.bias
         return dropout(self.post_att_norm(out), self.dropout, self.training)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.link_channels}, {self.out_channels}, heads={self.heads})"

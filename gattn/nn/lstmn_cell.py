@@ -7,7 +7,7 @@ Dimensions: T tokens, t of them so far, I input channels, C hidden channels, A c
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,36 +116,6 @@ class LSTMNCell(Leaf, Module):
         bound = self.hidden_size**-0.5
         for parameter in self.parameters():
             torch.nn.init.uniform_(parameter, -bound, bound)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: LSTMNState | None = None,
-        mask: Tensor | None = None,
-        *,
-        return_weights: Literal[False] = False,
-    ) -> tuple[Tensor, LSTMNState]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: LSTMNState | None = None,
-        mask: Tensor | None = None,
-        *,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, LSTMNState, Tensor]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        state: LSTMNState | None = None,
-        mask: Tensor | None = None,
-        *,
-        return_weights: bool,
-    ) -> tuple[Tensor, LSTMNState] | tuple[Tensor, LSTMNState, Tensor]: ...
 
     def forward(
         self,

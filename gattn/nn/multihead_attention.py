@@ -5,7 +5,7 @@ Dimensions: N targets, M sources, H heads, C channels of a head, E channels of t
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from gattn.bias import Bias
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph, Graph, as_graph
 from gattn.nn import nested
+from gattn.nn.declared import Declared
 from gattn.nn.dtypes import check_dtype
 from gattn.nn.graph_positions import with_positions
 from gattn.nn.key_value_cache import KeyValueCache
@@ -34,7 +35,7 @@ __all__ = ["KeyValueCache", "MultiheadAttention"]
 Weights: TypeAlias = Tensor | list[Tensor]
 
 
-class MultiheadAttention(Attention):
+class MultiheadAttention(Declared, Attention):
     r"""Multi-head attention of `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, over any graph.
 
     .. math::
@@ -91,6 +92,8 @@ class MultiheadAttention(Attention):
 
     bias_k: Parameter | None
     bias_v: Parameter | None
+
+    _shown = "embed_dim num_heads="
 
     def __init__(
         self,
@@ -180,66 +183,7 @@ class MultiheadAttention(Attention):
     def reset_parameters(self) -> None:
         """Resets all parameters as PyTorch does."""
         super().reset_parameters()
-        self.out_proj.reset_parameters()
-        for module in (self.q_norm, self.k_norm, self.position):
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
         self._reset_parameters()
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: Literal[True] = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-        *,
-        graph: Adj | Graph | None = None,
-        cache: KeyValueCache | None = None,
-        static_kv: bool | None = None,
-        attn_bias: Bias | None = None,
-    ) -> tuple[Tensor, Weights]: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        *,
-        need_weights: Literal[False],
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-        graph: Adj | Graph | None = None,
-        cache: KeyValueCache | None = None,
-        static_kv: bool | None = None,
-        attn_bias: Bias | None = None,
-    ) -> tuple[Tensor, None]: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-        *,
-        graph: Adj | Graph | None = None,
-        cache: KeyValueCache | None = None,
-        static_kv: bool | None = None,
-        attn_bias: Bias | None = None,
-    ) -> tuple[Tensor, Weights | None]: ...
 
     def forward(
         self,
@@ -475,9 +419,6 @@ class MultiheadAttention(Attention):
         bias = None if bias is None else F.pad(bias.expand(*bias.shape[:-1], k.size(-3)), (0, len(extra)))
         k, v = (torch.cat([x, *(pair[side] for pair in extra)], -3) for side, x in enumerate((k, v)))
         return k, v, more, bias, mask
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.embed_dim}, num_heads={self.num_heads})"
 
 
 def _is_static(query: Tensor, key: Tensor, static_kv: bool | None, time: int) -> bool:

@@ -14,16 +14,16 @@ from torch_geometric.utils import scatter
 
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph
+from gattn.nn.declared import Declared
 from gattn.nn.set_transformer import MultiheadAttentionBlock
 from gattn.nn.sets import counts_of
-from gattn.tracing import Leaf
 
 __all__ = ["PatchTransformerAggregation"]
 
 _REDUCTIONS = ("sum", "mean", "min", "max", "var", "std")
 
 
-class PatchTransformerAggregation(Leaf, Aggregation):
+class PatchTransformerAggregation(Declared, Aggregation):
     r"""Attention among patches of consecutive elements of a set.
 
     The aggregation of `Simplifying Temporal Heterogeneous Network for Continuous-Time Link Prediction
@@ -68,6 +68,8 @@ class PatchTransformerAggregation(Leaf, Aggregation):
         torch.Size([2, 8])
     """
 
+    _shown = "in_channels out_channels patch_size="
+
     def __init__(
         self,
         in_channels: int,
@@ -95,11 +97,6 @@ class PatchTransformerAggregation(Leaf, Aggregation):
             for _ in range(num_transformer_blocks)
         )
         self.fc = Linear(hidden_channels * len(self.aggrs), out_channels, device=device)
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        for module in (self.lin, self.pad_projector, self.pe, *self.blocks, self.fc):
-            module.reset_parameters()
 
     def forward(
         self,
@@ -153,9 +150,6 @@ class PatchTransformerAggregation(Leaf, Aggregation):
             z = block(z, z, graph=graph)
         out: Tensor = self.fc(torch.cat([_reduced(z, of, patches, aggr) for aggr in self.aggrs], -1))
         return out
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, patch_size={self.patch_size})"
 
 
 def _reduced(z: Tensor, of: Tensor, patches: Tensor, aggr: str) -> Tensor:

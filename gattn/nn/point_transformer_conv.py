@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch_geometric.nn.inits import reset
 
 from gattn.errors import InputError, InputTypeError, check_at_least, is_integer
 from gattn.graphs import FLOWS, GraphLike, SparseGraph
@@ -64,6 +63,8 @@ class PointTransformerConv(BaseConv):
 
     flat_messages = True
 
+    _shown = "in_channels out_channels"
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -86,16 +87,6 @@ class PointTransformerConv(BaseConv):
         self.lin_src = Linear(source_channels, out_channels, bias=False)
         self.lin_dst = Linear(target_channels, out_channels, bias=False)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, including those of the two networks, as PyG does."""
-        super().reset_parameters()
-        reset(self.pos_nn)
-        if self.attn_nn is not None:
-            reset(self.attn_nn)
-        self.lin.reset_parameters()
-        self.lin_src.reset_parameters()
-        self.lin_dst.reset_parameters()
 
     def forward(
         self, x: Tensor | tuple[Tensor, Tensor], pos: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike
@@ -175,6 +166,3 @@ class PointTransformerConv(BaseConv):
                 f"{list(out.shape)}."
             )
         return out.expand(*out.shape[:-1], self.out_channels)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.out_channels})"

@@ -5,7 +5,7 @@ Dimensions: M elements, N sets, C channels.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +15,17 @@ from torch_geometric.nn.aggr import Aggregation
 from gattn.attention import attend
 from gattn.errors import InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph, SparseGraph
+from gattn.nn.declared import Declared
 from gattn.nn.dtypes import check_dtype
 from gattn.nn.sets import sets_of
 from gattn.ops.dropout import check_probability
 from gattn.scores import DotScore
 from gattn.torch_private import is_fx_symbolic_tracing
-from gattn.tracing import Leaf
 
 __all__ = ["AttentionPooling"]
 
 
-class AttentionPooling(Leaf, Aggregation):
+class AttentionPooling(Declared, Aggregation):
     r"""Averages the elements of a set, with attention weights from a learned query.
 
     This is the attention to words and to sentences in `Hierarchical Attention Networks for Document Classification
@@ -63,6 +63,8 @@ class AttentionPooling(Leaf, Aggregation):
         torch.Size([2, 7])
     """
 
+    _shown = "in_channels attention_channels"
+
     def __init__(self, in_channels: int, attention_channels: int | None = None, *, dropout: float = 0.0):
         super().__init__()
         attention_channels = in_channels if attention_channels is None else attention_channels
@@ -92,48 +94,6 @@ class AttentionPooling(Leaf, Aggregation):
         if lengths is None and not is_one_set:
             return super().__call__(x, *args, **kwargs)
         return torch.nn.Module.__call__(self, x, *args, lengths=lengths, **kwargs)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor | None = None,
-        ptr: Tensor | None = None,
-        dim_size: int | None = None,
-        dim: int = -2,
-        max_num_elements: int | None = None,
-        *,
-        lengths: Tensor | None = None,
-        return_weights: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor | None = None,
-        ptr: Tensor | None = None,
-        dim_size: int | None = None,
-        dim: int = -2,
-        max_num_elements: int | None = None,
-        *,
-        lengths: Tensor | None = None,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor | None = None,
-        ptr: Tensor | None = None,
-        dim_size: int | None = None,
-        dim: int = -2,
-        max_num_elements: int | None = None,
-        *,
-        lengths: Tensor | None = None,
-        return_weights: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -221,6 +181,3 @@ class AttentionPooling(Leaf, Aggregation):
         if not isinstance(weights, Tensor):
             return out
         return out, weights.reshape(*front, num_elements).movedim(-1, dim + 1)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.attention_channels})"

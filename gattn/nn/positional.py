@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from torch_geometric.utils import remove_self_loops
 
 from gattn.errors import check_at_least
 from gattn.graphs.edge_lists import plain
+from gattn.nn.declared import Declared
 from gattn.nn.dropout import Dropout
 from gattn.structure import LARGEST_DENSE, graph_numbers, laplacian_eigenvectors, num_components, returns
-from gattn.tracing import Leaf
 
 __all__ = [
     "ALiBi",
@@ -33,7 +34,7 @@ __all__ = [
 _LARGEST_DENSE = LARGEST_DENSE
 
 
-class SinusoidalPositionalEncoding(Leaf, Module):
+class SinusoidalPositionalEncoding(Declared, Module):
     r"""Adds sines and cosines of the positions, as in `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
 
     .. math::
@@ -56,6 +57,8 @@ class SinusoidalPositionalEncoding(Leaf, Module):
         tensor([[0.0000, 1.0000, 0.0000, 1.0000],
                 [0.8415, 0.5403, 0.0100, 0.9999]])
     """
+
+    _shown = "channels"
 
     def __init__(self, channels: int, dropout: float = 0.0, base: float = 10000.0):
         super().__init__()
@@ -80,11 +83,8 @@ class SinusoidalPositionalEncoding(Leaf, Module):
         angles = _angles(places, self.channels, self.base)
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., : self.channels]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.channels})"
 
-
-class LearnedPositionalEncoding(Leaf, Module):
+class LearnedPositionalEncoding(Declared, Module):
     r"""Adds a learnt vector for each position.
 
     This is the encoding of `Convolutional Sequence to Sequence Learning <https://arxiv.org/abs/1705.03122>`_:
@@ -133,7 +133,7 @@ class LearnedPositionalEncoding(Leaf, Module):
         return out
 
 
-class RotaryPositionalEncoding(Leaf, Module):
+class RotaryPositionalEncoding(Declared, Module):
     r"""Rotates queries and keys by their positions, as in `RoFormer <https://arxiv.org/abs/2104.09864>`_.
 
     .. math::
@@ -158,6 +158,8 @@ class RotaryPositionalEncoding(Leaf, Module):
         tensor([[1.0000, 0.0000],
                 [0.5403, 0.8415]])
     """
+
+    _shown = "channels"
 
     def __init__(self, channels: int, base: float = 10000.0):
         super().__init__()
@@ -184,9 +186,6 @@ class RotaryPositionalEncoding(Leaf, Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.channels})"
 
 
 def _angles(places: Tensor, channels: int, base: float) -> Tensor:
@@ -225,7 +224,7 @@ class RelativePosition(Module):
         raise NotImplementedError(f"{type(self).__name__} does not define forward().")
 
 
-class ALiBi(Leaf, RelativePosition):
+class ALiBi(Declared, RelativePosition):
     r"""A penalty that grows with distance: `Train Short, Test Long <https://arxiv.org/abs/2108.12409>`_.
 
     .. math::
@@ -264,7 +263,7 @@ class ALiBi(Leaf, RelativePosition):
         return -distance.abs().unsqueeze(-1) * self.slopes
 
 
-class RelativePositionBias(Leaf, RelativePosition):
+class RelativePositionBias(Declared, RelativePosition):
     r"""A learnt bias for each distance.
 
     .. math::
@@ -289,6 +288,8 @@ class RelativePositionBias(Leaf, RelativePosition):
         torch.Size([2, 2, 4])
     """
 
+    _starts = (("weight", partial(torch.nn.init.normal_, std=0.02)),)
+
     def __init__(self, heads: int, max_distance: int):
         super().__init__()
         check_at_least(1, heads=heads)
@@ -297,16 +298,12 @@ class RelativePositionBias(Leaf, RelativePosition):
         self.weight = torch.nn.Parameter(torch.empty(2 * max_distance + 1, heads))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Resets the biases."""
-        torch.nn.init.normal_(self.weight, std=0.02)
-
     def forward(self, distance: Tensor) -> Tensor:
         """Returns the bias of each head, `[..., H]`, for distances source − target `[...]`."""
         return self.weight[distance.clamp(-self.max_distance, self.max_distance) + self.max_distance]
 
 
-class GraphPositionalEncoding(Leaf, Module):
+class GraphPositionalEncoding(Declared, Module):
     r"""Adds an encoding of the position of each node in its graph, through a learnt linear map.
 
     `"laplacian"`: the first k non-trivial eigenvectors of the graph's Laplacian (`Dwivedi and Bresson

@@ -71,6 +71,8 @@ class ResGatedGraphConv(BaseConv):
 
     takes_shards = True
 
+    _starts = (("bias", zeros),)
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -104,14 +106,6 @@ class ResGatedGraphConv(BaseConv):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        for module in (self.lin_key, self.lin_query, self.lin_value, self.lin_skip):
-            if module is not None:
-                module.reset_parameters()
-        zeros(self.bias)
 
     def forward(
         self, x: Tensor | tuple[Tensor, Tensor], edge_index: GraphLike, edge_attr: Tensor | None = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Optional, overload
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.aggr import SumAggregation
-from torch_geometric.nn.inits import constant, glorot, ones, zeros
+from torch_geometric.nn.inits import constant, glorot, ones, reset, zeros
 from torch_geometric.utils import scatter
 
 from gattn.attention import fused
@@ -27,6 +27,10 @@ __all__ = ["RGATConv"]
 _MECHANISMS = ("within-relation", "across-relation")
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
 _MODS = (None, "additive", "scaled", "f-additive", "f-scaled")
+
+
+def _reset_l2(l2: Tensor) -> None:
+    constant(l2, 1 / l2.size(0))
 
 
 class RGATConv(AttentionConv):
@@ -110,6 +114,15 @@ class RGATConv(AttentionConv):
 
     in_channels: int
     e: Parameter
+
+    _starts = (
+        *((name, glorot) for name in ("weight", "basis", "att", "q", "k")),
+        *((name, zeros) for name in ("bias", "b1", "b2")),
+        *((name, ones) for name in ("w", "l1")),
+        ("l2", _reset_l2),
+        ("lin_edge", reset),
+        ("e", glorot),
+    )
 
     def __init__(
         self,
@@ -204,46 +217,6 @@ class RGATConv(AttentionConv):
                 f"num_blocks={self.num_blocks} must divide in_channels={self.in_channels} and heads * out_channels="
                 f"{channels}."
             )
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does, and also `w` and `l2`, which PyG's layer leaves as they are."""
-        super().reset_parameters()
-        for parameter in (self.weight,) if self.num_bases is None else (self.basis, self.att):
-            glorot(parameter)
-        glorot(self.q)
-        glorot(self.k)
-        zeros(self.bias)
-        ones(self.w)
-        ones(self.l1)
-        zeros(self.b1)
-        constant(self.l2, 1 / self.out_channels)
-        zeros(self.b2)
-        if self.lin_edge is not None:
-            self.lin_edge.reset_parameters()
-            glorot(self.e)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphLike,
-        edge_type: Tensor | None = None,
-        edge_attr: Tensor | None = None,
-        size: tuple[int | None, int | None] | None = None,
-        return_attention_weights: None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphLike,
-        edge_type: Tensor | None = None,
-        edge_attr: Tensor | None = None,
-        size: tuple[int | None, int | None] | None = None,
-        *,
-        return_attention_weights: Literal[True, False],
-    ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
         self,

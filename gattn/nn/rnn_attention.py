@@ -9,7 +9,7 @@ Dimensions: N queries, M positions of the memory, C channels, Cq of the queries,
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from gattn.attention import attend
 from gattn.distributions import Distribution
 from gattn.errors import InputTypeError, check_at_least
 from gattn.graphs import CompleteGraph
+from gattn.nn.declared import Declared
 from gattn.nn.dtypes import check_dtype
 from gattn.ops.dropout import check_probability
 from gattn.scores import AdditiveScore, DotScore, Score
-from gattn.tracing import Leaf
 
 __all__ = [
     "AdditiveAttention",
@@ -45,7 +45,7 @@ class Memory(NamedTuple):
     """Which positions are not padding, `[B, M]`; `None` means all."""
 
 
-class MemoryAttention(Leaf, Module):
+class MemoryAttention(Declared, Module):
     r"""The base class of attention from queries to a memory, with a softmax over all positions that are not padding.
 
     .. math::
@@ -77,12 +77,6 @@ class MemoryAttention(Leaf, Module):
         super().__init__()
         check_probability("dropout", dropout)
         self.dropout = dropout
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
 
     def keys(self, memory: Tensor) -> Tensor:
         """Returns what the score compares with queries, `[..., M, C]`, once for all queries."""
@@ -119,39 +113,6 @@ class MemoryAttention(Leaf, Module):
             mask = positions < source_lengths.to(memory.device).unsqueeze(-1)
             memory = memory.masked_fill(~mask.unsqueeze(-1), 0.0)  # zero times NaN is NaN
         return Memory(self.keys(memory), memory, mask)
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        memory: Tensor | Memory,
-        source_lengths: Tensor | None = None,
-        *,
-        first: int = 0,
-        return_weights: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        memory: Tensor | Memory,
-        source_lengths: Tensor | None = None,
-        *,
-        first: int = 0,
-        return_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        memory: Tensor | Memory,
-        source_lengths: Tensor | None = None,
-        *,
-        first: int = 0,
-        return_weights: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def forward(
         self,

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import LayerNorm, Linear, Module, ModuleList, Parameter
 from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.nn.inits import reset
 
 from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
+from gattn.nn.declared import Declared
 from gattn.nn.linear import through
 from gattn.nn.multihead_attention import MultiheadAttention
 from gattn.nn.sets import counts_of
-from gattn.tracing import Leaf
 
 __all__ = [
     "GraphMultisetTransformer",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-class MultiheadAttentionBlock(Leaf, Module):
+class MultiheadAttentionBlock(Declared, Module):
     r"""Multi-head attention from one set to another, followed by a linear layer.
 
     MAB of `Set Transformer: A Framework for Attention-based Permutation-Invariant Neural Networks
@@ -78,12 +79,6 @@ class MultiheadAttentionBlock(Leaf, Module):
         self.layer_norm1 = LayerNorm(channels, device=device) if layer_norm else None
         self.layer_norm2 = LayerNorm(channels, device=device) if layer_norm else None
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        for module in (self.attn, self.lin, self.layer_norm1, self.layer_norm2):
-            if module is not None:
-                module.reset_parameters()
-
     def forward(
         self,
         x: Tensor,
@@ -125,7 +120,7 @@ class MultiheadAttentionBlock(Leaf, Module):
         )
 
 
-class SetAttentionBlock(Leaf, Module):
+class SetAttentionBlock(Declared, Module):
     r"""Multi-head attention among the elements of a set.
 
     SAB of `Set Transformer <https://arxiv.org/abs/1810.00825>`_:
@@ -158,10 +153,6 @@ class SetAttentionBlock(Leaf, Module):
         super().__init__()
         self.mab = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        self.mab.reset_parameters()
-
     def forward(self, x: Tensor, mask: Tensor | None = None, *, graph: CompleteGraph | None = None) -> Tensor:
         """Attends among the elements.
 
@@ -183,7 +174,7 @@ class SetAttentionBlock(Leaf, Module):
         return _like(self, self.mab, f"{self.mab.channels}")
 
 
-class InducedSetAttentionBlock(Leaf, Module):
+class InducedSetAttentionBlock(Declared, Module):
     r"""Multi-head attention among the elements of a set through a few learnt points, in linear time.
 
     ISAB of `Set Transformer <https://arxiv.org/abs/1810.00825>`_, with learnt points :math:`I`:
@@ -213,6 +204,8 @@ class InducedSetAttentionBlock(Leaf, Module):
         torch.Size([2, 100, 16])
     """
 
+    _starts = (("ind", torch.nn.init.xavier_uniform_), ("mab1", reset), ("mab2", reset))
+
     def __init__(
         self,
         channels: int,
@@ -227,12 +220,6 @@ class InducedSetAttentionBlock(Leaf, Module):
         self.mab1 = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
         self.mab2 = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        torch.nn.init.xavier_uniform_(self.ind)
-        self.mab1.reset_parameters()
-        self.mab2.reset_parameters()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attends among the elements.
@@ -255,7 +242,7 @@ class InducedSetAttentionBlock(Leaf, Module):
         return _like(self, self.mab1, f"{self.ind.size(2)}, num_induced_points={self.ind.size(1)}")
 
 
-class PoolingByMultiheadAttention(Leaf, Module):
+class PoolingByMultiheadAttention(Declared, Module):
     r"""Multi-head attention from a few learnt seeds to the elements of a set, which become as many vectors.
 
     PMA of `Set Transformer <https://arxiv.org/abs/1810.00825>`_, with learnt seeds :math:`S`:
@@ -286,6 +273,8 @@ class PoolingByMultiheadAttention(Leaf, Module):
         torch.Size([2, 2, 16])
     """
 
+    _starts = (("seed", torch.nn.init.xavier_uniform_), ("mab", reset))
+
     def __init__(
         self,
         channels: int,
@@ -300,12 +289,6 @@ class PoolingByMultiheadAttention(Leaf, Module):
         self.seed = Parameter(torch.empty(1, num_seed_points, channels))
         self.mab = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        self.lin.reset_parameters()
-        torch.nn.init.xavier_uniform_(self.seed)
-        self.mab.reset_parameters()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, sizes: list[int] | None = None) -> Tensor:
         """Attends from the seeds to the elements of each set.
@@ -339,7 +322,7 @@ def _like(module: Module, block: MultiheadAttentionBlock, sizes: str) -> str:
     return f"{type(module).__name__}({sizes}, {options})"
 
 
-class _OfSets(Leaf, Aggregation):
+class _OfSets(Declared, Aggregation):
     """What the two aggregations share: sets of elements laid end to end, so that nothing is padded."""
 
     channels: int
@@ -421,6 +404,8 @@ class SetTransformerAggregation(_OfSets):
         torch.Size([2, 32])
     """
 
+    _shown = "channels num_seed_points= heads= layer_norm= dropout="
+
     def __init__(
         self,
         channels: int,
@@ -442,11 +427,6 @@ class SetTransformerAggregation(_OfSets):
         self.pma = PoolingByMultiheadAttention(channels, num_seed_points, *options)
         self.decoders = ModuleList(SetAttentionBlock(channels, *options) for _ in range(num_decoder_blocks))
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        for block in (*self.encoders, self.pma, *self.decoders):
-            block.reset_parameters()
-
     def _of_sets(self, x: Tensor, sizes: list[int]) -> Tensor:
         graph = CompleteGraph.packed(sizes)
         for encoder in self.encoders:
@@ -455,12 +435,6 @@ class SetTransformerAggregation(_OfSets):
         for decoder in self.decoders:
             x = decoder(x)
         return x.flatten(1, 2) if self.concat else x.mean(1)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.channels}, num_seed_points={self.num_seed_points}, heads={self.heads}, "
-            f"layer_norm={self.layer_norm}, dropout={self.dropout})"
-        )
 
 
 class GraphMultisetTransformer(_OfSets):
@@ -497,6 +471,8 @@ class GraphMultisetTransformer(_OfSets):
         torch.Size([2, 16])
     """
 
+    _shown = "channels k= heads= layer_norm= dropout="
+
     def __init__(
         self,
         channels: int,
@@ -514,19 +490,8 @@ class GraphMultisetTransformer(_OfSets):
         self.encoders = ModuleList(SetAttentionBlock(channels, *options) for _ in range(num_encoder_blocks))
         self.pma2 = PoolingByMultiheadAttention(channels, 1, *options)
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        for block in (self.pma1, *self.encoders, self.pma2):
-            block.reset_parameters()
-
     def _of_sets(self, x: Tensor, sizes: list[int]) -> Tensor:
         x = self.pma1(x, sizes=sizes)
         for encoder in self.encoders:
             x = encoder(x)
         return self.pma2(x).squeeze(1)  # type: ignore[no-any-return]
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.channels}, k={self.k}, heads={self.heads}, layer_norm={self.layer_norm}, "
-            f"dropout={self.dropout})"
-        )

@@ -86,6 +86,8 @@ class SuperGATConv(AttentionConv):
     att_r: Tensor
     bias: Tensor | None
     att_x: Tensor | None
+
+    _starts = (("att_l", glorot), ("att_r", glorot), ("bias", zeros))
     """A logit for each edge and pair drawn in the last call in training, `[..., E + P, H]`."""
     att_y: Tensor | None
     """Which of them are edges, `[..., E + P]`: 1 for an edge, 0 for a pair without one."""
@@ -136,14 +138,6 @@ class SuperGATConv(AttentionConv):
         total = heads * out_channels if concat else out_channels
         self.register_parameter("bias", Parameter(torch.empty(total)) if bias else None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        self.lin.reset_parameters()
-        glorot(self.att_l)
-        glorot(self.att_r)
-        zeros(self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors computed by autograd can be neither copied nor pickled.

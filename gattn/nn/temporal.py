@@ -10,13 +10,13 @@ from torch.nn import Module
 
 from gattn.errors import InputError, InputTypeError, check_at_least, is_integer
 from gattn.graphs import GraphLike, as_graph
+from gattn.nn.declared import Declared
 from gattn.nn.transformer_conv import TransformerConv
-from gattn.tracing import Leaf
 
 __all__ = ["GraphAttentionEmbedding", "TemporalEncoding"]
 
 
-class TemporalEncoding(Leaf, Module):
+class TemporalEncoding(Declared, Module):
     r"""The encoding of time by cosines with fixed frequencies of `GraphMixer <https://openreview.net/forum?id=ayPPc0SyLv1>`_.
 
     .. math::
@@ -45,15 +45,14 @@ class TemporalEncoding(Leaf, Module):
 
     weight: Tensor
 
+    _shown = "out_channels"
+
     def __init__(self, out_channels: int, device: torch.device | None = None):
         super().__init__()
         check_at_least(1, out_channels=out_channels)
         self.out_channels = out_channels
         root = math.sqrt(out_channels)
         self.register_buffer("weight", 1.0 / root ** torch.linspace(0, root, out_channels, device=device).view(1, -1))
-
-    def reset_parameters(self) -> None:
-        """Does nothing, as there are no parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Encodes times.
@@ -69,11 +68,8 @@ class TemporalEncoding(Leaf, Module):
         angle = x.reshape(-1, 1).double() * self.weight.double()
         return angle.cos().to(x.dtype if x.is_floating_point() else self.weight.dtype)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.out_channels})"
 
-
-class GraphAttentionEmbedding(Leaf, Module):
+class GraphAttentionEmbedding(Declared, Module):
     r"""The attention of temporal graph networks: a `TransformerConv` whose edges know when they happened.
 
     The embedding module of `Temporal Graph Networks <https://arxiv.org/abs/2006.10637>`_ as in PyG's example `tgn.py`,
@@ -136,11 +132,6 @@ class GraphAttentionEmbedding(Leaf, Module):
         edge_dim = msg_dim + time_channels
         self.conv = TransformerConv(in_channels, out_channels // heads, heads, dropout=dropout, edge_dim=edge_dim)
 
-    def reset_parameters(self) -> None:
-        """Resets all parameters."""
-        self.time_enc.reset_parameters()  # type: ignore[operator]
-        self.conv.reset_parameters()
-
     def forward(self, x: Tensor, last_update: Tensor, edge_index: GraphLike, t: Tensor, msg: Tensor) -> Tensor:
         """Attends to the sources of events.
 
@@ -173,4 +164,4 @@ class GraphAttentionEmbedding(Leaf, Module):
         # Other encodings multiply times by weights of the same type.
         passed = passed if isinstance(self.time_enc, TemporalEncoding) else passed.to(x.dtype)
         encoded = self.time_enc(passed).to(x.dtype)
-        return self.conv(x, graph, torch.cat([encoded, msg], -1))  # type: ignore[no-any-return]
+        return self.conv(x, graph, torch.cat([encoded, msg], -1))

@@ -63,6 +63,8 @@ class TGATConv(BaseConv):
         torch.Size([3, 8])
     """
 
+    _shown = "in_channels out_channels heads="
+
     def __init__(
         self,
         in_channels: int,
@@ -99,9 +101,6 @@ class TGATConv(BaseConv):
     def reset_parameters(self) -> None:
         """Resets all parameters."""
         super().reset_parameters()
-        for module in self.children():
-            if isinstance(module, Linear):
-                module.reset_parameters()
         with torch.no_grad():
             self.frequency.copy_(10.0 ** -torch.linspace(0, 9, self.frequency.numel()))
             self.phase.zero_()
@@ -159,6 +158,3 @@ class TGATConv(BaseConv):
         out = self.attend(query, key, value, graph, dropout=self.dropout, **terms)
         hidden = self.lin_hidden(torch.cat([out.flatten(-2), targets], -1)).relu()
         return self.lin_out(hidden)  # type: ignore[no-any-return]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"

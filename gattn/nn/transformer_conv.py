@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,35 +106,6 @@ class TransformerConv(AttentionConv):
         self.lin_skip = Linear(target_channels, total, bias=bias)
         self.lin_beta = Linear(3 * total, 1, bias=False) if self.beta else None
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Resets all parameters, as PyG does."""
-        super().reset_parameters()
-        for module in (self.lin_key, self.lin_query, self.lin_value, self.lin_edge, self.lin_skip, self.lin_beta):
-            if module is not None:
-                module.reset_parameters()
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphLike,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: Literal[False] | None = None,
-        *,
-        edge_weight: Tensor | None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphLike,
-        edge_attr: Tensor | None = None,
-        *,
-        return_attention_weights: Literal[True],
-        edge_weight: Tensor | None = None,
-    ) -> tuple[Tensor, AttentionWeights]: ...
 
     def forward(
         self,
