@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gattn
 from gattn.nn import Dropout
-from gattn.nn.linear import Linear
+from gattn.nn.shared.linear import Linear
 
 CONVS = {
     "gattn": {"gat": gattn.nn.GATConv, "gatv2": gattn.nn.GATv2Conv, "transformer": gattn.nn.TransformerConv},

@@ -42,9 +42,9 @@ TYPES = (
     "gattn.distributions.Law",
     "gattn.models.seq2seq.Source",
     "gattn.models.seq2seq.State",
-    "gattn.nn.hard_attention.Choice",
-    "gattn.nn.lstmn_cell.LSTMNState",
-    "gattn.nn.rnn_attention.Memory",
+    "gattn.nn.recurrent.hard_attention.Choice",
+    "gattn.nn.recurrent.lstmn_cell.LSTMNState",
+    "gattn.nn.recurrent.rnn_attention.Memory",
     "gattn.recording.AttentionRecord",
     "gattn.scores.Family",
 )

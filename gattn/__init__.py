@@ -58,7 +58,7 @@ from gattn.distributions import (
 )
 from gattn.edges import Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
-from gattn.nn.dropout import dropout
+from gattn.nn.shared.dropout import dropout
 from gattn.ops.choose import backend
 from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score

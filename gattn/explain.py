@@ -20,7 +20,7 @@ from torch_geometric.nn.to_hetero_transformer import key2str
 from gattn.graphs import FLOWS
 from gattn.graphs.edge_lists import plain
 from gattn.nn import HANConv, HGTConv
-from gattn.nn.hetero_conv import EdgeType
+from gattn.nn.hetero.hetero_conv import EdgeType
 from gattn.recording import record_own_layers
 
 __all__ = ["AttentionExplainer"]

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch_geometric.utils import from_networkx, k_hop_subgraph
 
 import gattn
-from gattn.nn.linear import Linear
+from gattn.nn.shared.linear import Linear
 from gattn.testing import random_edge_index
 from gattn.visualize import COLOURS, WEIGHTS, attention_graph, attention_grid, attention_matrix
 

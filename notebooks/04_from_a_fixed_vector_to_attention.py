@@ -898,7 +898,7 @@ class Glimpses(nn.Module):
         self.start = nn.Parameter(0.1 * torch.randn(c))
         self.output = nn.Linear(c, 10)
         self.reinforce = gattn.nn.ReinforceLoss(entropy_weight=0.01)
-        self.choices: list[gattn.nn.hard_attention.Choice] = []
+        self.choices: list[gattn.nn.recurrent.hard_attention.Choice] = []
 
     def look(self, state: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what is seen, `[B, C]`, and the weights, `[B, M]`."""

@@ -59,40 +59,40 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PL
 
 LINEAR = "gattn/ops/backends/dense/linear.py"
 BIAS, FEATURES, STRUCTURE = (f"gattn/{name}.py" for name in ("bias", "features", "structure"))
-CACHE, MULTIHEAD = "gattn/nn/key_value_cache.py", "gattn/nn/multihead_attention.py"
+CACHE, MULTIHEAD = "gattn/nn/transformers/key_value_cache.py", "gattn/nn/transformers/multihead_attention.py"
 PAIR_ROOTS, PAIR_ROOT_CALLS = "gattn/ops/backends/cpu/csrc/pair_roots.h", "gattn/ops/pair_roots.py"
 EXPHORMER, DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER, TEMPORAL, HGT, ATTENTION_CONV, FACTORS = (
     f"gattn/nn/{name}.py"
     for name in (
-        "exphormer_conv",
-        "dgl_conv",
-        "edge_gat_conv",
-        "graphormer_layer",
-        "graph_encoders",
-        "egt_layer",
-        "temporal",
-        "hgt_conv",
-        "attention_conv",
-        "edge_features",
+        "transformers/exphormer_conv",
+        "graph/dgl_conv",
+        "graph/edge_gat_conv",
+        "transformers/graphormer_layer",
+        "transformers/graph_encoders",
+        "transformers/egt_layer",
+        "graph/temporal",
+        "hetero/hgt_conv",
+        "shared/attention_conv",
+        "shared/edge_features",
     )
 )
 GRAPHORMER, PATHS = "gattn/models/graphormer.py", "gattn/transforms/structure.py"
 ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES, EGT, GRIT, TGAT = (
     f"gattn/nn/{name}.py"
     for name in (
-        "all_pairs",
-        "performer_attention",
-        "sgformer_attention",
-        "polynormer_attention",
-        "set_transformer",
-        "aggregations",
-        "patch_transformer",
-        "egt_conv",
-        "grit_conv",
-        "tgat_conv",
+        "transformers/all_pairs",
+        "transformers/performer_attention",
+        "transformers/sgformer_attention",
+        "transformers/polynormer_attention",
+        "pooling/set_transformer",
+        "pooling/aggregations",
+        "pooling/patch_transformer",
+        "transformers/egt_conv",
+        "transformers/grit_conv",
+        "graph/tgat_conv",
     )
 )
-PRODUCTS, DROPOUT = "gattn/products.py", "gattn/nn/dropout.py"
+PRODUCTS, DROPOUT = "gattn/products.py", "gattn/nn/shared/dropout.py"
 SGFORMER_MODEL, POLYNORMER_MODEL, GCN = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer", "gcn_conv"))
 
 #: The tests that should notice a mutation, in the order in which they run.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from gattn import products
-from gattn.nn.linear import Linear
+from gattn.nn.shared.linear import Linear
 from gattn.testing import assert_as_exact_as
 from tests import layers
 from tests.ops.fuzz import threads

@@ -12,9 +12,9 @@ from torch_geometric.nn.pool import global_add_pool
 
 from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import GraphLike, SparseGraph, as_graph
-from gattn.nn.dropout import dropout
-from gattn.nn.gat_conv import GATConv
-from gattn.nn.gate_conv import GATEConv
+from gattn.nn.graph.gat_conv import GATConv
+from gattn.nn.graph.gate_conv import GATEConv
+from gattn.nn.shared.dropout import dropout
 
 __all__ = ["AttentiveFP"]
 

@@ -15,7 +15,7 @@ from torch_geometric.typing import Adj
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import Graph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
-from gattn.nn.dropout import Dropout
+from gattn.nn.shared.dropout import Dropout
 
 __all__ = ["GAT"]
 

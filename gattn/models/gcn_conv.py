@@ -15,7 +15,7 @@ from gattn.attention import attend_for
 from gattn.autocast import is_autocast
 from gattn.graphs import FLOWS, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
-from gattn.nn.linear import through
+from gattn.nn.shared.linear import through
 from gattn.torch_private import has_hooks, is_traced
 
 __all__ = ["GCNConv"]

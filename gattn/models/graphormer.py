@@ -13,9 +13,9 @@ from torch_geometric.data import Data
 from gattn.bias import BucketBias
 from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
-from gattn.nn.dropout import dropout
-from gattn.nn.graph_encoders import DegreeEncoder, PathEncoder
-from gattn.nn.graphormer_layer import GraphormerLayer
+from gattn.nn.shared.dropout import dropout
+from gattn.nn.transformers.graph_encoders import DegreeEncoder, PathEncoder
+from gattn.nn.transformers.graphormer_layer import GraphormerLayer
 from gattn.ops.dropout import check_probability
 from gattn.transforms import ShortestPathBuckets
 

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from gattn.errors import check_at_least
 from gattn.models.tokens import check_tokens
-from gattn.nn.dropout import Dropout
-from gattn.nn.pooling import AttentionPooling
+from gattn.nn.pooling.attention_pooling import AttentionPooling
+from gattn.nn.shared.dropout import Dropout
 
 __all__ = ["HAN"]
 

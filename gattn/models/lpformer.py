@@ -8,8 +8,8 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from gattn.errors import check_at_least
-from gattn.nn.dropout import dropout, replace_dropout
-from gattn.nn.lp_att_layer import LPAttLayer
+from gattn.nn.graph.lp_att_layer import LPAttLayer
+from gattn.nn.shared.dropout import dropout, replace_dropout
 
 __all__ = ["LPFormer"]
 

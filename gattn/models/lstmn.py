@@ -10,8 +10,8 @@ from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import sample
 from gattn.models.tokens import check_tokens
-from gattn.nn.dropout import Dropout
-from gattn.nn.lstmn_cell import LSTMNCell, LSTMNState
+from gattn.nn.recurrent.lstmn_cell import LSTMNCell, LSTMNState
+from gattn.nn.shared.dropout import Dropout
 from gattn.ops.dropout import check_probability
 
 __all__ = ["LSTMN"]

@@ -11,12 +11,12 @@ from torch.nn import ModuleList
 
 from gattn.errors import check_at_least, check_flag
 from gattn.models.gcn_conv import GCNConv
-from gattn.nn.all_pairs import check_whole
-from gattn.nn.dropout import dropout
-from gattn.nn.gat_conv import GATConv
-from gattn.nn.linear import through
-from gattn.nn.packed import packed_batch
-from gattn.nn.polynormer_attention import PolynormerAttention
+from gattn.nn.graph.gat_conv import GATConv
+from gattn.nn.shared.dropout import dropout
+from gattn.nn.shared.linear import through
+from gattn.nn.transformers.all_pairs import check_whole
+from gattn.nn.transformers.packed import packed_batch
+from gattn.nn.transformers.polynormer_attention import PolynormerAttention
 from gattn.ops.dropout import check_probability
 
 __all__ = ["Polynormer"]

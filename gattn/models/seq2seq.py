@@ -13,10 +13,16 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from gattn.errors import check_at_least
 from gattn.models.decoding import beam_search
 from gattn.models.tokens import check_tokens, shift
-from gattn.nn.dropout import Dropout
-from gattn.nn.hard_attention import Choice, HardAttention, ReinforceLoss
-from gattn.nn.local_attention import LocalAttention
-from gattn.nn.rnn_attention import AdditiveAttention, DotProductAttention, GeneralAttention, Memory, MemoryAttention
+from gattn.nn.recurrent.hard_attention import Choice, HardAttention, ReinforceLoss
+from gattn.nn.recurrent.local_attention import LocalAttention
+from gattn.nn.recurrent.rnn_attention import (
+    AdditiveAttention,
+    DotProductAttention,
+    GeneralAttention,
+    Memory,
+    MemoryAttention,
+)
+from gattn.nn.shared.dropout import Dropout
 from gattn.ops.dropout import check_probability
 from gattn.tracing import Leaf
 
@@ -263,7 +269,7 @@ class Seq2Seq(Leaf, Module):
 
         Returns:
             The output :math:`o_i`, `[B, C]`, the new state, and the alignment: for hard attention a
-            `gattn.nn.hard_attention.Choice`, otherwise weights `[B, 1, S]` with `return_weights`, or `None`.
+            `gattn.nn.recurrent.hard_attention.Choice`, otherwise weights `[B, 1, S]` with `return_weights`, or `None`.
         """
         if self.form == "bahdanau":
             context, alpha = self._context(state.layers[-1][0], source, state.place, return_weights)

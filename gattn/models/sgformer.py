@@ -11,11 +11,11 @@ from torch_geometric.typing import Adj
 from gattn.errors import InputError, check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.gcn_conv import GCNConv
-from gattn.nn.all_pairs import check_whole
-from gattn.nn.dropout import dropout
-from gattn.nn.linear import through
-from gattn.nn.packed import packed_batch
-from gattn.nn.sgformer_attention import SGFormerAttention
+from gattn.nn.shared.dropout import dropout
+from gattn.nn.shared.linear import through
+from gattn.nn.transformers.all_pairs import check_whole
+from gattn.nn.transformers.packed import packed_batch
+from gattn.nn.transformers.sgformer_attention import SGFormerAttention
 from gattn.ops.dropout import check_probability
 
 __all__ = ["SGFormer"]

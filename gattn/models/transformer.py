@@ -13,15 +13,15 @@ from gattn.errors import check_at_least
 from gattn.graphs import CompleteGraph
 from gattn.models.decoding import beam_search, sample
 from gattn.models.tokens import check_tokens, shift
-from gattn.nn.dropout import Dropout
-from gattn.nn.key_value_cache import KeyValueCache
-from gattn.nn.positional import (
+from gattn.nn.shared.dropout import Dropout
+from gattn.nn.transformers.key_value_cache import KeyValueCache
+from gattn.nn.transformers.positional import (
     ALiBi,
     LearnedPositionalEncoding,
     RotaryPositionalEncoding,
     SinusoidalPositionalEncoding,
 )
-from gattn.nn.transformer_layers import (
+from gattn.nn.transformers.transformer_layers import (
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,

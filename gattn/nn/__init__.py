@@ -1,48 +1,63 @@
 """Layers."""
 
-from gattn.nn.aggregations import (
+from gattn.nn.graph.agnn_conv import AGNNConv
+from gattn.nn.graph.dense_gat_conv import DenseGATConv
+from gattn.nn.graph.dna_conv import DNAConv
+from gattn.nn.graph.dot_gat_conv import DotGatConv
+from gattn.nn.graph.edge_gat_conv import EdgeGATConv
+from gattn.nn.graph.egat_conv import EGATConv
+from gattn.nn.graph.fa_conv import FAConv
+from gattn.nn.graph.gat_conv import GATConv
+from gattn.nn.graph.gate_conv import GATEConv
+from gattn.nn.graph.gated_gcn_conv import GatedGCNConv
+from gattn.nn.graph.gatv2_conv import GATv2Conv
+from gattn.nn.graph.general_conv import GeneralConv
+from gattn.nn.graph.hypergraph_conv import HypergraphConv
+from gattn.nn.graph.lp_att_layer import LPAttLayer
+from gattn.nn.graph.point_transformer_conv import PointTransformerConv
+from gattn.nn.graph.res_gated_graph_conv import ResGatedGraphConv
+from gattn.nn.graph.supergat_conv import SuperGATConv
+from gattn.nn.graph.temporal import GraphAttentionEmbedding, TemporalEncoding
+from gattn.nn.graph.tgat_conv import TGATConv
+from gattn.nn.graph.transformer_conv import TransformerConv
+from gattn.nn.hetero.han_conv import HANConv
+from gattn.nn.hetero.heat_conv import HEATConv
+from gattn.nn.hetero.hgt_conv import HGTConv
+from gattn.nn.hetero.rgat_conv import RGATConv
+from gattn.nn.pooling.aggregations import (
     AttentionalAggregation,
     JumpingKnowledge,
     MultiAggregation,
     Set2Set,
     SoftmaxAggregation,
 )
-from gattn.nn.agnn_conv import AGNNConv
-from gattn.nn.dense_gat_conv import DenseGATConv
-from gattn.nn.dna_conv import DNAConv
-from gattn.nn.dot_gat_conv import DotGatConv
-from gattn.nn.dropout import Dropout
-from gattn.nn.edge_gat_conv import EdgeGATConv
-from gattn.nn.egat_conv import EGATConv
-from gattn.nn.egt_conv import EGTConv
-from gattn.nn.egt_layer import EGTLayer
-from gattn.nn.exphormer_conv import ExphormerConv
-from gattn.nn.fa_conv import FAConv
-from gattn.nn.gat_conv import GATConv
-from gattn.nn.gate_conv import GATEConv
-from gattn.nn.gated_gcn_conv import GatedGCNConv
-from gattn.nn.gatv2_conv import GATv2Conv
-from gattn.nn.general_conv import GeneralConv
-from gattn.nn.gps_conv import GPSConv
-from gattn.nn.graph_encoders import DegreeEncoder, PathEncoder, SpatialEncoder
-from gattn.nn.graphormer_layer import BiasedMHA, GraphormerLayer
-from gattn.nn.grit_conv import GRITConv
-from gattn.nn.han_conv import HANConv
-from gattn.nn.hard_attention import HardAttention, ReinforceLoss
-from gattn.nn.heat_conv import HEATConv
-from gattn.nn.hgt_conv import HGTConv
-from gattn.nn.hypergraph_conv import HypergraphConv
-from gattn.nn.key_value_cache import KeyValueCache
-from gattn.nn.local_attention import LocalAttention
-from gattn.nn.lp_att_layer import LPAttLayer
-from gattn.nn.lstmn_cell import LSTMNCell
-from gattn.nn.multihead_attention import MultiheadAttention
-from gattn.nn.patch_transformer import PatchTransformerAggregation
-from gattn.nn.performer_attention import PerformerAttention, PerformerProjection
-from gattn.nn.point_transformer_conv import PointTransformerConv
-from gattn.nn.polynormer_attention import PolynormerAttention
-from gattn.nn.pooling import AttentionPooling
-from gattn.nn.positional import (
+from gattn.nn.pooling.attention_pooling import AttentionPooling
+from gattn.nn.pooling.patch_transformer import PatchTransformerAggregation
+from gattn.nn.pooling.set_transformer import (
+    GraphMultisetTransformer,
+    InducedSetAttentionBlock,
+    MultiheadAttentionBlock,
+    PoolingByMultiheadAttention,
+    SetAttentionBlock,
+    SetTransformerAggregation,
+)
+from gattn.nn.recurrent.hard_attention import HardAttention, ReinforceLoss
+from gattn.nn.recurrent.local_attention import LocalAttention
+from gattn.nn.recurrent.lstmn_cell import LSTMNCell
+from gattn.nn.recurrent.rnn_attention import AdditiveAttention, DotProductAttention, GeneralAttention, MemoryAttention
+from gattn.nn.shared.dropout import Dropout
+from gattn.nn.transformers.egt_conv import EGTConv
+from gattn.nn.transformers.egt_layer import EGTLayer
+from gattn.nn.transformers.exphormer_conv import ExphormerConv
+from gattn.nn.transformers.gps_conv import GPSConv
+from gattn.nn.transformers.graph_encoders import DegreeEncoder, PathEncoder, SpatialEncoder
+from gattn.nn.transformers.graphormer_layer import BiasedMHA, GraphormerLayer
+from gattn.nn.transformers.grit_conv import GRITConv
+from gattn.nn.transformers.key_value_cache import KeyValueCache
+from gattn.nn.transformers.multihead_attention import MultiheadAttention
+from gattn.nn.transformers.performer_attention import PerformerAttention, PerformerProjection
+from gattn.nn.transformers.polynormer_attention import PolynormerAttention
+from gattn.nn.transformers.positional import (
     ALiBi,
     GraphPositionalEncoding,
     LearnedPositionalEncoding,
@@ -51,23 +66,8 @@ from gattn.nn.positional import (
     RotaryPositionalEncoding,
     SinusoidalPositionalEncoding,
 )
-from gattn.nn.res_gated_graph_conv import ResGatedGraphConv
-from gattn.nn.rgat_conv import RGATConv
-from gattn.nn.rnn_attention import AdditiveAttention, DotProductAttention, GeneralAttention, MemoryAttention
-from gattn.nn.set_transformer import (
-    GraphMultisetTransformer,
-    InducedSetAttentionBlock,
-    MultiheadAttentionBlock,
-    PoolingByMultiheadAttention,
-    SetAttentionBlock,
-    SetTransformerAggregation,
-)
-from gattn.nn.sgformer_attention import SGFormerAttention
-from gattn.nn.supergat_conv import SuperGATConv
-from gattn.nn.temporal import GraphAttentionEmbedding, TemporalEncoding
-from gattn.nn.tgat_conv import TGATConv
-from gattn.nn.transformer_conv import TransformerConv
-from gattn.nn.transformer_layers import (
+from gattn.nn.transformers.sgformer_attention import SGFormerAttention
+from gattn.nn.transformers.transformer_layers import (
     Transformer,
     TransformerDecoder,
     TransformerDecoderLayer,

@@ -14,7 +14,7 @@ from gattn.models import Seq2Seq
 from gattn.models.decoding import beam_search
 from gattn.models.seq2seq import ATTENTIONS, FORMS
 from gattn.nn import AdditiveAttention, DotProductAttention, GeneralAttention, HardAttention, LocalAttention
-from gattn.nn.rnn_attention import MemoryAttention
+from gattn.nn.recurrent.rnn_attention import MemoryAttention
 
 VS, VT, E, C, B, S, T = 9, 11, 5, 6, 3, 5, 4
 START, END = 1, 2

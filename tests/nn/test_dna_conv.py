@@ -10,7 +10,7 @@ from allpairspy import AllPairs
 from torch_geometric.utils import coalesce, to_torch_csc_tensor, to_torch_csr_tensor
 
 import gattn
-from gattn.nn.dna_conv import DNAConv
+from gattn.nn.graph.dna_conv import DNAConv
 from gattn.testing import assert_permutation_equivariant, random_edge_index
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 from tests.nn.largest_tensor import LargestTensor

@@ -20,7 +20,7 @@ from tests.ops.fuzz import threads
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch):
     """PyTorch's function would be tested."""
-    monkeypatch.setattr("gattn.nn.dropout._SMALL", 0)
+    monkeypatch.setattr("gattn.nn.shared.dropout._SMALL", 0)
 
 
 SHAPES = [(), (0,), (7,), (3, 0), (5, 6), (2, 3, 4)]

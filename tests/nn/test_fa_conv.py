@@ -10,7 +10,7 @@ from allpairspy import AllPairs
 from torch_geometric.utils import coalesce, to_torch_coo_tensor, to_torch_csr_tensor
 
 import gattn
-from gattn.nn.fa_conv import FAConv
+from gattn.nn.graph.fa_conv import FAConv
 from gattn.testing import assert_permutation_equivariant, random_edge_index
 from tests.cases import mostly_slow
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of

@@ -12,7 +12,7 @@ from torch_geometric.nn.models.attentive_fp import GATEConv as PyGGATEConv
 from torch_geometric.utils import coalesce
 
 import gattn
-from gattn.nn.gate_conv import GATEConv
+from gattn.nn.graph.gate_conv import GATEConv
 from gattn.testing import random_edge_index
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 

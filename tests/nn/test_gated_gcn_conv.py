@@ -12,7 +12,7 @@ from allpairspy import AllPairs
 from torch_geometric.utils import coalesce, to_torch_csr_tensor
 
 import gattn
-from gattn.nn.gated_gcn_conv import GatedGCNConv
+from gattn.nn.graph.gated_gcn_conv import GatedGCNConv
 from gattn.testing import assert_as_exact_as, random_edge_index
 from tests.nn.against_pyg import FORMS, name_of, results
 

@@ -12,7 +12,7 @@ from allpairspy import AllPairs
 from torch_geometric.utils import coalesce
 
 import gattn
-from gattn.nn.general_conv import GeneralConv
+from gattn.nn.graph.general_conv import GeneralConv
 from gattn.testing import assert_permutation_equivariant, random_edge_index
 from tests.cases import mostly_slow
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of

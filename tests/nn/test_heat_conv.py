@@ -13,7 +13,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import coalesce, to_torch_csr_tensor
 
 import gattn
-from gattn.nn.heat_conv import HEATConv
+from gattn.nn.hetero.heat_conv import HEATConv
 from gattn.testing import random_edge_index
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 

@@ -10,7 +10,7 @@ import torch_geometric.nn as pyg
 from allpairspy import AllPairs
 
 import gattn
-from gattn.nn.hgt_conv import HGTConv
+from gattn.nn.hetero.hgt_conv import HGTConv
 from tests.cases import mostly_slow
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 from tests.nn.hetero import CHANNELS, EDGE_TYPES, METADATA, SIZES, Called, edges, features

@@ -12,7 +12,7 @@ from allpairspy import AllPairs
 from torch_geometric.utils import to_torch_csr_tensor
 
 import gattn
-from gattn.nn.hypergraph_conv import HypergraphConv
+from gattn.nn.graph.hypergraph_conv import HypergraphConv
 from gattn.testing import random_edge_index
 from tests.nn.against_pyg import assert_as_pyg, name_of
 

@@ -6,7 +6,7 @@ import torch
 
 import gattn
 from gattn.errors import InputError, InputTypeError
-from gattn.nn.lstmn_cell import LSTMNCell, LSTMNState
+from gattn.nn.recurrent.lstmn_cell import LSTMNCell, LSTMNState
 
 B, T, IN, C, A = 3, 5, 4, 6, 7
 

@@ -11,7 +11,7 @@ from torch.nn import Linear, ReLU, Sequential
 from torch_geometric.utils import coalesce
 
 import gattn
-from gattn.nn.point_transformer_conv import PointTransformerConv
+from gattn.nn.graph.point_transformer_conv import PointTransformerConv
 from gattn.testing import random_edge_index
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 

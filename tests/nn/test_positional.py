@@ -15,8 +15,8 @@ from gattn.nn import (
     RelativePositionBias,
     RotaryPositionalEncoding,
     SinusoidalPositionalEncoding,
-    positional,
 )
+from gattn.nn.transformers import positional
 from gattn.transforms import RandomWalkPairs
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch_geometric.utils import coalesce, to_torch_csr_tensor
 
 import gattn
-from gattn.nn.res_gated_graph_conv import ResGatedGraphConv
+from gattn.nn.graph.res_gated_graph_conv import ResGatedGraphConv
 from gattn.testing import assert_as_exact_as, assert_permutation_equivariant, random_edge_index
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of, results
 

@@ -10,7 +10,7 @@ from allpairspy import AllPairs
 from torch_geometric.utils import coalesce
 
 import gattn
-from gattn.nn.rgat_conv import RGATConv
+from gattn.nn.hetero.rgat_conv import RGATConv
 from gattn.testing import assert_permutation_equivariant, random_edge_index
 from tests.cases import mostly_slow
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of

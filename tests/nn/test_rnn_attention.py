@@ -16,7 +16,7 @@ from gattn.nn import (
     LocalAttention,
     ReinforceLoss,
 )
-from gattn.nn.rnn_attention import MemoryAttention
+from gattn.nn.recurrent.rnn_attention import MemoryAttention
 from gattn.testing import assert_as_exact_as
 
 B, N, M, CQ, CM = 3, 4, 5, 6, 7

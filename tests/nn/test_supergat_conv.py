@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, leaky_relu
 from torch_geometric.utils import coalesce, to_undirected
 
 import gattn
-from gattn.nn.supergat_conv import SuperGATConv
+from gattn.nn.graph.supergat_conv import SuperGATConv
 from gattn.testing import assert_permutation_equivariant, random_edge_index
 from tests.nn.against_pyg import FORMS, assert_as_pyg, name_of
 

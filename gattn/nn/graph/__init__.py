@@ -1,0 +1,3 @@
+"""Layers of graphs with one type of nodes."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Attention from sets to their elements."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Attention in recurrent networks."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""What layers share."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Attention among all tokens or nodes, with layers and encodings for it."""
+
+__all__ = ["nested", "positional"]

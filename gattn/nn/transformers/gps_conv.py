@@ -1,0 +1,194 @@
+"""Local message passing in parallel with global attention."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.typing import Adj
+from torch_geometric.utils import to_dense_batch
+
+from gattn.bias import Bias
+from gattn.errors import InputError
+from gattn.graphs import CompleteGraph, Graph
+from gattn.graphs.builders import checked_batch
+from gattn.nn.shared.dropout import dropout, replace_dropout
+from gattn.nn.shared.linear import through
+from gattn.nn.transformers.all_pairs import check_whole
+from gattn.nn.transformers.multihead_attention import MultiheadAttention
+from gattn.nn.transformers.packed import packed
+from gattn.nn.transformers.performer_attention import PerformerAttention
+from gattn.tracing import Leaf
+
+__all__ = ["GPSConv"]
+
+_OF_ATTENTION = inspect.signature(MultiheadAttention.forward).parameters.keys()
+
+
+class GPSConv(Leaf, torch_geometric.nn.GPSConv):
+    r"""A graph layer on the edges in parallel with attention between all nodes of the same graph.
+
+    The block of `Recipe for a General, Powerful, Scalable Graph Transformer <https://arxiv.org/abs/2205.12454>`_:
+
+    .. math::
+        h = \mathrm{norm}(x + \mathrm{conv}(x, E)) + \mathrm{norm}(x + \mathrm{attention}(x)), \qquad
+        x' = \mathrm{norm}(h + \mathrm{MLP}(h))
+
+    This is a drop-in replacement for `torch_geometric.nn.GPSConv`: arguments, parameter names and results are the same,
+    but with `attn_type="performer"` only on one graph, as PyG's linear attention depends on the padding. The graphs of
+    a batch form a packed `CompleteGraph`, so there is no padding here.
+
+    Args:
+        channels: The number of channels of the features, F.
+        conv: The layer on the edges, from gattn or PyG, or `None` for attention only.
+        heads: The number of attention heads. (default: `1`)
+        dropout: The probability of dropping a feature during training. (default: `0.0`)
+        act: The activation of the MLP, by name. (default: `"relu"`)
+        act_kwargs: The arguments of the activation. (default: `None`)
+        norm: The normalisation, by name. (default: `"batch_norm"`)
+        norm_kwargs: The arguments of the normalisation. (default: `None`)
+        attn_type: The kind of attention: `"multihead"`, or `"performer"` for linear attention.
+            (default: `"multihead"`)
+        attn_kwargs: Further arguments of `MultiheadAttention` or `PerformerAttention`. (default: `None`)
+
+    Shapes:
+        - **input:** features `[N, F]`, edge indices `[2, E]`, and the graph of each node `[N]` in ascending order.
+        - **output:** `[N, F]`.
+
+    Raises:
+        ValueError: If `attn_type` is unknown, or `channels` is not a multiple of `heads`.
+
+    Example:
+        >>> import torch, gattn
+        >>> block = gattn.nn.GPSConv(16, gattn.nn.GATConv(16, 4, heads=4), heads=4)
+        >>> batch = torch.tensor([0, 0, 0, 1, 1])  # two graphs, of 3 and 2 nodes
+        >>> block(torch.randn(5, 16), torch.tensor([[0, 1, 3], [1, 2, 4]]), batch).shape
+        torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        conv: MessagePassing | None,
+        heads: int = 1,
+        dropout: float = 0.0,
+        act: str = "relu",
+        act_kwargs: dict[str, Any] | None = None,
+        norm: str | None = "batch_norm",
+        norm_kwargs: dict[str, Any] | None = None,
+        attn_type: str = "multihead",
+        attn_kwargs: dict[str, Any] | None = None,
+    ):
+        if attn_type not in ("multihead", "performer"):
+            raise ValueError(f"attn_type must be 'multihead' or 'performer', not {attn_type!r}.")
+        attn: MultiheadAttention | PerformerAttention
+        with torch.random.fork_rng(devices=[]):  # so that the other parameters get the same random numbers as in PyG
+            if attn_type == "multihead":
+                attn = MultiheadAttention(channels, heads, batch_first=True, **(attn_kwargs or {}))
+                # Explainers mask edges, which it does not use; the setter would pin its propagate().
+                attn._explain = False
+                attn_kwargs = None  # PyG's layer may not know them
+            else:
+                attn = PerformerAttention(channels, heads, **(attn_kwargs or {}))
+        if attn_type == "performer" and torch.get_default_device().type == "meta":  # where PyG cannot draw a projection
+            attn_type_of_pyg, attn_kwargs = "multihead", None
+        else:
+            attn_type_of_pyg = attn_type
+        super().__init__(
+            channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type_of_pyg, attn_kwargs
+        )
+        self.attn_type = attn_type
+        self.attn = attn
+        replace_dropout(self.mlp)
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters."""
+        super().reset_parameters()
+        if isinstance(self.attn, MultiheadAttention):  # PyG calls its private method
+            self.attn.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj | Graph,
+        batch: Tensor | None = None,
+        *,
+        attn_bias: Bias | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Runs the block.
+
+        Args:
+            x: The features, `[N, F]`.
+            edge_index: The graph, in any form that the layer on the edges takes.
+            batch: The graph of each node, `[N]`, in ascending order. (default: `None`, a single graph)
+            attn_bias: What is added to the logits of multi-head attention, such as a `gattn.SparseBias` of bonds or a
+                `gattn.BucketBias` of distances, by the nodes' numbers in the batch. (default: `None`)
+            **kwargs: Further arguments of the layer on the edges, such as `edge_attr`. Without this layer they have no
+                effect, as in PyG.
+
+        Returns:
+            The features, `[N, F]`.
+
+        Raises:
+            ValueError: If `batch` does not hold the graph of each node in ascending order, or the attention takes no
+                `attn_bias`.
+            TypeError: If an argument of the attention is given.
+        """
+        if self.conv is None and (meant := kwargs.keys() & _OF_ATTENTION):
+            raise TypeError(
+                f"{type(self).__name__} passes further arguments to the layer on the edges, not to its attention; got "
+                f"{', '.join(sorted(meant))}."
+            )
+        if batch is not None and bool((checked_batch(batch, x.size(0)).diff() < 0).any()):
+            raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
+        check_whole(self, edge_index)
+        local = None  # first, so that dropout gets the same random numbers as in PyG
+        if self.conv is not None:
+            local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
+        out = self._add_and_norm(self._attend(x, batch, attn_bias), x, self.norm2, batch)
+        if local is not None:
+            out = local + out
+        out = out + through(self.mlp, out)
+        return self._norm(out, self.norm3, batch)
+
+    def _attend(self, x: Tensor, batch: Tensor | None, attn_bias: Bias | None) -> Tensor:
+        """Attention among the nodes of each graph; another module gets a padded batch, by the arguments that it has."""
+        attn: Any = self.attn
+        if attn is None:
+            return x
+        # A subclass may have PyTorch's arguments alone.
+        takes = ["graph"] if type(attn) is MultiheadAttention else inspect.signature(attn.forward).parameters
+        attended: Tensor
+        if isinstance(attn, MultiheadAttention) and "graph" in takes:
+            graph = CompleteGraph(x.size(0)) if batch is None else packed(batch)
+            more = {} if attn_bias is None else {"attn_bias": attn_bias}
+            attended = attn(x, x, x, need_weights=False, graph=graph, **more)[0]
+            return attended
+        if attn_bias is not None:
+            raise InputError(f"{type(attn).__name__} takes no attn_bias: use attn_type='multihead'.")
+        if "graph" in takes:  # such as PerformerAttention
+            attended = attn(x, graph=CompleteGraph(x.size(0)) if batch is None else packed(batch))
+            return attended
+        padded, is_real = to_dense_batch(x, batch)
+        if "key_padding_mask" in takes or "kwargs" in takes:
+            attended = attn(padded, padded, padded, key_padding_mask=~is_real, need_weights=False)[0]
+        else:  # such as PyG's PerformerAttention
+            attended = attn(padded, mask=is_real) if "mask" in takes else attn(padded)
+        return attended[is_real]
+
+    def _add_and_norm(self, h: Tensor, x: Tensor, norm: Any, batch: Tensor | None) -> Tensor:
+        h = dropout(h, self.dropout, self.training)
+        return self._norm(h + x, norm, batch)
+
+    def _norm(self, h: Tensor, norm: Any, batch: Tensor | None) -> Tensor:
+        if norm is None:
+            return h
+        if h.size(0) == 0:  # PyG's norms look for the last graph; they are called all the same, as some join processes
+            batch = None
+        out: Tensor = norm(h, batch=batch) if self.norm_with_batch else norm(h)
+        return out
