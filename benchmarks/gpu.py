@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import torch
 
 import gattn
-import gattn.ops.backends.triton as launcher
 from benchmarks.framework.measuring import check, wrong
 from benchmarks.framework.reports import markdown
 from benchmarks.framework.results import machine
 from benchmarks.kernel_cases import BACKENDS, CONVS, DTYPES, GPU_PEERS, SHAPES, Case, Shape, build, draw
 from benchmarks.steps import GPU_TASKS
 from gattn.ops import plans
+from gattn.ops.backends.triton import forms as launcher
 from gattn.ops.backends.triton import layout
 
 LIMIT = 540

@@ -27,7 +27,8 @@ from benchmarks.framework.benchmark import Benchmark, Case
 from benchmarks.framework.processes import BenchmarkError, Message, Show, in_processes
 from benchmarks.framework.reports import machines
 from benchmarks.framework.results import VERSIONS, Row, kernels
-from gattn.ops.backends import triton as launcher
+from gattn.ops.backends.triton import Triton
+from gattn.ops.backends.triton import forms as launcher
 
 WIDTHS = ((8, 8), (8, 32), (4, 64), (16, 32), (16, 64), (1, 40), (3, 24), (6, 121), (1, 7))
 """Heads and channels: those of `benchmarks.kernels`, of wide Transformers, and of rows that are awkward to load."""
@@ -183,17 +184,17 @@ class Launch(NamedTuple):
 def collected() -> Generator[list[Launch], None, None]:
     """Collects launches instead of making them; tensors on the CPU are treated as if they were on a GPU."""
     found: list[Launch] = []
-    before = launcher.run, launcher.Triton.serves
+    before = launcher.run, Triton.serves
 
     def collect(kernel: Any, grid: tuple[int, int], warps: int, arguments: dict[str, Any]) -> None:
         if min(grid) > 0:
             found.append(Launch(kernel, grid, warps, arguments))
 
-    launcher.run, launcher.Triton.serves = collect, lambda self, device: True  # type: ignore[method-assign]
+    launcher.run, Triton.serves = collect, lambda self, device: True  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        launcher.run, launcher.Triton.serves = before  # type: ignore[method-assign]
+        launcher.run, Triton.serves = before  # type: ignore[method-assign]
 
 
 def launches(case: Compilation) -> list[Launch]:

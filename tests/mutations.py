@@ -33,9 +33,7 @@ LAYOUT, MEANS, MATRIX, TILES, SUMS, BY_SOURCE = (
 TILE_CALLS, CPU_TILES, TRITON_TILES, GPU_CALLS = (
     f"gattn/ops/backends/dense/{name}.py" for name in ("tiles", "cpu_tiles", "triton_tiles", "gpu_tiles")
 )
-TRITON, TRITON_CALLS, TRITON_LAYOUT = (
-    f"gattn/ops/backends/triton/{name}.py" for name in ("kernels", "__init__", "layout")
-)
+TRITON, TRITON_LAYOUT = "gattn/ops/backends/triton", "gattn/ops/backends/triton/layout.py"
 REORDERING, TRANSFORMS, MATRIX_CALLS, PAIRS = (
     f"gattn/{name}.py"
     for name in ("graphs/reordering", "transforms/reorder", "ops/backends/cpu/matrix", "ops/backends/cpu/pairs")
@@ -109,7 +107,6 @@ TESTS = {
     },
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
-    TRITON_CALLS: ["tests/ops/test_triton.py"],
     TRITON_LAYOUT: ["tests/ops/test_triton.py"],
     DENSE: ["tests/ops/test_dense.py", "tests/ops/test_plans.py", "tests/ops/test_tiles.py"],
     PAIRS: ["tests/ops/test_dense.py"],
@@ -603,12 +600,12 @@ MUTATIONS = [
     Mutation(
         "a gradient through dropout is not scaled",
         TRITON,
-        "tl.where(is_kept, «grad_alpha * keep_scale → grad_alpha», 0.0)",
+        "tl.where(kept, «grad_alpha * keep_scale → grad_alpha», 0.0)",
     ),
     Mutation(
         "all of a batch drop the same, backward",
         TRITON,
-        "n = («batch * num_edges + e → e».to(tl.int64)[:, None]) * HEADS + h[None]\n                is_kept",
+        "n = («batch * num_edges + e → e».to(tl.int64)[:, None]) * HEADS + h[None]\n                kept",
     ),
     Mutation(
         "one tensor as both edge terms, one gradient",
@@ -622,12 +619,10 @@ MUTATIONS = [
     ),
     Mutation(
         "delta is taken of the rounded output",
-        TRITON_CALLS,
+        TRITON,
         "unrounded = «others[0] if others else out.contiguous() → out.contiguous()»",
     ),
-    Mutation(
-        "gradients of grouped heads are not summed", TRITON_CALLS, "(-1, self.form.group)).«sum(3) → select(3, 0)»"
-    ),
+    Mutation("gradients of grouped heads are not summed", TRITON, "(-1, self.form.group)).«sum(3) → select(3, 0)»"),
     Mutation(
         "a hub's parts overlap",
         TRITON_LAYOUT,
@@ -644,13 +639,13 @@ MUTATIONS = [
     Mutation(
         "parts of the vector's gradient are lost", TRITON, "range(«tl.program_id(0) → 0», num_blocks, tl.num_programs"
     ),
-    Mutation("tensors of any alignment share code", TRITON_CALLS, "key = name, kind, «self.unaligned → ()»"),
+    Mutation("tensors of any alignment share code", TRITON, "key = name, kind, «self.unaligned → ()»"),
     Mutation(
         "a plan forgets a cast",
         KERNEL_PLANS,
         "inputs[place] = «tensor if dtype is None else tensor.to(dtype) → tensor»",
     ),
-    Mutation("a bias gets the query's gradient", TRITON_CALLS, '"query" in tensors and «"bias" not in tensors → True»'),
+    Mutation("a bias gets the query's gradient", TRITON, '"query" in tensors and «"bias" not in tensors → True»'),
     Mutation(
         "Newton's iteration stops at its first step",
         TRITON,
@@ -664,7 +659,7 @@ MUTATIONS = [
     Mutation("each block of a row keeps equal logits", TRITON, "«num_left -= tl.sum(is_next, axis=0) → pass»"),
     Mutation(
         "a threshold has no gradient",
-        TRITON_CALLS,
+        TRITON,
         "is_normalized = «form.divides or form.derivatives is not None → form.divides»",
     ),
     Mutation("rows of one task are long", TRITON_LAYOUT, "is_long = parts > «1 → 0»"),

@@ -345,7 +345,7 @@ SAME = {
     "61ffb114367d": "b6fb7570eefa",
     "a295d8df4ae8": "b6fb7570eefa",
     "90cae1a70446": "d44103dbed43",
-    "4e6811aac43d": "6904d879e89a",
+    "4e6811aac43d": "0cf8ce7d3d49",
 }
 
 

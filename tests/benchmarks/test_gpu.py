@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import gattn.ops.backends.triton as launcher
 from benchmarks import gpu
 from benchmarks.framework import options
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.gpu import Command, main, run_step, steps
+from gattn.ops.backends.triton import forms as launcher
 from gattn.ops.backends.triton import layout
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-import gattn.ops.backends.triton as kernels
+from gattn.ops.backends.triton import forms as kernels
 
 
 def _span(tensor):

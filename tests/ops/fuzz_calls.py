@@ -153,7 +153,8 @@ def call(draw: Draw, alter: Alter, backend: str = "cpu") -> None:
 
 def triton(draw: Draw, alter: Alter) -> None:
     """One call of the GPU kernels, whose rows are split from a few edges on; in the interpreter, of a small graph."""
-    from gattn.ops.backends.triton import INTERPRETED, layout
+    from gattn.ops.backends.triton import layout
+    from gattn.ops.backends.triton.forms import INTERPRETED
 
     if INTERPRETED and random_call(draw.case)[0].edges.size(1) > 400:
         return

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gattn import AdditiveScore, DotScore, GATScore, Projected, Softmax, SparseGraph, Typed, attend
-from gattn.ops.backends.triton import INTERPRETED
+from gattn.ops.backends.triton.forms import INTERPRETED
 from tests.cases import pairs
 
 SIZES = {"N": 4, "M": 5, "E": 9, "H": 2, "C": 3, "V": 3, "D": 2, "R": 3, "B": 2}

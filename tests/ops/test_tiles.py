@@ -8,10 +8,10 @@ import torch
 
 from gattn import BucketBias, CompleteGraph, DotScore, Identity, Sigmoid, Softmax, SparseBias, Tanh, attend
 from gattn.bias import DistanceBias
-from gattn.ops.backends import triton as launcher
 from gattn.ops.backends.cpu import native
 from gattn.ops.backends.dense import tile_rules, tiles
 from gattn.ops.backends.dense.gpu_tiles import GPUCall
+from gattn.ops.backends.triton import forms as launcher
 from gattn.ops.dropout import keep_mask_of_pairs
 from gattn.testing import assert_as_exact_as
 from tests.cases import mostly_slow, pairs

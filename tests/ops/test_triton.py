@@ -10,13 +10,15 @@ import torch
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import gattn
-import gattn.ops.backends.triton as kernels
 from gattn import AdditiveScore, CompleteGraph, DotScore, SparseGraph, attend
 from gattn.graphs import FLOWS, edge_lists
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.ops import dropout, plans
+from gattn.ops.backends import triton
 from gattn.ops.backends.cpu import native
+from gattn.ops.backends.triton import forms as kernels
 from gattn.ops.backends.triton import layout as layout_module
+from gattn.ops.backends.triton import passes
 from gattn.ops.backends.triton.layout import Layout, layout_of
 from tests import cases
 from tests.cases import (
@@ -47,7 +49,7 @@ random_edge_index, make_call = on_device(gattn.testing.random_edge_index), on_de
 
 pytestmark = [
     pytest.mark.skipif(
-        not kernels.Triton().serves(torch.get_default_device()),
+        not triton.Triton().serves(torch.get_default_device()),
         reason="kernels run on the CPU with TRITON_INTERPRET=1 only",
     ),
     # NumPy, of which the interpreter is made, warns where a GPU's arithmetic goes on.
@@ -96,7 +98,7 @@ def test_an_access_outside_a_tensor_is_noticed(name):
     compute = kernels._triton_type(torch.float32)
 
     def launch():
-        kernels.run(kernels._kernels().add_partial, (1, 1), 4, {**arguments, **sizes, "COMPUTE": compute})
+        kernels.run(kernels.jitted().add_partial, (1, 1), 4, {**arguments, **sizes, "COMPUTE": compute})
 
     launch()
     assert arguments["out"].tolist() == [[[2, 2, 2]]]
@@ -110,7 +112,7 @@ class TestFamilies:
     def test_every_one_has_the_constants_of_the_cpu_kernels(self, score):
         """Without its family, the kernels would take logits as a bias, and be right."""
         family = make_score(score, torch.zeros(1, 1)).family(1)
-        names = kernels._kernels().FAMILIES[family.name][1]
+        names = kernels.jitted().FAMILIES[family.name][1]
         assert len(names) == len(family.constants)
         if native.load_error() is None:
             assert names == native.family(family.name)[1]
@@ -276,7 +278,7 @@ class TestSparseDistributions:
     @pytest.mark.parametrize("distribution", SPARSE)
     def test_the_kernels_know_it(self, distribution):
         """Otherwise PyTorch would compute the weights, and be right."""
-        assert kernels.Triton().knows_law(SPARSE[distribution](None).law())
+        assert triton.Triton().knows_law(SPARSE[distribution](None).law())
 
     @pytest.mark.parametrize(
         ("distribution", "score", "dtype", "terms", "batch", "weights", "p"),
@@ -340,7 +342,7 @@ class TestBlocks:
     def real(self, fresh_forms, monkeypatch):
         """The interpreter computes what a GPU would, with a GPU's blocks."""
         monkeypatch.setattr(kernels, "INTERPRETED", False)
-        monkeypatch.setattr(kernels.Triton, "serves", lambda self, device: True)
+        monkeypatch.setattr(triton.Triton, "serves", lambda self, device: True)
 
     @pytest.mark.parametrize(
         ("heads", "channels", "dtype", "tasks", "warps"),
@@ -371,7 +373,7 @@ class TestBlocks:
 
     def test_fewer_programs_than_blocks(self, real, monkeypatch):
         """The vector's gradient is made of parts that each go through several blocks."""
-        monkeypatch.setattr(kernels, "_MOST_PROGRAMS", 3)
+        monkeypatch.setattr(passes, "_MOST_PROGRAMS", 3)
         options = {"heads": 2, "channels": 16, "value_channels": 16, "batch": (2,)}
         compare(make_call("leaky_relu", random_edge_index(9, 7, 30, hub=0.5), 9, 7, **options), "triton")
 
@@ -926,13 +928,13 @@ class TestMemory:
         """But for the gradients of logits, if there are no long rows: so of GATv2's vector, too."""
         sizes = []
         monkeypatch.setattr(layout_module, "LONG_ROW", 128)
-        monkeypatch.setattr(kernels, "_MOST_PROGRAMS", 3)
+        monkeypatch.setattr(passes, "_MOST_PROGRAMS", 3)
         nodes, heads, channels = 40, 2, 8
         edge_index = torch.stack([torch.arange(nodes * degree) % nodes, torch.arange(nodes * degree) // degree])
         options = {"heads": heads, "channels": channels, "value_channels": channels, "terms": (), "weights": False}
         call = make_call("leaky_relu", edge_index, nodes, nodes, **options)
-        empty = kernels._Pass.empty
-        monkeypatch.setattr(kernels._Pass, "empty", lambda *args, **kw: sizes.append(args[1:]) or empty(*args, **kw))
+        empty = passes.Pass.empty
+        monkeypatch.setattr(passes.Pass, "empty", lambda *args, **kw: sizes.append(args[1:]) or empty(*args, **kw))
         compare(call, "triton")
         edges = edge_index.size(1)
         assert [size for size in sizes if math.prod(size) > nodes * heads * channels] == [(1, edges, heads)] * (
@@ -1072,7 +1074,7 @@ class TestChoice:
         def refuse(*args, **kwargs):
             raise AssertionError
 
-        monkeypatch.setattr(kernels.Triton.operator, "_compute", refuse)
+        monkeypatch.setattr(triton.Triton.operator, "_compute", refuse)
         x, edge_index = self.x.cpu(), self.edge_index.cpu()
         attend(x, x, x, edge_index)
         with pytest.raises(AssertionError):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gattn.ops.backends import triton as launcher
 from gattn.ops.backends.dense.tile_rules import DIMS, FAR, Element, Inputs, Rule
+from gattn.ops.backends.triton import forms as launcher
 from gattn.ops.call import compute_dtype
 from gattn.torch_private import resolved
 

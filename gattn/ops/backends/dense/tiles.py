@@ -29,7 +29,7 @@ from gattn.ops.backends.dense.cpu_tiles import CPUCall
 from gattn.ops.backends.dense.gpu_tiles import GPUCall
 from gattn.ops.backends.dense.tile_rules import DIMS, Element, Inputs, Rule, check_fit
 from gattn.ops.backends.kernels import DTYPES
-from gattn.ops.backends.triton import is_installed
+from gattn.ops.backends.triton.forms import is_installed
 from gattn.ops.call import compute_dtype
 from gattn.ops.differentiated import are_plain, has_gradient
 from gattn.ops.dropout import keep_mask_of_pairs

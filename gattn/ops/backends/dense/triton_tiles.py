@@ -11,7 +11,7 @@ Letters: T targets and S sources of a tile, C channels of keys, V of values.
 import triton
 import triton.language as tl
 
-from gattn.ops.backends.triton.kernels import LAWS, _cap, _mix, _scale
+from gattn.ops.backends.triton.formulas import LAWS, cap, mix, scale_of
 
 __all__ = ["LAWS", "tiles_by_source", "tiles_by_target", "tiles_forward", "tiles_weights"]
 
@@ -165,7 +165,7 @@ def _tile(
     z = tl.where(seen, z, -float("inf"))
     of_cap = tl.full(z.shape, 1.0, COMPUTE)
     if SOFTCAP != 0.0:
-        z = _cap(z, SOFTCAP)
+        z = cap(z, SOFTCAP)
         of_cap = tl.where(z == -float("inf"), 0.0, 1.0 - (z / SOFTCAP) * (z / SOFTCAP))
     return z, seen, of_cap, of_score
 
@@ -174,9 +174,9 @@ def _tile(
 def _is_kept(seed, row, source, threshold):
     """The rule of `gattn.ops.dropout.keep_mask_of_pairs`, `[T, S]`."""
     differing = row ^ tl.load(seed)
-    first = _mix(_mix(differing.to(tl.uint32)) ^ (differing >> 32).to(tl.uint32))
+    first = mix(mix(differing.to(tl.uint32)) ^ (differing >> 32).to(tl.uint32))
     x = source.to(tl.uint32)[None] + first[:, None]
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) ^ _mix(first ^ 0x9E3779B9)[:, None]
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) ^ mix(first ^ 0x9E3779B9)[:, None]
     x = (x ^ (x >> 16)) * 0x45D9F3B
     return (x ^ (x >> 16)).to(tl.int64) >= threshold
 
@@ -265,7 +265,7 @@ def tiles_forward(
         stat = tl.where(total == 0, -float("inf"), base + tl.log(total))
         factor = tl.where(total == 0, 0.0, 1.0 / total)
     else:
-        stat = _scale(total, NORMALIZED, EPSILON)
+        stat = scale_of(total, NORMALIZED, EPSILON)
         factor = stat
     number = (batch * num_targets + first_target + i) * HEADS + h
     tl.store(stats + number, stat, mask=i < n)
