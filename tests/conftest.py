@@ -70,10 +70,10 @@ def seed():
 def no_plans():
     """Tests replace parts on which the plans of earlier calls rest."""
     from gattn.ops import plans  # not before the configuration, which Triton reads with it
-    from gattn.ops.backends import cpu
+    from gattn.ops.backends.cpu import plan
 
     plans.forget()
-    cpu._plans.clear()
+    plan._plans.clear()
 
 
 @pytest.fixture

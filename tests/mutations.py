@@ -50,7 +50,7 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PL
         "edges.py",
         "ops/plans.py",
         "ops/backends/kernels.py",
-        "ops/backends/cpu/__init__.py",
+        "ops/backends/cpu",
         "ops/operator.py",
     )
 )

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import gattn
 from gattn import GATScore, attend
 from gattn.ops import choose
-from gattn.ops.backends import cpu
+from gattn.ops.backends import cpu, kernels
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
 from tests.cases import KERNEL_SCORES, NO_AUTOGRAD_AFTER_FORK, make_score, mostly_slow
@@ -323,7 +323,7 @@ class TestProcess:
         assert (torch.full((100_000,), 1e-40) * 0.5 != 0).all()
 
     def test_every_type_is_known(self):
-        assert set(cpu.DTYPES) == set(DTYPES)
+        assert set(kernels.DTYPES) == set(DTYPES)
 
     def test_errors_have_words(self):
         for status, error in ((-1, ValueError), (-2, ValueError), (-3, MemoryError)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gattn
 from gattn.ops.backends import cpu
-from gattn.ops.backends.cpu import Cpu, native
+from gattn.ops.backends.cpu import Cpu, native, plan
 from gattn.ops.terms import PLACES, SCHEMA, TERMS, Inputs
 from tests.cases import make_call
 
@@ -45,7 +45,7 @@ def test_kernels_have_arguments_for_every_tensor():
         if term.read is None:
             continue
         assert fields[name] is ctypes.c_void_p
-        for stride in cpu._STRIDES.get(term.read, "").split():
+        for stride in plan._STRIDES.get(term.read, "").split():
             assert fields[f"{name}_{stride}"] is ctypes.c_int64
         if term.differentiable and name not in ("sink", "out_bias"):
             assert fields[f"grad_{name}"] is ctypes.c_void_p
