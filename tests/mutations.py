@@ -226,7 +226,7 @@ MUTATIONS = [
     Mutation("GELU's density is not squared", KERNELS, "bounded_exp(A(-0.5) * «x * x → x»)"),
     Mutation("the last of several vectors is left out", KERNELS, "apply_all(values, nullptr, «n * S::kVectors → n»)"),
     Mutation("derivatives of several edges are the first's", KERNELS, "derivatives[«e → 0» * S::kVectors + k]"),
-    Mutation("kept logits are those of the first edges", KERNELS, "this->kept_logits(position[«e → 0»], b));"),
+    Mutation("kept logits are those of the first edges", KERNELS, "this->kept(position[«e → 0»], b));"),
     Mutation(
         "the rows of a kept block are not whole", KERNELS, "is_whole = «runs[0].begins && last.ends → runs[0].begins»;"
     ),
@@ -274,7 +274,11 @@ MUTATIONS = [
     ),
     Mutation("logits by source leave out the edge", KERNELS, "else return «with_edge(own, edge) → own» * other;"),
     Mutation("the scale is forgotten in the query's gradient", KERNELS, "«weigh(acc, H * C); →»"),
-    Mutation("the scale is forgotten in the edge's gradient", KERNELS, "(«gradient * family.scale() → gradient»);"),
+    Mutation(
+        "the scale is forgotten",
+        KERNELS,
+        "const Vec<A> gradient = «load(gradients + at) * family.scale() → load(gradients + at)»;",
+    ),
     Mutation(
         "the edge's gradient leaves out the edge",
         KERNELS,
@@ -307,7 +311,7 @@ MUTATIONS = [
     Mutation("all heads get the first head's mask", KERNELS, "a.mask_edge + «h * a.mask_head → 0»]"),
     Mutation("all of a batch get the first mask", KERNELS, "a.mask + b * «a.mask_batch → 0»;"),
     Mutation(
-        "the backward pass forgets bias and mask", KERNELS, "«if (a.logits == nullptr) this->finish_logits(b, n); →»"
+        "the backward pass forgets bias and mask", KERNELS, "«if (!this->keeps_logits) this->finish_logits(b, n); →»"
     ),
     Mutation("all of a batch drop the same", KERNELS, "uint64_t((«b * a.edges + edge[e] → edge[e]») * H)"),
     Mutation("what dropout keeps is not scaled", KERNELS, "const A scale = A(«a.keep_scale → 1.0»);"),
@@ -348,7 +352,30 @@ MUTATIONS = [
         KERNELS,
         "static INLINE Vec<A> reciprocal(Vec<A> x) { return «x == A(0) ? Vec<A>{} : A(1) / x → A(1) / x»; }",
     ),
-    Mutation("a part of a hub leaves out its last weight", KERNELS, "last = «task.last_edge → task.last_edge - 1»;"),
+    Mutation(
+        "a part of a hub leaves out its last weight", KERNELS, "logit, «task.last_edge → task.last_edge - 1», b);"
+    ),
+    Mutation("a part of a hub has no logits", KERNELS, "A(kNever) : A(«first_logit - first_edge → kNever»);"),
+    Mutation("weights without a base stay those", KERNELS, "slopes[h] = «exp_of(-base[h]) → A(1)» * scale[h];"),
+    Mutation("logits are taken for weights", KERNELS, "if (p < «first_logit → last»)"),
+    Mutation("sums may be huge", KERNELS, "totals[h] > kTiny && «totals[h] < 1 / kTiny → true»;"),
+    Mutation("sums may be tiny", KERNELS, "is = is && «totals[h] > kTiny → true» &&"),
+    Mutation("a sum without a base has no sink", KERNELS, "else if («has_sink → false») total += weight_of_sink;"),
+    Mutation(
+        "a sum without a base forgets the row",
+        KERNELS,
+        "«if (!runs[r].begins) total += repeat_heads(sum); → if (!runs[r].begins) {}»",
+    ),
+    Mutation(
+        "gradients of a part are stored as a row's",
+        KERNELS,
+        "std::is_same_v<T, A> && «run.begins && run.ends → run.ends» && gradients",
+    ),
+    Mutation(
+        "dropout is no part of a kept weight's value",
+        KERNELS,
+        "store(logits + at, «weight * load(keep + at) → weight»);",
+    ),
     # --------------------------------------------------------------------------------------------- other distributions
     Mutation("each part of a hub has the sink", KERNELS, "has_sink = «sink != nullptr && !is_part → sink != nullptr»;"),
     Mutation("a hub has no sink", KERNELS, "maximum[h] = «sink != nullptr ? sink[h] : -A(INFINITY) → -A(INFINITY)»;"),
@@ -358,7 +385,7 @@ MUTATIONS = [
         "gates depend on each other", KERNELS, "delta = «is_normalized ? terms[e] + 2 * H : none → terms[e] + 2 * H»;"
     ),
     Mutation("a sum forgets its epsilon", KERNELS, "reciprocal(«sums + law.epsilon → sums»)"),
-    Mutation("rows of a block share a gradient of values", KERNELS, "++r, acc += «G * V → 0»)"),
+    Mutation("rows of a block share a gradient of values", KERNELS, "G * V, «acc + r * G * V → acc»);"),
     Mutation(
         "edges add nothing to products with values",
         KERNELS,

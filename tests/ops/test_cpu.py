@@ -195,18 +195,26 @@ class TestAgainstTheReference:
         compare(call)
 
     @pytest.mark.parametrize(
-        ("score", "degree", "end_and_batch", "hub", "rise"),
-        pairs(SCORES, (2 * LONG_ROW + 3, 32, 33), [(1, (2,)), (0, (2,)), (1, ()), (0, ())], (0, 4), (9, -9)),
+        ("score", "degree", "end_and_batch", "hub", "heads_and_rise", "weights"),
+        pairs(
+            SCORES,
+            (2 * LONG_ROW + 3, 32, 33, 100),
+            [(1, (2,)), (0, (2,)), (1, ()), (0, ())],
+            (0, 4),
+            [(3, 9), (4, -9), (4, 150), (1, 150), (8, -150), (3, 150)],
+            (False, True),
+        ),
     )
-    def test_long_rows(self, score, degree, end_and_batch, hub, rise):
-        end, batch = end_and_batch
+    def test_long_rows(self, score, degree, end_and_batch, hub, heads_and_rise, weights):
+        """Their first exponentials may need no maximum, and later ones need one."""
+        (end, batch), (heads, rise) = end_and_batch, heads_and_rise
         edge_index = torch.randint(5, (2, degree + 20))
         edge_index[end, :degree] = hub
         edge_index = edge_index[:, torch.randperm(degree + 20)]
         mask = torch.rand(degree + 20) < 0.9
         terms = TERMS if degree < 40 else ("bias",)
         options = {"channels": 5, "value_channels": 3, "terms": terms, "mask": mask, "dropout": 0.3, "batch": batch}
-        call = make_call(score, edge_index, 5, 5, **options)
+        call = make_call(score, edge_index, 5, 5, heads=heads, weights=weights, **options)
         # Each part of the row has a maximum of its own.
         call.tensors["bias"] += torch.linspace(0, rise, degree + 20).unsqueeze(1)
         compare(call)
@@ -222,9 +230,10 @@ class TestAgainstTheReference:
         )
         assert_as_exact_as(actual, peer, exact)
 
+    @pytest.mark.parametrize("heads", [3, 4])
     @pytest.mark.parametrize("score", SCORES)
-    def test_logits_far_from_zero(self, score):
-        call = make_call(score, random_edge_index(6, 8, 80, hub=0.6), 6, 8, terms=("bias",))
+    def test_logits_far_from_zero(self, score, heads):
+        call = make_call(score, random_edge_index(6, 8, 80, hub=0.6), 6, 8, heads=heads, terms=("bias",))
         for shift in (-1e4, 1e4):
             call.tensors["bias"] = call.tensors["bias"] * 32 + shift
             compare(call)

@@ -479,7 +479,8 @@ def test_terms_that_kernels_make(form, is_value, looked_at):
         term = Projected(numbers[0], torch.randn(H, C, D)) if form == "projected" else None
         term = Typed(numbers[1], torch.randint(R, (10,))) if term is None else term
         options = {"query": x, "key": x, "value": x, "graph": edge_index, "edge": term, "edge_value": is_value}
-        torch.testing.assert_close(both([x], **options), both([x], **options, backend="reference"))
+        expected = both([x], **options, backend="reference")
+        torch.testing.assert_close(both([x], **options), expected, rtol=1e-5, atol=1e-4)
     assert len(looked_at) == 1 + 3
 
 
@@ -538,7 +539,7 @@ def test_scores_that_are_folded(name, graph, dtype, looked_at):
             out, alpha = attend(*leaves, graph, score=score, return_weights=True, backend=backend)
             parts = [x for x in [*leaves, *score.tensors()] if x.requires_grad and x.is_leaf]
             of_both.append([out, alpha, *torch.autograd.grad(out.square().sum() + alpha.square().sum(), parts)])
-        near = 1e-5 if dtype == torch.float32 else 3e-2
+        near = 1e-4 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(*of_both, rtol=near, atol=near)
     assert len(looked_at) == 3 + (1 if dtype == torch.float32 else 3)
 

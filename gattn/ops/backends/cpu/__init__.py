@@ -101,7 +101,7 @@ def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
     if keep:
         arguments.record_bytes = plan.record_bytes
     if layout.by_target.num_slots:
-        state = (2 + plan.value_channels) * plan.heads
+        state = (2 + plan.value_channels) * plan.heads + 1
         arguments.partial = call.hold(empty((plan.batch * layout.by_target.num_slots * state,), plan.compute))
     native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
     return [out, weights, *(kept if keep else kept[:1])]

@@ -80,34 +80,36 @@ class BySource : Scores<F> {
     const int32_t* node = a.by_source.node + p;
     const int32_t* position = a.target_position + p;
     const A* terms[kBlock];
-    const int64_t first_term = !this->law.is_normalized ? 3 * H : this->law.is_exponential ? 0 : H;
+    const int64_t first_read = this->keeps_weights ? 2 * H : this->law.is_exponential ? 0 : H;
+    const int64_t first_term = this->law.is_normalized ? first_read : 3 * H;
     const int64_t last_term = F::kScalar && a.query != nullptr ? 4 * H : 3 * H;
     for (int e = 0; e < n; ++e) {
       terms[e] = node_terms(node[e], b);
-      const A* ahead = node_terms(node[e + kAhead], b);
+      const A* ahead = node_terms(node[e + kBlock], b);
       for (int64_t h = first_term; h < last_term; h += 64 / int64_t(sizeof(A))) __builtin_prefetch(ahead + h);
     }
+    A* const edge_terms = static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H;
+    if (a.target_pass) prefetch_for_writing(edge_terms + n * H, kBlock * H * int64_t(sizeof(A)));
     this->number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(position[e]); });
     this->template prefetch_scalars<0>(a.bias, a.bias_batch, b, n);
     this->template prefetch_scalars<1>(a.grad_bias, a.edges * H, b, n);
-    this->gathered.gather(this->grad_out_row(0, b), H * V, node, n);
+    this->gathered.gather(this->grad_out_row(0, b), H * V, a.targets, node, n);
     if constexpr (F::kScalar)
       if (is_by_channel) return run_channels(b, p, n, runs, num_runs, terms);
 
     if (this->has_record) {
       for (int e = 0; e < n; ++e) {
-        __builtin_prefetch(record(position[e + kAhead], b));
-        this->copy_heads(logits + e * H, reinterpret_cast<const A*>(record(position[e], b)));
+        __builtin_prefetch(record(position[e + kBlock], b));
         this->signs[e] = this->recorded_signs(position[e], b);
       }
     } else {
       this->source_logits(b, p, n, runs, num_runs, terms);
-      if (a.logits == nullptr) this->finish_logits(b, n);
+      if (!this->keeps_logits) this->finish_logits(b, n);
     }
-    if (a.logits != nullptr) {
+    if (this->keeps_logits) {
       for (int e = 0; e < n; ++e) {
-        __builtin_prefetch(this->kept_logits(position[e + kAhead], b));
-        this->copy_heads(logits + e * H, this->kept_logits(position[e], b));
+        __builtin_prefetch(this->kept(position[e + kBlock], b));
+        this->copy_heads(logits + e * H, this->kept(position[e], b));
       }
     }
     if (a.dropout) this->draw_dropout(b, n);
@@ -116,11 +118,15 @@ class BySource : Scores<F> {
     this->differentiate_weights(b, n);
     this->finish_gradients(b, n);
     if (a.target_pass && n > 0)
-      memcpy(static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H, gradients, size_t(n * H) * sizeof(A));
+      memcpy(edge_terms, gradients, size_t(n * H) * sizeof(A));
 
-    A* const first_acc = acc;
-    for (int r = 0; r < num_runs; ++r, acc += G * V) {
+    A *const first_acc = acc, *const first_acc_key = acc_key;
+    for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
+      acc = first_acc;
+      acc = this->place_of_value_gradient(runs, r, b);
+      const int64_t row = b * a.sources + run.row;
+      if constexpr (!F::kScalar) acc_key = this->place_of_gradient(run, a.grad_key, row, key_width(), first_acc_key);
       this->add_key_gradients(run, b);
       if (a.grad_edge != nullptr || a.grad_edge_value != nullptr || a.grad_edge_projection != nullptr)
         this->store_edge_gradients(run, b);
@@ -129,7 +135,7 @@ class BySource : Scores<F> {
         finish(run.row, b);
       }
     }
-    acc = first_acc;  // where a run of several blocks, which has them for itself, goes on
+    acc = first_acc, acc_key = first_acc_key;  // where a run of several blocks, which has them for itself, goes on
     this->finish_edge_gradients(b, n);
   }
 
@@ -189,7 +195,7 @@ class BySource : Scores<F> {
 
   NOINLINE void finish(int64_t j, int64_t b) {
     this->store_key_gradient(j, b);
-    if (a.grad_value != nullptr) store_row(static_cast<T*>(a.grad_value) + (b * a.sources + j) * G * V, acc, G * V);
+    this->store_gradient(acc, a.grad_value, b * a.sources + j, G * V);
   }
 
   const bool is_by_channel;

@@ -46,7 +46,7 @@ class ByTarget : Scores<F> {
     const A* terms = static_cast<const A*>(a.edge_terms) + b * a.edges * H;
     const int32_t* position = a.source_position + p;
     for (int e = 0; e < n; ++e) {
-      __builtin_prefetch(terms + position[e + kAhead] * H);
+      __builtin_prefetch(terms + position[e + kBlock] * H);
       this->copy_heads(gradients + e * H, terms + position[e] * H);
     }
     if (this->has_record) {
@@ -54,13 +54,17 @@ class ByTarget : Scores<F> {
     } else {
       this->load_keys(b, p, n);
     }
+    A* const first_acc = acc;
     for (int r = 0; r < num_runs; ++r) {
+      if constexpr (!F::kScalar)
+        acc = this->place_of_gradient(runs[r], a.grad_query, b * a.targets + runs[r].row, query_width(), first_acc);
       this->add_query_gradients(runs[r], b);
       if (runs[r].ends) {
         this->add_target_to_vector_gradient(runs[r].row, b);
         if (a.grad_query != nullptr) this->store_query_gradient(runs[r].row, b);
       }
     }
+    acc = first_acc;
   }
 };
 

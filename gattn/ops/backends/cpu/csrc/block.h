@@ -11,7 +11,7 @@ class Block : public Heads {
  public:
   static int64_t workspace_elements(const Arguments& a) {
     int64_t wide = a.heads * max(max(a.channels, a.value_channels), 1);
-    return 11 * (round_up(a.heads * kBlock) + W) + round_up(a.heads) + W + 3 * round_up(wide) +
+    return 11 * (round_up(a.heads * kBlock) + W) + W * kBlock + 3 * round_up(wide) +
            Projection::workspace_elements(a);
   }
 
@@ -26,6 +26,8 @@ class Block : public Heads {
         group(G > 0 ? H / G : 1),
         law(a),
         has_record(a.record_bytes > 0),
+        keeps_logits(has_record || a.logits != nullptr),
+        keeps_weights(keeps_logits && law.leaves_weights),
         has_channel_heads(V == 1 && G == H && H >= W && !a.dropout && a.mask == nullptr && a.edge_value == nullptr &&
                           a.edge_channels == 0 && law.cap == 0 && !law.is_of_rows),
         numbers_needed(a.dropout || a.bias || a.mask || a.edge || a.edge_value || a.weights || a.grad_weights ||
@@ -39,11 +41,10 @@ class Block : public Heads {
     };
     const int64_t scalars = H * kBlock + W;  // vectors of them may begin at any edge
     logits = take(scalars), gradients = take(scalars), slopes = take(scalars), keep = take(scalars);
-    products = take(scalars), maxima = take(scalars), row_scales = take(scalars), deltas = take(scalars);
+    products = take(scalars), maxima = take(scalars), row_scales = take(scalars + W * kBlock), deltas = take(scalars);
     derivatives = take(scalars);
     low_number = reinterpret_cast<uint32_t*>(take(scalars));
     high_number = reinterpret_cast<uint32_t*>(take(scalars));
-    scales = take(H + W);
     const int64_t wide = H * max(max(C, V), 1);  // sums of scalars need as much as those of one channel
     acc = take(wide), acc_key = take(wide), total = take(wide);
   }
@@ -75,10 +76,21 @@ class Block : public Heads {
   int64_t other_head(End end, int64_t h) const { return end == kTarget ? h / group : h; }
   // Whether the sum of a run's own head begins with this query head.
   bool begins_sum(End end, int64_t h, const Run& run) const { return run.begins && (end == kTarget || h % group == 0); }
+  // Where the gradients of a run's own row, `width` numbers, are added up: where they belong, if no other run adds to them.
+  A* place_of_gradient(const Run& run, void* gradients, int64_t row, int64_t width, A* other) const {
+    const bool is_whole = std::is_same_v<T, A> && run.begins && run.ends && gradients != nullptr;
+    return is_whole ? static_cast<A*>(gradients) + row * width : other;
+  }
+  // Stores them there, unless they have been added up there.
+  void store_gradient(const A* from, void* gradients, int64_t row, int64_t width) const {
+    if (gradients == nullptr) return;
+    T* const to = static_cast<T*>(gradients) + row * width;
+    if (static_cast<const void*>(to) != from) store_row(to, from, width);
+  }
   int64_t edge_of(int64_t target_position) const {
     return a.edge_of_target_position == nullptr ? target_position : a.edge_of_target_position[target_position];
   }
-  // What the forward pass keeps of an edge: its logits, and the signs of the score's inputs.
+  // What the forward pass keeps of an edge: its logits or weights, and in a record also the signs of the score's inputs.
   uint8_t* record(int64_t target_position, int64_t b) const {
     return a.record + (b * a.edges + target_position) * a.record_bytes;
   }
@@ -86,7 +98,9 @@ class Block : public Heads {
     return record(target_position, b) + H * int64_t(sizeof(A));
   }
 
-  // Where the forward pass keeps the logits of an edge, and of those after it.
+  A* kept(int64_t target_position, int64_t b) const {
+    return a.logits != nullptr ? kept_logits(target_position, b) : reinterpret_cast<A*>(record(target_position, b));
+  }
   A* kept_logits(int64_t target_position, int64_t b) const {
     return static_cast<A*>(a.logits) + (b * a.edges + target_position) * H;
   }
@@ -226,13 +240,14 @@ class Block : public Heads {
   const int64_t C, V, G, group;
   const Law law;
   const bool has_record;
+  const bool keeps_logits, keeps_weights;  // whether the forward pass keeps logits, and whether these have become weights
   const bool has_channel_heads;  // whether each channel is a head, and nothing else is special
   const bool numbers_needed;
   Projection projection;
   A* rest;
   A *logits, *gradients, *slopes, *keep, *products, *maxima, *row_scales, *deltas, *derivatives;
   uint32_t *low_number, *high_number;
-  A *scales, *acc, *acc_key, *total;
+  A *acc, *acc_key, *total;
   int64_t edge[kBlock];
   const T *score_edge[kBlock], *value_edge[kBlock];
   const uint8_t* signs[kBlock];

@@ -19,7 +19,7 @@ struct Exponential {
   static constexpr const char* kName = "softmax";
   static constexpr bool kHasBase = true;
   static INLINE Applied apply(Vec<A> logit) {
-    const Vec<A> y = vector_exp(logit);
+    const Vec<A> y = quick_exp(logit);  // less the maximum, or bounded by the sum of its row
     return {y, y};
   }
 };
@@ -97,6 +97,7 @@ class Law {
         is_of_rows(has_threshold || name == kTopK),
         divides(is_exponential || (!has_threshold && a.distribution_constants[0] != 0)),
         is_normalized(divides || has_threshold),
+        leaves_weights(is_exponential && !is_of_rows && (name != kSoftmax || a.distribution_constants[0] == 0)),
         cap(name == kSoftmax ? A(a.distribution_constants[0]) : A(0)),
         epsilon(is_exponential ? A(0) : A(a.distribution_constants[1])) {}
 
@@ -105,6 +106,7 @@ class Law {
   const bool is_of_rows;     // whether logits are rewritten, row by row
   const bool divides;        // whether weights are divided by the row's sum
   const bool is_normalized;  // whether weights depend on the others of the row
+  const bool leaves_weights; // whether what is kept for the backward pass are weights, rather than logits
   const A cap;               // of the logits; 0: none
   const A epsilon;           // is added to the sum of a row
 
@@ -160,12 +162,13 @@ class RowSums : Heads {
     const int64_t row = (H + 2 * W - 1) / W * W;
     maximum = workspace, sum = workspace + row, factor_ = workspace + 2 * row;
     for (int64_t h = 0; h < row; ++h) maximum[h] = 0, sum[h] = 0, factor_[h] = 1;
+    if (sink != nullptr && is_cyclic) weight_of_sink = vector_exp(repeat_heads(sink));
   }
 
+  // Whether the weights of the row so far are exponentials of its logits themselves.
+  bool has_weights() const { return has_no_base; }
   // What earlier runs of the row summed up has to be multiplied by this.
   const A* factor() const { return factor_; }
-  // What the sum of a row with these stats has to be multiplied by.
-  INLINE const A* scales(const A* stats) const { return stats + H; }
   // The sums of the row so far, and what the values of a row with such sums are multiplied by.
   A* sums() { return sum; }
   INLINE Vec<A> scale_of(Vec<A> sums) const {
@@ -175,6 +178,67 @@ class RowSums : Heads {
   // Begins a task: of a row's parts, none has the sink, which their merging adds.
   void start(bool is_part) { has_sink = sink != nullptr && !is_part; }
 
+  // What the sums of the block's runs are multiplied by lies so far apart.
+  int64_t scale_stride() const { return is_cyclic ? W : H; }
+  // From the logits of a block's runs, which belong to rows one after another, to weights, and to what the sums of those
+  // rows that end are multiplied by, in `scales`. Their stats are written, too, and unless `normal` is null, it gets the
+  // weights of rows that begin and end here, times their scale, and of others the weights, or, with a base, the logits.
+  //
+  // Exponentials need no maximum as long as their sum is neither huge nor tiny.
+  NOINLINE void add_runs(const Run* runs, int num_runs, const A* logits, A* weights, A* stats, A* scales, A* normal) {
+    const bool is_quick = law.is_exponential && is_cyclic && (runs[0].begins || has_no_base);
+    Vec<A> outside = {};
+    if (is_quick) {
+      for (int64_t at = 0; at < runs[num_runs - 1].last * H; at += W) store(weights + at, quick_exp(load(logits + at)));
+      for (int r = 0; r < num_runs; ++r) {
+        Vec<A> total = {};
+        for_run(runs[r], [&](int64_t at, auto lanes) INLINE_LAMBDA { total += lanes.load_or(weights + at, Vec<A>{}); });
+        total = fold_heads(total, [](Vec<A> x, Vec<A> y) INLINE_LAMBDA { return x + y; });
+        if (!runs[r].begins) total += repeat_heads(sum);
+        else if (has_sink) total += weight_of_sink;
+        outside += total > kTiny ? (total < 1 / kTiny ? Vec<A>{} : splat<Vec<A>>(A(1))) : splat<Vec<A>>(A(1));
+        store(scales + r * W, total);
+      }
+    }
+    const bool are_inside = is_quick && sum_lanes(outside) == 0;
+    for (int r = 0; r < num_runs; ++r) {
+      const Run& run = runs[r];
+      A *const scale = scales + r * scale_stride(), *const row = stats + r * kStats * H;
+      if (are_inside || (is_quick && (run.first == run.last || is_inside(scale)))) add_without_base(run, scale, row);
+      else add_with_base(run, logits, weights, row, scale);
+      if (normal == nullptr) continue;
+      const A* const unfinished = is_quick && has_no_base ? weights : logits;
+      if (run.begins && run.ends) multiply_run(run, scale, weights, normal);
+      else memcpy(normal, unfinished, size_t(run.last * H) * sizeof(A));
+    }
+  }
+
+ private:
+  static constexpr A kTiny = A(1e-20);
+  bool is_inside(const A* totals) const {
+    bool is = true;
+    for (int64_t h = 0; h < H; ++h) is = is && totals[h] > kTiny && totals[h] < 1 / kTiny;
+    return is;
+  }
+  // `scale` holds the sum of the row so far.
+  INLINE void add_without_base(const Run& run, A* scale, A* stats) {
+    has_no_base = true;
+    if (!run.begins || !run.ends)
+      for (int64_t h = 0; h < H; ++h) maximum[h] = 0, sum[h] = scale[h], factor_[h] = 1;
+    const Vec<A> of_row = reciprocal(load(scale));
+    store(scale, of_row);
+    if (!run.ends) return;
+    store_part(stats, Vec<A>{}, int(H));
+    store_part(stats + H, of_row, int(H));
+  }
+  void add_with_base(const Run& run, const A* logits, A* weights, A* stats, A* scale) {
+    memcpy(weights + run.first * H, logits + run.first * H, size_t((run.last - run.first) * H) * sizeof(A));
+    has_no_base = false;
+    add_run(run, weights, stats);
+    if (!run.ends) return;
+    if (is_cyclic) store(scale, repeat_heads(stats + H));
+    else copy_heads(scale, stats + H);
+  }
   // Turns the run's logits into weights, and brings the state up to date; the last run of a row writes its stats.
   NOINLINE void add_run(const Run& run, A* logits, A* stats) {
     if (!law.is_exponential) return add_run_of_law(run, logits, stats);
@@ -221,6 +285,7 @@ class RowSums : Heads {
     }
   }
 
+ public:
   // Parts of a row: their states are saved, and merged again, each head's with `width` sums of values. The last
   // step writes the row's stats.
   void save(A* state) const {
@@ -249,7 +314,6 @@ class RowSums : Heads {
 
  private:
   static A finite_base(A most) { return most == -A(INFINITY) ? A(0) : most; }
-  static A exp_of(A value) { return vector_exp(splat<Vec<A>>(value))[0]; }
   // Only exact zeros are replaced, so that a NaN shows in the whole row.
   static INLINE Vec<A> reciprocal(Vec<A> x) { return x == A(0) ? Vec<A>{} : A(1) / x; }
 
@@ -310,7 +374,8 @@ class RowSums : Heads {
 
   const Law law;
   const A* const sink;
-  bool has_sink = false;
+  bool has_sink = false, has_no_base = false;
+  Vec<A> weight_of_sink = {};
   A *maximum, *sum, *factor_;
 };
 

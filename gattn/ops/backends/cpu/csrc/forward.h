@@ -12,7 +12,7 @@ class Forward : Scores<F> {
   using Base::a, Base::acc, Base::H, Base::logits;
 
  public:
-  using Base::finish_weights, Base::workspace_elements;
+  using Base::finish_part, Base::leaves_weights, Base::workspace_elements;
   Forward(const Arguments& arguments, A* workspace)
       : Base(arguments, workspace),
         is_by_channel(F::kScalar && Base::has_channel_heads && !Base::law.is_exponential && a.weights == nullptr),
@@ -25,7 +25,7 @@ class Forward : Scores<F> {
     this->for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
       run_block(b, p, n, runs, num_runs);
     });
-    if (task.slot >= 0 && !is_of_rows()) this->save_sums(task.slot, b);
+    if (task.slot >= 0 && !is_of_rows()) this->save_sums(task.slot, task.first_edge, b);
   }
   void merge(int64_t split, int64_t b) { this->merge_sums(split, b); }
 
@@ -34,7 +34,7 @@ class Forward : Scores<F> {
   NOINLINE void sum_part(const Task& task, int64_t b) {
     this->sums.start(true);
     this->for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* run, int) { sum_rewritten(b, p, n, *run); });
-    this->save_sums(task.slot, b);
+    this->save_sums(task.slot, task.first_edge, b);
   }
 
  private:
@@ -46,7 +46,6 @@ class Forward : Scores<F> {
     this->target_logits(b, p, n, runs, num_runs);
     this->finish_logits(b, n);
     if (is_of_rows() && !rewrite_block(b, p, n, runs, num_runs)) return;
-    if (a.logits != nullptr) memcpy(this->kept_logits(p, b), logits, size_t(n * H) * sizeof(A));
     this->sum_block(b, p, n, runs, num_runs);
   }
   // What run_block does for gates of channels: the numbers of an edge stay in registers, from its logits to the sums.
@@ -54,7 +53,7 @@ class Forward : Scores<F> {
     A* const none = this->products;  // stands for what there is not
     for (int64_t h = 0; h < H; ++h) none[h] = 0;
     const int32_t* node = a.by_target.node + p;
-    this->gathered.gather(this->value_row(0, b), a.value_row, node, n);
+    this->gathered.gather(this->value_row(0, b), a.value_row, a.sources, node, n);
     const A* edges = this->load_edge_scalars(a.edge, a.edge_batch, b, n, this->slopes);
     const A* biases = this->load_edge_scalars(a.bias, a.bias_batch, b, n, logits);
     const A* out_bias = a.out_bias == nullptr ? none : static_cast<const A*>(a.out_bias);
@@ -122,7 +121,7 @@ class Forward : Scores<F> {
   NOINLINE void sum_rewritten(int64_t b, int64_t p, int n, const Run& run) {
     number_edges(p, n);
     memcpy(logits, this->kept_logits(p, b), size_t(n * H) * sizeof(A));
-    if (a.value_is_key) this->gathered.gather(this->value_row(0, b), a.key_row, a.by_target.node + p, n);
+    if (a.value_is_key) this->gathered.gather(this->value_row(0, b), a.key_row, a.sources, a.by_target.node + p, n);
     this->sum_block(b, p, n, &run, 1);
   }
 

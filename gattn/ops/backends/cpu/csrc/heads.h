@@ -73,6 +73,18 @@ class Heads {
         for (int64_t h = 0; h < H; ++h) numbers[e * H + h] += x[h];
     }
   }
+  // to_e = numbers_e times x for the run's edges; x has a vector of repeated numbers if H is cyclic.
+  INLINE void multiply_run(const Run& run, const A* x, const A* numbers, A* to) const {
+    if (is_cyclic) {
+      const Vec<A> repeated = load(x);
+      for_run(run, [&](int64_t at, auto lanes) INLINE_LAMBDA {
+        lanes.store_to(to + at, load(numbers + at) * repeated);
+      });
+    } else {
+      for (int e = run.first; e < run.last; ++e)
+        for (int64_t h = 0; h < H; ++h) to[e * H + h] = numbers[e * H + h] * x[h];
+    }
+  }
   // to += the sum of the run's numbers, or replacing it where the run begins a row.
   NOINLINE void sum_run(const Run& run, const A* numbers, A* to) const {
     if (is_cyclic) {

@@ -68,8 +68,10 @@ int64_t forward(const Arguments& a) {
       });
     }
     for_split(rows, a.batch, [&](int64_t split, int64_t b) { pass.merge(split, b); });
-    if (a.weights != nullptr)
-      for_tasks(rows, a.batch, [&](const Task& task, int64_t b) { pass.finish_weights(task, b); });
+    if (pass.leaves_weights() && rows.num_split > 0)
+      for_tasks(rows, a.batch, [&](const Task& task, int64_t b) {
+        if (task.slot >= 0) pass.finish_part(task, b);
+      });
   });
 }
 
@@ -101,10 +103,10 @@ int64_t record_bytes_of(int64_t heads, int64_t channels, bool has_edge) {
   return (bytes + 63) / 64 * 64;
 }
 
+// Whether the backward pass reads logits, since it takes longer to compute them again; a record has them already.
 template <class F>
-constexpr bool is_slow() {
-  if constexpr (F::kScalar) return false;
-  else return F::kIsSlow;
+constexpr bool keeps_logits_of() {
+  return !F::kScalar && !F::kKeepsSigns;
 }
 
 template <class... X>
@@ -126,7 +128,7 @@ struct Table<List<F...>> {
   static constexpr int64_t (*kForward[])(const Arguments&) = {forward<F>...};
   static constexpr int64_t (*kBackward[])(const Arguments&) = {backward<F>...};
   static constexpr int64_t (*kRecordBytes[])(int64_t, int64_t, bool) = {record_bytes_of<F>...};
-  static constexpr bool kIsSlow[] = {is_slow<F>()...};
+  static constexpr bool kKeepsLogits[] = {keeps_logits_of<F>()...};
 };
 using All = Table<Families>;
 
@@ -143,7 +145,7 @@ bool keeps_logits(int64_t family, int64_t distribution) {
   Arguments a = {};
   a.distribution = distribution;
   if (Law(a).is_of_rows) return true;
-  return family >= 0 && All::kIsSlow[family];  // any other's take no longer than to read them
+  return family >= 0 && All::kKeepsLogits[family];
 }
 
 }  // namespace

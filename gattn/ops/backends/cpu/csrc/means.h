@@ -38,7 +38,7 @@ class Means : Values {
 
   NOINLINE void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
     number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(p + e); });
-    gathered.gather(value_row(0, b), a.value_is_key ? a.key_row : a.value_row, a.by_target.node + p, n);
+    gathered.gather(value_row(0, b), a.value_is_key ? a.key_row : a.value_row, a.sources, a.by_target.node + p, n);
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
     for (int r = 0; r < num_runs; ++r)

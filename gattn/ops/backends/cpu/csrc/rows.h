@@ -7,11 +7,18 @@
 namespace {
 
 constexpr int kBlock = 32;  // edges
-constexpr int kAhead = 16;
-static_assert(kBlock + kAhead <= kPadding, "prefetching reads that many indices ahead");
+// Rows are fetched so many edges ahead, or, if all of them take more than kFar bytes, further.
+constexpr int kAhead = 8, kFarAhead = 16;
+constexpr int64_t kFar = 1 << 22;
+static_assert(kBlock + kFarAhead <= kPadding && 2 * kBlock <= kPadding, "prefetching reads that many indices ahead");
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Memory that will be written soon.
+INLINE void prefetch_for_writing(const void* first, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(first) + at, 1);
+}
 
 // ---------------------------------------------------------------------------------------------- strips of channels
 
@@ -74,10 +81,11 @@ struct Gathered {
   const T* row[kBlock];
   const T* ahead[kBlock];
 
-  INLINE void gather(const T* base, int64_t stride, const int32_t* node, int n) {
+  INLINE void gather(const T* base, int64_t stride, int64_t rows, const int32_t* node, int n) {
+    const int distance = rows * stride * int64_t(sizeof(T)) > kFar ? kFarAhead : kAhead;
     for (int e = 0; e < n; ++e) {
       row[e] = base + node[e] * stride;
-      ahead[e] = base + node[e + kAhead] * stride;
+      ahead[e] = base + node[e + distance] * stride;
     }
   }
 };

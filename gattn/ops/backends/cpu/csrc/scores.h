@@ -103,11 +103,11 @@ class VectorScores : public Values {
   int64_t query_width() const { return H * C; }
 
   NOINLINE void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
-    gathered.gather(key_row(0, b), a.key_row, a.by_target.node + p, n);
+    gathered.gather(key_row(0, b), a.key_row, a.sources, a.by_target.node + p, n);
     vector_logits(kTarget, gathered, b, n, runs, num_runs, has_record ? recorded_signs(p, b) : nullptr);
   }
   NOINLINE void source_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const*) {
-    queries.gather(query_row(0, b), a.query_row, a.by_source.node + p, n);
+    queries.gather(query_row(0, b), a.query_row, a.targets, a.by_source.node + p, n);
     if (needs_no_logits()) edges = score_edges(b, n);
     else vector_logits(kSource, queries, b, n, runs, num_runs, nullptr);
   }
@@ -115,8 +115,10 @@ class VectorScores : public Values {
   void fill_target_term(int64_t, int64_t, A*) const {}
   void finish_gradients(int64_t, int n) {
     if constexpr (!F::kHasVector) {
-      if (family.is_linear()) return;
-      for (int64_t at = 0; at < n * H; at += W) store(gradients + at, load(gradients + at) * load(slopes + at));
+      for (int64_t at = 0; at < n * H; at += W) {
+        const Vec<A> gradient = load(gradients + at) * family.scale();
+        store(gradients + at, family.is_linear() ? gradient : gradient * load(slopes + at));
+      }
     }
   }
 
@@ -127,7 +129,7 @@ class VectorScores : public Values {
   void load_keys(int64_t b, int64_t p, int n) {
     number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(p + e); });
     edges = score_edges(b, n);
-    gathered.gather(key_row(0, b), a.key_row, a.by_target.node + p, n);
+    gathered.gather(key_row(0, b), a.key_row, a.sources, a.by_target.node + p, n);
   }
   void add_query_gradients(const Run& run, int64_t b) {
     add_gradients(kTarget, run, b, gathered, acc, nullptr);
@@ -159,11 +161,11 @@ class VectorScores : public Values {
     weigh(acc_key, G * C);
     if (a.value_is_key)
       for (int64_t c = 0; c < G * C; ++c) acc_key[c] += acc[c];
-    if (a.grad_key != nullptr) store_row(static_cast<T*>(a.grad_key) + (b * a.sources + j) * G * C, acc_key, G * C);
+    store_gradient(acc_key, a.grad_key, b * a.sources + j, G * C);
   }
   NOINLINE void store_query_gradient(int64_t i, int64_t b) {
     weigh(acc, H * C);
-    store_row(static_cast<T*>(a.grad_query) + (b * a.targets + i) * H * C, acc, H * C);
+    store_gradient(acc, a.grad_query, b * a.targets + i, H * C);
   }
 
   // The vector's gradient: one partial sum per task. With kept signs, the sum of ds activation(q + k) is taken apart
@@ -293,7 +295,7 @@ class VectorScores : public Values {
           derivative = recorded_derivative(strip, signs[e], h, k);
         }
         Vec<A> result;
-        if constexpr (!F::kHasVector) result = derivative * (gradient * family.scale());
+        if constexpr (!F::kHasVector) result = derivative * gradient;
         else if constexpr (kIsWhole) result = strip.load_at(vector() + h * C, k) * derivative * gradient;
         else result = derivative * gradient;
         if constexpr (kIsValue) result += of_value;
@@ -318,12 +320,10 @@ class VectorScores : public Values {
     }
   }
 
-  // Multiplies a sum of derivatives by the vector or the scale.
+  // Multiplies a sum of derivatives by the vector.
   NOINLINE void weigh(A* row, int64_t width) const {
-    for (int64_t c = 0; c < width; ++c) {
-      if constexpr (F::kHasVector) row[c] *= vector()[c];
-      else row[c] *= family.scale();
-    }
+    if constexpr (F::kHasVector)
+      for (int64_t c = 0; c < width; ++c) row[c] *= vector()[c];
   }
 
   NOINLINE void add_to_vector_gradient(const T* row, const A* derivatives) {

@@ -402,6 +402,9 @@ INLINE Vec<float> bounded_exp(Vec<float> x) {
   return y.power * y.rest + y.power;
 }
 INLINE Vec<double> bounded_exp(Vec<double> x) { return vector_exp(x); }
+// exp(x), which is 0 below -87 and stays what it is above 87.
+INLINE Vec<float> quick_exp(Vec<float> x) { return x < -87.0f ? Vec<float>{} : bounded_exp(x); }
+INLINE Vec<double> quick_exp(Vec<double> x) { return vector_exp(x); }
 // exp(x) - 1, without a loss of digits near zero.
 INLINE Vec<float> vector_exp_minus_one(Vec<float> x) {
   const ExpParts y = exp_parts(x);
@@ -454,6 +457,11 @@ INLINE Vec<float> vector_normal(Vec<float> x, Vec<float> density) {
 INLINE Vec<double> vector_normal(Vec<double> x, Vec<double>) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = 0.5 * erfc(-0.70710678118654752 * x[i]);
   return x;
+}
+
+template <class A>
+INLINE A exp_of(A x) {
+  return vector_exp(splat<Vec<A>>(x))[0];
 }
 
 // What this translation unit is compiled for: the type of stored rows, the type that is computed in, and its lanes.

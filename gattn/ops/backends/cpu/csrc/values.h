@@ -16,25 +16,55 @@ class Values : public Block {
     return Block::workspace_elements(a) + RowSums::workspace_elements(a.heads);
   }
 
-  // Weights were written as logits.
-  NOINLINE void finish_weights(const Task& task, int64_t b) {
-    A* weights = static_cast<A*>(a.weights) + b * a.edges * H;
-    law.visit([&](auto rule) INLINE_LAMBDA {
-      for (int64_t i = task.first_row; i < task.last_row; ++i) {
-        const A* row = stats(i, b);
-        int64_t first = a.by_target.start[i], last = a.by_target.start[i + 1];
-        if (task.slot >= 0) first = task.first_edge, last = task.last_edge;
-        for (int64_t p = first; p < last; ++p) {
-          A* weight = weights + edge_of(p) * H;
-          for_vectors(H, [&](auto heads) INLINE_LAMBDA {
-            using S = decltype(heads);
-            EACH_VECTOR {
-              const Applied applied = rule(heads.load_at(weight, k), heads.load_at(row, k));
-              heads.store_at(weight, k, applied.value * heads.load_at(row + H, k));
-            }
-          });
+  // Whether weights are left for a user, or for the backward pass.
+  bool leaves_weights() const { return a.weights != nullptr || keeps_weights; }
+  // What was left in the places of a row's weights becomes these: exponentials, and from `first_logit` on logits.
+  NOINLINE void finish_weights(int64_t row, int64_t first, int64_t first_logit, int64_t last, int64_t b) {
+    const A *const base = stats(row, b), *const scale = base + H;
+    for (int64_t h = 0; h < H; ++h) slopes[h] = exp_of(-base[h]) * scale[h];
+    const auto finish = [&](auto place) INLINE_LAMBDA {
+      constexpr bool kApart = !std::is_pointer_v<decltype(place)>;
+      for (int64_t p = first; p < last; p += kBlock) {
+        const int n = int(min(kBlock, last - p));
+        A* weights = products;
+        if constexpr (kApart) {
+          for (int e = 0; e < n; ++e) copy_heads(weights + e * H, place(p + e));
+        } else {
+          weights = place + p * H;
         }
+        if (p < first_logit)
+          multiply_numbers(weights, n, base, slopes, [](Vec<A> x, Vec<A>) INLINE_LAMBDA -> Applied { return {x, x}; });
+        else
+          law.visit([&](auto rule) INLINE_LAMBDA { multiply_numbers(weights, n, base, scale, rule); });
+        if constexpr (kApart)
+          for (int e = 0; e < n; ++e) copy_heads(place(p + e), weights + e * H);
       }
+    };
+    if (a.weights != nullptr)
+      finish([&](int64_t p) INLINE_LAMBDA { return static_cast<A*>(a.weights) + (b * a.edges + edge_of(p)) * H; });
+    if (keeps_weights && a.logits != nullptr) finish(kept_logits(0, b));
+    else if (keeps_weights) finish([&](int64_t p) INLINE_LAMBDA { return kept(p, b); });
+  }
+
+ private:
+  // numbers_e becomes rule(numbers_e, base) scale.
+  template <class F>
+  INLINE void multiply_numbers(A* numbers, int n, const A* base, const A* scale, F&& rule) {
+    if (is_cyclic) {
+      const Vec<A> of_base = repeat_heads(base), of_scale = repeat_heads(scale);
+      for_strips(n * H, [&](auto strip) INLINE_LAMBDA {
+        using S = decltype(strip);
+        EACH_VECTOR strip.store_at(numbers, k, rule(strip.load_at(numbers, k), of_base).value * of_scale);
+      });
+      return;
+    }
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      for (A* x = numbers; x < numbers + n * H; x += H)
+        EACH_VECTOR {
+          const Applied weight = rule(heads.load_at(x, k), heads.load_at(base, k));
+          heads.store_at(x, k, weight.value * heads.load_at(scale, k));
+        }
     });
   }
 
@@ -46,27 +76,54 @@ class Values : public Block {
 
   // From a block's logits to weights, and to what they add to the output.
   NOINLINE void sum_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
-    if (has_record)
-      for (int e = 0; e < n; ++e) copy_heads(reinterpret_cast<A*>(record(p + e, b)), logits + e * H);
-    if (a.weights != nullptr) store_edge_scalars(a.weights, b, n, logits);
-
-    for (int r = 0; r < num_runs; ++r) sums.add_run(runs[r], logits, stats(runs[r].row, b));
+    if (keeps_logits && !keeps_weights) keep_scalars(b, p, n, logits);
+    A* const weights = gradients;
+    A* const normal = leaves_weights() ? products : nullptr;
+    sums.add_runs(runs, num_runs, logits, weights, stats(runs[0].row, b), row_scales, normal);
+    if (normal != nullptr) leave_weights(b, p, n, runs[0], normal);
     if (a.dropout) {
       draw_dropout(b, n);
-      for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * load(keep + at));
+      for (int64_t at = 0; at < n * H; at += W) store(weights + at, load(weights + at) * load(keep + at));
     }
 
     // Keys that are values have been gathered for the score.
-    if (!a.value_is_key) gathered.gather(value_row(0, b), a.value_row, a.by_target.node + p, n);
+    if (!a.value_is_key) gathered.gather(value_row(0, b), a.value_row, a.sources, a.by_target.node + p, n);
     const T* const* edges = value_edges(b, n);
-    for (int r = 0; r < num_runs; ++r) sum_values(runs[r], edges, b, sums.factor(), sums.scales(stats(runs[r].row, b)));
+    for (int r = 0; r < num_runs; ++r)
+      sum_values(runs[r], edges, b, weights, sums.factor(), row_scales + r * sums.scale_stride());
+  }
+
+  // Scalars of the block's edges, for the backward pass.
+  void keep_scalars(int64_t b, int64_t p, int n, const A* scalars) {
+    if (a.logits == nullptr) {
+      for (int e = 0; e < n; ++e) copy_heads(kept(p + e, b), scalars + e * H);
+      return;
+    }
+    memcpy(kept(p, b), scalars, size_t(n * H) * sizeof(A));
+    prefetch_for_writing(kept(p + n, b), kBlock * H * int64_t(sizeof(A)));
+  }
+  // Leaves what add_runs() made of a block's weights, and finishes those of a longer row that ends here.
+  NOINLINE void leave_weights(int64_t b, int64_t p, int n, const Run& run, const A* normal) {
+    if (run.begins) first_logit = kNever;
+    if (first_logit == kNever && !sums.has_weights()) first_logit = p;
+    if (a.weights != nullptr) store_edge_scalars(a.weights, b, n, normal);
+    if (keeps_weights) keep_scalars(b, p, n, normal);
+    const int32_t* start = a.by_target.start + run.row;
+    if (!run.begins && run.ends) finish_weights(run.row, start[0], first_logit, start[1], b);
   }
 
   // A part of a row leaves its sums.
-  NOINLINE void save_sums(int64_t slot, int64_t b) {
+  NOINLINE void save_sums(int64_t slot, int64_t first_edge, int64_t b) {
     A* to = sums_of_part(b, slot);
     sums.save(to);
     memcpy(to + RowSums::kState * H, acc, size_t(H * V) * sizeof(A));
+    to[RowSums::kState * H + H * V] = first_logit == kNever ? A(kNever) : A(first_logit - first_edge);
+  }
+  // Finishes the weights of a part, after the row.
+  void finish_part(const Task& task, int64_t b) {
+    const A first = sums_of_part(b, task.slot)[RowSums::kState * H + H * V];
+    const int64_t logit = first == A(kNever) ? kNever : task.first_edge + int64_t(first);
+    finish_weights(task.first_row, task.first_edge, logit, task.last_edge, b);
   }
   // Adds up the parts of a row, and stores its output.
   NOINLINE void merge_sums(int64_t split, int64_t b) {
@@ -79,13 +136,13 @@ class Values : public Block {
     }
     A* row = stats(rows.split_row[split], b);
     sums.finish_merging(row);
-    store_output(rows.split_row[split], b, sums.scales(row));
+    store_output(rows.split_row[split], b, row + H);
   }
 
-  // Sums up the run's values by the weights in `logits`, and stores the row's output where the run ends it. `factor`
+  // Sums up the run's values by their weights, and stores the row's output where the run ends it. `factor`
   // corrects what earlier runs of the row left in acc, `scale` the result.
-  NOINLINE void sum_values(const Run& run, const T* const* edges, int64_t b, const A* factor, const A* scale) {
-    copy_heads(scales, scale);
+  NOINLINE void sum_values(const Run& run, const T* const* edges, int64_t b, const A* weights, const A* factor,
+                           const A* scales) {
     T* out = output(run.row, b);
     A* wide = wide_output(run.row, b);
     const A* bias = static_cast<const A*>(a.out_bias);
@@ -95,8 +152,8 @@ class Values : public Block {
       const Segment segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H, is_first};
       Vec<A> total_value[S::kVectors] = {};
       if (!run.begins) EACH_VECTOR total_value[k] = strip.load_at(acc + h * V, k) * heads.spread(factor, k);
-      if (edges != nullptr) add_weighted<kOwnRows>(strip, heads, logits, segment, total_value);
-      else add_weighted<kNone>(strip, heads, logits, segment, total_value);
+      if (edges != nullptr) add_weighted<kOwnRows>(strip, heads, weights, segment, total_value);
+      else add_weighted<kNone>(strip, heads, weights, segment, total_value);
       if (!run.ends) {
         EACH_VECTOR strip.store_at(acc + h * V, k, total_value[k]);
       } else {
@@ -147,6 +204,9 @@ class Values : public Block {
     });
   }
 
+  A* place_of_value_gradient(const Run* runs, int r, int64_t b) const {
+    return place_of_gradient(runs[r], a.grad_value, b * a.sources + runs[r].row, G * V, acc + r * G * V);
+  }
   // products = <grad_out_i, v_j + e_ij>, and acc = the gradient of v_j: the sum of weights, in `logits`, times
   // grad_out_i. The rows of grad_out are gathered; each is loaded once. acc has a row for each run.
   NOINLINE void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
@@ -159,7 +219,7 @@ class Values : public Block {
         const int64_t own = own_head(kSource, h) * V;
         const Segment segment = {gathered, h * V, edges, h * V, run.first, run.last, H};
         const bool anew = begins_sum(kSource, h, run);
-        A* to = acc + r * G * V + own;
+        A* to = place_of_value_gradient(runs, r, b) + own;
         if (edges == nullptr)
           add_products_and_weighted<kNone>(strip, heads, value + own, logits, segment, anew, products, to);
         else
@@ -191,6 +251,15 @@ class Values : public Block {
 
   // From logits to weights after dropout, in their place, and the derivatives of weights before it.
   NOINLINE void weigh_again(int n, const A* const* terms) {
+    if (keeps_weights) {
+      for (int e = 0; e < n; ++e) copy_heads(deltas + e * H, terms[e] + 2 * H);
+      if (!a.dropout) return;
+      for (int64_t at = 0; at < n * H; at += W) {
+        const Vec<A> weight = load(logits + at);
+        store(derivatives + at, weight), store(logits + at, weight * load(keep + at));
+      }
+      return;
+    }
     if (law.is_normalized) {
       for (int e = 0; e < n; ++e) {
         copy_heads(maxima + e * H, terms[e]);
@@ -215,8 +284,9 @@ class Values : public Block {
   // From products to the gradients of logits.
   NOINLINE void differentiate_weights(int64_t b, int n) {
     finish_products(b, n);
+    const A* const derivative = keeps_weights && !a.dropout ? logits : derivatives;  // of a weight, which is its own
     for (int64_t at = 0; at < n * H; at += W)
-      store(gradients + at, load(derivatives + at) * (load(products + at) - load(deltas + at)));
+      store(gradients + at, load(derivative + at) * (load(products + at) - load(deltas + at)));
     if (a.grad_bias != nullptr) store_edge_scalars(a.grad_bias, b, n, gradients);
   }
 
@@ -252,10 +322,12 @@ class Values : public Block {
 
   const Packing value_packing;
   RowSums sums;
+  static constexpr int64_t kNever = int64_t(1) << 40;
+  int64_t first_logit = kNever;  // of the current row, among what is left of its weights
 
  private:
   A* sums_of_part(int64_t b, int64_t slot) const {
-    return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * (RowSums::kState * H + H * V);
+    return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * (RowSums::kState * H + H * V + 1);
   }
 };
 
