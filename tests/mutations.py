@@ -361,11 +361,7 @@ MUTATIONS = [
     Mutation("sums may be huge", KERNELS, "totals[h] > kTiny && «totals[h] < 1 / kTiny → true»;"),
     Mutation("sums may be tiny", KERNELS, "is = is && «totals[h] > kTiny → true» &&"),
     Mutation("a sum without a base has no sink", KERNELS, "else if («has_sink → false») total += weight_of_sink;"),
-    Mutation(
-        "a sum without a base forgets the row",
-        KERNELS,
-        "«if (!runs[r].begins) total += repeat_heads(sum); → if (!runs[r].begins) {}»",
-    ),
+    Mutation("a sum without a base forgets the row", KERNELS, "begins) total += «repeat_heads(sum) → Vec<A>{}»;"),
     Mutation(
         "gradients of a part are stored as a row's",
         KERNELS,
