@@ -206,7 +206,7 @@ def test_recorded_weights_and_lengths(x, edge_index):
         conv(x, edge_index)
     ((weights, graph),) = records[""]
     totals = torch.zeros(N, 2).index_add(0, graph.edge_index[1], weights)
-    assert totals.sum(1).unique().sub(torch.tensor([0.0, 2.0])).abs().max() < 1e-6
+    torch.testing.assert_close(totals.sum(1), 2.0 * (graph.edge_index[1].bincount(minlength=N) > 0))
     lengths = gattn.CompleteGraph(N, source_lengths=torch.tensor([4, 0]))
     out = conv(torch.stack([x, x]), lengths)
     torch.testing.assert_close(out[1], conv.lin_self(x))  # nobody to attend to

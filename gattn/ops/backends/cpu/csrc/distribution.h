@@ -204,7 +204,7 @@ class RowSums : Heads {
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
       A *const scale = scales + r * scale_stride(), *const row = stats + r * kStats * H;
-      if (are_inside || (is_quick && (run.first == run.last || is_inside(scale)))) add_without_base(run, scale, row);
+      if (are_inside || (is_quick && (run.first == run.last || is_inside(scale)))) add_without_base(run, logits, weights, scale, row);
       else add_with_base(run, logits, weights, row, scale);
       if (normal == nullptr) continue;
       const A* const unfinished = is_quick && has_no_base ? weights : logits;
@@ -221,8 +221,16 @@ class RowSums : Heads {
     return is;
   }
   // `scale` holds the sum of the row so far.
-  INLINE void add_without_base(const Run& run, A* scale, A* stats) {
+  INLINE void add_without_base(const Run& run, const A* logits, A* weights, A* scale, A* stats) {
     has_no_base = true;
+    if (run.last - run.first == 1 && run.begins && run.ends && !has_sink) {  // gets its edge's value, to the last bit
+      const Vec<A> one = splat<Vec<A>>(A(1));
+      store_part(weights + run.first * H, one, int(H));
+      store(scale, one);
+      store_part(stats, load(logits + run.first * H), int(H));
+      store_part(stats + H, one, int(H));
+      return;
+    }
     if (!run.begins || !run.ends)
       for (int64_t h = 0; h < H; ++h) maximum[h] = 0, sum[h] = scale[h], factor_[h] = 1;
     const Vec<A> of_row = reciprocal(load(scale));
