@@ -126,7 +126,8 @@ class BySource : Scores<F> {
       acc = first_acc;
       acc = this->place_of_value_gradient(runs, r, b);
       const int64_t row = b * a.sources + run.row;
-      if constexpr (!F::kScalar) acc_key = this->place_of_gradient(run, a.grad_key, row, key_width(), first_acc_key);
+      if constexpr (!F::kScalar && !F::kHasVector)  // rows that are read again stay in the workspace
+        acc_key = this->place_of_gradient(run, a.grad_key, row, key_width(), first_acc_key);
       this->add_key_gradients(run, b);
       if (a.grad_edge != nullptr || a.grad_edge_value != nullptr || a.grad_edge_projection != nullptr)
         this->store_edge_gradients(run, b);

@@ -56,7 +56,7 @@ class ByTarget : Scores<F> {
     }
     A* const first_acc = acc;
     for (int r = 0; r < num_runs; ++r) {
-      if constexpr (!F::kScalar)
+      if constexpr (!F::kScalar && !F::kHasVector)  // rows that are read again stay in the workspace
         acc = this->place_of_gradient(runs[r], a.grad_query, b * a.targets + runs[r].row, query_width(), first_acc);
       this->add_query_gradients(runs[r], b);
       if (runs[r].ends) {

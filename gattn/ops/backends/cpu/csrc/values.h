@@ -42,8 +42,7 @@ class Values : public Block {
     };
     if (a.weights != nullptr)
       finish([&](int64_t p) INLINE_LAMBDA { return static_cast<A*>(a.weights) + (b * a.edges + edge_of(p)) * H; });
-    if (keeps_weights && a.logits != nullptr) finish(kept_logits(0, b));
-    else if (keeps_weights) finish([&](int64_t p) INLINE_LAMBDA { return kept(p, b); });
+    if (keeps_weights) finish(kept_logits(0, b));
   }
 
  private:
