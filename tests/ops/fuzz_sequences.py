@@ -90,6 +90,8 @@ def sequence(draw: Draw, alter: Alter) -> None:
     if SCORES[name].has_vector:
         terms["vector"] = draw.normal(heads, channels) / max(channels, 1) ** 0.5
     scale = draw.choice((None, 1.0, 0.25, 0.0, -0.5, -1.0)) if is_product else None
+    if scale is None and name.startswith("leaky"):
+        scale = 0.5  # by which sums stay exact: rounding must not decide on which side of zero they are
 
     matrix = (n, m)
     front = (*batch, heads)
