@@ -381,7 +381,7 @@ MUTATIONS = [
         "gates depend on each other", KERNELS, "delta = «is_normalized ? terms[e] + 2 * H : none → terms[e] + 2 * H»;"
     ),
     Mutation("a sum forgets its epsilon", KERNELS, "reciprocal(«sums + law.epsilon → sums»)"),
-    Mutation("rows of a block share a gradient of values", KERNELS, "G * V, «acc + r * G * V → acc»);"),
+    Mutation("rows of a block share a gradient of values", KERNELS, "G * V, «sums + r * G * V → sums»);"),
     Mutation(
         "edges add nothing to products with values",
         KERNELS,

@@ -107,7 +107,7 @@ class EdgeGATConv(DGLConv):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as DGL does."""
-        super(Declared, self).reset_parameters()
+        super(Declared, self).reset_parameters()  # modules draw their numbers below
         gain = torch.nn.init.calculate_gain("relu")
         weights = [module.weight for module in self.children() if isinstance(module, Linear)]
         for weight in (*weights, self.attn_l, self.attn_r, self.attn_edge):

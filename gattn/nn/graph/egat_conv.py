@@ -93,7 +93,7 @@ class EGATConv(BaseConv):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as DGL does."""
-        super(Declared, self).reset_parameters()
+        super(Declared, self).reset_parameters()  # modules draw their numbers below
         gain = torch.nn.init.calculate_gain("relu")
         for weight in (*(lin.weight for lin in (self.fc_node_src, self.fc_ni, self.fc_nj, self.fc_fij)), self.attn):
             torch.nn.init.xavier_normal_(weight, gain=gain)

@@ -140,7 +140,7 @@ class GeneralConv(BaseConv):
             self.lin_msg_i.reset_parameters()
 
     def _reset_most_parameters(self) -> None:
-        super(Declared, self).reset_parameters()
+        super(Declared, self).reset_parameters()  # modules draw their numbers below
         for module in (self.lin_msg, self.lin_self, self.lin_edge):
             if isinstance(module, Linear):
                 module.reset_parameters()

@@ -82,7 +82,7 @@ class BiasedMHA(Declared, Attention):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as DGL does."""
-        super(Declared, self).reset_parameters()
+        super(Declared, self).reset_parameters()  # modules draw their numbers below
         for lin in (self.q_proj, self.k_proj, self.v_proj):
             lin.reset_parameters()
             torch.nn.init.xavier_uniform_(lin.weight, gain=2**-0.5)

@@ -100,7 +100,7 @@ class GRITConv(BaseConv):
 
     def reset_parameters(self) -> None:
         """Resets all parameters, as the authors' program does."""
-        super(Declared, self).reset_parameters()
+        super(Declared, self).reset_parameters()  # modules draw their numbers below
         for module in self.children():
             if isinstance(module, Linear):
                 torch.nn.init.xavier_normal_(module.weight)

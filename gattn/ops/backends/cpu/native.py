@@ -258,7 +258,7 @@ def distribution(name: str) -> int:
 
 @cache
 def keeps_logits(family: int, law: str) -> bool:
-    """Whether the forward pass keeps logits in memory of their own, for a distribution and a family (-1: any)."""
+    """Whether the forward pass keeps logits, or weights, for a distribution and a family (-1: any)."""
     return bool(library().gattn_keeps_logits_of(family, distribution(law)))
 
 

@@ -68,7 +68,7 @@ struct Arguments {
   void* stats;     // [B, N, 2, H]: maximum and scale of each row
   uint8_t* record; // [B, E, record_bytes] by target: logits and signs, kept for the backward pass
   int64_t record_bytes;
-  void* logits;    // [B, E, H] by target: logits, rewritten by laws of rows, kept for the backward pass; or null
+  void* logits;    // [B, E, H] by target, kept for the backward pass: logits, maybe rewritten, or weights; or null
   void* weights;   // [B, E, H], null: not wanted
   void* partial;   // [B, slots, ...] scratch of split rows
 

@@ -123,8 +123,7 @@ class BySource : Scores<F> {
     A *const first_acc = acc, *const first_acc_key = acc_key;
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
-      acc = first_acc;
-      acc = this->place_of_value_gradient(runs, r, b);
+      acc = this->place_of_value_gradient(run, r, b, first_acc);
       const int64_t row = b * a.sources + run.row;
       if constexpr (!F::kScalar && !F::kHasVector)  // rows that are read again stay in the workspace
         acc_key = this->place_of_gradient(run, a.grad_key, row, key_width(), first_acc_key);

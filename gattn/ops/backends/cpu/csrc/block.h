@@ -27,7 +27,7 @@ class Block : public Heads {
         law(a),
         has_record(a.record_bytes > 0),
         keeps_logits(has_record || a.logits != nullptr),
-        keeps_weights(a.logits != nullptr && law.leaves_weights),
+        keeps_weights(a.logits != nullptr && law.can_keep_weights),
         has_channel_heads(V == 1 && G == H && H >= W && !a.dropout && a.mask == nullptr && a.edge_value == nullptr &&
                           a.edge_channels == 0 && law.cap == 0 && !law.is_of_rows),
         numbers_needed(a.dropout || a.bias || a.mask || a.edge || a.edge_value || a.weights || a.grad_weights ||

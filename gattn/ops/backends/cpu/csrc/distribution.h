@@ -97,7 +97,7 @@ class Law {
         is_of_rows(has_threshold || name == kTopK),
         divides(is_exponential || (!has_threshold && a.distribution_constants[0] != 0)),
         is_normalized(divides || has_threshold),
-        leaves_weights(is_exponential && !is_of_rows && (name != kSoftmax || a.distribution_constants[0] == 0)),
+        can_keep_weights(is_exponential && !is_of_rows && (name != kSoftmax || a.distribution_constants[0] == 0)),
         cap(name == kSoftmax ? A(a.distribution_constants[0]) : A(0)),
         epsilon(is_exponential ? A(0) : A(a.distribution_constants[1])) {}
 
@@ -106,7 +106,7 @@ class Law {
   const bool is_of_rows;     // whether logits are rewritten, row by row
   const bool divides;        // whether weights are divided by the row's sum
   const bool is_normalized;  // whether weights depend on the others of the row
-  const bool leaves_weights; // whether what is kept for the backward pass are weights, rather than logits
+  const bool can_keep_weights;  // whether a weight is all that its derivative needs
   const A cap;               // of the logits; 0: none
   const A epsilon;           // is added to the sum of a row
 
@@ -181,10 +181,12 @@ class RowSums : Heads {
   // What the sums of the block's runs are multiplied by lies so far apart.
   int64_t scale_stride() const { return is_cyclic ? W : H; }
   // From the logits of a block's runs, which belong to rows one after another, to weights, and to what the sums of those
-  // rows that end are multiplied by, in `scales`. Their stats are written, too, and unless `normal` is null, it gets the
-  // weights of rows that begin and end here, times their scale, and of others the weights, or, with a base, the logits.
+  // rows that end are multiplied by, in `scales`. Their stats are written, too. Unless `normal` is null, it gets what is left
+  // for others to read: of rows that begin and end here, weights times their scale; of longer ones, weights without a base, or
+  // logits.
   //
-  // Exponentials need no maximum as long as their sum is neither huge nor tiny.
+  // The base of exponentials, which is subtracted from logits, is 0 as long as their sum is neither huge nor tiny, and the
+  // maximum so far in rows where it is.
   NOINLINE void add_runs(const Run* runs, int num_runs, const A* logits, A* weights, A* stats, A* scales, A* normal) {
     const bool is_quick = law.is_exponential && is_cyclic && (runs[0].begins || has_no_base);
     Vec<A> outside = {};
@@ -204,8 +206,10 @@ class RowSums : Heads {
     for (int r = 0; r < num_runs; ++r) {
       const Run& run = runs[r];
       A *const scale = scales + r * scale_stride(), *const row = stats + r * kStats * H;
-      if (are_inside || (is_quick && (run.first == run.last || is_inside(scale)))) add_without_base(run, logits, weights, scale, row);
-      else add_with_base(run, logits, weights, row, scale);
+      if (are_inside || (is_quick && (run.first == run.last || is_inside(scale))))
+        add_without_base(run, logits, weights, scale, row);
+      else
+        add_with_base(run, logits, weights, scale, row);
       if (normal == nullptr) continue;
       const A* const unfinished = is_quick && has_no_base ? weights : logits;
       if (run.begins && run.ends) multiply_run(run, scale, weights, normal);
@@ -239,7 +243,7 @@ class RowSums : Heads {
     store_part(stats, Vec<A>{}, int(H));
     store_part(stats + H, of_row, int(H));
   }
-  void add_with_base(const Run& run, const A* logits, A* weights, A* stats, A* scale) {
+  void add_with_base(const Run& run, const A* logits, A* weights, A* scale, A* stats) {
     memcpy(weights + run.first * H, logits + run.first * H, size_t((run.last - run.first) * H) * sizeof(A));
     has_no_base = false;
     add_run(run, weights, stats);

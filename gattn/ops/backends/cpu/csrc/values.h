@@ -203,8 +203,9 @@ class Values : public Block {
     });
   }
 
-  A* place_of_value_gradient(const Run* runs, int r, int64_t b) const {
-    return place_of_gradient(runs[r], a.grad_value, b * a.sources + runs[r].row, G * V, acc + r * G * V);
+  // `sums` has a row for each run.
+  A* place_of_value_gradient(const Run& run, int r, int64_t b, A* sums) const {
+    return place_of_gradient(run, a.grad_value, b * a.sources + run.row, G * V, sums + r * G * V);
   }
   // products = <grad_out_i, v_j + e_ij>, and acc = the gradient of v_j: the sum of weights, in `logits`, times
   // grad_out_i. The rows of grad_out are gathered; each is loaded once. acc has a row for each run.
@@ -218,7 +219,7 @@ class Values : public Block {
         const int64_t own = own_head(kSource, h) * V;
         const Segment segment = {gathered, h * V, edges, h * V, run.first, run.last, H};
         const bool anew = begins_sum(kSource, h, run);
-        A* to = place_of_value_gradient(runs, r, b) + own;
+        A* to = place_of_value_gradient(run, r, b, acc) + own;
         if (edges == nullptr)
           add_products_and_weighted<kNone>(strip, heads, value + own, logits, segment, anew, products, to);
         else
