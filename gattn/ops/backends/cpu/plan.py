@@ -200,7 +200,7 @@ class _Kept(NamedTuple):
 
 
 def _kept_by(inputs: Inputs) -> list[_Kept]:
-    """Statistics of the softmax, logits or weights, with the signs in a record, and the output before it was rounded."""
+    """The statistics, logits or weights, with the signs in a record, and the unrounded output."""
     front, heads, dtype, batch = inputs.front, inputs.heads, inputs.values.dtype, (math.prod(inputs.front),)
     compute, record_bytes = compute_dtype(dtype), _record_bytes(inputs)
     kept = [_Kept("stats", batch, False, (2, heads), compute)]
