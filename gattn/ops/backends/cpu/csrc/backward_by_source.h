@@ -13,13 +13,10 @@ class BySource : Scores<F> {
   using Base::key_width, Base::node_terms, Base::record;
 
  public:
-  static int64_t workspace_elements(const Arguments& a) {
-    return Base::round_up(Base::workspace_elements(a)) + kBlock * a.key_heads * a.value_channels;
-  }
+  static int64_t workspace_elements(const Arguments& a) { return Base::workspace_elements(a, kBlock); }
   BySource(const Arguments& arguments, A* workspace)
-      : Base(arguments, workspace), is_by_channel(F::kScalar && Base::has_channel_heads && a.grad_weights == nullptr) {
-    acc = workspace + Base::round_up(Base::workspace_elements(a));  // a row for each of a block's runs
-  }
+      : Base(arguments, workspace, kBlock),
+        is_by_channel(F::kScalar && Base::has_channel_heads && a.grad_weights == nullptr) {}
 
   // What the gradient of an edge needs of its target: maximum, scale, delta, and the scalar score's query.
   NOINLINE void fill_node_terms(int64_t i, int64_t b) {
@@ -46,11 +43,11 @@ class BySource : Scores<F> {
   NOINLINE void run(const Task& task, int64_t b) {
     this->start_vector_gradient();
     this->projection.start_gradients(&task - a.by_source.tasks, b);
-    this->for_blocks(a.by_source, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
-      run_block(b, p, n, runs, num_runs);
+    this->for_blocks(a.by_source, task, [&](int64_t p, int n, Runs runs) {
+      run_block(b, p, n, runs);
     });
     if (task.slot >= 0) {
-      this->add_source_to_vector_gradient(task.first_row, b);
+      this->add_source_to_vector_gradient(task.first_row, b, acc_key);
       A* to = partial(b, task.slot);
       memcpy(to, acc, size_t(G * V) * sizeof(A));
       memcpy(to + G * V, acc_key, size_t(key_width()) * sizeof(A));
@@ -68,7 +65,7 @@ class BySource : Scores<F> {
       for (int64_t c = 0; c < G * V; ++c) acc[c] += from[c];
       for (int64_t c = 0; c < key_width(); ++c) acc_key[c] += from[G * V + c];
     }
-    finish(rows.split_row[split], b);
+    finish(rows.split_row[split], b, acc_key, acc);
   }
 
  private:
@@ -76,7 +73,7 @@ class BySource : Scores<F> {
     return static_cast<A*>(a.partial) + (b * a.by_source.num_slots + slot) * (G * V + key_width());
   }
 
-  NOINLINE void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void run_block(int64_t b, int64_t p, int n, Runs runs) {
     const int32_t* node = a.by_source.node + p;
     const int32_t* position = a.target_position + p;
     const A* terms[kBlock];
@@ -95,7 +92,7 @@ class BySource : Scores<F> {
     this->template prefetch_scalars<1>(a.grad_bias, a.edges * H, b, n);
     this->gathered.gather(this->grad_out_row(0, b), H * V, a.targets, node, n);
     if constexpr (F::kScalar)
-      if (is_by_channel) return run_channels(b, p, n, runs, num_runs, terms);
+      if (is_by_channel) return run_channels(b, p, n, runs, terms);
 
     if (this->has_record) {
       for (int e = 0; e < n; ++e) {
@@ -103,7 +100,7 @@ class BySource : Scores<F> {
         this->signs[e] = this->recorded_signs(position[e], b);
       }
     } else {
-      this->source_logits(b, p, n, runs, num_runs, terms);
+      this->source_logits(b, p, n, runs, terms);
       if (!this->keeps_logits) this->finish_logits(b, n);
     }
     if (this->keeps_logits) {
@@ -114,34 +111,29 @@ class BySource : Scores<F> {
     }
     if (a.dropout) this->draw_dropout(b, n);
     this->weigh_again(n, terms);
-    this->multiply_values(runs, num_runs, b, n);
+    this->multiply_values(runs, b, n);
     this->differentiate_weights(b, n);
     this->finish_gradients(b, n);
     if (a.target_pass && n > 0)
       memcpy(edge_terms, gradients, size_t(n * H) * sizeof(A));
 
-    A *const first_acc = acc, *const first_acc_key = acc_key;
-    for (int r = 0; r < num_runs; ++r) {
-      const Run& run = runs[r];
-      acc = this->place_of_value_gradient(run, r, b, first_acc);
-      const int64_t row = b * a.sources + run.row;
-      if constexpr (!F::kScalar && !F::kHasVector)  // rows that are read again stay in the workspace
-        acc_key = this->place_of_gradient(run, a.grad_key, row, key_width(), first_acc_key);
-      this->add_key_gradients(run, b);
-      if (a.grad_edge != nullptr || a.grad_edge_value != nullptr || a.grad_edge_projection != nullptr)
-        this->store_edge_gradients(run, b);
-      if (run.ends) {
-        this->add_source_to_vector_gradient(run.row, b);
-        finish(run.row, b);
-      }
+    this->add_key_gradients(runs, b);
+    if (a.grad_edge != nullptr || a.grad_edge_value != nullptr || a.grad_edge_projection != nullptr) {
+      for (const Run& run : runs) this->store_edge_gradients(run, b);
+      this->finish_edge_gradients(b, n);
     }
-    acc = first_acc, acc_key = first_acc_key;  // where a run of several blocks, which has them for itself, goes on
-    this->finish_edge_gradients(b, n);
+    for (int r = 0; r < runs.count; ++r) {
+      const Run& run = runs[r];
+      if (!run.ends) continue;
+      A* const key_sums = this->key_sums(run, r, b);
+      this->add_source_to_vector_gradient(run.row, b, key_sums);
+      finish(run.row, b, key_sums, this->value_sums(run, r, b));
+    }
   }
 
   // What run_block does where every channel is a head and nothing else is asked for: the numbers of an edge stay in
   // registers, from its logits to their gradients.
-  NOINLINE void run_channels(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const* terms) {
+  NOINLINE void run_channels(int64_t b, int64_t p, int n, Runs runs, const A* const* terms) {
     // Stand for what there is not. Neither is used by anything else here.
     A *const none = this->products, *const ones = this->maxima;
     for (int64_t h = 0; h < H; ++h) none[h] = 0, ones[h] = 1;
@@ -152,8 +144,7 @@ class BySource : Scores<F> {
     A* const grad_biases = static_cast<A*>(a.grad_bias) + b * a.edges * H;
     A* const edge_terms = static_cast<A*>(a.edge_terms) + (b * a.edges + p) * H;
     this->law.visit([&](auto rule) INLINE_LAMBDA {
-      for (int r = 0; r < num_runs; ++r) {
-        const Run& run = runs[r];
+      for (const Run& run : runs) {
         const A* key = this->key(run.row, b);
         const T* value = this->value_row(run.row, b);
         for_strips(H, [&](auto strip) INLINE_LAMBDA {
@@ -188,14 +179,14 @@ class BySource : Scores<F> {
           }
           EACH_VECTOR strip.store_at(acc_key, k, sum_key[k]), strip.store_at(acc, k, sum_value[k]);
         });
-        if (run.ends) finish(run.row, b);
+        if (run.ends) finish(run.row, b, acc_key, acc);
       }
     });
   }
 
-  NOINLINE void finish(int64_t j, int64_t b) {
-    this->store_key_gradient(j, b);
-    this->store_gradient(acc, a.grad_value, b * a.sources + j, G * V);
+  NOINLINE void finish(int64_t j, int64_t b, A* key_sums, const A* value_sums) {
+    this->store_key_gradient(j, b, key_sums, value_sums);
+    this->store_gradient(value_sums, a.grad_value, b * a.sources + j, G * V);
   }
 
   const bool is_by_channel;

@@ -11,16 +11,15 @@ class ByTarget : Scores<F> {
   using Base::a, Base::H, Base::acc, Base::gradients, Base::query_width;
 
  public:
-  using Base::workspace_elements;
-  ByTarget(const Arguments& arguments, A* workspace) : Base(arguments, workspace) {}
+  ByTarget(const Arguments& arguments, A* workspace) : Base(arguments, workspace, kBlock) {}
 
   NOINLINE void run(const Task& task, int64_t b) {
     this->start_vector_gradient();
-    this->for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
-      run_block(b, p, n, runs, num_runs);
+    this->for_blocks(a.by_target, task, [&](int64_t p, int n, Runs runs) {
+      run_block(b, p, n, runs);
     });
     if (task.slot >= 0) {
-      this->add_target_to_vector_gradient(task.first_row, b);
+      this->add_target_to_vector_gradient(task.first_row, b, acc);
       memcpy(partial(b, task.slot), acc, size_t(query_width()) * sizeof(A));
     }
     this->store_vector_gradient(&task - a.by_target.tasks, b);
@@ -34,7 +33,7 @@ class ByTarget : Scores<F> {
       const A* from = partial(b, slot);
       for (int64_t c = 0; c < query_width(); ++c) acc[c] += from[c];
     }
-    if (a.grad_query != nullptr) this->store_query_gradient(rows.split_row[split], b);
+    if (a.grad_query != nullptr) this->store_query_gradient(rows.split_row[split], b, acc);
   }
 
  private:
@@ -42,7 +41,7 @@ class ByTarget : Scores<F> {
     return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * query_width();
   }
 
-  NOINLINE void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void run_block(int64_t b, int64_t p, int n, Runs runs) {
     const A* terms = static_cast<const A*>(a.edge_terms) + b * a.edges * H;
     const int32_t* position = a.source_position + p;
     for (int e = 0; e < n; ++e) {
@@ -54,17 +53,14 @@ class ByTarget : Scores<F> {
     } else {
       this->load_keys(b, p, n);
     }
-    A* const first_acc = acc;
-    for (int r = 0; r < num_runs; ++r) {
-      if constexpr (!F::kScalar && !F::kHasVector)  // rows that are read again stay in the workspace
-        acc = this->place_of_gradient(runs[r], a.grad_query, b * a.targets + runs[r].row, query_width(), first_acc);
-      this->add_query_gradients(runs[r], b);
-      if (runs[r].ends) {
-        this->add_target_to_vector_gradient(runs[r].row, b);
-        if (a.grad_query != nullptr) this->store_query_gradient(runs[r].row, b);
-      }
+    this->add_query_gradients(runs, b);
+    for (int r = 0; r < runs.count; ++r) {
+      const Run& run = runs[r];
+      if (!run.ends) continue;
+      A* const sums = this->query_sums(run, r, b);
+      this->add_target_to_vector_gradient(run.row, b, sums);
+      if (a.grad_query != nullptr) this->store_query_gradient(run.row, b, sums);
     }
-    acc = first_acc;
   }
 };
 

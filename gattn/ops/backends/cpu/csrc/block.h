@@ -9,15 +9,15 @@ namespace {
 
 class Block : public Heads {
  public:
-  static int64_t workspace_elements(const Arguments& a) {
-    int64_t wide = a.heads * max(max(a.channels, a.value_channels), 1);
-    return 11 * (round_up(a.heads * kBlock) + W) + W * kBlock + 3 * round_up(wide) +
+  static int64_t workspace_elements(const Arguments& a, int64_t sums) {
+    const int64_t wide = a.heads * max(max(a.channels, a.value_channels), 1);
+    return 11 * (round_up(a.heads * kBlock) + W) + W * kBlock + 2 * round_up(sums * wide) + round_up(wide) +
            Projection::workspace_elements(a);
   }
 
  protected:
-  // `workspace` is aligned; `rest` becomes what is left of it.
-  Block(const Arguments& arguments, A* workspace)
+  // `workspace` is aligned; `rest` becomes what is left of it. There is room for the sums of so many rows.
+  Block(const Arguments& arguments, A* workspace, int64_t sums)
       : Heads(arguments.heads),
         a(arguments),
         C(a.channels),
@@ -46,7 +46,7 @@ class Block : public Heads {
     low_number = reinterpret_cast<uint32_t*>(take(scalars));
     high_number = reinterpret_cast<uint32_t*>(take(scalars));
     const int64_t wide = H * max(max(C, V), 1);  // sums of scalars need as much as those of one channel
-    acc = take(wide), acc_key = take(wide), total = take(wide);
+    acc = take(sums * wide), acc_key = take(sums * wide), total = take(wide);
   }
 
   // -------------------------------------------------------------------------------------------------- where things are
@@ -107,7 +107,7 @@ class Block : public Heads {
 
   // -------------------------------------------------------------------------------------------------- cutting into blocks
 
-  // Calls f(first position, number of edges, runs, number of runs). Short rows share a block, long ones have several.
+  // Calls f(first position, number of edges, runs). Short rows share a block, long ones have several.
   template <class F>
   INLINE void for_blocks(const Rows& rows, const Task& task, F&& f) {
     if (task.slot >= 0) {
@@ -116,24 +116,24 @@ class Block : public Heads {
       return;
     }
     Run runs[kBlock];
-    int num_runs = 0, n = 0;
+    int count = 0, n = 0;
     int64_t begin = rows.start[task.first_row];
     for (int64_t row = task.first_row; row < task.last_row; ++row) {
       const int64_t first = rows.start[row], last = rows.start[row + 1];
-      if (num_runs == kBlock || last - first > kBlock - n) {
-        if (num_runs > 0) f(begin, n, runs, num_runs);
-        num_runs = n = 0;
+      if (count == kBlock || last - first > kBlock - n) {
+        if (count > 0) f(begin, n, Runs{runs, count});
+        count = n = 0;
         begin = first;
       }
       if (last - first > kBlock) {
         cut_row({row, 0, 0, true, true}, first, last, f);
         begin = last;
       } else {
-        runs[num_runs++] = {row, n, n + int(last - first), true, true};
+        runs[count++] = {row, n, n + int(last - first), true, true};
         n += int(last - first);
       }
     }
-    if (num_runs > 0) f(begin, n, runs, num_runs);
+    if (count > 0) f(begin, n, Runs{runs, count});
   }
 
   template <class F>
@@ -141,7 +141,7 @@ class Block : public Heads {
     for (int64_t p = first; p < last; p += kBlock) {
       const int n = int(min(kBlock, last - p));
       const Run run = {whole.row, 0, n, p == first, whole.ends && p + n == last};
-      f(p, n, &run, 1);
+      f(p, n, Runs{&run, 1});
     }
   }
 
@@ -186,22 +186,16 @@ class Block : public Heads {
       for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + edge[e] * bytes + at, kForWriting);
   }
 
-  // to_e += from[edge e], H numbers.
-  NOINLINE void add_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
-    const A* base = static_cast<const A*>(from) + b * batch_stride;
-    for (int e = 0; e < n; ++e) {
-      const A* row = base + edge[e] * H;
-      for_heads([&](auto heads) INLINE_LAMBDA {
-        using S = decltype(heads);
-        EACH_VECTOR heads.store_at(to + e * H, k, heads.load_at(to + e * H, k) + heads.load_at(row, k));
-      });
-    }
-  }
   // Whole rows at once, as they come from afar. Returns `to`, or null if there are none.
   NOINLINE const A* load_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
     if (from == nullptr) return nullptr;
     for (int e = 0; e < n; ++e) copy_heads(to + e * H, static_cast<const A*>(from) + b * batch_stride + edge[e] * H);
     return to;
+  }
+  // to_e += from[edge e], H numbers. They are copied first: a part of a vector that was stored can't be read at once.
+  NOINLINE void add_edge_scalars(const void* from, int64_t batch_stride, int64_t b, int n, A* to) {
+    load_edge_scalars(from, batch_stride, b, n, gradients);
+    for (int64_t at = 0; at < n * H; at += W) store(to + at, load(to + at) + load(gradients + at));
   }
   NOINLINE void store_edge_scalars(void* to, int64_t b, int n, const A* from) {
     for (int e = 0; e < n; ++e)

@@ -187,23 +187,23 @@ class RowSums : Heads {
   //
   // The base of exponentials, which is subtracted from logits, is 0 as long as their sum is neither huge nor tiny, and the
   // maximum so far in rows where it is.
-  NOINLINE void add_runs(const Run* runs, int num_runs, const A* logits, A* weights, A* stats, A* scales, A* normal) {
+  NOINLINE void add_runs(Runs runs, const A* logits, A* weights, A* stats, A* scales, A* normal) {
     const bool is_quick = law.is_exponential && is_cyclic && (runs[0].begins || has_no_base);
-    Vec<A> outside = {};
+    LaneVec<A> inside = splat<LaneVec<A>>(LaneInt<A>(-1));
     if (is_quick) {
-      for (int64_t at = 0; at < runs[num_runs - 1].last * H; at += W) store(weights + at, quick_exp(load(logits + at)));
-      for (int r = 0; r < num_runs; ++r) {
+      for (int64_t at = 0; at < runs.back().last * H; at += W) store(weights + at, quick_exp(load(logits + at)));
+      for (int r = 0; r < runs.count; ++r) {
         Vec<A> total = {};
         for_run(runs[r], [&](int64_t at, auto lanes) INLINE_LAMBDA { total += lanes.load_or(weights + at, Vec<A>{}); });
         total = fold_heads(total, [](Vec<A> x, Vec<A> y) INLINE_LAMBDA { return x + y; });
         if (!runs[r].begins) total += repeat_heads(sum);
         else if (has_sink) total += weight_of_sink;
-        outside += total > kTiny ? (total < 1 / kTiny ? Vec<A>{} : splat<Vec<A>>(A(1))) : splat<Vec<A>>(A(1));
+        inside &= (total > kTiny) & (total < 1 / kTiny);
         store(scales + r * W, total);
       }
     }
-    const bool are_inside = is_quick && sum_lanes(outside) == 0;
-    for (int r = 0; r < num_runs; ++r) {
+    const bool are_inside = is_quick && !any_lane(~inside);
+    for (int r = 0; r < runs.count; ++r) {
       const Run& run = runs[r];
       A *const scale = scales + r * scale_stride(), *const row = stats + r * kStats * H;
       if (are_inside || (is_quick && (run.first == run.last || is_inside(scale))))

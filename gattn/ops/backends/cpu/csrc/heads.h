@@ -11,6 +11,16 @@ struct Run {
   int first, last;
   bool begins, ends;
 };
+// Those of a block: short rows, or a part of a long one.
+struct Runs {
+  const Run* first;
+  int count;
+
+  const Run* begin() const { return first; }
+  const Run* end() const { return first + count; }
+  const Run& operator[](int r) const { return first[r]; }
+  const Run& back() const { return first[count - 1]; }
+};
 
 // Where H divides the lanes of a vector (`is_cyclic`), vectors of several edges are taken at once: lane l belongs to
 // head l % H, and a row of H numbers is repeated.

@@ -8,12 +8,11 @@ namespace {
 
 class Means : Values {
  public:
-  using Values::workspace_elements;
-  Means(const Arguments& arguments, A* workspace) : Values(arguments, workspace) {}
+  Means(const Arguments& arguments, A* workspace) : Values(arguments, workspace, 1) {}
 
   NOINLINE void run(const Task& task, int64_t b) {
-    for_blocks(a.by_target, task, [&](int64_t p, int n, const Run* runs, int num_runs) {
-      run_block(b, p, n, runs, num_runs);
+    for_blocks(a.by_target, task, [&](int64_t p, int n, Runs runs) {
+      run_block(b, p, n, runs);
     });
     if (task.slot < 0) return;
     memcpy(partial(b, task.slot), acc, size_t(H) * sizeof(A));
@@ -36,14 +35,13 @@ class Means : Values {
     return static_cast<A*>(a.partial) + (b * a.by_target.num_slots + slot) * 2 * H;
   }
 
-  NOINLINE void run_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void run_block(int64_t b, int64_t p, int n, Runs runs) {
     number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(p + e); });
     gathered.gather(value_row(0, b), a.value_is_key ? a.key_row : a.value_row, a.sources, a.by_target.node + p, n);
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
-    for (int r = 0; r < num_runs; ++r)
-      add_row_products(plain_dot(), kTarget, runs[r], grad_out_row(runs[r].row, b), gathered, edges, V, value_packing,
-                       products);
+    add_row_products(plain_dot(), kTarget, runs, [&](int64_t i) { return grad_out_row(i, b); }, gathered, edges, V,
+                     value_packing, products);
     if (a.dropout) draw_dropout(b, n);
     finish_products(b, n);
     memcpy(logits, kept_logits(p, b), size_t(n * H) * sizeof(A));
@@ -54,10 +52,10 @@ class Means : Values {
         store(products + at, derivative * load(products + at));
       }
     });
-    for (int r = 0; r < num_runs; ++r) {
-      sum_run(runs[r], products, acc);
-      sum_run(runs[r], slopes, acc_key);
-      if (runs[r].ends) finish(runs[r].row, b);
+    for (const Run& run : runs) {
+      sum_run(run, products, acc);
+      sum_run(run, slopes, acc_key);
+      if (run.ends) finish(run.row, b);
     }
   }
   void finish(int64_t i, int64_t b) const {

@@ -174,7 +174,7 @@ struct Packing {
   bool possible;
   int vectors_per_head;  // 0: channels do not fill vectors
   int channels, per_vector, shift;  // channels = 2^shift
-  LaneVec<A> spread, gather, gather_four;
+  LaneVec<A> spread, gather;
 
   Packing(int64_t width, int64_t group)
       : possible(group == 1 && width > 0 && width < W && W % width == 0),
@@ -183,25 +183,29 @@ struct Packing {
         per_vector(W / channels),
         shift(__builtin_ctz(unsigned(channels))),
         spread(lane_numbers<A>() >> shift),
-        gather(lane_numbers<A>() << shift & (W - 1)),
-        gather_four(((lane_numbers<A>() % per_vector << shift) + lane_numbers<A>() / per_vector) & (W - 1)) {}
+        gather(lane_numbers<A>() << shift & (W - 1)) {}
 };
+// With kChannels the number of channels is known when the code is compiled.
+template <int kChannels = 0>
 struct PackedHeads {
   const Packing packing;  // a copy, which stays in registers
   int64_t head;
   // `scalars` can be read for a vector's length.
   INLINE Vec<A> spread(const A* scalars, int k) const {
+    if constexpr (kChannels >= 4)  // one vector has the scalars of a whole strip
+      return shuffle(load(scalars + head), lane_numbers<A>() / kChannels + LaneInt<A>(k * (W / kChannels)));
     return shuffle(load(scalars + head + k * packing.per_vector), packing.spread);
   }
   template <class S>
   INLINE void add_sums(S, const Vec<A>* values, int64_t heads, A* scalars) const {
-    if constexpr (S::kVectors == 4 && W >= 8) {
-      if (packing.channels >= 4) {  // vector n's sums come together in lanes n, n + channels and so on
-        Vec<A> sums[] = {values[0], values[1], values[2], values[3]};
-        Vec<A> v = sum_each<4, A>(sums, packing.channels);
-        store_part(scalars + head, shuffle(v, packing.gather_four), 4 * packing.per_vector);
-        return;
-      }
+    if constexpr (S::kVectors == 4 && kChannels >= 4) {
+      constexpr int kPerVector = W / kChannels;
+      const LaneVec<A> lane = lane_numbers<A>();
+      Vec<A> sums[] = {values[0], values[1], values[2], values[3]};
+      Vec<A> total = sum_each<4, A>(sums, kChannels);  // vector n's are in lanes n, n + kChannels and so on
+      total = shuffle(total, (lane % kPerVector * kChannels + lane / kPerVector) & (W - 1));
+      memcpy(scalars + head, &total, 4 * kPerVector * sizeof(A));
+      return;
     }
     EACH_VECTOR {
       Vec<A> v = values[k];
@@ -232,12 +236,16 @@ INLINE int64_t for_whole_heads(int64_t heads, F&& f) {
 constexpr int kMostVectors = kVectorBytes == 64 ? 8 : 4;  // leave some registers free
 template <int kMost = kMostVectors, class F>
 INLINE void for_head_strips(int64_t heads, int64_t width, const Packing& packing, F&& f) {
-  if (packing.possible) {
+  const auto go = [&](auto channels) INLINE_LAMBDA {
     for_strips(heads * width, [&](auto strip) INLINE_LAMBDA {
-      f(strip, PackedHeads{packing, strip.first >> packing.shift}, int64_t(0));
+      f(strip, PackedHeads<decltype(channels)::kValue>{packing, strip.first >> packing.shift}, int64_t(0));
     });
-    return;
-  }
+  };
+  if constexpr (W > 8)
+    if (packing.channels == 8) return go(Count<8>{});
+  if constexpr (W > 4)
+    if (packing.channels == 4) return go(Count<4>{});
+  if (packing.possible) return go(Count<0>{});
   int64_t head = 0;
   if constexpr (kVectorBytes >= 32) {  // short vectors gain nothing
     if (packing.vectors_per_head == 1) head = for_whole_heads<kMost, 1>(heads, f);
@@ -253,7 +261,7 @@ template <class F>
 INLINE void for_head_vectors(int64_t heads, int64_t width, const Packing& packing, F&& f) {
   if (packing.possible) {
     for_vectors(heads * width, [&](auto strip) INLINE_LAMBDA {
-      f(strip, PackedHeads{packing, strip.first >> packing.shift}, int64_t(0));
+      f(strip, PackedHeads<>{packing, strip.first >> packing.shift}, int64_t(0));
     });
     return;
   }

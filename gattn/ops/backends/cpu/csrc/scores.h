@@ -11,24 +11,25 @@ namespace {
 template <class F>
 class ScalarScores : public Values {
  protected:
-  ScalarScores(const Arguments& arguments, A* workspace) : Values(arguments, workspace), family(a.constants) {}
+  ScalarScores(const Arguments& arguments, A* workspace, int64_t sums)
+      : Values(arguments, workspace, sums), family(a.constants) {}
 
   int64_t key_width() const { return H; }
   int64_t query_width() const { return H; }
 
   // Logits of edges with the same target in each run, but for bias, cap and mask.
-  NOINLINE void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void target_logits(int64_t b, int64_t p, int n, Runs runs) {
     const int32_t* node = a.by_target.node + p;
     for (int e = 0; e < n; ++e) copy_heads(logits + e * H, key(node[e], b));
     if (a.query != nullptr)
-      for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], query(runs[r].row, b), logits);
+      for (const Run& run : runs) add_to_run(run, query(run.row, b), logits);
     apply(b, n);
   }
 
   // Logits of edges with the same source in each run, the same way.
-  NOINLINE void source_logits(int64_t b, int64_t, int n, const Run* runs, int num_runs, const A* const* terms) {
+  NOINLINE void source_logits(int64_t b, int64_t, int n, Runs runs, const A* const* terms) {
     for (int e = 0; e < n; ++e) copy_heads(logits + e * H, terms[e] + 3 * H);
-    for (int r = 0; r < num_runs; ++r) add_to_run(runs[r], key(runs[r].row, b), logits);
+    for (const Run& run : runs) add_to_run(run, key(run.row, b), logits);
     apply(b, n);
   }
 
@@ -45,25 +46,31 @@ class ScalarScores : public Values {
     else if (a.grad_edge != nullptr) store_edge_scalars(a.grad_edge, b, n, gradients);
   }
 
-  // acc_key and acc += the gradients of the run's source and target.
-  void add_key_gradients(const Run& run, int64_t) { sum_run(run, gradients, acc_key); }
+  // Where the gradient of the key or query is added up, which belongs to run r, and adding them.
+  A* key_sums(const Run&, int r, int64_t) const { return acc_key + r * H; }
+  A* query_sums(const Run&, int r, int64_t) const { return acc + r * H; }
+  void add_key_gradients(Runs runs, int64_t) {
+    for (int r = 0; r < runs.count; ++r) sum_run(runs[r], gradients, acc_key + r * H);
+  }
   void load_keys(int64_t, int64_t, int) {}
-  void add_query_gradients(const Run& run, int64_t) { sum_run(run, gradients, acc); }
+  void add_query_gradients(Runs runs, int64_t) {
+    for (int r = 0; r < runs.count; ++r) sum_run(runs[r], gradients, acc + r * H);
+  }
 
   NOINLINE void store_edge_gradients(const Run& run, int64_t b) { store_edge_value_gradients(run, b); }
   void finish_edge_gradients(int64_t, int) {}
-  NOINLINE void store_key_gradient(int64_t j, int64_t b) {
+  NOINLINE void store_key_gradient(int64_t j, int64_t b, const A* sums, const A*) {
     if (a.grad_key == nullptr) return;
-    memcpy(static_cast<A*>(a.grad_key) + (b * a.sources + j) * H, acc_key, size_t(H) * sizeof(A));
+    memcpy(static_cast<A*>(a.grad_key) + (b * a.sources + j) * H, sums, size_t(H) * sizeof(A));
   }
-  NOINLINE void store_query_gradient(int64_t i, int64_t b) {
-    memcpy(static_cast<A*>(a.grad_query) + (b * a.targets + i) * H, acc, size_t(H) * sizeof(A));
+  NOINLINE void store_query_gradient(int64_t i, int64_t b, const A* sums) {
+    memcpy(static_cast<A*>(a.grad_query) + (b * a.targets + i) * H, sums, size_t(H) * sizeof(A));
   }
 
   // There is no vector.
   void start_vector_gradient() {}
-  void add_source_to_vector_gradient(int64_t, int64_t) {}
-  void add_target_to_vector_gradient(int64_t, int64_t) {}
+  void add_source_to_vector_gradient(int64_t, int64_t, const A*) {}
+  void add_target_to_vector_gradient(int64_t, int64_t, const A*) {}
   void store_vector_gradient(int64_t, int64_t) {}
 
   // Query, key and edge come in the type that is computed in.
@@ -96,20 +103,20 @@ class ScalarScores : public Values {
 template <class F>
 class VectorScores : public Values {
  protected:
-  VectorScores(const Arguments& arguments, A* workspace)
-      : Values(arguments, workspace), family(a.constants), key_packing(C, group), signs_bytes(bytes_of_signs(C)) {}
+  VectorScores(const Arguments& arguments, A* workspace, int64_t sums)
+      : Values(arguments, workspace, sums), family(a.constants), key_packing(C, group), signs_bytes(bytes_of_signs(C)) {}
 
   int64_t key_width() const { return G * C; }
   int64_t query_width() const { return H * C; }
 
-  NOINLINE void target_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void target_logits(int64_t b, int64_t p, int n, Runs runs) {
     gathered.gather(key_row(0, b), a.key_row, a.sources, a.by_target.node + p, n);
-    vector_logits(kTarget, gathered, b, n, runs, num_runs, has_record ? recorded_signs(p, b) : nullptr);
+    vector_logits(kTarget, gathered, b, n, runs, has_record ? recorded_signs(p, b) : nullptr);
   }
-  NOINLINE void source_logits(int64_t b, int64_t p, int n, const Run* runs, int num_runs, const A* const*) {
+  NOINLINE void source_logits(int64_t b, int64_t p, int n, Runs runs, const A* const*) {
     queries.gather(query_row(0, b), a.query_row, a.targets, a.by_source.node + p, n);
     if (needs_no_logits()) edges = score_edges(b, n);
-    else vector_logits(kSource, queries, b, n, runs, num_runs, nullptr);
+    else vector_logits(kSource, queries, b, n, runs, nullptr);
   }
 
   void fill_target_term(int64_t, int64_t, A*) const {}
@@ -122,18 +129,25 @@ class VectorScores : public Values {
     }
   }
 
-  void add_key_gradients(const Run& run, int64_t b) {
+  // Rows that are read again stay in the workspace.
+  A* key_sums(const Run& run, int r, int64_t b) const {
+    A* const sums = acc_key + r * key_width();
+    return F::kHasVector ? sums : place_of_gradient(run, a.grad_key, b * a.sources + run.row, key_width(), sums);
+  }
+  A* query_sums(const Run& run, int r, int64_t b) const {
+    A* const sums = acc + r * query_width();
+    return F::kHasVector ? sums : place_of_gradient(run, a.grad_query, b * a.targets + run.row, query_width(), sums);
+  }
+  void add_key_gradients(Runs runs, int64_t b) {
     A* outputs = F::kHasVector && a.grad_vector != nullptr ? total : nullptr;
-    add_gradients(kSource, run, b, queries, acc_key, outputs);
+    add_gradients(kSource, runs, b, queries, outputs);
   }
   void load_keys(int64_t b, int64_t p, int n) {
     number_edges(n, [&](int e) INLINE_LAMBDA { return edge_of(p + e); });
     edges = score_edges(b, n);
     gathered.gather(key_row(0, b), a.key_row, a.sources, a.by_target.node + p, n);
   }
-  void add_query_gradients(const Run& run, int64_t b) {
-    add_gradients(kTarget, run, b, gathered, acc, nullptr);
-  }
+  void add_query_gradients(Runs runs, int64_t b) { add_gradients(kTarget, runs, b, gathered, nullptr); }
 
   // Each edge is visited once, so its gradients are written, not added. Those of projected edges stay in the block
   // until all are there.
@@ -157,15 +171,15 @@ class VectorScores : public Values {
     projection.add_gradients(edge, b, n, projection.gradient_of_row(0), F::kHasVector ? vector() : nullptr);
   }
 
-  NOINLINE void store_key_gradient(int64_t j, int64_t b) {
-    weigh(acc_key, G * C);
+  NOINLINE void store_key_gradient(int64_t j, int64_t b, A* sums, const A* value_sums) {
+    weigh(sums, G * C);
     if (a.value_is_key)
-      for (int64_t c = 0; c < G * C; ++c) acc_key[c] += acc[c];
-    store_gradient(acc_key, a.grad_key, b * a.sources + j, G * C);
+      for (int64_t c = 0; c < G * C; ++c) sums[c] += value_sums[c];
+    store_gradient(sums, a.grad_key, b * a.sources + j, G * C);
   }
-  NOINLINE void store_query_gradient(int64_t i, int64_t b) {
-    weigh(acc, H * C);
-    store_gradient(acc, a.grad_query, b * a.targets + i, H * C);
+  NOINLINE void store_query_gradient(int64_t i, int64_t b, A* sums) {
+    weigh(sums, H * C);
+    store_gradient(sums, a.grad_query, b * a.targets + i, H * C);
   }
 
   // The vector's gradient: one partial sum per task. With kept signs, the sum of ds activation(q + k) is taken apart
@@ -174,8 +188,10 @@ class VectorScores : public Values {
   void start_vector_gradient() {
     if (F::kHasVector && a.grad_vector != nullptr) memset(total, 0, size_t(H * C) * sizeof(A));
   }
-  void add_source_to_vector_gradient(int64_t j, int64_t b) { add_to_vector_gradient(key_row(j, b), acc_key); }
-  void add_target_to_vector_gradient(int64_t i, int64_t b) { add_to_vector_gradient(query_row(i, b), acc); }
+  void add_source_to_vector_gradient(int64_t j, int64_t b, const A* sums) { add_to_vector_gradient(key_row(j, b), sums); }
+  void add_target_to_vector_gradient(int64_t i, int64_t b, const A* sums) {
+    add_to_vector_gradient(query_row(i, b), sums);
+  }
   void store_vector_gradient(int64_t task, int64_t b) {
     if (!F::kHasVector || a.grad_vector == nullptr) return;
     A* to = static_cast<A*>(a.grad_vector) + (task * a.batch + b) * H * C;
@@ -192,21 +208,20 @@ class VectorScores : public Values {
 
   // The run's own row is at the end `end`, `others` are the rows of the edges' other ends. `kept` is where the signs of
   // the block's edges go, or null.
-  NOINLINE void vector_logits(End end, const Gathered& others, int64_t b, int n, const Run* runs, int num_runs,
+  NOINLINE void vector_logits(End end, const Gathered& others, int64_t b, int n, Runs runs,
                               uint8_t* kept) {
     edges = score_edges(b, n);
     memset(logits, 0, size_t(n * H) * sizeof(A));
-    for (int r = 0; r < num_runs; ++r) {
-      const Run& run = runs[r];
-      const T* own = end == kTarget ? query_row(run.row, b) : key_row(run.row, b);
-      if constexpr (!F::kHasVector) {
-        add_row_products(family, end, run, own, others, edges, C, key_packing, logits);
-      } else {
-        for_head_strips(H, C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-          const T* x = own + own_head(end, h) * C;
-          const A* vector_h = vector() + h * C;
+    const auto own_row = [&](int64_t row) { return end == kTarget ? query_row(row, b) : key_row(row, b); };
+    if constexpr (!F::kHasVector) {
+      add_row_products(family, end, runs, own_row, others, edges, C, key_packing, logits);
+    } else {
+      for_head_strips(H, C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+        const A* vector_h = vector() + h * C;
+        const Signs to = {kept == nullptr ? nullptr : kept + h * signs_bytes, a.record_bytes};
+        for (const Run& run : runs) {
+          const T* x = own_row(run.row) + own_head(end, h) * C;
           const Segment segment = {others, other_head(end, h) * C, edges, h * C, run.first, run.last, H};
-          const Signs to = {kept == nullptr ? nullptr : kept + h * signs_bytes, a.record_bytes};
           if constexpr (F::kIsSlow)
             add_slow_values(family, strip, heads, vector_h, x, segment, logits);
           else if (edges != nullptr)
@@ -215,8 +230,8 @@ class VectorScores : public Values {
             add_values<kTarget, kNone, kSigns>(family, strip, heads, vector_h, x, segment, logits, to);
           else
             add_values<kTarget, kNone, false>(family, strip, heads, vector_h, x, segment, logits);
-        });
-      }
+        }
+      });
     }
     if constexpr (!F::kHasVector) {
       for (int64_t at = 0; at < n * H; at += W) store(logits + at, load(logits + at) * family.scale());
@@ -229,42 +244,47 @@ class VectorScores : public Values {
     }
   }
 
-  // to += the sum of the logits' gradients times their derivatives by the run's own row, but for the vector or scale;
-  // outputs, unless null, += that of the gradients times the values.
-  NOINLINE void add_gradients(End end, const Run& run, int64_t b, const Gathered& others, A* to, A* outputs) {
+  // The sums of the runs += those of the logits' gradients times their derivatives by the runs' own rows, but for the
+  // vector or scale; outputs, unless null, += that of the gradients times the values.
+  NOINLINE void add_gradients(End end, Runs runs, int64_t b, const Gathered& others, A* outputs) {
     const bool is_first = end == kTarget || needs_no_logits();  // otherwise queries have been read for the logits
-    const auto segment_of = [&](int64_t h) INLINE_LAMBDA -> Segment {
+    const auto sums_of = [&](const Run& run, int r) INLINE_LAMBDA {
+      return end == kTarget ? query_sums(run, r, b) : key_sums(run, r, b);
+    };
+    const auto segment_of = [&](const Run& run, int64_t h) INLINE_LAMBDA -> Segment {
       return {others, other_head(end, h) * C, edges, h * C, run.first, run.last, H, is_first};
     };
     if constexpr (kSigns) {
       if (has_record) {
         for_head_strips(H, C, key_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-          add_slopes(strip, heads, family.slope, gradients, signs, h * signs_bytes, segment_of(h),
-                     begins_sum(end, h, run), to + own_head(end, h) * C);
+          for (int r = 0; r < runs.count; ++r)
+            add_slopes(strip, heads, family.slope, gradients, signs, h * signs_bytes, segment_of(runs[r], h),
+                       begins_sum(end, h, runs[r]), sums_of(runs[r], r) + own_head(end, h) * C);
         });
         return;
       }
     }
     if constexpr (!F::kHasVector)
-      if (edges == nullptr) return add_weighted_rows(end, run, others, C, key_packing, gradients, is_first, to);
-    const T* own = end == kTarget ? query_row(run.row, b) : key_row(run.row, b);
+      if (edges == nullptr) return add_weighted_rows(end, runs, others, C, key_packing, gradients, is_first, sums_of);
     const auto add = [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-      const Segment segment = segment_of(h);
-      const bool anew = begins_sum(end, h, run);
-      const T* x = own + own_head(end, h) * C;
-      A* acc_h = to + own_head(end, h) * C;
       A* outputs_h = !F::kHasVector || outputs == nullptr ? nullptr : outputs + h * C;
-      if constexpr (F::kIsSlow) {
-        add_slow_derivatives(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
-      } else if (F::kHasVector && !kSigns && edges == nullptr) {
-        if (end == kTarget)
-          add_derivatives<kTarget, kNone>(family, strip, heads, x, gradients, segment, anew, acc_h, nullptr);
-        else
-          add_derivatives<kSource, kNone>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
-      } else if (end == kTarget) {
-        add_derivatives<kTarget, kOwnRows>(family, strip, heads, x, gradients, segment, anew, acc_h, nullptr);
-      } else {
-        add_derivatives<kSource, kOwnRows>(family, strip, heads, x, gradients, segment, anew, acc_h, outputs_h);
+      for (int r = 0; r < runs.count; ++r) {
+        const Segment segment = segment_of(runs[r], h);
+        const bool anew = begins_sum(end, h, runs[r]);
+        const T* own = (end == kTarget ? query_row(runs[r].row, b) : key_row(runs[r].row, b)) + own_head(end, h) * C;
+        A* to = sums_of(runs[r], r) + own_head(end, h) * C;
+        if constexpr (F::kIsSlow) {
+          add_slow_derivatives(family, strip, heads, own, gradients, segment, anew, to, outputs_h);
+        } else if (F::kHasVector && !kSigns && edges == nullptr) {
+          if (end == kTarget)
+            add_derivatives<kTarget, kNone>(family, strip, heads, own, gradients, segment, anew, to, nullptr);
+          else
+            add_derivatives<kSource, kNone>(family, strip, heads, own, gradients, segment, anew, to, outputs_h);
+        } else if (end == kTarget) {
+          add_derivatives<kTarget, kOwnRows>(family, strip, heads, own, gradients, segment, anew, to, nullptr);
+        } else {
+          add_derivatives<kSource, kOwnRows>(family, strip, heads, own, gradients, segment, anew, to, outputs_h);
+        }
       }
     };
     // Rows of edges, which are read but once, take longer than what longer strips save.

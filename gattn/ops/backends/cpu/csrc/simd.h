@@ -66,7 +66,7 @@ typedef uint32_t VecUInt __attribute__((vector_size(kVectorBytes)));
 
 template <class V, class A>
 INLINE V splat(A x) {
-  return V{} + x;
+  return x - V{};  // which is x, where V{} + x would not be for -0: it costs no addition
 }
 
 // Scalar conversions.
@@ -284,7 +284,8 @@ INLINE Vec<A> sum_each(Vec<A>* v, int width = kLanes<A>) {
     }
   }
 #pragma GCC unroll 4
-  for (; distance < width; distance *= 2) v[0] += shuffle(v[0], lane ^ LaneInt<A>(distance));
+  for (int d = n; d < kLanes<A>; d *= 2)
+    if (d < width) v[0] += shuffle(v[0], lane ^ LaneInt<A>(d));
   return v[0];
 }
 
@@ -298,6 +299,18 @@ INLINE V rotate_lanes(V v, int shift) {
 template <class A>
 INLINE Vec<A> first_lanes_of(Vec<A> v, Vec<A> other, int n) {
   return lane_numbers<A>() < LaneInt<A>(n) ? v : other;
+}
+
+// Whether any lane of a comparison is true.
+template <class M>
+INLINE bool any_lane(M mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  return sum_lanes(mask) != 0;
+#endif
 }
 
 // The bits of a comparison, one per lane, and back: only where a vector fills whole bytes.

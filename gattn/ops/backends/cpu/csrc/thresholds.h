@@ -98,7 +98,7 @@ class Thresholds : protected Heads {
           [](Applied x, Applied y) INLINE_LAMBDA { return x + y; });
       next = threshold + F::step(sums.value, sums.derivative == A(0) ? splat<Vec<A>>(A(1)) : sums.derivative);
       const Bits grows = next > threshold;
-      if (sum_lanes(grows) == 0) break;
+      if (!any_lane(grows)) break;
       threshold = grows ? next : threshold;
     }
     threshold = next == next ? threshold : next;  // a NaN shows in the whole row
@@ -137,7 +137,7 @@ class Thresholds : protected Heads {
     const LaneInt<A> wanted = LaneInt<A>(k);
     Bits num_low = splat<Bits>(LaneInt<A>(column.count)), num_high = {};  // how many are at least low, or high
     for (bool interpolates = true;; interpolates = !interpolates) {
-      if (sum_lanes((num_low != wanted) & (low + 1 != high)) == 0) break;
+      if (!any_lane((num_low != wanted) & (low + 1 != high))) break;
       Bits middle = (low & high) + ((low ^ high) >> 1);
       if (interpolates) {
         const Vec<A> part = __builtin_convertvector(num_low - wanted, Vec<A>) /
@@ -156,7 +156,7 @@ class Thresholds : protected Heads {
     column.map([&](Vec<A> x) INLINE_LAMBDA {
       return bits_of(x) >= low ? from_order(bits_of(x)) : splat<Vec<A>>(-A(INFINITY));
     });
-    if (sum_lanes(num_low != wanted) == 0) return;
+    if (!any_lane(num_low != wanted)) return;
     for (int lane = 0; lane < min(column.lanes, column.heads.H); ++lane) {
       LaneInt<A> left = wanted - num_high[lane];
       if (num_low[lane] == wanted) continue;

@@ -12,8 +12,8 @@ inline Dot plain_dot() {
 
 class Values : public Block {
  public:
-  static int64_t workspace_elements(const Arguments& a) {
-    return Block::workspace_elements(a) + RowSums::workspace_elements(a.heads);
+  static int64_t workspace_elements(const Arguments& a, int64_t sums) {
+    return Block::workspace_elements(a, sums) + RowSums::workspace_elements(a.heads);
   }
 
   // Whether weights are left for a user, or for the backward pass.
@@ -21,7 +21,10 @@ class Values : public Block {
   // What was left in the places of a row's weights becomes these: exponentials, and from `first_logit` on logits.
   NOINLINE void finish_weights(int64_t row, int64_t first, int64_t first_logit, int64_t last, int64_t b) {
     const A *const base = stats(row, b), *const scale = base + H;
-    for (int64_t h = 0; h < H; ++h) slopes[h] = exp_of(-base[h]) * scale[h];
+    for_heads([&](auto heads) INLINE_LAMBDA {
+      using S = decltype(heads);
+      EACH_VECTOR heads.store_at(slopes, k, vector_exp(-heads.load_at(base, k)) * heads.load_at(scale, k));
+    });
     const auto finish = [&](auto place) INLINE_LAMBDA {
       constexpr bool kApart = !std::is_pointer_v<decltype(place)>;
       for (int64_t p = first; p < last; p += kBlock) {
@@ -68,17 +71,17 @@ class Values : public Block {
   }
 
  protected:
-  NOINLINE Values(const Arguments& arguments, A* workspace)
-      : Block(arguments, workspace), value_packing(V, group), sums(arguments, rest) {}
+  NOINLINE Values(const Arguments& arguments, A* workspace, int64_t sums_of_rows)
+      : Block(arguments, workspace, sums_of_rows), value_packing(V, group), sums(arguments, rest) {}
 
   // ------------------------------------------------------------------------------------------------------------ forward
 
   // From a block's logits to weights, and to what they add to the output.
-  NOINLINE void sum_block(int64_t b, int64_t p, int n, const Run* runs, int num_runs) {
+  NOINLINE void sum_block(int64_t b, int64_t p, int n, Runs runs) {
     if (keeps_logits && !keeps_weights) keep_scalars(b, p, n, logits);
     A* const weights = gradients;
     A* const normal = leaves_weights() ? products : nullptr;
-    sums.add_runs(runs, num_runs, logits, weights, stats(runs[0].row, b), row_scales, normal);
+    sums.add_runs(runs, logits, weights, stats(runs[0].row, b), row_scales, normal);
     if (normal != nullptr) leave_weights(b, p, n, runs[0], normal);
     if (a.dropout) {
       draw_dropout(b, n);
@@ -88,8 +91,7 @@ class Values : public Block {
     // Keys that are values have been gathered for the score.
     if (!a.value_is_key) gathered.gather(value_row(0, b), a.value_row, a.sources, a.by_target.node + p, n);
     const T* const* edges = value_edges(b, n);
-    for (int r = 0; r < num_runs; ++r)
-      sum_values(runs[r], edges, b, weights, sums.factor(), row_scales + r * sums.scale_stride());
+    sum_values(runs, edges, b, weights, sums.factor(), row_scales);
   }
 
   // Scalars of the block's edges, for the backward pass.
@@ -138,29 +140,33 @@ class Values : public Block {
     store_output(rows.split_row[split], b, row + H);
   }
 
-  // Sums up the run's values by their weights, and stores the row's output where the run ends it. `factor`
-  // corrects what earlier runs of the row left in acc, `scale` the result.
-  NOINLINE void sum_values(const Run& run, const T* const* edges, int64_t b, const A* weights, const A* factor,
+  // Sums up the values of each run by their weights, and stores a row's output where it ends. `factor` corrects what
+  // earlier runs of the row left in acc, `scales` the results.
+  NOINLINE void sum_values(Runs runs, const T* const* edges, int64_t b, const A* weights, const A* factor,
                            const A* scales) {
-    T* out = output(run.row, b);
-    A* wide = wide_output(run.row, b);
     const A* bias = static_cast<const A*>(a.out_bias);
     const bool is_first = edges != nullptr || !a.value_is_key;  // rows of keys have been read for the logits
     for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
       using S = decltype(strip);
-      const Segment segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H, is_first};
-      Vec<A> total_value[S::kVectors] = {};
-      if (!run.begins) EACH_VECTOR total_value[k] = strip.load_at(acc + h * V, k) * heads.spread(factor, k);
-      if (edges != nullptr) add_weighted<kOwnRows>(strip, heads, weights, segment, total_value);
-      else add_weighted<kNone>(strip, heads, weights, segment, total_value);
-      if (!run.ends) {
-        EACH_VECTOR strip.store_at(acc + h * V, k, total_value[k]);
-      } else {
+      const A* scale = scales;
+      for (const Run& run : runs) {
+        const Segment segment = {gathered, h / group * V, edges, h * V, run.first, run.last, H, is_first};
+        Vec<A> sum[S::kVectors] = {};
+        if (!run.begins) EACH_VECTOR sum[k] = strip.load_at(acc + h * V, k) * heads.spread(factor, k);
+        if (edges != nullptr) add_weighted<kOwnRows>(strip, heads, weights, segment, sum);
+        else add_weighted<kNone>(strip, heads, weights, segment, sum);
+        if (!run.ends) {
+          EACH_VECTOR strip.store_at(acc + h * V, k, sum[k]);
+          continue;
+        }
+        T* const out = output(run.row, b);
+        A* const wide = wide_output(run.row, b);
         EACH_VECTOR {
-          const Vec<A> result = total_value[k] * heads.spread(scales, k);
+          const Vec<A> result = sum[k] * heads.spread(scale, k);
           strip.store_at(out + h * V, k, bias == nullptr ? result : result + strip.load_at(bias + h * V, k));
           if (wide != nullptr) strip.store_at(wide + h * V, k, result);
         }
+        scale += sums.scale_stride();
       }
     });
   }
@@ -203,41 +209,44 @@ class Values : public Block {
     });
   }
 
-  // `sums` has a row for each run.
-  A* place_of_value_gradient(const Run& run, int r, int64_t b, A* sums) const {
-    return place_of_gradient(run, a.grad_value, b * a.sources + run.row, G * V, sums + r * G * V);
+  // Where the gradient of the value is added up, which belongs to run r.
+  A* value_sums(const Run& run, int r, int64_t b) const {
+    return place_of_gradient(run, a.grad_value, b * a.sources + run.row, G * V, acc + r * G * V);
   }
   // products = <grad_out_i, v_j + e_ij>, and acc = the gradient of v_j: the sum of weights, in `logits`, times
-  // grad_out_i. The rows of grad_out are gathered; each is loaded once. acc has a row for each run.
-  NOINLINE void multiply_values(const Run* runs, int num_runs, int64_t b, int n) {
+  // grad_out_i. The rows of grad_out are gathered; each is loaded once.
+  NOINLINE void multiply_values(Runs runs, int64_t b, int n) {
     const T* const* edges = value_edges(b, n);
     memset(products, 0, size_t(n * H) * sizeof(A));
-    for (int r = 0; r < num_runs; ++r) {
-      const Run& run = runs[r];
-      const T* value = value_row(run.row, b);
-      for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-        const int64_t own = own_head(kSource, h) * V;
+    for_head_strips(H, V, value_packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
+      const int64_t own = own_head(kSource, h) * V;
+      for (int r = 0; r < runs.count; ++r) {
+        const Run& run = runs[r];
+        const T* value = value_row(run.row, b) + own;
+        A* to = value_sums(run, r, b) + own;
         const Segment segment = {gathered, h * V, edges, h * V, run.first, run.last, H};
         const bool anew = begins_sum(kSource, h, run);
-        A* to = place_of_value_gradient(run, r, b, acc) + own;
         if (edges == nullptr)
-          add_products_and_weighted<kNone>(strip, heads, value + own, logits, segment, anew, products, to);
+          add_products_and_weighted<kNone>(strip, heads, value, logits, segment, anew, products, to);
         else
-          add_products_and_weighted<kOwnRows>(strip, heads, value + own, logits, segment, anew, products, to);
-      });
-    }
+          add_products_and_weighted<kOwnRows>(strip, heads, value, logits, segment, anew, products, to);
+      }
+    });
   }
 
-  // to_e += the products of the run's own row, at the end `end`, and the edges' other ends, `width` channels per head.
-  template <class F>
-  NOINLINE void add_row_products(const F& family, End end, const Run& run, const T* row, const Gathered& others,
+  // to_e += the products of the runs' own rows, row_of(its number) at the end `end`, and the edges' other ends, `width`
+  // channels per head.
+  template <class F, class R>
+  NOINLINE void add_row_products(const F& family, End end, Runs runs, R&& row_of, const Gathered& others,
                                  const T* const* edges, int64_t width, const Packing& packing, A* to) const {
     for_head_strips(H, width, packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
-      const T* own = row + own_head(end, h) * width;
-      const Segment segment = {others, other_head(end, h) * width, edges, h * width, run.first, run.last, H};
-      if (edges == nullptr) add_values<kTarget, kNone, false>(family, strip, heads, nullptr, own, segment, to);
-      else if (end == kTarget) add_values<kTarget, kOwnRows, false>(family, strip, heads, nullptr, own, segment, to);
-      else add_values<kSource, kOwnRows, false>(family, strip, heads, nullptr, own, segment, to);
+      for (const Run& run : runs) {
+        const T* own = row_of(run.row) + own_head(end, h) * width;
+        const Segment segment = {others, other_head(end, h) * width, edges, h * width, run.first, run.last, H};
+        if (edges == nullptr) add_values<kTarget, kNone, false>(family, strip, heads, nullptr, own, segment, to);
+        else if (end == kTarget) add_values<kTarget, kOwnRows, false>(family, strip, heads, nullptr, own, segment, to);
+        else add_values<kSource, kOwnRows, false>(family, strip, heads, nullptr, own, segment, to);
+      }
     });
   }
 
@@ -290,18 +299,23 @@ class Values : public Block {
     if (a.grad_bias != nullptr) store_edge_scalars(a.grad_bias, b, n, gradients);
   }
 
-  // to += the sum of the run's factors times the rows at the other ends; the run's own row is at the end `end`.
-  NOINLINE void add_weighted_rows(End end, const Run& run, const Gathered& others, int64_t width, const Packing& packing,
-                                  const A* factor, bool is_first, A* to) const {
+  // sums_of(run, its number) += the sum of the run's factors times the rows at the other ends; its own row is at the
+  // end `end`.
+  template <class R>
+  NOINLINE void add_weighted_rows(End end, Runs runs, const Gathered& others, int64_t width, const Packing& packing,
+                                  const A* factor, bool is_first, R&& sums_of) const {
     for_head_strips(H, width, packing, [&](auto strip, auto heads, int64_t h) INLINE_LAMBDA {
       using S = decltype(strip);
-      const Segment segment = {others, other_head(end, h) * width, nullptr, 0, run.first, run.last, H, is_first};
-      A* acc_h = to + own_head(end, h) * width;
-      const bool anew = begins_sum(end, h, run);
-      Vec<A> sum[S::kVectors];
-      EACH_VECTOR sum[k] = anew ? Vec<A>{} : strip.load_at(acc_h, k);
-      add_weighted<kNone>(strip, heads, factor, segment, sum);
-      EACH_VECTOR strip.store_at(acc_h, k, sum[k]);
+      for (int r = 0; r < runs.count; ++r) {
+        const Run& run = runs[r];
+        const Segment segment = {others, other_head(end, h) * width, nullptr, 0, run.first, run.last, H, is_first};
+        A* const to = sums_of(run, r) + own_head(end, h) * width;
+        const bool anew = begins_sum(end, h, run);
+        Vec<A> sum[S::kVectors];
+        EACH_VECTOR sum[k] = anew ? Vec<A>{} : strip.load_at(to, k);
+        add_weighted<kNone>(strip, heads, factor, segment, sum);
+        EACH_VECTOR strip.store_at(to, k, sum[k]);
+      }
     });
   }
 
