@@ -95,7 +95,12 @@ SGFORMER_MODEL, POLYNORMER_MODEL, GCN = (f"gattn/models/{name}.py" for name in (
 
 #: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
-    KERNELS: ["tests/ops/test_cpu.py", "tests/ops/test_score_variants.py", "tests/ops/test_laws_of_rows.py"],
+    KERNELS: [
+        "tests/ops/test_lists.py",
+        "tests/ops/test_cpu.py",
+        "tests/ops/test_score_variants.py",
+        "tests/ops/test_laws_of_rows.py",
+    ],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
     **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS, CPU_TILES)},
@@ -228,7 +233,7 @@ MUTATIONS = [
     Mutation("derivatives of several edges are the first's", KERNELS, "derivatives[«e → 0» * S::kVectors + k]"),
     Mutation("kept logits are those of the first edges", KERNELS, "this->kept(position[«e → 0»], b));"),
     Mutation(
-        "the rows of a kept block are not whole", KERNELS, "is_whole = «runs[0].begins && last.ends → runs[0].begins»;"
+        "the rows of a kept block are not whole", KERNELS, "if («runs[0].begins && last.ends → runs[0].begins») {"
     ),
     Mutation(
         "a long row begins at its end",
@@ -237,7 +242,7 @@ MUTATIONS = [
     ),
     Mutation("a hub is not rewritten", KERNELS, "if («pass.is_of_rows() && rows.num_split > 0 → false»)"),
     Mutation("ties are kept from the end", KERNELS, "if (logit == equal && «left-- <= 0 → true»)"),
-    Mutation("a threshold stops early", KERNELS, "«if (sum_lanes(grows) == 0) break; → break;»"),
+    Mutation("a threshold stops early", KERNELS, "«if (!any_lane(grows)) break; → break;»"),
     Mutation("entmax is sparsemax with a root", KERNELS, "return {«root * root → root», root};"),
     Mutation(
         "numbers beside a row count",
@@ -273,7 +278,7 @@ MUTATIONS = [
         " → family.template apply<kOwn>(fixed[k], other[k], None{})»;",
     ),
     Mutation("logits by source leave out the edge", KERNELS, "else return «with_edge(own, edge) → own» * other;"),
-    Mutation("the scale is forgotten in the query's gradient", KERNELS, "«weigh(acc, H * C); →»"),
+    Mutation("the scale is forgotten in the query's gradient", KERNELS, "«weigh(sums, H * C); →»"),
     Mutation(
         "the scale is forgotten",
         KERNELS,
@@ -289,7 +294,7 @@ MUTATIONS = [
     Mutation(
         "rows in one part lack the output's bias",
         KERNELS,
-        "heads.spread(scales, k);\n          strip.store_at(out + h * V, k, «bias == nullptr → true» ?",
+        "heads.spread(scale, k);\n          strip.store_at(out + h * V, k, «bias == nullptr → true» ?",
     ),
     Mutation(
         "rows in several parts lack the output's bias",
@@ -343,7 +348,7 @@ MUTATIONS = [
     Mutation(
         "a running output keeps its old maximum",
         KERNELS,
-        "total_value[k] = «strip.load_at(acc + h * V, k) * heads.spread(factor, k) → strip.load_at(acc + h * V, k)»;",
+        "sum[k] = «strip.load_at(acc + h * V, k) * heads.spread(factor, k) → strip.load_at(acc + h * V, k)»;",
     ),
     Mutation("a part of a hub keeps its own maximum", KERNELS, "part[c] * «new_factor → A(1)»;"),
     Mutation("a hub's sum keeps its old maximum", KERNELS, "sum[h] = «sum[h] * old_factor → sum[h]» + state"),
@@ -356,7 +361,7 @@ MUTATIONS = [
         "a part of a hub leaves out its last weight", KERNELS, "logit, «task.last_edge → task.last_edge - 1», b);"
     ),
     Mutation("a part of a hub has no logits", KERNELS, "A(kNever) : A(«first_logit - first_edge → kNever»);"),
-    Mutation("weights without a base stay those", KERNELS, "slopes[h] = «exp_of(-base[h]) → A(1)» * scale[h];"),
+    Mutation("weights without a base stay those", KERNELS, "slopes, k, «vector_exp(-heads.load_at(base, k)) → splat<Vec<A>>(A(1))» *"),
     Mutation("logits are taken for weights", KERNELS, "if (p < «first_logit → last»)"),
     Mutation("sums may be huge", KERNELS, "totals[h] > kTiny && «totals[h] < 1 / kTiny → true»;"),
     Mutation("sums may be tiny", KERNELS, "is = is && «totals[h] > kTiny → true» &&"),
@@ -381,7 +386,15 @@ MUTATIONS = [
         "gates depend on each other", KERNELS, "delta = «is_normalized ? terms[e] + 2 * H : none → terms[e] + 2 * H»;"
     ),
     Mutation("a sum forgets its epsilon", KERNELS, "reciprocal(«sums + law.epsilon → sums»)"),
-    Mutation("rows of a block share a gradient of values", KERNELS, "G * V, «sums + r * G * V → sums»);"),
+    Mutation("rows of a block share a gradient of keys", KERNELS, "A* const sums = «acc_key + r * key_width() → acc_key»;"),
+    Mutation("rows of a block share a gradient of queries", KERNELS, "A* const sums = «acc + r * query_width() → acc»;"),
+    Mutation("rows of a block have the first one's scale", KERNELS, "«scale += sums.scale_stride(); →»"),
+    Mutation(
+        "heads of few channels change places", KERNELS, "shuffle(total, («lane % kPerVector * kChannels + lane / kPerVector → lane») & (W - 1));"
+    ),
+    Mutation("heads of few channels have the first ones' numbers", KERNELS, "LaneInt<A>(«k * (W / kChannels) → 0»));"),
+    Mutation("numbers of edges are not added", KERNELS, "load(to + at) + «load(gradients + at) → Vec<A>{}»);"),
+    Mutation("rows of a block share a gradient of values", KERNELS, "G * V, «acc + r * G * V → acc»);"),
     Mutation(
         "edges add nothing to products with values",
         KERNELS,
@@ -418,14 +431,14 @@ MUTATIONS = [
     Mutation(
         "the vector's gradient leaves out hubs",
         KERNELS,
-        "if (task.slot >= 0) {\n      «this->add_source_to_vector_gradient(task.first_row, b); →»",
+        "if (task.slot >= 0) {\n      «this->add_source_to_vector_gradient(task.first_row, b, acc_key); →»",
     ),
     Mutation(
         "the vector's gradient is of the last of a batch", KERNELS, "(«task * a.batch + b → task * a.batch») * H * C;"
     ),
     Mutation("logits' gradients in another order", KERNELS, "terms + «position[e] → (p + e)» * H);\n    }\n    if"),
     Mutation(
-        "one tensor as key and value, one gradient", KERNELS, "++c) «acc_key[c] += acc[c]; → acc_key[c] = acc[c];»"
+        "one tensor as key and value, one gradient", KERNELS, "++c) «sums[c] += value_sums[c]; → sums[c] = value_sums[c];»"
     ),
     Mutation(
         "one tensor as both edge terms, one gradient",
