@@ -361,7 +361,11 @@ MUTATIONS = [
         "a part of a hub leaves out its last weight", KERNELS, "logit, «task.last_edge → task.last_edge - 1», b);"
     ),
     Mutation("a part of a hub has no logits", KERNELS, "A(kNever) : A(«first_logit - first_edge → kNever»);"),
-    Mutation("weights without a base stay those", KERNELS, "slopes, k, «vector_exp(-heads.load_at(base, k)) → splat<Vec<A>>(A(1))» *"),
+    Mutation(
+        "weights without a base stay those",
+        KERNELS,
+        "slopes, k, «vector_exp(-heads.load_at(base, k)) → splat<Vec<A>>(A(1))» *",
+    ),
     Mutation("logits are taken for weights", KERNELS, "if (p < «first_logit → last»)"),
     Mutation("sums may be huge", KERNELS, "totals[h] > kTiny && «totals[h] < 1 / kTiny → true»;"),
     Mutation("sums may be tiny", KERNELS, "is = is && «totals[h] > kTiny → true» &&"),
@@ -386,11 +390,17 @@ MUTATIONS = [
         "gates depend on each other", KERNELS, "delta = «is_normalized ? terms[e] + 2 * H : none → terms[e] + 2 * H»;"
     ),
     Mutation("a sum forgets its epsilon", KERNELS, "reciprocal(«sums + law.epsilon → sums»)"),
-    Mutation("rows of a block share a gradient of keys", KERNELS, "A* const sums = «acc_key + r * key_width() → acc_key»;"),
-    Mutation("rows of a block share a gradient of queries", KERNELS, "A* const sums = «acc + r * query_width() → acc»;"),
+    Mutation(
+        "rows of a block share a gradient of keys", KERNELS, "A* const sums = «acc_key + r * key_width() → acc_key»;"
+    ),
+    Mutation(
+        "rows of a block share a gradient of queries", KERNELS, "A* const sums = «acc + r * query_width() → acc»;"
+    ),
     Mutation("rows of a block have the first one's scale", KERNELS, "«scale += sums.scale_stride(); →»"),
     Mutation(
-        "heads of few channels change places", KERNELS, "shuffle(total, («lane % kPerVector * kChannels + lane / kPerVector → lane») & (W - 1));"
+        "heads of few channels change places",
+        KERNELS,
+        "shuffle(total, («lane % kPerVector * kChannels + lane / kPerVector → lane») & (W - 1));",
     ),
     Mutation("heads of few channels have the first ones' numbers", KERNELS, "LaneInt<A>(«k * (W / kChannels) → 0»));"),
     Mutation("numbers of edges are not added", KERNELS, "load(to + at) + «load(gradients + at) → Vec<A>{}»);"),
@@ -438,7 +448,9 @@ MUTATIONS = [
     ),
     Mutation("logits' gradients in another order", KERNELS, "terms + «position[e] → (p + e)» * H);\n    }\n    if"),
     Mutation(
-        "one tensor as key and value, one gradient", KERNELS, "++c) «sums[c] += value_sums[c]; → sums[c] = value_sums[c];»"
+        "one tensor as key and value, one gradient",
+        KERNELS,
+        "++c) «sums[c] += value_sums[c]; → sums[c] = value_sums[c];»",
     ),
     Mutation(
         "one tensor as both edge terms, one gradient",

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from gattn.ops.backends.cpu import Cpu
-from tests.cases import DISTRIBUTIONS, DTYPES, KERNEL_SCORES, SPARSE, changed, compare, make_call, mostly_slow, off_the_grid
+from tests.cases import (
+    DISTRIBUTIONS,
+    DTYPES,
+    KERNEL_SCORES,
+    SPARSE,
+    changed,
+    compare,
+    make_call,
+    mostly_slow,
+    off_the_grid,
+)
 
 pytestmark = pytest.mark.skipif(Cpu().missing() is not None, reason="needs the CPU kernels")
 
