@@ -556,7 +556,7 @@ RATIO = re.compile("×|÷|gathers|exponent|speed|pays off|processor")
 
 def has_ratios(name):
     """Whether a benchmark compares rows; the others have no ratios, or those of sides that took turns."""
-    return name not in ("calls", "citation", "families", "nodes", "temporal", "translation")
+    return name not in ("calls", "citation", "families", "lists", "nodes", "temporal", "translation")
 
 
 def nothing_to_run(self, pending):

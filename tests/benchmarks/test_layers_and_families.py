@@ -1,13 +1,16 @@
 """The benchmarks of drop-in layers, of steps and of their training, and of all scores and distributions."""
 
 import json
+import os
 
 import pytest
+import torch
 
 import gattn
-from benchmarks import families, layers, steps
+from benchmarks import families, layers, lists, steps
 from benchmarks.framework import measuring
 from benchmarks.framework.measuring import check
+from benchmarks.framework.processes import BenchmarkError
 from benchmarks.kernel_cases import SHAPES, Shape
 from benchmarks.training import Train
 
@@ -100,6 +103,34 @@ def test_families_of_each_shape():
     found = {shape: [case.family for case in cases if case.shape.name == shape] for shape in families.USUAL}
     assert found == {shape: list(names) for shape, names in families.USUAL.items()}
     assert {case.allocator for case in cases} == {"kept"}
+
+
+def test_lists_beside_their_bound(monkeypatch, tmp_path):
+    monkeypatch.setattr(lists, "FLUSHED", 64)
+    monkeypatch.setattr(lists, "SHAPES", {"small": Shape("small", 60, 300, 4, 16)})
+    monkeypatch.setenv("GATTN_KERNELS_BEFORE", os.environ.get("GATTN_KERNELS", ""))
+    lists.ListsOfEdges.main([*QUICK, "--shapes", "small", "--before", "--out", str(tmp_path)])
+    rows = read_rows(tmp_path / "runs.jsonl")
+    assert {row["outcome"] for row in rows} == {"ok"}
+    assert [row["before"] for row in rows].count(True) == len(lists.PASSES)
+    for row in rows:
+        others = {"bfloat16": {"float32"}, "float32": {"bound", "cold"}}[row["dtype"]]
+        others = others | ({"pyg", "pyg_sorted"} if others != {"float32"} and not row["before"] else set())
+        for mode in measuring.MODES:
+            assert others == row[mode].keys() - {"median", "q1", "q3"}
+
+
+@pytest.mark.parametrize("kind", ["two", "same", "sums"])
+def test_a_bound_that_computes_something_else_is_found(kind):
+    edges = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(0))
+    own, first, second = torch.randn(3, 40, 128).unbind()
+    given = {"two": first, "same": second, "sums": None}[kind]
+    call, out = lists.bound_of(edges, own, given, second, 2)
+    call()
+    lists.check(out, edges, own, given, second)
+    out[3, 5] += 0.01
+    with pytest.raises(BenchmarkError, match="something else"):
+        lists.check(out, edges, own, given, second)
 
 
 @pytest.fixture

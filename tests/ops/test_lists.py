@@ -11,7 +11,6 @@ from tests.cases import (
     DTYPES,
     KERNEL_SCORES,
     SPARSE,
-    changed,
     compare,
     make_call,
     mostly_slow,
