@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from gattn import DotScore, SparseGraph, attend
 from gattn.ops.backends.cpu import Cpu
 from tests.cases import (
     DISTRIBUTIONS,
@@ -69,3 +70,14 @@ def test_every_cell(score, law, term, dtype, factor):
         options["scale"] = factor / options["channels"] ** 0.5
     call = make_call(score, edge_index, SOURCES, TARGETS, dtype=dtype, distribution=law, **options)
     compare(off_the_grid(call) if law in SPARSE else call)
+
+
+@pytest.mark.parametrize("side", [-1.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_logits_have_no_gradient(dtype, side):
+    query, key = (torch.full((4, 2, 8), x, dtype=dtype, requires_grad=True) for x in (side, 1.0))
+    value = torch.randn(4, 2, 8).to(dtype)
+    graph = SparseGraph(torch.randint(4, (2, 60)), 4, 4)
+    out = attend(query, key, value, graph, score=DotScore(clamp=0.5), backend="cpu")
+    for grad in torch.autograd.grad(out, (query, key), torch.randn(out.shape).to(dtype)):
+        assert (grad == 0).all()
