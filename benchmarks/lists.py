@@ -2,9 +2,9 @@
 
 The bound, `benchmarks/bound.cpp`, only loads and multiplies the rows of neighbours: a dot product reads two of them per
 edge forward and three backward, GAT one and one, GATv2 one and one. It is compiled for this machine, and takes turns
-with gattn and PyG's layers, so that ratios are of the same rounds; then both again, each after the caches were flushed.
-bfloat16 takes turns with float32. Nothing is timed before outputs and gradients agree with gattn's reference in
-float64, and the bound's sums with PyTorch's.
+with gattn and PyG's layers, so that ratios are of the same rounds, each after a call that is not timed. Then both take
+turns again, each call after the caches were flushed. bfloat16 takes turns with float32. Nothing is timed before outputs
+and gradients agree with gattn's reference in float64, and the bound's sums with PyTorch's.
 
 With `--before`, gattn is also measured with kernels that were built from another commit: GATTN_KERNELS_BEFORE names
 the library.
@@ -33,13 +33,14 @@ from torch import Tensor
 from benchmarks import kernel_cases
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import (
+    MIN_REPEATS,
     MODES,
     Computation,
     Measured,
     Quartiles,
+    calls_per_batch,
     measured,
     quartiles,
-    turns,
     with_gradients,
 )
 from benchmarks.framework.options import add_allocator, add_measuring, allocators, unique
@@ -124,7 +125,7 @@ class Case(kernel_cases.Case):
             functions = {name: run(found) for name, found in {"gattn": computation, **others}.items()}
             if self.dtype == "float32":
                 functions["bound"] = self.bound(mode)
-            row[mode] = ratios(list(functions), turns(list(functions.values()), self.repeats, self.seconds))
+            row[mode] = ratios(list(functions), hot(list(functions.values()), self.repeats, self.seconds))
             if self.dtype == "float32":
                 pair = [functions["gattn"], functions["bound"]]
                 row[mode]["cold"] = ratios(["gattn", "bound"], cold(pair, self.repeats, self.seconds))["bound"]
@@ -158,16 +159,33 @@ def ratios(names: Sequence[str], times: Sequence[Sequence[float]]) -> Ratios:
     return found
 
 
+def hot(functions: Sequence[Callable[[], object]], rounds: int, seconds: float) -> list[list[float]]:
+    """Like `turns`, but before each batch, one call brings what it needs back into the caches."""
+    calls = [calls_per_batch(function) for function in functions]
+    return _timed(functions, calls, lambda function: function(), rounds, seconds)
+
+
 def cold(functions: Sequence[Callable[[], object]], rounds: int, seconds: float) -> list[list[float]]:
-    """Like `turns`, but each call is timed alone, after the caches were flushed."""
-    buffer, times = torch.zeros(FLUSHED, dtype=torch.uint8), [list[float]() for _ in functions]
-    start = time.perf_counter()
-    while len(times[0]) < 3 or (len(times[0]) < rounds and time.perf_counter() - start < seconds):
-        for function, own in zip(functions, times, strict=True):
-            buffer.add_(1)
+    """Each call alone, after the caches were flushed."""
+    buffer = torch.zeros(FLUSHED, dtype=torch.uint8)
+    return _timed(functions, [1] * len(functions), lambda function: buffer.add_(1), rounds, seconds)
+
+
+def _timed(
+    functions: Sequence[Callable[[], object]],
+    calls: Sequence[int],
+    prepare: Callable[[Callable[[], object]], object],
+    rounds: int,
+    seconds: float,
+) -> list[list[float]]:
+    times, start = [list[float]() for _ in functions], time.perf_counter()
+    while len(times[0]) < MIN_REPEATS or (len(times[0]) < rounds and time.perf_counter() - start < seconds):
+        for function, number, own in zip(functions, calls, times, strict=True):
+            prepare(function)
             before = time.perf_counter()
-            function()
-            own.append(time.perf_counter() - before)
+            for _ in range(number):
+                function()
+            own.append((time.perf_counter() - before) / number)
     return times
 
 
@@ -286,8 +304,8 @@ def variants(layer: str, options: argparse.Namespace) -> list[tuple[int, str, st
     if options.before:
         found.append((1, known[-1], "float32", True))
     if layer == "transformer":
-        found += [(threads, one, "float32", False) for threads in (1, options.threads) for one in known]
-        found.append((1, known[-1], "bfloat16", False))
+        found += [(1, one, "float32", False) for one in known]
+        found += [(options.threads, known[-1], "float32", False), (1, known[-1], "bfloat16", False)]
     return unique(found)
 
 

@@ -20,8 +20,15 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 from gattn.errors import InputError, InputTypeError, check_number
+from gattn.torch_private import graph_breaks
 
-__all__ = ["assert_alone_equals_in_batch", "assert_as_exact_as", "assert_permutation_equivariant", "random_edge_index"]
+__all__ = [
+    "assert_alone_equals_in_batch",
+    "assert_as_exact_as",
+    "assert_compiles_whole",
+    "assert_permutation_equivariant",
+    "random_edge_index",
+]
 
 
 def random_edge_index(
@@ -132,6 +139,47 @@ def assert_permutation_equivariant(
     out = module(x, edge_index, **kwargs)
     torch.testing.assert_close(module(x, edge_index[:, edges], **kwargs), out)
     torch.testing.assert_close(module(x[nodes], place[edge_index], **kwargs), out[nodes])
+
+
+def assert_compiles_whole(
+    module: Callable[..., Any], *inputs: Any, dynamic: bool | None = True, backend: str = "aot_eager", **kwargs: Any
+) -> None:
+    """Asserts that `torch.compile` makes one graph of a module, forward and backward, without a break.
+
+    Results and the gradients of parameters are compared with those of the module as it is.
+
+    Args:
+        module: Called as `module(*inputs, **kwargs)`; it must be deterministic (for example in eval mode) and return
+            a tensor, or several.
+        *inputs: Its arguments.
+        dynamic: See `torch.compile`. (default: `True`, sizes are open)
+        backend: See `torch.compile`: `"inductor"` makes machine code as well. (default: `"aot_eager"`)
+        **kwargs: Further arguments of the module.
+
+    Raises:
+        AssertionError: If there is a break (the message says where and why), or a result differs.
+
+    Example:
+        >>> import torch, gattn
+        >>> from gattn.testing import assert_compiles_whole
+        >>> conv, x = gattn.nn.GATConv(4, 8, edge_dim=2), torch.randn(3, 4)
+        >>> assert_compiles_whole(conv, x, torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.randn(3, 2))
+    """
+    if breaks := graph_breaks(module, *inputs, **kwargs):
+        raise AssertionError(f"{type(module).__name__} is compiled with {len(breaks)} breaks: {'; '.join(breaks)}.")
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=backend)
+    leaves = [x for x in getattr(module, "parameters", list)() if x.requires_grad]
+    outs = [_with_gradients(call(*inputs, **kwargs), leaves) for call in (module, compiled)]
+    torch.testing.assert_close(outs[1], outs[0])
+
+
+def _with_gradients(out: Any, leaves: list[Tensor]) -> list[Tensor]:
+    """The floating-point tensors of a result, and what their sums give the leaves."""
+    results = out if isinstance(out, (tuple, list)) else [out]
+    outs = [x for x in results if isinstance(x, Tensor) and x.is_floating_point()]
+    total = sum(x.sum() for x in outs if x.requires_grad)
+    grads = torch.autograd.grad(total, leaves, allow_unused=True) if isinstance(total, Tensor) and leaves else ()
+    return [*(x.detach() for x in outs), *(x for x in grads if x is not None)]
 
 
 def assert_alone_equals_in_batch(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "dispatch_keys",
     "flash_attention_on_cpu",
     "flash_attention_on_cpu_backward",
+    "graph_breaks",
     "guard_or_true",
     "has_hooks",
     "is_batched",
@@ -75,6 +77,17 @@ dispatch_keys = torch._C._dispatch_keys
 
 def no_hook(module: torch.nn.Module, inputs: Any) -> None:
     """Does nothing, but exists: PyTorch's encoder layer replaces layers without hooks by a kernel of its own."""
+
+
+def graph_breaks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """Why `torch.compile` would make several graphs of a call, a line for each break."""
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensors that it looks at after a break
+        found = torch._dynamo.explain(function)(*args, **kwargs)
+    torch.compiler.reset()
+    reasons = [" ".join(str(reason.reason).split())[:200] for reason in found.break_reasons]
+    return reasons or ["unknown"] * found.graph_break_count
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

@@ -85,7 +85,10 @@ class SparseGraph(Graph):
         "self_loops",
         "flow",
         "_loops_as_pyg",
+        "kept",
     )
+    kept: Tensor | None = None
+    """Which of the edges count, `[E]`; `None` for all of them. See `with_features`."""
     _sparse_edges: tuple[Any, Tensor] | None = None
     _looped: SparseGraph | None = None
 
@@ -217,7 +220,7 @@ class SparseGraph(Graph):
         return Edges(edge_index, plain(edge_index).long(), num_sources, num_targets)
 
     def with_features(
-        self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
+        self, features: Tensor | None, fill_value: float | Tensor | str = "mean", hides: bool = False
     ) -> tuple[SparseGraph, Tensor | None]:
         """The graph with its self-loops among its edges, and the features of all of these edges.
 
@@ -228,6 +231,9 @@ class SparseGraph(Graph):
                 edges that point to the node (`"add"`, `"mean"`, `"min"`, `"max"`, `"mul"`). A layer with
                 `flow="target_to_source"` that is called with a bare `edge_index` aggregates those of the edges that
                 leave the node, as PyG does. (default: `"mean"`)
+            hides: Whether the graph of a compiled program may have existing self-loops among its edges, which do not
+                count: see `kept`. Their number is unknown there, and the program is one graph without it.
+                (default: `False`)
 
         Returns:
             A graph with the same edges as `edges()`, in the same order, and features `[E, ...]`, or `None` where there
@@ -270,6 +276,8 @@ class SparseGraph(Graph):
                 # nothing else is known to have.
                 ends = index[row].where(index[0] != index[1], count)
                 fill_value = scatter(features, ends, 0, count + 1, fill_value)[:num_loops]
+            if hides:
+                return self._with_hidden_loops(num_loops), torch.cat([features, _rows(fill_value, features, num_loops)])
             edge_index, features = add_loops(self.adjacency, num_loops, features, fill_value)
             return self._changed(adjacency=edge_index, self_loops=False), features
         edges = joining(self.adjacency, num_sources, num_targets, self.flow)
@@ -286,6 +294,13 @@ class SparseGraph(Graph):
             fill_value = loops if num_sources == num_targets else loops[:num_loops]
         assert isinstance(fill_value, Tensor)
         return self, torch.cat([features, fill_value])  # as above, without copying edges
+
+    def _with_hidden_loops(self, num_loops: int) -> SparseGraph:
+        """All edges, and after them a self-loop of each node, for which those that were there do not count."""
+        index = plain(self.adjacency)
+        loops = torch.arange(num_loops, dtype=index.dtype, device=index.device)
+        kept = torch.cat([index[0] != index[1], torch.ones_like(loops, dtype=torch.bool)])
+        return self._changed(adjacency=torch.cat([index, loops.expand(2, -1)], 1), self_loops=False, kept=kept)
 
     def _known_sizes(self) -> tuple[int, int]:
         if self.num_sources is None or self.num_targets is None:
@@ -417,6 +432,12 @@ def _sparse_values(adjacency: Any) -> Tensor | None:
     elif is_torch_sparse_tensor(adjacency):
         values = to_edge_index(adjacency)[1]
     return values
+
+
+def _rows(fill_value: Any, features: Tensor, count: int) -> Tensor:
+    """The features of so many self-loops, of which a tensor may hold those of one."""
+    fill: Tensor = fill_value.to(features)
+    return fill if fill.dim() == features.dim() and len(fill) == count else fill.expand(count, *features.shape[1:])
 
 
 def _sparse_features(adjacency: Any) -> Tensor | None:

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
@@ -24,10 +25,13 @@ FLOWS = edge_lists.FLOWS
 
 def check_tasks(table, num_rows):
     """Every row and every edge belongs to one task; long rows are cut into consecutive slots."""
-    start = table.start.tolist()
+    rows = table.rows
+    start = table.part(rows.start, num_rows + 1).tolist()
     row = edge = slot = 0
     split = {}
-    for first_row, last_row, first_edge, last_edge, task_slot in table._tasks.tolist():
+    for first_row, last_row, first_edge, last_edge, task_slot in (
+        table.part(rows.tasks, 5 * rows.num_tasks).view(-1, 5).tolist()
+    ):
         assert first_edge == edge < max(last_edge, edge + 1)
         if task_slot < 0:
             assert (first_row, last_edge) == (row, start[last_row])
@@ -41,9 +45,12 @@ def check_tasks(table, num_rows):
             slot += 1
         edge = last_edge
         row = last_row if task_slot < 0 or edge == start[last_row] else row
-    assert (row, edge, slot) == (num_rows, start[-1], table.num_slots)
-    assert table._split_row.tolist() == list(split)
-    assert table._split.tolist() == [*(slots[0] for slots in split.values()), table.num_slots]
+    assert (row, edge, slot) == (num_rows, start[-1], rows.num_slots)
+    assert table.part(rows.split_row, rows.num_split).tolist() == list(split)
+    firsts = [*(slots[0] for slots in split.values()), rows.num_slots]
+    assert table.part(rows.split, rows.num_split + 1).tolist() == firsts
+    assert rows.split_row + 4 * rows.num_split <= table.address + 4 * len(table._memory)
+    assert rows.tasks + 20 * rows.num_tasks <= rows.split
     assert all(start[r + 1] - start[r] > LONG_ROW for r in split)
 
 
@@ -54,19 +61,23 @@ def check(layout, edges, num_sources, num_targets):
     number = torch.arange(count)
     assert layout.num_edges == count
     start = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(target, minlength=num_targets).cumsum(0)])
-    assert torch.equal(layout.by_target.start, start.int())
-    assert torch.equal(layout.by_target.node[:count], source[order].int())
-    assert (layout.by_target.node[count : count + native.PADDING] == 0).all()
-    assert torch.equal(number if layout.edge is None else layout.edge[:count].long(), order)
-    check_tasks(layout.by_target, num_targets)
+    table = layout.by_target
+    assert torch.equal(table.part(table.rows.start, num_targets + 1), start.int())
+    node = table.part(table.rows.node, count + native.PADDING)
+    assert torch.equal(node, F.pad(source[order].int(), (0, native.PADDING)))
+    assert torch.equal(number if layout.edge is None else table.part(layout.edge, count).long(), order)
+    check_tasks(table, num_targets)
 
     by_source = source[order].argsort(stable=True)
     table = layout.by_source
     start = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(source, minlength=num_sources).cumsum(0)])
-    assert torch.equal(table.start, start.int())
-    assert torch.equal(table.node[:count], target[order][by_source].int())
-    assert torch.equal(table.target_position[:count].long(), by_source)
-    assert torch.equal(table.source_position[:count].long(), by_source.argsort())
+    assert torch.equal(table.part(table.rows.start, num_sources + 1), start.int())
+    for first, expected in (
+        (table.rows.node, target[order][by_source]),
+        (table.target_position, by_source),
+        (table.source_position, by_source.argsort()),
+    ):
+        assert torch.equal(table.part(first, count + native.PADDING).long(), F.pad(expected, (0, native.PADDING)))
     check_tasks(table, num_sources)
 
 
@@ -189,7 +200,7 @@ def test_too_many_nodes():
     with pytest.raises(ValueError, match="too many nodes or edges"):
         native.raise_for(
             native.library().gattn_rows_by_target(
-                0, 0, 64, 1, 1, 0, 2**31, 4, 0, 1, *(torch.empty(100, dtype=torch.long).data_ptr() for _ in range(4))
+                0, 0, 64, 1, 1, 0, 2**31, 4, 0, 1, *(torch.empty(100, dtype=torch.long).data_ptr() for _ in range(3))
             )
         )
     assert Layout(empty, 2**31 - 1 - native.PADDING, 4, False, FLOWS[0]).num_edges == 0
@@ -335,7 +346,7 @@ class TestKeeping:
         if child == 0:
             try:
                 layout_of(index, 9, 9, False, FLOWS[0])
-                assert layout.by_source.node.numel() >= 40  # for the backward pass of what was computed before
+                assert layout.by_source.rows.node  # for the backward pass of what was computed before
                 os._exit(0)
             finally:
                 os._exit(1)

@@ -12,14 +12,14 @@ from gattn.attention import Attention, Weights
 from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
-from gattn.graphs import FLOWS, Graph, as_graph
+from gattn.graphs import FLOWS, Graph, SparseGraph, as_graph
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.dropout import dropout
 from gattn.nn.shared.dtypes import check_dtype
 from gattn.nn.shared.edge_features import checked_factors, checked_features
 from gattn.nn.shared.linear import Linear, is_plain
 from gattn.ops.dropout import check_probability
-from gattn.recording import record
+from gattn.recording import is_watched, record
 from gattn.scores import Score
 from gattn.settings import require_finite
 from gattn.torch_private import is_traced
@@ -178,9 +178,9 @@ class AttentionConv(BaseConv):
             check_probability(name, getattr(self, name))
 
     def _edge_term(
-        self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = "mean"
+        self, graph: Graph, edge_attr: Tensor | None, fill_value: Any = "mean", hides: bool = False
     ) -> tuple[Graph, EdgeTerm | None]:
-        """The graph with its self-loops, and the score's edge term."""
+        """The graph with its self-loops, and the score's edge term; for `hides` see `SparseGraph.with_features`."""
         if self.lin_edge is None:
             if edge_attr is not None:
                 raise InputError(
@@ -189,7 +189,7 @@ class AttentionConv(BaseConv):
                 )
             return graph, None
         channels = getattr(self.lin_edge, "in_channels", -1)
-        graph, edge_attr = checked_features(self, graph, edge_attr, channels, (), fill_value)
+        graph, edge_attr = checked_features(self, graph, edge_attr, channels, (), fill_value, hides)
         return graph, self._project_edges(self.lin_edge, edge_attr)
 
     def _project_edges(self, lin_edge: Linear, edge_attr: Tensor) -> EdgeTerm:
@@ -227,6 +227,7 @@ class AttentionConv(BaseConv):
                 score=score,
                 edge=edge,
                 edge_value=edge_value and edge is not None,
+                mask=graph.kept if isinstance(graph, SparseGraph) else None,
                 out_bias=out_bias,
                 dropout=self.dropout,
                 return_weights=weights,
@@ -280,7 +281,9 @@ class AttentionConv(BaseConv):
             factors = None
             if edge_weight is not None:
                 graph, factors = self._factors(graph, value, edge_weight)
-            graph, edge = self._edge_term(graph, edge_attr, fill_value)
+            # Who sees weights or edges gets those that PyG has.
+            hides = factors is None and not (return_weights or is_watched(self) or self._needs_messages())
+            graph, edge = self._edge_term(graph, edge_attr, fill_value, hides)
             weights = "dropped" if return_weights else False
             found = self._attend_and_merge(query, key, value, graph, score, edge, False, weights, self.bias, factors)
             return *found, graph

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs import Graph
+from gattn.graphs import Graph, SparseGraph
 from gattn.nn.shared.dtypes import check_dtype
 from gattn.settings import require_finite
 
@@ -17,7 +17,13 @@ __all__ = ["checked_factors", "checked_features", "with_features"]
 
 
 def checked_features(
-    layer: Module, graph: Graph, edge_attr: Any, channels: int, batch: tuple[int, ...], fill_value: Any = "mean"
+    layer: Module,
+    graph: Graph,
+    edge_attr: Any,
+    channels: int,
+    batch: tuple[int, ...],
+    fill_value: Any = "mean",
+    hides: bool = False,
 ) -> tuple[Graph, Tensor]:
     """The graph and its edge features `[..., E, D]`, either those given or the vectors that a sparse adjacency holds.
 
@@ -28,6 +34,7 @@ def checked_features(
         channels: D; -1 allows any.
         batch: The batch dimensions of the nodes' features.
         fill_value: See `Graph.with_features`. (default: `"mean"`)
+        hides: See `SparseGraph.with_features`. (default: `False`)
 
     Raises:
         TypeError: If `edge_attr` is not a tensor.
@@ -47,7 +54,10 @@ def checked_features(
             )
         require_finite(edge_attr=edge_attr)
         edge_attr = edge_attr.movedim(-2, 0) if batch else edge_attr
-    graph, edge_attr = graph.with_features(edge_attr, fill_value)
+    if isinstance(graph, SparseGraph):
+        graph, edge_attr = graph.with_features(edge_attr, fill_value, hides)
+    else:
+        graph, edge_attr = graph.with_features(edge_attr, fill_value)
     if edge_attr is None:
         raise InputError(
             f"this layer was made for edge features of {channels} channels, so it needs edge_attr, [E, {channels}] "

@@ -100,9 +100,9 @@ def _forward(inputs: Inputs, keep: bool, with_weights: bool) -> list[Any]:
         kept.append(tensor)
     if keep:
         arguments.record_bytes = plan.record_bytes
-    if layout.by_target.num_slots:
+    if layout.by_target.rows.num_slots:
         state = (2 + plan.value_channels) * plan.heads + 1
-        arguments.partial = call.hold(empty((plan.batch * layout.by_target.num_slots * state,), plan.compute))
+        arguments.partial = call.hold(empty((plan.batch * layout.by_target.rows.num_slots * state,), plan.compute))
     native.raise_for(native.library().gattn_forward(ctypes.byref(arguments)))
     return [out, weights, *(kept if keep else kept[:1])]
 
@@ -140,7 +140,7 @@ class _Backward(Arguments):
     @cached_property
     def parts(self) -> Tensor:
         """The gradient of a projection or of a table of types, without the vector: a part from each task."""
-        plan, tasks = self.plan, self.layout.by_source.num_tasks
+        plan, tasks = self.plan, self.layout.by_source.rows.num_tasks
         parts = empty((tasks * plan.batch, plan.arguments.edge_channels, plan.heads, plan.channels), plan.compute)
         self.arguments.grad_edge_projection = parts.data_ptr()
         return parts
@@ -158,7 +158,7 @@ class _Backward(Arguments):
 
     def of_vector(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of the vector, for which each task has its own sum."""
-        plan, tasks = self.plan, self.layout.by_target.num_tasks + self.layout.by_source.num_tasks
+        plan, tasks = self.plan, self.layout.by_target.rows.num_tasks + self.layout.by_source.rows.num_tasks
         grad = tensor.new_zeros(tasks * plan.batch, plan.heads, plan.channels, dtype=plan.compute)
         self.arguments.grad_vector = grad.data_ptr()
         maker, axis = self.inputs.edge_projection, -1
@@ -216,8 +216,8 @@ def _backward(
         if len(kept) != len(plan.kept) or not is_as_kept:
             raise ValueError("the graph or an input has changed between the forward and the backward pass.")
     arguments.by_source = by_source.rows
-    arguments.target_position = by_source.target_position.data_ptr()
-    arguments.source_position = by_source.source_position.data_ptr()
+    arguments.target_position = by_source.target_position
+    arguments.source_position = by_source.source_position
     arguments.grad_out = call.hold(grad_out)
     if grad_weights is not None and weights is not None:
         arguments.grad_weights, arguments.weights = call.hold(grad_weights), call.hold(weights)
@@ -229,7 +229,7 @@ def _backward(
     arguments.record_bytes = plan.record_bytes
     arguments.node_terms = call.terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels, 1)
-    slots = max(by_source.num_slots, layout.by_target.num_slots)
+    slots = max(by_source.rows.num_slots, layout.by_target.rows.num_slots)
     if slots:
         arguments.partial = call.hold(empty((plan.batch * slots * 2 * width,), plan.compute))
     kinds = [_GRADIENTS.get(name) or _GRADIENTS[plan.axes[name]] for name in wanted]

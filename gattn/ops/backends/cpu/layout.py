@@ -19,38 +19,29 @@ __all__ = ["Layout", "layout_of"]
 
 
 class RowTable:
-    """The edges of each row, and how they are shared among threads."""
+    """The edges of each row, and how they are shared among threads; `rows` says where each part lies in its memory.
 
-    def __init__(self, start: Tensor, node: Tensor):
-        lib = native.library()
-        rows = start.numel() - 1
-        sizes = (ctypes.c_int64 * 3)()
-        lib.gattn_tasks(start.data_ptr(), rows, None, None, None, sizes)
-        tasks, split, slots = sizes
-        self.start, self.node = start, node
-        self._tasks = torch.empty(tasks, 5, dtype=torch.int32, device="cpu")
-        self._split = torch.empty(split + 1, dtype=torch.int32, device="cpu")
-        self._split_row = torch.empty(split, dtype=torch.int32, device="cpu")
-        lib.gattn_tasks(
-            start.data_ptr(),
-            rows,
-            self._tasks.data_ptr(),
-            self._split.data_ptr(),
-            self._split_row.data_ptr(),
-            sizes,
-        )
-        self.num_slots = slots
-        self.num_tasks = tasks
-        self.rows = native.Rows(
-            start.data_ptr(),
-            node.data_ptr(),
-            self._tasks.data_ptr(),
-            tasks,
-            self._split.data_ptr(),
-            self._split_row.data_ptr(),
-            split,
-            slots,
-        )
+    Args:
+        num_edges: At most how many there are.
+        num_rows: The number of rows.
+        lists: How many lists of edges the table has: their other ends, and others.
+    """
+
+    def __init__(self, num_edges: int, num_rows: int, lists: int):
+        room = native.library().gattn_table_room(num_edges, num_rows, lists)
+        self._memory = torch.empty(room, dtype=torch.int32, device="cpu")
+        self.address: int = self._memory.data_ptr()
+        self.rows = native.Rows()
+        self.num_rows, self._room = num_rows, num_edges + native.PADDING
+
+    def list_of_edges(self, number: int) -> int:
+        """Where a list of edges begins."""
+        return self.address + 4 * (self.num_rows + 1 + number * self._room)
+
+    def part(self, address: int, count: int) -> Tensor:
+        """Numbers of the table, as a tensor."""
+        first = (address - self.address) // 4
+        return self._memory[first : first + count]
 
 
 class Layout:
@@ -73,11 +64,8 @@ class Layout:
         source, target = index.unbind() if flow == FLOWS[0] else reversed(index.unbind())
         #: An upper bound of the number of edges; see `Inputs.most_edges`.
         self.most_edges = index.size(1) + (min(num_sources, num_targets) if self_loops else 0)
-        room = self.most_edges + native.PADDING
-        start = torch.empty(num_targets + 1, dtype=torch.int32, device="cpu")
-        node = torch.empty(room, dtype=torch.int32, device="cpu")
-        edge = torch.empty(room, dtype=torch.int32, device="cpu")
-        is_sorted = ctypes.c_int64()
+        self.by_target = RowTable(self.most_edges, num_targets, 2)
+        edge = ctypes.c_void_p()
         num_edges = native.library().gattn_rows_by_target(
             source.data_ptr(),
             target.data_ptr(),
@@ -89,19 +77,17 @@ class Layout:
             num_targets,
             self_loops,
             torch.get_num_threads(),
-            start.data_ptr(),
-            node.data_ptr(),
-            edge.data_ptr(),
-            ctypes.byref(is_sorted),
+            self.by_target.address,
+            ctypes.addressof(self.by_target.rows),
+            ctypes.addressof(edge),
         )
         if num_edges == -1:
             check_range(edge_index, num_sources, num_targets, flow)
         native.raise_for(num_edges)
         self.num_edges: int = num_edges
         self.num_sources, self.num_targets = num_sources, num_targets
-        #: The number of the edge at each position by target; `None` where that is the position.
-        self.edge = None if is_sorted.value else edge
-        self.by_target = RowTable(start, node)
+        #: Where the number of the edge at each position by target is; `None` if that is the position.
+        self.edge: int | None = edge.value
         self._by_source: SourceRows | None = None
 
     @property
@@ -117,26 +103,19 @@ class SourceRows(RowTable):
     """The edges of each source, and the position of each edge in both orders."""
 
     def __init__(self, layout: Layout):
-        start = torch.empty(layout.num_sources + 1, dtype=torch.int32, device="cpu")
-        node, target_position, source_position = torch.empty(
-            3, layout.num_edges + native.PADDING, dtype=torch.int32, device="cpu"
-        )
+        super().__init__(layout.num_edges, layout.num_sources, 3)
         native.raise_for(
             native.library().gattn_rows_by_source(
-                layout.by_target.start.data_ptr(),
-                layout.by_target.node.data_ptr(),
+                ctypes.addressof(layout.by_target.rows),
                 layout.num_sources,
                 layout.num_targets,
                 torch.get_num_threads(),
-                start.data_ptr(),
-                node.data_ptr(),
-                target_position.data_ptr(),
-                source_position.data_ptr(),
+                self.address,
+                ctypes.addressof(self.rows),
             )
         )
-        super().__init__(start, node)
-        #: The position by target of the edge at each position by source, and the reverse.
-        self.target_position, self.source_position = target_position, source_position
+        #: Where the position by target of the edge at each position by source is, and the reverse.
+        self.target_position, self.source_position = self.list_of_edges(1), self.list_of_edges(2)
 
 
 def layout_of(

@@ -185,10 +185,10 @@ def library() -> ctypes.CDLL:
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     functions = {
         "gattn_arguments_bytes": [],
-        "gattn_rows_by_target": [pointer] * 2 + [integer] * 8 + [pointer] * 4,
-        "gattn_rows_by_source": [pointer] * 2 + [integer] * 3 + [pointer] * 4,
+        "gattn_table_room": [integer] * 3,
+        "gattn_rows_by_target": [pointer] * 2 + [integer] * 8 + [pointer] * 3,
+        "gattn_rows_by_source": [pointer] + [integer] * 3 + [pointer] * 2,
         "gattn_hash_edges": [pointer] * 2 + [integer] * 3,
-        "gattn_tasks": [pointer, integer] + [pointer] * 4,
         "gattn_family": [ctypes.c_char_p],
         "gattn_distribution": [ctypes.c_char_p],
         "gattn_keeps_logits_of": [integer] * 2,
@@ -219,7 +219,7 @@ def library() -> ctypes.CDLL:
     sizes = {"gattn_arguments_bytes": Arguments, "gattn_tiles_bytes": Tiles}
     if missing or any(getattr(loaded, name)() != ctypes.sizeof(of) for name, of in sizes.items()):
         raise NativeLibraryError("they were built from another version of the sources: install gattn again")
-    for name in ("gattn_tasks", "gattn_drop", "gattn_matrix_rows"):
+    for name in ("gattn_drop", "gattn_matrix_rows"):
         getattr(loaded, name).restype = None
     loaded.gattn_instruction_set.restype = loaded.gattn_constants.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")

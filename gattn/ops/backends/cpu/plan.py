@@ -140,7 +140,7 @@ class Arguments:
             arguments.threads = torch.get_num_threads()
         arguments.by_target = layout.by_target.rows
         if layout.edge is not None:
-            arguments.edge_of_target_position = layout.edge.data_ptr()
+            arguments.edge_of_target_position = layout.edge
         self.held: list[Tensor] = []
         for name, place, is_copied in plan.read:
             tensor: Any = inputs[place]
