@@ -281,8 +281,9 @@ class AttentionConv(BaseConv):
             factors = None
             if edge_weight is not None:
                 graph, factors = self._factors(graph, value, edge_weight)
-            # Who sees weights or edges gets those that PyG has.
-            hides = factors is None and not (return_weights or is_watched(self) or self._needs_messages())
+            hides = edge_attr is not None and factors is None and not return_weights
+            if hides:  # who sees weights or edges gets those that PyG has
+                hides = not (is_watched(self) or self._needs_messages())
             graph, edge = self._edge_term(graph, edge_attr, fill_value, hides)
             weights = "dropped" if return_weights else False
             found = self._attend_and_merge(query, key, value, graph, score, edge, False, weights, self.bias, factors)
