@@ -109,8 +109,8 @@ class Case(kernel_cases.Case):
     @property
     def environment(self) -> Mapping[str, str]:
         """Also names the kernels."""
-        kernels = {"GATTN_KERNELS": os.environ["GATTN_KERNELS_BEFORE"]} if self.before else {}
-        return {**super().environment, **kernels}
+        earlier = os.environ.get("GATTN_KERNELS_BEFORE") if self.before else None
+        return {**super().environment, **({"GATTN_KERNELS": earlier} if earlier else {})}
 
     def times(self, computation: Computation) -> Row:
         """The times in turns."""
