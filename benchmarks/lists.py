@@ -1,10 +1,11 @@
 """Attention alone over lists of edges, beside the least that it must do: `python -m benchmarks.lists`.
 
-The bound, `benchmarks/bound.cpp`, only loads and multiplies the rows of neighbours: a dot product reads two of them per
-edge forward and three backward, GAT one and one, GATv2 one and one. It is compiled for this machine, and takes turns
-with gattn and PyG's layers, so that ratios are of the same rounds, each after a call that is not timed. Then both take
-turns again, each call after the caches were flushed. bfloat16 takes turns with float32. Nothing is timed before outputs
-and gradients agree with gattn's reference in float64, and the bound's sums with PyTorch's.
+The bound, `benchmarks/bound.cpp`, only loads and multiplies the rows of neighbours: a dot product reads two of them
+per edge forward and three backward, GAT one and one, GATv2 one and one. It is compiled for this machine, and takes
+turns with gattn, so that ratios are of the same rounds, first as it is and then with each call after the caches were
+flushed. PyG's layers take turns with gattn apart from that, as they empty the caches, and bfloat16 with float32.
+Nothing is timed before outputs and gradients agree with gattn's reference in float64, and the bound's sums with
+PyTorch's.
 
 With `--before`, gattn is also measured with kernels that were built from another commit: GATTN_KERNELS_BEFORE names
 the library.
@@ -38,9 +39,10 @@ from benchmarks.framework.measuring import (
     Computation,
     Measured,
     Quartiles,
-    calls_per_batch,
+    duration,
     measured,
     quartiles,
+    turns,
     with_gradients,
 )
 from benchmarks.framework.options import add_allocator, add_measuring, allocators, unique
@@ -70,7 +72,7 @@ PASSES = {
 """What the rows of neighbours are for, and whose neighbours they are, those of sources (0) or targets (1): products and
 sums of two rows, or of the same, or sums alone."""
 
-PEERS = ("bound", "pyg", "pyg-sorted")
+PEERS = ("pyg", "pyg-sorted")
 FLUSHED = 2**26
 """The bytes that are written to flush the caches."""
 AHEAD = 16
@@ -115,20 +117,22 @@ class Case(kernel_cases.Case):
     def times(self, computation: Computation) -> Row:
         """The times in turns."""
         row: Row = {}
-        others: dict[str, Computation] = {}
         if self.dtype != "float32":
-            others["float32"] = replace(self, dtype="float32").computation()
-        elif not self.before:
-            others |= {peer.replace("-", "_"): replace(self, peer=peer).computation() for peer in PEERS[1:]}
+            others = {"float32": replace(self, dtype="float32").computation()}
+        else:
+            others = {
+                peer.replace("-", "_"): replace(self, peer=peer).computation() for peer in PEERS if not self.before
+            }
         for mode in MODES:
             run = _forward if mode == "forward" else with_gradients
-            functions = {name: run(found) for name, found in {"gattn": computation, **others}.items()}
-            if self.dtype == "float32":
-                functions["bound"] = self.bound(mode)
-            row[mode] = ratios(list(functions), hot(list(functions.values()), self.repeats, self.seconds))
-            if self.dtype == "float32":
-                pair = [functions["gattn"], functions["bound"]]
-                row[mode]["cold"] = ratios(["gattn", "bound"], cold(pair, self.repeats, self.seconds))["bound"]
+            own, peers = run(computation), {name: run(found) for name, found in others.items()}
+            row[mode] = {}
+            if peers:
+                row[mode] = ratios(["gattn", *peers], turns([own, *peers.values()], self.repeats, self.seconds))
+            if self.dtype == "float32":  # alone, as PyG's layers empty the caches
+                pair, names = [own, self.bound(mode)], ["gattn", "bound"]
+                row[mode] |= ratios(names, turns(pair, self.repeats, self.seconds))
+                row[mode]["cold"] = ratios(names, cold(pair, self.repeats, self.seconds))["bound"]
         return row
 
     def bound(self, mode: str) -> Callable[[], object]:
@@ -159,33 +163,14 @@ def ratios(names: Sequence[str], times: Sequence[Sequence[float]]) -> Ratios:
     return found
 
 
-def hot(functions: Sequence[Callable[[], object]], rounds: int, seconds: float) -> list[list[float]]:
-    """Like `turns`, but before each batch, one call brings what it needs back into the caches."""
-    calls = [calls_per_batch(function) for function in functions]
-    return _timed(functions, calls, lambda function: function(), rounds, seconds)
-
-
 def cold(functions: Sequence[Callable[[], object]], rounds: int, seconds: float) -> list[list[float]]:
-    """Each call alone, after the caches were flushed."""
-    buffer = torch.zeros(FLUSHED, dtype=torch.uint8)
-    return _timed(functions, [1] * len(functions), lambda function: buffer.add_(1), rounds, seconds)
-
-
-def _timed(
-    functions: Sequence[Callable[[], object]],
-    calls: Sequence[int],
-    prepare: Callable[[Callable[[], object]], object],
-    rounds: int,
-    seconds: float,
-) -> list[list[float]]:
-    times, start = [list[float]() for _ in functions], time.perf_counter()
+    """Like `turns`, but each call alone, after the caches were flushed."""
+    buffer, times = torch.zeros(FLUSHED, dtype=torch.uint8), [list[float]() for _ in functions]
+    start = time.perf_counter()
     while len(times[0]) < MIN_REPEATS or (len(times[0]) < rounds and time.perf_counter() - start < seconds):
-        for function, number, own in zip(functions, calls, times, strict=True):
-            prepare(function)
-            before = time.perf_counter()
-            for _ in range(number):
-                function()
-            own.append((time.perf_counter() - before) / number)
+        for function, own in zip(functions, times, strict=True):
+            buffer.add_(1)
+            own.append(duration(function))
     return times
 
 
@@ -292,7 +277,7 @@ class ListsOfEdges(Benchmark[Case]):
         remarks.append(
             "Gattn's time per edge; it as a multiple of the bound's, before and now, hot and with flushed caches; and "
             "as multiples of gattn's the times of PyG, eager, with edges as they come and sorted, or that of float32. "
-            "Medians, some with quartiles, of the rounds in which all take turns."
+            "Medians, some with quartiles, of the rounds in which two or three take turns."
         )
         self.publish("Attention over lists of edges, and its bound", lines, remarks, {})
 

@@ -100,6 +100,8 @@ class Graph(ABC):
     """The attributes that a changed copy takes over."""
     flow: str = FLOWS[0]
     """`"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets."""
+    kept: Tensor | None = None
+    """Which of the edges count, `[E]`; `None` for all of them. See `SparseGraph.with_features`."""
 
     @property
     @abstractmethod
@@ -202,10 +204,13 @@ class Graph(ABC):
         return self._as_list().with_self_loops()
 
     def with_features(
-        self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
+        self, features: Tensor | None, fill_value: float | Tensor | str = "mean", hides: bool = False
     ) -> tuple[Graph, Tensor | None]:
-        """The graph with its self-loops among its edges, and the features of all of these edges, `[E, ...]`."""
-        return self._as_list().with_features(features, fill_value)
+        """The graph with its self-loops among its edges, and the features of all of these edges, `[E, ...]`.
+
+        For `hides`, see `SparseGraph.with_features`.
+        """
+        return self._as_list().with_features(features, fill_value, hides)
 
     def with_weights(self, weights: Any, *, as_values: bool = True) -> Any:
         """Attention weights together with the edges that they belong to, as PyG's layers return them.

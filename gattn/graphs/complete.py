@@ -264,7 +264,7 @@ class CompleteGraph(Graph):
         return self
 
     def with_features(
-        self, features: Tensor | None, fill_value: float | Tensor | str = "mean"
+        self, features: Tensor | None, fill_value: float | Tensor | str = "mean", hides: bool = False
     ) -> tuple[CompleteGraph, Tensor | None]:
         """See `Graph.with_features`; nothing is filled in, because no self-loop is added."""
         if features is not None and features.size(0) != self.num_edges:

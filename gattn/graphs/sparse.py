@@ -87,8 +87,6 @@ class SparseGraph(Graph):
         "_loops_as_pyg",
         "kept",
     )
-    kept: Tensor | None = None
-    """Which of the edges count, `[E]`; `None` for all of them. See `with_features`."""
     _sparse_edges: tuple[Any, Tensor] | None = None
     _looped: SparseGraph | None = None
 

@@ -12,7 +12,7 @@ from gattn.attention import Attention, Weights
 from gattn.autocast import is_autocast
 from gattn.edges import EdgeTerm, Projected
 from gattn.errors import InputError, InputTypeError, check_at_least
-from gattn.graphs import FLOWS, Graph, SparseGraph, as_graph
+from gattn.graphs import FLOWS, Graph, as_graph
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.dropout import dropout
 from gattn.nn.shared.dtypes import check_dtype
@@ -227,7 +227,7 @@ class AttentionConv(BaseConv):
                 score=score,
                 edge=edge,
                 edge_value=edge_value and edge is not None,
-                mask=graph.kept if isinstance(graph, SparseGraph) else None,
+                mask=graph.kept,
                 out_bias=out_bias,
                 dropout=self.dropout,
                 return_weights=weights,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from gattn.errors import InputError, InputTypeError
-from gattn.graphs import Graph, SparseGraph
+from gattn.graphs import Graph
 from gattn.nn.shared.dtypes import check_dtype
 from gattn.settings import require_finite
 
@@ -54,10 +54,7 @@ def checked_features(
             )
         require_finite(edge_attr=edge_attr)
         edge_attr = edge_attr.movedim(-2, 0) if batch else edge_attr
-    if isinstance(graph, SparseGraph):
-        graph, edge_attr = graph.with_features(edge_attr, fill_value, hides)
-    else:
-        graph, edge_attr = graph.with_features(edge_attr, fill_value)
+    graph, edge_attr = graph.with_features(edge_attr, fill_value, hides)
     if edge_attr is None:
         raise InputError(
             f"this layer was made for edge features of {channels} channels, so it needs edge_attr, [E, {channels}] "
