@@ -435,7 +435,7 @@ def _sparse_values(adjacency: Any) -> Tensor | None:
 def _rows(fill_value: Any, features: Tensor, count: int) -> Tensor:
     """The features of so many self-loops, of which a tensor may hold those of one."""
     fill: Tensor = fill_value.to(features)
-    return fill if fill.dim() == features.dim() and len(fill) == count else fill.expand(count, *features.shape[1:])
+    return fill if fill.dim() == features.dim() and fill.size(0) == count else fill.expand(count, *features.shape[1:])
 
 
 def _sparse_features(adjacency: Any) -> Tensor | None:
