@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError
 from gattn.graphs import FLOWS, CompleteGraph, EdgeList, Graph, GraphLike, as_graph
+from gattn.graphs.complete import OpenBlocks
 from gattn.graphs.edge_lists import INTEGER_DTYPES, check_later, check_range, derived, plain
 from gattn.torch_private import is_readable, is_traced
 
@@ -633,6 +634,8 @@ class BucketBias(Bias):
         if callable(self.buckets):
             return
         sizes = graph.num_targets, graph.num_sources
+        if isinstance(graph.blocks, OpenBlocks):
+            raise InputError("buckets are for blocks of known sizes, which a compiled program's batch does not have.")
         if graph.blocks is not None:
             targets, sources = zip(*graph.blocks, strict=True) if graph.blocks else ((0,), (0,))
             sizes = max(targets), max(sources)
@@ -824,8 +827,10 @@ def _first_nodes(blocks: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ..
     return tuple(accumulate(blocks, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
 
 
-def _block_of(nodes: Tensor, blocks: Sequence[tuple[int, int]], side: int) -> Tensor:
+def _block_of(nodes: Tensor, blocks: Sequence[tuple[int, int]] | OpenBlocks, side: int) -> Tensor:
     """The block of each node of a packed graph, a target (side 0) or a source."""
+    if isinstance(blocks, OpenBlocks):
+        return (blocks.of_source if side else blocks.of_target).index_select(0, nodes)
     sizes = torch.tensor([sizes[side] for sizes in blocks], dtype=nodes.dtype, device=nodes.device)
     return torch.bucketize(nodes.contiguous(), sizes.cumsum(0, dtype=nodes.dtype), right=True)
 

@@ -325,7 +325,7 @@ def favor(
     if real is not None:
         to_key = to_key.masked_fill(~real, -torch.inf)
     if stabilize:
-        per_key, per_target = _maxima(to_key.detach(), graph, query.size(-3))
+        per_key, per_target = _maxima(to_key.detach(), graph)
         heads = query.size(-2) // max(key.size(-2), 1)
         to_key = to_key - per_key
         to_query = to_query + (per_target if heads == 1 else per_target.repeat_interleave(heads, dim=-2))
@@ -439,18 +439,17 @@ def _exponents(x: Tensor, projection: Tensor, scale: float, with_length: bool = 
     return products - 0.5 * x.square().sum(-1, keepdim=True) if with_length else products
 
 
-def _maxima(exponents: Tensor, graph: Graph | None, num_targets: int) -> tuple[Tensor, Tensor]:
+def _maxima(exponents: Tensor, graph: Graph | None) -> tuple[Tensor, Tensor]:
     """The maximum of each feature over the keys of a graph, for each of its keys and for each of its targets."""
     if graph is None or graph.blocks is None or exponents.size(-3) == 0:
         largest = F.pad(exponents, (0, 0, 0, 0, 0, 1), value=-torch.inf).amax(-3, keepdim=True)  # there may be no keys
         largest = largest if graph is None else graph.of_all_processes(largest).amax(0)
         largest = largest.masked_fill(largest == -torch.inf, 0.0)  # of an element without real keys
         return largest, largest
-    sizes = torch.tensor(graph.blocks, dtype=torch.int64, device=exponents.device).view(-1, 2)
-    block = torch.arange(len(graph.blocks), device=exponents.device)
-    of_target = block.repeat_interleave(sizes[:, 0], output_size=num_targets)
-    of_key = block.repeat_interleave(sizes[:, 1], output_size=exponents.size(-3))
-    largest = scatter(exponents, of_key, dim=exponents.dim() - 3, dim_size=len(graph.blocks), reduce="max")
+    assert isinstance(graph, CompleteGraph)
+    of_target, _ = graph.block_of_each("target", exponents.device)
+    of_key, count = graph.block_of_each("source", exponents.device)
+    largest = scatter(exponents, of_key, dim=exponents.dim() - 3, dim_size=count, reduce="max")
     return largest.index_select(-3, of_key), largest.index_select(-3, of_target)
 
 

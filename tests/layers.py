@@ -423,3 +423,14 @@ def made(name: str, dtype: torch.dtype = torch.double, device: str = "cpu") -> n
 def tensors(found: Any) -> list[Tensor]:
     """The tensors of a result, in their order."""
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+class Called(nn.Module):
+    """A row of the table of layers as a module that takes the row's inputs."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.layer, self.call = made(name), row(name).call
+
+    def forward(self, *inputs):
+        return self.call(self.layer, *inputs)

@@ -90,6 +90,17 @@ ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES, EGT, GR
         "graph/tgat_conv",
     )
 )
+OPEN_BLOCKS, TILE_OPERATOR, LINEAR_OPERATOR, DEGREES, LOOPS, SUPERGAT = (
+    f"gattn/{name}.py"
+    for name in (
+        "graphs/complete",
+        "ops/backends/dense/tile_operator",
+        "ops/backends/dense/linear_operator",
+        "nn/shared/degrees",
+        "graphs/sparse",
+        "nn/graph/supergat_conv",
+    )
+)
 PRODUCTS, DROPOUT = "gattn/products.py", "gattn/nn/shared/dropout.py"
 SGFORMER_MODEL, POLYNORMER_MODEL, GCN = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer", "gcn_conv"))
 
@@ -127,6 +138,10 @@ TESTS = {
     **{file: ["tests/nn/test_edge_weight.py"] for file in (ATTENTION_CONV, FACTORS)},
     **{file: ["tests/nn/test_multihead_attention.py"] for file in (CACHE, MULTIHEAD)},
     PRODUCTS: ["tests/test_products.py"],
+    **{
+        file: ["tests/test_compiled_whole.py"]
+        for file in (OPEN_BLOCKS, TILE_OPERATOR, LINEAR_OPERATOR, DEGREES, LOOPS, SUPERGAT)
+    },
     DROPOUT: ["tests/nn/test_dropout.py"],
     TEMPORAL: ["tests/nn/test_temporal_layers.py"],
     HGT: ["tests/nn/test_hgt_conv.py"],
@@ -904,12 +919,37 @@ MUTATIONS = [
     Mutation("padding has keys", ALL_PAIRS, "else «x.masked_fill(~mask[..., None, None], 0.0) → x»"),
     Mutation("graphs have the nodes of all", ALL_PAIRS, "return mask.«sum(-1, keepdim=True) → sum().view(1, 1)».to(x)"),
     Mutation(
-        "a packed graph has its smallest one's nodes", ALL_PAIRS, "return «counts → counts.min() * (counts > 0)».repeat"
+        "a packed graph has its smallest one's nodes",
+        ALL_PAIRS,
+        "num_blocks).index_add(0, block, «torch.ones_like(block) → torch.ones_like(block) * (block > 0)»)",
     ),
     Mutation("NaN in padding reaches gradients", ALL_PAIRS, "«x = x.masked_fill(~mask.unsqueeze(-1), 0.0) → pass»  #"),
     Mutation(
         "features may be zero", PERFORMER, "«self.projection_matrix.t()) + 0.001 → self.projection_matrix.t())» for x"
     ),
+    Mutation("open blocks see their sources alone", OPEN_BLOCKS, "(«self.of_target → self.of_source».unsqueeze(1) =="),
+    Mutation(
+        "all sources share a block", OPEN_BLOCKS, "return «torch.searchsorted(sources, → torch.zeros_like(» getattr("
+    ),
+    Mutation(
+        "an order is never checked", OPEN_BLOCKS, "if «batch.numel() → False» and (bool((batch.diff() < 0).any())"
+    ),
+    Mutation("sources lie as targets do", OPEN_BLOCKS, "is_one = «of_target → True or of_target» is of_source"),
+    Mutation(
+        "the blocks of a batch are one", TILE_OPERATOR, "_blocks_of(integers) if of_target is «None → not None» else"
+    ),
+    Mutation("no linear attention is causal", LINEAR_OPERATOR, "packed_by(of_target, of_source«, causal →»)"),
+    Mutation("linear attention loses its scale", LINEAR_OPERATOR, "        scale=«scale → 1.0»,"),
+    Mutation("a self-loop counts twice in degrees", DEGREES, "weight«.masked_fill(is_loop, 0.0) →», of_loops"),
+    Mutation(
+        "self-loops lose their weight",
+        DEGREES,
+        ".where(is_loop, num_nodes), «weight → torch.ones_like(weight)»)",
+    ),
+    Mutation(
+        "hidden self-loops count", LOOPS, "kept = torch.cat([«index[0] != index[1] → index[0] == index[0]», torch"
+    ),
+    Mutation("supervised attention sees all", SUPERGAT, "bias=bias, «mask=graph.kept, →» dropout"),
     Mutation("a node is itself once", SGFORMER, "(sums[..., :-1] + «count * value → value»)"),
     Mutation("graphs share a norm", SGFORMER, "scatter(squares, «block → block * 0», -1"),
     Mutation("sums are not divided by all", SGFORMER, "/ (sums[..., -1:] + «count → 1»)"),
@@ -920,7 +960,7 @@ MUTATIONS = [
     ),
     Mutation("beta is not bounded", POLYNORMER, "else self.betas«.sigmoid() →»"),
     Mutation("empty sets have a vector", SETS, "masked_fill((counts «== → <» 0)"),
-    Mutation("elements stay in their order", SETS, "x = «x.index_select(-2, index.argsort(stable=True)) → x»"),
+    Mutation("elements stay in their order", SETS, "x, index = «x.index_select(-2, order) → x», index"),
     Mutation("seeds are those of other sets", SETS, "«seeds.flatten(0, 1) → seeds.flip(1).flatten(0, 1)», x, graph"),
     Mutation("weights are no constants", AGGREGATIONS, "x«.detach() →» * t if self.semi_grad"),
     Mutation("what was read comes first", AGGREGATIONS, "torch.cat([«query, read → read, query»], -1)"),

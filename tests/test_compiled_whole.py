@@ -1,13 +1,39 @@
 """Layers that `torch.compile` makes one graph of, and how that is found out."""
 
+import copy
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import gattn
-from gattn.nn import GATConv, GATv2Conv, TransformerConv
+from gattn import AdditiveScore, CompleteGraph, DotScore
+from gattn.distributions import Entmax15, Identity, Sigmoid, Softmax
+from gattn.nn import DNAConv, GATConv, GATv2Conv, GPSConv, PointTransformerConv, SuperGATConv, TransformerConv
 from gattn.testing import assert_compiles_whole, random_edge_index
+from tests.cases import mostly_slow
+from tests.layers import LAYERS, MODELS, Called, Draw, row, tensors
 
 N, E, D = 9, 40, 3
+
+#: What PyTorch cannot compile as a whole, and why; docs/backends.md says the same.
+_RNN = "Dynamo traces no RNN, GRU or LSTM: pytorch/pytorch#93752"
+_SIZES = "reads the sizes of graphs, which decide those of tensors"
+NOT_WHOLE = {
+    **dict.fromkeys(("HAN", "JumpingKnowledge", "Seq2Seq", "Set2Set"), _RNN),
+    **dict.fromkeys(("Graphormer", "PatchTransformerAggregation"), _SIZES),
+    "LPFormer": "takes a sparse matrix, which Dynamo does not",
+}
+#: Sizes of inputs, one after another: all change with the second, after which a program leaves them open.
+SIZES = tuple(
+    {
+        **{"nodes": n, "others": n + 3, "edges": 4 * n, "edges2": 3 * n, "edges3": 2 * n},
+        **{"batch": b, "length": n - b, "memory": n, "graphs": 3},
+    }
+    for b, n in enumerate((6, 9, 17, 33), 2)
+)
 
 
 class Broken(torch.nn.Linear):
@@ -23,6 +49,43 @@ class Untrue(torch.nn.Linear):
 def edges():
     """With self-loops, two of one node among them, and a node that only has its own."""
     return torch.cat([random_edge_index(N, N, E - 3), torch.tensor([[2, 2, 8], [2, 2, 8]])], 1)
+
+
+class TestEveryLayer:
+    @pytest.mark.parametrize(
+        "name", mostly_slow([name for name in (*LAYERS, *MODELS) if name not in NOT_WHOLE], every=8)
+    )
+    def test_is_one_graph_for_all_sizes(self, name):
+        """Forward and backward; the second program is that with open sizes."""
+        torch.compiler.reset()
+        module = Called(name).eval()
+        of_compiled = copy.deepcopy(module)  # as some keep a state
+        compiled = torch.compile(of_compiled, fullgraph=True, backend="aot_eager")
+        for sizes in SIZES:
+            sizes = (
+                {**sizes, "length": 6} if name == "LSTMN" else sizes
+            )  # a loop over tokens, a program for each length
+            inputs, found = row(name).inputs(Draw(**sizes)), []
+            for call, owner in ((module, module), (compiled, of_compiled)):
+                torch.manual_seed(0)
+                outs = tensors(call(*inputs))
+                total = sum(x.sum() for x in outs if x.requires_grad)
+                leaves = [x for x in owner.parameters() if x.requires_grad and isinstance(total, torch.Tensor)]
+                grads = torch.autograd.grad(total, leaves, materialize_grads=True) if leaves else ()
+                found.append((outs, grads))
+            torch.testing.assert_close(found[1], found[0])
+        assert len(_debug_get_cache_entry_list(Called.forward)) <= 2
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", NOT_WHOLE)
+    def test_others_are_not_and_are_listed(self, name):
+        """Else, they no longer belong there."""
+        torch.compiler.reset()
+        compiled = torch.compile(Called(name).eval(), fullgraph=True, dynamic=True, backend="eager")
+        with pytest.raises((RuntimeError, torch._dynamo.exc.UserError)):
+            compiled(*row(name).inputs(Draw()))
+        page = (Path(__file__).parents[1] / "docs/backends.md").read_text()
+        assert f"`{name}`" in page
 
 
 @pytest.mark.parametrize("layer", [GATConv, GATv2Conv, TransformerConv])
@@ -67,6 +130,118 @@ def test_returned_weights_are_those_of_pygs_edges(layer):
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
     found = compiled(x, edge_index, features, return_attention_weights=True)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_existing_self_loops_keep_their_weight_in_degrees(flow):
+    conv, edge_index = DNAConv(8, heads=2, flow=flow), edges()
+    weight = torch.rand(E).where(edge_index[0] != edge_index[1], 2.5)  # of two of one node, the last counts anywhere
+    assert_compiles_whole(conv, torch.randn(N, 3, 8), edge_index, weight)
+    assert_compiles_whole(conv, torch.randn(N, 3, 8), edge_index)
+
+
+@pytest.mark.parametrize("attention_type", ["MX", "SD"])
+def test_supervised_attention(attention_type):
+    conv = SuperGATConv(4, 8, heads=2, attention_type=attention_type).eval()
+    assert_compiles_whole(conv, torch.randn(N, 4), edges())
+
+
+def test_points_with_self_loops():
+    assert_compiles_whole(PointTransformerConv(4, 8), torch.randn(N, 4), torch.randn(N, 3), edges())
+
+
+class Within(torch.nn.Module):
+    """Attention within the graphs of a batch."""
+
+    def __init__(self, options, of_graph):
+        super().__init__()
+        self.options, self.of_graph = options, of_graph
+        self.table = torch.nn.Parameter(torch.randn(20, 2))
+
+    def forward(self, query, key, batch, source_batch, pairs):
+        options = dict(self.options)
+        if options.pop("listed", False):
+            options["bias"] = gattn.SparseBias(pairs, self.table)
+        graph = CompleteGraph.packed(batch=batch, source_batch=source_batch, **self.of_graph)
+        key = query if key is None else key
+        return gattn.attend(query, key, key, graph, **options)
+
+
+class TestGraphsOfABatch:
+    """Their sizes are open in one program; whole graphs lie among the others, as does a number without nodes."""
+
+    CASES: ClassVar = {
+        "softmax": ({}, {}),
+        "causal": ({}, {"causal": True}),
+        "window": ({}, {"window": 1}),
+        "sink": ({"distribution": Softmax(sink=0.5)}, {}),
+        "sigmoid": ({"distribution": Sigmoid()}, {}),
+        "entmax": ({"distribution": Entmax15()}, {}),
+        "linear": ({"distribution": Identity()}, {}),
+        "linear, divided": ({"distribution": Identity(normalize=True, eps=1.0), "score": DotScore(0.1)}, {}),
+        "linear, causal": ({"distribution": Identity()}, {"causal": True}),
+        "additive": ({"score": AdditiveScore(torch.ones(2, 4))}, {}),
+        "listed": ({"listed": True}, {}),
+        "listed, causal": ({"listed": True}, {"causal": True}),
+    }
+
+    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("is_to_others", [False, True])
+    def test_attention(self, name, is_to_others):
+        options, of_graph = self.CASES[name]
+        if is_to_others and (of_graph or "listed" in options):
+            pytest.skip("a position and a pair of nodes are within one set of nodes")
+        torch.compiler.reset()
+        module = Within(options, of_graph).double()
+        compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+        for sizes in ([3, 0, 1, 5], [40, 2, 0, 0, 7, 1]):
+            batch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+            query = torch.rand(len(batch), 2, 4, dtype=torch.double, requires_grad=True)
+            source_batch, key = None, None
+            if is_to_others:
+                source_batch = torch.cat([batch[:1].expand(2), batch])
+                key = torch.rand(len(source_batch), 2, 4, dtype=torch.double, requires_grad=True)
+            pairs = torch.stack([torch.arange(20) % 3, torch.arange(20) // 7])
+            found = []
+            for call in (module, compiled):
+                out = call(query, key, batch, source_batch, pairs)
+                leaves = [x for x in (query, key, module.table if "listed" in options else None) if x is not None]
+                found.append((out, torch.autograd.grad(out.square().sum(), leaves)))
+            torch.testing.assert_close(found[1], found[0])
+        assert len(_debug_get_cache_entry_list(Within.forward)) == 1
+
+    def test_an_order_that_is_no_order_is_refused_when_the_program_runs(self):
+        torch.compiler.reset()
+        x, batch = torch.randn(4, 2, 4), torch.tensor([0, 1, 0, 1])
+        compiled = torch.compile(Within({}, {}), fullgraph=True, dynamic=True, backend="aot_eager")
+        with pytest.raises(ValueError, match="ascending"):
+            compiled(x, None, batch, None, None)
+
+    def test_weights_of_blocks_are_refused(self):
+        torch.compiler.reset()
+        x, batch = torch.randn(4, 2, 4), torch.tensor([0, 0, 1, 1])
+        compiled = torch.compile(Within({"return_weights": True}, {}), fullgraph=True, backend="aot_eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="which a compiled program cannot return"):
+            compiled(x, None, batch, None, None)
+
+    @pytest.mark.parametrize("attn_type", ["multihead", "performer"])
+    @pytest.mark.parametrize("norm", ["layer_norm", "GraphNorm", "PairNorm", "batch_norm", None])
+    def test_gps(self, attn_type, norm):
+        conv = GPSConv(8, TransformerConv(8, 4, 2, edge_dim=D), 2, norm=norm, attn_type=attn_type).eval()
+        batch = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3, 3])
+        assert_compiles_whole(conv, torch.randn(N, 8), edges(), batch, edge_attr=torch.randn(E, D))
+
+    def test_dropout_drops_the_same_as_in_eager_mode(self):
+        module = Within({"dropout": 0.5, "training": True}, {})
+        x, batch = torch.randn(30, 2, 4), torch.arange(30) // 20
+        torch.compiler.reset()
+        compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+        found = []
+        for call in (module, compiled):
+            torch.manual_seed(3)
+            found.append(call(x, None, batch, None, None))
+        assert (found[0] != call(x, None, batch, None, None)).any()
+        torch.testing.assert_close(found[1], found[0])
 
 
 def test_breaks_and_differences_are_found():

@@ -17,7 +17,7 @@ import gattn
 from gattn import CompleteGraph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from tests.cases import mostly_slow
-from tests.layers import LAYERS, SIZES, Draw, made, on_edges, row, tensors
+from tests.layers import LAYERS, SIZES, Called, Draw, on_edges, row, tensors
 from tests.layers import MODELS as NETWORKS
 
 pytestmark = pytest.mark.filterwarnings(
@@ -151,22 +151,10 @@ class TestExport:
             export(GATConv(6, 4), draw_graph(10, 30), GRAPH.shapes, "dense")
 
 
-class Called(nn.Module):
-    """A row of the table of layers as a module that takes the row's inputs."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.layer, self.call = made(name), row(name).call
-
-    def forward(self, *inputs):
-        return self.call(self.layer, *inputs)
-
-
 #: What reads numbers that decide shapes, and why; docs/deployment.md says the same.
 COUNTED = "counts the nodes of each graph of a batch"
 NOT_OPEN = {
-    **dict.fromkeys(("GPSConv", "Graphormer", "Polynormer", "SGFormer"), COUNTED),
-    **dict.fromkeys(("GraphMultisetTransformer", "PatchTransformerAggregation", "SetTransformerAggregation"), COUNTED),
+    **dict.fromkeys(("Graphormer", "PatchTransformerAggregation"), COUNTED),
     "HAN": "reads the lengths of sentences",
     "LPFormer": "reads a sparse matrix",
     "LSTMN": "has a loop over tokens",

@@ -241,21 +241,35 @@ class TestCompleteGraph:
             {"lengths": torch.tensor([3, 0, 2], dtype=torch.int32)},
             {"ptr": torch.tensor([0, 3, 3, 5])},
             {"ptr": [0, 3, 3, 5]},
+            {"batch": torch.tensor([0, 0, 0, 2, 2])},
+            {"batch": torch.tensor([0, 0, 0, 2, 2], dtype=torch.int32)},
         ],
     )
     def test_packed_by_lengths_or_starts(self, arguments):
         assert CompleteGraph.packed(**arguments).blocks == ((3, 3), (0, 0), (2, 2))
-        sources = {
-            name.replace("lengths", "source_lengths").replace("ptr", "source_ptr"): x for name, x in arguments.items()
-        }
-        assert CompleteGraph.packed([1, 1, 1], **sources).blocks == ((1, 3), (1, 0), (1, 2))
+        sources = {f"source_{name}": x for name, x in arguments.items()}
+        targets = {"batch": torch.arange(3)} if "batch" in arguments else {"lengths": [1, 1, 1]}
+        assert CompleteGraph.packed(**targets, **sources).blocks == ((1, 3), (1, 0), (1, 2))
 
     def test_packed_from_a_batch_of_pyg(self):
         data = [torch_geometric.data.Data(x=torch.zeros(n, 1)) for n in (2, 3)]
         assert CompleteGraph.packed(ptr=torch_geometric.data.Batch.from_data_list(data).ptr).blocks == ((2, 2), (3, 3))
 
+    def test_the_graph_of_a_batch_is_kept_until_it_is_edited(self):
+        batch = torch.tensor([0, 0, 1])
+        graph = CompleteGraph.packed(batch=batch)
+        assert CompleteGraph.packed(batch=batch) is graph
+        assert CompleteGraph.packed(batch=batch, causal=True).causal
+        batch[1] = 1
+        assert CompleteGraph.packed(batch=batch).blocks == ((1, 1), (2, 2))
+
+    def test_of_a_batch_targets_or_sources_may_be_missing_at_the_end(self):
+        graph = CompleteGraph.packed(batch=torch.tensor([0, 2]), source_batch=torch.tensor([0, 0, 1, 3]))
+        assert graph.blocks == ((1, 2), (0, 1), (1, 0), (0, 1))
+
     def test_nothing_packed(self):
         for graph in (
+            CompleteGraph.packed(batch=torch.zeros(0, dtype=torch.int64)),
             CompleteGraph.packed([]),
             CompleteGraph.packed(ptr=torch.tensor([0])),
             CompleteGraph.packed([0, 0]),
@@ -294,6 +308,13 @@ class TestCompleteGraph:
             ({"ptr": torch.tensor([0.0, 2.0])}, "ptr must hold one integer per"),
             ({"lengths": [2, 1], "source_lengths": [2, 1, 1]}, "the same number of blocks; got 2 and 3"),
             ({"lengths": [2, 1], "window": (1, -1)}, "window must be"),
+            ({"batch": torch.tensor([1, 0])}, "batch must give the graph of each node in ascending order"),
+            ({"batch": torch.tensor([-1, 0])}, "batch must give the graph of each node in ascending order"),
+            ({"batch": torch.tensor([0.0])}, r"batch must hold the block of each node, integers \[N\]; got \[1\] of"),
+            ({"batch": torch.tensor([[0]])}, r"batch must hold the block of each node, integers \[N\]; got \[1, 1\]"),
+            ({"batch": torch.tensor([0]), "lengths": [1]}, "give no lengths and no ptr"),
+            ({"batch": torch.tensor([0]), "source_lengths": [1]}, "give no lengths and no ptr"),
+            ({"lengths": [1], "source_batch": torch.tensor([0])}, "source_batch needs batch"),
         ],
     )
     def test_wrongly_packed(self, arguments, message):

@@ -89,7 +89,7 @@ class Hard(Distribution):
         self.temperature = temperature
         self.expected = expected
         self.generator = generator
-        self._last = threading.local()
+        self._last = _last()
 
     @property
     def log_prob(self) -> Tensor:
@@ -107,7 +107,7 @@ class Hard(Distribution):
         return {name: option for name, option in self.__dict__.items() if name != "_last"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _last=threading.local())
+        self.__dict__.update(state, _last=_last())
 
     def weights(self, logits: Tensor, index: Tensor, num_targets: int, dim: int) -> Tensor:
         """See `Distribution.weights`; sets `log_prob` and `entropy`."""
@@ -156,3 +156,11 @@ def _first_maximum(x: Tensor, index: Tensor, num_targets: int, dim: int) -> Tens
     place = place.masked_fill((x != maximum) | (x == -torch.inf), x.size(dim))
     first = segment_reduce(place, index, num_targets, dim, x.size(dim), "amin").index_select(dim, index)
     return (place == first) & (place < x.size(dim))
+
+
+class _Last:
+    """What `Hard` keeps of a choice in compiled code, where it lives as long as a call."""
+
+
+def _last() -> Any:
+    return _Last() if torch.compiler.is_compiling() else threading.local()

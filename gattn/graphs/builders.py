@@ -422,13 +422,14 @@ def checked_batch(
         ValueError: If it does not hold one integer from 0 per node.
     """
     if batch is None:
-        return torch.zeros(int(num_nodes), dtype=torch.int64, device=device)
-    wanted = f"{name} must hold the graph of each {rows}, integers [{int(num_nodes)}] from 0"
+        return torch.zeros(num_nodes, dtype=torch.int64, device=device)
+    is_open = torch.compiler.is_compiling()  # where a size that is printed would be a constant
+    wanted = f"{name} must hold the graph of each {rows}, integers [{'N' if is_open else num_nodes}] from 0"
     if not isinstance(batch, Tensor):
         raise InputTypeError(f"{wanted}; got {type(batch).__name__}.")
-    if batch.dtype not in INTEGER_DTYPES or batch.shape != (int(num_nodes),):
+    if batch.dtype not in INTEGER_DTYPES or batch.dim() != 1 or batch.size(0) != num_nodes:
         raise InputError(f"{wanted}; got {list(batch.shape)} of {batch.dtype}.")
-    if batch.numel() and not torch.compiler.is_compiling() and int(batch.min()) < 0:
+    if not is_open and batch.numel() and int(batch.min()) < 0:
         raise InputError(f"{wanted}; got {int(batch.min())}.")
     return batch.long() if device is None else batch.long().to(device)
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_flag, is_integer
 from gattn.graphs.base import EdgeList, Graph, checked_size
+from gattn.graphs.edge_lists import INTEGER_DTYPES, derived
 from gattn.torch_private import is_intercepted
 
-__all__ = ["MOST_LISTED", "CompleteGraph"]
+__all__ = ["MOST_LISTED", "CompleteGraph", "OpenBlocks", "packed_by"]
 
 #: If targets see fewer sources than this on average, a list of edges, once it was made, takes less time than tiles of
 #: pairs on CPUs: two thirds with blocks of 10 nodes, as much with 23.
@@ -112,10 +113,14 @@ class CompleteGraph(Graph):
         *,
         ptr: Tensor | None = None,
         source_ptr: Tensor | None = None,
+        batch: Tensor | None = None,
+        source_batch: Tensor | None = None,
         causal: bool = False,
         window: int | tuple[int, int] | None = None,
     ) -> CompleteGraph:
         """Complete graphs laid end to end: each block attends within itself, without padding.
+
+        Of the three forms, only `batch` lets a compiled program leave the blocks' sizes open.
 
         Args:
             lengths: The number of targets in each block: a tensor `[B]`, or a sequence of integers.
@@ -124,12 +129,15 @@ class CompleteGraph(Graph):
             ptr: Instead of `lengths`: where each block begins and the last one ends, `[B + 1]`, as in PyG's batches.
                 (default: `None`)
             source_ptr: Likewise for sources. (default: `None`)
+            batch: Instead of both: the block of each node, `[N]`, in ascending order, as in PyG's batches. The graph is
+                kept for as long as this tensor lives. (default: `None`)
+            source_batch: Likewise for sources, `[M]`. (default: `None`, as for targets)
             causal: As for a single graph, within each block. (default: `False`)
             window: Likewise. (default: `None`)
 
         Raises:
             TypeError: If `lengths` or `ptr` is neither a tensor nor a sequence of integers, or as for a single graph.
-            ValueError: If neither or both of `lengths` and `ptr` are given, or their numbers are not valid.
+            ValueError: If not exactly one of `lengths`, `ptr` and `batch` is given, or their numbers are not valid.
 
         Example:
             >>> import gattn
@@ -137,9 +145,18 @@ class CompleteGraph(Graph):
             tensor([[0, 1, 2, 1, 2],
                     [0, 1, 1, 2, 2]])
         """
+        if batch is not None:
+            if not (lengths is source_lengths is ptr is source_ptr is None):
+                raise InputError("batch says which nodes each block has: give no lengths and no ptr besides.")
+            return _of_batch(batch, source_batch, causal, window)
+        if source_batch is not None:
+            raise InputError("source_batch needs batch, the block of each target.")
         targets = _block_sizes("lengths", lengths, "ptr", ptr)
         if targets is None:
-            raise ValueError("a packed graph needs the lengths of its blocks, or ptr, where they begin.")
+            raise ValueError(
+                "a packed graph needs the lengths of its blocks, or ptr, where they begin, or batch, the block of each "
+                "node."
+            )
         sources = _block_sizes("source_lengths", source_lengths, "source_ptr", source_ptr)
         sources = targets if sources is None else sources
         if len(sources) != len(targets):
@@ -152,6 +169,10 @@ class CompleteGraph(Graph):
     def has_small_blocks(self) -> bool:
         """Whether it is packed in blocks so small that a list of their edges is faster on the CPU."""
         return False
+
+    def block_of_each(self, side: Literal["target", "source"], device: torch.device) -> tuple[Tensor, int]:
+        """The block of each target or source of a packed graph, `[N]`, and a number that all of these are less than."""
+        raise NotImplementedError
 
     @property
     def has_lengths(self) -> bool:
@@ -407,6 +428,13 @@ class _PackedGraph(CompleteGraph):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lists": {}}
 
+    def block_of_each(self, side: Literal["target", "source"], device: torch.device) -> tuple[Tensor, int]:
+        """See `CompleteGraph.block_of_each`."""
+        sizes = torch.tensor([block[side == "source"] for block in self.blocks], dtype=torch.int64, device=device)
+        count = self.num_sources if side == "source" else self.num_targets
+        blocks = torch.arange(len(self.blocks), device=device)
+        return blocks.repeat_interleave(sizes, output_size=count), len(self.blocks)
+
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """See `Graph.edge_list`: one tensor for all layers, with which what is derived from it is kept."""
         if is_intercepted():
@@ -522,6 +550,77 @@ class _PackedGraph(CompleteGraph):
         first = counts.cumsum(0) - counts
         picked = dense[..., block, :, target - first[block, 0], source - first[block, 1]]
         return picked if dense.dim() == 4 else picked.movedim(0, -2)
+
+
+class OpenBlocks:
+    """The blocks of a packed graph in a compiled program, which does not know their sizes.
+
+    Args:
+        of_target: The block of each target, `[N]`, in ascending order.
+        of_source: The block of each source, `[M]`, likewise.
+    """
+
+    def __init__(self, of_target: Tensor, of_source: Tensor):
+        self.of_target, self.of_source = of_target, of_source
+
+    def together(self) -> Tensor:
+        """Which targets and sources are in the same block, `[1, 1, N, M]`."""
+        return (self.of_target.unsqueeze(1) == self.of_source)[None, None]
+
+
+class _OpenPackedGraph(CompleteGraph):
+    """What `CompleteGraph.packed` makes of a batch in a compiled program."""
+
+    blocks: Any
+
+    def __init__(self, batch: Tensor, source_batch: Tensor, causal: bool, window: int | tuple[int, int] | None):
+        super().__init__(batch.size(0), source_batch.size(0), causal=causal, window=window)
+        self.blocks = OpenBlocks(batch, source_batch)
+
+    def block_of_each(self, side: Literal["target", "source"], device: torch.device) -> tuple[Tensor, int]:
+        """See `CompleteGraph.block_of_each`: a block has the number of its first source."""
+        sources = self.blocks.of_source
+        return torch.searchsorted(sources, getattr(self.blocks, f"of_{side}")), self.num_sources + 1
+
+    def __repr__(self) -> str:
+        return f"CompleteGraph({self.num_targets}, blocks of a compiled program)"
+
+
+def _of_batch(
+    batch: Tensor, source_batch: Tensor | None, causal: bool, window: int | tuple[int, int] | None
+) -> CompleteGraph:
+    """The packed graph of the nodes of a batch, the same one for all who ask."""
+    for name, block in (("batch", batch), ("source_batch", source_batch)):
+        if not isinstance(block, Tensor | None):
+            raise InputTypeError(f"{name} must be a tensor; got {type(block).__name__}.")
+        if block is not None and (block.dtype not in INTEGER_DTYPES or block.dim() != 1):
+            raise InputError(
+                f"{name} must hold the block of each node, integers [N]; got {list(block.shape)} of {block.dtype}."
+            )
+    if torch.compiler.is_compiling():
+        return _OpenPackedGraph(batch, batch if source_batch is None else source_batch, causal, window)
+    if source_batch is not None:
+        counts = [_counts("batch", batch), _counts("source_batch", source_batch)]
+        most = max(map(len, counts))
+        targets, sources = (F.pad(count, (0, most - len(count))) for count in counts)
+        return CompleteGraph.packed(targets, sources, causal=causal, window=window)
+    key = "packed graph", causal, window
+    graph: CompleteGraph
+    graph = derived(batch, key, lambda: CompleteGraph.packed(_counts("batch", batch), causal=causal, window=window))
+    return graph
+
+
+def packed_by(of_target: Tensor, of_source: Tensor, causal: bool = False) -> CompleteGraph:
+    """The packed graph of the tensors in `OpenBlocks`, of which one may be both."""
+    is_one = of_target is of_source or of_target.data_ptr() == of_source.data_ptr()
+    return CompleteGraph.packed(batch=of_target, source_batch=None if is_one else of_source, causal=causal)
+
+
+def _counts(name: str, batch: Tensor) -> Tensor:
+    """The number of nodes in each block."""
+    if batch.numel() and (bool((batch.diff() < 0).any()) or int(batch[0]) < 0):
+        raise InputError(f"{name} must give the graph of each node in ascending order, as PyG's batches do.")
+    return batch.bincount()
 
 
 def _distances(num_targets: int, num_sources: int, offset: int, device: torch.device | str | None) -> Tensor:

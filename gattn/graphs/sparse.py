@@ -293,6 +293,19 @@ class SparseGraph(Graph):
         assert isinstance(fill_value, Tensor)
         return self, torch.cat([features, fill_value])  # as above, without copying edges
 
+    def with_listed_loops(self) -> SparseGraph:
+        """The graph with its self-loops among its edges; in a compiled program, some of these may be hidden.
+
+        Those are the self-loops that were there before: see `kept`.
+        """
+        num_sources, num_targets = self._known_sizes()
+        if not self.self_loops:
+            return self
+        if torch.compiler.is_compiling() and not is_sparse(self.adjacency):
+            checked(self.adjacency, num_sources, num_targets, self.flow)
+            return self._with_hidden_loops(min(num_sources, num_targets))
+        return SparseGraph(self.edge_index, num_targets, num_sources, flow=self.flow)
+
     def _with_hidden_loops(self, num_loops: int) -> SparseGraph:
         """All edges, and after them a self-loop of each node, for which those that were there do not count."""
         index = plain(self.adjacency)

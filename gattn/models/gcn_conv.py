@@ -9,14 +9,14 @@ import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from gattn.attention import attend_for
 from gattn.autocast import is_autocast
 from gattn.graphs import FLOWS, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
+from gattn.nn.shared.degrees import over_root_degrees
 from gattn.nn.shared.linear import through
-from gattn.torch_private import has_hooks, is_traced
+from gattn.torch_private import has_hooks, is_exporting, is_traced
 
 __all__ = ["GCNConv"]
 
@@ -41,7 +41,9 @@ class GCNConv(torch_geometric.nn.GCNConv):
             return out
         size = x.size(0)
         options = (size, self.improved, self.add_self_loops, FLOWS[0], x.dtype)
-        edges, weight = derived_tensors(edge_index, ("gcn", *options), lambda: gcn_norm(edge_index, None, *options))
+        edges, weight = derived_tensors(
+            edge_index, ("gcn", *options), lambda: over_root_degrees(edge_index, None, *options)
+        )
         value = through(self.lin, x).unsqueeze(-2)  # one head
         graph = SparseGraph(edges, size, size)
         # Not aggregate(): degrees are no attention that could be recorded.
@@ -50,7 +52,8 @@ class GCNConv(torch_geometric.nn.GCNConv):
 
     def _is_plain(self, x: Any) -> bool:
         """Whether only the sums matter, in the usual form, for features `[N, F]`."""
-        if not isinstance(x, Tensor) or x.dim() != 2 or is_traced() or is_autocast(x):
+        is_recorded = is_traced() and (not torch.compiler.is_compiling() or is_exporting())
+        if not isinstance(x, Tensor) or x.dim() != 2 or is_recorded or is_autocast(x):
             return False
         if not self.normalize or self.cached or self.flow != FLOWS[0] or self.decomposed_layers > 1 or self.explain:
             return False
@@ -59,5 +62,6 @@ class GCNConv(torch_geometric.nn.GCNConv):
             return False
         if any(table for name, table in own.items() if name.endswith("_hooks")):
             return False
-        is_own = own.keys().isdisjoint((*_STEPS, "propagate"))
-        return is_own and [getattr(GCNConv, step) for step in _STEPS] == _ORIGINALS
+        if any(name in own for name in (*_STEPS, "propagate")):
+            return False
+        return [getattr(GCNConv, step) for step in _STEPS] == _ORIGINALS

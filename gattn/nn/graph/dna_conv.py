@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.nn.conv.dna_conv import MultiHead
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import SparseTensor
 
 from gattn.attention import weigh
@@ -17,6 +16,7 @@ from gattn.errors import InputError, InputTypeError, check_at_least
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import derived_tensors
 from gattn.nn.shared.attention_conv import BaseConv
+from gattn.nn.shared.degrees import over_root_degrees
 from gattn.nn.shared.dropout import dropout
 from gattn.ops.dropout import check_probability
 from gattn.recording import record
@@ -214,7 +214,7 @@ class DNAConv(BaseConv):
             wide = (
                 None if edge_weight is None else edge_weight.to(torch.promote_types(edge_weight.dtype, torch.float32))
             )
-            return gcn_norm(adjacency, wide, graph.num_targets, *options)
+            return over_root_degrees(adjacency, wide, graph.num_targets, *options)
 
         if isinstance(adjacency, SparseTensor) and not adjacency.has_value():
             found = normalized(edge_weight)

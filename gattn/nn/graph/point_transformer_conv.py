@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_at_least, is_integer
-from gattn.graphs import FLOWS, GraphLike, SparseGraph
+from gattn.graphs import FLOWS, GraphLike
 from gattn.nn.shared.attention_conv import BaseConv
 from gattn.nn.shared.dtypes import check_dtype
 from gattn.nn.shared.linear import Linear
@@ -109,9 +109,9 @@ class PointTransformerConv(BaseConv):
             raise InputError("PointTransformerConv compares sources with targets: x[1] may not be None.")
         source_pos, target_pos = self._positions(pos, sources, targets)
         graph = self._graph(edge_index, sources, targets, self.add_self_loops)
+        if not graph.is_dense:
+            graph = graph.listed().with_listed_loops()
         edges = graph.edge_list(sources.device)
-        if not graph.is_dense:  # self-loops are added only once: compiled code cannot compare lengths
-            graph = SparseGraph(edges.edge_index, edges.num_targets, edges.num_sources, flow=edges.flow)
         source, target = edges.edge_index if edges.flow == FLOWS[0] else edges.edge_index.flip(0)
 
         key, query, value = self.lin_src(sources), self.lin_dst(targets), self.lin(sources)
@@ -124,7 +124,14 @@ class PointTransformerConv(BaseConv):
             terms = None, None, logits
         query, key, edge = terms
         out = self.attend(
-            query, key, value.unsqueeze(-1), graph, score=GATScore(1.0), edge=edge, edge_value=delta.unsqueeze(-1)
+            query,
+            key,
+            value.unsqueeze(-1),
+            graph,
+            score=GATScore(1.0),
+            edge=edge,
+            edge_value=delta.unsqueeze(-1),
+            mask=graph.kept,
         )
         assert isinstance(out, Tensor)
         return out.squeeze(-1)

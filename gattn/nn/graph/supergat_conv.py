@@ -171,12 +171,14 @@ class SuperGATConv(AttentionConv):
         graph = self._graph(edge_index, x, x, self.add_self_loops)
         x = self._heads(self.lin(x))
         is_mixed = self.attention_type == "MX"
-        if not graph.is_dense and (is_mixed or self.training):  # everything below shares one list of edges
+        if not graph.is_dense and self.training:  # everything below shares one list of edges, in which all are real
             graph = SparseGraph(graph.edge_index, graph.num_targets, graph.num_sources, flow=graph.flow)
+        elif not graph.is_dense and is_mixed:
+            graph = graph.listed().with_listed_loops()
         products = None
         if is_mixed:
             bias, products = self._mixed(x, graph)
-            result: Any = self.attend(None, None, x, graph, bias=bias, dropout=self.dropout)
+            result: Any = self.attend(None, None, x, graph, bias=bias, mask=graph.kept, dropout=self.dropout)
         else:
             dot_score = DotScore(negative_slope=self.negative_slope)
             result = self.attend(x, x, x, graph, score=dot_score, dropout=self.dropout)

@@ -13,7 +13,7 @@ from torch_geometric.nn.inits import reset
 
 from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
-from gattn.nn.pooling.sets import counts_of
+from gattn.nn.pooling.sets import counts_of, graphs_of_sets
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.linear import through
 from gattn.nn.transformers.multihead_attention import MultiheadAttention
@@ -304,13 +304,21 @@ class PoolingByMultiheadAttention(Declared, Module):
         Raises:
             ValueError: If shapes do not fit each other.
         """
+        if sizes is not None:
+            return self.of_packed(x, CompleteGraph.packed([self.seed.size(1)] * len(sizes), sizes), len(sizes))
         x = through(self.lin, x).relu()
-        if sizes is None:
-            out: Tensor = self.mab(self.seed.expand(x.size(0), -1, -1), x, y_mask=mask)
-            return out
-        num_seeds = self.seed.size(1)
-        graph = CompleteGraph.packed([num_seeds] * len(sizes), sizes)
-        seeds = self.seed.expand(len(sizes), -1, -1)
+        out: Tensor = self.mab(self.seed.expand(x.size(0), -1, -1), x, y_mask=mask)
+        return out
+
+    def of_packed(self, x: Tensor, graph: CompleteGraph, num_sets: int) -> Tensor:
+        """The same for sets that lie end to end.
+
+        Args:
+            x: The elements, `[N, C]`.
+            graph: The packed graph from the elements of each set to its K seeds.
+            num_sets: The number of sets, B.
+        """
+        x, seeds = through(self.lin, x).relu(), self.seed.expand(num_sets, -1, -1)
         return self.mab(seeds.flatten(0, 1), x, graph=graph).view_as(seeds)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -359,12 +367,14 @@ class _OfSets(Declared, Aggregation):
             raise InputError(f"x has {x.size(-1)} channels, but this layer was made for channels={self.channels}.")
         x = x.movedim(dim, -2)
         index, counts = counts_of(x, index, ptr, dim_size)
-        if bool((index.diff() < 0).any()):
-            x = x.index_select(-2, index.argsort(stable=True))
-        out = self._of_sets(x, counts.tolist())
+        if torch.compiler.is_compiling() or bool((index.diff() < 0).any()):
+            order = index.argsort(stable=True)
+            x, index = x.index_select(-2, order), index.index_select(0, order)
+        out = self._of_sets(x, index, counts)
         return out.masked_fill((counts == 0).unsqueeze(-1), 0.0)
 
-    def _of_sets(self, x: Tensor, sizes: list[int]) -> Tensor:
+    def _of_sets(self, x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+        """The output for elements set by set, the set of each of them, and the number of each set's."""
         raise NotImplementedError
 
 
@@ -427,11 +437,11 @@ class SetTransformerAggregation(_OfSets):
         self.pma = PoolingByMultiheadAttention(channels, num_seed_points, *options)
         self.decoders = ModuleList(SetAttentionBlock(channels, *options) for _ in range(num_decoder_blocks))
 
-    def _of_sets(self, x: Tensor, sizes: list[int]) -> Tensor:
-        graph = CompleteGraph.packed(sizes)
+    def _of_sets(self, x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+        graph, to_seeds = graphs_of_sets(index, counts, self.num_seed_points)
         for encoder in self.encoders:
             x = encoder(x, graph=graph)
-        x = self.pma(x, sizes=sizes)
+        x = self.pma.of_packed(x, to_seeds, counts.size(0))
         for decoder in self.decoders:
             x = decoder(x)
         return x.flatten(1, 2) if self.concat else x.mean(1)
@@ -490,8 +500,9 @@ class GraphMultisetTransformer(_OfSets):
         self.encoders = ModuleList(SetAttentionBlock(channels, *options) for _ in range(num_encoder_blocks))
         self.pma2 = PoolingByMultiheadAttention(channels, 1, *options)
 
-    def _of_sets(self, x: Tensor, sizes: list[int]) -> Tensor:
-        x = self.pma1(x, sizes=sizes)
+    def _of_sets(self, x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+        _, to_seeds = graphs_of_sets(index, counts, self.pma1.seed.size(1))
+        x = self.pma1.of_packed(x, to_seeds, counts.size(0))
         for encoder in self.encoders:
             x = encoder(x)
         return self.pma2(x).squeeze(1)  # type: ignore[no-any-return]

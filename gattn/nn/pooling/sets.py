@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gattn.graphs import SparseGraph
+from gattn.graphs import CompleteGraph, SparseGraph
 from gattn.torch_private import is_exporting
 from gattn.tracing import Leaf
 
-__all__ = ["ExportedAggregation", "counts_of", "sets_of"]
+__all__ = ["ExportedAggregation", "counts_of", "graphs_of_sets", "sets_of"]
 
 
 class ExportedAggregation(Leaf):
@@ -55,11 +55,22 @@ def counts_of(x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int
         counts = x.new_tensor([num_elements], dtype=torch.int64) if ptr is None else ptr.diff()
     else:
         _check_index(index, num_elements)
+        if torch.compiler.is_compiling() and dim_size is not None:  # without what would have to be read
+            return index, index.new_zeros(dim_size).index_add(0, index, torch.ones_like(index))
         counts = index.bincount()
     missing = 0 if dim_size is None else dim_size - len(counts)
     if missing < 0:
         raise IndexError(f"there are elements of {len(counts)} sets, but dim_size={dim_size}.")
     return index, F.pad(counts, (0, missing))
+
+
+def graphs_of_sets(index: Tensor, counts: Tensor, seeds: int) -> tuple[CompleteGraph, CompleteGraph]:
+    """The graphs among the elements of each set, which lie end to end, and from them to so many seeds of each set."""
+    if not torch.compiler.is_compiling():
+        sizes = counts.tolist()
+        return CompleteGraph.packed(sizes), CompleteGraph.packed([seeds] * len(sizes), sizes)
+    of_seed = torch.arange(counts.size(0), device=index.device).unsqueeze(1).expand(-1, seeds).flatten()
+    return CompleteGraph.packed(batch=index), CompleteGraph.packed(batch=of_seed, source_batch=index)
 
 
 def _index_of(ptr: Tensor, num_elements: int) -> Tensor:

@@ -57,8 +57,8 @@ def num_nodes(x: Tensor, mask: Tensor | None, graph: CompleteGraph) -> Tensor:
     if mask is not None:
         return mask.sum(-1, keepdim=True).to(x)
     if graph.blocks is not None:
-        counts = torch.tensor([sources for _, sources in graph.blocks], dtype=torch.int64, device=x.device)
-        return counts.repeat_interleave(counts).to(x)
+        block, num_blocks = graph.block_of_each("source", x.device)
+        return block.new_zeros(num_blocks).index_add(0, block, torch.ones_like(block)).index_select(0, block).to(x)
     count = graph.num_all_sources
     assert count is not None  # complete graphs have sizes
     return x.new_full((1,), count)

@@ -20,13 +20,14 @@ from gattn.nn.shared.dropout import dropout, replace_dropout
 from gattn.nn.shared.linear import through
 from gattn.nn.transformers.all_pairs import check_whole
 from gattn.nn.transformers.multihead_attention import MultiheadAttention
-from gattn.nn.transformers.packed import packed
 from gattn.nn.transformers.performer_attention import PerformerAttention
 from gattn.tracing import Leaf
 
 __all__ = ["GPSConv"]
 
 _OF_ATTENTION = inspect.signature(MultiheadAttention.forward).parameters.keys()
+
+_NORMS_OF_GRAPHS = (torch_geometric.nn.LayerNorm, torch_geometric.nn.GraphNorm, torch_geometric.nn.PairNorm)
 
 
 class GPSConv(Leaf, torch_geometric.nn.GPSConv):
@@ -144,19 +145,20 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 f"{type(self).__name__} passes further arguments to the layer on the edges, not to its attention; got "
                 f"{', '.join(sorted(meant))}."
             )
-        if batch is not None and bool((checked_batch(batch, x.size(0)).diff() < 0).any()):
-            raise ValueError("batch must give the graph of each node in ascending order, as PyG's batches do.")
+        graph = (
+            CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch=checked_batch(batch, x.size(0)))
+        )
         check_whole(self, edge_index)
         local = None  # first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:
             local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
-        out = self._add_and_norm(self._attend(x, batch, attn_bias), x, self.norm2, batch)
+        out = self._add_and_norm(self._attend(x, batch, graph, attn_bias), x, self.norm2, batch)
         if local is not None:
             out = local + out
         out = out + through(self.mlp, out)
         return self._norm(out, self.norm3, batch)
 
-    def _attend(self, x: Tensor, batch: Tensor | None, attn_bias: Bias | None) -> Tensor:
+    def _attend(self, x: Tensor, batch: Tensor | None, graph: CompleteGraph, attn_bias: Bias | None) -> Tensor:
         """Attention among the nodes of each graph; another module gets a padded batch, by the arguments that it has."""
         attn: Any = self.attn
         if attn is None:
@@ -165,14 +167,13 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         takes = ["graph"] if type(attn) is MultiheadAttention else inspect.signature(attn.forward).parameters
         attended: Tensor
         if isinstance(attn, MultiheadAttention) and "graph" in takes:
-            graph = CompleteGraph(x.size(0)) if batch is None else packed(batch)
             more = {} if attn_bias is None else {"attn_bias": attn_bias}
             attended = attn(x, x, x, need_weights=False, graph=graph, **more)[0]
             return attended
         if attn_bias is not None:
             raise InputError(f"{type(attn).__name__} takes no attn_bias: use attn_type='multihead'.")
         if "graph" in takes:  # such as PerformerAttention
-            attended = attn(x, graph=CompleteGraph(x.size(0)) if batch is None else packed(batch))
+            attended = attn(x, graph=graph)
             return attended
         padded, is_real = to_dense_batch(x, batch)
         if "key_padding_mask" in takes or "kwargs" in takes:
@@ -190,5 +191,10 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             return h
         if h.size(0) == 0:  # PyG's norms look for the last graph; they are called all the same, as some join processes
             batch = None
-        out: Tensor = norm(h, batch=batch) if self.norm_with_batch else norm(h)
+        more: dict[str, Any] = {"batch": batch} if self.norm_with_batch else {}
+        if batch is not None and torch.compiler.is_compiling() and isinstance(norm, _NORMS_OF_GRAPHS):
+            # They would count graphs, whose number the program does not know.
+            graph = CompleteGraph.packed(batch=batch)
+            more["batch"], more["batch_size"] = graph.block_of_each("target", batch.device)
+        out: Tensor = norm(h, **more)
         return out

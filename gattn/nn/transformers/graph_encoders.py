@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Embedding, Module
 
@@ -190,10 +191,16 @@ class PathEncoder(Declared, Module):
         check_dtype(self, edge_attr=edge_attr)
         products = (edge_attr @ self.embedding_table.weight.t()).view(-1, self.max_len, self.num_heads)
         flat = paths.flatten(0, -2) if paths.dim() > 1 else paths.unsqueeze(0)
-        path, place = (flat >= 0).nonzero().unbind(1)
-        on_paths = products.flatten(0, 1).index_select(0, flat[path, place].long() * self.max_len + place)
-        sums = on_paths.new_zeros(flat.size(0), self.num_heads).index_add(0, path, on_paths)
-        lengths = (flat >= 0).sum(1, keepdim=True).clamp(min=1)
+        is_edge = flat >= 0
+        if torch.compiler.is_compiling():  # which does not know how many edges all paths have
+            places = flat.long().clamp(min=0) * self.max_len + torch.arange(flat.size(1), device=flat.device)
+            on_paths = products.flatten(0, 1)[places]
+            sums = on_paths.masked_fill(~is_edge.unsqueeze(-1), 0.0).sum(1)
+        else:
+            path, place = is_edge.nonzero().unbind(1)
+            on_paths = products.flatten(0, 1).index_select(0, flat[path, place].long() * self.max_len + place)
+            sums = on_paths.new_zeros(flat.size(0), self.num_heads).index_add(0, path, on_paths)
+        lengths = is_edge.sum(1, keepdim=True).clamp(min=1)
         return (sums / lengths).view(*paths.shape[:-1], self.num_heads)
 
 

@@ -9,13 +9,7 @@ from gattn.graphs import CompleteGraph
 from gattn.graphs.builders import checked_batch
 from gattn.graphs.edge_lists import derived
 
-__all__ = ["packed", "packed_batch"]
-
-
-def packed(batch: Tensor) -> CompleteGraph:
-    """The packed graph of an ascending `batch`, the same one for all layers."""
-    graph: CompleteGraph = derived(batch, "packed graph", lambda: CompleteGraph.packed(batch.bincount()))
-    return graph
+__all__ = ["packed_batch"]
 
 
 def packed_batch(x: Tensor, batch: Tensor | None) -> tuple[Tensor | None, CompleteGraph]:
@@ -27,10 +21,14 @@ def packed_batch(x: Tensor, batch: Tensor | None) -> tuple[Tensor | None, Comple
     """
     if batch is None:
         return None, CompleteGraph(x.size(0))
-    checked_batch(batch, x.size(0))
-    order: Tensor | None = derived(batch, "order of graphs", lambda: _order(batch))
-    return order, packed(batch)
+    batch = checked_batch(batch, x.size(0))
+    found: tuple[Tensor | None, CompleteGraph] = derived(batch, "graphs in order", lambda: _in_order(batch))
+    return found
 
 
-def _order(batch: Tensor) -> Tensor | None:
-    return torch.argsort(batch, stable=True) if bool((batch.diff() < 0).any()) else None
+def _in_order(batch: Tensor) -> tuple[Tensor | None, CompleteGraph]:
+    order = None
+    if torch.compiler.is_compiling() or bool((batch.diff() < 0).any()):
+        order = torch.argsort(batch, stable=True)
+        batch = batch.index_select(0, order)
+    return order, CompleteGraph.packed(batch=batch)

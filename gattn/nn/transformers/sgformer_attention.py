@@ -143,7 +143,6 @@ class SGFormerAttention(Leaf, torch_geometric.nn.attention.SGFormerAttention):
         if graph.blocks is None:
             whole = graph.of_all_processes(squares.sum(-1, keepdim=True)).sum(0)
             return rows / whole.sqrt()[..., None, None]
-        counts = torch.tensor([targets for targets, _ in graph.blocks], dtype=torch.int64, device=rows.device)
-        block = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
-        norms = scatter(squares, block, -1, len(counts)).sqrt().index_select(-1, block)
+        block, count = graph.block_of_each("target", rows.device)
+        norms = scatter(squares, block, -1, count).sqrt().index_select(-1, block)
         return rows / norms[..., None, None]

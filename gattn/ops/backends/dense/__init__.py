@@ -21,6 +21,7 @@ from gattn.bias import Bias
 from gattn.distributions import is_plain_softmax
 from gattn.errors import InputError
 from gattn.graphs import CompleteGraph
+from gattn.graphs.complete import OpenBlocks
 from gattn.ops import reference
 from gattn.ops.backends.base import Backend
 from gattn.ops.backends.dense import linear, matrices
@@ -69,6 +70,7 @@ class Dense(Backend):
         if graph.blocks is not None and graph.has_lengths:
             return "packed graphs with lengths are computed edge by edge"
         has_way = is_plain_softmax(distribution) or is_linear(call) or is_for_tiles(call)
+        has_way |= isinstance(graph.blocks, OpenBlocks)
         if graph.blocks is not None and not has_way:
             return (
                 "on packed graphs it supports the plain softmax, linear attention, and other softmaxes and gates of "
@@ -82,6 +84,8 @@ class Dense(Backend):
         """See `Backend.yields`: blocks may be so small that kernels for lists take less time."""
         graph = call.graph
         assert isinstance(graph, CompleteGraph)
+        if isinstance(graph.blocks, OpenBlocks):
+            return False
         if graph.blocks is not None and not is_plain_softmax(call.distribution):
             is_slower = is_linear(call) and not linear.is_faster(graph, max(call.channels, call.value.size(-1)))
             return graph.has_small_blocks or is_slower
@@ -239,10 +243,27 @@ def _computed(call: Call, front: torch.Size, may_fuse: bool) -> Result:
             found = products.compute(query, key, value, call.bias, call.mask, cast(CompleteGraph, call.graph))
             if found is not None:
                 return found
+    if isinstance(call.graph.blocks, OpenBlocks):
+        return _computed(_masked(call), front, may_fuse)
     if call.weights is True and is_plain_softmax(call.distribution):  # they change no bit of the output
         weights = matrices.attention(call._replace(dropout=0.0, log_sum=False), front).weights
         return _computed(call._replace(weights=False), front, may_fuse)._replace(weights=weights)
     return matrices.attention(call, front, may_fuse)
+
+
+def _masked(call: Call) -> Call:
+    """A call on a packed graph with open blocks as one on a whole graph with a mask."""
+    graph = cast(CompleteGraph, call.graph)
+    if call.weights:
+        raise InputError(
+            "the weights of a packed graph are one matrix per block, which a compiled program cannot return."
+        )
+    blocks = cast(OpenBlocks, graph.blocks)
+    if graph.reach != (None, None) and blocks.of_target is not blocks.of_source:
+        raise InputError("in compiled code, a causal graph or window needs blocks with as many targets as sources.")
+    whole = CompleteGraph(graph.num_targets, graph.num_sources, causal=graph.causal, window=graph.window)
+    together = blocks.together()
+    return call._replace(graph=whole, mask=matrices.both(call.mask, together))
 
 
 #: What calls that have plans do not have.

@@ -13,8 +13,9 @@ from gattn.autocast import is_autocast
 from gattn.bias import Bias, Term
 from gattn.distributions import is_plain_softmax
 from gattn.graphs import CompleteGraph
+from gattn.graphs.complete import OpenBlocks
 from gattn.ops import reference
-from gattn.ops.backends.dense import linear, matrices, tile_operator, tiles
+from gattn.ops.backends.dense import linear, linear_operator, matrices, tile_operator, tiles
 from gattn.ops.backends.dense.elements import elements_of
 from gattn.ops.backends.dense.flash import by_pytorch
 from gattn.ops.backends.dense.tile_rules import DIMS, elements_for_tiles
@@ -53,6 +54,8 @@ def refuses_linear(call: Call) -> str | None:
         return "the program that is exported would depend on sizes"
     if graph.window is not None:
         return "the graph has a window"
+    if isinstance(graph.blocks, OpenBlocks):
+        return None
     if not graph.is_uniform and elements_of(graph, math.prod(call.batch)) is None:
         return "lengths on a GPU, or in compiled code, are not read"
     return None
@@ -183,6 +186,8 @@ class DotProducts:
             self.no_tiles = tiles.refuses((query, key, value, mask, self.sink, *of_bias), self.rule.law)
             self.has_asked = True
         has_tiles, of_graph = self.no_tiles is None, isinstance(bias, Bias)
+        if isinstance(graph.blocks, OpenBlocks) and not (bias is mask is None and not self.rule.weights):
+            return None  # what belongs to blocks cannot be found
         if not has_tiles and (self.is_compiled or of_graph):
             return None
         if self.is_plain and not of_graph:
@@ -199,7 +204,8 @@ class DotProducts:
         is_one = query.dim() < DIMS
         query, key, value = (x.unsqueeze(0) if is_one else x for x in (query, key, value))
         normalize, eps = self.rule.law.constants
-        out = linear.attend(query, key, value, self.rule.scale, bool(normalize), eps, graph).to(value.dtype)
+        attend = linear_operator.attend if isinstance(graph.blocks, OpenBlocks) else linear.attend
+        out = attend(query, key, value, self.rule.scale, bool(normalize), eps, graph).to(value.dtype)
         return Result(out.squeeze(0) if is_one else out)
 
     def _weights(self, query: Tensor, key: Tensor, graph: CompleteGraph, is_causal: bool) -> Tensor:
@@ -221,8 +227,12 @@ class DotProducts:
     ) -> Result | None:
         """`None` if the sizes of elements are not known."""
         batch, num_targets, num_sources = key.size(0) if key.dim() == DIMS else 1, query.size(-3), key.size(-3)
+        heads, rule = query.size(-2), self.rule
+        if isinstance(graph.blocks, OpenBlocks):
+            out, log_sum, _ = tile_operator.attend(query, key, value, None, None, self.sink, rule, 0, graph.blocks)
+            return Result(out, None, log_sum if rule.log_sum else None)
         sizes = graph.blocks if graph.blocks is not None else ((num_targets, num_sources),)
-        count, heads, rule = batch * len(sizes), query.size(-2), self.rule
+        count = batch * len(sizes)
         term = _of_elements(term, count) if isinstance(term, Tensor) else term
         mask = None if mask is None else _of_elements(mask, count)
         offset = graph.offset(num_targets, num_sources)

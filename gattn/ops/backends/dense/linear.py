@@ -24,7 +24,7 @@ from gattn.graphs import CompleteGraph
 from gattn.ops.backends.dense.elements import elements_of
 from gattn.ops.call import compute_dtype
 from gattn.ops.reference import repeat_heads
-from gattn.torch_private import is_batched
+from gattn.torch_private import is_batched, statically_known_true
 
 __all__ = ["attend", "is_faster"]
 
@@ -88,6 +88,8 @@ def is_faster(graph: CompleteGraph, channels: int) -> bool:
         graph: The graph.
         channels: C or V, whichever is larger.
     """
+    if torch.compiler.is_compiling():  # where open sizes do not tell, and it is better for large ones
+        return not statically_known_true(graph.num_pairs <= (graph.num_targets + graph.num_sources) * channels)
     return graph.num_pairs > (graph.num_targets + graph.num_sources) * channels
 
 

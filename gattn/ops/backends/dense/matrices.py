@@ -236,9 +236,10 @@ def _fused(call: Call, part: _Part) -> Tensor:
     assert isinstance(graph, CompleteGraph)
     assert not isinstance(bias, Bias)
     is_causal = graph.causal and graph.window is None and bias is None and mask is None
-    if is_causal:
-        is_aligned = statically_known_true(offset == 0) if is_exporting() else offset == 0
-        is_causal = is_aligned and (is_exporting() or part.num_targets == call.key.size(1))
+    if is_causal and is_exporting():
+        is_causal = statically_known_true(offset == 0)
+    elif is_causal and (offset != 0 or part.num_targets != call.key.size(1)):
+        is_causal = False  # and not what a comparison of open sizes is in compiled code
     if not is_causal:
         mask = _seen(call, part)
     if query.device.type == "cpu" and not torch.compiler.is_compiling() and query.numel() * call.value.numel() == 0:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gattn.bias import Term
 from gattn.distributions import Law
+from gattn.graphs.complete import OpenBlocks, packed_by
 from gattn.ops.backends.base import new_seed
 from gattn.ops.backends.dense import tiles
 from gattn.ops.backends.dense.tile_rules import FAR, elements_for_tiles
@@ -28,8 +29,9 @@ _UNBOUNDED = -1.0
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink, Tensor? mask, Tensor? index, Tensor? starts, "
-    "Tensor? seed"
+    "Tensor? seed, Tensor? batch, Tensor? source_batch"
 )
+_NUM_TENSORS = len(tiles.Inputs._fields) + 2
 _RULE = "float[] numbers, SymInt[] integers, str[] names"
 library.define(f"tiles({_INPUTS}, {_RULE}) -> Tensor[]")
 library.define(
@@ -47,7 +49,7 @@ def attend(
     sink: Tensor | None,
     rule: tiles.Rule,
     offset: int,
-    blocks: Sequence[tuple[int, int]] | None,
+    blocks: Sequence[tuple[int, int]] | OpenBlocks | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `tiles.attend` returns.
 
@@ -60,7 +62,7 @@ def attend(
         sink: See there.
         rule: See there; without elements.
         offset: The position of target 0, if nothing is packed.
-        blocks: The sizes of a packed graph's blocks.
+        blocks: The sizes of a packed graph's blocks, which the operator may have to find from the block of each node.
     """
     compute = compute_dtype(value.dtype)
     places = bias.places if isinstance(bias, Term) else ((0, 0),)
@@ -69,12 +71,16 @@ def attend(
     clamp = _UNBOUNDED if rule.clamp == math.inf else rule.clamp
     numbers = [rule.scale, rule.slope, clamp, rule.dropout, *rule.law.constants]
     left, right = (FAR if side is None else side for side in (rule.left, rule.right))
+    of_target, of_source = None, None
+    if isinstance(blocks, OpenBlocks):
+        of_target, of_source, blocks = blocks.of_target, blocks.of_source, None
     sizes = [] if blocks is None else [size for block in blocks for size in block]
     integers = [left, right, offset, first, -1 if blocks is None else len(blocks), *sizes]
     integers += [number for place in places for number in place]
     names = [rule.law.name, kind, str(rule.weights)]
     seed = new_seed(rule.dropout, value.device)
-    found: list[Tensor] = _operator(query, key, value, bias, sink, mask, index, starts, seed, numbers, integers, names)
+    tensors = query, key, value, bias, sink, mask, index, starts, seed, of_target, of_source
+    found: list[Tensor] = _operator(*tensors, numbers, integers, names)
     return found[0], found[2], found[3] if rule.weights else None
 
 
@@ -89,12 +95,15 @@ def _blocks_of(integers: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
 
 @lru_cache(maxsize=64)
 def _rule_of(
-    numbers: tuple[float, ...], integers: tuple[int, ...], names: tuple[str, ...], sizes: tuple[int, int, int, int]
+    numbers: tuple[float, ...],
+    integers: tuple[int, ...],
+    names: tuple[str, ...],
+    blocks: tuple[tuple[int, int], ...] | None,
+    sizes: tuple[int, int, int, int],
 ) -> tuple[tiles.Rule, int]:
-    """The rule, and the number of weights, for B, N, M and H."""
+    """The rule, and the number of weights, for these blocks, and B, N, M and H."""
     scale, slope, clamp, dropout, *constants = numbers
     left, right, offset, first = integers[:4]
-    blocks = _blocks_of(integers)
     flat = integers[5 + 2 * max(integers[4], 0) :]
     places = tuple(zip(flat[::2], flat[1::2], strict=True))
     law, kind, weights = names
@@ -116,9 +125,11 @@ def _rule_of(
 
 def _given(arguments: Sequence[Any]) -> tuple[tiles.Inputs, tiles.Rule, int]:
     """Inputs, rule and the number of weights, given the inputs and what describes the rule."""
-    inputs = tiles.Inputs(*arguments[:9])
+    *tensors, of_target, of_source, numbers, integers, names = arguments
+    inputs = tiles.Inputs(*tensors)
     sizes = inputs.query.size(0), inputs.query.size(1), inputs.key.size(1), inputs.query.size(2)
-    return inputs, *_rule_of(*(tuple(x) for x in arguments[9:12]), sizes)
+    blocks = _blocks_of(integers) if of_target is None else packed_by(of_target, of_source).blocks
+    return inputs, *_rule_of(tuple(numbers), tuple(integers), tuple(names), blocks, sizes)
 
 
 def _compute(*arguments: Any) -> list[Tensor]:
@@ -137,17 +148,17 @@ def _compute(*arguments: Any) -> list[Tensor]:
 
 def _compute_backward(*arguments: Any) -> list[Tensor]:
     *tensors, numbers, integers, names, wanted = arguments
-    inputs, rule, _ = _given([*tensors[:9], numbers, integers, names])
-    wide, stats, weights = tensors[9:12]
+    inputs, rule, _ = _given([*tensors[:_NUM_TENSORS], numbers, integers, names])
+    wide, stats, weights, *grads = tensors[_NUM_TENSORS:]
     leaves = [x for x, is_wanted in zip(inputs[:5], wanted, strict=True) if x is not None and is_wanted]
     if inputs.query.numel() * inputs.key.numel() * inputs.value.numel() == 0:
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in leaves]
-    found = tiles.backward(inputs, rule, (wide, stats, weights), tensors[12:], wanted)
+    found = tiles.backward(inputs, rule, (wide, stats, weights), grads, wanted)
     return [x.contiguous() for x, is_wanted in zip(found, wanted, strict=True) if x is not None and is_wanted]
 
 
 def _fake(*arguments: Any) -> list[Tensor]:
-    inputs, (_, integers, names) = tiles.Inputs(*arguments[:9]), arguments[9:12]
+    inputs, (integers, names) = tiles.Inputs(*arguments[: _NUM_TENSORS - 2]), arguments[-2:]
     shape, heads = inputs.query.shape[:3], inputs.query.size(2)
     compute = compute_dtype(inputs.value.dtype)
     out = inputs.value.new_empty(*shape, inputs.value.size(-1))
@@ -164,10 +175,10 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.rule = inputs[9:12]
+    ctx.rule = inputs[_NUM_TENSORS:]
     ctx.wanted = [x is not None and x.requires_grad for x in inputs[:5]]
     out, wide, stats, weights = output
-    ctx.save_for_backward(*inputs[:9], out if out.dtype == stats.dtype else wide, stats, weights)
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], out if out.dtype == stats.dtype else wide, stats, weights)
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -180,7 +191,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
         else []
     )
     given = [next(found, None) if is_wanted else None for is_wanted in ctx.wanted]
-    return *given, *[None] * 7
+    return *given, *[None] * 9
 
 
 for _name, _function, _of_shapes in (
