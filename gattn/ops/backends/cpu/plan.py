@@ -90,22 +90,28 @@ class Plan:
 
 #: The strides that the kernels are told, by how they read a tensor.
 _STRIDES: dict[str | None, str] = {"rows": "batch row", "edges": "batch", "strides": "batch edge head", "whole": ""}
-_PLANNED = operator.itemgetter(*(PLACES[name] for name, term in TERMS.items() if term.read))
+#: The tensors with a row for each target, source or edge, if there is no batch: places and letters.
+_OF_ROWS = {PLACES[name]: term.letters[0] for name, term in TERMS.items() if term.read and term.letters[0] in "NME"}
+_ROWS, _OTHERS = (
+    operator.itemgetter(*(place for name, place in PLACES.items() if TERMS[name].read and (place in _OF_ROWS) is is_of))
+    for is_of in (True, False)
+)
 _MOST_PLANS = 256
 _plans: dict[Hashable, Plan] = {}
 
 
 def _plan_for(inputs: Inputs, layout: Layout) -> Plan:
     """The plan of inputs, made if there is none for such inputs."""
+    is_for_all = inputs.values.dim() == 3 and inputs.edge_type is None  # without a batch, for any number of rows
     key = (
         inputs.family,
         *inputs.constants,
         inputs.distribution,
         *inputs.distribution_constants,
         inputs.edge_is_value,
-        inputs.num_targets,
-        layout.num_edges,
-        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in _PLANNED(inputs)],
+        None if is_for_all else (inputs.num_targets, layout.num_edges),
+        *[None if x is None else _form(x, is_for_all) for x in _ROWS(inputs)],
+        *[None if x is None else _form(x, False) for x in _OTHERS(inputs)],
     )
     plan = _plans.get(key)
     if plan is None:
@@ -113,7 +119,20 @@ def _plan_for(inputs: Inputs, layout: Layout) -> Plan:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         _plans[key] = plan
+    elif is_for_all:
+        counts = {"N": inputs.num_targets, "M": inputs.num_sources, "E": layout.num_edges}
+        for place, letter in _OF_ROWS.items():
+            tensor: Any = inputs[place]
+            if tensor is not None and tensor.size(0) != counts[letter]:
+                inputs.check(layout.num_edges)  # which says so
     return plan
+
+
+def _form(x: Tensor, for_all: bool) -> tuple[Hashable, ...]:
+    """What a plan depends on: shape, strides and type, in plans for any number of rows without this number."""
+    if for_all:
+        return x.shape[1:], x.is_contiguous() or x.stride(), x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 class Arguments:
