@@ -21,7 +21,7 @@ HEADS, CHANNELS = 8, 8
 WIDTH = HEADS * CHANNELS
 SIZES = {"in_channels": WIDTH, "out_channels": CHANNELS, "heads": HEADS}
 STEP_SIZES = {"in_channels": WIDTH, "out_channels": 16, "heads": 4}
-MOLECULES, ATOMS, RINGS, BOND_CHANNELS = 32, (12, 28), 2, 16
+MOLECULES, MANY_MOLECULES, ATOMS, RINGS, BOND_CHANNELS = 32, 256, (12, 28), 2, 16
 SOURCES, TARGETS, FANOUT = 3000, 512, 10
 SEEDS, EXPANDED, REACHED = 1024, 7800, 30_000
 LAYERS, CLASSES = 3, 10
@@ -83,6 +83,8 @@ class Graph(NamedTuple):
     """The number of targets, if they are fewer than the nodes."""
     batch: Tensor | None = None
     """The molecule of each node."""
+    graphs: int = 1
+    """The number of molecules."""
 
 
 def ten_nodes(draw: Draw) -> Graph:
@@ -90,16 +92,16 @@ def ten_nodes(draw: Draw) -> Graph:
     return Graph(NODES, gattn.testing.random_edge_index(NODES, num_edges=3 * NODES, seed=SEED))
 
 
-def molecules(draw: Draw) -> Graph:
+def molecules(draw: Draw, count: int = MOLECULES) -> Graph:
     """Molecules side by side: random trees with a few rings of six or more atoms."""
-    bonds, sizes = [], draw.integers(*ATOMS, MOLECULES)
+    bonds, sizes = [], draw.integers(*ATOMS, count)
     for first, atoms in zip((sizes.cumsum(0) - sizes).tolist(), sizes.tolist(), strict=True):
         atom, ring = torch.arange(1, atoms), draw.integers(0, atoms - 6, RINGS)
         parent = (torch.rand(atoms - 1, generator=draw.generator) * atom).long()
         bonds.append(first + torch.stack([torch.cat([parent, ring]), torch.cat([atom, ring + 5])]))
     one_way = torch.cat(bonds, 1)
-    batch = torch.arange(MOLECULES).repeat_interleave(sizes)
-    return Graph(len(batch), torch.cat([one_way, one_way.flip(0)], 1), batch=batch)
+    batch = torch.arange(count).repeat_interleave(sizes)
+    return Graph(len(batch), torch.cat([one_way, one_way.flip(0)], 1), batch=batch, graphs=count)
 
 
 def sampled(draw: Draw) -> Graph:
@@ -176,7 +178,7 @@ class Network(torch.nn.Module):
         x = self.first(x)
         for conv in self.convs:
             x = F.elu(conv(x, edge_index, **more))
-        rows = x[: graph.targets] if graph.batch is None else pyg.global_mean_pool(x, graph.batch, MOLECULES)
+        rows = x[: graph.targets] if graph.batch is None else pyg.global_mean_pool(x, graph.batch, graph.graphs)
         out: Tensor = self.out(rows)
         return out
 
@@ -198,7 +200,7 @@ def training_step(
     x, more = draw.randn(graph.nodes, WIDTH).detach(), {}
     if "edge_dim" in options:
         more["edge_attr"] = draw.randn(graph.edge_index.size(1), options["edge_dim"])
-    label = draw.integers(0, CLASSES - 1, graph.targets or MOLECULES)
+    label = draw.integers(0, CLASSES - 1, graph.targets or graph.graphs)
 
     def call() -> Tensor:
         return F.cross_entropy(model(x, graph.edge_index.clone(), graph, **more), label, reduction="none")
@@ -265,8 +267,10 @@ class Call(NamedTuple):
     peer: str
     build: Callable[[bool, Draw], Built]
     """Creates gattn's side, or the peer's."""
-    is_compiled: bool = False
-    """Whether the peer is compiled before it is timed."""
+    compiled: tuple[bool, bool] = (False, False)
+    """Whether gattn's side and the peer are compiled before they are timed."""
+    is_own_peer: bool = False
+    """Whether the peer is gattn, too."""
 
 
 GRAPHS: dict[str, Callable[[Tensor], Any]] = {
@@ -299,8 +303,19 @@ for _name, _make in CONVS.items():
 for _edges in TGN_EDGES:
     _find, _make = partial(interactions, edges=_edges), CONVS["TransformerConv"]
     CALLS[f"TGN, {_edges} edges, TransformerConv"] = Call("PyG", partial(layer, make=_make, find=_find, options=TGN))
+STEPS: dict[str, tuple[Callable[[Draw], Graph], dict[str, int]]] = {
+    "molecules": (molecules, {"edge_dim": BOND_CHANNELS}),
+    "molecules without edge features": (molecules, {}),
+    f"{MANY_MOLECULES} molecules": (partial(molecules, count=MANY_MOLECULES), {"edge_dim": BOND_CHANNELS}),
+    "two hops": (neighbourhood, {}),
+    "two hops with edge features": (neighbourhood, {"edge_dim": BOND_CHANNELS}),
+}
 for _name in ("GATv2Conv", "TransformerConv"):
-    for _data, _draw, _more in (("molecules", molecules, {"edge_dim": BOND_CHANNELS}), ("two hops", neighbourhood, {})):
+    for _data, (_draw, _more) in STEPS.items():
         _build = partial(training_step, make=CONVS[_name], find=_draw, options={**STEP_SIZES, **_more})
         CALLS[f"training step, {_data}, {_name}"] = Call("PyG", _build)
-        CALLS[f"training step, {_data}, {_name}, compiled peer"] = Call("PyG, compiled", _build, is_compiled=True)
+        CALLS[f"training step, {_data}, {_name}, compiled"] = Call("PyG, compiled", _build, (True, True))
+        CALLS[f"training step, {_data}, {_name}, compiled or not"] = Call("gattn, eager", _build, (True, False), True)
+_gps = CALLS["molecules, GPSConv"]
+CALLS["molecules, GPSConv, compiled"] = Call("PyG, compiled", _gps.build, (True, True))
+CALLS["molecules, GPSConv, compiled or not"] = Call("gattn, eager", _gps.build, (True, False), True)

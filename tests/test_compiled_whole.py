@@ -1,12 +1,18 @@
 """Layers that `torch.compile` makes one graph of, and how that is found out."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import global_mean_pool
 
 import gattn
 from gattn import AdditiveScore, CompleteGraph, DotScore
@@ -19,7 +25,7 @@ from tests.layers import LAYERS, MODELS, Called, Draw, row, tensors
 N, E, D = 9, 40, 3
 
 #: What PyTorch cannot compile as a whole, and why; docs/backends.md says the same.
-_RNN = "Dynamo traces no RNN, GRU or LSTM: pytorch/pytorch#93752"
+_RNN = "Dynamo traces no RNN, GRU or LSTM unless allow_rnn is set: pytorch/pytorch#158007"
 _SIZES = "reads the sizes of graphs, which decide those of tensors"
 NOT_WHOLE = {
     **dict.fromkeys(("HAN", "JumpingKnowledge", "Seq2Seq", "Set2Set"), _RNN),
@@ -242,6 +248,98 @@ class TestGraphsOfABatch:
             found.append(call(x, None, batch, None, None))
         assert (found[0] != call(x, None, batch, None, None)).any()
         torch.testing.assert_close(found[1], found[0])
+
+
+def molecules(count, seed):
+    """A batch of chains with a ring each, whose property is how many nodes of a kind they have."""
+    generator, graphs = torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        n = int(torch.randint(5, 12, (), generator=generator))
+        chain = torch.stack([torch.arange(n), (torch.arange(n) + 1) % n])
+        x, edge_index = torch.randn(n, 8, generator=generator), torch.cat([chain, chain.flip(0)], 1)
+        edge_attr = torch.randn(2 * n, D, generator=generator)
+        graphs.append(Data(x, edge_index, edge_attr, y=(x[:, :1] > 0).float().mean(0)))
+    return Batch.from_data_list(graphs)
+
+
+class Regressor(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = GPSConv(8, GATv2Conv(8, 4, 2, edge_dim=D), heads=2)
+        self.out = torch.nn.Linear(8, 1)
+
+    def forward(self, x, edge_index, edge_attr, batch, num_graphs):
+        x = self.conv(x, edge_index, batch, edge_attr=edge_attr)
+        return self.out(global_mean_pool(x, batch, num_graphs)).squeeze(-1)
+
+
+def curve(backend):
+    """The losses of three epochs, and the number of programs."""
+    torch.manual_seed(0)
+    model = Regressor()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    called, losses = model, []
+    if backend is not None:
+        torch.compiler.reset()
+        called = torch.compile(model, dynamic=True, fullgraph=True, backend=backend)
+    for _ in range(3):
+        for seed in range(4):
+            data = molecules(6, seed)
+            out = called(data.x, data.edge_index, data.edge_attr, data.batch, 6)
+            loss = torch.nn.functional.mse_loss(out, data.y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_training_is_the_same():
+    """With machine code, for batches of other sizes in each step, by one program."""
+    expected, found = curve(None), curve("inductor")
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert expected[-1] < expected[0]
+    assert len(_debug_get_cache_entry_list(Regressor.forward)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
+def test_modes(mode):
+    torch.compiler.reset()
+    conv, inputs = GATv2Conv(4, 8, heads=2, edge_dim=D), (torch.randn(N, 4), edges(), torch.randn(E, D))
+    torch.testing.assert_close(torch.compile(conv, mode=mode, fullgraph=True)(*inputs), conv(*inputs))
+
+
+CACHED = """
+import json, sys, torch, gattn
+from pathlib import Path
+from torch._dynamo.utils import counters
+artifacts = Path("artifacts.bin")
+if sys.argv[1] == "second":
+    torch.compiler.load_cache_artifacts(artifacts.read_bytes())
+torch.manual_seed(0)
+conv = gattn.nn.GATv2Conv(4, 8, heads=2, edge_dim=3)
+x, edge_index = torch.randn(9, 4), gattn.testing.random_edge_index(9, num_edges=20)
+torch.compile(conv, dynamic=True)(x, edge_index, torch.randn(20, 3)).sum().backward()
+if sys.argv[1] == "first":
+    artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
+print(json.dumps({name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss")}))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_starts_from_the_cache(tmp_path):
+    """Operators included."""
+    found = []
+    for process in ("first", "second"):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / process)}
+        command = [sys.executable, "-c", CACHED, process]
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        found.append(json.loads(ended.stdout))
+    first, second = found
+    assert first["hit"] == 0 < first["miss"]
+    assert second["hit"] > 0 == second["miss"]
 
 
 def test_breaks_and_differences_are_found():

@@ -42,7 +42,7 @@ FEW = ["10 nodes, attend, CompleteGraph", "one decoded token, KeyValueCache"]
 @pytest.mark.parametrize("names", [FEW, pytest.param(list(CALLS), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_every_call_is_measured_and_agrees_with_its_peer(names, run, compiled, tmp_path):
     rows = run("--calls", *names)
-    assert compiled == [{"dynamic": True}] * sum(CALLS[name].is_compiled for name in names)
+    assert compiled == [{"dynamic": True}] * sum(sum(CALLS[name].compiled) for name in names)
     assert [(row["call"], row["outcome"], row["threads"]) for row in rows] == [(name, "ok", 1) for name in names]
     assert all(row["forward"]["rounds"] >= 3 for row in rows)
     assert [row["call"] for row in rows if "forward_backward" not in row] == FEW[1:]
@@ -115,8 +115,9 @@ def test_both_sides_compute_with_the_same_numbers(name):
         torch.testing.assert_close(mine, other)
 
 
-def test_the_peer_alone_is_compiled_before_it_is_timed(run, monkeypatch):
-    name, compiled, settled = "training step, molecules, GATv2Conv, compiled peer", [], []
+@pytest.mark.parametrize(("name", "count"), [("compiled", 2), ("compiled or not", 1)])
+def test_what_is_compiled_is_compiled_before_it_is_timed(name, count, run, monkeypatch):
+    name, compiled, settled, sides = f"training step, molecules, GATv2Conv, {name}", [], [], []
 
     def compile(function, **options):
         compiled.append(lambda: function())
@@ -124,8 +125,8 @@ def test_the_peer_alone_is_compiled_before_it_is_timed(run, monkeypatch):
 
     def in_turns(ours, theirs, **options):
         assert settled == compiled
-        assert len(compiled) == 1
-        assert ours is not compiled[0]
+        assert len(compiled) == count
+        sides.append((ours in compiled, theirs in compiled))
         return found
 
     found = calls.in_turns(lambda: None, lambda: None, 3, 0.1)
@@ -134,6 +135,7 @@ def test_the_peer_alone_is_compiled_before_it_is_timed(run, monkeypatch):
     monkeypatch.setattr(calls, "in_turns", in_turns)
     (row,) = run("--calls", name)
     assert row["outcome"] == "ok"
+    assert sides[0] == (True, count == 2)
 
 
 def test_two_hops_from_the_seeds():
