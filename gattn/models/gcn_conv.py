@@ -22,6 +22,11 @@ __all__ = ["GCNConv"]
 
 _STEPS = ("message", "aggregate", "update", "message_and_aggregate")
 _ORIGINALS = [getattr(torch_geometric.nn.GCNConv, step) for step in _STEPS]
+_HOOKS = [
+    f"_{step}_forward_{when}hooks"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for when in ("pre_", "")
+]
 
 
 class GCNConv(torch_geometric.nn.GCNConv):
@@ -57,11 +62,12 @@ class GCNConv(torch_geometric.nn.GCNConv):
             return False
         if not self.normalize or self.cached or self.flow != FLOWS[0] or self.decomposed_layers > 1 or self.explain:
             return False
-        aggr, own = self.aggr_module, vars(self)
+        aggr = self.aggr_module
         if type(aggr) is not SumAggregation or has_hooks(aggr) or type(self) is not GCNConv:
             return False
-        if any(table for name, table in own.items() if name.endswith("_hooks")):
+        if any(getattr(self, hooks) for hooks in _HOOKS):
             return False
+        own = vars(self)
         if any(name in own for name in (*_STEPS, "propagate")):
             return False
         return [getattr(GCNConv, step) for step in _STEPS] == _ORIGINALS

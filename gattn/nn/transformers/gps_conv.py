@@ -140,10 +140,10 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 `attn_bias`.
             TypeError: If an argument of the attention is given.
         """
-        if self.conv is None and (meant := kwargs.keys() & _OF_ATTENTION):
+        if self.conv is None and (meant := [name for name in sorted(_OF_ATTENTION) if name in kwargs]):
             raise TypeError(
                 f"{type(self).__name__} passes further arguments to the layer on the edges, not to its attention; got "
-                f"{', '.join(sorted(meant))}."
+                f"{', '.join(meant)}."
             )
         graph = (
             CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch=checked_batch(batch, x.size(0)))
