@@ -22,9 +22,11 @@ from torch.nn import Parameter
 from gattn.autocast import is_autocast
 from gattn.blocks import left_to_torch
 from gattn.ops.backends.cpu import native
+from gattn.ops.differentiated import Differentiated, library
 from gattn.processor import processor
 from gattn.torch_private import (
     is_batched,
+    is_exporting,
     is_functorch_tensor,
     is_intercepted,
     is_lazy,
@@ -36,6 +38,8 @@ __all__ = ["linear", "rule", "uses_onednn"]
 
 _LEAST = 1 << 22
 """The multiplications from which they are used: with half as many, preparing calls takes as long as they save."""
+_LEAST_COMPILED = 1 << 12
+"""The numbers in a weight from which compiled code calls them."""
 _PLAIN = (Tensor, Parameter)
 
 
@@ -76,8 +80,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: The weight W, `[F_out, F_in]`.
         bias: The bias b, `[F_out]`. (default: `None`)
     """
-    # A compiler's sizes are no numbers, or must not be compared; small products take about as long as this question.
-    if not _USES_ONEDNN or torch.compiler.is_compiling() or type(x.numel()) is not int:
+    if not _USES_ONEDNN:
+        return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return _compiled(x, weight, bias)
+    # A tracer's sizes are no numbers; small products take about as long as this question.
+    if type(x.numel()) is not int:
         return F.linear(x, weight, bias)
     if x.numel() * weight.size(0) < _LEAST or not _takes_over(x, weight, bias):
         return F.linear(x, weight, bias)
@@ -103,6 +111,16 @@ def _takes_over(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if x.dim() < 2 or x.size(-1) != weight.size(1):
         return False
     return bias is None or bias.shape == weight.shape[:1]
+
+
+def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same in compiled code, where the number of rows may be open: the operator looks at it."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    is_plain = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+    if is_exporting() or not is_plain or x.dim() < 2 or weight.numel() < _LEAST_COMPILED or is_autocast(x):
+        return F.linear(x, weight, bias)
+    out: Tensor = _operator(x, weight, bias)
+    return out
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,3 +165,61 @@ class _Linear(torch.autograd.Function):
         if needs_weight:
             of_weight = _sum_over_rows(rows, of_rows) if is_plain and _SUMS_ROWS else rows.t() @ of_rows
         return of_x, of_weight, rows.sum(0) if needs_bias else None
+
+
+# In compiled code -----------------------------------------------------------------------------------------------------
+
+library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+library.define("linear_backward(Tensor grad, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]")
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    return 2 * x.numel() * weight.size(0) >= _LEAST  # there are no other preparations
+
+
+def _compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _product(x, weight, bias) if _is_large(x, weight) else F.linear(x, weight, bias)
+
+
+def _compute_backward(grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> list[Tensor]:
+    """The gradients of x and of the weight, or of one of them."""
+    is_large, found = _is_large(x, weight), []
+    if wanted[0]:
+        found.append(_product(grad, weight.t(), None) if is_large else grad @ weight)
+    if wanted[1]:
+        rows, of_rows = (each.reshape(-1, each.size(-1)) for each in (grad, x))
+        found.append(_sum_over_rows(rows, of_rows) if is_large and _SUMS_ROWS else rows.t() @ of_rows)
+    return found
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.wanted = [x.requires_grad, weight.requires_grad]
+    ctx.wants_bias = bias is not None and bias.requires_grad
+
+
+def _differentiate(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None
+    x, weight = ctx.saved_tensors
+    found = iter(torch.ops.gattn.linear_backward(grad, x, weight, ctx.wanted) if any(ctx.wanted) else [])
+    of_x, of_weight = (next(found) if is_wanted else None for is_wanted in ctx.wanted)
+    return of_x, of_weight, grad.flatten(0, -2).sum(0) if ctx.wants_bias else None
+
+
+library.impl("linear", _compute, "CPU")
+library.impl("linear_backward", _compute_backward, "CPU")
+
+
+@torch.library.register_fake("gattn::linear", lib=library)
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.size(0))
+
+
+@torch.library.register_fake("gattn::linear_backward", lib=library)
+def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each, is_wanted in zip((x, weight), wanted, strict=True) if is_wanted]
+
+
+_operator = Differentiated("linear", _compute, _save, _differentiate)

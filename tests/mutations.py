@@ -950,6 +950,15 @@ MUTATIONS = [
         "hidden self-loops count", LOOPS, "kept = torch.cat([«index[0] != index[1] → index[0] == index[0]», torch"
     ),
     Mutation("supervised attention sees all", SUPERGAT, "bias=bias, «mask=graph.kept, →» dropout"),
+    Mutation(
+        "compiled, the bias has no gradient", PRODUCTS, "grad.flatten(0, -2).sum(0) if «ctx.wants_bias → False» else"
+    ),
+    Mutation(
+        "compiled, small products have no rows", PRODUCTS, "if is_large else «grad @ weight → grad @ weight * 0»)"
+    ),
+    Mutation(
+        "compiled, only x has a gradient", PRODUCTS, "ctx.wanted = [x.requires_grad, «weight.requires_grad → False»]"
+    ),
     Mutation("a node is itself once", SGFORMER, "(sums[..., :-1] + «count * value → value»)"),
     Mutation("graphs share a norm", SGFORMER, "scatter(squares, «block → block * 0», -1"),
     Mutation("sums are not divided by all", SGFORMER, "/ (sums[..., -1:] + «count → 1»)"),

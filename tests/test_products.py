@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from gattn import products
-from gattn.nn.shared.linear import Linear
+from gattn.nn.shared.linear import Linear, side_by_side
 from gattn.testing import assert_as_exact_as
 from tests import layers
 from tests.ops.fuzz import threads
@@ -62,6 +62,41 @@ def test_it_is_as_exact_as_pytorchs(shape, out, has_bias, called):
     with torch.no_grad():
         assert products.linear(*inputs).equal(found[0])
     assert len(called) == (3 if 0 not in shape else 0)
+
+
+@pytest.mark.parametrize("least", [1, 1 << 40], ids=["large", "small"])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("shape", "out"), SHAPES)
+def test_compiled_it_is_as_exact(shape, out, has_bias, least, called, monkeypatch):
+    """By one operator, which looks at the number of rows itself."""
+    monkeypatch.setattr(products, "_LEAST_COMPILED", 1)
+    monkeypatch.setattr(products, "_LEAST", least)
+    torch.compiler.reset()
+    compiled = torch.compile(products.linear, backend="aot_eager", fullgraph=True, dynamic=True)
+    grad = torch.randn(*shape[:-1], out, dtype=torch.double)
+    inputs = drawn(shape, out)[: 2 + has_bias]
+    exact = results(F.linear, [tensor.detach().double().requires_grad_() for tensor in inputs], grad)
+    found, theirs = (results(function, inputs, grad) for function in (compiled, F.linear))
+    for one, other, reference in zip(found, theirs, exact, strict=True):
+        assert_as_exact_as(one, other, reference)
+    assert len(called) == (2 if least == 1 and 0 not in shape else 0)
+    for wanted in range(len(inputs)):  # a gradient of one of them alone
+        ours, others = (
+            torch.autograd.grad(function(*inputs), inputs[wanted], grad.float()) for function in (compiled, F.linear)
+        )
+        torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_layers_side_by_side_are_one_product(called, monkeypatch):
+    monkeypatch.setattr(products, "_LEAST_COMPILED", 1)
+    lins = [Linear(7, 5), Linear(7, 3), Linear(7, 5, bias=False)]
+    x = torch.randn(9, 7)
+    for chosen, count in ((lins[:2], 1), (lins, 3), (lins[2:], 1)):
+        torch.compiler.reset()
+        called.clear()
+        compiled = torch.compile(side_by_side, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, *chosen), [lin(x) for lin in chosen])
+        assert len(called) == count + len(chosen)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gattn.attention import fused
 from gattn.errors import is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.shared.attention_conv import AttentionConv, AttentionWeights
-from gattn.nn.shared.linear import Linear
+from gattn.nn.shared.linear import Linear, side_by_side
 from gattn.ops import reference
 from gattn.scores import AdditiveScore
 
@@ -170,8 +170,11 @@ class GATv2Conv(AttentionConv):
         if targets is None:
             raise ValueError("GATv2Conv compares sources with targets: x[1] may not be None (GATConv allows it).")
         graph = self._graph(edge_index, sources, targets, self.add_self_loops)
-        key = self._heads(self.lin_l(sources))
-        query = key if targets is sources and self.share_weights else self._heads(self.lin_r(targets))
+        if targets is sources and not self.share_weights:
+            key, query = map(self._heads, side_by_side(sources, self.lin_l, self.lin_r))
+        else:
+            key = self._heads(self.lin_l(sources))
+            query = key if targets is sources else self._heads(self.lin_r(targets))
 
         score = AdditiveScore(self.att.squeeze(0), negative_slope=self.negative_slope)
         found = self._attend_with_loops(query, key, key, graph, edge_attr, score, return_attention_weights, edge_weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gattn.errors import is_integer
 from gattn.graphs import GraphLike
 from gattn.nn.shared.attention_conv import AttentionConv, AttentionWeights
-from gattn.nn.shared.linear import Linear
+from gattn.nn.shared.linear import Linear, side_by_side
 from gattn.scores import DotScore
 
 __all__ = ["TransformerConv"]
@@ -138,9 +138,13 @@ class TransformerConv(AttentionConv):
         if targets is None:
             raise ValueError("TransformerConv's queries come from the targets: x[1] may not be None.")
         graph = self._graph(edge_index, sources, targets, self_loops=False)
-        query = self._heads(self.lin_query(targets))
-        key = self._heads(self.lin_key(sources))
-        value = self._heads(self.lin_value(sources))
+        of_targets = (self.lin_query, self.lin_skip) if self.root_weight else (self.lin_query,)
+        of_sources = self.lin_key, self.lin_value
+        if targets is sources:
+            key, value, *made = side_by_side(sources, *of_sources, *of_targets)
+        else:
+            (key, value), made = side_by_side(sources, *of_sources), side_by_side(targets, *of_targets)
+        query, key, value = self._heads(made[0]), self._heads(key), self._heads(value)
 
         factors = None
         if edge_weight is not None:
@@ -149,7 +153,7 @@ class TransformerConv(AttentionConv):
         weights = bool(return_attention_weights)
         out, alpha = self._attend_and_merge(query, key, value, graph, DotScore(), edge, True, weights, factors=factors)
         if self.root_weight:
-            skip = self.lin_skip(targets)
+            skip = made[1]
             if self.lin_beta is not None:
                 beta = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
                 out = beta * skip + (1 - beta) * out
