@@ -227,9 +227,13 @@ def calls():
 def training_steps():
     """The smaller ratio of both allocators."""
     found = [json.loads(line) for line in (RESULTS / "calls" / "runs.jsonl").read_text().splitlines()]
-    for data, words in (("two hops", "1 024 seeds"), ("molecules", "batches of 32 molecules")):
+    for data, words in (
+        ("two hops", "1 024 seeds"),
+        ("molecules", "batches of 32 molecules"),
+        ("256 molecules", "batches of 256 molecules"),
+    ):
         factors = []
-        for peer in ("", ", compiled peer"):
+        for peer in ("", ", compiled"):
             for conv in ("GATv2Conv", "TransformerConv"):
                 call = f"training step, {data}, {conv}{peer}"
                 ratios = [row["forward_backward"]["ratio"]["median"] for row in found if row["call"] == call]
