@@ -10,6 +10,7 @@ AVX-512, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +35,7 @@ from gattn.torch_private import (
     uses_forward_mode,
 )
 
-__all__ = ["linear", "rule", "uses_onednn"]
+__all__ = ["linear", "rule", "several", "uses_onednn"]
 
 _LEAST = 1 << 22
 """The multiplications from which they are used: with half as many, preparing calls takes as long as they save."""
@@ -83,7 +84,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _USES_ONEDNN:
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
-        return _compiled(x, weight, bias)
+        return several(x, (weight,), (bias,))[0] if _compiles(x, (weight,), (bias,)) else F.linear(x, weight, bias)
     # A tracer's sizes are no numbers; small products take about as long as this question.
     if type(x.numel()) is not int:
         return F.linear(x, weight, bias)
@@ -113,14 +114,28 @@ def _takes_over(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return bias is None or bias.shape == weight.shape[:1]
 
 
-def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in compiled code, where the number of rows may be open: the operator looks at it."""
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    is_plain = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-    if is_exporting() or not is_plain or x.dim() < 2 or weight.numel() < _LEAST_COMPILED or is_autocast(x):
-        return F.linear(x, weight, bias)
-    out: Tensor = _operator(x, weight, bias)
-    return out
+def several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """What `linear` returns for each of these weights; in compiled code by one operator, whose call is not for nothing.
+
+    Args:
+        x: See `linear`.
+        weights: Up to four weights.
+        biases: Their biases.
+    """
+    pairs = zip(weights, biases, strict=True)
+    if torch.compiler.is_compiling() and _USES_ONEDNN and _compiles(x, weights, biases):
+        given = [each for pair in pairs for each in pair]
+        found: list[Tensor] = _operator(x, *given, *[None] * (2 * _MOST - len(given)))
+        return found
+    return [linear(x, weight, bias) for weight, bias in pairs]
+
+
+def _compiles(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    """Whether the operator computes products in compiled code, where the number of rows may be open: it looks at it."""
+    if is_exporting() or x.dim() < 2 or sum(weight.numel() for weight in weights) < _LEAST_COMPILED:
+        return False
+    tensors = [x, *weights, *(bias for bias in biases if bias is not None)]
+    return not is_autocast(x) and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -169,43 +184,63 @@ class _Linear(torch.autograd.Function):
 
 # In compiled code -----------------------------------------------------------------------------------------------------
 
-library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-library.define("linear_backward(Tensor grad, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]")
+_MOST = 4
+_PAIRS = ", ".join(f"Tensor{'?' * (place > 0)} weight{place}, Tensor? bias{place}" for place in range(_MOST))
+library.define(f"linear(Tensor x, {_PAIRS}) -> Tensor[]")
+library.define("linear_backward(Tensor?[] grads, Tensor x, Tensor[] weights, bool[] wanted) -> Tensor[]")
 
 
 def _is_large(x: Tensor, weight: Tensor) -> bool:
     return 2 * x.numel() * weight.size(0) >= _LEAST  # there are no other preparations
 
 
-def _compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(x, weight, bias) if _is_large(x, weight) else F.linear(x, weight, bias)
+def _weights(given: Sequence[Tensor | None]) -> list[Tensor]:
+    return [weight for weight in given[::2] if weight is not None]
 
 
-def _compute_backward(grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> list[Tensor]:
-    """The gradients of x and of the weight, or of one of them."""
-    is_large, found = _is_large(x, weight), []
-    if wanted[0]:
-        found.append(_product(grad, weight.t(), None) if is_large else grad @ weight)
-    if wanted[1]:
-        rows, of_rows = (each.reshape(-1, each.size(-1)) for each in (grad, x))
-        found.append(_sum_over_rows(rows, of_rows) if is_large and _SUMS_ROWS else rows.t() @ of_rows)
-    return found
+def _compute(x: Tensor, *given: Tensor | None) -> list[Tensor]:
+    return [
+        _product(x, weight, bias) if _is_large(x, weight) else F.linear(x, weight, bias)
+        for weight, bias in zip(_weights(given), given[1::2], strict=False)
+    ]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.wanted = [x.requires_grad, weight.requires_grad]
-    ctx.wants_bias = bias is not None and bias.requires_grad
+def _compute_backward(grads: list[Tensor | None], x: Tensor, weights: list[Tensor], wanted: list[bool]) -> list[Tensor]:
+    """The gradient of x, if it is wanted, and those of the wanted weights."""
+    of_x, of_weights, of_rows = None, [], x.reshape(-1, x.size(-1))
+    for grad, weight, is_wanted in zip(grads, weights, wanted[1:], strict=True):
+        is_large = _is_large(x, weight)
+        if wanted[0] and grad is not None:
+            part = _product(grad, weight.t(), None) if is_large else grad @ weight
+            of_x = part if of_x is None else of_x.add_(part)
+        if is_wanted and grad is not None:
+            rows = grad.reshape(-1, grad.size(-1))
+            of_weights.append(_sum_over_rows(rows, of_rows) if is_large and _SUMS_ROWS else rows.t() @ of_rows)
+        elif is_wanted:
+            of_weights.append(torch.zeros_like(weight))
+    return ([] if not wanted[0] else [torch.zeros_like(x) if of_x is None else of_x]) + of_weights
 
 
-def _differentiate(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return None, None, None
-    x, weight = ctx.saved_tensors
-    found = iter(torch.ops.gattn.linear_backward(grad, x, weight, ctx.wanted) if any(ctx.wanted) else [])
-    of_x, of_weight = (next(found) if is_wanted else None for is_wanted in ctx.wanted)
-    return of_x, of_weight, grad.flatten(0, -2).sum(0) if ctx.wants_bias else None
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    x, *given = inputs
+    weights = _weights(given)
+    ctx.save_for_backward(x, *weights)
+    ctx.wanted = [each.requires_grad for each in (x, *weights)]
+    ctx.wants_bias = [bias is not None and bias.requires_grad for bias in given[1::2]]
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, *weights = ctx.saved_tensors
+    found: Iterator[Tensor] = iter(())
+    if any(ctx.wanted) and any(grad is not None for grad in grads):
+        found = iter(torch.ops.gattn.linear_backward(list(grads), x, weights, ctx.wanted))
+    of_x, *of_weights = (next(found, None) if is_wanted else None for is_wanted in ctx.wanted)
+    of_weights += [None] * (_MOST - len(weights))
+    pairs = []
+    for place, (of_weight, wants_bias) in enumerate(zip(of_weights, ctx.wants_bias, strict=True)):
+        grad = grads[place] if place < len(grads) else None
+        pairs += [of_weight, grad.flatten(0, -2).sum(0) if wants_bias and grad is not None else None]
+    return of_x, *pairs
 
 
 library.impl("linear", _compute, "CPU")
@@ -213,13 +248,13 @@ library.impl("linear_backward", _compute_backward, "CPU")
 
 
 @torch.library.register_fake("gattn::linear", lib=library)
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.size(0))
+def _fake(x: Tensor, *given: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], weight.size(0)) for weight in _weights(given)]
 
 
 @torch.library.register_fake("gattn::linear_backward", lib=library)
-def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> list[Tensor]:
-    return [each.new_empty(each.shape) for each, is_wanted in zip((x, weight), wanted, strict=True) if is_wanted]
+def _fake_backward(grads: list[Tensor | None], x: Tensor, weights: list[Tensor], wanted: list[bool]) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each, is_wanted in zip((x, *weights), wanted, strict=True) if is_wanted]
 
 
 _operator = Differentiated("linear", _compute, _save, _differentiate)

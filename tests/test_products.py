@@ -87,16 +87,18 @@ def test_compiled_it_is_as_exact(shape, out, has_bias, least, called, monkeypatc
         torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_layers_side_by_side_are_one_product(called, monkeypatch):
+def test_compiled_layers_side_by_side(called, monkeypatch):
     monkeypatch.setattr(products, "_LEAST_COMPILED", 1)
-    lins = [Linear(7, 5), Linear(7, 3), Linear(7, 5, bias=False)]
-    x = torch.randn(9, 7)
-    for chosen, count in ((lins[:2], 1), (lins, 3), (lins[2:], 1)):
+    lins = [Linear(7, 5), Linear(7, 3), Linear(7, 5, bias=False), Linear(7, 2)]
+    x = torch.randn(9, 7, requires_grad=True)
+    for chosen, used in ((lins[:2], 2), (lins, 4), (lins[2:], 1), (lins[:3], 1)):
         torch.compiler.reset()
-        called.clear()
-        compiled = torch.compile(side_by_side, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x, *chosen), [lin(x) for lin in chosen])
-        assert len(called) == count + len(chosen)
+        compiled, found = torch.compile(side_by_side, backend="aot_eager", fullgraph=True), []
+        leaves = [x, *(parameter for lin in chosen for parameter in lin.parameters())]
+        for outs in (compiled(x, *chosen), [lin(x) for lin in chosen]):
+            grads = torch.autograd.grad(sum(out.square().sum() for out in outs[:used]), leaves, materialize_grads=True)
+            found.append((outs, grads))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch_geometric.nn.dense import Linear as PyGLinear
 
 from gattn.autocast import without_autocast
 from gattn.graphs.edge_lists import derived
-from gattn.products import linear, uses_onednn
-from gattn.torch_private import NonDynamicallyQuantizableLinear, has_hooks, is_exporting, is_wrapper
+from gattn.products import linear, several, uses_onednn
+from gattn.torch_private import NonDynamicallyQuantizableLinear, has_hooks, is_wrapper
 
 __all__ = [
     "Linear",
@@ -103,17 +103,9 @@ def through(module: Any, x: Tensor) -> Tensor:
 
 
 def side_by_side(x: Tensor, *lins: Any) -> list[Tensor]:
-    """What several linear layers make of the same features: in compiled code by one product, where oneDNN computes it.
-
-    There, a call costs more than laying the weights side by side.
-    """
-    is_compiled = torch.compiler.is_compiling() and not is_exporting() and uses_onednn()
-    if is_compiled and x.layout == torch.strided and all(is_affine(lin) for lin in lins):
-        biases = [lin.bias for lin in lins if lin.bias is not None]
-        if len(biases) in (0, len(lins)):
-            bias = torch.cat(biases) if biases else None
-            out = linear(x, torch.cat([lin.weight for lin in lins]), bias)
-            return list(torch.split(out, [lin.weight.size(0) for lin in lins], -1))
+    """What several linear layers make of the same features; see `gattn.products.several`."""
+    if torch.compiler.is_compiling() and x.layout == torch.strided and all(is_affine(lin) for lin in lins):
+        return several(x, [lin.weight for lin in lins], [lin.bias for lin in lins])
     return [lin(x) for lin in lins]
 
 
