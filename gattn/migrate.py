@@ -75,8 +75,8 @@ def verdict(full: str) -> tuple[bool, str]:
         >>> from gattn.migrate import verdict
         >>> verdict("torch_geometric.nn.GATConv")
         (True, 'gattn.nn.GATConv')
-        >>> verdict("torch_geometric.nn.GCNConv")
-        (False, 'stays: gattn has no GCNConv')
+        >>> verdict("torch_geometric.nn.SAGEConv")
+        (False, 'stays: gattn has no SAGEConv')
     """
     if full in _OF_TORCH:
         return True, _OF_TORCH[full]

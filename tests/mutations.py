@@ -102,7 +102,8 @@ OPEN_BLOCKS, TILE_OPERATOR, LINEAR_OPERATOR, DEGREES, LOOPS, SUPERGAT = (
     )
 )
 PRODUCTS, DROPOUT = "gattn/products.py", "gattn/nn/shared/dropout.py"
-SGFORMER_MODEL, POLYNORMER_MODEL, GCN = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer", "gcn_conv"))
+SGFORMER_MODEL, POLYNORMER_MODEL = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer"))
+GCN = "gattn/nn/graph/gcn_conv.py"
 
 #: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
@@ -950,14 +951,14 @@ MUTATIONS = [
         "hidden self-loops count", LOOPS, "kept = torch.cat([«index[0] != index[1] → index[0] == index[0]», torch"
     ),
     Mutation("supervised attention sees all", SUPERGAT, "bias=bias, «mask=graph.kept, →» dropout"),
+    Mutation("compiled, the bias has no gradient", PRODUCTS, "grad.flatten(0, -2).sum(0) if «wants_bias → False» and"),
     Mutation(
-        "compiled, the bias has no gradient", PRODUCTS, "grad.flatten(0, -2).sum(0) if «ctx.wants_bias → False» else"
+        "compiled, small products have no rows", PRODUCTS, "if is_large else «grad @ weight → grad @ weight * 0»\n"
     ),
     Mutation(
-        "compiled, small products have no rows", PRODUCTS, "if is_large else «grad @ weight → grad @ weight * 0»)"
-    ),
-    Mutation(
-        "compiled, only x has a gradient", PRODUCTS, "ctx.wanted = [x.requires_grad, «weight.requires_grad → False»]"
+        "compiled, the last of several products counts",
+        PRODUCTS,
+        "if of_x is None else «of_x.add_(part) → part»",
     ),
     Mutation("a node is itself once", SGFORMER, "(sums[..., :-1] + «count * value → value»)"),
     Mutation("graphs share a norm", SGFORMER, "scatter(squares, «block → block * 0», -1"),
@@ -980,7 +981,7 @@ MUTATIONS = [
         "torch.arange(num_patches, device=x.device) - first[of«] → ] * 0»)",
     ),
     Mutation("a variance is biased", PATCHES, "squares / (patches «- 1 → - 0»)"),
-    Mutation("gates are not counted from one", EGT, "out * of_gates.«log1p → log»()"),
+    Mutation("gates are not counted from one", EGT, "torch.ones_like(value[..., :1]), graph).«log1p → log»()"),
     Mutation("weights have no gates", EGT, "self.weigh(None, None, graph, bias=logits) * «gates → gates.ceil()»"),
     Mutation("logits are not clamped", GRIT, "(pair * self.att).sum(-1)«.clamp(-self.clamp, self.clamp) →»"),
     Mutation("degrees have no one", GRIT, "degree.to(out).«log1p → log»()"),

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -191,8 +192,9 @@ class TestGraphsOfABatch:
         "listed, causal": ({"listed": True}, {"causal": True}),
     }
 
-    @pytest.mark.parametrize("name", CASES)
-    @pytest.mark.parametrize("is_to_others", [False, True])
+    @pytest.mark.parametrize(
+        ("name", "is_to_others"), mostly_slow([*product(CASES, (False,)), *product(CASES, (True,))], every=3)
+    )
     def test_attention(self, name, is_to_others):
         options, of_graph = self.CASES[name]
         if is_to_others and (of_graph or "listed" in options):
@@ -230,8 +232,12 @@ class TestGraphsOfABatch:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="which a compiled program cannot return"):
             compiled(x, None, batch, None, None)
 
-    @pytest.mark.parametrize("attn_type", ["multihead", "performer"])
-    @pytest.mark.parametrize("norm", ["layer_norm", "GraphNorm", "PairNorm", "batch_norm", None])
+    @pytest.mark.parametrize(
+        ("norm", "attn_type"),
+        mostly_slow(
+            product(["layer_norm", "GraphNorm", "PairNorm", "batch_norm", None], ["multihead", "performer"]), every=5
+        ),
+    )
     def test_gps(self, attn_type, norm):
         conv = GPSConv(8, TransformerConv(8, 4, 2, edge_dim=D), 2, norm=norm, attn_type=attn_type).eval()
         batch = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3, 3])

@@ -23,9 +23,9 @@ NEEDS_SOMETHING = {"Seq2Seq": "at least one token"}
 #: Layers whose results have as many rows as values of indices say, or that must look at such values for another reason.
 READS_VALUES = {
     *("AGNNConv", "DNAConv", "FAConv", "GAT", "GATConv", "GATv2Conv", "HEATConv", "PointTransformerConv"),  # self-loops
-    *("Polynormer", "SuperGATConv"),  # likewise
-    *("GPSConv", "GraphMultisetTransformer", "PatchTransformerAggregation", "SGFormer"),  # sizes of sets
-    *("SetTransformerAggregation", "Graphormer", "PathEncoder", "HAN"),  # likewise
+    *("GCNConv", "Polynormer", "SuperGATConv"),  # likewise
+    *("GPSConv", "GPSConv of GatedGCN", "GraphMultisetTransformer", "PatchTransformerAggregation"),  # sizes of sets
+    *("SetTransformerAggregation", "SGFormer", "Graphormer", "PathEncoder", "HAN"),  # likewise
     *("AttentionPooling", "AttentionalAggregation", "Set2Set", "SoftmaxAggregation"),  # PyG reads the last set
     "LPFormer",  # PyG's sparse matrices
 }

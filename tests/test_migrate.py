@@ -11,7 +11,7 @@ from gattn import migrate, models, nn
 PROGRAM = r"""
 import torch_geometric, torch_geometric as pyg, torch_geometric.nn as gnn
 from torch_geometric import nn as library
-from torch_geometric.nn import GATConv as Conv, GCNConv, conv
+from torch_geometric.nn import GATConv as Conv, SAGEConv, conv
 from torch_geometric.nn.conv.gatv2_conv import GATv2Conv
 from torch_geometric.data import Data
 from torch import nn
@@ -28,7 +28,7 @@ def test_every_way_to_import_is_found_and_nothing_else():
     found = [(line, name.removeprefix("torch_geometric.nn.")) for line, name in sorted(migrate.names_in(PROGRAM))]
     assert found == [
         (4, "GATConv"),
-        (4, "GCNConv"),
+        (4, "SAGEConv"),
         (5, "conv.gatv2_conv.GATv2Conv"),
         (9, "AGNNConv"),
         (9, "conv.FAConv"),
@@ -68,7 +68,7 @@ def test_other_defaults_are_mentioned():
 
 
 def test_the_report_of_a_folder(tmp_path, capsys):
-    (tmp_path / "model.py").write_text("from torch_geometric.nn import GATConv, GCNConv\n")
+    (tmp_path / "model.py").write_text("from torch_geometric.nn import GATConv, SAGEConv\n")
     (tmp_path / "all.py").write_text("from torch_geometric.nn import *\n")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "theirs.py").write_text("from torch_geometric.nn import GATConv\n")
@@ -78,7 +78,7 @@ def test_the_report_of_a_folder(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path}/all.py:1: torch_geometric.nn.* says no names: import them one by one",
         f"{tmp_path}/model.py:1: torch_geometric.nn.GATConv -> gattn.nn.GATConv",
-        f"{tmp_path}/model.py:1: torch_geometric.nn.GCNConv stays: gattn has no GCNConv",
+        f"{tmp_path}/model.py:1: torch_geometric.nn.SAGEConv stays: gattn has no SAGEConv",
         "1 can change, 2 cannot. These, and all else of PyG and PyTorch, work beside gattn as they are.",
     ]
 

@@ -19,8 +19,8 @@ PUBLIC = {
     gattn.nn: (
         "AGNNConv ALiBi AdditiveAttention AttentionPooling AttentionalAggregation BiasedMHA DNAConv "
         "DegreeEncoder DenseGATConv DotGatConv DotProductAttention Dropout EGATConv EGTConv EGTLayer EdgeGATConv "
-        "ExphormerConv FAConv GATConv GATEConv GATv2Conv GPSConv GRITConv GatedGCNConv GeneralAttention "
-        "GeneralConv GraphAttentionEmbedding GraphMultisetTransformer GraphPositionalEncoding "
+        "ExphormerConv FAConv GATConv GATEConv GATv2Conv GCNConv GPSConv GRITConv GatedGCNConv "
+        "GeneralAttention GeneralConv GraphAttentionEmbedding GraphMultisetTransformer GraphPositionalEncoding "
         "GraphormerLayer HANConv HEATConv HGTConv HardAttention HypergraphConv InducedSetAttentionBlock "
         "JumpingKnowledge KeyValueCache LPAttLayer LSTMNCell LearnedPositionalEncoding LocalAttention "
         "MemoryAttention MultiAggregation MultiheadAttention MultiheadAttentionBlock "

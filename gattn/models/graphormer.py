@@ -14,6 +14,7 @@ from gattn.bias import BucketBias
 from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
 from gattn.nn.shared.dropout import dropout
+from gattn.nn.shared.linear import through
 from gattn.nn.transformers.graph_encoders import DegreeEncoder, PathEncoder
 from gattn.nn.transformers.graphormer_layer import GraphormerLayer
 from gattn.ops.dropout import check_probability
@@ -34,10 +35,12 @@ class Graphormer(Module):
 
     where :math:`e_1, \dots, e_n` are the first edges on a shortest path, from the target i on. A virtual token is
     joined to all nodes, with a bias of its own, and its last state is the state of the graph. Each layer normalises
-    before its attention and before its feed-forward network; a last norm follows.
+    before its attention and before its feed-forward network, and a last norm follows; or (`norm_first=False`) after
+    both, as the published models for PCQM4M do, together with `embedding_norm=True` and `head="gelu"`.
 
     The graphs of a batch are laid end to end, so nothing is padded, and a graph's output does not depend on the others.
-    Differences from the authors' program: it takes real-valued features instead of categories, it biases the target's
+
+    *Differences from the authors' program.* It takes real-valued features instead of categories, it biases the target's
     logits by paths *to* the target (theirs, which has only undirected graphs, by those from it), and it leaves no graph
     out (theirs silently drops graphs of more than 128 nodes).
 
@@ -47,20 +50,25 @@ class Graphormer(Module):
         out_channels: The number of channels of the output.
         num_layers: The number of layers.
         heads: The number of heads, a divisor of `hidden_channels`.
-        cutoff: The largest distance with a bias of its own, and the number of edges of a path that count: that of
-            `gattn.transforms.ShortestPathBuckets`. (default: `5`)
+        cutoff: The largest distance with a bias of its own: that of `gattn.transforms.ShortestPathBuckets`.
+            (default: `5`)
         max_degree: The largest degree with vectors of its own. (default: `64`)
         edge_dim: The number of features of an edge. (default: `None`, edges have none, and paths are not needed)
         dropout: The probability of dropping a feature during training. (default: `0.1`)
         attn_dropout: The probability of dropping an attention weight during training. (default: `0.1`)
         virtual_node: Whether there is a virtual token. Without, the output is that of each node. (default: `True`)
+        norm_first: Whether layers normalise before their parts, or after them. (default: `True`)
+        embedding_norm: Whether the first layer's input is normalised. (default: `False`)
+        path_cutoff: The number of edges of a path that count, at most `cutoff`. (default: `None`, `cutoff`)
+        head: What makes the output of a state: `"linear"`, or `"gelu"`, a linear layer, a GELU and a norm before it.
+            (default: `"linear"`)
 
     Shapes:
         - **input:** a `Data` or a batch of them.
         - **output:** one row for each graph, `[B, out_channels]`, or for each node, `[N, out_channels]`.
 
     Raises:
-        TypeError: If `virtual_node` is neither true nor false.
+        TypeError: If `virtual_node`, `norm_first` or `embedding_norm` is neither true nor false.
         ValueError: If an option is out of range.
 
     Example:
@@ -87,25 +95,39 @@ class Graphormer(Module):
         dropout: float = 0.1,
         attn_dropout: float = 0.1,
         virtual_node: bool = True,
+        norm_first: bool = True,
+        embedding_norm: bool = False,
+        path_cutoff: int | None = None,
+        head: str = "linear",
     ):
         super().__init__()
         check_at_least(1, in_channels=in_channels, out_channels=out_channels, num_layers=num_layers, cutoff=cutoff)
         check_probability("dropout", dropout)
         check_flag("virtual_node", virtual_node)
+        check_flag("embedding_norm", embedding_norm)
+        path_cutoff = cutoff if path_cutoff is None else path_cutoff
+        check_at_least(1, path_cutoff=path_cutoff)
+        if path_cutoff > cutoff:
+            raise InputError(f"path_cutoff must be at most cutoff, {cutoff}; got {path_cutoff}.")
+        if head not in ("linear", "gelu"):
+            raise InputError(f"head must be 'linear' or 'gelu'; got {head!r}.")
         self.num_buckets = ShortestPathBuckets(cutoff).num_buckets
         self.dropout = dropout
         self.lin_in = Linear(in_channels, hidden_channels)
         self.degrees = DegreeEncoder(max_degree, hidden_channels)
         self.distances = Embedding(self.num_buckets, heads)
-        self.paths = None if edge_dim is None else PathEncoder(cutoff, edge_dim, heads)
+        self.paths = None if edge_dim is None else PathEncoder(path_cutoff, edge_dim, heads)
         self.token = Embedding(1, hidden_channels) if virtual_node else None
         self.token_bias = Embedding(1, heads) if virtual_node else None
-        options: dict[str, Any] = {"norm_first": True, "dropout": dropout, "attn_drop": attn_dropout}
+        options: dict[str, Any] = {"norm_first": norm_first, "dropout": dropout, "attn_drop": attn_dropout}
         self.layers = ModuleList(
             GraphormerLayer(hidden_channels, hidden_channels, heads, activation=torch.nn.GELU(), **options)
             for _ in range(num_layers)
         )
-        self.norm = LayerNorm(hidden_channels)
+        self.embedding_norm = LayerNorm(hidden_channels) if embedding_norm else None
+        self.norm = LayerNorm(hidden_channels) if norm_first else None
+        self.lin_head = Linear(hidden_channels, hidden_channels) if head == "gelu" else None
+        self.head_norm = LayerNorm(hidden_channels) if head == "gelu" else None
         self.lin_out = Linear(hidden_channels, out_channels)
 
     def reset_parameters(self) -> None:
@@ -143,12 +165,18 @@ class Graphormer(Module):
             h = torch.cat([token, h]).index_select(0, torch.cat([tokens, nodes]).argsort())
             sizes = [size + 1 for size in sizes]
         graph = CompleteGraph.packed(sizes)
+        if self.embedding_norm is not None:
+            h = self.embedding_norm(h)
         h = dropout(h, self.dropout, self.training)
         for layer in self.layers:
             h = layer(h, bias, graph=graph)
         if tokens is not None:
             h = h.index_select(0, tokens)
-        return self.lin_out(self.norm(h))  # type: ignore[no-any-return]
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.lin_head is not None and self.head_norm is not None:
+            h = self.head_norm(F.gelu(through(self.lin_head, h)))
+        return self.lin_out(h)  # type: ignore[no-any-return]
 
     def _with_degrees(self, data: Data) -> Tensor:
         if data.x is None or data.edge_index is None:
@@ -170,13 +198,16 @@ class Graphormer(Module):
             paths, edge_attr = data.get("pair_paths"), data.edge_attr
             if paths is None or edge_attr is None:
                 raise InputError("Graphormer with edge_dim needs edge_attr and ShortestPathBuckets(..., paths=True).")
-            if paths.size(1) != self.paths.max_len or len(edge_attr) != data.num_edges:
+            cutoff = self.num_buckets - 3
+            if paths.size(1) != cutoff or len(edge_attr) != data.num_edges:
                 raise InputError(
-                    f"this network was made for paths of {self.paths.max_len} edges, the cut-off of the transform, and "
+                    f"this network was made for paths of {cutoff} edges, the cut-off of the transform, and "
                     f"one row of edge_attr per edge; got {paths.size(1)}, and {len(edge_attr)} rows for "
                     f"{data.num_edges} edges."
                 )
-            table = table[buckets.long()] + self.paths(_of_batch(data, paths, matrices), edge_attr)
+            table = table[buckets.long()] + self.paths(
+                _of_batch(data, paths[:, : self.paths.max_len], matrices), edge_attr
+            )
             buckets = torch.arange(len(buckets), dtype=torch.int32, device=buckets.device)
         parts = torch.split(buckets, [matrix.numel() for matrix in matrices])
         squares = [part.view_as(matrix) for part, matrix in zip(parts, matrices, strict=True)]

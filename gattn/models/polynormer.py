@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch_geometric.nn
 from torch import Tensor
-from torch.nn import ModuleList
+from torch.nn import Linear, ModuleList, Parameter
 
-from gattn.errors import check_at_least, check_flag
-from gattn.models.gcn_conv import GCNConv
+from gattn.errors import InputError, check_at_least, check_flag
 from gattn.nn.graph.gat_conv import GATConv
+from gattn.nn.graph.gcn_conv import GCNConv
 from gattn.nn.shared.dropout import dropout
 from gattn.nn.shared.linear import through
 from gattn.nn.transformers.all_pairs import check_whole
@@ -39,6 +40,9 @@ class Polynormer(torch_geometric.nn.Polynormer):
     results are the same, and the global phase also works with several heads. The graphs of a batch are laid end to end
     instead of being padded, and a graph's output does not depend on the others.
 
+    The defaults are PyG's. The authors' program has `local_attn=True`, `post_bn=False`, `learn_beta=True`, `beta=0.5`,
+    `lin_in=True` and `qkv_bias=True`.
+
     Args:
         in_channels: The number of channels of the input.
         hidden_channels: The number of channels of each head.
@@ -54,6 +58,10 @@ class Polynormer(torch_geometric.nn.Polynormer):
         pre_ln: Whether there is a norm before each local layer. (default: `False`)
         post_bn: Whether there is a batch norm in each local layer. (default: `True`)
         local_attn: Whether local layers are attention instead of graph convolutions. (default: `False`)
+        learn_beta: Whether :math:`\beta` is learnt for each channel of each layer, as a sigmoid from `beta` on.
+            (default: `False`)
+        lin_in: Whether the linear layer is used that comes first. (default: `False`)
+        qkv_bias: Whether queries, keys and values of global layers have a bias. (default: `False`)
 
     Shapes:
         - **input:** features `[N, F]`, edge indices `[2, E]`, and the graph of each node `[N]`, in any order.
@@ -88,15 +96,25 @@ class Polynormer(torch_geometric.nn.Polynormer):
         pre_ln: bool = False,
         post_bn: bool = True,
         local_attn: bool = False,
+        *,
+        learn_beta: bool = False,
+        lin_in: bool = False,
+        qkv_bias: bool = False,
     ):
+        check_flag("learn_beta", learn_beta)
+        check_flag("lin_in", lin_in)
+        check_flag("qkv_bias", qkv_bias)
+        if learn_beta and not 0 < beta < 1:
+            raise InputError(f"a beta that is learnt is a sigmoid, and must be between 0 and 1 at first; got {beta}.")
         check_at_least(1, local_layers=local_layers, heads=heads)
         check_at_least(0, global_layers=global_layers)
         for name, p in (("in_dropout", in_dropout), ("dropout", dropout), ("global_dropout", global_dropout)):
             check_probability(name, p)
         self.global_attn: ModuleList
         self.local_convs: ModuleList
+        width = heads * hidden_channels if lin_in else in_channels
         super().__init__(
-            in_channels,
+            width,
             hidden_channels,
             out_channels,
             local_layers,
@@ -116,12 +134,24 @@ class Polynormer(torch_geometric.nn.Polynormer):
         with torch.random.fork_rng(devices=[]):  # the numbers are those that PyG has drawn
             self.global_attn = ModuleList(
                 PolynormerAttention(
-                    inner_channels, heads, hidden_channels, beta, qk_shared=qk_shared, dropout=global_dropout
+                    inner_channels,
+                    heads,
+                    hidden_channels,
+                    beta,
+                    qkv_bias,
+                    qk_shared,
+                    global_dropout,
+                    learn_beta=learn_beta,
                 )
                 for _ in range(global_layers)
             )
+            self.has_lin_in = lin_in
+            if lin_in:  # PyG's network has it, but does not use it
+                self.lin_in = Linear(in_channels, inner_channels)
+            self.betas = Parameter(torch.empty(local_layers, inner_channels)) if learn_beta else None
+            self._reset_betas()
             if local_attn:
-                sizes = (in_channels, *[inner_channels] * (local_layers - 1))
+                sizes = (width, *[inner_channels] * (local_layers - 1))
                 convs = ModuleList(GATConv(size, hidden_channels, **options) for size in sizes)
                 convs.load_state_dict(self.local_convs.state_dict())
                 self.local_convs = convs
@@ -129,7 +159,18 @@ class Polynormer(torch_geometric.nn.Polynormer):
             for conv in self.local_convs:
                 conv.__class__ = GCNConv
         if heads == 1:  # with more, PyG's layers are of another width than their input
-            self.global_attn.load_state_dict(theirs.state_dict())
+            self.global_attn.load_state_dict(theirs.state_dict(), strict=not (learn_beta or qkv_bias))
+
+    def _reset_betas(self) -> None:
+        if self.betas is not None:
+            torch.nn.init.constant_(self.betas, math.log(self.beta / (1 - self.beta)))
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters."""
+        super().reset_parameters()
+        if "has_lin_in" in vars(self):  # which PyG's __init__ comes before
+            self.lin_in.reset_parameters()
+            self._reset_betas()
 
     def use_global(self, on: bool = True) -> Polynormer:
         """Chooses the phase.
@@ -163,6 +204,8 @@ class Polynormer(torch_geometric.nn.Polynormer):
         """
         check_whole(self, edge_index)
         x, total = dropout(x, self.in_drop, self.training), None
+        if self.has_lin_in:
+            x = dropout(through(self.lin_in, x), self.dropout, self.training)
         for i, conv in enumerate(self.local_convs):
             if self.pre_ln:
                 x = self.pre_lns[i](x)
@@ -171,7 +214,8 @@ class Polynormer(torch_geometric.nn.Polynormer):
             if self.post_bn:
                 x = self.post_bns[i](x)
             x = dropout(x.relu(), self.dropout, self.training)
-            x = (1 - self.beta) * self.lns[i](h * x) + self.beta * x
+            beta: Any = self.beta if self.betas is None else self.betas[i].sigmoid()
+            x = (1 - beta) * self.lns[i](h * x) + beta * x
             total = x if total is None else total + x
         assert total is not None
         if not self._global:

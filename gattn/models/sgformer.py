@@ -8,9 +8,9 @@ from torch import Tensor
 from torch_geometric.nn.models import sgformer
 from torch_geometric.typing import Adj
 
-from gattn.errors import InputError, check_at_least
+from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import CompleteGraph
-from gattn.models.gcn_conv import GCNConv
+from gattn.nn.graph.gcn_conv import GCNConv
 from gattn.nn.shared.dropout import dropout
 from gattn.nn.shared.linear import through
 from gattn.nn.transformers.all_pairs import check_whole
@@ -28,12 +28,15 @@ class SGFormer(torch_geometric.nn.SGFormer):
     <https://arxiv.org/abs/2306.10759>`_, with layers :math:`A` of `gattn.nn.SGFormerAttention` and a graph convolution:
 
     .. math::
-        z^{(l+1)} = \mathrm{ReLU}\Big(\mathrm{LN}\Big(\frac{A(z^{(l)}) + z^{(l)}}{2}\Big)\Big), \qquad
+        z^{(l+1)} = \mathrm{ReLU}\big(\mathrm{LN}(\alpha\, A(z^{(l)}) + (1 - \alpha)\, z^{(l)})\big), \qquad
         \mathrm{out} = \log \mathrm{softmax}\big(W\, (w\, \mathrm{GCN}(x, E) + (1 - w)\, z^{(L)}) + b\big)
 
     This is a drop-in replacement for `torch_geometric.nn.SGFormer`: arguments, parameter names and, on one graph,
     results are the same. The graphs of a batch are laid end to end instead of being padded, and a graph's output does
     not depend on the others.
+
+    The defaults are PyG's. The authors' program has `norm="frobenius"`, `qkv_bias=True` and, unless it is told
+    otherwise, `use_act=False`.
 
     Args:
         in_channels: The number of channels of the input.
@@ -47,6 +50,9 @@ class SGFormer(torch_geometric.nn.SGFormer):
         graph_weight: The weight :math:`w` of the network on the edges. (default: `0.5`)
         aggregate: How both are combined: `"add"` as above, or `"cat"`, side by side. (default: `"add"`)
         norm: What queries and keys are divided by; see `gattn.nn.SGFormerAttention`. (default: `"row"`)
+        qkv_bias: Whether queries, keys and values have a bias. (default: `False`)
+        use_act: Whether a ReLU follows each layer of attention. (default: `True`)
+        alpha: The weight :math:`\alpha` of attention beside its input. (default: `0.5`)
 
     Shapes:
         - **input:** features `[N, F]`, edge indices `[2, E]`, and the graph of each node `[N]`, in any order.
@@ -76,7 +82,13 @@ class SGFormer(torch_geometric.nn.SGFormer):
         aggregate: str = "add",
         *,
         norm: str = "row",
+        qkv_bias: bool = False,
+        use_act: bool = True,
+        alpha: float = 0.5,
     ):
+        check_flag("qkv_bias", qkv_bias)
+        check_flag("use_act", use_act)
+        check_probability("alpha", alpha)
         check_at_least(0, trans_num_layers=trans_num_layers, gnn_num_layers=gnn_num_layers)
         check_probability("trans_dropout", trans_dropout)
         check_probability("gnn_dropout", gnn_dropout)
@@ -97,11 +109,12 @@ class SGFormer(torch_geometric.nn.SGFormer):
         attns = self.trans_conv.attns
         for place, theirs in enumerate(attns):
             with torch.random.fork_rng(devices=[]):  # the numbers are those that PyG has drawn
-                ours = SGFormerAttention(hidden_channels, trans_num_heads, hidden_channels, norm=norm)
-            ours.load_state_dict(theirs.state_dict())
+                ours = SGFormerAttention(hidden_channels, trans_num_heads, hidden_channels, qkv_bias, norm=norm)
+            ours.load_state_dict(theirs.state_dict(), strict=not qkv_bias)  # PyG's network has no biases
             attns[place] = ours
         for conv in self.graph_conv.convs:
             conv.__class__ = GCNConv
+        self.use_act, self.alpha = use_act, alpha
         self.params1 = list(self.trans_conv.parameters())
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None) -> Tensor:
@@ -134,7 +147,8 @@ class SGFormer(torch_geometric.nn.SGFormer):
         net: sgformer.SGModule = self.trans_conv
         x = _after(net, through(net.fcs[0], x), net.bns[0])
         for attn, norm in zip(net.attns, net.bns[1:], strict=True):
-            x = _after(net, (attn(x, graph=graph) + x) / 2, norm)
+            x = norm(self.alpha * attn(x, graph=graph) + (1 - self.alpha) * x)
+            x = dropout(net.activation(x) if self.use_act else x, net.dropout, net.training)
         return x
 
     def _on_edges(self, x: Tensor, edge_index: Adj) -> Tensor:

@@ -11,6 +11,7 @@ from gattn.nn.graph.gat_conv import GATConv
 from gattn.nn.graph.gate_conv import GATEConv
 from gattn.nn.graph.gated_gcn_conv import GatedGCNConv
 from gattn.nn.graph.gatv2_conv import GATv2Conv
+from gattn.nn.graph.gcn_conv import GCNConv
 from gattn.nn.graph.general_conv import GeneralConv
 from gattn.nn.graph.hypergraph_conv import HypergraphConv
 from gattn.nn.graph.lp_att_layer import LPAttLayer
@@ -97,6 +98,7 @@ __all__ = [
     "GATConv",
     "GATEConv",
     "GATv2Conv",
+    "GCNConv",
     "GPSConv",
     "GRITConv",
     "GatedGCNConv",

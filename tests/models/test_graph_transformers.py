@@ -137,7 +137,7 @@ def test_graph_convolutions(name, change, is_fused, monkeypatch):
     ours, theirs = map(copy.deepcopy, pair_of(name))  # for a copy, PyG makes code of its own
     sums = []
     attend_for = gattn.attention.attend_for
-    monkeypatch.setattr("gattn.models.gcn_conv.attend_for", lambda *a, **k: sums.append(1) or attend_for(*a, **k))
+    monkeypatch.setattr("gattn.nn.graph.gcn_conv.attend_for", lambda *a, **k: sums.append(1) or attend_for(*a, **k))
     convs = [model.graph_conv.convs if name == "sgformer" else model.local_convs for model in (ours, theirs)]
     for parts in convs:
         change(parts[1])
@@ -158,6 +158,79 @@ def test_edges_that_are_edited():
     torch.testing.assert_close(ours(x, edges, batch), theirs(x, edges, batch))
     sparse = torch.sparse_coo_tensor(edges, torch.ones(30), (9, 9)).to_sparse_csr()
     torch.testing.assert_close(ours(x, sparse, batch), theirs(x, sparse, batch))
+
+
+@pytest.mark.parametrize(("use_act", "alpha"), [(False, 0.5), (True, 0.8)])
+def test_sgformer_as_in_its_paper(use_act, alpha):
+    """Equations 1 to 5, written anew: all nodes share Frobenius norms, and projections have biases."""
+    options = {"norm": "frobenius", "qkv_bias": True, "use_act": use_act, "alpha": alpha}
+    model = SGFormer(F, 8, C, trans_num_layers=2, gnn_num_layers=1, **options).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-1, 1)
+    x, edges = torch.randn(9, F, dtype=torch.double, requires_grad=True), EDGES
+    net = model.trans_conv
+    z = net.bns[0](net.fcs[0](x)).relu()
+    for attn, norm in zip(net.attns, net.bns[1:], strict=True):
+        q, k, v = (lin(z) for lin in (attn.q, attn.k, attn.v))
+        weights = (q / q.norm()) @ (k / k.norm()).T
+        attended = (weights @ v / 9 + v) / (weights.sum(1, keepdim=True) / 9 + 1)
+        z = norm(alpha * attended + (1 - alpha) * z)
+        z = z.relu() if use_act else z
+    net = model.graph_conv
+    h = first = net.bns[0](net.fcs[0](x)).relu()
+    adjacency = torch.zeros(9, 9, dtype=torch.double).index_put((edges[1], edges[0]), torch.ones(30).double(), True)
+    adjacency = adjacency.fill_diagonal_(0.0) + torch.eye(9)
+    root = adjacency.sum(1).rsqrt()
+    conv = net.convs[0]
+    h = net.bns[1](root[:, None] * adjacency * root @ conv.lin(h) + conv.bias).relu() + first
+    expected = model.fc(0.5 * h + 0.5 * z).log_softmax(-1)
+    found = model(x, edges)
+    leaves = [x, *model.parameters()]
+    weight = torch.randn_like(found)
+    grads = [torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True) for out in (found, expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_polynormer_as_in_its_paper(is_global):
+    """Equations 3 to 8, written anew, with what is learnt there."""
+    heads, hidden = 2, 3
+    width, options = heads * hidden, {"learn_beta": True, "lin_in": True, "qkv_bias": True, "post_bn": False}
+    model = Polynormer(F, hidden, C, 2, 1, heads=heads, beta=0.5, local_attn=True, **options).double().eval()
+    assert (model.betas.sigmoid() == 0.5).all()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-1, 1)
+    model.use_global(is_global)
+    x, (source, target) = torch.randn(9, F, dtype=torch.double, requires_grad=True), EDGES
+    h, total = model.lin_in(x), 0.0
+    for i, conv in enumerate(model.local_convs):
+        value = conv.lin(h).view(9, heads, hidden)
+        logits = ((value * conv.att_src).sum(-1)[source] + (value * conv.att_dst).sum(-1)[target]).exp()
+        logits = torch.nn.functional.leaky_relu(logits.log(), conv.negative_slope).exp()
+        sums = torch.zeros(9, heads, dtype=torch.double).index_add(0, target, logits)
+        attended = torch.zeros_like(value).index_add(0, target, (logits / sums[target]).unsqueeze(-1) * value[source])
+        a, beta = (attended.flatten(1) + model.lins[i](h)).relu(), model.betas[i].sigmoid()
+        h = (1 - beta) * model.lns[i](model.h_lins[i](h).relu() * a) + beta * a
+        total = total + h
+    expected = model.pred_local(total)
+    if is_global:
+        (attn,) = model.global_attn
+        h = model.ln(total)
+        k, v = attn.k(h).sigmoid().view(9, hidden, heads), attn.v(h).view(9, hidden, heads)
+        q = k if attn.qk_shared else attn.q(h).sigmoid().view(9, hidden, heads)
+        products = torch.einsum("ich,jch->ijh", q, k)
+        a = torch.einsum("ijh,jch->ich", products, v) / (products.sum(1).unsqueeze(1) + 1e-6)
+        a = attn.lns(a.reshape(9, width)) * (attn.h_lins(h) + attn.betas.sigmoid())
+        expected = model.pred_global(attn.lin_out(a).relu())
+    found, expected = model(x, EDGES), expected.log_softmax(-1)
+    weight = torch.randn_like(found)
+    leaves = [x, *model.parameters()]
+    grads = [torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True) for out in (found, expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-9)
 
 
 def test_paper_norms_and_wrong_options():

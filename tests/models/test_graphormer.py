@@ -58,7 +58,8 @@ def by_hand(model, data):
                 edges = data.pair_paths.view(n, n, -1)[i, j].tolist()
                 edges = [edge for edge in edges if edge >= 0]
                 assert len(edges) == min(distance, CUTOFF)
-                weight = model.paths.embedding_table.weight.view(CUTOFF, H, D)
+                edges = edges[: model.paths.max_len]
+                weight = model.paths.embedding_table.weight.view(-1, H, D)
                 parts = [weight[place] @ data.edge_attr[edge] for place, edge in enumerate(edges)]
                 bias[i, j] += torch.stack(parts).mean(0)
     if model.token is not None:
@@ -66,21 +67,34 @@ def by_hand(model, data):
         wider = model.token_bias.weight.expand(n + 1, n + 1, H).clone()
         wider[:n, :n] = bias
         bias = wider
+    h = h if model.embedding_norm is None else model.embedding_norm(h)
     for layer in model.layers:
-        attn, x = layer.attn, layer.attn_layer_norm(h)
+        first = layer.norm_first
+        attn, x = layer.attn, layer.attn_layer_norm(h) if first else h
         q, k, v = (lin(x).view(len(x), H, -1) for lin in (attn.q_proj, attn.k_proj, attn.v_proj))
         logits = torch.einsum("ihc,jhc->ijh", q, k) / (C / H) ** 0.5 + bias
         h = h + attn.out_proj(torch.einsum("ijh,jhc->ihc", logits.softmax(1), v).flatten(1))
-        hidden = layer.ffn_layer_norm(h)
+        h = h if first else layer.attn_layer_norm(h)
+        hidden = layer.ffn_layer_norm(h) if first else h
         h = h + layer.ffn[3](torch.nn.functional.gelu(layer.ffn[0](hidden)))
-    out = model.lin_out(model.norm(h))
+        h = h if first else layer.ffn_layer_norm(h)
+    h = h if model.norm is None else model.norm(h)
+    if model.lin_head is not None:
+        h = model.head_norm(torch.nn.functional.gelu(model.lin_head(h)))
+    out = model.lin_out(h)
     return out if model.token is None else out[-1:]
 
 
+#: Those of the published models for PCQM4M.
+PUBLISHED = {"norm_first": False, "embedding_norm": True, "head": "gelu", "path_cutoff": 1}
+
+
+@pytest.mark.parametrize("options", [{}, PUBLISHED], ids=["default", "published"])
 @pytest.mark.parametrize("virtual_node", [True, False])
 @pytest.mark.parametrize("edge_dim", [None, D])
-def test_by_hand(virtual_node, edge_dim):
-    model = made(virtual_node=virtual_node, edge_dim=edge_dim)
+def test_by_hand(virtual_node, edge_dim, options):
+    model = made(virtual_node=virtual_node, edge_dim=edge_dim, **options)
+    assert (model.norm is None) == bool(options)
     leaves, results = list(model.parameters()), []
     for out in (model(Batch.from_data_list(GRAPHS)), torch.cat([by_hand(model, data) for data in GRAPHS])):
         loss = (out * torch.linspace(-1, 2, out.numel()).view(out.shape)).sum()

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch_geometric.nn as pyg
 from allpairspy import AllPairs
 
 import gattn.nn
-from gattn.nn import GATConv, GATv2Conv, GPSConv, TransformerConv
+from gattn.nn import GATConv, GatedGCNConv, GATv2Conv, GPSConv, TransformerConv
 from gattn.testing import assert_permutation_equivariant
 
 F, HEADS = 8, 4
@@ -181,6 +182,58 @@ def test_errors(x, edge_index, batch):
         block(x, edge_index, batch.flip(0))
     with pytest.raises(ValueError, match="8 is not one of 3"):
         GPSConv(F, None, heads=3)
+
+
+def by_the_papers(block, x, edge_index, batch, edge_attr):
+    """GraphGPS's block around GatedGCN: equations 5 and 6 of the one paper, 1 to 4 of the other, written anew."""
+    conv, (source, target) = block.conv, edge_index
+    linear = torch.nn.functional.linear
+    logits = conv.D(x)[source] + conv.E(x)[target] + conv.C(edge_attr)
+    sums, total = (
+        torch.zeros_like(x).index_add(0, target, logits.sigmoid() * part) for part in (conv.B(x)[source], 1.0)
+    )
+    nodes, edges = conv.bn_node(conv.A(x) + sums / (total + 1e-6)).relu(), conv.bn_edge(logits).relu()
+    if conv.residual and conv.C.in_channels == F:
+        nodes, edges = nodes + x, edges + edge_attr
+    else:
+        nodes = nodes + x  # the block's own
+    query, key, value = (
+        part.view(-1, HEADS, F // HEADS)
+        for part in linear(x, block.attn.in_proj_weight, block.attn.in_proj_bias).chunk(3, -1)
+    )
+    products = torch.einsum("ihc,jhc->ijh", query, key) / (F // HEADS) ** 0.5
+    products = products.masked_fill((batch[:, None] != batch)[..., None], -torch.inf)
+    attended = block.attn.out_proj(torch.einsum("ijh,jhc->ihc", products.softmax(1), value).flatten(1))
+
+    def norm(module, h):
+        return module(h, batch=batch) if block.norm_with_batch else module(h)
+
+    out = norm(block.norm1, nodes) + norm(block.norm2, x + attended)
+    return norm(block.norm3, out + block.mlp(out)), edges
+
+
+@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
+@pytest.mark.parametrize(("residual", "edge_channels"), [(True, F), (False, F), (True, 3)])
+def test_a_layer_that_also_returns_edges(norm, residual, edge_channels, x, edge_index, batch):
+    """Its own residual counts once, as in the authors' program; where it has none, the block's does."""
+    block = GPSConv(F, GatedGCNConv(F, edge_channels, F, residual=residual), heads=HEADS, norm=norm).double()
+    leaves = [x.requires_grad_(), torch.randn(edge_index.size(1), edge_channels).double().requires_grad_()]
+    leaves += block.parameters()
+    found = []
+    for call in (block, partial(by_the_papers, block)):
+        outs = call(x, edge_index, batch, edge_attr=leaves[1])
+        loss = sum((out * torch.linspace(-1, 1, out.numel()).view_as(out).cos()).sum() for out in outs)
+        found.append((outs, torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_in_a_row_pass_edges_on(x, edge_index, batch):
+    blocks = [GPSConv(F, GatedGCNConv(F, F, F), heads=HEADS).double() for _ in range(2)]
+    edges = torch.randn(edge_index.size(1), F).double()
+    for block in blocks:
+        x, edges = block(x, edge_index, batch, edge_attr=edges)
+    assert x.shape == (11, F)
+    assert edges.shape == (edge_index.size(1), F)
 
 
 @pytest.mark.parametrize("batched", [False, True])

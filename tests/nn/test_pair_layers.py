@@ -126,6 +126,73 @@ def test_degrees():
 
 
 @each
+def test_dropped_weights(name):
+    """In training alone, with their expectation, and in GRIT the same for values and pairs."""
+    conv, x, e = made(name), randn(N, F), randn(N * N, D)
+    expected = conv(x, ALL, e)
+    conv.dropout = 0.5
+    torch.testing.assert_close(conv.eval()(x, ALL, e), expected)
+    conv.train()
+    mean = sum(conv(x, ALL, e)[0].detach() for _ in range(3000)) / 3000
+    torch.testing.assert_close(mean, expected[0].detach(), rtol=0.2, atol=0.2 * expected[0].abs().max().item())
+    assert not torch.allclose(conv(x, ALL, e)[0], expected[0])
+    torch.testing.assert_close(conv(x, ALL, e)[1], expected[1])
+    conv.dropout = 1.0
+    out = conv(x, ALL, e)[0]
+    torch.testing.assert_close(out, (conv.lin_out(out * 0) if name == "egt" else torch.zeros_like(out)))
+
+
+def test_grit_drops_the_same_for_values_and_pairs():
+    found = []
+    for of_values in (1.0, 0.0):
+        conv = nn.GRITConv(F, F, C, heads=H, use_degrees=False, dropout=0.5)
+        with torch.no_grad():
+            for parameter in conv.parameters():
+                parameter.zero_()
+            conv.lin_value.weight.fill_(of_values / F)
+            conv.lin_edge_bias.bias.fill_(1.0)
+            conv.edge_value.copy_((1.0 - of_values) * torch.eye(C))
+        torch.manual_seed(1)
+        found.append(conv(torch.ones(N, F), ALL, torch.zeros(N * N, F))[0])
+    torch.testing.assert_close(found[0], found[1])
+    assert len(found[0].unique()) > 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_virtual_nodes_are_not_scaled_by_degree(count):
+    """As in the program of EGT's authors, whose virtual nodes come first."""
+    conv, x = made("egt"), randn(N, F)
+    conv.num_virtual_nodes = count
+    sizes = (4, 2)
+    pairs, batch = CompleteGraph.packed(sizes).edge_index, torch.tensor([0, 0, 0, 0, 1, 1])
+    e = randn(pairs.size(1), D)
+    found = conv(x, pairs, e, batch=batch)[0]
+    for first, size, of_pairs in zip((0, 4), sizes, e.split([16, 4]), strict=True):
+        nodes, of_pairs = x[first : first + size], of_pairs.view(size, size, D)
+        scaled = egt(conv, nodes, of_pairs)[0]
+        gates = conv.lin_gate(of_pairs).sigmoid()
+        q, k, v = (split(lin(nodes)) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
+        logits = (torch.einsum("ihc,jhc->ijh", q, k) / (F / H) ** 0.5).clamp(-5, 5) + conv.lin_edge(of_pairs)
+        whole = torch.einsum("ijh,jhc->ihc", logits.softmax(1) * gates, v)
+        expected = torch.cat([conv.lin_out(whole.flatten(1))[:count], scaled[count:]])
+        torch.testing.assert_close(found[first : first + size], expected)
+    conv.scale_degree = False
+    torch.testing.assert_close(conv(x, pairs, e)[0][4:], conv.lin_out(whole.flatten(1)))
+
+
+def test_options_of_pair_layers_are_checked():
+    for make, message in (
+        (lambda: nn.EGTConv(F, D, dropout=1.5), "dropout"),
+        (lambda: nn.GRITConv(F, D, C, dropout=-0.5), "dropout"),
+        (lambda: nn.EGTConv(F, D, num_virtual_nodes=-1), "num_virtual_nodes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    with pytest.raises(TypeError, match="scale_degree"):
+        nn.EGTConv(F, D, scale_degree="no")
+
+
+@each
 def test_recorded_and_compiled(name):
     conv, x, e = made(name), randn(N, F), randn(N * N, D)
     with gattn.record_attention(conv) as records:

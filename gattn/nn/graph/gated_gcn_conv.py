@@ -127,11 +127,14 @@ class GatedGCNConv(BaseConv):
         value = self.B(sources)
         out = self.attend(None, None, value.unsqueeze(-1), graph, bias=logits, distribution=_GATE)
         assert isinstance(out, Tensor)
-        is_residual = self.residual and targets.size(-1) == edge_attr.size(-1) == self.out_channels
-        return (
-            self._updated(self.A(targets) + out.squeeze(-1), self.bn_node, targets if is_residual else None),
-            self._updated(logits, self.bn_edge, edge_attr if is_residual else None),
-        )
+        nodes = self.A(targets) + out.squeeze(-1)
+        skips = (targets, edge_attr) if self.adds_input else (None, None)
+        return self._updated(nodes, self.bn_node, skips[0]), self._updated(logits, self.bn_edge, skips[1])
+
+    @property
+    def adds_input(self) -> bool:
+        """See `BaseConv.adds_input`."""
+        return self.residual and self.A.in_channels == self.C.in_channels == self.out_channels
 
     def _updated(self, x: Tensor, norm: torch.nn.BatchNorm1d, skip: Tensor | None) -> Tensor:
         """The steps after the convolution, for nodes and for edges."""

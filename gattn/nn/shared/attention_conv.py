@@ -41,6 +41,11 @@ class BaseConv(Declared, Attention):
     takes_shards: ClassVar[bool] = False
     _records_parts: ClassVar[bool] = False
 
+    @property
+    def adds_input(self) -> bool:
+        """Whether the layer adds its input to its output, and drops out before, so that a block around it must not."""
+        return False
+
     def _inputs(self, x: Any) -> tuple[Tensor, Tensor | None]:
         """Source and target features; the same tensor twice if `x` is a single one."""
         if isinstance(x, (tuple, list)) and len(x) != 2:

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gattn.errors import check_at_least, check_number
+from gattn.errors import check_at_least, check_flag, check_number
 from gattn.graphs import GraphLike
+from gattn.graphs.builders import checked_batch
 from gattn.nn.shared.attention_conv import BaseConv
 from gattn.nn.shared.edge_features import checked_features
 from gattn.nn.shared.linear import Linear
 from gattn.nn.transformers.all_pairs import check_heads
+from gattn.ops.dropout import check_probability
 from gattn.recording import record
 from gattn.scores import DotScore
 
@@ -43,6 +45,9 @@ class EGTConv(BaseConv):
         heads: The number of heads, H. Each has F / H channels, C.
         clip: The largest absolute value of the scaled dot product. (default: `5.0`)
         bias: Whether projections have a bias. (default: `True`)
+        dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
+        scale_degree: Whether the sums are multiplied by the logarithms. (default: `True`)
+        num_virtual_nodes: The number of each graph's first nodes whose sums are not multiplied. (default: `0`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
@@ -71,15 +76,24 @@ class EGTConv(BaseConv):
         heads: int = 1,
         clip: float = 5.0,
         bias: bool = True,
+        dropout: float = 0.0,
+        scale_degree: bool = True,
+        num_virtual_nodes: int = 0,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        check_probability("dropout", dropout)
+        check_flag("scale_degree", scale_degree)
+        check_at_least(0, num_virtual_nodes=num_virtual_nodes)
         check_at_least(1, edge_channels=edge_channels)
         check_number("clip", clip, "positive")
         check_heads(channels, heads, None)
         self.in_channels = channels
         self.edge_channels = edge_channels
         self.heads = heads
+        self.dropout = dropout
+        self.scale_degree = scale_degree
+        self.num_virtual_nodes = num_virtual_nodes
         self.score = DotScore(clamp=clip)
         self.lin_query, self.lin_key, self.lin_value, self.lin_out = (
             Linear(channels, channels, bias=bias) for _ in range(4)
@@ -87,7 +101,9 @@ class EGTConv(BaseConv):
         self.lin_edge, self.lin_gate = (Linear(edge_channels, heads, bias=bias) for _ in range(2))
         self.lin_edge_out = Linear(heads, edge_channels, bias=bias)
 
-    def forward(self, x: Tensor, edge_index: GraphLike, edge_attr: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, edge_index: GraphLike, edge_attr: Tensor | None = None, batch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Updates nodes and pairs.
 
         Args:
@@ -95,6 +111,8 @@ class EGTConv(BaseConv):
             edge_index: The pairs, as a graph in any form that `gattn.attend` takes.
             edge_attr: The features of the pairs, `[..., E, D]`. (default: `None`, the vectors that a sparse adjacency
                 holds)
+            batch: The graph of each node, `[N]`, in ascending order, by which virtual nodes are found.
+                (default: `None`, a single graph)
 
         Returns:
             The features of the nodes and of the pairs.
@@ -112,6 +130,18 @@ class EGTConv(BaseConv):
         gates = self.lin_gate(edge_attr).sigmoid()
         alpha = self.weigh(None, None, graph, bias=logits) * gates
         record(self, graph, alpha)
-        out = self.weighted_sum(alpha, value, graph)
-        of_gates = self.weighted_sum(gates, torch.ones_like(value[..., :1]), graph)
-        return self.lin_out((out * of_gates.log1p()).flatten(-2)), self.lin_edge_out(logits)
+        out = self.weighted_sum(alpha, value, graph, dropout=self.dropout)
+        if self.scale_degree:
+            scale = self.weighted_sum(gates, torch.ones_like(value[..., :1]), graph).log1p()
+            if self.num_virtual_nodes:
+                scale = scale.masked_fill(self._is_virtual(x, batch).view(-1, 1, 1), 1.0)
+            out = out * scale
+        return self.lin_out(out.flatten(-2)), self.lin_edge_out(logits)
+
+    def _is_virtual(self, x: Tensor, batch: Tensor | None) -> Tensor:
+        """Which nodes are among the first of their graphs, `[N]`."""
+        place = torch.arange(x.size(-2), device=x.device)
+        if batch is not None:
+            batch = checked_batch(batch, x.size(-2), x.device)
+            place = place - torch.searchsorted(batch, batch)
+        return place < self.num_virtual_nodes

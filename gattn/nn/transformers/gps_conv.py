@@ -43,6 +43,10 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
     but with `attn_type="performer"` only on one graph, as PyG's linear attention depends on the padding. The graphs of
     a batch form a packed `CompleteGraph`, so there is no padding here.
 
+    A layer on the edges may return features of edges as well, as `GatedGCNConv` does; so does the block then, whose
+    next one gets them as `edge_attr`. As in the authors' program, the block adds no input to what has it already:
+    :math:`h = \mathrm{norm}(\mathrm{conv}(x, E)) + \ldots` with a `GatedGCNConv` of F channels for nodes and edges.
+
     Args:
         channels: The number of channels of the features, F.
         conv: The layer on the edges, from gattn or PyG, or `None` for attention only.
@@ -58,7 +62,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
 
     Shapes:
         - **input:** features `[N, F]`, edge indices `[2, E]`, and the graph of each node `[N]` in ascending order.
-        - **output:** `[N, F]`.
+        - **output:** `[N, F]`, and features of edges `[E, D]` if the layer on the edges returns them.
 
     Raises:
         ValueError: If `attn_type` is unknown, or `channels` is not a multiple of `heads`.
@@ -120,7 +124,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         *,
         attn_bias: Bias | None = None,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the block.
 
         Args:
@@ -133,7 +137,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 effect, as in PyG.
 
         Returns:
-            The features, `[N, F]`.
+            The features, `[N, F]`; with a layer on the edges that returns those of edges as well, both.
 
         Raises:
             ValueError: If `batch` does not hold the graph of each node in ascending order, or the attention takes no
@@ -149,14 +153,20 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch=checked_batch(batch, x.size(0)))
         )
         check_whole(self, edge_index)
-        local = None  # first, so that dropout gets the same random numbers as in PyG
+        local, edges = None, None  # first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:
-            local = self._add_and_norm(self.conv(x, edge_index, **kwargs), x, self.norm1, batch)
+            local = self.conv(x, edge_index, **kwargs)
+            if isinstance(local, tuple):
+                local, edges = local
+            if getattr(self.conv, "adds_input", False):
+                local = self._norm(local, self.norm1, batch)
+            else:
+                local = self._add_and_norm(local, x, self.norm1, batch)
         out = self._add_and_norm(self._attend(x, batch, graph, attn_bias), x, self.norm2, batch)
         if local is not None:
             out = local + out
-        out = out + through(self.mlp, out)
-        return self._norm(out, self.norm3, batch)
+        out = self._norm(out + through(self.mlp, out), self.norm3, batch)
+        return out if edges is None else (out, edges)
 
     def _attend(self, x: Tensor, batch: Tensor | None, graph: CompleteGraph, attn_bias: Bias | None) -> Tensor:
         """Attention among the nodes of each graph; another module gets a padded batch, by the arguments that it has."""

@@ -12,8 +12,10 @@ from gattn.errors import check_at_least, check_flag, check_number
 from gattn.graphs import GraphLike
 from gattn.nn.shared.attention_conv import BaseConv
 from gattn.nn.shared.declared import Declared
+from gattn.nn.shared.dropout import dropout as drop
 from gattn.nn.shared.edge_features import checked_features
 from gattn.nn.shared.linear import Linear
+from gattn.ops.dropout import check_probability
 from gattn.ops.pair_roots import pair_roots
 from gattn.recording import record
 
@@ -48,6 +50,7 @@ class GRITConv(BaseConv):
         heads: The number of heads, H. (default: `1`)
         clamp: The largest absolute value of a logit. (default: `5.0`)
         use_degrees: Whether the output depends on degrees; otherwise, it is :math:`\hat x_i`. (default: `True`)
+        dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
@@ -78,9 +81,11 @@ class GRITConv(BaseConv):
         heads: int = 1,
         clamp: float = 5.0,
         use_degrees: bool = True,
+        dropout: float = 0.0,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        check_probability("dropout", dropout)
         check_at_least(1, channels=channels, edge_channels=edge_channels, out_channels=out_channels, heads=heads)
         check_number("clamp", clamp, "positive")
         check_flag("use_degrees", use_degrees)
@@ -89,6 +94,7 @@ class GRITConv(BaseConv):
         self.out_channels = out_channels
         self.heads = heads
         self.clamp = clamp
+        self.dropout = dropout
         width = heads * out_channels
         self.lin_query = Linear(channels, width)
         self.lin_key, self.lin_value = (Linear(channels, width, bias=False) for _ in range(2))
@@ -141,8 +147,14 @@ class GRITConv(BaseConv):
         weight, shift = (self._heads(lin(edge_attr)) for lin in (self.lin_edge_weight, self.lin_edge_bias))
         pair = pair_roots(query, key, weight, shift, target, source)
         logits = (pair * self.att).sum(-1).clamp(-self.clamp, self.clamp)
-        out, alpha, _ = self._result(None, None, value, graph, bias=logits, weights=True)
-        record(self, graph, alpha)
+        if self.training and self.dropout > 0.0:  # both sums drop the same
+            alpha = self.weigh(None, None, graph, bias=logits)
+            record(self, graph, alpha)
+            alpha = drop(alpha, self.dropout, True)
+            out = self.weighted_sum(alpha, value, graph)
+        else:
+            out, alpha, _ = self._result(None, None, value, graph, bias=logits, weights=True)
+            record(self, graph, alpha)
         # The matrices of pairs are the same for all, and multiply the sums instead of each pair.
         of_pairs = self.weighted_sum(alpha, torch.zeros_like(value), graph, edge_value=pair)
         out = (out + torch.einsum("...hc,hcd->...hd", of_pairs, self.edge_value)).flatten(-2)
