@@ -247,11 +247,6 @@ LAYERS = {
     "GCNConv": Layer(lambda: layers.GCNConv(F, 4), lambda d: (*on_edges(d), d.floats("edges").detach().abs())),
     "GCNConv of batches": Layer(lambda: layers.GCNConv(F, 4), lambda d: (d.floats("batch", "nodes", F), d.edges())),
     "GPSConv": Layer(lambda: layers.GPSConv(F, layers.GATConv(F, F), H, norm="layer_norm"), of_graphs),
-    "GPSConv of GatedGCN": Layer(
-        lambda: layers.GPSConv(F, layers.GatedGCNConv(F, D, F), H),
-        lambda d: (*of_graphs(d), d.floats("edges", D)),
-        lambda layer, x, edges, batch, features: layer(x, edges, batch, edge_attr=features),
-    ),
     "GPSConv of Performer": Layer(lambda: layers.GPSConv(F, None, H, attn_type="performer"), on_edges),
     "GRITConv": Layer(lambda: layers.GRITConv(F, D, 4, H), with_features),
     "GatedGCNConv": Layer(lambda: layers.GatedGCNConv(F, D, 4), with_features),

@@ -11,7 +11,7 @@ from allpairspy import AllPairs
 
 import gattn.nn
 from gattn.nn import GATConv, GatedGCNConv, GATv2Conv, GPSConv, TransformerConv
-from gattn.testing import assert_permutation_equivariant
+from gattn.testing import assert_compiles_whole, assert_permutation_equivariant
 
 F, HEADS = 8, 4
 CONVS = {
@@ -225,6 +225,7 @@ def test_a_layer_that_also_returns_edges(norm, residual, edge_channels, x, edge_
         loss = sum((out * torch.linspace(-1, 1, out.numel()).view_as(out).cos()).sum() for out in outs)
         found.append((outs, torch.autograd.grad(loss, leaves)))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+    assert_compiles_whole(block.eval(), x, edge_index, batch, edge_attr=leaves[1])
 
 
 def test_blocks_in_a_row_pass_edges_on(x, edge_index, batch):

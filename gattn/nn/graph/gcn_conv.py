@@ -17,7 +17,7 @@ from gattn.errors import InputError
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import checked, derived_tensors, plain
 from gattn.nn.shared.degrees import over_root_degrees
-from gattn.nn.shared.linear import through
+from gattn.nn.shared.linear import Linear, through
 from gattn.torch_private import has_hooks, is_exporting, is_traced
 from gattn.tracing import Leaf
 
@@ -56,6 +56,7 @@ class GCNConv(Leaf, torch_geometric.nn.GCNConv):
             (default: `None`, as `normalize`)
         normalize: Whether weights are divided by the roots of degrees. (default: `True`)
         bias: Whether a bias is learnt. (default: `True`)
+        **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
     Shapes:
         - **input:** features `[..., N, F_in]`, edge indices `[2, E]`, weights `[E]`.
@@ -70,6 +71,20 @@ class GCNConv(Leaf, torch_geometric.nn.GCNConv):
         >>> conv(torch.randn(3, 16), torch.tensor([[0, 1], [1, 2]]), torch.rand(2)).shape  # 3 nodes, 2 weighted edges
         torch.Size([3, 8])
     """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        improved: bool = False,
+        cached: bool = False,
+        add_self_loops: bool | None = None,
+        normalize: bool = True,
+        bias: bool = True,
+        **kwargs: Any,
+    ):
+        super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
+        self.lin.__class__ = Linear  # which also takes sparse features
 
     def forward(self, x: Tensor, edge_index: GraphLike, edge_weight: Tensor | None = None) -> Tensor:
         """Sums each node's neighbours.
