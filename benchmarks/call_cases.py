@@ -314,7 +314,8 @@ for _name in ("GATv2Conv", "TransformerConv"):
     for _data, (_draw, _more) in STEPS.items():
         _build = partial(training_step, make=CONVS[_name], find=_draw, options={**STEP_SIZES, **_more})
         CALLS[f"training step, {_data}, {_name}"] = Call("PyG", _build)
-        CALLS[f"training step, {_data}, {_name}, compiled"] = Call("PyG, compiled", _build, (True, True))
+        if (_data, _name) != ("molecules without edge features", "TransformerConv"):  # PyG's, compiled, is wrong there
+            CALLS[f"training step, {_data}, {_name}, compiled"] = Call("PyG, compiled", _build, (True, True))
         CALLS[f"training step, {_data}, {_name}, compiled or not"] = Call("gattn, eager", _build, (True, False), True)
 _gps = CALLS["molecules, GPSConv"]
 CALLS["molecules, GPSConv, compiled"] = Call("PyG, compiled", _gps.build, (True, True))

@@ -217,8 +217,8 @@ def _compute_backward(grads: list[Tensor | None], x: Tensor, weights: list[Tenso
             rows = grad.reshape(-1, grad.size(-1))
             of_weights.append(_sum_over_rows(rows, of_rows) if is_large and _SUMS_ROWS else rows.t() @ of_rows)
         elif is_wanted:
-            of_weights.append(torch.zeros_like(weight))
-    return ([] if not wanted[0] else [torch.zeros_like(x) if of_x is None else of_x]) + of_weights
+            of_weights.append(weight.new_zeros(weight.shape))
+    return ([] if not wanted[0] else [x.new_zeros(x.shape) if of_x is None else of_x]) + of_weights
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
