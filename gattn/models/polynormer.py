@@ -41,7 +41,8 @@ class Polynormer(torch_geometric.nn.Polynormer):
     instead of being padded, and a graph's output does not depend on the others.
 
     The defaults are PyG's. The authors' program has `local_attn=True`, `post_bn=False`, `learn_beta=True`, `beta=0.5`,
-    `lin_in=True` and `qkv_bias=True`.
+    `lin_in=True`, `qkv_bias=True` and `qk_shared=True`. *Differences from it:* the output is a logarithm of
+    probabilities, as PyG's, and the global layers' divisor has :math:`10^{-6}` added.
 
     Args:
         in_channels: The number of channels of the input.

@@ -35,8 +35,8 @@ class SGFormer(torch_geometric.nn.SGFormer):
     results are the same. The graphs of a batch are laid end to end instead of being padded, and a graph's output does
     not depend on the others.
 
-    The defaults are PyG's. The authors' program has `norm="frobenius"`, `qkv_bias=True` and, unless it is told
-    otherwise, `use_act=False`.
+    The defaults are PyG's. The authors' program has `norm="frobenius"` and `qkv_bias=True`; `use_act` and `alpha` are
+    options there, too. *Difference from it:* the output is a logarithm of probabilities, as PyG's.
 
     Args:
         in_channels: The number of channels of the input.
