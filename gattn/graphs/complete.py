@@ -430,8 +430,8 @@ class _PackedGraph(CompleteGraph):
 
     def block_of_each(self, side: Literal["target", "source"], device: torch.device) -> tuple[Tensor, int]:
         """See `CompleteGraph.block_of_each`."""
-        sizes = torch.tensor([block[side == "source"] for block in self.blocks], dtype=torch.int64, device=device)
-        count = self.num_sources if side == "source" else self.num_targets
+        place, count = (1, self.num_sources) if side == "source" else (0, self.num_targets)
+        sizes = torch.tensor([block[place] for block in self.blocks], dtype=torch.int64, device=device)
         blocks = torch.arange(len(self.blocks), device=device)
         return blocks.repeat_interleave(sizes, output_size=count), len(self.blocks)
 
