@@ -992,9 +992,7 @@ MUTATIONS = [
     Mutation("weights are exchanged", SGFORMER_MODEL, "out = self.graph_weight * «on_edges → z» +"),
     Mutation("nodes stay in another order", SGFORMER_MODEL, "z = «torch.empty_like(z).index_copy(0, order, z) → z»"),
     Mutation(
-        "sums on the kernels hide messages from explainers",
-        GCN,
-        "self.decomposed_layers > 1 or «self.explain → False»:",
+        "sums on the kernels hide messages from explainers", GCN, 'for name in (*_STEPS, «"propagate" → "message"»)):'
     ),
     Mutation("sums on the kernels have no bias", GCN, "out if self.bias is None else «out + self.bias → out»"),
     Mutation("a root is steep at zero", PAIR_ROOTS, "of_product = root > 0 ? ratio : «T(0) → ratio»"),

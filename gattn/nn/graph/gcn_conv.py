@@ -147,7 +147,7 @@ class GCNConv(Leaf, torch_geometric.nn.GCNConv):
         is_recorded = is_traced() and (not torch.compiler.is_compiling() or is_exporting())
         if not isinstance(x, Tensor) or x.dim() < 2 or x.layout != torch.strided or is_recorded or is_autocast(x):
             return False
-        if self.node_dim != -2 or self.decomposed_layers > 1 or self.explain:
+        if self.node_dim != -2 or self.decomposed_layers > 1:  # an explainer replaces propagate
             return False
         aggr = self.aggr_module
         if type(aggr) is not SumAggregation or has_hooks(aggr) or type(self) is not GCNConv:
