@@ -115,7 +115,7 @@ def _takes_over(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """What `linear` returns for each of these weights; in compiled code by one operator, whose call is not for nothing.
+    """What `linear` returns for each of these weights; in compiled code by one operator, as each call takes time.
 
     Args:
         x: See `linear`.
@@ -132,8 +132,11 @@ def several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 def _compiles(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     """Whether the operator computes products in compiled code, where the number of rows may be open: it looks at it."""
-    if is_exporting() or x.dim() < 2 or sum(weight.numel() for weight in weights) < _LEAST_COMPILED:
+    if is_exporting() or x.is_nested or x.dim() < 2 or sum(weight.numel() for weight in weights) < _LEAST_COMPILED:
         return False
+    for weight, bias in zip(weights, biases, strict=True):  # else, PyTorch's own product says what is wrong
+        if weight.dim() != 2 or weight.size(1) != x.size(-1) or (bias is not None and bias.shape != weight.shape[:1]):
+            return False
     tensors = [x, *weights, *(bias for bias in biases if bias is not None)]
     return not is_autocast(x) and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors)
 

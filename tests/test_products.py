@@ -87,6 +87,23 @@ def test_compiled_it_is_as_exact(shape, out, has_bias, least, called, monkeypatc
         torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [((4, 7), (5, 6), (5,)), ((4, 7), (5, 7), (4,)), ((7,), (5, 7), (5,))])
+def test_compiled_other_sizes_are_left_to_pytorch(sizes, called, monkeypatch):
+    """The operator would read what is not there."""
+    monkeypatch.setattr(products, "_LEAST_COMPILED", 1)
+    torch.compiler.reset()
+    inputs = [torch.randn(size) for size in sizes]
+    compiled = torch.compile(products.linear, backend="aot_eager", fullgraph=True)
+    try:
+        expected = F.linear(*inputs)
+    except RuntimeError:
+        with pytest.raises((RuntimeError, torch._dynamo.exc.Unsupported)):
+            compiled(*inputs)
+    else:
+        torch.testing.assert_close(compiled(*inputs), expected)
+    assert called == []
+
+
 def test_compiled_layers_side_by_side(called, monkeypatch):
     monkeypatch.setattr(products, "_LEAST_COMPILED", 1)
     lins = [Linear(7, 5), Linear(7, 3), Linear(7, 5, bias=False), Linear(7, 2)]
