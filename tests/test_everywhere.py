@@ -23,7 +23,7 @@ NEEDS_SOMETHING = {"Seq2Seq": "at least one token"}
 #: Layers whose results have as many rows as values of indices say, or that must look at such values for another reason.
 READS_VALUES = {
     *("AGNNConv", "DNAConv", "FAConv", "GAT", "GATConv", "GATv2Conv", "HEATConv", "PointTransformerConv"),  # self-loops
-    *("GCNConv", "Polynormer", "SuperGATConv"),  # likewise
+    *("GCNConv", "GCNConv of batches", "Polynormer", "SuperGATConv"),  # likewise
     *("GPSConv", "GraphMultisetTransformer", "PatchTransformerAggregation"),  # sizes of sets
     *("SetTransformerAggregation", "SGFormer", "Graphormer", "PathEncoder", "HAN"),  # likewise
     *("AttentionPooling", "AttentionalAggregation", "Set2Set", "SoftmaxAggregation"),  # PyG reads the last set
