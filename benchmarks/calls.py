@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 
-from benchmarks.call_cases import CALLS, Draw
+from benchmarks.call_cases import CALLS, Draw, apart
 from benchmarks.framework.benchmark import Benchmark
 from benchmarks.framework.measuring import (
     MODES,
@@ -111,7 +111,7 @@ class Case(Measurement):
         ours, theirs = (build(is_ours, Draw(torch.float32)) for is_ours in (True, CALLS[self.call].is_own_peer))
         for side, is_compiled in zip((ours, theirs), CALLS[self.call].compiled, strict=True):
             if is_compiled:  # for batches of all sizes, as in training
-                side.computation.call = torch.compile(side.computation.call, dynamic=True)
+                side.computation.call = torch.compile(apart(side.computation.call), dynamic=True)
                 settle(side.computation)
         expected = torch.load(reference, weights_only=True)[""]  # type: ignore[arg-type] # each case has one
         for name, computation in (("gattn", ours.computation), ("the peer", theirs.computation)):

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gattn
 from gattn import SparseGraph, Typed, attend
-from gattn.nn import GATConv, GATv2Conv
+from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.ops.backends.cpu import layout as layout_module
 from gattn.ops.backends.cpu import native
 from gattn.testing import random_edge_index
@@ -141,6 +141,24 @@ class TestAGraphFromOutside:
         for _ in range(3):
             compiled(torch.randn(NODES, CHANNELS), edge_index).sum().backward()
         assert len(layouts) == 1
+
+    @pytest.mark.parametrize("edge_dim", [None, 3])
+    @pytest.mark.parametrize("layer", [GATConv, GATv2Conv, TransformerConv])
+    def test_is_laid_out_once_for_all_layers(self, layer, edge_dim, layouts):
+        """Self-loops, which the first two put in, included: with edge features, the program itself does."""
+        convs = torch.nn.ModuleList([layer(CHANNELS, CHANNELS, edge_dim=edge_dim) for _ in range(3)])
+
+        @torch.compile(fullgraph=True, dynamic=True)
+        def model(x, edge_index, *features):
+            for conv in convs:
+                x = conv(x, edge_index, *features)
+            return x
+
+        for number in range(1, 4):
+            edge_index = random_edge_index(NODES, num_edges=EDGES + number)
+            features = () if edge_dim is None else (torch.randn(edge_index.size(1), edge_dim),)
+            model(torch.randn(NODES, CHANNELS), edge_index, *features).sum().backward()
+            assert len(layouts) == number
 
     def test_is_laid_out_again_when_it_was_edited(self, layouts):
         compiled = torch.compile(attention, fullgraph=True)
