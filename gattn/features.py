@@ -20,6 +20,7 @@ Example:
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -260,6 +261,8 @@ def favor(
     *,
     scale: float | None = None,
     stabilize: bool = True,
+    eps: float = 0.0,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Positive random features, with which linear attention approximates the softmax of dot products.
 
@@ -275,8 +278,10 @@ def favor(
     all keys of the graph is subtracted. For queries, it is added, which cancels it, and then the maximum over all r is
     subtracted. A constant c is then added to both: 33 in float32 and bfloat16, 340 in float64, 11 in float16. What
     remains is one factor per target, which cancels when weights are divided by their sum. For a target that sees all
-    keys of its graph, this sum is at least :math:`e^{2b} / R`, so it is never zero. Published implementations add a
-    small number to each feature to prevent that, which pulls all weights towards their mean; here, none is added.
+    keys of its graph, this sum is at least :math:`e^{2b} / R`, so it is never zero. Published programs add a small
+    number to each feature to prevent that, which pulls all weights towards their mean; here, none is added unless `eps`
+    says so. Its size means something only beside theirs, so exponents are then shifted as in these programs: by the
+    largest :math:`\omega_r^\top \sqrt{c} \, x` of a query, and of all keys of a graph together.
 
     Each graph of a batch has its own maxima, so that results do not depend on the other graphs. In a causal graph, the
     maxima are also taken over later keys. They cancel, so results depend on later keys through rounding only, unless
@@ -295,6 +300,8 @@ def favor(
             the maxima are those of all processes. (default: `None`, all keys of each element of the batch)
         scale: The factor :math:`c` of dot products. (default: `None`, :math:`1 / \sqrt{C}`)
         stabilize: Whether the maxima are subtracted. (default: `True`)
+        eps: What is added to each exponential; performer-pytorch adds 1e-4. (default: `0.0`)
+        mask: Which keys of a padded batch exist, `[..., M]`. (default: `None`, all)
 
     Returns:
         The features of queries, `[..., N, H, R]`, and of keys, `[..., M, H, R]`, in the types of `query` and `key`.
@@ -303,8 +310,8 @@ def favor(
     Raises:
         TypeError: If `query`, `key` or `projection` is not a tensor, `graph` is neither a `CompleteGraph` nor sharded,
             `scale` is not a number, or `stabilize` is neither true nor false.
-        ValueError: If tensors do not hold floating-point numbers, shapes do not fit each other or the graph, or `scale`
-            is not positive and finite.
+        ValueError: If tensors do not hold floating-point numbers, shapes do not fit each other or the graph, `scale` is
+            not positive and finite, `eps` is negative or given without `stabilize`, or `mask` is not of booleans.
 
     Example:
         >>> import torch, gattn
@@ -316,11 +323,17 @@ def favor(
         ...              distribution=gattn.Identity(normalize=True)).shape
         torch.Size([5, 2, 8])
     """
-    _check_favor(query, key, projection, graph, scale, stabilize)
-    scale = 1.0 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
+    _check_favor(query, key, projection, graph, scale, stabilize, eps)
     real = None if graph is None else _real_keys(graph, key)
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape != key.shape[:-2]:
+            raise InputError(f"mask must be booleans {list(key.shape[:-2])}, one for each key; got {list(mask.shape)}.")
+        real = mask[..., None, None] if real is None else real & mask[..., None, None]
+    scale = 1.0 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     if real is not None:
         key = key.masked_fill(~real, 0.0)  # a NaN in the padding would reach gradients
+    if eps:
+        return _favor_with_eps(query, key, projection, graph, real, scale, eps)
     to_query, to_key = _exponents(query, projection, scale, not stabilize), _exponents(key, projection, scale)
     if real is not None:
         to_key = to_key.masked_fill(~real, -torch.inf)
@@ -355,6 +368,7 @@ class Favor(torch.nn.Module):
         num_features: The number of random features, R. (default: `None`, :math:`\lfloor C \ln C \rfloor`, at least 1)
         scale: The factor :math:`c` of dot products. (default: `None`, :math:`1 / \sqrt{C}`)
         stabilize: Whether maxima are subtracted from exponents; see :func:`favor`. (default: `True`)
+        eps: What is added to each exponential; see :func:`favor`. (default: `0.0`)
         generator: The generator of the random vectors. (default: `None`, the one of PyTorch)
 
     Shapes:
@@ -364,7 +378,8 @@ class Favor(torch.nn.Module):
     Raises:
         TypeError: If `channels` or `num_features` is not an integer, `scale` is not a number, or `stabilize` is neither
             true nor false.
-        ValueError: If `channels` or `num_features` is less than 1, or `scale` is not positive and finite.
+        ValueError: If `channels` or `num_features` is less than 1, `scale` is not positive and finite, or `eps` is
+            negative or given without `stabilize`.
 
     Example:
         >>> import torch, gattn
@@ -385,14 +400,16 @@ class Favor(torch.nn.Module):
         *,
         scale: float | None = None,
         stabilize: bool = True,
+        eps: float = 0.0,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
         check_at_least(1, channels=channels)
         num_features = max(int(channels * math.log(channels)), 1) if num_features is None else num_features
-        _check_options(scale, stabilize)
+        _check_options(scale, stabilize, eps)
         self.scale = scale
         self.stabilize = stabilize
+        self.eps = eps
         self.register_buffer("projection", orthogonal_features(num_features, channels, generator=generator))
 
     def reset_parameters(self) -> None:
@@ -410,23 +427,28 @@ class Favor(torch.nn.Module):
         new = orthogonal_features(*old.shape, generator=generator, dtype=old.dtype, device=old.device)
         old.copy_(new)
 
-    def forward(self, query: Tensor, key: Tensor, graph: Graph | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, graph: Graph | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Computes the features of queries and keys.
 
         Args:
             query: `[..., N, H, C]`.
             key: `[..., M, H, C]`, possibly with fewer heads that divide H.
             graph: The graph of the attention. (default: `None`, all keys of each element of the batch)
+            mask: Which keys of a padded batch exist, `[..., M]`. (default: `None`, all)
 
         Returns:
             The features of queries, `[..., N, H, R]`, and of keys, `[..., M, H, R]`.
         """
-        return favor(query, key, self.projection, graph, scale=self.scale, stabilize=self.stabilize)
+        options: dict[str, Any] = {"scale": self.scale, "stabilize": self.stabilize, "eps": self.eps}
+        return favor(query, key, self.projection, graph, **options, mask=mask)
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not the defaults."""
         num_features, channels = self.projection.shape
         options = f", scale={self.scale}" * (self.scale is not None) + ", stabilize=False" * (not self.stabilize)
+        options += f", eps={self.eps}" * (self.eps > 0)
         return f"{channels}, num_features={num_features}{options}"
 
 
@@ -437,6 +459,22 @@ def _exponents(x: Tensor, projection: Tensor, scale: float, with_length: bool = 
     with without_autocast(x):
         products = x @ projection.to(dtype).mT
     return products - 0.5 * x.square().sum(-1, keepdim=True) if with_length else products
+
+
+def _favor_with_eps(
+    query: Tensor, key: Tensor, projection: Tensor, graph: Graph | None, real: Tensor | None, scale: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The features with what published programs add to them, shifted as there."""
+    rows, found = 1.0 / math.sqrt(projection.size(0)), []
+    for place, x in enumerate((query, key)):
+        exponents = _exponents(x, projection, scale, with_length=False)
+        largest = exponents.detach().amax(-1, keepdim=True)
+        if place == 1:
+            largest = _maxima(largest if real is None else largest.masked_fill(~real, -torch.inf), graph)[0]
+        length = 0.5 * scale * x.to(exponents.dtype).square().sum(-1, keepdim=True)
+        found.append((((exponents - length - largest).exp() + eps) * rows).to(x.dtype))
+    of_query, of_key = found
+    return of_query, of_key if real is None else of_key.masked_fill(~real, 0.0)
 
 
 def _maxima(exponents: Tensor, graph: Graph | None) -> tuple[Tensor, Tensor]:
@@ -463,11 +501,17 @@ def _real_keys(graph: Graph, key: Tensor) -> Tensor | None:
 
 
 def _check_favor(
-    query: Tensor, key: Tensor, projection: Tensor, graph: Graph | None, scale: float | None, stabilize: bool
+    query: Tensor,
+    key: Tensor,
+    projection: Tensor,
+    graph: Graph | None,
+    scale: float | None,
+    stabilize: bool,
+    eps: float,
 ) -> None:
     for name, x in (("query", query), ("key", key), ("projection", projection)):
         _check_tensor(name, x)
-    _check_options(scale, stabilize)
+    _check_options(scale, stabilize, eps)
     if projection.dim() != 2 or projection.size(0) == 0:
         raise InputError(
             f"projection must have one row per random feature, [R, C], and at least one; got {list(projection.shape)}."
@@ -496,10 +540,13 @@ def _check_favor(
     graph.resolve(key.size(-3), query.size(-3), query.shape[:-3], query.device)
 
 
-def _check_options(scale: float | None, stabilize: bool) -> None:
+def _check_options(scale: float | None, stabilize: bool, eps: float) -> None:
     if scale is not None:
         check_number("scale", scale, "positive and finite")
     check_flag("stabilize", stabilize)
+    check_number("eps", eps, "finite and not negative")
+    if eps and not stabilize:
+        raise InputError("eps needs stabilize: its size means nothing beside exponentials of any size.")
 
 
 def _check_tensor(name: str, x: Tensor) -> None:

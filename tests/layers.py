@@ -232,12 +232,14 @@ LAYERS = {
         lambda: layers.DotProductAttention(), lambda d: (*of_memory(d), d.lengths("memory", "batch"))
     ),
     "EGATConv": Layer(lambda: layers.EGATConv(F, D, 4, 3, H), with_features),
+    "EGTBlock": Layer(lambda: layers.EGTBlock(F, D, H), with_features),
     "EGTConv": Layer(lambda: layers.EGTConv(F, D, H), with_features),
     "EGTLayer": Layer(
         lambda: layers.EGTLayer(F, D, H, 1), lambda d: (*of_batch(d), d.floats("batch", "nodes", "nodes", D))
     ),
     "EdgeGATConv": Layer(lambda: layers.EdgeGATConv(F, D, 4, H), with_features),
     "ExphormerConv": Layer(lambda: layers.ExphormerConv(F, D, H), with_features),
+    "ExphormerLayer": Layer(lambda: layers.ExphormerLayer(F, D, H, layer_norm=True, batch_norm=False), with_features),
     "FAConv": Layer(lambda: layers.FAConv(F), lambda d: (d.floats("nodes", F), *on_edges(d))),
     "GATConv": Layer(lambda: layers.GATConv(F, 4, H, edge_dim=D, residual=True), with_features),
     "GATConv of pairs": Layer(lambda: layers.GATConv((F, F), 4, H, add_self_loops=False), from_others),
@@ -248,7 +250,12 @@ LAYERS = {
     "GCNConv of batches": Layer(lambda: layers.GCNConv(F, 4), lambda d: (d.floats("batch", "nodes", F), d.edges())),
     "GPSConv": Layer(lambda: layers.GPSConv(F, layers.GATConv(F, F), H, norm="layer_norm"), of_graphs),
     "GPSConv of Performer": Layer(lambda: layers.GPSConv(F, None, H, attn_type="performer"), on_edges),
+    "GPSConv of FAVOR+": Layer(lambda: layers.GPSConv(F, None, H, norm=None, attn_type="favor"), of_graphs),
     "GRITConv": Layer(lambda: layers.GRITConv(F, D, 4, H), with_features),
+    "GRITLayer": Layer(
+        lambda: layers.GRITLayer(F, H, layer_norm=True, batch_norm=False),
+        lambda d: (*on_edges(d), d.floats("edges", F)),
+    ),
     "GatedGCNConv": Layer(lambda: layers.GatedGCNConv(F, D, 4), with_features),
     "GeneralAttention": Layer(lambda: layers.GeneralAttention(F, F), of_memory),
     "GeneralConv": Layer(
@@ -337,6 +344,10 @@ LAYERS = {
         lambda: layers.ReinforceLoss(entropy_weight=0.1), lambda d: tuple(d.floats("batch") for _ in range(3))
     ),
     "RelativePositionBias": Layer(lambda: layers.RelativePositionBias(H, 3), distances),
+    "RRWPEncoder": Layer(
+        lambda: layers.RRWPEncoder(3, F),
+        lambda d: (d.floats("nodes", F), d.floats("nodes", 3), d.floats("edges", 3), d.edges()),
+    ),
     "ResGatedGraphConv": Layer(lambda: layers.ResGatedGraphConv(F, 4, edge_dim=D), with_features),
     "ResGatedGraphConv of batches": Layer(lambda: layers.ResGatedGraphConv(F, 4, edge_dim=D), batched_features),
     "RotaryPositionalEncoding": Layer(

@@ -24,7 +24,7 @@ NEEDS_SOMETHING = {"Seq2Seq": "at least one token"}
 READS_VALUES = {
     *("AGNNConv", "DNAConv", "FAConv", "GAT", "GATConv", "GATv2Conv", "HEATConv", "PointTransformerConv"),  # self-loops
     *("GCNConv", "GCNConv of batches", "Polynormer", "SuperGATConv"),  # likewise
-    *("GPSConv", "GraphMultisetTransformer", "PatchTransformerAggregation"),  # sizes of sets
+    *("GPSConv", "GPSConv of FAVOR+", "GraphMultisetTransformer", "PatchTransformerAggregation"),  # sizes of sets
     *("SetTransformerAggregation", "SGFormer", "Graphormer", "PathEncoder", "HAN"),  # likewise
     *("AttentionPooling", "AttentionalAggregation", "Set2Set", "SoftmaxAggregation"),  # PyG reads the last set
     "LPFormer",  # PyG's sparse matrices

@@ -18,14 +18,15 @@ PUBLIC = {
     ),
     gattn.nn: (
         "AGNNConv ALiBi AdditiveAttention AttentionPooling AttentionalAggregation BiasedMHA DNAConv "
-        "DegreeEncoder DenseGATConv DotGatConv DotProductAttention Dropout EGATConv EGTConv EGTLayer EdgeGATConv "
-        "ExphormerConv FAConv GATConv GATEConv GATv2Conv GCNConv GPSConv GRITConv GatedGCNConv "
+        "DegreeEncoder DenseGATConv DotGatConv DotProductAttention Dropout EGATConv EGTBlock EGTConv EGTLayer "
+        "EdgeGATConv ExphormerConv ExphormerLayer FAConv GATConv GATEConv GATv2Conv GCNConv GPSConv GRITConv GRITLayer "
+        "GatedGCNConv "
         "GeneralAttention GeneralConv GraphAttentionEmbedding GraphMultisetTransformer GraphPositionalEncoding "
         "GraphormerLayer HANConv HEATConv HGTConv HardAttention HypergraphConv InducedSetAttentionBlock "
         "JumpingKnowledge KeyValueCache LPAttLayer LSTMNCell LearnedPositionalEncoding LocalAttention "
         "MemoryAttention MultiAggregation MultiheadAttention MultiheadAttentionBlock "
         "PatchTransformerAggregation PathEncoder PerformerAttention PerformerProjection "
-        "PointTransformerConv PolynormerAttention PoolingByMultiheadAttention RGATConv ReinforceLoss "
+        "PointTransformerConv PolynormerAttention PoolingByMultiheadAttention RGATConv RRWPEncoder ReinforceLoss "
         "RelativePosition RelativePositionBias ResGatedGraphConv RotaryPositionalEncoding SGFormerAttention "
         "Set2Set SetAttentionBlock SetTransformerAggregation SinusoidalPositionalEncoding "
         "SoftmaxAggregation SpatialEncoder SuperGATConv TGATConv TemporalEncoding Transformer "

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import GRUCell, Linear, Module, ModuleList
 from torch_geometric.nn.pool import global_add_pool
 
-from gattn.errors import InputError, InputTypeError, check_at_least
+from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import GraphLike, SparseGraph, as_graph
 from gattn.nn.graph.gat_conv import GATConv
 from gattn.nn.graph.gate_conv import GATEConv
@@ -36,6 +36,10 @@ class AttentiveFP(Module):
     results. It also supports the graph in every form that the layers take, `batch_size`, and float32 accumulation in
     half precision.
 
+    Differences from the authors' program: states go through a ReLU after each GRU, unless `keep_states` says
+    otherwise; and its first layer projects an atom's neighbours with their bonds, has a bias in each score, and no bias
+    after the sum.
+
     Args:
         in_channels: Channels of the input.
         hidden_channels: Channels of the states of atoms and molecules.
@@ -44,6 +48,8 @@ class AttentiveFP(Module):
         num_layers: Number of layers on atoms, including the one with bonds.
         num_timesteps: How many times a molecule attends to its atoms.
         dropout: Probability that a feature or an attention weight is dropped, in training. (default: `0.0`)
+        keep_states: Whether states are kept before their ReLU, which then only attention sees, while GRUs and the last
+            layer go on from what is negative, too. (default: `False`)
 
     Shapes:
         - **input:** features `[N, F_in]`, edge indices `[2, E]`, edge features `[E, D]`, the molecule of each atom
@@ -70,8 +76,11 @@ class AttentiveFP(Module):
         num_layers: int,
         num_timesteps: int,
         dropout: float = 0.0,
+        keep_states: bool = False,
     ):
         super().__init__()
+        check_flag("keep_states", keep_states)
+        self.keep_states = keep_states
         check_at_least(1, num_layers=num_layers)
         check_at_least(0, num_timesteps=num_timesteps)
         self.in_channels = in_channels
@@ -132,21 +141,29 @@ class AttentiveFP(Module):
         self._check(x, batch)
         graph = as_graph(edge_index)
         x = F.leaky_relu(self.lin1(x))
-        x = self.gru(self._drop(F.elu(self.gate_conv(x, graph, edge_attr))), x).relu()
+        x, state = self._step(self.gru, self.gate_conv(x, graph, edge_attr), x)
         for conv, gru in zip(self.atom_convs, self.atom_grus, strict=True):
-            x = gru(self._drop(F.elu(conv(x, graph))), x).relu()
+            x, state = self._step(gru, conv(x, graph), state)
 
         if batch_size is None:
             batch_size = int(batch.max()) + 1 if batch.numel() else 0
         atoms = torch.arange(batch.size(0), device=batch.device)
         members = SparseGraph(torch.stack([atoms, batch.long()]), batch_size, batch.size(0))
         members.edges()  # checks the indices, which the sum does not
-        out = global_add_pool(x, batch.long(), batch_size).relu()
+        state = global_add_pool(x, batch.long(), batch_size)
+        out = state.relu()
+        state = state if self.keep_states else out
         for _ in range(self.num_timesteps):
-            out = self.mol_gru(self._drop(F.elu(self.mol_conv((x, out), members))), out).relu()
-        out = self.lin2(self._drop(out))
+            out, state = self._step(self.mol_gru, self.mol_conv((x, out), members), state)
+        out = self.lin2(self._drop(state))
         assert isinstance(out, Tensor)
         return out
+
+    def _step(self, gru: Module, attended: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The new state after its ReLU, and what the next step starts from."""
+        state = gru(self._drop(F.elu(attended)), state)
+        out = state.relu()
+        return out, state if self.keep_states else out
 
     def _drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.dropout, self.training)

@@ -51,6 +51,7 @@ from gattn.nn.transformers.egt_conv import EGTConv
 from gattn.nn.transformers.egt_layer import EGTLayer
 from gattn.nn.transformers.exphormer_conv import ExphormerConv
 from gattn.nn.transformers.gps_conv import GPSConv
+from gattn.nn.transformers.graph_blocks import EGTBlock, ExphormerLayer, GRITLayer, RRWPEncoder
 from gattn.nn.transformers.graph_encoders import DegreeEncoder, PathEncoder, SpatialEncoder
 from gattn.nn.transformers.graphormer_layer import BiasedMHA, GraphormerLayer
 from gattn.nn.transformers.grit_conv import GRITConv
@@ -90,10 +91,12 @@ __all__ = [
     "DotProductAttention",
     "Dropout",
     "EGATConv",
+    "EGTBlock",
     "EGTConv",
     "EGTLayer",
     "EdgeGATConv",
     "ExphormerConv",
+    "ExphormerLayer",
     "FAConv",
     "GATConv",
     "GATEConv",
@@ -101,6 +104,7 @@ __all__ = [
     "GCNConv",
     "GPSConv",
     "GRITConv",
+    "GRITLayer",
     "GatedGCNConv",
     "GeneralAttention",
     "GeneralConv",
@@ -132,6 +136,7 @@ __all__ = [
     "PolynormerAttention",
     "PoolingByMultiheadAttention",
     "RGATConv",
+    "RRWPEncoder",
     "ReinforceLoss",
     "RelativePosition",
     "RelativePositionBias",

@@ -124,4 +124,4 @@ def test_several_layers_and_heads(layers, heads):
 
 def test_the_signature_is_that_of_pyg():
     ours, theirs = (list(inspect.signature(cls).parameters.values()) for cls in (LPFormer, pyg.LPFormer))
-    assert [(x.name, x.default) for x in ours] == [(x.name, x.default) for x in theirs]
+    assert [(x.name, x.default) for x in ours[: len(theirs)]] == [(x.name, x.default) for x in theirs]

@@ -11,7 +11,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
-from gattn.errors import InputError, InputTypeError
+from gattn.errors import InputError, InputTypeError, check_flag
 from gattn.graphs import FLOWS, Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import check_range, derived
 from gattn.nn.shared.attention_conv import AttentionWeights, BaseConv
@@ -40,7 +40,7 @@ class FAConv(BaseConv):
     .. math::
         x'_i = \epsilon x^{(0)}_i
         + \sum_{j \in \mathcal{N}(i) \cup \{i\}} \frac{\alpha_{ij}}{\sqrt{d_i d_j}} x_j, \qquad
-        \alpha_{ij} = \tanh(a_r^{\top} x_i + a_l^{\top} x_j)
+        \alpha_{ij} = \tanh(a_r^{\top} x_i + a_l^{\top} x_j + b)
 
     Here :math:`d_i` is the number of edges that point to node *i*. A positive weight makes neighbours more alike, and a
     negative one makes them differ. The layer has no projections: a network adds linear layers before and after it. The
@@ -49,6 +49,9 @@ class FAConv(BaseConv):
     A drop-in replacement for `torch_geometric.nn.FAConv`, with the same arguments, parameter names and results. It also
     supports features `[B, N, F]` over one graph, CSC adjacencies, `SparseGraph` and `CompleteGraph`, and float32
     accumulation in half precision. Differences: `x_0` must have the shape of `x` and is not broadcast to it.
+
+    The authors' program has no self-loops, a bias, and another factor of :math:`x^{(0)}_i`:
+    `FAConv(channels, eps=0.3, add_self_loops=False, bias=True)`.
 
     Args:
         channels: Channels of the input and the output; `-1` infers them from the first call.
@@ -59,6 +62,7 @@ class FAConv(BaseConv):
         add_self_loops: Whether every node attends to itself; has no effect with `normalize=False`. (default: `True`)
         normalize: Whether messages are divided by :math:`\sqrt{d_i d_j}`. Otherwise, they are multiplied by the
             `edge_weight` of the call. (default: `True`)
+        bias: Whether there is a bias b in the weights, as in the authors' program. (default: `False`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
     Shapes:
@@ -90,10 +94,12 @@ class FAConv(BaseConv):
         cached: bool = False,
         add_self_loops: bool = True,
         normalize: bool = True,
+        bias: bool = False,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
         check_probability("dropout", dropout)
+        check_flag("bias", bias)
         self.channels = self.in_channels = channels
         self.eps = eps
         self.dropout = dropout
@@ -101,7 +107,7 @@ class FAConv(BaseConv):
         self.add_self_loops = add_self_loops
         self.normalize = normalize
         self.att_l = Linear(channels, 1, bias=False)
-        self.att_r = Linear(channels, 1, bias=False)
+        self.att_r = Linear(channels, 1, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

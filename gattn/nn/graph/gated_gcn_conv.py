@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.distributions import Sigmoid
-from gattn.errors import InputError, check_at_least
+from gattn.errors import InputError, check_at_least, check_flag
 from gattn.graphs import GraphLike
 from gattn.nn.shared.attention_conv import BaseConv
 from gattn.nn.shared.dropout import Dropout
@@ -46,6 +46,8 @@ class GatedGCNConv(BaseConv):
             (default: `True`)
         activation: Applied to both outputs before they are added to the inputs; `None` for no activation.
             (default: `torch.nn.functional.relu`)
+        drop_residual: Whether the inputs are dropped with the rest of an output. `False` adds them after dropout, as
+            GraphGPS's layer does. (default: `True`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow` and `aggr`.
 
     Shapes:
@@ -77,6 +79,7 @@ class GatedGCNConv(BaseConv):
         batch_norm: bool = True,
         residual: bool = True,
         activation: Callable[[Tensor], Tensor] | None = F.relu,
+        drop_residual: bool = True,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
@@ -84,7 +87,9 @@ class GatedGCNConv(BaseConv):
         self.edge_channels = edge_channels
         self.out_channels = out_channels
         check_at_least(1, out_channels=out_channels)
+        check_flag("drop_residual", drop_residual)
         self.dropout = Dropout(dropout)
+        self.drop_residual = drop_residual
         self.batch_norm = batch_norm
         self.residual = residual
         self.A = Linear(in_channels, out_channels)
@@ -134,7 +139,11 @@ class GatedGCNConv(BaseConv):
     @property
     def adds_input(self) -> bool:
         """See `BaseConv.adds_input`."""
-        return self.residual and self.A.in_channels == self.C.in_channels == self.out_channels
+        given = (self.in_channels, self.A), (self.edge_channels, self.C)
+        # Another module may have replaced a linear layer, which knows what was inferred.
+        return self.residual and all(
+            (channels if channels >= 0 else lin.in_channels) == self.out_channels for channels, lin in given
+        )
 
     def _updated(self, x: Tensor, norm: torch.nn.BatchNorm1d, skip: Tensor | None) -> Tensor:
         """The steps after the convolution, for nodes and for edges."""
@@ -142,5 +151,6 @@ class GatedGCNConv(BaseConv):
             x = norm(x.flatten(0, -2)).view_as(x)
         if self.activation is not None:
             x = self.activation(x)
-        result: Tensor = self.dropout(x if skip is None else skip + x)
-        return result
+        if skip is not None and not self.drop_residual:
+            return skip + self.dropout(x)  # type: ignore[no-any-return]
+        return self.dropout(x if skip is None else skip + x)  # type: ignore[no-any-return]

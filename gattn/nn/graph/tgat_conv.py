@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import LayerNorm, Parameter
 
-from gattn.errors import InputError, InputTypeError, check_at_least
+from gattn.errors import InputError, InputTypeError, check_at_least, check_flag
 from gattn.graphs import GraphLike
 from gattn.nn.shared.attention_conv import BaseConv
 from gattn.nn.shared.edge_features import checked_features
@@ -34,7 +34,20 @@ class TGATConv(BaseConv):
         \mathrm{softmax}_j\Big(\frac{q_i^\top k_{ij}}{\sqrt C}\Big) v_{ij} \,\Big\Vert\, x_i\Big] + b_1\Big) + b_2
 
     The graph is that of a node's earlier neighbours, such as `gattn.graphs.earlier_than` gives. A node without any has
-    zeros in place of the sum. (The authors' program leaves out the newest neighbour.)
+    zeros in place of the sum.
+
+    Published programs put more between the sum :math:`s_i` of all heads and the network. With `bias`, projections have
+    one, and with `out_proj`, `residual` and `norm`, all of them or some, :math:`s_i` is replaced by
+
+    .. math::
+        \mathrm{LN}\big(W_O s_i + b_O + [x_i \,\Vert\, 0 \,\Vert\, \Phi(0)]\big)
+
+    where the zeros stand for the features of an edge. A node without earlier neighbours still has zeros in place of
+    :math:`W_O s_i + b_O`. TGAT's own program has `out_proj`, `residual` and `norm`, TGN's `bias` and `out_proj`, both
+    with :math:`C = (F + T) / H` but D more channels in TGAT's.
+
+    Differences from TGAT's program: that leaves out the newest neighbour, gives a node without neighbours the mean of
+    padding, and also drops elements of the projected output.
 
     Args:
         in_channels: The number of channels of the nodes, F.
@@ -44,6 +57,10 @@ class TGATConv(BaseConv):
         edge_dim: The number of channels of the edges, D. (default: `None`, edges have no features)
         head_channels: The number of channels of each head, C. (default: `None`, `out_channels / heads`)
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
+        bias: Whether projections have a bias. (default: `False`)
+        out_proj: Whether the heads' sums are projected. (default: `False`)
+        residual: Whether the query's input is added to that; needs `out_proj`. (default: `False`)
+        norm: Whether the result is normalised. (default: `False`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
@@ -53,7 +70,7 @@ class TGATConv(BaseConv):
 
     Raises:
         ValueError: If an option is out of range, `out_channels` is not a multiple of `heads` though `head_channels` is
-            not given, or (in `forward`) features and graph do not fit.
+            not given, `residual` is without `out_proj`, or (in `forward`) features and graph do not fit.
 
     Example:
         >>> import torch, gattn
@@ -74,9 +91,17 @@ class TGATConv(BaseConv):
         edge_dim: int | None = None,
         head_channels: int | None = None,
         dropout: float = 0.0,
+        bias: bool = False,
+        out_proj: bool = False,
+        residual: bool = False,
+        norm: bool = False,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
+        for name, flag in {"bias": bias, "out_proj": out_proj, "residual": residual, "norm": norm}.items():
+            check_flag(name, flag)
+        if residual and not out_proj:
+            raise InputError("residual needs out_proj=True, after which the output has the input's channels.")
         check_at_least(1, in_channels=in_channels, out_channels=out_channels, time_channels=time_channels, heads=heads)
         check_probability("dropout", dropout)
         if head_channels is None and out_channels % heads != 0:
@@ -91,9 +116,14 @@ class TGATConv(BaseConv):
         width, of_edges = heads * head_channels, (edge_dim or 0) + time_channels
         self.frequency = Parameter(torch.empty(time_channels))
         self.phase = Parameter(torch.empty(time_channels))
-        self.lin_query = Linear(in_channels + time_channels, width, bias=False)
-        self.lin_key, self.lin_value = (Linear(in_channels, width, bias=False) for _ in range(2))
+        self.residual = residual
+        self.lin_query = Linear(in_channels + time_channels, width, bias=bias)
+        self.lin_key, self.lin_value = (Linear(in_channels, width, bias=bias) for _ in range(2))
         self.lin_edge_key, self.lin_edge_value = (Linear(of_edges, width, bias=False) for _ in range(2))
+        if out_proj:
+            before, width = width, in_channels + time_channels + (edge_dim or 0) * residual
+        self.out_proj = Linear(before, width) if out_proj else None
+        self.norm = LayerNorm(width) if norm else None
         self.lin_hidden = Linear(width + in_channels, out_channels)
         self.lin_out = Linear(out_channels, out_channels)
         self.reset_parameters()
@@ -155,6 +185,15 @@ class TGATConv(BaseConv):
             "edge": self._heads(self.lin_edge_key(edge)),
             "edge_value": self._heads(self.lin_edge_value(edge)),
         }
-        out = self.attend(query, key, value, graph, dropout=self.dropout, **terms)
-        hidden = self.lin_hidden(torch.cat([out.flatten(-2), targets], -1)).relu()
+        out = self.attend(query, key, value, graph, dropout=self.dropout, **terms).flatten(-2)
+        if self.out_proj is not None:
+            _, target = graph.sources_and_targets()
+            has_any = torch.zeros(out.size(-2), dtype=torch.bool, device=out.device).index_fill(0, target, True)
+            out = self.out_proj(out).where(has_any.unsqueeze(-1), 0.0)
+        if self.residual:
+            gap = targets.new_zeros((*targets.shape[:-1], self.edge_dim or 0))
+            out = out + torch.cat([targets, gap, now], -1)
+        if self.norm is not None:
+            out = self.norm(out)
+        hidden = self.lin_hidden(torch.cat([out, targets], -1)).relu()
         return self.lin_out(hidden)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import LayerNorm, ModuleDict, Parameter
 from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
 from torch_geometric.nn.inits import ones
 from torch_geometric.nn.parameter_dict import ParameterDict
@@ -66,6 +66,8 @@ class HGTConv(HeteroBaseConv):
         metadata: The node types and the edge types, as returned by `HeteroData.metadata()`.
         heads: Number of heads, a divisor of `out_channels`. (default: `1`)
         use_rte: Whether edges have times; all node types then need the same number of channels. (default: `False`)
+        use_norm: Whether the output of each node type goes through a `LayerNorm` of its own, as in the authors'
+            program, for which it is the default. (default: `False`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
@@ -96,10 +98,12 @@ class HGTConv(HeteroBaseConv):
         heads: int = 1,
         *,
         use_rte: bool = False,
+        use_norm: bool = False,
         **kwargs: Any,
     ):
         super().__init__(in_channels, out_channels, metadata, heads, **kwargs)
         check_flag("use_rte", use_rte)
+        check_flag("use_norm", use_norm)
         self.node_types, self.edge_types = metadata
         self.edge_types_map = {edge_type: number for number, edge_type in enumerate(self.edge_types)}
         self.dst_node_types = {edge_type[-1] for edge_type in self.edge_types}
@@ -115,6 +119,8 @@ class HGTConv(HeteroBaseConv):
         self.p_rel = ParameterDict()
         for edge_type in self.edge_types:  # one by one, as a dictionary would be sorted
             self.p_rel["__".join(edge_type)] = Parameter(torch.empty(1, heads))
+        norms = {node_type: LayerNorm(out_channels) for node_type in self.node_types}
+        self.norms = ModuleDict(norms) if use_norm else None
         self.lin_time = None
         if use_rte:
             widths = set(self.in_channels.values())
@@ -266,6 +272,8 @@ class HGTConv(HeteroBaseConv):
             if x[node_type].size(-1) == self.out_channels:
                 gate = self.skip[node_type].sigmoid()
                 outs[node_type] = gate * outs[node_type] + (1 - gate) * x[node_type]
+            if self.norms is not None:
+                outs[node_type] = self.norms[node_type](outs[node_type])
         return {node_type: outs[node_type] for node_type in received}
 
     def __repr__(self) -> str:

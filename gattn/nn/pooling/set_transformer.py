@@ -5,18 +5,25 @@ Dimensions: B sets, N elements of all sets together or of a padded one, C channe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import LayerNorm, Linear, Module, ModuleList, Parameter
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.inits import reset
 
+from gattn.attention import Attention
 from gattn.errors import InputError, check_at_least, check_flag
-from gattn.graphs import CompleteGraph
+from gattn.graphs import CompleteGraph, Graph
 from gattn.nn.pooling.sets import counts_of, graphs_of_sets
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.linear import through
+from gattn.nn.transformers.all_pairs import check_heads
 from gattn.nn.transformers.multihead_attention import MultiheadAttention
+from gattn.nn.transformers.torch_masks import mask_terms
+from gattn.ops.dropout import check_probability
+from gattn.scores import DotScore
 
 __all__ = [
     "GraphMultisetTransformer",
@@ -41,12 +48,25 @@ class MultiheadAttentionBlock(Declared, Module):
     This is a drop-in replacement for `torch_geometric.nn.aggr.utils.MultiheadAttentionBlock`: arguments, parameter
     names and results are the same.
 
+    The authors' program computes another h, which `projected` chooses: heads are not projected to the output, and what
+    they are added to is not x, but the queries, so that x may have another number of channels:
+
+    .. math::
+        h = \mathrm{LN}\Big(W_Q x + \big\Vert_h\, \mathrm{softmax}\big(c\, (W_Q^h x) (W_K^h y)^\top\big)\, W_V^h y\Big),
+        \qquad c = \frac{1}{\sqrt{C}}
+
+    with the C of all heads together, where the paper's scale, and that of the other form, has the C / H of each.
+
     Args:
         channels: The number of channels, C.
         heads: The number of attention heads. (default: `1`)
         layer_norm: Whether there are norms. (default: `True`)
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
         device: Where the parameters are. (default: PyTorch's default device)
+        projected: Whether the block is that of the authors' program. (default: `False`)
+        dim_q: The number of channels of x, which only `projected` can change. (default: `None`, C)
+        dim_k: The number of channels of y, likewise. (default: `None`, C)
+        scale: The factor c of products, likewise. (default: `None`, as above)
 
     Shapes:
         - **input:** padded sets `[B, N, C]` and `[B, M, C]`; or, with a packed `graph`, all elements of all sets,
@@ -70,11 +90,23 @@ class MultiheadAttentionBlock(Declared, Module):
         layer_norm: bool = True,
         dropout: float = 0.0,
         device: torch.device | str | None = None,
+        *,
+        projected: bool = False,
+        dim_q: int | None = None,
+        dim_k: int | None = None,
+        scale: float | None = None,
     ):
         super().__init__()
         check_at_least(1, channels=channels, heads=heads)
-        self.channels, self.heads, self.dropout = channels, heads, dropout
-        self.attn = MultiheadAttention(channels, heads, batch_first=True, dropout=dropout, device=device)
+        check_flag("projected", projected)
+        self.channels, self.heads, self.dropout, self.projected = channels, heads, dropout, projected
+        if projected:
+            sizes = channels if dim_q is None else dim_q, channels if dim_k is None else dim_k
+            self.attn: Module = _ProjectedAttention(channels, heads, *sizes, scale, dropout, device)
+        elif (dim_q, dim_k, scale) != (None, None, None):
+            raise InputError("dim_q, dim_k and scale need projected=True.")
+        else:
+            self.attn = MultiheadAttention(channels, heads, batch_first=True, dropout=dropout, device=device)
         self.lin = Linear(channels, channels, device=device)
         self.layer_norm1 = LayerNorm(channels, device=device) if layer_norm else None
         self.layer_norm2 = LayerNorm(channels, device=device) if layer_norm else None
@@ -104,20 +136,63 @@ class MultiheadAttentionBlock(Declared, Module):
             ValueError: If shapes do not fit each other.
         """
         padding = None if y_mask is None else ~y_mask
-        out: Tensor = self.attn(x, y, y, key_padding_mask=padding, need_weights=False, graph=graph)[0]
+        if self.projected:
+            x, out = self.attn(x, y, padding, graph)
+        else:
+            out = self.attn(x, y, y, key_padding_mask=padding, need_weights=False, graph=graph)[0]
         if x_mask is not None:
             out = out.masked_fill(~x_mask.unsqueeze(-1), 0.0)
         out = out + x
         if self.layer_norm1 is not None:
             out = self.layer_norm1(out)
         out = out + through(self.lin, out).relu()
-        return out if self.layer_norm2 is None else self.layer_norm2(out)
+        return out if self.layer_norm2 is None else self.layer_norm2(out)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.channels}, heads={self.heads}, layer_norm={self.layer_norm1 is not None}, "
-            f"dropout={self.dropout})"
+            f"dropout={self.dropout}{', projected=True' * self.projected})"
         )
+
+
+class _ProjectedAttention(Attention):
+    """The attention of the authors' program, which returns its queries and what the heads sum."""
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int,
+        dim_q: int,
+        dim_k: int,
+        scale: float | None,
+        dropout: float,
+        device: torch.device | str | None,
+    ):
+        super().__init__()
+        check_heads(channels, heads, None)
+        check_at_least(1, dim_q=dim_q, dim_k=dim_k)
+        check_probability("dropout", dropout)
+        self.heads, self.dropout = heads, dropout
+        self.score = DotScore(channels**-0.5 if scale is None else scale)
+        self.lin_query = Linear(dim_q, channels, device=device)
+        self.lin_key, self.lin_value = (Linear(dim_k, channels, device=device) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """Resets all parameters."""
+        for module in (self.lin_query, self.lin_key, self.lin_value):
+            module.reset_parameters()
+
+    def forward(
+        self, x: Tensor, y: Tensor, padding: Tensor | None, graph: CompleteGraph | None
+    ) -> tuple[Tensor, Tensor]:
+        """The queries, and the sums of values."""
+        projected = through(self.lin_query, x), through(self.lin_key, y), through(self.lin_value, y)
+        query, key, value = (torch.unflatten(rows, -1, (self.heads, -1)) for rows in projected)
+        size = x.size(-2), y.size(-2)
+        given: Graph = CompleteGraph(*size) if graph is None else graph
+        given, _, mask = mask_terms(given, None, padding, False, query.shape[:-3], self.heads, size)
+        out = self.attend(query, key, value, given, score=self.score, mask=mask, dropout=self.dropout)
+        return projected[0], out.flatten(-2)
 
 
 class SetAttentionBlock(Declared, Module):
@@ -135,6 +210,10 @@ class SetAttentionBlock(Declared, Module):
         heads: The number of attention heads. (default: `1`)
         layer_norm: Whether there are norms. (default: `True`)
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
+        projected: Whether the block is that of the authors' program; see `MultiheadAttentionBlock`.
+            (default: `False`)
+        in_channels: The number of channels of the input, which only `projected` can change. (default: `None`, C)
+        scale: The factor of products, likewise. (default: `None`)
 
     Shapes:
         Padded sets `[B, N, C]`, or with a packed `graph` all elements of all sets `[N, C]`; the output is like these.
@@ -149,9 +228,20 @@ class SetAttentionBlock(Declared, Module):
         torch.Size([5, 16])
     """
 
-    def __init__(self, channels: int, heads: int = 1, layer_norm: bool = True, dropout: float = 0.0):
+    def __init__(
+        self,
+        channels: int,
+        heads: int = 1,
+        layer_norm: bool = True,
+        dropout: float = 0.0,
+        *,
+        projected: bool = False,
+        in_channels: int | None = None,
+        scale: float | None = None,
+    ):
         super().__init__()
-        self.mab = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
+        options: Any = {"projected": projected, "dim_q": in_channels, "dim_k": in_channels, "scale": scale}
+        self.mab = MultiheadAttentionBlock(channels, heads, layer_norm, dropout, **options)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, graph: CompleteGraph | None = None) -> Tensor:
         """Attends among the elements.
@@ -190,6 +280,10 @@ class InducedSetAttentionBlock(Declared, Module):
         heads: The number of attention heads. (default: `1`)
         layer_norm: Whether there are norms. (default: `True`)
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
+        projected: Whether the block is that of the authors' program; see `MultiheadAttentionBlock`.
+            (default: `False`)
+        in_channels: The number of channels of the input, which only `projected` can change. (default: `None`, C)
+        scale: The factor of products, likewise. (default: `None`)
 
     Shapes:
         Padded sets `[B, N, C]`; the output is like the input.
@@ -213,12 +307,17 @@ class InducedSetAttentionBlock(Declared, Module):
         heads: int = 1,
         layer_norm: bool = True,
         dropout: float = 0.0,
+        *,
+        projected: bool = False,
+        in_channels: int | None = None,
+        scale: float | None = None,
     ):
         super().__init__()
         check_at_least(1, channels=channels, num_induced_points=num_induced_points)
+        options: Any = {"projected": projected, "scale": scale}
         self.ind = Parameter(torch.empty(1, num_induced_points, channels))
-        self.mab1 = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
-        self.mab2 = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
+        self.mab1 = MultiheadAttentionBlock(channels, heads, layer_norm, dropout, dim_k=in_channels, **options)
+        self.mab2 = MultiheadAttentionBlock(channels, heads, layer_norm, dropout, dim_q=in_channels, **options)
         self.reset_parameters()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -258,6 +357,11 @@ class PoolingByMultiheadAttention(Declared, Module):
         heads: The number of attention heads. (default: `1`)
         layer_norm: Whether there are norms. (default: `True`)
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
+        projected: Whether the block is that of the authors' program; see `MultiheadAttentionBlock`.
+            (default: `False`)
+        scale: The factor of products, which only `projected` can change. (default: `None`)
+        lin: Whether elements go through the linear layer and its ReLU, which the authors' program leaves out.
+            (default: `True`)
 
     Shapes:
         - **input:** padded sets `[B, N, C]`; or all elements of all sets `[N, C]` and the sets' `sizes`.
@@ -282,12 +386,17 @@ class PoolingByMultiheadAttention(Declared, Module):
         heads: int = 1,
         layer_norm: bool = True,
         dropout: float = 0.0,
+        *,
+        projected: bool = False,
+        scale: float | None = None,
+        lin: bool = True,
     ):
         super().__init__()
         check_at_least(1, channels=channels, num_seed_points=num_seed_points)
-        self.lin = Linear(channels, channels)
+        check_flag("lin", lin)
+        self.lin = Linear(channels, channels) if lin else None
         self.seed = Parameter(torch.empty(1, num_seed_points, channels))
-        self.mab = MultiheadAttentionBlock(channels, heads, layer_norm, dropout)
+        self.mab = MultiheadAttentionBlock(channels, heads, layer_norm, dropout, projected=projected, scale=scale)
         self.reset_parameters()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, sizes: list[int] | None = None) -> Tensor:
@@ -306,7 +415,7 @@ class PoolingByMultiheadAttention(Declared, Module):
         """
         if sizes is not None:
             return self.of_packed(x, CompleteGraph.packed([self.seed.size(1)] * len(sizes), sizes), len(sizes))
-        x = through(self.lin, x).relu()
+        x = x if self.lin is None else through(self.lin, x).relu()
         out: Tensor = self.mab(self.seed.expand(x.size(0), -1, -1), x, y_mask=mask)
         return out
 
@@ -318,7 +427,8 @@ class PoolingByMultiheadAttention(Declared, Module):
             graph: The packed graph from the elements of each set to its K seeds.
             num_sets: The number of sets, B.
         """
-        x, seeds = through(self.lin, x).relu(), self.seed.expand(num_sets, -1, -1)
+        x = x if self.lin is None else through(self.lin, x).relu()
+        seeds = self.seed.expand(num_sets, -1, -1)
         return self.mab(seeds.flatten(0, 1), x, graph=graph).view_as(seeds)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -327,6 +437,7 @@ class PoolingByMultiheadAttention(Declared, Module):
 
 def _like(module: Module, block: MultiheadAttentionBlock, sizes: str) -> str:
     options = f"heads={block.heads}, layer_norm={block.layer_norm1 is not None}, dropout={block.dropout}"
+    options += ", projected=True" * block.projected
     return f"{type(module).__name__}({sizes}, {options})"
 
 

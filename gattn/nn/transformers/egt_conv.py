@@ -48,6 +48,7 @@ class EGTConv(BaseConv):
         dropout: Probability that an attention weight is dropped, in training. (default: `0.0`)
         scale_degree: Whether the sums are multiplied by the logarithms. (default: `True`)
         num_virtual_nodes: The number of each graph's first nodes whose sums are not multiplied. (default: `0`)
+        maskout: Probability that a pair is hidden from a head's softmax, in training. (default: `0.0`)
         **kwargs: Arguments of `torch_geometric.nn.conv.MessagePassing`, such as `flow`.
 
     Shapes:
@@ -79,10 +80,12 @@ class EGTConv(BaseConv):
         dropout: float = 0.0,
         scale_degree: bool = True,
         num_virtual_nodes: int = 0,
+        maskout: float = 0.0,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
         check_probability("dropout", dropout)
+        check_probability("maskout", maskout)
         check_flag("scale_degree", scale_degree)
         check_at_least(0, num_virtual_nodes=num_virtual_nodes)
         check_at_least(1, edge_channels=edge_channels)
@@ -92,6 +95,7 @@ class EGTConv(BaseConv):
         self.edge_channels = edge_channels
         self.heads = heads
         self.dropout = dropout
+        self.maskout = maskout
         self.scale_degree = scale_degree
         self.num_virtual_nodes = num_virtual_nodes
         self.score = DotScore(clamp=clip)
@@ -128,7 +132,10 @@ class EGTConv(BaseConv):
         query, key, value = (self._heads(lin(x)) for lin in (self.lin_query, self.lin_key, self.lin_value))
         logits = self.weigh(query, key, graph, score=self.score, distribution=None) + self.lin_edge(edge_attr)
         gates = self.lin_gate(edge_attr).sigmoid()
-        alpha = self.weigh(None, None, graph, bias=logits) * gates
+        shown = logits
+        if self.training and self.maskout > 0.0:  # by a number and not infinity: a target may lose all pairs
+            shown = logits - 1e9 * torch.empty_like(logits).bernoulli_(self.maskout)
+        alpha = self.weigh(None, None, graph, bias=shown) * gates
         record(self, graph, alpha)
         out = self.weighted_sum(alpha, value, graph, dropout=self.dropout)
         if self.scale_degree:

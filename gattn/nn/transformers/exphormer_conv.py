@@ -36,8 +36,9 @@ class ExphormerConv(BaseConv):
     features of their own, such as rows of an embedding. Output projections, residual connections, norms and
     feed-forward networks come around it.
 
-    The numbers are those of the authors' layer, but their expanders are not ours: for a degree d, theirs have 2d
-    neighbours at each node and keep their self-loops; `gattn.graphs.expander` has d, and none.
+    Differences from the authors' program: it divides by the sum of exponentials and 1e-6, here by the sum alone; it
+    drops no weights; and for a degree d, its expanders have 2d neighbours at each node and keep their self-loops, where
+    `gattn.graphs.expander` has d, and none.
 
     Args:
         channels: The number of channels of the nodes, F.
@@ -95,6 +96,10 @@ class ExphormerConv(BaseConv):
         self.score = DotScore(edge="multiply", clamp=clamp)
         self.lin_query, self.lin_key, self.lin_value = (Linear(channels, channels, bias=bias) for _ in range(3))
         self.lin_edge = Linear(edge_channels, channels, bias=False)
+
+    def _reset_parameters(self) -> None:
+        """What PyG's blocks call of their attention."""
+        self.reset_parameters()
 
     def forward(self, x: Tensor, edge_index: GraphLike, edge_attr: Tensor | None = None) -> Tensor:
         """Attends along the edges.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +15,31 @@ from torch_geometric.utils import to_dense_batch
 
 from gattn.bias import Bias
 from gattn.errors import InputError
-from gattn.graphs import CompleteGraph, Graph
+from gattn.graphs import CompleteGraph, Graph, GraphLike
 from gattn.graphs.builders import checked_batch
 from gattn.nn.shared.dropout import dropout, replace_dropout
 from gattn.nn.shared.linear import through
 from gattn.nn.transformers.all_pairs import check_whole
+from gattn.nn.transformers.exphormer_conv import ExphormerConv
 from gattn.nn.transformers.multihead_attention import MultiheadAttention
 from gattn.nn.transformers.performer_attention import PerformerAttention
 from gattn.tracing import Leaf
 
 __all__ = ["GPSConv"]
 
+
+def _multihead(channels: int, heads: int, options: dict[str, Any]) -> MultiheadAttention:
+    attn = MultiheadAttention(channels, heads, batch_first=True, **options)
+    attn._explain = False  # explainers mask edges, which it does not use; the setter would pin its propagate()
+    return attn
+
+
+_ATTENTIONS: dict[str, Callable[[int, int, dict[str, Any]], Any]] = {
+    "multihead": _multihead,
+    "performer": lambda channels, heads, options: PerformerAttention(channels, heads, **options),
+    "favor": lambda channels, heads, options: PerformerAttention(channels, heads, kernel="favor", **options),
+    "exphormer": lambda channels, heads, options: ExphormerConv(channels, heads=heads, **options),
+}
 _OF_ATTENTION = inspect.signature(MultiheadAttention.forward).parameters.keys()
 
 _NORMS_OF_GRAPHS = (torch_geometric.nn.LayerNorm, torch_geometric.nn.GraphNorm, torch_geometric.nn.PairNorm)
@@ -56,9 +71,11 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         act_kwargs: The arguments of the activation. (default: `None`)
         norm: The normalisation, by name. (default: `"batch_norm"`)
         norm_kwargs: The arguments of the normalisation. (default: `None`)
-        attn_type: The kind of attention: `"multihead"`, or `"performer"` for linear attention.
-            (default: `"multihead"`)
-        attn_kwargs: Further arguments of `MultiheadAttention` or `PerformerAttention`. (default: `None`)
+        attn_type: The kind of attention: `"multihead"`; `"performer"` for linear attention as in PyG, or `"favor"` for
+            that of the authors' program, which approximates a softmax; or `"exphormer"`, `ExphormerConv` on a graph of
+            its own. (default: `"multihead"`)
+        attn_kwargs: Further arguments of `MultiheadAttention`, `PerformerAttention` or `ExphormerConv`, of which the
+            last needs `edge_channels`. (default: `None`)
 
     Shapes:
         - **input:** features `[N, F]`, edge indices `[2, E]`, and the graph of each node `[N]` in ascending order.
@@ -66,6 +83,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
 
     Raises:
         ValueError: If `attn_type` is unknown, or `channels` is not a multiple of `heads`.
+        TypeError: If `attn_type` is `"exphormer"`, and `attn_kwargs` has no `edge_channels`.
 
     Example:
         >>> import torch, gattn
@@ -88,21 +106,14 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         attn_type: str = "multihead",
         attn_kwargs: dict[str, Any] | None = None,
     ):
-        if attn_type not in ("multihead", "performer"):
-            raise ValueError(f"attn_type must be 'multihead' or 'performer', not {attn_type!r}.")
-        attn: MultiheadAttention | PerformerAttention
+        if attn_type not in _ATTENTIONS:
+            raise ValueError(f"attn_type must be one of {', '.join(map(repr, _ATTENTIONS))}, not {attn_type!r}.")
+        options = dict(attn_kwargs or {})
         with torch.random.fork_rng(devices=[]):  # so that the other parameters get the same random numbers as in PyG
-            if attn_type == "multihead":
-                attn = MultiheadAttention(channels, heads, batch_first=True, **(attn_kwargs or {}))
-                # Explainers mask edges, which it does not use; the setter would pin its propagate().
-                attn._explain = False
-                attn_kwargs = None  # PyG's layer may not know them
-            else:
-                attn = PerformerAttention(channels, heads, **(attn_kwargs or {}))
-        if attn_type == "performer" and torch.get_default_device().type == "meta":  # where PyG cannot draw a projection
-            attn_type_of_pyg, attn_kwargs = "multihead", None
-        else:
-            attn_type_of_pyg = attn_type
+            attn = _ATTENTIONS[attn_type](channels, heads, options)
+        # PyG's layer only makes what it knows, and where it can draw a projection; the other arguments are ours.
+        is_pygs = attn_type == "performer" and torch.get_default_device().type != "meta"
+        attn_type_of_pyg, attn_kwargs = ("performer", attn_kwargs) if is_pygs else ("multihead", None)
         super().__init__(
             channels, conv, heads, dropout, act, act_kwargs, norm, norm_kwargs, attn_type_of_pyg, attn_kwargs
         )
@@ -123,6 +134,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         batch: Tensor | None = None,
         *,
         attn_bias: Bias | None = None,
+        attn_graph: tuple[GraphLike, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the block.
@@ -133,6 +145,8 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             batch: The graph of each node, `[N]`, in ascending order. (default: `None`, a single graph)
             attn_bias: What is added to the logits of multi-head attention, such as a `gattn.SparseBias` of bonds or a
                 `gattn.BucketBias` of distances, by the nodes' numbers in the batch. (default: `None`)
+            attn_graph: The graph of `"exphormer"` and the features of its edges, `[E', D]`, such as the union of the
+                edges with an expander. (default: `None`)
             **kwargs: Further arguments of the layer on the edges, such as `edge_attr`. Without this layer they have no
                 effect, as in PyG.
 
@@ -141,7 +155,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
 
         Raises:
             ValueError: If `batch` does not hold the graph of each node in ascending order, or the attention takes no
-                `attn_bias`.
+                `attn_bias`, or no `attn_graph`, or lacks it.
             TypeError: If an argument of the attention is given.
         """
         if self.conv is None and (meant := [name for name in sorted(_OF_ATTENTION) if name in kwargs]):
@@ -162,7 +176,10 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 local = self._norm(local, self.norm1, batch)
             else:
                 local = self._add_and_norm(local, x, self.norm1, batch)
-        out = self._add_and_norm(self._attend(x, batch, graph, attn_bias), x, self.norm2, batch)
+        if (attn_graph is not None) != isinstance(self.attn, ExphormerConv):
+            raise InputError("attn_graph is for attn_type='exphormer', which needs it.")
+        attended = self._attend(x, batch, graph, attn_bias) if attn_graph is None else self.attn(x, *attn_graph)
+        out = self._add_and_norm(attended, x, self.norm2, batch)
         if local is not None:
             out = local + out
         out = self._norm(out + through(self.mlp, out), self.norm3, batch)

@@ -16,7 +16,8 @@ from torch_geometric.nn.attention import performer
 
 from gattn.attention import attend
 from gattn.distributions import Identity
-from gattn.errors import check_at_least
+from gattn.errors import InputError, check_at_least
+from gattn.features import Favor
 from gattn.graphs import CompleteGraph
 from gattn.nn.shared.dropout import Dropout
 from gattn.nn.shared.linear import through
@@ -87,8 +88,25 @@ class PerformerProjection(Leaf, performer.PerformerProjection):
         query, key = (self.kernel(x @ self.projection_matrix.t()) + 0.001 for x in (query, key))
         key, value = without_padding(key, mask), without_padding(value, mask)
         graph = CompleteGraph(query.size(-3), key.size(-3)) if graph is None else graph
-        out = attend(query, key, value, graph, score=DotScore(1.0), distribution=Identity(normalize=True))
-        return out.transpose(-3, -2)
+        return _linear(query, key, value, graph)
+
+
+class FavorProjection(Favor):
+    """The attention of `PerformerProjection`, with positive features that approximate a softmax."""
+
+    def forward(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, graph: CompleteGraph | None = None
+    ) -> Tensor:
+        """Attends among all nodes, with arguments and output as there."""
+        query, key, value = (x.transpose(-3, -2) for x in (q, k, v))
+        graph = CompleteGraph(query.size(-3), key.size(-3)) if graph is None else graph
+        query, key = super().forward(query, key, graph, mask)
+        return _linear(query, key, without_padding(value, mask), graph)
+
+
+def _linear(query: Tensor, key: Tensor, value: Tensor, graph: CompleteGraph) -> Tensor:
+    out = attend(query, key, value, graph, score=DotScore(1.0), distribution=Identity(normalize=True))
+    return out.transpose(-3, -2)
 
 
 class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
@@ -104,11 +122,15 @@ class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
     results are the same. In a padded batch, PyG's layer also sums the features of padded nodes in its denominator;
     here, a graph's output does not depend on the padding.
 
+    PyG's attention is the paper's *generalised* one, of a ReLU, and no approximation of a softmax. The one that is,
+    FAVOR+, is `gattn.features.Favor`: `kernel="favor"` takes it with 1e-4 added to each exponential, and so computes
+    what `SelfAttention` of performer-pytorch does, which GraphGPS calls Performer.
+
     Args:
         channels: The number of channels of the features, F.
         heads: The number of heads, H.
         head_channels: The number of channels of each head, C; `None` for F / H. (default: `64`)
-        kernel: The function of the projections. (default: a ReLU)
+        kernel: The function of the projections, or `"favor"`. (default: a ReLU)
         qkv_bias: Whether queries, keys and values have a bias. (default: `False`)
         attn_out_bias: Whether the output has a bias. (default: `True`)
         dropout: The probability of dropping a channel of the output during training. (default: `0.0`)
@@ -135,7 +157,7 @@ class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
         channels: int,
         heads: int,
         head_channels: int | None = 64,
-        kernel: Callable[[Tensor], Tensor] | None = None,
+        kernel: Callable[[Tensor], Tensor] | str | None = None,
         qkv_bias: bool = False,
         attn_out_bias: bool = True,
         dropout: float = 0.0,
@@ -144,8 +166,15 @@ class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
         head_channels = check_heads(channels, heads, head_channels)
         check_probability("dropout", dropout)
         self.heads, self.head_channels = heads, head_channels
-        self.fast_attn = PerformerProjection(head_channels, kernel)
-        self.kernel = self.fast_attn.kernel
+        if isinstance(kernel, str):
+            if kernel != "favor":
+                raise InputError(f"kernel must be a function or 'favor'; got {kernel!r}.")
+            check_at_least(2, head_channels=head_channels)
+            self.fast_attn: Any = FavorProjection(head_channels, eps=1e-4)
+            self.kernel = kernel
+        else:
+            self.fast_attn = PerformerProjection(head_channels, kernel)
+            self.kernel = self.fast_attn.kernel
         inner_channels = head_channels * heads
         self.q, self.k, self.v = (Linear(channels, inner_channels, bias=qkv_bias) for _ in range(3))
         self.attn_out = Linear(inner_channels, channels, bias=attn_out_bias)
@@ -154,6 +183,14 @@ class PerformerAttention(Leaf, torch_geometric.nn.attention.PerformerAttention):
     def reset_parameters(self) -> None:
         """Resets all parameters, and draws another projection."""
         self._reset_parameters()
+
+    @torch.no_grad()
+    def redraw_projection_matrix(self) -> None:
+        """Draws another projection, which the paper recommends to do regularly during training."""
+        if self.kernel == "favor":
+            self.fast_attn.redraw()
+        else:
+            super().redraw_projection_matrix()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, graph: CompleteGraph | None = None) -> Tensor:
         """Attends among all nodes.
