@@ -22,6 +22,7 @@ The rest of the package:
 - `backend` chooses the backend that computes, `explain_call` says which one does, and `check_finite` looks for NaN in
   inputs;
 - `gattn.features`: feature maps, with which attention takes linear time;
+- `gattn.convert`: checkpoints of authors' programs, for these layers and models;
 - `gattn.distributed`: graphs that are split among processes;
 - `gattn.testing`: comparisons and invariance checks for tests.
 
@@ -110,7 +111,7 @@ __all__ = [
 
 
 #: Modules that are imported when they are first used, since they need what nothing else does, such as matplotlib.
-_LATE = ("distributed", "explain", "features", "testing", "transforms", "visualize")
+_LATE = ("convert", "distributed", "explain", "features", "testing", "transforms", "visualize")
 
 
 def __getattr__(name: str) -> ModuleType:

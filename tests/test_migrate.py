@@ -1,12 +1,16 @@
 """`python -m gattn.migrate`: what it finds in programs, and how it fails."""
 
 import inspect
+import json
 import os
+import re
+import shutil
+import subprocess
 
 import pytest
 import torch_geometric.nn
 
-from gattn import migrate, models, nn
+from gattn import convert, migrate, models, nn
 
 PROGRAM = r"""
 import torch_geometric, torch_geometric as pyg, torch_geometric.nn as gnn
@@ -76,11 +80,189 @@ def test_the_report_of_a_folder(tmp_path, capsys):
         migrate.main([str(tmp_path)])
     assert end.value.code == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path}/all.py:1: torch_geometric.nn.* says no names: import them one by one",
         f"{tmp_path}/model.py:1: torch_geometric.nn.GATConv -> gattn.nn.GATConv",
+        f"{tmp_path}/all.py:1: torch_geometric.nn.* says no names: import them one by one",
         f"{tmp_path}/model.py:1: torch_geometric.nn.SAGEConv stays: gattn has no SAGEConv",
         "1 can change, 2 cannot. These, and all else of PyG and PyTorch, work beside gattn as they are.",
     ]
+
+
+#: The imports of six programs, and what they become. Classes around them are only there to use what is imported.
+PROGRAMS = {
+    "GraphGPS": (
+        """import torch
+import torch.nn as nn
+import torch_geometric.nn as pygnn
+from performer_pytorch import SelfAttention
+from torch_geometric.data import Batch
+from torch_geometric.nn import Linear as Linear_pyg
+
+
+class GPSLayer(nn.Module):
+    def __init__(self, dim_h, num_heads):
+        self.local = pygnn.GATConv(dim_h, dim_h // num_heads, heads=num_heads, edge_dim=dim_h)
+        self.other = pygnn.GENConv(dim_h, dim_h)
+        self.kind: pygnn.GATConv = self.local
+        self.self_attn = torch.nn.MultiheadAttention(dim_h, num_heads, batch_first=True)
+""",
+        {
+            "import torch": "import gattn\nimport torch",
+            "= pygnn.GATConv(dim_h": "= gattn.nn.GATConv(dim_h",
+        },
+        ["class GPSLayer -> gattn.nn.GPSConv around"],
+    ),
+    "tunedGNN": (
+        """import torch
+import torch.nn.functional as F
+from torch_geometric.nn import GCNConv, SAGEConv, GATConv, GINConv
+""",
+        {
+            "from torch_geometric.nn import GCNConv, SAGEConv, GATConv, GINConv": (
+                "from gattn.nn import GCNConv, GATConv\nfrom torch_geometric.nn import SAGEConv, GINConv"
+            ),
+        },
+        [],
+    ),
+    "SGFormer": (
+        """from torch_geometric.nn import (
+    GCNConv,
+    GATConv,  # for the baselines
+    APPNP,
+    JumpingKnowledge, MessagePassing, global_mean_pool, SuperGATConv, TransformerConv,
+)
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+class TransConvLayer(nn.Module): ...
+""",
+        {
+            """from torch_geometric.nn import (
+    GCNConv,
+    GATConv,  # for the baselines
+    APPNP,
+    JumpingKnowledge, MessagePassing, global_mean_pool, SuperGATConv, TransformerConv,
+)""": (
+                "from gattn.nn import GCNConv, GATConv, JumpingKnowledge, SuperGATConv, TransformerConv\n"
+                "from torch_geometric.nn import APPNP, MessagePassing, global_mean_pool"
+            ),
+        },
+        ['class TransConvLayer -> gattn.nn.SGFormerAttention(norm="frobenius", qkv_bias=True)'],
+    ),
+    "Polynormer": (
+        """from torch_geometric.nn import GATConv
+class GlobalAttn(torch.nn.Module): ...
+class Polynormer(torch.nn.Module): ...
+""",
+        {"from torch_geometric.nn import GATConv": "from gattn.nn import GATConv"},
+        ["class GlobalAttn -> gattn.models.Polynormer", "class Polynormer -> gattn.models.Polynormer"],
+    ),
+    "pyHGT": (
+        """import torch
+from torch_geometric.nn import GCNConv, GATConv
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.inits import glorot, uniform
+class HGTConv(MessagePassing):
+    pass
+class HGTModel(HGTConv):
+    pass
+""",
+        {"from torch_geometric.nn import GCNConv, GATConv": "from gattn.nn import GCNConv, GATConv"},
+        ["class HGTConv -> gattn.nn.HGTConv(use_norm=True)"],
+    ),
+    "LPFormer": (
+        """import torch
+from torch_geometric.nn import GCNConv
+from torch_sparse.matmul import spmm_add
+if True:
+    from torch_geometric.nn import GATv2Conv as Conv; from torch_geometric.nn import MLP
+class LinkAttention(MessagePassing): ...
+class LinkTransformer(nn.Module): ...
+""",
+        {
+            "from torch_geometric.nn import GCNConv": "from gattn.nn import GCNConv",
+            "    from torch_geometric.nn import GATv2Conv as Conv;": "    from gattn.nn import GATv2Conv as Conv;",
+        },
+        [
+            "class LinkAttention -> gattn.nn.LPAttLayer",
+            'class LinkTransformer -> gattn.models.LPFormer(gnn_norm="node")',
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_patches_of_programs(name, tmp_path, capsys):
+    source, changes, classes = PROGRAMS[name]
+    expected = source
+    for before, after in changes.items():
+        expected = expected.replace(before, after, 1)
+    file = tmp_path / "model.py"
+    file.write_text(source)
+    assert migrate.patched(source) == expected
+    assert migrate.patched(expected) == expected
+    with pytest.raises(SystemExit):
+        migrate.main([str(file)])
+    out = capsys.readouterr().out
+    assert all(line in out for line in classes)
+    assert out.count("class ") == len(classes)
+    with pytest.raises(SystemExit):
+        migrate.main([str(file), "--diff"])
+    patch = capsys.readouterr().out
+    assert file.read_text() == source
+    (tmp_path / "change.patch").write_text(patch)
+    command = ["patch", "-s", str(file), str(tmp_path / "change.patch")]
+    if shutil.which("patch"):
+        subprocess.run(command, check=True)
+        assert file.read_text() == expected
+        file.write_text(source)
+    with pytest.raises(SystemExit):
+        migrate.main([str(file), "--write"])
+    assert capsys.readouterr().out == f"{file}: written\n"
+    assert file.read_text() == expected
+
+
+def test_every_class_that_is_recognised_has_a_successor():
+    for repository, instead, converter in migrate._OWN.values():
+        assert repository
+        for place in re.findall(r"gattn\.(?:nn|models)\.\w+", instead):
+            assert place.rpartition(".")[2] in {*nn.__all__, *models.__all__}
+        assert converter is None or converter in convert.__all__
+    assert not list(migrate.classes_in("class MAB(Block): ...\nclass MABs(nn.Module): ..."))
+
+
+def test_windows_ends_of_lines_and_long_imports():
+    names = "GATConv, GATv2Conv, GCNConv, SuperGATConv, TransformerConv, ResGatedGraphConv, AGNNConv"
+    found = migrate.patched(f"if x:\r\n    from torch_geometric.nn import {names}\r\n")
+    inner = "".join(f"        {name},\r\n" for name in names.split(", "))
+    assert found == f"if x:\r\n    from gattn.nn import (\r\n{inner}    )\r\n"
+
+
+def test_notebooks(tmp_path, capsys):
+    """Cells are one program, lines for IPython are left alone, and so is all else of the file."""
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["from torch_geometric.nn import GATConv"]},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [],
+            "source": ["%matplotlib inline\n", "import torch_geometric.nn as gnn"],
+        },
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": "!ls\nconv = gnn.GATConv(3, 4)\nawait conv"},
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["%%bash\n", "import this is not Python"]},
+    ]
+    file = tmp_path / "é.ipynb"
+    file.write_text(json.dumps({"cells": cells, "metadata": {"a": "ü"}, "nbformat": 4}))
+    with pytest.raises(SystemExit) as end:
+        migrate.main([str(tmp_path)])
+    assert end.value.code == 0
+    assert "torch_geometric.nn.GATConv -> gattn.nn.GATConv" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        migrate.main([str(tmp_path), "--write"])
+    found = json.loads(file.read_text())
+    assert found["metadata"] == {"a": "ü"}
+    expected = [cell["source"] for cell in cells]
+    expected[1] = ["%matplotlib inline\n", "import gattn\n", "import torch_geometric.nn as gnn"]
+    expected[2] = "!ls\nconv = gattn.nn.GATConv(3, 4)\nawait conv"
+    assert [cell["source"] for cell in found["cells"]] == expected
 
 
 NESTED = [b"x = " + b"-" * 200_000 + b"1", b"x = a" + b".b" * 2_000, b"x = " + b"a + " * 50_000 + b"b"]

@@ -71,3 +71,39 @@ def test_a_release_has_one_date():
     assert version == gattn.__version__
     released = re.findall(r"^date-released: (.*)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
     assert released == [date] * (date != "unreleased")
+
+
+def test_recipes_compute_what_their_papers_say():
+    """The functions of the page, beside matrices of all pairs."""
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "literature.md").read_text(), flags=re.DOTALL)
+    names = {}
+    exec(compile(block, "literature.md", "exec"), names)
+    query, key, value = torch.randn(3, 6, 2, 4, dtype=torch.double).unbind()
+    graph, decay = gattn.CompleteGraph(6), torch.rand(6, 6, dtype=torch.double)
+    products = torch.einsum("nhc,mhc->hnm", query, key)
+
+    def mixed(weights):
+        return torch.einsum("hnm,mhc->nhc", weights, value)
+
+    weights = 1 + products / (query.norm() * key.norm())
+    expected = mixed(weights / weights.sum(-1, keepdim=True))
+    torch.testing.assert_close(names["difformer"](query, key, value, graph), expected)
+    expected = mixed((products / 2 * decay).softmax(-1))
+    torch.testing.assert_close(names["gradformer"](query, key, value, graph, decay), expected)
+    weights = (products / 2).expm1()
+    expected = mixed(weights.relu() / (weights.abs().sum(-1, keepdim=True) + 1e-6))
+    found = gattn.attend(query, key, value, graph, distribution=names["Softpick"]())
+    torch.testing.assert_close(found, expected)
+
+    features, noise = gattn.features.Favor(4, num_features=64).double(), torch.rand(6, 2, dtype=torch.double)
+    of_query, of_key = features(query * 2, key * 2, graph)  # of the default temperature
+    weights = torch.einsum("nhr,mhr->hnm", of_query, of_key) * (noise / 0.25).exp().t().unsqueeze(1)
+    found = names["nodeformer"](query, key, value, graph, features, noise=noise)
+    torch.testing.assert_close(found, mixed(weights / weights.sum(-1, keepdim=True)))
+
+    x, edge_index = torch.randn(6, 3, dtype=torch.double), torch.tensor([[0, 1, 2, 2, 5], [1, 1, 1, 3, 4]])
+    matrix = torch.zeros(6, 6, dtype=torch.double).index_put((edge_index[1], edge_index[0]), torch.ones(5).double())
+    matrix = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
+    found = names["hop_tokens"](x, edge_index, 2)
+    torch.testing.assert_close(found, torch.stack([x, matrix @ x, matrix @ matrix @ x], 1))
+    assert names["tokens"].shape == (7, 20)

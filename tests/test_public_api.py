@@ -33,6 +33,10 @@ PUBLIC = {
         "TransformerConv TransformerDecoder TransformerDecoderLayer TransformerEncoder "
         "TransformerEncoderLayer"
     ),
+    gattn.convert: (
+        "egt exphormer gated_gcn gatv2 gps graphormer grit hgt lpformer part polynormer set_transformer sgformer supergat "
+        "tgat tgn"
+    ),
     gattn.features: ("Favor cosine elu1 favor orthogonal_features relu sigmoid softplus"),
     gattn.models: (
         "GAT HAN LSTMN AttentiveFP Graphormer LPFormer Polynormer SGFormer Seq2Seq TransformerLM TransformerSeq2Seq"

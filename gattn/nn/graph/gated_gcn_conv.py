@@ -139,7 +139,7 @@ class GatedGCNConv(BaseConv):
     @property
     def adds_input(self) -> bool:
         """See `BaseConv.adds_input`."""
-        given = (self.in_channels, self.A), (self.edge_channels, self.C)
+        given: Any = (self.in_channels, self.A), (self.edge_channels, self.C)
         # Another module may have replaced a linear layer, which knows what was inferred.
         return self.residual and all(
             (channels if channels >= 0 else lin.in_channels) == self.out_channels for channels, lin in given
