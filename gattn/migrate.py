@@ -1,7 +1,7 @@
 """`python -m gattn.migrate PATH`: what of a project could come from gattn, its own layers included.
 
-It reads programs and notebooks, names what they take from PyG and `torch.nn`, and recognises classes that the programs of
-papers define themselves. With `--diff`, it prints a patch of the imports from PyG, and with `--write`, it applies it.
+It reads programs and notebooks, names what they take from PyG and `torch.nn`, and recognises classes that the programs
+of papers define themselves. With `--diff`, it prints a patch of the imports from PyG, and with `--write`, it applies it.
 """
 
 from __future__ import annotations
@@ -340,6 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             found = sorted(set(names_in(program)))
             own = sorted(set(classes_in(program)))
+        except BrokenPipeError:  # of whoever reads the first lines alone
+            sys.stderr.close()
+            sys.exit(1)
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, KeyError, TypeError) as error:
             reason = str(error) or "it is nested too deeply"  # for which the parser has no memory
             print(f"{file}: cannot be read: {reason.splitlines()[0]}", file=sys.stderr)

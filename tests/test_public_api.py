@@ -34,8 +34,8 @@ PUBLIC = {
         "TransformerEncoderLayer"
     ),
     gattn.convert: (
-        "egt exphormer gated_gcn gatv2 gps graphormer grit hgt lpformer part polynormer set_transformer sgformer supergat "
-        "tgat tgn"
+        "egt exphormer gated_gcn gatv2 gps graphormer grit hgt lpformer part polynormer set_transformer sgformer "
+        "supergat tgat tgn"
     ),
     gattn.features: ("Favor cosine elu1 favor orthogonal_features relu sigmoid softplus"),
     gattn.models: (
