@@ -1,7 +1,7 @@
 """`python -m gattn.migrate PATH`: what of a project could come from gattn, its own layers included.
 
 It reads programs and notebooks, names what they take from PyG and `torch.nn`, and recognises classes that the programs
-of papers define themselves. With `--diff`, it prints a patch of the imports from PyG, and with `--write`, it applies it.
+of papers define themselves. `--diff` prints a patch of the imports from PyG, and `--write` applies it.
 """
 
 from __future__ import annotations

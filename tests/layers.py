@@ -61,6 +61,11 @@ class Draw:
         drawn = torch.randn(self._shape(axes), generator=self._generator, dtype=torch.double, device="cpu")
         return self._kept(drawn.to(self.dtype), axes, self.requires_grad)
 
+    def positive(self, *axes: int | str) -> Tensor:
+        """Numbers from 0.5 to 1.5 that get no gradient, such as weights whose sums are divided by."""
+        drawn = torch.rand(self._shape(axes), generator=self._generator, dtype=torch.double, device="cpu") + 0.5
+        return self._kept(drawn.to(self.dtype), axes)
+
     def integers(self, below: int | str, *axes: int | str, least: int = 0) -> Tensor:
         return self._kept(self._integers(below, axes, least), axes)
 
@@ -246,7 +251,7 @@ LAYERS = {
     "GATEConv": Layer(lambda: layers.GATEConv(F, F, D), with_features),
     "GATEConv of batches": Layer(lambda: layers.GATEConv(F, F, D), batched_features),
     "GATv2Conv": Layer(lambda: layers.GATv2Conv(F, 4, H, edge_dim=D, residual=True), with_features),
-    "GCNConv": Layer(lambda: layers.GCNConv(F, 4), lambda d: (*on_edges(d), d.floats("edges").detach().abs())),
+    "GCNConv": Layer(lambda: layers.GCNConv(F, 4), lambda d: (*on_edges(d), d.positive("edges"))),
     "GCNConv of batches": Layer(lambda: layers.GCNConv(F, 4), lambda d: (d.floats("batch", "nodes", F), d.edges())),
     "GPSConv": Layer(lambda: layers.GPSConv(F, layers.GATConv(F, F), H, norm="layer_norm"), of_graphs),
     "GPSConv of Performer": Layer(lambda: layers.GPSConv(F, None, H, attn_type="performer"), on_edges),

@@ -440,8 +440,17 @@ class Drawn(layers.Draw):
 
 #: Of those that take a list of edges. Others refuse shards.
 TAKE_SHARDS = {
-    *("AGNNConv", "DotGatConv", "DotGatConv of pairs", "EGATConv", "EdgeGATConv", "ExphormerConv", "GAT", "GATConv"),
-    *("GATConv of pairs", "GATv2Conv", "HEATConv", "ResGatedGraphConv", "ResGatedGraphConv of batches"),
+    *("AGNNConv", "DotGatConv", "DotGatConv of pairs", "EGATConv", "EdgeGATConv", "ExphormerConv", "ExphormerLayer"),
+    *("GAT", "GATConv"),
+    *(
+        "GATConv of pairs",
+        "GATv2Conv",
+        "GCNConv",
+        "GCNConv of batches",
+        "HEATConv",
+        "ResGatedGraphConv",
+        "ResGatedGraphConv of batches",
+    ),
     "TransformerConv",
 }
 
@@ -468,5 +477,5 @@ def test_every_layer_takes_a_shard_or_refuses_it(name):
         return
     with pytest.raises((TypeError, ValueError)) as error:
         on_processes(2, run)
-    takes_only_tensors = name in ("Graphormer", "LPFormer")
+    takes_only_tensors = name in ("Graphormer", "LPFormer", "RRWPEncoder")
     assert takes_only_tensors or "sharded graphs" in str(error.value)

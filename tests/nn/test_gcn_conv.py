@@ -1,5 +1,6 @@
 """The graph convolution against PyG's, wherever its sums are the kernels' and wherever they are not."""
 
+import copy
 import inspect
 
 import pytest
@@ -13,6 +14,7 @@ from torch_geometric.utils import to_torch_csr_tensor
 import gattn
 from gattn.nn import GCNConv
 from gattn.testing import random_edge_index
+from tests.shards import on_processes
 
 N, F, C, E = 9, 5, 4, 30
 ONES = torch.ones(E, dtype=torch.double)
@@ -172,3 +174,35 @@ def test_the_network_of_the_paper_learns(edge_index):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"improved": True}, {"add_self_loops": False}, {"normalize": False}], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sharded_graphs_with_self_loops(options, weighted):
+    """Of two self-loops of a node, the last one's weight counts, as without shards; gradients are those of all."""
+    torch.manual_seed(0)
+    loops = torch.tensor([[2, 2, 5], [2, 2, 5]])
+    edges = torch.cat([torch.randint(8, (2, 30)), loops], 1)
+    x, weight = torch.randn(8, 4, dtype=torch.double), torch.rand(33, dtype=torch.double)
+    conv = gattn.nn.GCNConv(4, 3, **options).double()
+    given = (weight,) if weighted else ()
+    expected = conv(x, edges, *given)
+    expected = [expected, *torch.autograd.grad(expected.sin().sum(), conv.parameters())]
+
+    def run(mesh):
+        graph, own = gattn.distributed.shard(gattn.SparseGraph(edges, 8, 8), mesh), copy.deepcopy(conv)
+        out = own(graph.scatter(x), graph, *(graph.scatter(term, "edges") for term in given))
+        grads = torch.autograd.grad(out.sin().sum(), own.parameters())
+        return [graph.gather(out.detach()), *grads]
+
+    first, second = on_processes(2, run)
+    torch.testing.assert_close(first[0], expected[0])
+    torch.testing.assert_close([a + b for a, b in zip(first[1:], second[1:], strict=True)], expected[1:])
+
+
+@pytest.mark.parametrize("options", [{}, {"improved": True}, {"add_self_loops": False}], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_compiled(options, weighted, edge_index):
+    """With self-loops among the edges; without weights, `improved` has no effect in PyG."""
+    conv, given = GCNConv(F, C, **options), (torch.rand(edge_index.size(1)),) if weighted else ()
+    gattn.testing.assert_compiles_whole(conv, torch.randn(N, F), edge_index, *given)

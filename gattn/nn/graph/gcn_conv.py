@@ -13,7 +13,6 @@ from torch_geometric.nn.conv import MessagePassing
 
 from gattn.attention import attend_for
 from gattn.autocast import is_autocast
-from gattn.errors import InputError
 from gattn.graphs import Graph, GraphLike, SparseGraph
 from gattn.graphs.edge_lists import checked, derived_tensors, plain
 from gattn.nn.shared.degrees import over_root_degrees
@@ -50,7 +49,8 @@ class GCNConv(Leaf, torch_geometric.nn.GCNConv):
     Args:
         in_channels: Channels of the input; `-1` infers them from the first call.
         out_channels: Channels of the output.
-        improved: Whether self-loops weigh 2 and not 1. (default: `False`)
+        improved: Whether self-loops weigh 2 and not 1; on lists of edges only beside an `edge_weight`, as in PyG.
+            (default: `False`)
         cached: Whether the graph of the first call is that of all. (default: `False`)
         add_self_loops: Whether every node has an edge to itself; existing ones keep their weight.
             (default: `None`, as `normalize`)
@@ -95,13 +95,14 @@ class GCNConv(Leaf, torch_geometric.nn.GCNConv):
             edge_weight: The weight of each edge, `[E]`. (default: `None`, 1)
 
         Raises:
-            ValueError: If the graph is sharded, or features and graph do not fit.
+            ValueError: If features and graph do not fit, or a sharded graph has targets and sources that are divided
+                differently.
             IndexError: If an index of the graph is out of range (in compiled code, when the kernels run).
         """
         flow = self.flow
         if isinstance(edge_index, Graph):
             if edge_index.is_sharded:
-                raise InputError("GCNConv takes no sharded graphs: it needs the degrees of nodes of other processes.")
+                return self._on_shard(x, edge_index, edge_weight)
             listed = edge_index.listed(x.device).resolve(x.size(-2), x.size(-2))
             edge_index, flow = listed.edge_index, listed.flow
         is_list = type(edge_index) in (Tensor, EdgeIndex) and edge_index.layout == torch.strided
@@ -116,6 +117,31 @@ class GCNConv(Leaf, torch_geometric.nn.GCNConv):
         # Not aggregate(): degrees are no attention that could be recorded.
         of_edges = weight.to(value.dtype).unsqueeze(-1)
         out = attend_for(None, None, value, graph, bias=of_edges, distribution="identity").out.squeeze(-2)
+        return out if self.bias is None else out + self.bias
+
+    def _on_shard(self, x: Tensor, graph: Graph, edge_weight: Tensor | None) -> Tensor:
+        """The same for the nodes of one process: sources bring the roots of their own degrees, so none are fetched."""
+        if self.normalize:
+            graph.with_self_loops()  # checks that targets and sources are the same nodes, and so numbered alike
+        (source, target), value = graph.sources_and_targets(), through(self.lin, x)
+        own, dtype = x.size(-2), torch.promote_types(x.dtype, torch.float32)
+        weight = torch.ones_like(source, dtype=dtype) if edge_weight is None else edge_weight.to(dtype)
+        of_loops = weight.new_zeros(own)
+        if self.add_self_loops:
+            is_loop = source == target
+            fill = 2.0 if self.improved and edge_weight is not None else 1.0
+            of_loops = weight.new_full((own + 1,), fill)  # the last takes what is no self-loop
+            of_loops = of_loops.scatter(0, target.where(is_loop, own).long(), weight)[:own]
+            weight = weight.masked_fill(is_loop, 0.0)
+        root = None
+        if self.normalize:
+            root = of_loops.index_add(0, target, weight).pow(-0.5)
+            root = root.masked_fill(root == torch.inf, 0.0).to(value.dtype).unsqueeze(-1)
+            value = value * root
+        term = weight.to(value.dtype).unsqueeze(-1)
+        found = attend_for(None, None, value.unsqueeze(-2), graph, bias=term, distribution="identity").out
+        out = found.squeeze(-2) + of_loops.to(value.dtype).unsqueeze(-1) * value
+        out = out if root is None else out * root
         return out if self.bias is None else out + self.bias
 
     def _weighted(self, edge_index: Tensor, edge_weight: Tensor | None, x: Tensor, flow: str) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,8 @@ def over_root_degrees(
         torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device) if edge_weight is None else edge_weight
     )
     is_loop, nodes = edge_index[0] == edge_index[1], torch.arange(num_nodes, device=edge_index.device)
-    of_loops = weight.new_full((num_nodes + 1,), 2.0 if improved else 1.0)  # the last one takes what is no self-loop
+    fill = 2.0 if improved and edge_weight is not None else 1.0  # PyG's, which fills no weights where none are given
+    of_loops = weight.new_full((num_nodes + 1,), fill)  # the last one takes what is no self-loop
     of_loops = of_loops.scatter(0, edge_index[0].where(is_loop, num_nodes), weight)[:num_nodes]
     index = torch.cat([edge_index, nodes.to(edge_index.dtype).expand(2, -1)], 1)
     weight = torch.cat([weight.masked_fill(is_loop, 0.0), of_loops])

@@ -11,11 +11,12 @@ from torch.nn import BatchNorm1d, Identity, LayerNorm, Module
 from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import activation_resolver
 
-from gattn.errors import InputError, check_at_least, check_flag, check_number
+from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number
 from gattn.graphs import GraphLike
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.dropout import Dropout, dropout
 from gattn.nn.shared.linear import Linear
+from gattn.nn.transformers.all_pairs import check_whole
 from gattn.nn.transformers.egt_conv import EGTConv
 from gattn.nn.transformers.exphormer_conv import ExphormerConv
 from gattn.nn.transformers.grit_conv import GRITConv
@@ -280,6 +281,8 @@ class ExphormerLayer(_Block):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range.
         """
+        if hasattr(self, "batch_norm1_h"):  # whose statistics would be those of one process
+            check_whole(self, edge_index)
         attended = dropout(self.attention(x, edge_index, edge_attr), self.dropout, self.training)
         return self._after_attention(x, attended)
 
@@ -470,8 +473,12 @@ class RRWPEncoder(Declared, Module):
             The features of the nodes and of the pairs.
 
         Raises:
+            TypeError: If pairs or edges are not a tensor.
             ValueError: If only one of `edge_index` and `edge_attr` is given.
         """
+        for name, given in {"pair_index": pair_index, "edge_index": edge_index}.items():
+            if not isinstance(given, Tensor) and (given is not None or name == "pair_index"):
+                raise InputTypeError(f"{name} must be a tensor; got {type(given).__name__}.")
         if (edge_index is None) != (edge_attr is None):
             raise InputError("edge_index and edge_attr belong together: pass both or none.")
         pairs = self.edge_fc(pair_walks)
