@@ -516,6 +516,33 @@ def test_set_transformers_blocks_of_padded_and_packed_sets():
     assert "projected=True" in repr(block)
 
 
+def test_keys_that_are_graph_convolutions():
+    """Of nodes in any order, as in Graph Multiset Transformer."""
+    pool = randomized(gattn.nn.GraphMultisetTransformer(C, 3, heads=H, conv=lambda: gattn.nn.GCNConv(C, C)))
+    x, first = floats(N, C), pool.pma1.mab
+    keys, values = (conv(x, edges()) for conv in pool.convs)
+    query = first.attn.lin_query(pool.pma1.seed[0])
+    parts = []
+    for of in BATCH.unique():
+        k, v = (rows[of == BATCH] for rows in (keys, values))
+        attended = [
+            (q @ a.t() / math.sqrt(C)).softmax(-1) @ b
+            for q, a, b in zip(*(rows.split(C // H, -1) for rows in (query, k, v)), strict=True)
+        ]
+        out = query + torch.cat(attended, -1)
+        parts.append(out + first.lin(out).relu())
+    h = torch.stack(parts)
+    for encoder in pool.encoders:
+        h = encoder(h)
+    expected = pool.pma2(h).squeeze(1)
+    order = torch.randperm(N)
+    place = order.argsort()
+    found = pool(x[order], BATCH[order], edge_index=place[edges()])
+    assert_same(found, expected, leaves_of(pool, x))
+    with pytest.raises(ValueError, match="edge_index is for a layer with conv"):
+        pool(x, BATCH)
+
+
 def test_sizes_of_pygs_blocks_are_given():
     with pytest.raises(ValueError, match="projected=True"):
         MultiheadAttentionBlock(C, H, dim_q=3)

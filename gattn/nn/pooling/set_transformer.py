@@ -5,6 +5,7 @@ Dimensions: B sets, N elements of all sets together or of a padded one, C channe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,18 +176,22 @@ class _ProjectedAttention(Attention):
         self.heads, self.dropout = heads, dropout
         self.score = DotScore(channels**-0.5 if scale is None else scale)
         self.lin_query = Linear(dim_q, channels, device=device)
-        self.lin_key, self.lin_value = (Linear(dim_k, channels, device=device) for _ in range(2))
+        self.lin_key: Linear | None = Linear(dim_k, channels, device=device)
+        self.lin_value: Linear | None = Linear(dim_k, channels, device=device)
 
     def reset_parameters(self) -> None:
         """Resets all parameters."""
-        for module in (self.lin_query, self.lin_key, self.lin_value):
-            module.reset_parameters()
+        for module in self.children():
+            reset(module)
 
     def forward(
         self, x: Tensor, y: Tensor, padding: Tensor | None, graph: CompleteGraph | None
     ) -> tuple[Tensor, Tensor]:
-        """The queries, and the sums of values."""
-        projected = through(self.lin_query, x), through(self.lin_key, y), through(self.lin_value, y)
+        """The queries, and the sums of values; keys and values lie side by side in `y` if nothing projects it."""
+        if self.lin_key is None or self.lin_value is None:
+            projected = through(self.lin_query, x), *y.chunk(2, -1)
+        else:
+            projected = through(self.lin_query, x), through(self.lin_key, y), through(self.lin_value, y)
         query, key, value = (torch.unflatten(rows, -1, (self.heads, -1)) for rows in projected)
         size = x.size(-2), y.size(-2)
         given: Graph = CompleteGraph(*size) if graph is None else graph
@@ -445,6 +450,8 @@ class _OfSets(Declared, Aggregation):
     """What the two aggregations share: sets of elements laid end to end, so that nothing is padded."""
 
     channels: int
+    _parts: int = 1
+    """How many rows of features lie side by side."""
 
     def forward(
         self,
@@ -474,7 +481,7 @@ class _OfSets(Declared, Aggregation):
             IndexError: If an index is negative.
         """
         self.assert_two_dimensional_input(x, dim)
-        if x.size(-1) != self.channels:
+        if x.size(-1) != self.channels * self._parts:
             raise InputError(f"x has {x.size(-1)} channels, but this layer was made for channels={self.channels}.")
         x = x.movedim(dim, -2)
         index, counts = counts_of(x, index, ptr, dim_size)
@@ -570,6 +577,12 @@ class GraphMultisetTransformer(_OfSets):
     This is a drop-in replacement for `torch_geometric.nn.GraphMultisetTransformer`: arguments, parameter names and
     results are the same. The sets are laid end to end instead of being padded, and `index` may have any order.
 
+    In the paper, keys and values of the first pooling are graph convolutions of the elements, which PyG leaves out.
+    With `conv`, they are, in the form of the authors' program (`projected` of `MultiheadAttentionBlock`):
+
+    .. math::
+        K = \mathrm{conv}_K(x, E), \qquad V = \mathrm{conv}_V(x, E)
+
     Args:
         channels: The number of channels, C.
         k: The number of elements after the first pooling.
@@ -577,9 +590,11 @@ class GraphMultisetTransformer(_OfSets):
         heads: The number of attention heads. (default: `1`)
         layer_norm: Whether there are norms. (default: `False`)
         dropout: The probability of dropping an attention weight during training. (default: `0.0`)
+        conv: Makes a layer on the edges that keeps the number of channels, such as
+            `lambda: gattn.nn.GCNConv(channels, channels)`. (default: `None`, keys and values are linear)
 
     Shapes:
-        - **input:** elements `[N, C]` and the set of each, `[N]`.
+        - **input:** elements `[N, C]` and the set of each, `[N]`; with `conv`, also edges `[2, E]`.
         - **output:** `[B, C]`. An empty set becomes zero.
 
     Raises:
@@ -602,14 +617,37 @@ class GraphMultisetTransformer(_OfSets):
         heads: int = 1,
         layer_norm: bool = False,
         dropout: float = 0.0,
+        conv: Callable[[], Module] | None = None,
     ):
         super().__init__()
         check_at_least(0, num_encoder_blocks=num_encoder_blocks)
         self.channels, self.k, self.heads, self.layer_norm, self.dropout = channels, k, heads, layer_norm, dropout
         options = heads, layer_norm, dropout
-        self.pma1 = PoolingByMultiheadAttention(channels, k, *options)
+        self.pma1 = PoolingByMultiheadAttention(channels, k, *options, projected=conv is not None, lin=conv is None)
+        self.convs = None if conv is None else ModuleList([conv(), conv()])
+        self._parts = 1 if conv is None else 2
+        if conv is not None:
+            attn: Any = self.pma1.mab.attn
+            attn.lin_key = attn.lin_value = None
         self.encoders = ModuleList(SetAttentionBlock(channels, *options) for _ in range(num_encoder_blocks))
         self.pma2 = PoolingByMultiheadAttention(channels, 1, *options)
+
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        max_num_elements: int | None = None,
+        edge_index: Any = None,
+    ) -> Tensor:
+        """Aggregates the elements of each set, as `SetTransformerAggregation` does; `edge_index` is for `conv`."""
+        if (self.convs is None) != (edge_index is None):
+            raise InputError("edge_index is for a layer with conv, which needs it.")
+        if self.convs is not None:
+            x = torch.cat([conv(x, edge_index) for conv in self.convs], -1)
+        return super().forward(x, index, ptr, dim_size, dim, max_num_elements)
 
     def _of_sets(self, x: Tensor, index: Tensor, counts: Tensor) -> Tensor:
         _, to_seeds = graphs_of_sets(index, counts, self.pma1.seed.size(1))

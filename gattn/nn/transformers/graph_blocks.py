@@ -12,11 +12,10 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import activation_resolver
 
 from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number
-from gattn.graphs import GraphLike
+from gattn.graphs import Graph, GraphLike
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.dropout import Dropout, dropout
 from gattn.nn.shared.linear import Linear
-from gattn.nn.transformers.all_pairs import check_whole
 from gattn.nn.transformers.egt_conv import EGTConv
 from gattn.nn.transformers.exphormer_conv import ExphormerConv
 from gattn.nn.transformers.grit_conv import GRITConv
@@ -281,8 +280,10 @@ class ExphormerLayer(_Block):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range.
         """
-        if hasattr(self, "batch_norm1_h"):  # whose statistics would be those of one process
-            check_whole(self, edge_index)
+        if hasattr(self, "batch_norm1_h") and isinstance(edge_index, Graph) and edge_index.is_sharded:
+            raise InputError(
+                "ExphormerLayer normalises over all nodes, so it takes no sharded graphs: batch_norm=False."
+            )
         attended = dropout(self.attention(x, edge_index, edge_attr), self.dropout, self.training)
         return self._after_attention(x, attended)
 
