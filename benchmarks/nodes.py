@@ -51,6 +51,7 @@ COLOURS = {
     "gatv2": reports.RED,
     "transformer": reports.GREEN,
     "sgformer": reports.ORANGE,
+    "sgformer-frobenius": reports.YELLOW,
     "gps": reports.SKY,
     "polynormer": reports.PINK,
 }
@@ -353,6 +354,8 @@ def train(run: Run, show: Show, checkpoints: Path, save_every: float) -> Row:
 GLOBAL_NOTES = {
     "sgformer": "SGFormer's recipe is one point of the grid in which Luo et al. tuned it, chosen without tuning: 64 "
     "channels, three layers of each kind, dropout 0.5, and a weight of 0.8 for the layers on the edges.",
+    "sgformer-frobenius": "Of all queries, and of all keys, SGFormer's paper divides by one norm, and projections have "
+    "a bias: these rows do so. PyG's network, and the rows of `sgformer`, divide each row by its own.",
     "gps": "GPS's recipe is close to one point of the grid in which Luo et al. tuned it, also chosen without tuning: "
     "64 channels, two blocks, two heads, and dropout 0.7 on Photo and 0.5 on Minesweeper. Its blocks combine GAT with "
     "Performer's linear attention, where theirs have softmax attention.",

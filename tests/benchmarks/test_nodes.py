@@ -141,7 +141,8 @@ class TestGraphTransformers:
         others = {"hidden_channels": 4, "layers": 3, "dropout": 0.1, "heads": 1}
         others |= {"global_layers": 2} if model != "gps" else {}
         others |= {"input_dropout": 0.5} if model == "polynormer" else {}
-        others |= {"graph_weight": 0.5} if model == "sgformer" else {}
+        others |= {"graph_weight": 0.5} if model.startswith("sgformer") else {}
+        others |= {"norm": "frobenius"} if model.startswith("sgformer") else {}
         for name, value in others.items():
             assert outcome(replace(GLOBAL, **{name: value})) != outcome(GLOBAL), name
 
