@@ -444,9 +444,7 @@ class TestCommandLine:
         assert [line["published"] for line in nodes.summarise(rows)] == [
             "–",
             "96.60 ± 0.33",
-            "–",
-            "–",
-            "–",
+            *["–"] * 4,
             "96.46 ± 0.26",
         ]
         rows[-1]["recipe"]["epochs"] = 1000
