@@ -174,6 +174,10 @@ def of_batch(d: Draw) -> tuple[Any, ...]:
     return (d.floats("batch", "nodes", F),)
 
 
+def of_pairs(d: Draw) -> tuple[Any, ...]:
+    return (d.floats("nodes", "nodes", F),)
+
+
 def with_biases(d: Draw) -> tuple[Any, ...]:
     return *of_batch(d), d.floats("batch", "nodes", "nodes", H)
 
@@ -222,6 +226,9 @@ LAYERS = {
     "AGNNConv": Layer(lambda: layers.AGNNConv(), on_edges),
     "ALiBi": Layer(lambda: layers.ALiBi(H), distances),
     "AdditiveAttention": Layer(lambda: layers.AdditiveAttention(F, F, 4), of_memory),
+    "AttentionPairBias": Layer(
+        lambda: layers.AttentionPairBias(F, D, H), lambda d: (*of_batch(d), d.floats("nodes", "nodes", D))
+    ),
     "AttentionPooling": Layer(lambda: layers.AttentionPooling(F), sets),
     "AttentionalAggregation": Layer(lambda: layers.AttentionalAggregation(nn.Linear(F, 1), nn.Linear(F, 4)), sets),
     "BiasedMHA": Layer(lambda: layers.BiasedMHA(F, H), with_biases),
@@ -375,6 +382,8 @@ LAYERS = {
         lambda d: (*on_edges(d), d.floats("edges"), d.floats("edges", D)),
     ),
     "TemporalEncoding": Layer(lambda: layers.TemporalEncoding(TIME), lambda d: (d.floats("edges"),)),
+    "TriangleAttention": Layer(lambda: layers.TriangleAttention(F, H, 4), of_pairs),
+    "TriangleMultiplication": Layer(lambda: layers.TriangleMultiplication(F, 6), of_pairs),
     "Transformer": Layer(lambda: layers.Transformer(F, H, 1, 1, 16), lambda d: with_memory(d)[::-1]),
     "TransformerConv": Layer(lambda: layers.TransformerConv(F, 4, H, beta=True, edge_dim=D), with_features),
     "TransformerDecoder": Layer(

@@ -17,7 +17,7 @@ PUBLIC = {
         "models nn record_attention softmax weigh"
     ),
     gattn.nn: (
-        "AGNNConv ALiBi AdditiveAttention AttentionPooling AttentionalAggregation BiasedMHA DNAConv "
+        "AGNNConv ALiBi AdditiveAttention AttentionPairBias AttentionPooling AttentionalAggregation BiasedMHA DNAConv "
         "DegreeEncoder DenseGATConv DotGatConv DotProductAttention Dropout EGATConv EGTBlock EGTConv EGTLayer "
         "EdgeGATConv ExphormerConv ExphormerLayer FAConv GATConv GATEConv GATv2Conv GCNConv GPSConv GRITConv GRITLayer "
         "GatedGCNConv "
@@ -31,7 +31,7 @@ PUBLIC = {
         "Set2Set SetAttentionBlock SetTransformerAggregation SinusoidalPositionalEncoding "
         "SoftmaxAggregation SpatialEncoder SuperGATConv TGATConv TemporalEncoding Transformer "
         "TransformerConv TransformerDecoder TransformerDecoderLayer TransformerEncoder "
-        "TransformerEncoderLayer"
+        "TransformerEncoderLayer TriangleAttention TriangleMultiplication"
     ),
     gattn.convert: (
         "egt exphormer gated_gcn gatv2 gps graphormer grit hgt lpformer part polynormer set_transformer sgformer "

@@ -57,6 +57,7 @@ from gattn.nn.transformers.graphormer_layer import BiasedMHA, GraphormerLayer
 from gattn.nn.transformers.grit_conv import GRITConv
 from gattn.nn.transformers.key_value_cache import KeyValueCache
 from gattn.nn.transformers.multihead_attention import MultiheadAttention
+from gattn.nn.transformers.pair_layers import AttentionPairBias, TriangleAttention, TriangleMultiplication
 from gattn.nn.transformers.performer_attention import PerformerAttention, PerformerProjection
 from gattn.nn.transformers.polynormer_attention import PolynormerAttention
 from gattn.nn.transformers.positional import (
@@ -81,6 +82,7 @@ __all__ = [
     "AGNNConv",
     "ALiBi",
     "AdditiveAttention",
+    "AttentionPairBias",
     "AttentionPooling",
     "AttentionalAggregation",
     "BiasedMHA",
@@ -158,4 +160,6 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "TriangleAttention",
+    "TriangleMultiplication",
 ]
