@@ -8,7 +8,7 @@ and `gattn.aggregate` are its two halves. Its choices are independent of each ot
 - *distribution*, how scores become weights: `Softmax`, `Sparsemax`, `Entmax15`, `TopK`, `Hard`, `LocalGaussian`,
   `WithinTypes`, the gates `Sigmoid`, `Tanh` and `Identity`, or a `Distribution` of your own.
 
-A bias is a tensor, or one that needs no tensor of all pairs (`SparseBias`, `BucketBias`, a `Bias` of your own), and
+A bias is a tensor, or one that needs no tensor of all pairs (`SparseBias`, `BucketBias`, `PairBias`, or your own), and
 `merge` joins attention over several graphs.
 
 The rest of the package:
@@ -61,6 +61,7 @@ from gattn.edges import Projected, Typed
 from gattn.graphs import CompleteGraph, SparseGraph, TypedGraph
 from gattn.nn.shared.dropout import dropout
 from gattn.ops.choose import backend
+from gattn.pair_bias import LinearPairBias, PairBias
 from gattn.recording import record_attention
 from gattn.scores import AdditiveScore, CosineScore, DotScore, GATScore, Score
 from gattn.settings import check_finite
@@ -81,7 +82,9 @@ __all__ = [
     "Gate",
     "Hard",
     "Identity",
+    "LinearPairBias",
     "LocalGaussian",
+    "PairBias",
     "Projected",
     "Score",
     "Sigmoid",

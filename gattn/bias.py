@@ -88,6 +88,9 @@ class Bias:
     #: first rows and columns.
     shared: bool = True
 
+    #: How many numbers are in memory for each pair and head while the bias is computed.
+    cost: int = 1
+
     def rows(self, start: int, stop: int) -> Tensor:
         """The bias of the targets from `start` to `stop`, `[H, stop - start, M]`."""
         raise NotImplementedError(f"{type(self).__name__} does not define rows().")

@@ -427,7 +427,9 @@ MODELS = {
 #: Public names that are no layers, and why.
 NO_LAYERS = {
     "KeyValueCache": "holds the keys and values of layers",
+    "MLPBias": "makes a bias",
     "MemoryAttention": "is the common base of layers",
+    "RadialBias": "makes a bias",
     "RelativePosition": "is the common base of encodings",
 }
 

@@ -207,6 +207,12 @@ CALLS = {
     "attend CompleteGraph SparseBias": lambda n: attended(
         n, gattn.CompleteGraph(n, n), bias=gattn.SparseBias(edges(n), randn(n, 2))
     ),
+    "attend PairBias": lambda n: attended(
+        n, gattn.CompleteGraph(n, n), bias=gattn.PairBias(lambda a, b: (a @ b.mT).unsqueeze(-1), randn(n, 3))
+    ),
+    "attend LinearPairBias": lambda n: attended(
+        n, gattn.CompleteGraph(n, n), bias=gattn.LinearPairBias(randn(n, n, 3), randn(3, 2))
+    ),
     "attend BucketBias": lambda n: attended(
         n,
         gattn.CompleteGraph(n),

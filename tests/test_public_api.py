@@ -12,7 +12,8 @@ import gattn
 PUBLIC = {
     gattn: (
         "AdditiveScore Attention Bias BucketBias CompleteGraph CosineScore Distribution DotScore Entmax15 GATScore "
-        "Gate Hard Identity LocalGaussian Projected Score Sigmoid Softmax SparseBias SparseGraph Sparsemax Tanh "
+        "Gate Hard Identity LinearPairBias LocalGaussian "
+        "PairBias Projected Score Sigmoid Softmax SparseBias SparseGraph Sparsemax Tanh "
         "TopK Typed TypedGraph WithinTypes aggregate attend backend check_finite datasets dropout explain_call merge "
         "models nn record_attention softmax weigh"
     ),
@@ -24,9 +25,11 @@ PUBLIC = {
         "GeneralAttention GeneralConv GraphAttentionEmbedding GraphMultisetTransformer GraphPositionalEncoding "
         "GraphormerLayer HANConv HEATConv HGTConv HardAttention HypergraphConv InducedSetAttentionBlock "
         "JumpingKnowledge KeyValueCache LPAttLayer LSTMNCell LearnedPositionalEncoding LocalAttention "
+        "MLPBias "
         "MemoryAttention MultiAggregation MultiheadAttention MultiheadAttentionBlock "
         "PatchTransformerAggregation PathEncoder PerformerAttention PerformerProjection "
-        "PointTransformerConv PolynormerAttention PoolingByMultiheadAttention RGATConv RRWPEncoder ReinforceLoss "
+        "PointTransformerConv PolynormerAttention PoolingByMultiheadAttention RGATConv "
+        "RRWPEncoder RadialBias ReinforceLoss "
         "RelativePosition RelativePositionBias ResGatedGraphConv RotaryPositionalEncoding SGFormerAttention "
         "Set2Set SetAttentionBlock SetTransformerAggregation SinusoidalPositionalEncoding "
         "SoftmaxAggregation SpatialEncoder SuperGATConv TGATConv TemporalEncoding Transformer "

@@ -57,6 +57,7 @@ from gattn.nn.transformers.graphormer_layer import BiasedMHA, GraphormerLayer
 from gattn.nn.transformers.grit_conv import GRITConv
 from gattn.nn.transformers.key_value_cache import KeyValueCache
 from gattn.nn.transformers.multihead_attention import MultiheadAttention
+from gattn.nn.transformers.pair_biases import MLPBias, RadialBias
 from gattn.nn.transformers.pair_layers import AttentionPairBias, TriangleAttention, TriangleMultiplication
 from gattn.nn.transformers.performer_attention import PerformerAttention, PerformerProjection
 from gattn.nn.transformers.polynormer_attention import PolynormerAttention
@@ -126,6 +127,7 @@ __all__ = [
     "LSTMNCell",
     "LearnedPositionalEncoding",
     "LocalAttention",
+    "MLPBias",
     "MemoryAttention",
     "MultiAggregation",
     "MultiheadAttention",
@@ -139,6 +141,7 @@ __all__ = [
     "PoolingByMultiheadAttention",
     "RGATConv",
     "RRWPEncoder",
+    "RadialBias",
     "ReinforceLoss",
     "RelativePosition",
     "RelativePositionBias",

@@ -38,13 +38,14 @@ from gattn.ops.backends.dense.dot_products import (
 )
 from gattn.ops.backends.dense.elements import elements_of
 from gattn.ops.call import Call, Result, Way
+from gattn.ops.chunks import chunk_sizes, recomputed
 from gattn.ops.custom_parts import as_logits
 from gattn.ops.operator import sink_of
 from gattn.ops.plans import Given, Plan, is_short_list
 from gattn.ops.sharded import complete_by_heads, is_distributed
 from gattn.ops.terms import GIVEN, PLACES
 from gattn.scores import says
-from gattn.torch_private import is_context_parallel, is_exporting
+from gattn.torch_private import is_context_parallel, is_exporting, is_traced
 
 __all__ = ["Dense"]
 
@@ -143,7 +144,8 @@ class Dense(Backend):
             products = DotProducts(call, sink_of(call.law.sink, call), may_fuse)
             chosen = products.way(query, key, value, bias, call.mask, graph)
             no_tiles = products.no_tiles or "another way is faster"
-            if chosen is TILES and isinstance(bias, Bias) and bias.term(graph) is None:
+            is_unread = isinstance(bias, Bias) and bias.term(graph) is None
+            if chosen is TILES and is_unread and not _is_for_parts(call):
                 chosen, no_tiles = None, f"they cannot read a {type(bias).__name__}"
             elif chosen is TILES and products.is_ragged and elements_of(graph, key.size(0)) is None:
                 chosen, no_tiles = None, "lengths on a GPU are not read"
@@ -243,12 +245,59 @@ def _computed(call: Call, front: torch.Size, may_fuse: bool) -> Result:
             found = products.compute(query, key, value, call.bias, call.mask, cast(CompleteGraph, call.graph))
             if found is not None:
                 return found
+            if products.no_tiles is None and not is_empty and _is_for_parts(call):
+                return _in_parts(call, front, may_fuse)
     if isinstance(call.graph.blocks, OpenBlocks):
         return _computed(_masked(call), front, may_fuse)
     if call.weights is True and is_plain_softmax(call.distribution):  # they change no bit of the output
         weights = matrices.attention(call._replace(dropout=0.0, log_sum=False), front).weights
         return _computed(call._replace(weights=False), front, may_fuse)._replace(weights=weights)
     return matrices.attention(call, front, may_fuse)
+
+
+def _is_for_parts(call: Call) -> bool:
+    """Whether a bias that kernels cannot read is evaluated for some targets at a time, in calls of their own."""
+    graph, bias = cast(CompleteGraph, call.graph), call.bias
+    is_one = graph.is_uniform and graph.blocks is None and graph.window is None
+    has_more = call.weights or call.log_sum or call.dropout
+    return isinstance(bias, Bias) and is_one and not has_more and not is_traced() and bias.term(graph) is None
+
+
+def _in_parts(call: Call, front: torch.Size, may_fuse: bool) -> Result:
+    """The result for some targets at a time, whose bias is a tensor."""
+    graph, query, key = cast(CompleteGraph, call.graph), call.query, call.key
+    assert isinstance(call.bias, Bias)
+    assert query is not None
+    n, m = query.size(1), key.size(1)
+    offset = graph.offset(n, m)
+    bias = call.bias.of_graph(graph).of_group(None, n, m, offset)
+
+    def compute(start: int, stop: int) -> Tensor:
+        seen = min(offset + stop, m) if graph.causal else m
+        if seen <= 0:
+            return query.new_zeros(call.value.size(0), stop - start, call.heads, call.value.size(-1))
+        mask = call.mask
+        if mask is not None:
+            mask = mask[..., start:stop, :] if mask.size(-2) == n else mask
+            mask = mask[..., :seen] if mask.size(-1) == m else mask
+        part = call._replace(
+            query=query[:, start:stop],
+            key=key[:, :seen],
+            value=call.value[:, :seen],
+            bias=bias.whole_part(slice(start, stop), slice(0, seen)),
+            mask=mask,
+            graph=CompleteGraph(stop - start, seen, causal=graph.causal),
+        )
+        return _computed(part, front, may_fuse).out
+
+    held = call.value.size(0) * m * call.heads * bias.cost
+    counts, stop, outs = chunk_sizes(n, max(_HELD // max(held, 1), 1)), 0, []
+    keeps = not torch.is_grad_enabled() or len(counts) == 1
+    reads = [query, key, call.value, call.mask, *call.bias.tensors()]
+    for count in counts:
+        start, stop = stop, stop + count
+        outs.append(compute(start, stop) if keeps else recomputed(compute, start, stop, reads=reads))
+    return Result(torch.cat(outs, 1))
 
 
 def _masked(call: Call) -> Call:
@@ -265,6 +314,9 @@ def _masked(call: Call) -> Call:
     together = blocks.together()
     return call._replace(graph=whole, mask=matrices.both(call.mask, together))
 
+
+#: So many numbers of a bias are evaluated at a time.
+_HELD = 2**24
 
 #: What calls that have plans do not have.
 _MORE = itemgetter(*(PLACES[x] for x in GIVEN if x not in ("query", "key", "value", "bias", "mask")))
