@@ -103,7 +103,9 @@ OPEN_BLOCKS, TILE_OPERATOR, LINEAR_OPERATOR, DEGREES, LOOPS, SUPERGAT = (
 )
 PRODUCTS, DROPOUT = "gattn/products.py", "gattn/nn/shared/dropout.py"
 SGFORMER_MODEL, POLYNORMER_MODEL = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer"))
-GCN = "gattn/nn/graph/gcn_conv.py"
+GCN, LPFORMER, PAIR_BIAS = "gattn/nn/graph/gcn_conv.py", "gattn/models/lpformer.py", "gattn/pair_bias.py"
+BLOCKS, PAIR_LAYERS = (f"gattn/nn/transformers/{name}.py" for name in ("graph_blocks", "pair_layers"))
+DENSE_INIT, DISPATCH = "gattn/ops/backends/dense/__init__.py", f"{KERNELS}/dispatch.cpp"
 
 #: The tests that should notice a mutation, in the order in which they run.
 TESTS = {
@@ -125,6 +127,9 @@ TESTS = {
     LAYOUT: ["tests/ops/test_layout.py", "tests/ops/test_cpu.py", "tests/ops/test_compiled.py"],
     TRITON: ["tests/ops/test_triton.py"],
     TRITON_LAYOUT: ["tests/ops/test_triton.py"],
+    **{file: ["tests/test_authors.py"] for file in (BLOCKS, LPFORMER)},
+    PAIR_LAYERS: ["tests/nn/test_alphafold.py"],
+    **{file: ["tests/test_pair_bias.py"] for file in (PAIR_BIAS, DENSE_INIT)},
     DENSE: ["tests/ops/test_dense.py", "tests/ops/test_plans.py", "tests/ops/test_tiles.py"],
     PAIRS: ["tests/ops/test_dense.py"],
     LINEAR: ["tests/ops/test_linear.py"],
@@ -134,7 +139,10 @@ TESTS = {
         file: ["tests/nn/test_all_pairs.py"]
         for file in (ALL_PAIRS, PERFORMER, SGFORMER, POLYNORMER, SETS, AGGREGATIONS, PATCHES)
     },
-    **{file: ["tests/nn/test_pair_layers.py"] for file in (EGT, GRIT, TGAT, EXPHORMER, PAIR_ROOTS, PAIR_ROOT_CALLS)},
+    **{
+        file: ["tests/nn/test_pair_layers.py", "tests/test_authors.py"]
+        for file in (EGT, GRIT, TGAT, EXPHORMER, PAIR_ROOTS, PAIR_ROOT_CALLS)
+    },
     **{file: ["tests/nn/test_dgl_layers.py"] for file in (DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER)},
     **{file: ["tests/nn/test_edge_weight.py"] for file in (ATTENTION_CONV, FACTORS)},
     **{file: ["tests/nn/test_multihead_attention.py"] for file in (CACHE, MULTIHEAD)},
@@ -148,7 +156,8 @@ TESTS = {
     HGT: ["tests/nn/test_hgt_conv.py"],
     GRAPHORMER: ["tests/models/test_graphormer.py"],
     PATHS: ["tests/test_structure.py"],
-    **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL, GCN)},
+    **{file: ["tests/models/test_graph_transformers.py"] for file in (SGFORMER_MODEL, POLYNORMER_MODEL)},
+    GCN: ["tests/models/test_graph_transformers.py", "tests/nn/test_gcn_conv.py"],
     STRUCTURE: ["tests/test_structure.py", "tests/nn/test_positional.py"],
     REFERENCE: ["tests/test_attention.py", "tests/ops/test_cpu.py", "tests/ops/test_dense.py"],
     CUSTOM_PARTS: ["tests/ops/test_custom_parts.py"],
@@ -982,7 +991,7 @@ MUTATIONS = [
     ),
     Mutation("a variance is biased", PATCHES, "squares / (patches «- 1 → - 0»)"),
     Mutation("gates are not counted from one", EGT, "torch.ones_like(value[..., :1]), graph).«log1p → log»()"),
-    Mutation("weights have no gates", EGT, "self.weigh(None, None, graph, bias=logits) * «gates → gates.ceil()»"),
+    Mutation("weights have no gates", EGT, "self.weigh(None, None, graph, bias=shown) * «gates → gates.ceil()»"),
     Mutation("logits are not clamped", GRIT, "(pair * self.att).sum(-1)«.clamp(-self.clamp, self.clamp) →»"),
     Mutation("degrees have no one", GRIT, "degree.to(out).«log1p → log»()"),
     Mutation(
@@ -994,7 +1003,35 @@ MUTATIONS = [
     Mutation(
         "sums on the kernels hide messages from explainers", GCN, 'for name in (*_STEPS, «"propagate" → "message"»)):'
     ),
-    Mutation("sums on the kernels have no bias", GCN, "out if self.bias is None else «out + self.bias → out»"),
+    Mutation(
+        "sums on the kernels have no bias",
+        GCN,
+        '="identity").out.squeeze(-2)\n        return out if self.bias is None else «out + self.bias → out»',
+    ),
+    Mutation("loops of a shard count twice", GCN, "weight = weight.masked_fill(is_loop, «0.0 → 1.0»)"),
+    Mutation("a shard's sources bring no degree", GCN, "value = «value * root → value»"),
+    Mutation("hidden pairs have no gates", EGT, "«shown → logits» = logits - 1e9"),
+    Mutation(
+        "a root of degrees is added anyway", BLOCKS, "h = self._normed(«x + attended → attended» if self.residual"
+    ),
+    Mutation("pairs are not projected", BLOCKS, "pairs = «self.O_e(pairs) → pairs»"),
+    Mutation(
+        "each edge has its own pair", BLOCKS, "first + source - «pair_index[0].index_select(0, first) → first * 0»"
+    ),
+    Mutation(
+        "the third edge is turned", PAIR_LAYERS, "«.movedim(-1, -3).unsqueeze(-4) → .movedim(-1, -3).mT.unsqueeze(-4)»"
+    ),
+    Mutation(
+        "masks hide targets",
+        PAIR_LAYERS,
+        "size(-2))\n        shown = None if mask is None else mask[«..., None, None, : → ..., None, :, None»]",
+    ),
+    Mutation("incoming edges leave", PAIR_LAYERS, "if self.outgoing else «a.mT @ b → b.mT @ a»"),
+    Mutation("blocks have the first one's nodes", PAIR_BIAS, "firsts = [self.firsts[«element % len(self.firsts) → 0»]"),
+    Mutation("parts of a causal bias see all", DENSE_INIT, "seen = min(offset + stop«, m) → + 1, m)»"),
+    Mutation("parts of tasks are not summed", DISPATCH, "for (int64_t t = 1; t < «tasks → 1»; ++t)"),
+    Mutation("a projection is not turned", DISPATCH, "to[«j * rows + i → i * columns + j»] = from"),
+    Mutation("thresholds keep PyG's counts", LPFORMER, 'if self.mask == «"cn" → "no"»:\n            counts'),
     Mutation("a root is steep at zero", PAIR_ROOTS, "of_product = root > 0 ? ratio : «T(0) → ratio»"),
     Mutation(
         "a pair has the ends of the first one", PAIR_ROOTS, "else f(pair * p.width, i * p.width, «j * p.width → 0»);"

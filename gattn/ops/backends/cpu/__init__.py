@@ -24,7 +24,7 @@ from gattn.ops.backends.cpu.plan import (
     layout_of_inputs,
     use_huge_pages,
 )
-from gattn.ops.backends.kernels import KernelBackend
+from gattn.ops.backends.kernels import DTYPES, KernelBackend
 from gattn.ops.call import Call
 from gattn.ops.operator import AttentionOperator
 from gattn.ops.terms import TERMS, Inputs
@@ -128,13 +128,16 @@ class _Backward(Arguments):
         setattr(self.arguments, f"grad_{name}", grad.data_ptr())
         return grad
 
-    def of_edges(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+    def of_edges(self, name: str, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         """Of an input with one entry per edge, which gets one gradient per element of a batch first."""
         inner = 2 if name == "edge" and self.inputs.edge_projection is not None else len(TERMS[name].letters)
-        grad = empty((self.plan.batch, *tensor.shape[-inner:]), tensor.dtype)
+        is_whole = self.plan.batch == 1 and tensor.dim() == inner
+        grad = empty(tensor.shape if is_whole else (self.plan.batch, *tensor.shape[-inner:]), tensor.dtype)
         setattr(self.arguments, f"grad_{name}", grad.data_ptr())
         if name == "edge" and self.inputs.edge_is_value:
             self.arguments.grad_edge_value = grad.data_ptr()
+        if is_whole:
+            return grad
         return lambda: grad.view(*self.plan.front, *grad.shape[1:]).sum_to_size(tensor.shape)
 
     @cached_property
@@ -148,8 +151,14 @@ class _Backward(Arguments):
     @cached_property
     def of_made(self) -> Tensor:
         """The sum of these parts: `[H, C, D]` or `[R, H, C]`."""
-        total = self.parts.sum(0)
-        return total if self.inputs.edge_projection is None else total.permute(1, 2, 0).contiguous()
+        parts, projection = self.parts, self.inputs.edge_projection
+        if projection is None:
+            return parts.sum(0)
+        total = torch.empty(projection.shape, dtype=parts.dtype)
+        sizes = parts.size(0), parts.size(1), total[..., 0].numel()
+        is_double = DTYPES.index(parts.dtype)
+        native.library().gattn_sum_parts(parts.data_ptr(), *sizes, total.data_ptr(), is_double)
+        return total
 
     def of_maker(self, name: str, tensor: Tensor) -> Callable[[], Tensor]:
         """Of a projection or of a table of types."""
@@ -225,7 +234,7 @@ def _backward(
         arguments.grad_log_sum = call.hold(grad_log_sum)
     arguments.out = call.hold(out)
     for each, tensor in zip(plan.kept, kept, strict=True):
-        setattr(arguments, each.name, call.hold(tensor))
+        setattr(arguments, each.name, tensor.data_ptr() if tensor.is_contiguous() else call.hold(tensor))
     arguments.record_bytes = plan.record_bytes
     arguments.node_terms = call.terms.data_ptr()
     width = plan.heads * max(plan.channels, plan.value_channels, 1)

@@ -7,6 +7,8 @@ lives.
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -128,11 +130,31 @@ def layout_of(
     """
     key = ("layout", num_sources, num_targets, self_loops, flow)
     contents = _hash(edge_index) if traced else None
-    return derived(edge_index, key, lambda: Layout(edge_index, num_sources, num_targets, self_loops, flow), contents)
+    if contents is not None:
+        known = _by_contents.get((contents, key))  # without the locks of what is kept with a tensor
+        layout = None if known is None else known()
+        if layout is not None:
+            return layout
+    layout = derived(edge_index, key, lambda: Layout(edge_index, num_sources, num_targets, self_loops, flow), contents)
+    if contents is not None:
+        if len(_by_contents) >= _MOST_KNOWN:
+            _by_contents.clear()
+        _by_contents[contents, key] = weakref.ref(layout)
+    return layout
+
+
+#: Layouts that live, by what they are of.
+_by_contents: dict[Hashable, weakref.ref[Layout]] = {}
+_MOST_KNOWN = 64
 
 
 def _hash(edge_index: Tensor) -> tuple[int, int]:
     """The number of edges, and a hash of them in their order."""
+    count = edge_index.size(1)
+    if edge_index.dtype == torch.int64 and edge_index.is_contiguous() and not edge_index.is_neg():
+        address = edge_index.data_ptr()
+        hashed = native.library().gattn_hash_edges(address, address + 8 * count, 1, count, torch.get_num_threads())
+        return count, hashed
     index = native.readable(edge_index.long(), strided=True)
     first, second = index.unbind()
     stride = index.stride(1)

@@ -207,6 +207,7 @@ def library() -> ctypes.CDLL:
         "gattn_record_bytes": [integer] * 5,
         "gattn_forward": [pointer],
         "gattn_backward": [pointer],
+        "gattn_sum_parts": [pointer] + [integer] * 3 + [pointer, integer],
         "gattn_use_instruction_set": [ctypes.c_char_p],
         "gattn_instruction_set": [],
     }
@@ -219,7 +220,7 @@ def library() -> ctypes.CDLL:
     sizes = {"gattn_arguments_bytes": Arguments, "gattn_tiles_bytes": Tiles}
     if missing or any(getattr(loaded, name)() != ctypes.sizeof(of) for name, of in sizes.items()):
         raise NativeLibraryError("they were built from another version of the sources: install gattn again")
-    for name in ("gattn_drop", "gattn_matrix_rows"):
+    for name in ("gattn_drop", "gattn_matrix_rows", "gattn_sum_parts"):
         getattr(loaded, name).restype = None
     loaded.gattn_instruction_set.restype = loaded.gattn_constants.restype = ctypes.c_char_p
     wanted = os.environ.get("GATTN_INSTRUCTION_SET")

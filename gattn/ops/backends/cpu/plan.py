@@ -165,9 +165,7 @@ class Arguments:
             tensor: Any = inputs[place]
             setattr(arguments, name, self.hold(tensor) if is_copied else tensor.data_ptr())
         if inputs.edge_projection is not None:
-            rows = native.readable(inputs.edge_projection).flatten(0, 1)
-            arguments.edge_projection_rows = self.hold(rows)
-            arguments.edge_projection = self.hold(rows.t())
+            arguments.edge_projection_rows = self.hold(inputs.edge_projection)
         if inputs.edge_is_value:
             arguments.edge_value = arguments.edge
         if inputs.seed is not None:

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -72,6 +74,39 @@ int chosen = best();
 
 const Kernels& kernels(int64_t type) { return *kInstructionSets[chosen].of_type[type]; }
 
+template <class A>
+void transpose(const A* from, int64_t rows, int64_t columns, A* to) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) to[j * rows + i] = from[i * columns + j];
+}
+
+// Runs kernels that read a projection by features and by channels, of which Python passes the latter.
+template <class Run>
+int64_t with_transposed(const Arguments& a, Run run) {
+  if (a.edge_projection_rows == nullptr) return run(a);
+  const int64_t width = a.heads * a.channels, bytes = a.type == kFloat64 ? 8 : 4;
+  const std::unique_ptr<char[]> memory(new (std::nothrow) char[size_t(width * a.edge_channels * bytes)]);
+  if (memory == nullptr) return -3;
+  if (a.type == kFloat64)
+    transpose(static_cast<const double*>(a.edge_projection_rows), width, a.edge_channels,
+              reinterpret_cast<double*>(memory.get()));
+  else
+    transpose(static_cast<const float*>(a.edge_projection_rows), width, a.edge_channels,
+              reinterpret_cast<float*>(memory.get()));
+  Arguments b = a;
+  b.edge_projection = memory.get();
+  return run(b);
+}
+
+// The first part becomes the sum, in an order that compilers vectorise.
+template <class A>
+void sum_parts(A* parts, int64_t tasks, int64_t channels, int64_t width, A* to) {
+  const int64_t size = channels * width;
+  for (int64_t t = 1; t < tasks; ++t)
+    for (int64_t i = 0; i < size; ++i) parts[i] += parts[t * size + i];
+  transpose(parts, channels, width, to);
+}
+
 }  // namespace
 
 extern "C" {
@@ -120,8 +155,20 @@ int64_t gattn_keeps_logits_of(int64_t family, int64_t distribution) {
   return kernels(kFloat32).keeps_logits(family, distribution);
 }
 
-int64_t gattn_forward(const Arguments* a) { return kernels(a->type).forward(*a); }
-int64_t gattn_backward(const Arguments* a) { return kernels(a->type).backward(*a); }
+int64_t gattn_forward(const Arguments* a) {
+  return with_transposed(*a, [](const Arguments& b) { return kernels(b.type).forward(b); });
+}
+int64_t gattn_backward(const Arguments* a) {
+  return with_transposed(*a, [](const Arguments& b) { return kernels(b.type).backward(b); });
+}
+
+// The gradient of a projection, [H, C, D], from the partial sums of tasks, [tasks, D, H, C], which are overwritten.
+void gattn_sum_parts(void* parts, int64_t tasks, int64_t channels, int64_t width, void* to, int64_t type) {
+  if (type == kFloat64)
+    sum_parts(static_cast<double*>(parts), tasks, channels, width, static_cast<double*>(to));
+  else
+    sum_parts(static_cast<float*>(parts), tasks, channels, width, static_cast<float*>(to));
+}
 
 // Attention on complete graphs: see tiles.h. Rows of gradients are padded to whole vectors, of so many numbers.
 int64_t gattn_tile_lanes(int64_t type) { return kInstructionSets[chosen].tiles[type]->lanes; }
