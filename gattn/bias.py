@@ -561,7 +561,8 @@ class _TracedPairs(Bias):
         if self.target.size(0) == 0:
             return self.values.new_zeros(1, targets.size(0), self.values.size(1)) + self.values[:0].sum()
         keys, order = (self.target * _FAR + self.source).sort()
-        number = F.pad((keys[1:] != keys[:-1]).long(), (1, 0)).cumsum(0)  # the same for pairs that are listed twice
+        number = (keys != keys.roll(1)).long().cumsum(0)  # the same for pairs that are listed twice
+        number = number - number[:1]  # so, the first is 0; without slices, which demand more pairs of a compiled graph
         sums = torch.zeros_like(self.values).index_add(0, number, self.values.index_select(0, order))
         asked = targets * _FAR + sources
         place = torch.searchsorted(keys, asked).clamp_max(self.target.size(0) - 1)

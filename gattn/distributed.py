@@ -427,7 +427,7 @@ class ShardedSparseGraph(_Sharded, SparseGraph):
 
     _attributes: ClassVar[tuple[str, ...]] = (
         *SparseGraph._attributes,
-        *("_targets", "_sources", "_fetch", "_halo", "_num_all_edges", "target_ids", "source_ids", "edge_ids"),
+        *("_targets", "_sources", "_fetch", "_halo", "_num_all_edges", "target_ids", "source_ids"),
     )
     edge_ids: Tensor
     """The number, in the whole graph, of each of this process's edges."""

@@ -355,6 +355,10 @@ LAYERS = {
     "ReinforceLoss": Layer(
         lambda: layers.ReinforceLoss(entropy_weight=0.1), lambda d: tuple(d.floats("batch") for _ in range(3))
     ),
+    "RelationalAttention": Layer(
+        lambda: layers.RelationalAttention(F, H, TIME),
+        lambda d: (d.floats("nodes", F), d.edges(), d.integers(TIME, "edges")),
+    ),
     "RelativePositionBias": Layer(lambda: layers.RelativePositionBias(H, 3), distances),
     "RRWPEncoder": Layer(
         lambda: layers.RRWPEncoder(3, F),

@@ -11,7 +11,7 @@ from torch import Tensor
 from gattn.errors import InputError, InputTypeError, is_integer
 from gattn.torch_private import uses_jit_trace
 
-__all__ = ["FLOWS", "EdgeList", "Graph", "checked_size"]
+__all__ = ["FLOWS", "EdgeList", "Graph", "checked_size", "rows_of"]
 
 #: The directions of messages: which row of an `edge_index` holds the sources. PyG calls them `flow`.
 FLOWS = ("source_to_target", "target_to_source")
@@ -49,6 +49,14 @@ class EdgeList(NamedTuple):
         """The source and the target of each edge, `[E]` each; the edges must include their self-loops."""
         first, second = self.edge_index.long()
         return (first, second) if self.flow == FLOWS[0] else (second, first)
+
+
+def rows_of(index: Tensor, first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers from `first[i]` on, `counts[i]` of them, for each i in `index`, and the place of this i there."""
+    some, chosen = first[index], counts[index]
+    place = torch.arange(index.numel(), device=index.device).repeat_interleave(chosen)
+    within = torch.arange(place.numel(), device=index.device) - (chosen.cumsum(0) - chosen)[place]
+    return some[place] + within, place
 
 
 class Graph(ABC):
@@ -100,6 +108,10 @@ class Graph(ABC):
     """The attributes that a changed copy takes over."""
     flow: str = FLOWS[0]
     """`"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets."""
+    edge_ids: Tensor | None = None
+    """Of a list of edges that `for_targets` or `shard` made, the number of each in the graph that it was made from."""
+    has_own_loops: bool | None = None
+    """Of a list that `for_targets` made, whether each target's edge to itself is in it."""
     kept: Tensor | None = None
     """Which of the edges count, `[E]`; `None` for all of them. See `SparseGraph.with_features`."""
 
@@ -156,6 +168,63 @@ class Graph(ABC):
     def _as_list(self, device: torch.device | None = None) -> Graph:
         graph: Graph = self.listed(device)
         return graph
+
+    def for_targets(self, index: Tensor) -> Graph:
+        """The same graph for some of its targets: attention for these alone, such as the anchors of a batch.
+
+        Queries are then `query[index]`, while keys and values stay as they are; layers on the edges take the pair
+        `(x, x[index])`. Layers that add self-loops need a graph that was made with them, `graph.with_self_loops()`,
+        since sources and targets no longer have the same numbers. What edges have is chosen by `edge_ids`:
+        `edge_attr[graph.edge_ids]`.
+
+        Args:
+            index: The numbers of the targets, `[n]`, in any order, with repetitions if you like; for a packed graph, in
+                the order of its blocks.
+
+        Returns:
+            The graph, with n targets: a list of edges with `edge_ids`, or a complete graph where it has no causal order
+            and no window.
+
+        Raises:
+            TypeError: If `index` is not a tensor of integers.
+            ValueError: If it has another shape, the graph's number of nodes is not known, or a graph is sharded or has
+                targets of padding.
+            IndexError: If there is no such target.
+
+        Example:
+            >>> import torch, gattn
+            >>> graph = gattn.SparseGraph(torch.tensor([[0, 1, 2, 0], [1, 2, 2, 0]]), 3, 3)
+            >>> some = graph.for_targets(torch.tensor([2, 0]))
+            >>> some.edge_index, some.edge_ids
+            (tensor([[1, 2, 0],
+                    [0, 0, 1]]), tensor([1, 2, 3]))
+        """
+        graph = self._for_some(index)
+        num_targets, device = graph.num_targets, index.device
+        source, target = (end.long() for end in graph.sources_and_targets())
+        order, counts = target.argsort(stable=True), target.bincount(minlength=num_targets)
+        numbers, place = rows_of(index, counts.cumsum(0) - counts, counts)
+        ids = order[numbers]
+        found: Graph = Graph._list(torch.stack([source[ids], place]), index.numel(), graph.num_sources)
+        found.edge_ids, found.has_own_loops = ids.to(device), self.self_loops
+        return found
+
+    def _for_some(self, index: Any) -> Any:
+        """The graph as a list with its self-loops, after checks of some targets' numbers."""
+        self._check_some(index)
+        return self.listed(index.device).with_listed_loops()
+
+    def _check_some(self, index: Any) -> None:
+        if self.is_sharded:
+            raise InputError("a sharded graph has the targets of its process: choose targets before sharding.")
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+            raise InputTypeError(f"index must be a tensor of integers; got {getattr(index, 'dtype', type(index))}.")
+        if index.dim() != 1:
+            raise InputError(f"index must be the numbers of targets, [n]; got {list(index.shape)}.")
+        if self.num_targets is None or self.num_sources is None:
+            raise InputError("the number of nodes is not known: make the graph with num_targets and num_sources.")
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.num_targets:
+            raise IndexError(f"there are {self.num_targets} targets, from 0; got numbers up to {int(index.max())}.")
 
     def resolve(
         self,

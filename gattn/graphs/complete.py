@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import mul
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gattn.errors import InputError, InputTypeError, check_flag, is_integer
-from gattn.graphs.base import EdgeList, Graph, checked_size
+from gattn.graphs.base import EdgeList, Graph, checked_size, rows_of
 from gattn.graphs.edge_lists import INTEGER_DTYPES, derived
 from gattn.torch_private import is_intercepted
 
@@ -183,6 +183,38 @@ class CompleteGraph(Graph):
     def num_pairs(self) -> int:
         """The number of pairs of a target and a source in one block, whether an edge joins them or not."""
         return self.num_targets * self.num_sources
+
+    def for_targets(self, index: Tensor) -> Graph:
+        """See `Graph.for_targets`."""
+        self._check_some(index)
+        if self.target_lengths is not None or (self.has_lengths and self.reach != (None, None)):
+            raise InputError("targets of padding, or a causal graph or window with lengths, cannot be chosen from.")
+        n, m, (left, right) = self.num_targets, self.num_sources, self.reach
+        if self.blocks is None:
+            if left is None and right is None:
+                return CompleteGraph(index.numel(), m, source_lengths=self.source_lengths)
+            sizes, position = torch.tensor([[n, m]], device=index.device), index.long()
+            block = torch.zeros_like(position)
+            first, offset = block, torch.full_like(position, self.offset(n, m))
+        else:
+            sizes = torch.tensor(self.blocks, dtype=torch.int64, device=index.device).view(-1, 2)
+            block = self.block_of_each("target", index.device)[0][index]
+            if left is None and right is None:
+                if bool((block.diff() < 0).any()):
+                    raise InputError("targets of a packed graph must be chosen in the order of its blocks.")
+                counts = block.bincount(minlength=len(sizes))
+                return CompleteGraph.packed(counts, sizes[:, 1])
+            starts = sizes.cumsum(0) - sizes
+            position, first = index - starts[block, 0], starts[block, 1]
+            offset = (sizes[:, 1] - sizes[:, 0])[block]
+        size = sizes[block, 1]
+        begin = torch.zeros_like(position) if left is None else (position + offset - left).clamp(min=0)
+        end = size if right is None else torch.minimum(position + offset + right + 1, size)
+        some = torch.arange(index.numel(), device=index.device)
+        source, place = rows_of(some, first + torch.minimum(begin, size), (end - begin).clamp(min=0))
+        found = cast(Graph, Graph._list(torch.stack([source, place]), index.numel(), m))
+        found.has_own_loops = n == m
+        return found
 
     def with_causal(self) -> CompleteGraph:
         """The same graph with `causal=True`."""

@@ -86,6 +86,8 @@ class SparseGraph(Graph):
         "flow",
         "_loops_as_pyg",
         "kept",
+        "edge_ids",
+        "has_own_loops",
     )
     _sparse_edges: tuple[Any, Tensor] | None = None
     _looped: SparseGraph | None = None
@@ -145,8 +147,14 @@ class SparseGraph(Graph):
         return self
 
     def with_self_loops(self) -> SparseGraph:
-        """The same graph with `self_loops=True`."""
-        if self.self_loops:
+        """The same graph with `self_loops=True`.
+
+        Raises:
+            ValueError: If its targets were chosen from a graph without self-loops.
+        """
+        if self.has_own_loops is False:
+            raise InputError("add self-loops before choosing targets: graph.with_self_loops().for_targets(index).")
+        if self.self_loops or self.has_own_loops:
             return self
         if self._looped is None:
             self._looped = self._changed(self_loops=True)
@@ -190,7 +198,8 @@ class SparseGraph(Graph):
         adjacency = self.adjacency
         if isinstance(adjacency, EdgeIndex) and not adjacency.size(1):
             adjacency = plain(adjacency)  # PyG leaves an EdgeIndex without edges where it is
-        return self._changed(adjacency=adjacency.to(device))
+        edge_ids = None if self.edge_ids is None else self.edge_ids.to(device)
+        return self._changed(adjacency=adjacency.to(device), edge_ids=edge_ids)
 
     def edge_list(self, device: torch.device, *, raw: bool = False) -> EdgeList:
         """See `Graph.edge_list`."""

@@ -92,6 +92,15 @@ class TypedGraph(SparseGraph):
         #: The number of nodes of each type; `None` if nodes have no types.
         self.num_nodes = None if num_nodes is None else dict(num_nodes)
 
+    def for_targets(self, index: Tensor) -> TypedGraph:
+        """See `Graph.for_targets`; nodes have no types in what it returns."""
+        some = super().for_targets(index)
+        assert some.edge_ids is not None
+        sizes: Any = {"num_targets": some.num_targets, "num_sources": some.num_sources}
+        found = TypedGraph(some.edge_index, self.edge_type[some.edge_ids], self.edge_types, **sizes)
+        found.edge_ids, found.has_own_loops = some.edge_ids, False
+        return found
+
     @classmethod
     def from_hetero(
         cls, edges: HeteroData | Mapping[tuple[str, ...], Any], num_nodes: Mapping[str, int] | None = None

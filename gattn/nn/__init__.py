@@ -70,6 +70,7 @@ from gattn.nn.transformers.positional import (
     RotaryPositionalEncoding,
     SinusoidalPositionalEncoding,
 )
+from gattn.nn.transformers.relational_attention import RelationalAttention
 from gattn.nn.transformers.sgformer_attention import SGFormerAttention
 from gattn.nn.transformers.transformer_layers import (
     Transformer,
@@ -143,6 +144,7 @@ __all__ = [
     "RRWPEncoder",
     "RadialBias",
     "ReinforceLoss",
+    "RelationalAttention",
     "RelativePosition",
     "RelativePositionBias",
     "ResGatedGraphConv",

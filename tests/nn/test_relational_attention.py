@@ -1,0 +1,132 @@
+"""Attention with relations of listed pairs, beside a matrix of all pairs."""
+
+import math
+
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+
+import gattn
+from gattn.nn import RelationalAttention
+
+N, E, C, H, R, T = 9, 14, 8, 2, 3, 4
+SIZES = [4, 5]
+BATCH = torch.tensor([0] * 4 + [1] * 5)
+
+
+@pytest.fixture(autouse=True)
+def in_double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.double)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def randomized(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(-0.7, 0.7)
+    return module
+
+
+def listed(batched):
+    """Some pairs, one of them twice with two relations, within the graphs of a batch."""
+    first, second = torch.randint(4, (2, 6)), torch.randint(4, 9, (2, 6))
+    pairs = torch.cat([first, second] if batched else [torch.randint(N, (2, 12))], 1)
+    return torch.cat([pairs, pairs[:, :2]], 1), torch.randint(R, (E,))
+
+
+def formula(layer, x, pairs, relation, batch, time):
+    logits, values = layer.relation_logit[relation], layer.relation_value[relation]
+    if time is not None:
+        angle = time.unsqueeze(1) * layer.frequency + layer.phase
+        encoding = torch.cat([angle[:, :1], angle[:, 1:].sin()], 1)
+        logits, values = logits + layer.time_logit(encoding), values + layer.time_value(encoding)
+    q, k, v = (lin(x).view(N, H, -1) for lin in (layer.lin_query, layer.lin_key, layer.lin_value))
+    scores = torch.einsum("ihc,jhc->ijh", q, k) / math.sqrt(C // H)
+    scores = scores.index_put((pairs[1], pairs[0]), logits, accumulate=True)
+    if batch is not None:
+        scores = scores.masked_fill((batch.unsqueeze(1) != batch).unsqueeze(-1), -torch.inf)
+    weights = scores.softmax(1)
+    out = torch.einsum("ijh,jhc->ihc", weights, v)
+    more = weights[pairs[1], pairs[0]].unsqueeze(-1) * values.view(E, H, -1)
+    return layer.lin_out(out.index_add(0, pairs[1], more).flatten(1))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("form", ["edge_index", "SparseGraph", "TypedGraph"])
+def test_formula(batched, timed, form):
+    layer = randomized(RelationalAttention(C, H, R, T if timed else None))
+    x = torch.randn(N, C, requires_grad=True)
+    pairs, relation = listed(batched)
+    time = torch.rand(E, requires_grad=True) * 9 if timed else None
+    batch = BATCH if batched else None
+    given, types = pairs, relation
+    if form == "SparseGraph":
+        given = gattn.SparseGraph(pairs.flip(0), N, N, flow="target_to_source")
+    elif form == "TypedGraph":
+        given, types = gattn.TypedGraph(pairs, relation, R, num_targets=N, num_sources=N), None
+    found, expected = layer(x, given, types, batch, time), formula(layer, x, pairs, relation, batch, time)
+    leaves = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True) for out in (found, expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+def test_alone_as_in_a_batch():
+    layer, x = randomized(RelationalAttention(C, H, R)), torch.randn(N, C)
+    pairs, relation = listed(True)
+    found = layer(x, pairs, relation, BATCH)
+    is_first = pairs[1] < 4
+    alone = layer(x[:4], pairs[:, is_first], relation[is_first])
+    torch.testing.assert_close(found[:4], alone)
+
+
+def test_a_heterogeneous_graph():
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(4, C), torch.randn(5, C)
+    data["a", "to", "b"].edge_index = torch.tensor([[0, 1, 3], [2, 2, 4]])
+    data["b", "back", "a"].edge_index = torch.tensor([[2, 4], [0, 3]])
+    graph = gattn.TypedGraph.from_hetero(data)
+    layer = randomized(RelationalAttention(C, H, 2))
+    x = torch.cat([data["a"].x, data["b"].x])
+    found = layer(x, graph)
+    pairs = torch.tensor([[0, 1, 3, 6, 8], [6, 6, 8, 0, 3]])
+    torch.testing.assert_close(found, layer(x, pairs, torch.tensor([0, 0, 0, 1, 1])))
+
+
+def test_no_pairs_and_float32_far_from_each_other():
+    """Weights of listed pairs come from log-sums: large logits lose no more digits than a softmax."""
+    layer = randomized(RelationalAttention(C, H, R))
+    x = torch.randn(N, C)
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    out = layer(x, nothing, torch.zeros(0, dtype=torch.long))
+    expected = gattn.attend(
+        *(lin(x).view(N, H, -1) for lin in (layer.lin_query, layer.lin_key, layer.lin_value)), gattn.CompleteGraph(N)
+    )
+    torch.testing.assert_close(out, layer.lin_out(expected.flatten(1)))
+    pairs, relation = listed(False)
+    with torch.no_grad():
+        layer.lin_query.weight.mul_(30)
+    exact = layer(x, pairs, relation)
+    torch.testing.assert_close(layer.float()(x.float(), pairs, relation).double(), exact, rtol=1e-3, atol=1e-4)
+
+
+def test_wrong_inputs():
+    layer, x = RelationalAttention(C, H, R), torch.randn(N, C)
+    pairs, relation = listed(True)
+    for arguments, error, text in (
+        ((x[:, 1:], pairs, relation), ValueError, r"x must be \[N, 8\]"),
+        ((x, pairs, relation[1:]), ValueError, "one entry per pair"),
+        ((x, pairs), TypeError, "edge_type must be a tensor"),
+        ((x, pairs, relation.double()), TypeError, "integers"),
+        ((x, pairs, relation + 2), IndexError, "3 relations"),
+        ((x, pairs, relation, None, torch.rand(E)), ValueError, "time_channels"),
+        ((x, torch.tensor([[0], [8]]), relation[:1], BATCH), ValueError, "block"),
+    ):
+        with pytest.raises(error, match=text):
+            layer(*arguments)
+    with pytest.raises(ValueError, match="time_channels"):
+        RelationalAttention(C, H, R, T)(x, pairs, relation)
