@@ -236,3 +236,14 @@ def test_wrong_inputs():
     ):
         with pytest.raises(ValueError, match=text):
             gattn.attend(x, x, x, graph, bias=bias)
+
+
+def test_far_pairs_do_not_underflow():
+    """Numbers below the smallest normal ones are many times as slow as others."""
+    bias = RadialBias(16, 16)
+    torch.nn.init.eye_(bias.kernel.weight)
+    position = torch.tensor([[0.0], [1.0], [9.0], [1e4]])
+    found = bias.kernel(position, position)
+    assert found.min() > 1e-30
+    exact = (-0.5 * ((position - position.T).abs().unsqueeze(-1) - torch.linspace(0, 10, 16)).mul(1.5).square()).exp()
+    torch.testing.assert_close(found, exact)

@@ -103,17 +103,25 @@ class _Radial(Module):
             self.weight.uniform_(-(count**-0.5), count**-0.5)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        squares = (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1, keepdim=True)
+        axes = zip(x.unbind(-1), y.unbind(-1), strict=True)
+        squares = sum(((a.unsqueeze(-1) - b.unsqueeze(-2)).square() for a, b in axes), x.new_zeros(()))
         is_same = squares == 0  # where a root has no derivative
         distance = squares.masked_fill(is_same, 1.0).sqrt()
+        factor = self.factor.view(-1, *(1,) * distance.dim())  # functions come first, so that loops run over pairs
         if self.basis == "gaussian":
             width = self.cutoff / max(self.factor.numel() - 1, 1)
-            found = (-0.5 * ((distance.masked_fill(is_same, 0.0) - self.factor) / width).square()).exp()
+            scale = math.sqrt(0.5) / width
+            steps = distance.masked_fill(is_same, 0.0) * scale - factor * scale
+            found = (steps * -steps).clamp_min(_LEAST).exp()
         else:
-            found = math.sqrt(2 / self.cutoff) * torch.where(
-                is_same, self.factor, (self.factor * distance).sin() / distance
-            )
-        return found @ self.weight
+            sines = (factor * distance).sin() / distance
+            found = math.sqrt(2 / self.cutoff) * torch.where(is_same, factor, sines)
+        biases = self.weight.t() @ found.flatten(1)
+        return torch.unflatten(biases, 1, distance.shape).movedim(0, -1)
+
+
+#: Exponents of Gaussian functions are not less: numbers close to the smallest ones take many times as long.
+_LEAST = -50.0
 
 
 class MLPBias(Declared, Module):
