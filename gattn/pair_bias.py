@@ -111,7 +111,7 @@ class PairBias(Bias):
             return self
         other = self._with(self.x, self.y, self.parameters)
         sizes = list(graph.blocks)
-        rows, columns = (accumulate((size[side] for size in sizes), initial=0) for side in (0, 1))
+        rows, columns = (accumulate(side, initial=0) for side in zip(*sizes, strict=True)) if sizes else ((), ())
         other.firsts = list(zip(rows, columns, strict=True))[: len(sizes)]
         return other
 
@@ -158,6 +158,8 @@ class PairBias(Bias):
         """See `Bias.of_pairs`: pair by pair, so that a list of edges costs what its edges do."""
         y = self.x if self.y is None else self.y
         x, y = self.x[..., targets, :].unsqueeze(-2), y[..., sources, :].unsqueeze(-2)  # pairs are a batch here
+        front = torch.broadcast_shapes(x.shape[:-3], y.shape[:-3])
+        x, y = x.expand(*front, *x.shape[-3:]), y.expand(*front, *y.shape[-3:])
         group = self._with(x.flatten(0, -3), y.flatten(0, -3), self.parameters)
         found = group.part(slice(0, 1), slice(0, 1))[..., 0, 0]
         return found.view(*(x.shape[:-3] or (1,)), targets.numel(), found.size(-1))

@@ -237,6 +237,11 @@ def test_wrong_uses_of_exphormers_block():
         block(torch.randn(N, C), edges())
     with pytest.raises(ValueError, match="attn_graph"):
         GPSConv(C, None, H)(torch.randn(N, C), edges(), attn_graph=(edges(), torch.randn(edges().size(1), D)))
+    given = torch.randn(N, C), edges()
+    with pytest.raises(ValueError, match="attn_bias"):
+        block(*given, attn_graph=(edges(), torch.randn(edges().size(1), D)), attn_bias=gattn.nn.RadialBias(H)(given[0]))
+    with pytest.raises(TypeError, match="must be a graph and"):
+        block(*given, attn_graph=edges())
     with pytest.raises(TypeError, match="edge_channels"):
         GPSConv(C, None, H, attn_type="exphormer")
 
@@ -332,6 +337,35 @@ def test_encoders_of_random_walks(with_edges):
     assert_same(found, expected, leaves_of(encoder, x, edge_attr))
     with pytest.raises(ValueError, match="belong together"):
         encoder(x, *walks, data.pair_index, index)
+
+
+def test_wrong_inputs_of_blocks():
+    x, index = torch.randn(N, C), pairs()
+    pair_attr = torch.randn(index.size(1), C)
+    grit, encoder, egt_block = GRITLayer(C, H), RRWPEncoder(3, C), EGTBlock(C, C, H)
+    walks = torch.rand(N, 3), torch.rand(index.size(1), 3), index
+    listed = index[:, (index[1] * N + index[0]).argsort()]
+    across = torch.tensor([[0], [N - 1]])
+    for call, error, text in (
+        (lambda: grit(x, index, pair_attr, [1] * N), TypeError, "degree must be a tensor"),
+        (lambda: grit(x, index, pair_attr, torch.ones(1)), ValueError, "degree must have"),
+        (lambda: grit(x.expand(2, N, C), index, pair_attr), ValueError, "x must be"),
+        (lambda: ExphormerLayer(C, C)(x.expand(2, N, C), index, pair_attr), ValueError, "x must be"),
+        (lambda: ExphormerLayer(C, 0), ValueError, "edge_channels"),
+        (lambda: egt_block([1.0], index, pair_attr), TypeError, "x must be a tensor"),
+        (lambda: egt_block(x, index, None), TypeError, "edge_attr must be a tensor"),
+        (lambda: egt_block(x[:, 1:], index, pair_attr), ValueError, "x must be"),
+        (lambda: egt_block(x.float(), index, pair_attr), ValueError, "x is float32"),
+        (lambda: EGTBlock(C, C, node_ffn_multiplier=0.01), ValueError, "ffn_multiplier"),
+        (lambda: encoder(x, walks[0][:1], *walks[1:]), ValueError, "node_walks must be"),
+        (lambda: encoder(x, walks[0], walks[1][1:], index), ValueError, "pair_walks must be"),
+        (lambda: encoder(x, *walks[:2], index.float()), ValueError, "pair_index must be integers"),
+        (lambda: encoder(x, *walks[:2], listed, edges(), pair_attr), ValueError, "edge_attr must be"),
+        (lambda: encoder(x, *walks[:2], listed, across, pair_attr[:1]), ValueError, "among the pairs"),
+        (lambda: encoder(x, *walks[:2], listed.flip(1), across, pair_attr[:1]), ValueError, "among the pairs"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
 
 
 # EGT -----------------------------------------------------------------------------------------------------------------

@@ -122,6 +122,30 @@ def test_elements_of_a_batch_have_positions_of_their_own():
             torch.testing.assert_close(found[place], expected)
 
 
+def test_blocks_of_other_sizes_and_targets_that_were_chosen():
+    module, x, y = MODULES["log-spaced"](), torch.randn(N, S), torch.randn(M, S)
+    query, key = torch.randn(N, H, C), torch.randn(M, H, C)
+    found = gattn.attend(query, key, key, CompleteGraph.packed([6, 3], [2, 5]), bias=module(x, y))
+    for of, seen in ((slice(0, 6), slice(0, 2)), (slice(6, 9), slice(2, 7))):
+        bias = values("log-spaced", module, x[of], y[seen])
+        torch.testing.assert_close(found[of], dense(query[of], key[seen], key[seen], bias, torch.ones(1, 1) > 0))
+    index, graph = torch.tensor([1, 1, 3, 8]), CompleteGraph.packed([4, 5])
+    expected = gattn.attend(query, query, query, graph, bias=module(x))[index]
+    found = gattn.attend(query[index], query, query, graph.for_targets(index), bias=module(x[index], x))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_batch_of_sources_or_targets_only(side):
+    x, index = torch.randn(2, N, H, C), torch.randint(N, (2, 20))
+    features = [torch.randn(N, S), torch.randn(2, N, S)]
+    bias = PairBias(lambda a, b: (a @ b.mT).unsqueeze(-1), features[side], features[1 - side])
+    mask = torch.zeros(N, N, dtype=torch.bool).index_put((index[1], index[0]), torch.tensor(True))
+    graph = SparseGraph(mask.nonzero().T.flip(0), N, N)
+    expected = gattn.attend(x, x, x, CompleteGraph(N), bias=bias, mask=mask)
+    torch.testing.assert_close(gattn.attend(x, x, x, graph, bias=bias), expected)
+
+
 def test_forces():
     """Second derivatives: energies of positions, whose gradients are trained."""
     module, x = MODULES["gaussian"](), torch.randn(5, H, C)
@@ -222,6 +246,9 @@ def test_wrong_inputs():
         (lambda: RadialBias(H, cutoff=0.0), ValueError, "cutoff"),
         (lambda: MLPBias(H, hidden_channels=0), ValueError, "hidden_channels"),
         (lambda: MLPBias(H, log_spaced="no"), TypeError, "log_spaced"),
+        (lambda: MLPBias(H, 2)(position), ValueError, "2 coordinates"),
+        (lambda: RadialBias(H)(position, position[:, :2]), ValueError, "3 coordinates"),
+        (lambda: MLPBias(H, S).float()(position), ValueError, "float64"),
     ):
         with pytest.raises(error, match=text):
             make()

@@ -109,7 +109,7 @@ class Graph(ABC):
     flow: str = FLOWS[0]
     """`"source_to_target"`, or `"target_to_source"` where the first row of `edge_index` holds the targets."""
     edge_ids: Tensor | None = None
-    """Of a list of edges that `for_targets` or `shard` made, the number of each in the graph that it was made from."""
+    """Of a list of edges that `for_targets` or `shard` made, the number of each edge in the whole graph."""
     has_own_loops: bool | None = None
     """Of a list that `for_targets` made, whether each target's edge to itself is in it."""
     kept: Tensor | None = None
@@ -174,8 +174,9 @@ class Graph(ABC):
 
         Queries are then `query[index]`, while keys and values stay as they are; layers on the edges take the pair
         `(x, x[index])`. Layers that add self-loops need a graph that was made with them, `graph.with_self_loops()`,
-        since sources and targets no longer have the same numbers. What edges have is chosen by `edge_ids`:
-        `edge_attr[graph.edge_ids]`.
+        since sources and targets no longer have the same numbers. What edges have is chosen by `edge_ids`,
+        `edge_attr[graph.edge_ids]`, which is `None` if self-loops were added, since these have no features: then, list
+        them among your edges, and set `add_self_loops=False`.
 
         Args:
             index: The numbers of the targets, `[n]`, in any order, with repetitions if you like; for a packed graph, in
@@ -206,7 +207,7 @@ class Graph(ABC):
         numbers, place = rows_of(index, counts.cumsum(0) - counts, counts)
         ids = order[numbers]
         found: Graph = Graph._list(torch.stack([source[ids], place]), index.numel(), graph.num_sources)
-        found.edge_ids, found.has_own_loops = ids.to(device), self.self_loops
+        found.edge_ids, found.has_own_loops = None if self.self_loops else ids.to(device), self.self_loops
         return found
 
     def _for_some(self, index: Any) -> Any:
@@ -224,7 +225,8 @@ class Graph(ABC):
         if self.num_targets is None or self.num_sources is None:
             raise InputError("the number of nodes is not known: make the graph with num_targets and num_sources.")
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.num_targets:
-            raise IndexError(f"there are {self.num_targets} targets, from 0; got numbers up to {int(index.max())}.")
+            low, high = int(index.min()), int(index.max())
+            raise IndexError(f"there are {self.num_targets} targets, from 0; got numbers from {low} to {high}.")
 
     def resolve(
         self,

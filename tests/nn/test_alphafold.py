@@ -159,5 +159,17 @@ def test_wrong_inputs():
         nodes(torch.randn(5, D), pairs)
     with pytest.raises(ValueError, match="condition"):
         nodes(torch.randn(N, D), pairs, torch.randn(N, 4))
+    with pytest.raises(ValueError, match="broadcastable"):
+        nodes(torch.randn(3, N, D), pairs.expand(2, N, N, C))
+    adapted = AttentionPairBias(D, C, H, 4)
+    for a, condition, error, text in (
+        (torch.randn(N, D), torch.randn(N, 3), ValueError, "condition must be"),
+        (torch.randn(N, D), torch.randn(3, N, 4), ValueError, "condition must be"),
+        (torch.randn(N, D), [1.0], TypeError, "condition must be a tensor"),
+        (torch.randn(N, D), torch.randn(N, 4, dtype=torch.half), ValueError, "condition is float16"),
+        (torch.randn(N, D, dtype=torch.half), torch.randn(N, 4), ValueError, "a is float16"),
+    ):
+        with pytest.raises(error, match=text):
+            adapted(a, pairs, condition)
     with pytest.raises(ValueError, match="multiple of heads"):
         AttentionPairBias(D, C, 3)

@@ -114,6 +114,16 @@ def test_no_pairs_and_float32_far_from_each_other():
     torch.testing.assert_close(layer.float()(x.float(), pairs, relation).double(), exact, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    layer, x = randomized(RelationalAttention(C, H, R)), torch.randn(N, C)
+    pairs, relation = listed(True)
+    exact = layer(x, pairs, relation, BATCH)
+    found = layer.to(dtype)(x.to(dtype), pairs, relation, BATCH)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.05)
+
+
 def test_wrong_inputs():
     layer, x = RelationalAttention(C, H, R), torch.randn(N, C)
     pairs, relation = listed(True)
@@ -122,11 +132,15 @@ def test_wrong_inputs():
         ((x, pairs, relation[1:]), ValueError, "one entry per pair"),
         ((x, pairs), TypeError, "edge_type must be a tensor"),
         ((x, pairs, relation.double()), TypeError, "integers"),
+        ((x, pairs, relation.cfloat()), TypeError, "integers"),
+        ((x.float(), pairs, relation), ValueError, "float32"),
         ((x, pairs, relation + 2), IndexError, "3 relations"),
         ((x, pairs, relation, None, torch.rand(E)), ValueError, "time_channels"),
         ((x, torch.tensor([[0], [8]]), relation[:1], BATCH), ValueError, "block"),
     ):
         with pytest.raises(error, match=text):
             layer(*arguments)
+    with pytest.raises(TypeError, match="time must hold numbers"):
+        RelationalAttention(C, H, R, T)(x, pairs, relation, None, torch.rand(E).cdouble())
     with pytest.raises(ValueError, match="time_channels"):
         RelationalAttention(C, H, R, T)(x, pairs, relation)

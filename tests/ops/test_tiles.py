@@ -715,3 +715,15 @@ def test_memory():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
         attend(query, query, query, CompleteGraph(n), distribution=Softmax(softcap=3.0)).sum().backward()
     assert max(sizes) <= query.numel()
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
+def test_terms_of_another_batch_or_other_heads(batch):
+    x, graph = torch.randn(*batch, 5, H, 2), CompleteGraph(5)
+    whole = (*batch, H, 5, 5)
+    for size in ((2, H, 5, 5), (2, 1, 1, 5), (H, H, 5, 5), (2, 5, 5), (1, 1, 1, 1, 5, 5), (2, 1, H, 5, 5)):
+        if len(size) <= len(whole) and all(n in (1, m) for n, m in zip(size[::-1], whole[::-1], strict=False)):
+            continue
+        for term in ({"bias": torch.randn(size)}, {"mask": torch.ones(size, dtype=torch.bool)}):
+            with pytest.raises(ValueError, match="must be broadcastable to"):
+                attend(x, x, x, graph, **term)

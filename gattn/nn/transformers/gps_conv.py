@@ -14,7 +14,7 @@ from torch_geometric.typing import Adj
 from torch_geometric.utils import to_dense_batch
 
 from gattn.bias import Bias
-from gattn.errors import InputError
+from gattn.errors import InputError, InputTypeError
 from gattn.graphs import CompleteGraph, Graph, GraphLike
 from gattn.graphs.builders import checked_batch
 from gattn.nn.shared.dropout import dropout, replace_dropout
@@ -156,7 +156,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         Raises:
             ValueError: If `batch` does not hold the graph of each node in ascending order, or the attention takes no
                 `attn_bias`, or no `attn_graph`, or lacks it.
-            TypeError: If an argument of the attention is given.
+            TypeError: If an argument of the attention is given, or `attn_graph` is not a pair.
         """
         if self.conv is None and (meant := [name for name in sorted(_OF_ATTENTION) if name in kwargs]):
             raise TypeError(
@@ -178,7 +178,14 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 local = self._add_and_norm(local, x, self.norm1, batch)
         if (attn_graph is not None) != isinstance(self.attn, ExphormerConv):
             raise InputError("attn_graph is for attn_type='exphormer', which needs it.")
-        attended = self._attend(x, batch, graph, attn_bias) if attn_graph is None else self.attn(x, *attn_graph)
+        if attn_graph is None:
+            attended = self._attend(x, batch, graph, attn_bias)
+        elif attn_bias is not None:
+            raise InputError("attn_type='exphormer' takes no attn_bias, but features of the edges of attn_graph.")
+        elif not isinstance(attn_graph, tuple) or len(attn_graph) != 2:
+            raise InputTypeError("attn_graph must be a graph and the features of its edges, (graph, features).")
+        else:
+            attended = self.attn(x, *attn_graph)
         out = self._add_and_norm(attended, x, self.norm2, batch)
         if local is not None:
             out = local + out

@@ -5,6 +5,8 @@ Dimensions: N nodes, E pairs or edges, C channels, D channels of edges, H heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, Identity, LayerNorm, Module
@@ -15,6 +17,7 @@ from gattn.errors import InputError, InputTypeError, check_at_least, check_flag,
 from gattn.graphs import Graph, GraphLike
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.dropout import Dropout, dropout
+from gattn.nn.shared.dtypes import check_dtype
 from gattn.nn.shared.linear import Linear
 from gattn.nn.transformers.egt_conv import EGTConv
 from gattn.nn.transformers.exphormer_conv import ExphormerConv
@@ -59,6 +62,10 @@ class _Block(Declared, Module):
         """Resets all parameters."""
         for module in self.children():
             reset(module)
+
+    def _check(self, x: Any) -> None:
+        if isinstance(x, Tensor) and x.dim() != 2:  # which batch norms need, for nodes and pairs
+            raise InputError(f"x must be [N, {self.channels}]; got {list(x.shape)}.")
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         """After the norms of this name, such as `"1_h"`."""
@@ -194,6 +201,7 @@ class GRITLayer(_Block):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range.
         """
+        self._check(x)
         attended, pairs = self.attention(x, edge_index, edge_attr, degree)
         attended, pairs = (dropout(part, self.dropout, self.training) for part in (attended, pairs))
         attended = self.O_h(attended)
@@ -262,6 +270,7 @@ class ExphormerLayer(_Block):
         use_bias: bool = False,
     ):
         super().__init__(channels, heads, dropout, layer_norm, batch_norm, residual, act, 0.1)
+        check_at_least(1, edge_channels=edge_channels)
         self.attention = ExphormerConv(channels, edge_channels, heads, bias=use_bias)
 
     def forward(self, x: Tensor, edge_index: GraphLike, edge_attr: Tensor | None = None) -> Tensor:
@@ -284,6 +293,7 @@ class ExphormerLayer(_Block):
             raise InputError(
                 "ExphormerLayer normalises over all nodes, so it takes no sharded graphs: batch_norm=False."
             )
+        self._check(x)
         attended = dropout(self.attention(x, edge_index, edge_attr), self.dropout, self.training)
         return self._after_attention(x, attended)
 
@@ -386,6 +396,12 @@ class EGTBlock(Declared, Module):
             ValueError: If features and graph do not fit; the message says which.
             IndexError: If an index of the graph is out of range.
         """
+        for name, rows, channels in (("x", x, self.channels), ("edge_attr", edge_attr, self.edge_channels)):
+            if not isinstance(rows, Tensor):
+                raise InputTypeError(f"{name} must be a tensor; got {type(rows).__name__}.")
+            if rows.dim() < 2 or rows.size(-1) != channels:
+                raise InputError(f"{name} must be [..., {channels}]; got {list(rows.shape)}.")
+        check_dtype(self, x=x, edge_attr=edge_attr)
         nodes, pairs = self.attention(self.mha_ln_h(x), edge_index, self.mha_ln_e(edge_attr), batch)
         x = x + self.mha_drop(nodes)
         x = x + self.node_ffn(x)
@@ -398,6 +414,8 @@ class EGTBlock(Declared, Module):
 def _network(channels: int, multiplier: float, activation: str, dropout: float) -> torch.nn.Sequential:
     check_number("ffn_multiplier", multiplier, "positive and finite")
     inner = round(channels * multiplier)
+    if inner < 1:
+        raise InputError(f"ffn_multiplier must leave a channel of {channels}; got {multiplier}.")
     layers = Linear(channels, inner), activation_resolver(activation), Linear(inner, channels)
     return torch.nn.Sequential(LayerNorm(channels), *layers, Dropout(dropout))
 
@@ -474,17 +492,40 @@ class RRWPEncoder(Declared, Module):
             The features of the nodes and of the pairs.
 
         Raises:
-            TypeError: If pairs or edges are not a tensor.
-            ValueError: If only one of `edge_index` and `edge_attr` is given.
+            TypeError: If an input is not a tensor.
+            ValueError: If only one of `edge_index` and `edge_attr` is given, shapes do not fit, or an edge is not among
+                the pairs.
         """
-        for name, given in {"pair_index": pair_index, "edge_index": edge_index}.items():
-            if not isinstance(given, Tensor) and (given is not None or name == "pair_index"):
-                raise InputTypeError(f"{name} must be a tensor; got {type(given).__name__}.")
         if (edge_index is None) != (edge_attr is None):
             raise InputError("edge_index and edge_attr belong together: pass both or none.")
+        self._check("x", x, self.channels)
+        self._check("node_walks", node_walks, self.num_steps, x)
+        self._check_pairs("pair_index", pair_index, "pair_walks", pair_walks, self.num_steps)
+        if edge_index is not None:
+            self._check_pairs("edge_index", edge_index, "edge_attr", edge_attr, self.channels)
         pairs = self.edge_fc(pair_walks)
         if edge_index is not None:
-            source, target = edge_index
-            first = torch.searchsorted(pair_index[1].contiguous(), target.contiguous())
-            pairs = pairs.index_add(0, first + source - pair_index[0].index_select(0, first), edge_attr)
+            source, target = edge_index.long()
+            first = torch.searchsorted(pair_index[1].contiguous(), target)
+            place = first + source - pair_index[0].long().index_select(0, first.clamp_max(pair_index.size(1) - 1))
+            if not torch.compiler.is_compiling() and not place.is_meta:
+                inside = place.clamp(0, pair_index.size(1) - 1)
+                if not (place == inside).all() or not (pair_index.index_select(1, inside) == edge_index).all():
+                    raise InputError("edges must be among the pairs, listed target by target, and within by source.")
+            pairs = pairs.index_add(0, place, edge_attr)
         return x + self.node_fc(node_walks), pairs
+
+    def _check(self, name: str, rows: Any, channels: int, like: Tensor | None = None) -> None:
+        if not isinstance(rows, Tensor):
+            raise InputTypeError(f"{name} must be a tensor; got {type(rows).__name__}.")
+        if rows.dim() != 2 or rows.size(1) != channels or (like is not None and rows.size(0) != like.size(0)):
+            count = "..." if like is None else like.size(0)
+            raise InputError(f"{name} must be [{count}, {channels}]; got {list(rows.shape)}.")
+        check_dtype(self, **{name: rows})
+
+    def _check_pairs(self, name: str, index: Any, name_of_rows: str, rows: Any, channels: int) -> None:
+        if not isinstance(index, Tensor):
+            raise InputTypeError(f"{name} must be a tensor; got {type(index).__name__}.")
+        if index.dim() != 2 or index.size(0) != 2 or index.is_floating_point():
+            raise InputError(f"{name} must be integers [2, E]; got {index.dtype} of shape {list(index.shape)}.")
+        self._check(name_of_rows, rows, channels, index[0].unsqueeze(1))

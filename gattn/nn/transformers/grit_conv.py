@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gattn.errors import check_at_least, check_flag, check_number
+from gattn.errors import InputError, InputTypeError, check_at_least, check_flag, check_number
 from gattn.graphs import GraphLike
 from gattn.nn.shared.attention_conv import BaseConv
 from gattn.nn.shared.declared import Declared
@@ -140,6 +140,10 @@ class GRITConv(BaseConv):
             IndexError: If an index of the graph is out of range.
         """
         x = self._nodes(x)
+        if degree is not None and not isinstance(degree, Tensor):
+            raise InputTypeError(f"degree must be a tensor; got {type(degree).__name__}.")
+        if degree is not None and degree.shape != (x.size(-2),):
+            raise InputError(f"degree must have one entry per node, [{x.size(-2)}]; got {list(degree.shape)}.")
         graph = self._graph(edge_index, x, x, self_loops=False).listed(x.device)
         graph, edge_attr = checked_features(self, graph, edge_attr, self.edge_channels, x.shape[:-2])
         query, key, value = (self._heads(lin(x)) for lin in (self.lin_query, self.lin_key, self.lin_value))

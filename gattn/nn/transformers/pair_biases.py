@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 
 from gattn.errors import InputError, check_at_least, check_flag, check_number
 from gattn.nn.shared.declared import Declared
+from gattn.nn.shared.dtypes import check_dtype
 from gattn.nn.shared.linear import Linear
 from gattn.pair_bias import PairBias
 
@@ -79,7 +80,9 @@ class RadialBias(Declared, Module):
             TypeError: If positions are not tensors of floating-point numbers.
             ValueError: If they have other dimensions.
         """
-        return PairBias(self.kernel, position, sources)
+        bias = PairBias(self.kernel, position, sources)
+        _check(self, bias, position.size(-1))
+        return bias
 
 
 class _Radial(Module):
@@ -179,7 +182,9 @@ class MLPBias(Declared, Module):
             TypeError: If positions are not tensors of floating-point numbers.
             ValueError: If they have other dimensions.
         """
-        return PairBias(self.kernel, position, sources)
+        bias = PairBias(self.kernel, position, sources)
+        _check(self, bias, self.dim)
+        return bias
 
 
 class _Differences(Module):
@@ -199,3 +204,10 @@ class _Differences(Module):
             hidden = self.lin1(x).unsqueeze(-2) - torch.nn.functional.linear(y, self.lin1.weight).unsqueeze(-3)
         found: Tensor = self.lin2(hidden.relu())
         return found
+
+
+def _check(module: Module, bias: PairBias, dim: int) -> None:
+    for name, positions in (("position", bias.x), ("sources", bias.y)):
+        if positions is not None and positions.size(-1) != dim:
+            raise InputError(f"{name} must have {dim} coordinates; got {list(positions.shape)}.")
+        check_dtype(module, **{name: positions})

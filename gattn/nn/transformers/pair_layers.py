@@ -290,6 +290,14 @@ class AttentionPairBias(Declared, Attention):
         _check_mask(mask, a.shape[:-1])
         if (condition is None) != (self.condition_channels is None):
             raise InputError("condition is for a layer with condition_channels, which needs it.")
+        check_dtype(self, a=a)
+        if condition is not None:
+            if not isinstance(condition, Tensor):
+                raise InputTypeError(f"condition must be a tensor; got {type(condition).__name__}.")
+            if condition.shape != (*a.shape[:-1], self.condition_channels):
+                expected = [*a.shape[:-1], self.condition_channels]
+                raise InputError(f"condition must be {expected}; got {list(condition.shape)}.")
+            check_dtype(self, condition=condition)
         x = self.layer_norm_a(a)
         if condition is not None:
             s = self.layer_norm_s(condition)

@@ -18,6 +18,7 @@ from gattn.graphs import CompleteGraph, GraphLike, as_graph
 from gattn.graphs.builders import checked_batch
 from gattn.graphs.typed import TypedGraph
 from gattn.nn.shared.declared import Declared
+from gattn.nn.shared.dtypes import check_dtype
 from gattn.nn.shared.linear import Linear, through
 from gattn.nn.transformers.all_pairs import check_heads, check_whole
 
@@ -126,6 +127,7 @@ class RelationalAttention(Declared, Attention):
             raise InputTypeError(f"x must be a tensor; got {type(x).__name__}.")
         if x.dim() != 2 or x.size(1) != self.channels:
             raise InputError(f"x must be [N, {self.channels}]; got {list(x.shape)}.")
+        check_dtype(self, x=x)
         if edge_type is None and isinstance(edge_index, TypedGraph):
             edge_type = edge_index.edge_type
         if (time is None) != (self.time_channels is None):
@@ -140,8 +142,10 @@ class RelationalAttention(Declared, Attention):
         rows = through(self.lin_query, x), through(self.lin_key, x), through(self.lin_value, x)
         query, keys, values = (torch.unflatten(part, -1, (self.heads, -1)) for part in rows)
         out, log_sum = self.attend(query, keys, values, graph, bias=bias, return_lse=True)
-        logits = self.weigh(query, keys, pairs, bias=bias, distribution=None)
-        weights = (logits - log_sum.index_select(0, target.long())).exp()  # those of the listed pairs among all
+        wide = log_sum.dtype  # half precision would round logits before their exponentials
+        bias = SparseBias(pairs, logit.to(wide))
+        logits = self.weigh(query.to(wide), keys.to(wide), pairs, bias=bias, distribution=None)
+        weights = (logits - log_sum.index_select(0, target.long())).exp().to(values.dtype)  # of listed pairs among all
         out = out + self.weighted_sum(weights, torch.zeros_like(values), pairs, edge_value=value)
         return self.lin_out(out.flatten(1))  # type: ignore[no-any-return]
 
@@ -156,12 +160,14 @@ class RelationalAttention(Declared, Attention):
             if tensor.shape != (count,):
                 raise InputError(f"{name} must have one entry per pair, [{count}]; got {list(tensor.shape)}.")
         assert edge_type is not None
-        if edge_type.is_floating_point() or edge_type.dtype == torch.bool:
+        if edge_type.is_floating_point() or edge_type.is_complex() or edge_type.dtype == torch.bool:
             raise InputTypeError(f"edge_type must hold integers; got {edge_type.dtype}.")
         if not torch.compiler.is_compiling() and count and not edge_type.is_meta:
             low, high = int(edge_type.min()), int(edge_type.max())
             if low < 0 or high >= self.num_relations:
                 raise IndexError(f"there are {self.num_relations} relations, from 0; got {low} to {high}.")
+        if time is not None and time.is_complex():
+            raise InputTypeError(f"time must hold numbers; got {time.dtype}.")
         index = edge_type.long()
         logit, value = self.relation_logit[index], self.relation_value[index]
         if time is not None:

@@ -123,11 +123,11 @@ class DotProducts:
         if isinstance(bias, Bias):
             bias.check(graph, front, query.size(-2))
         elif bias is not None:
-            if not _fits(bias, num_targets, num_sources):
+            if not _fits(bias, graph, front, query.size(-2)):
                 return None
             bias = with_one_batch(bias, front)
         if mask is not None:
-            if not _fits(mask, num_targets, num_sources):
+            if not _fits(mask, graph, front, query.size(-2)):
                 return None
             mask = with_one_batch(mask, front)
         found = self.compute(query, key, value, bias, mask, graph)
@@ -267,10 +267,12 @@ def is_known(call: Call) -> bool:
     return call.law is not None and call.law.name in tiles.LAWS and matrices.has_products(call.score)
 
 
-def _fits(term: Tensor, num_targets: int, num_sources: int) -> bool:
-    """Whether a bias or mask can be broadcast to so many targets and sources."""
-    shape = (1, 1, *term.shape)
-    return shape[-1] in (1, num_sources) and shape[-2] in (1, num_targets)
+def _fits(term: Tensor, graph: CompleteGraph, front: torch.Size, heads: int) -> bool:
+    """Whether a bias or mask is broadcastable to all pairs; for blocks of a packed graph, this is found out later."""
+    whole = (*front, heads, graph.num_targets, graph.num_sources)
+    if graph.blocks is not None or term.dim() > len(whole):
+        return False
+    return all(size in (1, full) for size, full in zip(reversed(term.shape), reversed(whole), strict=False))
 
 
 def _of_elements(x: Tensor, count: int) -> Tensor:
