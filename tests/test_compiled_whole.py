@@ -345,7 +345,9 @@ def test_a_second_process_starts_from_the_cache(tmp_path):
         found.append(json.loads(ended.stdout))
     first, second = found
     assert first["hit"] == 0 < first["miss"]
-    assert second["hit"] > 0 == second["miss"]
+    assert second["hit"] > 0
+    # PyTorch may look up, but never compile, a graph with numbers as inputs, before it starts anew with constants.
+    assert second["hit"] + second["miss"] == first["miss"]
 
 
 def test_breaks_and_differences_are_found():

@@ -154,8 +154,10 @@ class _Backward(Arguments):
         parts, projection = self.parts, self.inputs.edge_projection
         if projection is None:
             return parts.sum(0)
+        if not parts.numel():  # of a batch without elements, there is none
+            return parts.new_zeros(projection.shape)
         total = torch.empty(projection.shape, dtype=parts.dtype)
-        sizes = parts.size(0), parts.size(1), total[..., 0].numel()
+        sizes = parts.size(0), parts.size(1), self.plan.heads * self.plan.channels
         is_double = DTYPES.index(parts.dtype)
         native.library().gattn_sum_parts(parts.data_ptr(), *sizes, total.data_ptr(), is_double)
         return total
