@@ -776,7 +776,7 @@ MUTATIONS = [
     Mutation(
         "plans are for terms of any size",
         DENSE,
-        "if not «_fits(bias, num_targets, num_sources) → True»:",
+        "if not «_fits(bias, graph, front, query.size(-2)) → True»:",
     ),
     Mutation(
         "plans drop what is asked for before dropout", KERNEL_PLANS, 'if «self.weights == "dropped" → True» and inputs'
@@ -1016,7 +1016,9 @@ MUTATIONS = [
     ),
     Mutation("pairs are not projected", BLOCKS, "pairs = «self.O_e(pairs) → pairs»"),
     Mutation(
-        "each edge has its own pair", BLOCKS, "first + source - «pair_index[0].index_select(0, first) → first * 0»"
+        "each edge has its own pair",
+        BLOCKS,
+        "first + source - «pair_index[0].long().index_select(0, first.clamp_max(pair_index.size(1) - 1)) → first * 0»",
     ),
     Mutation(
         "the third edge is turned", PAIR_LAYERS, "«.movedim(-1, -3).unsqueeze(-4) → .movedim(-1, -3).mT.unsqueeze(-4)»"

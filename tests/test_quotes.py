@@ -113,11 +113,14 @@ def nodes():
     yield f"{text}Photo, and {text}Minesweeper", factors
     kinds = [("photo", "luo", model) for model in ("sgformer", "sgformer-frobenius", "gps")]
     text = (
-        "{} with `SGFormer`, each row divided by its own norm as in PyG's, {} with the paper's `norm=\"frobenius\"`, "
-        "and {} with `GPSConv` and linear attention; on Minesweeper, {} with `SGFormer` and {} with `GPSConv`, seven "
-        "points below"
+        "{} with `SGFormer`, each row divided by its own norm as in PyG's, {} with the paper's `norm=\"frobenius\"` "
+        "([table](benchmarks/results/nodes_sgformer/table.md)), and {} with `GPSConv` and linear attention; "
+        "on Minesweeper, {} with `SGFormer` and {} with `GPSConv`, seven points below"
     )
-    found = [score(*kind) for kind in kinds]
+    found = [
+        one_decimal(cell(folder, "test, %", data_set=name, split=split, model=model))
+        for folder, (name, split, model) in zip(("nodes_sgformer", "nodes_sgformer", "nodes"), kinds, strict=True)
+    ]
     for model in ("sgformer", "gps"):
         found.append(one_decimal(cell("nodes_gpu", "test, %", data_set="minesweeper", split="public", model=model)))
     yield text, found
@@ -225,7 +228,11 @@ def calls():
 
 def training_steps():
     """The smaller ratio of both allocators."""
-    found = [json.loads(line) for line in (RESULTS / "calls" / "runs.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for folder in ("calls", "calls_compiled")
+        for line in (RESULTS / folder / "runs.jsonl").read_text().splitlines()
+    ]
     for data, words in (
         ("two hops", "1 024 seeds"),
         ("molecules", "batches of 32 molecules"),

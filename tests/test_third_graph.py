@@ -81,13 +81,15 @@ WITH_GRAPH = {
         {"src_graph": g(N, N), "tgt_graph": g(4, 4), "memory_graph": g(4, N)},
     ),
 }
-#: Layers in which all nodes attend to all.
+#: Layers in which all nodes attend to all, and what takes edges as tensors, or passes them to another layer.
 COMPLETE = {
     "BiasedMHA",
+    "GraphMultisetTransformer",
     "GraphormerLayer",
     "PerformerAttention",
     "PerformerProjection",
     "PolynormerAttention",
+    "RRWPEncoder",
     "SGFormerAttention",
 }
 
@@ -133,7 +135,7 @@ def takes_graph(name: str) -> bool:
 
 
 CLASSES = {name for name in layers.__all__ if issubclass(getattr(layers, name), nn.Module) and takes_graph(name)}
-ON_EDGES = [name for name in LAYERS if with_graphs(name, SparseGraph)[1]]
+ON_EDGES = [name for name in LAYERS if name not in COMPLETE and with_graphs(name, SparseGraph)[1]]
 
 
 def test_every_layer_with_a_graph_is_tested():

@@ -272,7 +272,10 @@ def _fits(term: Tensor, graph: CompleteGraph, front: torch.Size, heads: int) -> 
     whole = (*front, heads, graph.num_targets, graph.num_sources)
     if graph.blocks is not None or term.dim() > len(whole):
         return False
-    return all(size in (1, full) for size, full in zip(reversed(term.shape), reversed(whole), strict=False))
+    fits = True
+    for size, full in zip(reversed(term.shape), reversed(whole), strict=False):  # without the frames of all()
+        fits = fits and size in (1, full)
+    return fits
 
 
 def _of_elements(x: Tensor, count: int) -> Tensor:
