@@ -289,4 +289,5 @@ def network(recipe: Recipe, in_channels: int, classes: int, model: str, layers: 
         return Network(recipe, in_channels, classes, model, layers)
     if model == "polynormer":
         return Polynormer(recipe, in_channels, classes)
-    return {"gps": GPS}.get(model, SGFormer)(recipe, in_channels, classes, layers)
+    kinds = {"sgformer": SGFormer, "sgformer-frobenius": SGFormer, "gps": GPS}
+    return kinds[model](recipe, in_channels, classes, layers)

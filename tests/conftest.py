@@ -66,6 +66,15 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def in_double():
+    """Layers and random numbers are made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.double)
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.fixture(autouse=True)
 def no_plans():
     """Tests replace parts on which the plans of earlier calls rest."""

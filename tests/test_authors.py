@@ -40,13 +40,7 @@ N = sum(SIZES)
 BATCH = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
 
 
-@pytest.fixture(autouse=True)
-def in_double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.double)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def randomized(module):

@@ -13,9 +13,10 @@ from torch_geometric.data import Batch, Data
 import gattn
 from gattn import convert, models
 from gattn import nn as layers
-from tests.test_authors import BATCH, SIZES, C, D, H, N, edges, in_double, of_time, pairs  # noqa: F401
+from tests.test_authors import BATCH, SIZES, C, D, H, N, edges, pairs
 
 T = 4
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 class State(dict):

@@ -200,22 +200,18 @@ class Graph(ABC):
             (tensor([[1, 2, 0],
                     [0, 0, 1]]), tensor([1, 2, 3]))
         """
-        graph = self._for_some(index)
-        num_targets, device = graph.num_targets, index.device
+        self._check_some(index)
+        graph: Any = self.listed(index.device).with_listed_loops()
         source, target = (end.long() for end in graph.sources_and_targets())
-        order, counts = target.argsort(stable=True), target.bincount(minlength=num_targets)
+        order, counts = target.argsort(stable=True), target.bincount(minlength=graph.num_targets)
         numbers, place = rows_of(index, counts.cumsum(0) - counts, counts)
         ids = order[numbers]
         found: Graph = Graph._list(torch.stack([source[ids], place]), index.numel(), graph.num_sources)
-        found.edge_ids, found.has_own_loops = None if self.self_loops else ids.to(device), self.self_loops
+        found.edge_ids, found.has_own_loops = None if self.self_loops else ids, self.self_loops
         return found
 
-    def _for_some(self, index: Any) -> Any:
-        """The graph as a list with its self-loops, after checks of some targets' numbers."""
-        self._check_some(index)
-        return self.listed(index.device).with_listed_loops()
-
     def _check_some(self, index: Any) -> None:
+        """Raises unless these are numbers of targets."""
         if self.is_sharded:
             raise InputError("a sharded graph has the targets of its process: choose targets before sharding.")
         if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):

@@ -28,12 +28,8 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_double():
-    """PyG's SGFormer makes tensors of the default type."""
-    torch.set_default_dtype(torch.double)
-    yield
-    torch.set_default_dtype(torch.float)
+#: PyG's SGFormer makes tensors of the default type.
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def pair_of(name):

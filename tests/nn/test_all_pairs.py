@@ -20,12 +20,8 @@ SIZES = [5, 1, 12, 3]
 BATCH = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
 
 
-@pytest.fixture(autouse=True)
-def in_double():
-    """PyG's SGFormer makes tensors of the default type."""
-    torch.set_default_dtype(torch.double)
-    yield
-    torch.set_default_dtype(torch.float)
+#: PyG's SGFormer makes tensors of the default type.
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def randn(*shape):

@@ -14,13 +14,7 @@ from gattn.ops.backends.cpu import native
 N, C, D, H, E = 6, 8, 10, 2, 3
 
 
-@pytest.fixture(autouse=True)
-def in_double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.double)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def randomized(module):

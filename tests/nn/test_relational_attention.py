@@ -14,13 +14,7 @@ SIZES = [4, 5]
 BATCH = torch.tensor([0] * 4 + [1] * 5)
 
 
-@pytest.fixture(autouse=True)
-def in_double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.double)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def randomized(module):
