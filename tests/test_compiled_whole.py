@@ -309,6 +309,7 @@ def test_training_is_the_same():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # of PyTorch 2.11 itself
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
 def test_modes(mode):
     torch.compiler.reset()
