@@ -115,6 +115,7 @@ TESTS = {
         "tests/ops/test_score_variants.py",
         "tests/ops/test_laws_of_rows.py",
     ],
+    DISPATCH: ["tests/ops/test_cpu.py"],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
     **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS, CPU_TILES)},

@@ -11,3 +11,7 @@ def test_its_text_is_there(mutation):
         mutation.place()
     except SystemExit as error:
         pytest.fail(str(error))
+
+
+def test_each_file_has_tests():
+    assert {mutation.file for mutation in mutations.MUTATIONS} == mutations.TESTS.keys()
