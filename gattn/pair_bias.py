@@ -22,6 +22,9 @@ from gattn.graphs.complete import OpenBlocks
 
 __all__ = ["LinearPairBias", "PairBias"]
 
+#: The numbers in memory for each pair and head while a function is computed that does not say.
+_COST = 16
+
 
 class PairBias(Bias):
     r"""A bias that a function computes for each pair of nodes, with gradients, but without a tensor of all pairs.
@@ -55,7 +58,6 @@ class PairBias(Bias):
     """
 
     shared = False
-    cost = 16
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor | None = None):
         if not callable(function):
@@ -66,6 +68,7 @@ class PairBias(Bias):
             if tensor.dim() not in (2, 3):
                 raise InputError(f"{name} must be features [N, F] or [B, N, F]; got {list(tensor.shape)}.")
         self.function, self.x, self.y = function, x, y
+        self.cost = getattr(function, "cost", _COST)
         self.parameters: dict[str, Tensor] = {}
         if isinstance(function, Module):
             self.parameters.update(function.named_parameters())
@@ -85,7 +88,7 @@ class PairBias(Bias):
     def _with(self, x: Tensor, y: Tensor | None, parameters: dict[str, Tensor]) -> PairBias:
         other = PairBias.__new__(type(self))
         other.function, other.x, other.y, other.parameters = self.function, x, y, parameters
-        other.firsts = self.firsts
+        other.firsts, other.cost = self.firsts, self.cost
         return other
 
     def check(self, graph: Graph, batch: torch.Size, heads: int) -> None:

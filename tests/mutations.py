@@ -58,6 +58,7 @@ DENSE, REFERENCE, CUSTOM_PARTS, EDGE_LISTS, GRAPH, BASE, EDGES, PLANS, KERNEL_PL
 LINEAR = "gattn/ops/backends/dense/linear.py"
 BIAS, FEATURES, STRUCTURE = (f"gattn/{name}.py" for name in ("bias", "features", "structure"))
 CACHE, MULTIHEAD = "gattn/nn/transformers/key_value_cache.py", "gattn/nn/transformers/multihead_attention.py"
+RADIAL, RADIAL_CALLS = "gattn/ops/backends/cpu/csrc/radial.h", "gattn/ops/radial.py"
 PAIR_ROOTS, PAIR_ROOT_CALLS = "gattn/ops/backends/cpu/csrc/pair_roots.h", "gattn/ops/pair_roots.py"
 EXPHORMER, DOT_GAT, EDGE_GAT, BIASED, ENCODERS, EGT_LAYER, TEMPORAL, HGT, ATTENTION_CONV, FACTORS = (
     f"gattn/nn/{name}.py"
@@ -116,6 +117,8 @@ TESTS = {
         "tests/ops/test_laws_of_rows.py",
     ],
     DISPATCH: ["tests/ops/test_cpu.py"],
+    RADIAL: ["tests/ops/test_radial.py"],
+    RADIAL_CALLS: ["tests/ops/test_radial.py"],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
     MATRIX: ["tests/ops/test_laws_of_rows.py"],
     **{file: ["tests/ops/test_tiles.py"] for file in (TILES, TILE_CALLS, CPU_TILES)},
@@ -1035,6 +1038,13 @@ MUTATIONS = [
     Mutation("parts of tasks are not summed", DISPATCH, "for (int64_t t = 1; t < «tasks → 1»; ++t)"),
     Mutation("a projection is not turned", DISPATCH, "to[«j * rows + i → i * columns + j»] = from"),
     Mutation("thresholds keep PyG's counts", LPFORMER, 'if self.mask == «"cn" → "no"»:\n            counts'),
+    Mutation("a distance of zero has another sine", RADIAL, "splat<Vec<A>>(«scale → A(1)» * factors[k])"),
+    Mutation("far Gaussian functions have a gradient", RADIAL, "exponent < least ? «Vec<A>{} → step» : (-2"),
+    Mutation("the third vector of a strip is not summed", RADIAL, "«third → second» * load(g + 2 * W)"),
+    Mutation("the pairs behind the last source have gradients", RADIAL, "memset(rows, «0 → 63», size_t(a.heads"),
+    Mutation("a quadrant's cosine has the wrong sign", RADIAL, "((quadrant + «1 → 0») & 2) != 0"),
+    Mutation("distances of zero have a gradient", RADIAL, "slope = is_same ? «zero → slope» : slope / distance;"),
+    Mutation("parts of sources are not summed", RADIAL_CALLS, "grad_x.«sum(-3) → select(-3, 0)», grad_y"),
     Mutation("a root is steep at zero", PAIR_ROOTS, "of_product = root > 0 ? ratio : «T(0) → ratio»"),
     Mutation(
         "a pair has the ends of the first one", PAIR_ROOTS, "else f(pair * p.width, i * p.width, «j * p.width → 0»);"

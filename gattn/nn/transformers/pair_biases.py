@@ -15,6 +15,7 @@ from gattn.errors import InputError, check_at_least, check_flag, check_number
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.dtypes import check_dtype
 from gattn.nn.shared.linear import Linear
+from gattn.ops.radial import radial
 from gattn.pair_bias import PairBias
 
 __all__ = ["MLPBias", "RadialBias"]
@@ -88,6 +89,9 @@ class RadialBias(Declared, Module):
 class _Radial(Module):
     """Radial functions of distances, times a matrix."""
 
+    #: How many numbers are in memory for each pair and head: the bias, and its gradient.
+    cost = 4
+
     def __init__(self, heads: int, num_radial: int, cutoff: float, basis: str):
         super().__init__()
         self.cutoff, self.basis = cutoff, basis
@@ -106,25 +110,8 @@ class _Radial(Module):
             self.weight.uniform_(-(count**-0.5), count**-0.5)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        axes = zip(x.unbind(-1), y.unbind(-1), strict=True)
-        squares = sum(((a.unsqueeze(-1) - b.unsqueeze(-2)).square() for a, b in axes), x.new_zeros(()))
-        is_same = squares == 0  # where a root has no derivative
-        distance = squares.masked_fill(is_same, 1.0).sqrt()
-        factor = self.factor.view(-1, *(1,) * distance.dim())  # functions come first, so that loops run over pairs
-        if self.basis == "gaussian":
-            width = self.cutoff / max(self.factor.numel() - 1, 1)
-            scale = math.sqrt(0.5) / width
-            steps = distance.masked_fill(is_same, 0.0) * scale - factor * scale
-            found = (steps * -steps).clamp_min(_LEAST).exp()
-        else:
-            sines = (factor * distance).sin() / distance
-            found = math.sqrt(2 / self.cutoff) * torch.where(is_same, factor, sines)
-        biases = self.weight.t() @ found.flatten(1)
-        return torch.unflatten(biases, 1, distance.shape).movedim(0, -1)
-
-
-#: Exponents of Gaussian functions are not less: numbers close to the smallest ones take many times as long.
-_LEAST = -50.0
+        tensors = x, y, self.factor, self.weight
+        return radial(*tensors, self.cutoff, self.basis == "bessel").movedim(-3, -1)
 
 
 class MLPBias(Declared, Module):

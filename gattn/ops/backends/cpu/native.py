@@ -19,6 +19,7 @@ __all__ = [
     "PADDING",
     "Arguments",
     "PairRoots",
+    "Radial",
     "Rows",
     "TileElement",
     "TileStrides",
@@ -79,6 +80,16 @@ class PairRoots(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("targets", "sources", "pairs", "width", "threads")],
         *[(name, ctypes.c_void_p) for name in ("query", "key", "weight", "shift", "out")],
         *[(name, ctypes.c_void_p) for name in ("grad", "grad_ends", "grad_weight", "grad_shift")],
+    ]
+
+
+class Radial(ctypes.Structure):
+    """Biases of distances; mirrors `Radial` in csrc/radial_arguments.h."""
+
+    _fields_ = [
+        *_fields("type threads batch targets sources space functions heads parts is_bessel", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        *_fields("x y factor weight bias grad grad_x grad_y grad_parameters", ctypes.c_void_p),
     ]
 
 
@@ -202,6 +213,8 @@ def library() -> ctypes.CDLL:
         "gattn_matrix_rows": [pointer] * 3 + [integer] * 2,
         "gattn_pair_roots": [pointer, integer],
         "gattn_pair_roots_backward": [pointer, integer],
+        "gattn_radial": [pointer],
+        "gattn_radial_backward": [pointer],
         "gattn_drop": [pointer] * 2 + [integer] * 4 + [ctypes.c_double, integer],
         "gattn_use_huge_pages": [pointer, integer],
         "gattn_record_bytes": [integer] * 5,

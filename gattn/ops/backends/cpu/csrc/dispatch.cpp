@@ -197,6 +197,10 @@ int64_t gattn_pair_roots_backward(const PairRoots* p, int64_t type) {
   return type == kFloat32 ? pair_roots_backward<float>(*p) : pair_roots_backward<double>(*p);
 }
 
+// Biases of distances, or their gradients: see radial.h. The type is float or double.
+int64_t gattn_radial(const Radial* a) { return kInstructionSets[chosen].tiles[a->type]->radial(*a); }
+int64_t gattn_radial_backward(const Radial* a) { return kInstructionSets[chosen].tiles[a->type]->radial_backward(*a); }
+
 // y = x with elements dropped, the others times scale.
 void gattn_drop(const void* x, void* y, int64_t size, int64_t type, int64_t seed, int64_t threshold, double scale,
                 int64_t threads) {

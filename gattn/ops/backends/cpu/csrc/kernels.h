@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "radial_arguments.h"
 #include "tiles_arguments.h"
 
 // Families of scores are numbered in the order of the list in families.h.
@@ -21,7 +22,7 @@ struct Kernels {
   bool (*keeps_logits)(int64_t family, int64_t distribution);
 };
 
-// The same for complete graphs, and for other products; see tiles.h and products.h.
+// The same for complete graphs, and for other products; see tiles.h, products.h and radial.h.
 struct TileKernels {
   int64_t lanes;  // of a vector: gradients are padded to whole ones
   int64_t (*forward)(const Tiles&);
@@ -29,4 +30,6 @@ struct TileKernels {
   int64_t (*backward)(const Tiles&);
   int64_t (*column_products)(const void* a, const void* b, void* c, int64_t rows, int64_t left, int64_t right,
                              int64_t a_row, int64_t b_row, int64_t threads);
+  int64_t (*radial)(const Radial&);
+  int64_t (*radial_backward)(const Radial&);
 };

@@ -1,9 +1,10 @@
-// Attention on complete graphs, forward and backward, for one instruction set and one storage type.
+// Attention on complete graphs and biases of distances, forward and backward, for one instruction set and one storage type.
 
 #include "tiles.h"
 
 #include "kernels.h"
 #include "parallel.h"
+#include "radial.h"
 
 #ifndef GATTN_TILES
 #define GATTN_TILES gattn_tiles
@@ -37,4 +38,4 @@ int64_t column_products(const void* a, const void* b, void* c, int64_t rows, int
 }  // namespace
 
 extern const TileKernels GATTN_TILES;
-const TileKernels GATTN_TILES = {W, forward, weights, backward, column_products};
+const TileKernels GATTN_TILES = {W, forward, weights, backward, column_products, radial, radial_backward};
