@@ -106,6 +106,7 @@ PRODUCTS, DROPOUT = "gattn/products.py", "gattn/nn/shared/dropout.py"
 SGFORMER_MODEL, POLYNORMER_MODEL = (f"gattn/models/{name}.py" for name in ("sgformer", "polynormer"))
 GCN, LPFORMER, PAIR_BIAS = "gattn/nn/graph/gcn_conv.py", "gattn/models/lpformer.py", "gattn/pair_bias.py"
 BLOCKS, PAIR_LAYERS = (f"gattn/nn/transformers/{name}.py" for name in ("graph_blocks", "pair_layers"))
+BLOCK_LISTS = "gattn/graphs/block_lists.py"
 DENSE_INIT, DISPATCH = "gattn/ops/backends/dense/__init__.py", f"{KERNELS}/dispatch.cpp"
 
 #: The tests that should notice a mutation, in the order in which they run.
@@ -117,6 +118,7 @@ TESTS = {
         "tests/ops/test_laws_of_rows.py",
     ],
     DISPATCH: ["tests/ops/test_cpu.py"],
+    BLOCK_LISTS: ["tests/test_block_graph.py"],
     RADIAL: ["tests/ops/test_radial.py"],
     RADIAL_CALLS: ["tests/ops/test_radial.py"],
     MEANS: ["tests/ops/test_laws_of_rows.py"],
@@ -567,7 +569,24 @@ MUTATIONS = [
     Mutation("epsilon is forgotten", TILES, "sum += «law.epsilon → 0»;"),
     Mutation("gates are not divided going backward", TILES, "y.value * stat, y.derivative * «stat → A(1)»);"),
     Mutation("columns share a bias's gradient", TILES, "if (s.channel == 0) *to += «sum_lanes(sum) → sum[0]»;"),
-    Mutation("what is hidden has NaN", TILES, "else if («is_finite → true» || (first_source(e, last)"),
+    Mutation("blocks that are not listed are seen", TILES, "if («tile < 0 → false» || !*mask++) logits[j] = -A("),
+    Mutation(
+        "holes of a block have the rows of another",
+        TILES,
+        "(tile * a.block + row.i % a.block) * a.block + source % «a.block → 1»",
+    ),
+    Mutation(
+        "columns end before the last block that is seen",
+        TILES,
+        "(panel + all.last - 1) / a.block * a.block - «panel → panel - 1»",
+    ),
+    Mutation("targets of two blocks are computed together", TILES, "return left < most ? «left → most» : most;"),
+    Mutation("what blocks hide has NaN", TILES, "count && !(«has_holes → false» && weights[j] == 0)"),
+    Mutation(
+        "a block's own scores do not count", BLOCK_LISTS, "number.unsqueeze(1) == number, «torch.inf → -torch.inf»"
+    ),
+    Mutation("edges that are listed twice are lost", BLOCK_LISTS, "if int(holes.sum()) «< → >» pairs.numel():"),
+    Mutation("what is hidden has NaN", TILES, "else if («is_finite → true» || (a.tiles == nullptr"),
     Mutation(
         "the first panel of a part is left out",
         TILES,
@@ -597,7 +616,7 @@ MUTATIONS = [
     Mutation(
         "few targets see what the last one sees",
         TILES,
-        "columns(e, «target_of(group + r) → last», 1, panel, n);\n            multiply(1",
+        "columns(e, head_of(group + r), «target_of(group + r) → last», 1, panel, n);\n            multiply(1",
     ),
     Mutation(
         "products of few targets lack a rest", TILES, "for (; c < «width → whole_vectors(channels) - W»; c += W)\n"

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from torch_geometric.typing import Adj
 
 from gattn.graphs.base import FLOWS, EdgeList, Graph
+from gattn.graphs.block_lists import BlockGraph, top_blocks
 from gattn.graphs.builders import k_hop, line_graph, union, with_virtual_nodes, within_blocks
 from gattn.graphs.complete import CompleteGraph
 from gattn.graphs.expanders import expander
@@ -21,6 +22,7 @@ from gattn.graphs.typed import TypedGraph
 
 __all__ = [
     "FLOWS",
+    "BlockGraph",
     "CompleteGraph",
     "EdgeList",
     "Edges",
@@ -38,6 +40,7 @@ __all__ = [
     "line_graph",
     "radius",
     "reorder",
+    "top_blocks",
     "union",
     "with_virtual_nodes",
     "within_blocks",

@@ -168,6 +168,7 @@ class Call(NamedTuple):
             bias = bias.expand(*bias.shape[:-1], heads)
         real = self.graph.real_edges(edges)
         if real is not None:
+            real = real.expand(*batch, *real.shape[-2:]) if real.dim() > 2 else real
             mask = real if mask is None else mask & real
         if bias is None and mask is None and not self.has_edge_terms:
             return self

@@ -105,7 +105,8 @@ class _Kernel(torch.autograd.Function):
         if torch.is_grad_enabled() or is_batched(grad):  # as second derivatives and batches of gradients need it
             with torch.enable_grad():
                 leaves: Any = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
-                found = torch.autograd.grad(_plain(*leaves, cutoff, is_bessel), leaves, grad, create_graph=True)
+                a, b, c, d = leaves
+                found = torch.autograd.grad(_plain(a, b, c, d, cutoff, is_bessel), leaves, grad, create_graph=True)
             return *found, None, None
         x, y, factor, weight = tensors
         front, parts = x.shape[:-2], max(y.size(-2) // _SOURCES_OF_PART, 1)

@@ -20,11 +20,11 @@ from gattn.autocast import without_autocast
 from gattn.bias import Bias
 from gattn.distributions import is_plain_softmax
 from gattn.errors import InputError
-from gattn.graphs import CompleteGraph
+from gattn.graphs import BlockGraph, CompleteGraph
 from gattn.graphs.complete import OpenBlocks
 from gattn.ops import reference
 from gattn.ops.backends.base import Backend
-from gattn.ops.backends.dense import linear, matrices
+from gattn.ops.backends.dense import blocks, linear, matrices
 from gattn.ops.backends.dense.dot_products import (
     FLASH,
     STATES,
@@ -62,6 +62,8 @@ class Dense(Backend):
     def refuses(self, call: Call) -> str | None:
         """See `Backend.refuses`."""
         graph, score, distribution = call.graph, call.score, call.distribution
+        if isinstance(graph, BlockGraph):
+            return blocks.refuses(call)
         if not isinstance(graph, CompleteGraph):  # this backend serves only this kind of graph
             return "it serves complete graphs, not lists of edges"
         if call.edge is not None or call.edge_value is not None:
@@ -84,6 +86,8 @@ class Dense(Backend):
     def yields(self, call: Call) -> bool:
         """See `Backend.yields`: blocks may be so small that kernels for lists take less time."""
         graph = call.graph
+        if isinstance(graph, BlockGraph):
+            return False
         assert isinstance(graph, CompleteGraph)
         if isinstance(graph.blocks, OpenBlocks):
             return False
@@ -137,6 +141,8 @@ class Dense(Backend):
 
     def ways(self, call: Call) -> list[Way]:
         """See `Backend.ways`."""
+        if isinstance(call.graph, BlockGraph):
+            return [Way(TILES, None)]
         call, may_fuse = _in_one_batch(_in_one_type(call))
         graph, query, key, value, bias = cast(CompleteGraph, call.graph), call.query, call.key, call.value, call.bias
         chosen, no_tiles, no_flash = None, "they compute dot products with a softmax or a gate", "another way is faster"
@@ -238,6 +244,8 @@ def _in_one_batch(call: Call) -> tuple[Call, bool]:
 def _computed(call: Call, front: torch.Size, may_fuse: bool) -> Result:
     """The result, by the fastest way; see `matrices.attention`."""
     query, key, value = call.query, call.key, call.value
+    if isinstance(call.graph, BlockGraph):
+        return blocks.attend(call, front)
     if is_known(call) and query is not None and call.law is not None:
         products = DotProducts(call, sink_of(call.law.sink, call), may_fuse)
         is_empty = not torch.compiler.is_compiling() and 0 in (*query.shape, *key.shape, *value.shape[:-1])

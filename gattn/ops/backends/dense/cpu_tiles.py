@@ -34,6 +34,7 @@ _STRIDED = 5
 #: The kernels' arguments that are tensors.
 _NAMES_OF_PAIRS = "query", "key", "value", "bias", "mask", "buckets", "pair_starts", "sink"
 _NAMES_OF_LISTED = "query", "key", "value", "bias", "mask", "pair_sources", "pair_starts", "sink"
+_NAMES_OF_BLOCKS = "query", "key", "value", "bias", "tiles", "mask", "pair_starts", "sink"
 
 
 class CPUCall:
@@ -67,7 +68,8 @@ class CPUCall:
         if index is not None:
             self.arguments.bucket_bytes = index.element_size()
         tensors.append(None if sink is None else native.readable(sink))
-        for name, x in zip(_NAMES_OF_PAIRS if starts is None else _NAMES_OF_LISTED, tensors, strict=True):
+        names = _NAMES_OF_PAIRS if starts is None else _NAMES_OF_LISTED
+        for name, x in zip(_NAMES_OF_BLOCKS if rule.block else names, tensors, strict=True):
             if x is not None:  # as `point` does
                 setattr(self.arguments, name, x.data_ptr())
         self.held += tensors
@@ -200,7 +202,9 @@ def _prepared(rule: Rule, dtype: torch.dtype, in_parts: bool, *forms: Form) -> t
         parts=max(parts, default=1),
     )
     arguments.distribution_constants[: len(rule.law.constants)] = rule.law.constants
-    if mask is not None:
+    if mask is not None and rule.block:
+        arguments.tiles_strides, arguments.block = _term_strides(*mask), rule.block
+    elif mask is not None:
         arguments.mask_strides = _term_strides(*mask)
     if bias is not None and rule.bias == "all":
         arguments.bias_strides = _term_strides(*bias)

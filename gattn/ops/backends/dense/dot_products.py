@@ -34,6 +34,7 @@ __all__ = [
     "is_known",
     "is_linear",
     "refuses_linear",
+    "rule_of",
     "with_one_batch",
 ]
 
@@ -70,6 +71,24 @@ def is_linear(call: Call) -> bool:
 STATES, TILES, FLASH = "sums over sources that targets share", "tiles of pairs", "PyTorch's fused attention"
 
 
+def rule_of(call: Call, left: int | None, right: int | None) -> tiles.Rule:
+    """What tiles compute for a call of dot products, given how far a target sees; the elements are still to be said."""
+    score, law = cast(DotScore, call.score), call.law
+    assert law is not None
+    return tiles.Rule(
+        scale=score.factor(call.channels),
+        slope=score.negative_slope,
+        clamp=math.inf if score.clamp is None else score.clamp,
+        law=law._replace(sink=None),
+        left=left,
+        right=right,
+        elements=(),
+        dropout=call.dropout,
+        weights=call.weights,
+        log_sum=call.log_sum,
+    )
+
+
 class DotProducts:
     """Calls of dot products on complete graphs, which differ in nothing but numbers and nodes.
 
@@ -80,21 +99,8 @@ class DotProducts:
     """
 
     def __init__(self, call: Call, sink: Tensor | None, may_fuse: bool = True):
-        graph, score, law = cast(CompleteGraph, call.graph), cast(DotScore, call.score), call.law
-        assert law is not None
-        left, right = graph.reach
-        self.rule = tiles.Rule(
-            scale=score.factor(call.channels),
-            slope=score.negative_slope,
-            clamp=math.inf if score.clamp is None else score.clamp,
-            law=law._replace(sink=None),
-            left=left,
-            right=right,
-            elements=(),
-            dropout=call.dropout,
-            weights=call.weights,
-            log_sum=call.log_sum,
-        )
+        graph, score = cast(CompleteGraph, call.graph), cast(DotScore, call.score)
+        self.rule = rule_of(call, *graph.reach)
         self.is_ragged = graph.has_lengths
         self.sink, self.is_linear, self.channels = sink, is_linear(call), max(call.channels, call.value.size(-1))
         #: Whether PyTorch's fused attention might compute this, if targets and sources fit.

@@ -67,6 +67,8 @@ class Rule(NamedTuple):
     """Whether weights are returned, too; `"dropped"`: those after dropout"""
     log_sum: bool = True
     """Whether the log-sum-exp of each target is returned"""
+    block: int = 0
+    """The nodes of a block, of a graph of blocks"""
 
 
 @lru_cache(maxsize=64)
@@ -125,8 +127,9 @@ class Inputs(NamedTuple):
     """Of the type that is computed in: of all pairs, `[B, H, N, M]`, or the values of a `Term`"""
     sink: Tensor | None
     mask: Tensor | None
+    """Of a graph of blocks: the tile of each pair of blocks, or -1, `[B, H, n, m]`, in int32"""
     of_pairs: Tensor | None
-    """See `Term`"""
+    """See `Term`; of a graph of blocks, which pairs of each tile attend, `[T, S, S]`"""
     starts: Tensor | None
     seed: Tensor | None
 
@@ -142,8 +145,14 @@ def check_fit(rule: Rule, *forms: Form) -> None:
     fits = fits and all(end <= query[1] and end_of_sources <= key[1] for end, end_of_sources in ends)
     sizes = ((e.term + 1, heads, e.num_targets, e.num_sources) for e in rule.elements)
     least = [max(x) for x in zip(*sizes, strict=True)]
-    for term in (bias if rule.bias == "all" else None, mask):
+    for term in (bias if rule.bias == "all" else None, None if rule.block else mask):
         fits &= term is None or all(size == 1 or size >= x for size, x in zip(term[0], least, strict=False))
+    if rule.block and mask is not None:  # of blocks, none is broadcast
+        blocks = [*least[:2], *(-(-size // rule.block) for size in least[2:])]
+        fits &= all(
+            size == x or (size == 1 and at < 2) for at, (size, x) in enumerate(zip(mask[0], blocks, strict=True))
+        )
+        fits &= index is None or tuple(index[0][1:]) == (rule.block, rule.block)
     if rule.bias != "all":
         fits &= bias is not None and bias[0][1] in (1, heads) and _has_terms(rule, index, starts)
     if not fits:

@@ -147,6 +147,7 @@ def attend(
     sink: Tensor | None,
     rule: Rule,
     num_weights: int = 0,
+    holes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, `[B, N, H, V]`, the log-sum-exp of each target, `[B, N, H]`, of a softmax, and all weights in a row.
 
@@ -159,9 +160,10 @@ def attend(
         sink: `[H]`.
         rule: What is computed.
         num_weights: How many weights are returned; see `elements_for_tiles`. (default: `0`)
+        holes: Of a graph of blocks, whose tiles are the mask, which pairs of each attend. (default: `None`, all)
     """
     compute = compute_dtype(value.dtype)
-    index = starts = None
+    index, starts = holes, None
     if isinstance(bias, Term):
         kind, first, bias, index, starts = read(bias, query.size(-2))
         rule = rule._replace(bias=kind, first=first)
@@ -313,7 +315,8 @@ def _plain(inputs: Inputs, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
             terms = terms.index_put(tuple(_grid(place, logits.shape)), of_pairs.expand(heads, n, m))
         if mask is not None:
             seen = seen if seen.size(1) == heads else seen.expand(-1, heads, -1, -1).clone()
-            seen[place] = is_seen & _term_of(mask, term, n, m)
+            allowed = _in_blocks(mask, index, rule.block, term, n, m) if rule.block else _term_of(mask, term, n, m)
+            seen[place] = is_seen & allowed
     if terms is not None:
         logits = logits + terms
     logits = logits.masked_fill(~seen, -torch.inf)
@@ -365,6 +368,13 @@ def _bias_of(
 def _term_of(x: Tensor, term: int, n: int, m: int) -> Tensor:
     x = x[term if x.size(0) > 1 else 0]
     return x[:, : n if x.size(1) > 1 else 1, : m if x.size(2) > 1 else 1]
+
+
+def _in_blocks(tiles: Tensor, holes: Tensor | None, block: int, term: int, n: int, m: int) -> Tensor:
+    """Which pairs attend on a graph of blocks, `[H or 1, n, m]`."""
+    target, source = _range(n).unsqueeze(1), _range(m)
+    tile = tiles[term if tiles.size(0) > 1 else 0][:, target // block, source // block]
+    return tile >= 0 if holes is None else (tile >= 0) & holes[tile.clamp_min(0).long(), target % block, source % block]
 
 
 def _grid(place: tuple[Any, ...], shape: torch.Size) -> list[Tensor]:

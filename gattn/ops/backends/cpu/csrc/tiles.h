@@ -170,7 +170,7 @@ class TilePass {
       const bool is_even = a.heads % heads == 0 && (heads % sharing == 0 || sharing % heads == 0);
       return is_even && heads * e.targets <= kTargets && a.num_elements * a.heads / heads >= a.threads;
     };
-    int64_t heads = e.targets > kFew ? 1 : a.heads;
+    int64_t heads = e.targets > kFew || a.tiles != nullptr ? 1 : a.heads;
     while (heads > 1 && !fits(heads)) --heads;
     return heads;
   }
@@ -213,9 +213,29 @@ class TilePass {
   struct Columns {
     int64_t first, last;
   };
-  Columns columns(const TileElement& e, int64_t i, int64_t count, int64_t panel, int64_t n) const {
+  Columns columns(const TileElement& e, int64_t head, int64_t i, int64_t count, int64_t panel, int64_t n) const {
     const int64_t first = first_source(e, i) - panel, last = last_source(e, i + count - 1) - panel;
-    return {first < 0 ? 0 : first, last < n ? last : n};
+    Columns all{first < 0 ? 0 : first, last < n ? last : n};
+    if (a.tiles == nullptr) return all;
+    const auto is_seen = [&](int64_t column) {
+      for (int64_t block = i / a.block; block <= (i + count - 1) / a.block; ++block)
+        if (tile_of(e, head, block, (panel + column) / a.block) >= 0) return true;
+      return false;
+    };
+    while (all.first < all.last && !is_seen(all.first))
+      all.first = (panel + all.first) / a.block * a.block + a.block - panel;
+    while (all.first < all.last && !is_seen(all.last - 1)) all.last = (panel + all.last - 1) / a.block * a.block - panel;
+    return all;
+  }
+  int32_t tile_of(const TileElement& e, int64_t head, int64_t targets, int64_t sources) const {
+    const TileStrides& s = a.tiles_strides;
+    return a.tiles[e.term * s.batch + head * s.head + targets * s.row + sources * s.channel];
+  }
+  // How many targets from this one on are computed together: those of one block.
+  int64_t together(int64_t i, int64_t most) const {
+    if (a.tiles == nullptr) return most;
+    const int64_t left = a.block - i % a.block;
+    return left < most ? left : most;
   }
 
   // What the dropout of a row begins with; see gattn/ops/dropout.py.
@@ -250,13 +270,15 @@ class TilePass {
   };
   bool has_terms() const {
     const bool has_bias = a.bias != nullptr && a.bias_kind != kOfListed;
-    return has_slope || has_clamp || has_bias || a.mask != nullptr || law.cap != 0;
+    return has_slope || has_clamp || has_bias || a.mask != nullptr || has_hidden_blocks() || law.cap != 0;
   }
+  // Whether a panel may be one of several blocks, of which some are hidden.
+  bool has_hidden_blocks() const { return a.tiles != nullptr && a.block % kPanel != 0; }
   // Whether a row's products are not its logits yet, and whether some of these may be minus infinity.
   bool is_unfinished(const Row& row) const { return has_terms() || !is_whole(row); }
   bool may_hide(const Row& row) const {
     const bool has_bias = a.bias_kind == kOfListed ? row.pairs.first < row.pairs.last : a.bias != nullptr;
-    return has_bias || a.mask != nullptr || !is_whole(row);
+    return has_bias || a.mask != nullptr || has_hidden_blocks() || !is_whole(row);
   }
 
   // A row of a tile, whose columns [from, to) some of its targets see. Biases of listed pairs are added to its products;
@@ -264,6 +286,10 @@ class TilePass {
   Row row_of(const TileElement& e, int64_t head, int64_t i, int64_t panel, int64_t from, int64_t to, A* products,
              int32_t& cursor) const {
     Row row{head, i, panel, from, to, first_source(e, i) - panel, last_source(e, i) - panel, {0, 0, 0}};
+    if (a.tiles != nullptr) {  // whose other columns are not those of blocks that it sees
+      row.first = row.first < from ? from : row.first;
+      row.last = row.last < to ? row.last : to;
+    }
     if (a.bias_kind != kOfListed || a.bias == nullptr) return row;
     const int64_t* starts = a.pair_starts + e.bias_at + i;
     const int64_t origin = e.bias_step + panel;
@@ -455,6 +481,17 @@ class TilePass {
     for (int64_t at = row.from / W * W; at < row.to; at += W)
       store(logits + at, is_allowed(mask, s.channel, at, row.to) ? load(logits + at) : lowest);
   }
+  NOINLINE void hide_blocks(const TileElement& e, const Row& row, A* logits) const {
+    for (int64_t j = row.first < 0 ? 0 : row.first; j < row.last;) {
+      const int64_t source = row.source + j, next = source / a.block * a.block + a.block - row.source;
+      const int64_t end = next < row.last ? next : row.last, tile = tile_of(e, row.head, row.i / a.block, source / a.block);
+      const uint8_t* mask = a.mask;
+      if (mask != nullptr && tile >= 0) mask += (tile * a.block + row.i % a.block) * a.block + source % a.block;
+      for (; j < end && (tile < 0 || mask != nullptr); ++j)
+        if (tile < 0 || !*mask++) logits[j] = -A(INFINITY);
+      j = end;
+    }
+  }
   // Products become finished logits, hidden ones minus infinity. With `of_score`, the derivative by the product is written
   // there, and with `of_cap`, that by the sum of score and bias. Each term has a loop of its own, without branches.
   void finish(const TileElement& e, const Row& row, A* logits, A* of_score, A* of_cap) const {
@@ -462,7 +499,8 @@ class TilePass {
     if (has_slope || has_clamp) bound_products(logits, low, row.to, of_score);
     if (a.bias != nullptr) add_bias(e, row, logits);
     if (law.cap != 0) cap_sums(logits, low, row.to, of_cap);
-    if (a.mask != nullptr) hide_masked(e, row, logits);
+    if (a.tiles != nullptr) hide_blocks(e, row, logits);
+    else if (a.mask != nullptr) hide_masked(e, row, logits);
     if (is_whole(row)) return;
     for (int64_t at = low; at < row.to; at += W)
       if (at < row.first || at + W > row.last) {
@@ -576,10 +614,12 @@ class TilePass {
   const bool has_slope, has_clamp;
 };
 
-// The output's sums over a panel for pairs that are hidden in it: not even zeros times what is not finite.
-inline void multiply_seen(const A* weights, const A* values, int64_t first, int64_t last, int64_t count, A* to) {
+// The output's sums over a panel for pairs that are hidden in it: not even zeros times what is not finite. With
+// `has_holes`, whatever has no weight was hidden.
+inline void multiply_seen(const A* weights, const A* values, int64_t first, int64_t last, int64_t count, bool has_holes,
+                          A* to) {
   for (int64_t j = first; j < last; ++j)
-    for (int64_t c = 0; c < count; ++c) to[c] += weights[j] * values[j * count + c];
+    for (int64_t c = 0; c < count && !(has_holes && weights[j] == 0); ++c) to[c] += weights[j] * values[j * count + c];
 }
 
 inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block, A* memory) {
@@ -588,7 +628,7 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   if (head % heads != 0) return;  // the task of an earlier one computes it
   const int64_t count = heads * targets, sharing = a.heads / a.key_heads;
   const int64_t rows_of_keys = (heads < sharing ? heads : sharing) * targets;
-  const bool is_few = targets <= kFew;
+  const bool is_few = targets <= kFew && a.tiles == nullptr;
   // Rows are those of one head after another, if there are several.
   const auto head_of = [&](int64_t r) { return heads == 1 ? head : head + r / targets; };
   const auto target_of = [&](int64_t r) { return start + (heads == 1 ? r : r % targets); };
@@ -612,6 +652,10 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
   const int64_t end = last_source(e, start + targets - 1);
   for (int64_t panel = first_source(e, start); panel < end; panel += kPanel) {
     const int64_t n = end - panel < kPanel ? end - panel : kPanel;
+    if (a.tiles != nullptr) {
+      const auto [from, to] = columns(e, head, start, targets, panel, n);
+      if (from >= to) continue;
+    }
     for (int64_t of_keys = 0; of_keys < count; of_keys += rows_of_keys) {
       const int64_t key_head = head_of(of_keys) / sharing;
       const RowsOf key = rows(a.key, a.key_strides, e.batch, key_head, C);
@@ -620,10 +664,10 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
       const bool is_copied = !is_few || !value.is_packed();
       const bool is_finite = is_copied && value.copy(e.first_source + panel, n, A(1), values);
       const int64_t last_row = of_keys + rows_of_keys;
-      for (int64_t group = of_keys; group < last_row; group += kGroup) {
-        const int64_t size = last_row - group < kGroup ? last_row - group : kGroup;
+      for (int64_t group = of_keys, size; group < last_row; group += size) {
+        size = together(start + group, last_row - group < kGroup ? last_row - group : kGroup);
         const int64_t i = is_few ? start : start + group, last = is_few ? start + targets - 1 : i + size - 1;
-        const auto [from, to] = columns(e, i, last - i + 1, panel, n);
+        const auto [from, to] = columns(e, head_of(group), i, last - i + 1, panel, n);
         if (from >= to) continue;
         const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
         if (is_few) key.multiplied(queries + group * width, size, e.first_source + panel, low, n, tile, value);
@@ -645,17 +689,18 @@ inline void TilePass::forward(const TileElement& e, int64_t head, int64_t block,
         if (!is_copied) {
           const A* seen = reinterpret_cast<const A*>(value.from) + (e.first_source + panel) * value.row;
           for (int64_t r = 0; r < size; ++r) {
-            const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
+            const auto [first, after] = columns(e, head_of(group + r), target_of(group + r), 1, panel, n);
             multiply(1, value_width / W, tile + r * kPanel + first, kPanel, 1, seen + first * value.row, value.row,
                      after - first, sums + (group + r) * value_width, value_width, true);
           }
-        } else if (is_finite || (first_source(e, last) - panel <= from && last_source(e, i) - panel >= to)) {
+        } else if (is_finite || (a.tiles == nullptr && first_source(e, last) - panel <= from && last_source(e, i) - panel >= to)) {
           multiply(size, value_width / W, tile + from, kPanel, 1, values + from * value_width, value_width, to - from,
                    sums + group * value_width, value_width, true);
         } else {
           for (int64_t r = 0; r < size; ++r) {
-            const auto [first, after] = columns(e, target_of(group + r), 1, panel, n);
-            multiply_seen(tile + r * kPanel, values, first, after, value_width, sums + (group + r) * value_width);
+            const auto [first, after] = columns(e, head_of(group + r), target_of(group + r), 1, panel, n);
+            multiply_seen(tile + r * kPanel, values, first, after, value_width, a.tiles != nullptr,
+                          sums + (group + r) * value_width);
           }
         }
       }
@@ -711,7 +756,7 @@ inline void TilePass::write_weights(const TileElement& e, int64_t head, int64_t 
     key.transposed(e.first_source + panel, n, keys);
     for (int64_t i = start; i < start + count; i += kGroup) {
       const int64_t size = start + count - i < kGroup ? start + count - i : kGroup;
-      const auto [from, to] = columns(e, i, size, panel, n);
+      const auto [from, to] = columns(e, head, i, size, panel, n);
       A* out = static_cast<A*>(a.weights) + e.weights_at + head * e.weights_head + i * e.weights_row + panel;
       const int64_t low = from < to ? from / W * W : n, vectors = from < to ? (to - low + W - 1) / W : 0;
       multiply(size, vectors, queries + (i - start) * width, width, 1, keys + low, kPanel, C, tile + low, kPanel, false);
@@ -834,9 +879,9 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
       double* table = a.grad_table;
       const int64_t sums = a.bias_kind == kOfBuckets ? kTableParts * a.bias_count : a.bias_count;
       if (table != nullptr) table += ((place * a.heads + head) * a.parts + part) * sums;
-      for (int64_t i = begin; i < end; i += kBackRows) {
-        const int64_t size = end - i < kBackRows ? end - i : kBackRows;
-        const auto [from, to] = columns(e, i, size, panel, n);
+      for (int64_t i = begin, size; i < end; i += size) {
+        size = together(i, end - i < kBackRows ? end - i : kBackRows);
+        const auto [from, to] = columns(e, head, i, size, panel, n);
         if (from >= to) continue;
         const int64_t low = from / W * W, vectors = (to - low + W - 1) / W;
         const bool queries_finite = query.copy(e.first_target + i, size, scale, queries);
@@ -862,7 +907,7 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
         A* grad_query = static_cast<A*>(a.grad_query) + part * a.batch * a.targets * a.heads * width +
                         row_number(e, head, i) * width;
         const int64_t columns = to - from;
-        const bool all_seen = first_source(e, i + size - 1) - panel <= from && last_source(e, i) - panel >= to;
+        const bool all_seen = a.tiles == nullptr && first_source(e, i + size - 1) - panel <= from && last_source(e, i) - panel >= to;
         if (all_seen || (keys_finite && queries_finite && grads_finite)) {
           multiply(columns, value_width / W, tile + from, 1, kPanel, grads, value_width, size,
                    grad_values + from * value_width, value_width, true);
@@ -873,8 +918,10 @@ inline void TilePass::backward(const TileElement& e, int64_t key_head, int64_t p
           for (int64_t r = 0; r < size; ++r) {
             int64_t first = first_source(e, i + r) - panel, last = last_source(e, i + r) - panel;
             first = first < from ? from : first, last = last < to ? last : to;
-            multiply_seen(slopes + r * kPanel, key_rows, first, last, width, grad_query + r * a.heads * width);
+            multiply_seen(slopes + r * kPanel, key_rows, first, last, width, a.tiles != nullptr,
+                          grad_query + r * a.heads * width);
             for (int64_t j = first; j < last; ++j) {
+              if (a.tiles != nullptr && tile[r * kPanel + j] == 0 && slopes[r * kPanel + j] == 0) continue;
               for (int64_t c = 0; c < value_width; ++c)
                 grad_values[j * value_width + c] += tile[r * kPanel + j] * grads[r * value_width + c];
               for (int64_t c = 0; c < width; ++c) grad_keys[j * width + c] += slopes[r * kPanel + j] * queries[r * width + c];

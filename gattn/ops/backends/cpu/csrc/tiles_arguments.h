@@ -38,6 +38,11 @@ struct Tiles {
   const void* bias;  // of the type that is computed in; for strides, a target is a row, and a source a channel
   const uint8_t* mask;
   TileStrides bias_strides, mask_strides;
+  // Of a graph of blocks, the tile of a block of targets and one of sources, or -1, where they do not see each other; for
+  // strides, a block of targets is a row, and one of sources a channel. The mask is then [tiles, block, block].
+  const int32_t* tiles;
+  TileStrides tiles_strides;
+  int64_t block;
   int64_t bias_kind, bias_count;  // how many numbers of a head
   int64_t first_distance;
   const void* buckets;
