@@ -366,6 +366,11 @@ LAYERS = {
         lambda: layers.RelationalAttention(F, H, TIME),
         lambda d: (d.floats("nodes", F), d.edges(), d.integers(TIME, "edges")),
     ),
+    "RelationalAttention of earlier nodes": Layer(
+        lambda: layers.RelationalAttention(F, H, TIME),
+        lambda d: (d.floats("nodes", F), d.edges(), d.integers(TIME, "edges"), d.integers(4, "nodes")),
+        lambda layer, x, edges, types, times: layer(x, edges, types, earlier_than=times),
+    ),
     "RelationalTransformerLayer": Layer(
         lambda: layers.RelationalTransformerLayer(F, H),
         lambda d: (d.floats("nodes", F), d.integers(3, "nodes"), d.edges(), d.edges("edges2")),

@@ -28,7 +28,7 @@ READS_VALUES = {
     *("SetTransformerAggregation", "SGFormer", "Graphormer", "PathEncoder", "HAN"),  # likewise
     *("AttentionPooling", "AttentionalAggregation", "Set2Set", "SoftmaxAggregation"),  # PyG reads the last set
     "LPFormer",  # PyG's sparse matrices
-    "RelationalTransformerLayer",  # sizes of columns
+    *("RelationalTransformerLayer", "RelationalAttention of earlier nodes"),  # sizes of columns, and of equal times
 }
 
 

@@ -212,12 +212,12 @@ class Net(nn.Module):
 
     def __init__(self, name: str, layer: nn.Module):
         super().__init__()
-        self.inputs, self.layer = LAYERS[name].inputs(Draw()), layer
+        self.name, self.inputs, self.layer = name, LAYERS[name].inputs(Draw()), layer
 
     def forward(self, first: Tensor) -> object:
         """With another first input."""
         given, tree = tree_flatten(self.inputs)
-        return self.layer(*tree_unflatten([first, *given[1:]], tree))
+        return LAYERS[self.name].call(self.layer, *tree_unflatten([first, *given[1:]], tree))
 
 
 #: PyG's aggregations look at the shapes of their input before they are called, and torch.fx takes no graphs in a tuple.

@@ -128,7 +128,7 @@ def test_chosen_targets(name, chosen):
 
 
 class NothingAsLarge(TorchDispatchMode):
-    """Refuses tensors with as many elements as this."""
+    """Refuses tensors with memory for as many elements as this."""
 
     def __init__(self, limit):
         super().__init__()
@@ -137,7 +137,8 @@ class NothingAsLarge(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            assert not isinstance(leaf, torch.Tensor) or leaf.numel() < self.limit, (func, leaf.shape)
+            if isinstance(leaf, torch.Tensor):
+                assert leaf.untyped_storage().nbytes() < self.limit * leaf.element_size(), (func, leaf.shape)
         return out
 
 
