@@ -772,8 +772,12 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         True
     """
     outs, lses = list(outs), list(lses)
-    shapes = [tuple(out.shape[:-1]) for out in outs]
-    if not outs or len({*map(tuple, (out.shape for out in outs))}) > 1 or shapes != [tuple(x.shape) for x in lses]:
+    shapes = [list(out.shape) for out in outs]  # not a set of them, as open sizes of exported programs have no hash
+    if (
+        not outs
+        or any(shape != shapes[0] for shape in shapes)
+        or [x[:-1] for x in shapes] != [list(x.shape) for x in lses]
+    ):
         raise InputError(
             "merge takes outputs [..., N, H, C] of one shape and a log-sum-exp [..., N, H] for each; got "
             f"{[list(out.shape) for out in outs]} and {[list(lse.shape) for lse in lses]}."

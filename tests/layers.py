@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data
 
+import gattn
 from gattn import models
 from gattn import nn as layers
 
@@ -121,8 +122,8 @@ class Draw:
         return moved
 
 
-def called(layer: nn.Module, *inputs: Any) -> Any:
-    return layer(*inputs)
+def called(layer: nn.Module, *inputs: Any, **options: Any) -> Any:
+    return layer(*inputs, **options)
 
 
 class Layer(NamedTuple):
@@ -211,6 +212,12 @@ def global_polynormer() -> nn.Module:
     model = models.Polynormer(F, 6, 3, local_layers=2, global_layers=1)
     model.use_global()
     return model
+
+
+def relational_call(layer: nn.Module, x: Tensor, column: Tensor, *lists: Any) -> Tensor:
+    order = column.argsort(stable=True)
+    columns = gattn.CompleteGraph.packed(batch=column[order])
+    return layer(x, gattn.graphs.TableGraphs(order, columns, *lists, gattn.CompleteGraph(column.size(0))))
 
 
 def graphormer_call(layer: nn.Module, x: Tensor, edge_index: Tensor, buckets: Tensor) -> Tensor:
@@ -358,6 +365,16 @@ LAYERS = {
     "RelationalAttention": Layer(
         lambda: layers.RelationalAttention(F, H, TIME),
         lambda d: (d.floats("nodes", F), d.edges(), d.integers(TIME, "edges")),
+    ),
+    "RelationalAttention of earlier nodes": Layer(
+        lambda: layers.RelationalAttention(F, H, TIME),
+        lambda d: (d.floats("nodes", F), d.edges(), d.integers(TIME, "edges"), d.integers(4, "nodes")),
+        lambda layer, x, edges, types, times: layer(x, edges, types, earlier_than=times),
+    ),
+    "RelationalTransformerLayer": Layer(
+        lambda: layers.RelationalTransformerLayer(F, H),
+        lambda d: (d.floats("nodes", F), d.integers(3, "nodes"), d.edges(), d.edges("edges2")),
+        relational_call,
     ),
     "RelativePositionBias": Layer(lambda: layers.RelativePositionBias(H, 3), distances),
     "RRWPEncoder": Layer(

@@ -28,6 +28,7 @@ READS_VALUES = {
     *("SetTransformerAggregation", "SGFormer", "Graphormer", "PathEncoder", "HAN"),  # likewise
     *("AttentionPooling", "AttentionalAggregation", "Set2Set", "SoftmaxAggregation"),  # PyG reads the last set
     "LPFormer",  # PyG's sparse matrices
+    *("RelationalTransformerLayer", "RelationalAttention of earlier nodes"),  # sizes of columns, and of equal times
 }
 
 
@@ -200,6 +201,11 @@ def favored(n):
     return gattn.features.favor(randn(n, 2, 3), randn(n, 2, 3), randn(4, 3), graph)
 
 
+def tables(n):
+    order, *found = graphs.from_tables(batch(n), batch(n), edges(n), batch=batch(n))
+    return order, [graph.listed(torch.device("cpu")) for graph in found]
+
+
 #: Calls of public functions with n of everything, by the names that they call. The last sizes may be integers of NumPy.
 CALLS = {
     "attend SparseGraph": lambda n: attended(n, gattn.SparseGraph(edges(n), n, n)),
@@ -253,6 +259,7 @@ CALLS = {
     "TypedGraph from_hetero": hetero,
     "as_graph": lambda n: graphs.as_graph(edges(n)).resolve(n, n),
     "earlier_than": lambda n: graphs.earlier_than(randn(n), n + 1),
+    "from_tables": tables,
     "expander": lambda n: graphs.expander(n, n + 1),
     "grid": lambda n: graphs.grid(n, n, radius=n + 1, batch_size=n),
     "k_hop": lambda n: graphs.k_hop(edges(n), n + 1, n, loop=True),
@@ -283,7 +290,7 @@ MADE_THERE = {"expander", "grid"}
 #: Names that are no functions of sizes: bases, what others return, and settings.
 NO_CALLS = {
     *("Attention", "Bias", "Distribution", "Gate", "Score", "Graph", "GraphLike"),
-    *("FLOWS", "EdgeList", "Edges", "Reordered"),
+    *("FLOWS", "EdgeList", "Edges", "Reordered", "TableGraphs"),
     *("backend", "check_finite", "datasets", "models", "nn", "record_attention"),
 }
 

@@ -107,3 +107,17 @@ def test_recipes_compute_what_their_papers_say():
     found = names["hop_tokens"](x, edge_index, 2)
     torch.testing.assert_close(found, torch.stack([x, matrix @ x, matrix @ matrix @ x], 1))
     assert names["tokens"].shape == (7, 20)
+
+    messages, history = torch.randn(9, 2), torch.tensor([0, 0, 0, 0, 0, 2, 3, 3, 3])
+    found, of_history = names["patches"](messages, history, 5, size=2)
+    assert of_history.tolist() == [0, 0, 0, 2, 3, 3]
+    blank = torch.zeros(2)
+    rows = [*messages[:5], blank, messages[5], blank, *messages[6:], blank]
+    torch.testing.assert_close(found, torch.stack(rows).view(6, 4))
+    neighbor = torch.tensor([7, 8, 7, 7, 9, 7, 9, 9, 7])
+    counts = [
+        [sum(history[k] == 2 * (h // 2) + side and neighbor[k] == n for k in range(9)) for side in (0, 1)]
+        for h, n in zip(history.tolist(), neighbor.tolist(), strict=True)
+    ]
+    assert names["co_occurrence"](neighbor, history).tolist() == counts
+    assert names["nodes"].shape == (4, 16)

@@ -29,7 +29,7 @@ PUBLIC = {
         "MemoryAttention MultiAggregation MultiheadAttention MultiheadAttentionBlock "
         "PatchTransformerAggregation PathEncoder PerformerAttention PerformerProjection "
         "PointTransformerConv PolynormerAttention PoolingByMultiheadAttention RGATConv "
-        "RRWPEncoder RadialBias ReinforceLoss RelationalAttention "
+        "RRWPEncoder RadialBias ReinforceLoss RelationalAttention RelationalTransformerLayer "
         "RelativePosition RelativePositionBias ResGatedGraphConv RotaryPositionalEncoding SGFormerAttention "
         "Set2Set SetAttentionBlock SetTransformerAggregation SinusoidalPositionalEncoding "
         "SoftmaxAggregation SpatialEncoder SuperGATConv TGATConv TemporalEncoding Transformer "

@@ -1,6 +1,7 @@
 """Graphs of a user's own kind work everywhere, and as lists of the same edges do."""
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gattn.distributed import shard
 from gattn.graphs import Graph
 from gattn.visualize.inputs import edge_list, matrices, unpack
 from tests.cases import DISTRIBUTIONS
-from tests.layers import LAYERS, Draw, F, made, tensors
+from tests.layers import LAYERS, Draw, F, called, made, tensors
 
 N, M = 6, 8  # nodes, sources of cross-attention
 
@@ -114,10 +115,12 @@ def with_graphs(name: str, kind: type) -> tuple[tuple, int]:
     return LAYERS[name].inputs(draw), draw.count
 
 
-def results(layer: nn.Module, leaves: list[Tensor], arguments: tuple, options: dict) -> list[Tensor]:
+def results(
+    layer: nn.Module, leaves: list[Tensor], arguments: tuple, options: dict, call: Callable[..., object] = called
+) -> list[Tensor]:
     """Outputs and gradients."""
     torch.manual_seed(2)
-    outs = [out for out in tensors(layer(*arguments, **options)) if out.requires_grad]
+    outs = [out for out in tensors(call(layer, *arguments, **options)) if out.requires_grad]
     loss = sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out).cos()).sum() for out in outs)
     return [
         *outs,
@@ -149,7 +152,7 @@ def test_every_layer(name, kind):
     for graph in (SparseGraph, kind):
         inputs, _ = with_graphs(name, graph)
         leaves = [leaf for leaf in tensors(inputs) if leaf.requires_grad]
-        found.append(results(made(name), leaves, inputs, {}))
+        found.append(results(made(name), leaves, inputs, {}, LAYERS[name].call))
     assert_same(*found)
 
 

@@ -18,6 +18,7 @@ from gattn.graphs.expanders import expander
 from gattn.graphs.proximity import earlier_than, grid, knn, radius
 from gattn.graphs.reordering import Reordered, reorder
 from gattn.graphs.sparse import Edges, SparseGraph, as_graph
+from gattn.graphs.tables import TableGraphs, from_tables
 from gattn.graphs.typed import TypedGraph
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "GraphLike",
     "Reordered",
     "SparseGraph",
+    "TableGraphs",
     "TypedGraph",
     "as_graph",
     "earlier_than",
     "expander",
+    "from_tables",
     "grid",
     "k_hop",
     "knn",

@@ -16,7 +16,7 @@ from gattn.graphs.builders import checked_batch, runs
 from gattn.graphs.edge_lists import INTEGER_DTYPES
 from gattn.graphs.sparse import SparseGraph
 
-__all__ = ["earlier_than", "grid", "knn", "radius"]
+__all__ = ["checked_times", "earlier_than", "grid", "knn", "radius"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -345,8 +345,8 @@ def earlier_than(
     """
     if k is not None:
         check_at_least(1, k=k)
-    times = _times("times", times)
-    queries = times if query_times is None else _times("query_times", query_times)
+    times = checked_times("times", times)
+    queries = times if query_times is None else checked_times("query_times", query_times)
     if queries.dtype != times.dtype or queries.device != times.device:
         raise InputError(
             f"times and query_times must have one dtype, so that comparisons are exact, and one device; got "
@@ -368,14 +368,14 @@ def earlier_than(
     return SparseGraph(torch.stack([source, target]), num_queries, num_events), ages
 
 
-def _times(name: str, times: Any) -> Tensor:
+def checked_times(name: str, times: Any) -> Tensor:
     """Times after all checks; small integers become int64, so that differences fit."""
     if not isinstance(times, Tensor):
         raise InputTypeError(f"{name} must be a tensor; got {type(times).__name__}.")
     check_real(name, times)
     if times.dim() != 1:
         raise InputError(f"{name} must hold one time per row, one-dimensional; got {list(times.shape)}.")
-    if bool((times != times).any()):
+    if not torch.compiler.is_compiling() and bool((times != times).any()):
         raise InputError(f"{name} must not be NaN, which is neither earlier nor later than other times.")
     return times if times.is_floating_point() else times.long()
 

@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch_geometric.nn import norm as norms
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.typing import Adj
 
-from gattn.errors import InputError, check_at_least
+from gattn.errors import check_at_least
 from gattn.graphs import Graph
 from gattn.nn import GATConv, GATv2Conv, TransformerConv
 from gattn.nn.shared.dropout import Dropout
+from gattn.nn.shared.norms import check_norms
 
 __all__ = ["GAT"]
-
-#: Normalisations by statistics of all nodes of a graph.
-_OF_ALL_NODES = (
-    *(norms.InstanceNorm, norms.GraphNorm, norms.GraphSizeNorm),
-    *(norms.PairNorm, norms.MeanSubtractionNorm, norms.DiffGroupNorm),
-)
 
 
 class GAT(BasicGNN):
@@ -179,7 +172,8 @@ class GAT(BasicGNN):
             ValueError: If `edge_weight` is given, or the graph is sharded and a normalisation reads other nodes.
         """
         if isinstance(edge_index, Graph) and edge_index.is_sharded:
-            _check_norms(self.norms)
+            some = "of which a process has some on a sharded graph"
+            check_norms(self.norms, some, "on GPUs torch.nn.SyncBatchNorm", joins_processes=True)
         if isinstance(edge_weight, Tensor):
             raise ValueError(
                 "attention layers compute their own weights: pass edge_attr (and edge_dim), not edge_weight."
@@ -195,15 +189,3 @@ class GAT(BasicGNN):
             num_sampled_edges_per_hop,
         )
         return out
-
-
-def _check_norms(modules: torch.nn.Module) -> None:
-    """Raises `ValueError` for normalisations that are others where a process has only some of the nodes."""
-    for norm in modules.modules():
-        in_batches = isinstance(norm, torch.nn.modules.batchnorm._BatchNorm) and norm.training
-        is_local = in_batches and not isinstance(norm, torch.nn.SyncBatchNorm)
-        if is_local or isinstance(norm, _OF_ALL_NODES) or getattr(norm, "mode", None) == "graph":
-            raise InputError(
-                f"{type(norm).__name__} reads all nodes, of which a process has some on a sharded graph: use "
-                "norm='layer_norm' with norm_kwargs={'mode': 'node'}, or, on GPUs, torch.nn.SyncBatchNorm."
-            )

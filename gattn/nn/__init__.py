@@ -71,6 +71,7 @@ from gattn.nn.transformers.positional import (
     SinusoidalPositionalEncoding,
 )
 from gattn.nn.transformers.relational_attention import RelationalAttention
+from gattn.nn.transformers.relational_transformer import RelationalTransformerLayer
 from gattn.nn.transformers.sgformer_attention import SGFormerAttention
 from gattn.nn.transformers.transformer_layers import (
     Transformer,
@@ -145,6 +146,7 @@ __all__ = [
     "RadialBias",
     "ReinforceLoss",
     "RelationalAttention",
+    "RelationalTransformerLayer",
     "RelativePosition",
     "RelativePositionBias",
     "ResGatedGraphConv",

@@ -11,6 +11,7 @@ from allpairspy import AllPairs
 
 import gattn.nn
 from gattn.nn import GATConv, GatedGCNConv, GATv2Conv, GPSConv, TransformerConv
+from gattn.recording import record_attention
 from gattn.testing import assert_compiles_whole, assert_permutation_equivariant
 
 F, HEADS = 8, 4
@@ -313,3 +314,68 @@ def test_bias_of_bonds(batch):
     assert (torch.autograd.grad(out.square().sum(), values)[0] != 0).all()
     with pytest.raises(TypeError, match="must be a gattn.Bias"):
         conv(x, bonds, batch, attn_bias=mask)
+
+
+NODE = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
+BLOCKS = {
+    "GAT, layer norm": (lambda: GPSConv(F, GATConv(F, 4, 2), HEADS, **NODE), True),
+    "PyG's convolution, no norm": (lambda: GPSConv(F, pyg.GCNConv(F, F), HEADS, norm=None), True),
+    "attention only, batch norm in evaluation": (lambda: GPSConv(F, None, HEADS), False),
+    "Performer": (lambda: GPSConv(F, GATConv(F, F), HEADS, attn_type="performer", **NODE), True),
+    "edges": (lambda: GPSConv(F, GatedGCNConv(F, F, F), HEADS, norm=None), True),
+    "exphormer": (
+        lambda: GPSConv(F, None, HEADS, attn_type="exphormer", attn_kwargs={"edge_channels": 3}, **NODE),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("chosen", [[], [10], [0, 2, 2, 4, 7]], ids=str)
+def test_targets_are_rows_of_all(x, edge_index, batch, name, batched, chosen):
+    make, training = BLOCKS[name]
+    block, x = make().double().train(training), x.requires_grad_()
+    options = {"edge_attr": torch.randn(24, F, dtype=torch.double)} if name == "edges" else {}
+    if name == "exphormer":
+        options = {"attn_graph": (edge_index, torch.randn(24, 3, dtype=torch.double))}
+    arguments, targets = (x, edge_index, batch if batched else None), torch.tensor(chosen, dtype=torch.long)
+    found, expected = block(*arguments, targets=targets, **options), block(*arguments, **options)
+    if name == "edges":
+        torch.testing.assert_close(found[1], expected[1])
+        found, expected = found[0], expected[0]
+    expected = expected[targets]
+    torch.testing.assert_close(found, expected)
+    leaves = [x, *block.parameters()]
+    grads = [
+        torch.autograd.grad(out.sin().sum(), leaves, materialize_grads=True, allow_unused=True)
+        for out in (found, expected)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_attention_computes_the_targets_alone(x, edge_index, batch):
+    block = GPSConv(F, GATConv(F, F), HEADS, **NODE).double()
+    with record_attention(block.attn) as records:
+        block(x, edge_index, targets=torch.tensor([3, 1]))
+    assert records[""][0].weights.shape == (HEADS, 2, 11)
+
+
+def test_targets_that_are_refused(x, edge_index, batch):
+    targets = torch.tensor([1])
+    for block, options, error, text in (
+        (GPSConv(F, None), {}, ValueError, "BatchNorm1d reads all nodes, of which targets are some: use norm="),
+        (GPSConv(F, None, norm="graph_norm").eval(), {}, ValueError, "GraphNorm reads all nodes"),
+        (GPSConv(F, None, norm="layer_norm").eval(), {}, ValueError, "LayerNorm reads all nodes"),
+        (
+            GPSConv(F, None, norm=None),
+            {"attn_bias": gattn.SparseBias(edge_index, torch.zeros(24).double())},
+            ValueError,
+            "attn_bias",
+        ),
+        (GPSConv(F, None, norm=None), {"targets": torch.tensor([11])}, IndexError, "11 targets"),
+        (GPSConv(F, None, norm=None), {"targets": torch.tensor([10, 0])}, ValueError, "order of its blocks"),
+        (GPSConv(F, None, norm=None), {"targets": [0]}, TypeError, "tensor of integers"),
+    ):
+        with pytest.raises(error, match=text):
+            block.double()(x, edge_index, batch, **{"targets": targets, **options})

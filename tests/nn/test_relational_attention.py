@@ -1,6 +1,8 @@
 """Attention with relations of listed pairs, beside a matrix of all pairs."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch_geometric.data import HeteroData
 
 import gattn
 from gattn.nn import RelationalAttention
+from gattn.recording import record_attention
 
 N, E, C, H, R, T = 9, 14, 8, 2, 3, 4
 SIZES = [4, 5]
@@ -31,7 +34,7 @@ def listed(batched):
     return torch.cat([pairs, pairs[:, :2]], 1), torch.randint(R, (E,))
 
 
-def formula(layer, x, pairs, relation, batch, time):
+def formula(layer, x, pairs, relation, batch, time, moments=None):
     logits, values = layer.relation_logit[relation], layer.relation_value[relation]
     if time is not None:
         angle = time.unsqueeze(1) * layer.frequency + layer.phase
@@ -42,6 +45,9 @@ def formula(layer, x, pairs, relation, batch, time):
     scores = scores.index_put((pairs[1], pairs[0]), logits, accumulate=True)
     if batch is not None:
         scores = scores.masked_fill((batch.unsqueeze(1) != batch).unsqueeze(-1), -torch.inf)
+    if moments is not None:
+        is_hidden = (moments >= moments.unsqueeze(1)) & ~torch.eye(N, dtype=torch.bool)
+        scores = scores.masked_fill(is_hidden.unsqueeze(-1), -torch.inf)
     weights = scores.softmax(1)
     out = torch.einsum("ijh,jhc->ihc", weights, v)
     more = weights[pairs[1], pairs[0]].unsqueeze(-1) * values.view(E, H, -1)
@@ -67,6 +73,80 @@ def test_formula(batched, timed, form):
     grads = [torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True) for out in (found, expected)]
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+MOMENTS = {
+    "different": torch.tensor([3.5, 1.0, 9.0, -2.0, 0.5, 7.0, 8.0, 2.0, 5.0]),
+    "some the same": torch.tensor([2, 1, 2, 2, 1, 1, 3, 1, 3]),
+    "all the same": torch.zeros(N),
+    "without times": torch.tensor([-torch.inf, -torch.inf, 3, 1, 2, -torch.inf, 2, 2, torch.inf]),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_earlier_nodes_alone(kind, batched, timed):
+    """Pairs that are later, at the same time, listed twice, or of a node with itself are among those listed."""
+    layer, moments = randomized(RelationalAttention(C, H, R, T if timed else None)), MOMENTS[kind]
+    x, (pairs, relation) = torch.randn(N, C, requires_grad=True), listed(batched)
+    pairs[:, 3:5] = pairs[1:, 3:5]
+    time, batch = torch.rand(E) * 9 if timed else None, BATCH if batched else None
+    found = layer(x, pairs, relation, batch, time, earlier_than=moments)
+    expected = formula(layer, x, pairs, relation, batch, time, moments)
+    leaves = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (found, expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+def test_what_is_later_changes_nothing():
+    layer, moments = randomized(RelationalAttention(C, H, R)), MOMENTS["some the same"]
+    x, (pairs, relation) = torch.randn(N, C), listed(False)
+    moved = torch.where((moments >= 2).unsqueeze(1), torch.randn(N, C) * 1e6, x)
+    found, expected = (layer(rows, pairs, relation, earlier_than=moments) for rows in (moved, x))
+    assert found[moments == 1].equal(expected[moments == 1])
+    assert not torch.isclose(found, expected)[moments > 1].all(-1).any()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_recorded_weights_are_those_of_nodes(batched):
+    layer, moments = randomized(RelationalAttention(C, H, R)), MOMENTS["some the same"]
+    x, (pairs, relation) = torch.randn(N, C), listed(batched)
+    with torch.no_grad(), record_attention(layer) as records:
+        layer.relation_value.zero_()
+        found = layer(x, pairs, relation, BATCH if batched else None, earlier_than=moments)
+    weights, graph = records[""][0]
+    value = layer.lin_value(x).view(N, H, -1)
+    torch.testing.assert_close(layer.lin_out(gattn.aggregate(weights, value, graph).flatten(1)), found)
+    assert graph.num_edges < N * N // 2
+
+
+@pytest.mark.slow
+def test_memory_of_earlier_nodes():
+    """Bytes above the start of the process, forward and backward, with a few nodes at each time."""
+    program = """
+import resource, torch, gattn
+def step(size):
+    layer, x = gattn.nn.RelationalAttention(32, 4, 3), torch.randn(size, 32, requires_grad=True)
+    pairs, relation = torch.randint(size, (2, 4 * size)), torch.randint(3, (4 * size,))
+    layer(x, pairs, relation, earlier_than=torch.randint(size // 4 + 1, (size,))).sum().backward()
+step(8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(8192)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 2**10)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 0 < int(found.stdout) < 4 * 8192 * 8192  # one matrix of all pairs in float32
+
+
+def test_of_no_nodes_or_one():
+    layer, nothing = randomized(RelationalAttention(C, H, R)), torch.zeros(2, 0, dtype=torch.long)
+    for batch in (None, nothing[0]):
+        assert layer(torch.zeros(0, C), nothing, nothing[0], batch, earlier_than=nothing[0]).shape == (0, C)
+    x = torch.randn(1, C)
+    found = layer(x, nothing, nothing[0], torch.tensor([3]), earlier_than=torch.zeros(1))
+    torch.testing.assert_close(found, layer.lin_out(layer.lin_value(x)))
 
 
 def test_alone_as_in_a_batch():
@@ -134,6 +214,15 @@ def test_wrong_inputs():
     ):
         with pytest.raises(error, match=text):
             layer(*arguments)
+    for times, error, text in (
+        (1.0, TypeError, "earlier_than must be a tensor"),
+        (torch.zeros(N - 1), ValueError, r"one time per node, \[9\]; got \[8\]"),
+        (torch.zeros(N, 1), ValueError, "one time per row"),
+        (torch.full((N,), torch.nan), ValueError, "NaN"),
+        (torch.zeros(N).cdouble(), (TypeError, ValueError), "earlier_than"),
+    ):
+        with pytest.raises(error, match=text):
+            layer(x, pairs, relation, earlier_than=times)
     with pytest.raises(TypeError, match="time must hold numbers"):
         RelationalAttention(C, H, R, T)(x, pairs, relation, None, torch.rand(E).cdouble())
     with pytest.raises(ValueError, match="time_channels"):

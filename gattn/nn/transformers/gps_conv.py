@@ -19,6 +19,7 @@ from gattn.graphs import CompleteGraph, Graph, GraphLike
 from gattn.graphs.builders import checked_batch
 from gattn.nn.shared.dropout import dropout, replace_dropout
 from gattn.nn.shared.linear import through
+from gattn.nn.shared.norms import check_norms
 from gattn.nn.transformers.all_pairs import check_whole
 from gattn.nn.transformers.exphormer_conv import ExphormerConv
 from gattn.nn.transformers.multihead_attention import MultiheadAttention
@@ -135,6 +136,7 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
         *,
         attn_bias: Bias | None = None,
         attn_graph: tuple[GraphLike, Tensor] | None = None,
+        targets: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the block.
@@ -147,17 +149,30 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
                 `gattn.BucketBias` of distances, by the nodes' numbers in the batch. (default: `None`)
             attn_graph: The graph of `"exphormer"` and the features of its edges, `[E', D]`, such as the union of the
                 edges with an expander. (default: `None`)
+            targets: The nodes whose output is wanted, `[n]`, such as those with labels in a last layer, in the order of
+                their graphs: multi-head attention, norms and the MLP are computed for them alone. The layer on the
+                edges, whose options only it knows, and other kinds of attention, which take linear time, are computed
+                for all nodes. (default: `None`, all)
             **kwargs: Further arguments of the layer on the edges, such as `edge_attr`. Without this layer they have no
                 effect, as in PyG.
 
         Returns:
-            The features, `[N, F]`; with a layer on the edges that returns those of edges as well, both.
+            The features, `[N, F]`, or those of the targets, `[n, F]`; with a layer on the edges that returns those of
+            edges as well, both.
 
         Raises:
             ValueError: If `batch` does not hold the graph of each node in ascending order, or the attention takes no
-                `attn_bias`, or no `attn_graph`, or lacks it.
+                `attn_bias`, or no `attn_graph`, or lacks it. With `targets`: if they are not in the order of their
+                graphs, an `attn_bias` is given, or a norm reads all nodes, as batch norms do in training.
+            IndexError: If there is no such target.
             TypeError: If an argument of the attention is given, or `attn_graph` is not a pair.
         """
+        if targets is not None:
+            for norm in (self.norm1, self.norm2, self.norm3):
+                if norm is not None:
+                    check_norms(norm, "of which targets are some", "a batch norm in evaluation")
+            if attn_bias is not None:
+                raise InputError("targets cannot be combined with an attn_bias, which is that of all nodes.")
         if self.conv is None and (meant := [name for name in sorted(_OF_ATTENTION) if name in kwargs]):
             raise TypeError(
                 f"{type(self).__name__} passes further arguments to the layer on the edges, not to its attention; got "
@@ -167,18 +182,27 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch=checked_batch(batch, x.size(0)))
         )
         check_whole(self, edge_index)
+        rows, batch_of_rows = x, batch
+        if targets is not None:
+            graph_of_rows = graph.for_targets(targets)
+            rows = x.index_select(0, targets)
+            batch_of_rows = None if batch is None else batch.index_select(0, targets)
         local, edges = None, None  # first, so that dropout gets the same random numbers as in PyG
         if self.conv is not None:
             local = self.conv(x, edge_index, **kwargs)
             if isinstance(local, tuple):
                 local, edges = local
+            local = local if targets is None else local.index_select(0, targets)
             if getattr(self.conv, "adds_input", False):
-                local = self._norm(local, self.norm1, batch)
+                local = self._norm(local, self.norm1, batch_of_rows)
             else:
-                local = self._add_and_norm(local, x, self.norm1, batch)
+                local = self._add_and_norm(local, rows, self.norm1, batch_of_rows)
         if (attn_graph is not None) != isinstance(self.attn, ExphormerConv):
             raise InputError("attn_graph is for attn_type='exphormer', which needs it.")
-        if attn_graph is None:
+        is_multihead = type(self.attn) is MultiheadAttention  # a subclass may have PyTorch's arguments alone
+        if targets is not None and is_multihead:
+            attended = self.attn(rows, x, x, need_weights=False, graph=graph_of_rows)[0]
+        elif attn_graph is None:
             attended = self._attend(x, batch, graph, attn_bias)
         elif attn_bias is not None:
             raise InputError("attn_type='exphormer' takes no attn_bias, but features of the edges of attn_graph.")
@@ -186,10 +210,12 @@ class GPSConv(Leaf, torch_geometric.nn.GPSConv):
             raise InputTypeError("attn_graph must be a graph and the features of its edges, (graph, features).")
         else:
             attended = self.attn(x, *attn_graph)
-        out = self._add_and_norm(attended, x, self.norm2, batch)
+        if targets is not None and not is_multihead:
+            attended = attended.index_select(0, targets)
+        out = self._add_and_norm(attended, rows, self.norm2, batch_of_rows)
         if local is not None:
             out = local + out
-        out = self._norm(out + through(self.mlp, out), self.norm3, batch)
+        out = self._norm(out + through(self.mlp, out), self.norm3, batch_of_rows)
         return out if edges is None else (out, edges)
 
     def _attend(self, x: Tensor, batch: Tensor | None, graph: CompleteGraph, attn_bias: Bias | None) -> Tensor:

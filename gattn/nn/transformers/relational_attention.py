@@ -5,22 +5,25 @@ Dimensions: N nodes, E listed pairs, C channels, R relations, H heads, T channel
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from gattn.attention import Attention
+from gattn.attention import Attention, merge
 from gattn.bias import SparseBias
 from gattn.errors import InputError, InputTypeError, check_at_least
-from gattn.graphs import CompleteGraph, GraphLike, as_graph
+from gattn.graphs import CompleteGraph, GraphLike, SparseGraph, as_graph
 from gattn.graphs.builders import checked_batch
+from gattn.graphs.proximity import checked_times
 from gattn.graphs.typed import TypedGraph
 from gattn.nn.shared.declared import Declared
 from gattn.nn.shared.dtypes import check_dtype
 from gattn.nn.shared.linear import Linear, through
 from gattn.nn.transformers.all_pairs import check_heads, check_whole
+from gattn.recording import is_watched, record
 
 __all__ = ["RelationalAttention"]
 
@@ -38,6 +41,11 @@ class RelationalAttention(Declared, Attention):
     With `time_channels`, a pair's logit and value also depend on how long ago its event was, by `Time2Vec
     <https://arxiv.org/abs/1907.05321>`_: :math:`b_{r_e} + w^\top \Phi(t_e)` and :math:`u_{r_e} + W \Phi(t_e)` with
     :math:`\Phi_0(t) = \omega_0 t + \varphi_0` and :math:`\Phi_k(t) = \sin(\omega_k t + \varphi_k)`.
+
+    With the nodes' own times :math:`\tau` (`earlier_than`), events see what was known before them. A node attends to
+    earlier nodes of its graph and to itself, :math:`\alpha_{ij} = 0` unless :math:`\tau_j < \tau_i` or :math:`j = i`,
+    and listed pairs count only where they are among these. As in `gattn.graphs.earlier_than`, nodes at the same time
+    are not earlier. Rows of a table without times may have the time :math:`-\infty`, which is earlier than all others.
 
     No tensor of all pairs is made: biases are a `gattn.SparseBias`, and the weights of listed pairs follow from the
     log-sum-exp of each row. `gattn.TypedGraph.from_hetero` numbers the nodes of a `HeteroData` and types its edges.
@@ -103,8 +111,10 @@ class RelationalAttention(Declared, Attention):
         edge_type: Tensor | None = None,
         batch: Tensor | None = None,
         time: Tensor | None = None,
+        *,
+        earlier_than: Tensor | None = None,
     ) -> Tensor:
-        """Attends among all nodes of each graph.
+        """Attends among all nodes of each graph, or to earlier ones.
 
         Args:
             x: The features, `[N, C]`.
@@ -113,13 +123,15 @@ class RelationalAttention(Declared, Attention):
             batch: The graph of each node, `[N]`, in ascending order; pairs may not join two graphs. (default: `None`, a
                 single graph)
             time: How long ago each pair's event was, `[E]`, in any unit. (default: `None`)
+            earlier_than: The time of each node, `[N]`, integers or floating-point numbers: nodes attend to those before
+                it, and to themselves. (default: `None`, to all)
 
         Returns:
             The output, `[N, C]`.
 
         Raises:
             TypeError: If an argument is not a tensor of a kind that fits.
-            ValueError: If shapes do not fit, a pair joins two graphs, or times are missing or unknown.
+            ValueError: If shapes do not fit, a pair joins two graphs, or times are missing, unknown or NaN.
             IndexError: If there is no such node or relation.
         """
         check_whole(self, edge_index)
@@ -133,21 +145,57 @@ class RelationalAttention(Declared, Attention):
         if (time is None) != (self.time_channels is None):
             raise InputError("times are for a layer with time_channels, which needs them.")
         pairs = self._graph(edge_index, x)
-        _, target = pairs.sources_and_targets()
+        source, target = (end.long() for end in pairs.sources_and_targets())
         logit, value = self._of_pairs(edge_type, time, target.numel())
-        graph = (
-            CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch=checked_batch(batch, x.size(0)))
-        )
-        bias = SparseBias(pairs, logit)
+        batch = None if batch is None else checked_batch(batch, x.size(0))
         rows = through(self.lin_query, x), through(self.lin_key, x), through(self.lin_value, x)
         query, keys, values = (torch.unflatten(part, -1, (self.heads, -1)) for part in rows)
-        out, log_sum = self.attend(query, keys, values, graph, bias=bias, return_lse=True)
+        if earlier_than is None:
+            graph = CompleteGraph(x.size(0)) if batch is None else CompleteGraph.packed(batch=batch)
+            out, log_sum = self.attend(query, keys, values, graph, bias=SparseBias(pairs, logit), return_lse=True)
+        else:
+            moments = _moments(earlier_than, x)
+            is_itself = (source == target).unsqueeze(1)
+            is_seen = (moments[source] < moments[target]).unsqueeze(1) | is_itself
+            to_itself = logit.new_zeros(x.size(0), self.heads).index_add(0, target, logit.where(is_itself, 0.0))
+            order = _order(moments, batch)
+            places = torch.stack([order.column[source], order.row[target]])
+            out, log_sum = self._earlier(query, keys, values, SparseBias(places, logit), order, to_itself)
+            logit = logit.where(is_seen, -torch.inf)
         wide = log_sum.dtype  # half precision would round logits before their exponentials
         bias = SparseBias(pairs, logit.to(wide))
         logits = self.weigh(query.to(wide), keys.to(wide), pairs, bias=bias, distribution=None)
-        weights = (logits - log_sum.index_select(0, target.long())).exp().to(values.dtype)  # of listed pairs among all
+        weights = (logits - log_sum.index_select(0, target)).exp().to(values.dtype)  # of listed pairs among all
+        if earlier_than is not None and is_watched(self):
+            self._record(query.to(wide), keys.to(wide), bias, log_sum, moments, batch)
         out = out + self.weighted_sum(weights, torch.zeros_like(values), pairs, edge_value=value)
         return self.lin_out(out.flatten(1))  # type: ignore[no-any-return]
+
+    def _earlier(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: SparseBias, order: _Order, to_itself: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of each node to earlier ones and to itself, and the log-sum-exp."""
+        size = order.is_node.size(0)
+        places = (order.row, query), (order.column, key), (order.column, value)
+        parts = [part.new_zeros(size, *part.shape[1:]).index_copy(0, place, part) for place, part in places]
+        # Without a layer, as weights are recorded by nodes instead of places.
+        found: Any = self._result(parts[0], parts[1], parts[2], order.graph, bias=bias, mask=order.mask(), log_sum=True)
+        out, log_sum = found.out.index_select(0, order.row), found.log_sum.index_select(0, order.row)
+        wide = log_sum.dtype
+        own = (query.to(wide) * key.to(wide)).sum(-1) * query.size(-1) ** -0.5 + to_itself.to(wide)
+        return merge([out, value.to(out.dtype)], [log_sum, own])
+
+    def _record(
+        self, query: Tensor, key: Tensor, bias: SparseBias, log_sum: Tensor, moments: Tensor, batch: Tensor | None
+    ) -> None:
+        """Records the weights of all pairs of a node and an earlier one, or itself."""
+        is_seen = (moments < moments.unsqueeze(1)).fill_diagonal_(True)
+        if batch is not None:
+            is_seen &= batch == batch.unsqueeze(1)
+        target, source = is_seen.nonzero().unbind(1)
+        graph = SparseGraph(torch.stack([source, target]), *is_seen.shape)
+        logits = self.weigh(query, key, graph, bias=bias, distribution=None)
+        record(self, graph, (logits - log_sum.index_select(0, target)).exp())
 
     def _graph(self, edge_index: GraphLike, x: Tensor) -> Any:
         return as_graph(edge_index).resolve(x.size(0), x.size(0)).listed(x.device)
@@ -175,3 +223,64 @@ class RelationalAttention(Declared, Attention):
             encoding = torch.cat([angle[:, :1], angle[:, 1:].sin()], -1).to(logit.dtype)
             logit, value = logit + self.time_logit(encoding), value + self.time_value(encoding)
         return logit, torch.unflatten(value, -1, (self.heads, -1))
+
+
+class _Order(NamedTuple):
+    """Places of nodes in a causal graph, in which what comes before a node is what is earlier than it."""
+
+    row: Tensor
+    """Each node's place among the targets, `[N]`."""
+    column: Tensor
+    """Likewise among the sources."""
+    is_node: Tensor
+    """Which sources are nodes."""
+    graph: CompleteGraph
+
+    def mask(self) -> Tensor:
+        """Which sources are nodes, as the graph takes it."""
+        if not isinstance(self.graph.blocks, tuple):
+            return self.is_node.unsqueeze(0)
+        parts = torch.split(self.is_node, [count for count, _ in self.graph.blocks])
+        most = max((part.size(0) for part in parts), default=0)
+        rows = [F.pad(part, (0, most - part.size(0))) for part in parts]
+        return torch.stack(rows)[:, None, None] if rows else self.is_node.view(0, 1, 1, 0)
+
+
+def _moments(times: Any, x: Tensor) -> Tensor:
+    """The rank of each node's time, `[N]`, the same for equal times."""
+    times = checked_times("earlier_than", times)
+    if times.size(0) != x.size(0):
+        raise InputError(f"earlier_than must have one time per node, [{x.size(0)}]; got {list(times.shape)}.")
+    order = times.detach().argsort(stable=True)
+    return torch.empty_like(order).index_copy(0, order, _changes(times.detach()[order]).cumsum(0))
+
+
+def _changes(ascending: Tensor) -> Tensor:
+    """Where a number is another one than that before it, `[N]`; programs with open sizes have none of N - 1."""
+    number = torch.arange(ascending.size(0), device=ascending.device)
+    return (ascending != ascending.roll(1)) & (number > 0)
+
+
+def _order(moments: Tensor, batch: Tensor | None) -> _Order:
+    """Lays nodes out graph by graph and by time, so that earlier ones are those before.
+
+    Of k nodes at one time, the first k - 1 sources are none, so that each of the k targets sees the same ones; another
+    one at the start of each graph hides a node from itself.
+    """
+    count = moments.size(0)
+    block = torch.zeros_like(moments) if batch is None else batch
+    key = block * max(count, 1) + moments
+    order = key.argsort(stable=True)
+    key = key[order]
+    number = torch.arange(count, device=key.device)
+    first = torch.searchsorted(key, key)  # of those at the same time
+    same = torch.searchsorted(key, key, right=True) - first
+    more = torch.where(first == number, same - 1, 0)
+    is_next = _changes(block).long()
+    row = number + ((more + is_next).cumsum(0) - more)[first]
+    size = 2 * count if torch.compiler.is_compiling() else count + int(more.sum()) + int(is_next.sum()) + min(count, 1)
+    block = block[torch.searchsorted(row, torch.arange(size, device=key.device), right=True) - 1]
+    graph = CompleteGraph(size, causal=True) if batch is None else CompleteGraph.packed(batch=block, causal=True)
+    row, column = (torch.empty_like(row).index_copy(0, order, place) for place in (row, row + same))
+    is_node = torch.zeros(size, dtype=torch.bool, device=key.device)
+    return _Order(row, column, is_node.index_fill(0, column, True), graph)
