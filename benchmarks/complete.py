@@ -1,8 +1,9 @@
 """Time and memory of attention among all nodes as their number grows: `python -m benchmarks.complete`.
 
 It measures linear attention; softmax attention without a bias and with a bias of some pairs, of each bucket of pairs,
-or of each distance, causal, in a window, with a softcap or a sink, and of one node alone, as in decoding; sigmoids in
-its place; and windows with positions.
+of each distance, or of distances in space, causal, in a window, along blocks that were chosen by scores, with a softcap
+or a sink, and of one node alone, as in decoding; sigmoids in its place; windows with positions; and attention of each
+row of pairs of nodes with a bias that rows share, as in AlphaFold.
 The peers do the same with PyTorch alone: einsum, padded batches, `scaled_dot_product_attention` with a dense bias or
 mask, the formula with a matrix of all pairs, and FlexAttention, which computes no gradients on CPUs. Whole layers of
 linear attention are measured beside PyG's, on a padded batch.
@@ -60,6 +61,12 @@ PAIRS = 500_000
 """The number of pairs with a sparse bias, but at most an eighth of all pairs."""
 BUCKETS = 20
 CAP, SINK = 5.0, 1.0
+RADIAL = 16
+"""The number of radial functions of distances in space."""
+BLOCK, TOP = 64, 16
+"""The nodes of a block, and to how many blocks each attends."""
+ROW_HEADS, CHUNK = 4, 16
+"""The number of heads of rows of pairs, and how many rows PyTorch's fused attention gets at a time."""
 REACH = 255
 """How many earlier nodes a node of a *causal window* sees, beside itself."""
 BAND = 32
@@ -91,9 +98,10 @@ USUAL = {
     "softmax": (1024, 4096, 16_384),
     "window": (2000, 8000, 32_000),
     "decoding": (1024, 4096, 16_384, 65_536),
+    "rows": (96, 192, 384),
 }
 """The numbers of nodes, or of graphs if they are ragged, for each group of parts."""
-QUICK = {"linear": (256, 1024), "ragged": (4,), "softmax": (256,), "window": (500,), "decoding": (256,)}
+QUICK = {"linear": (256, 1024), "ragged": (4,), "softmax": (256,), "window": (500,), "decoding": (256,), "rows": (16,)}
 LARGEST = {"linear causal": 262_144, "distance": 4096, "dense": 4096, "formula": 4096}
 """The largest numbers of nodes of parts and of peers that need much time or memory."""
 
@@ -112,9 +120,12 @@ PEERS = {
     "sparse bias": ("gattn", "dense"),
     "bucket bias": ("gattn", "dense", "flex"),
     "distance": ("gattn",),
+    "distance in space": ("gattn", "dense"),
+    "top blocks": ("gattn", "dense"),
     **dict.fromkeys(LAYERS, ("gattn",)),
     "decoding": ("gattn", "sdpa"),
     "decoding softcap": ("gattn", "formula"),
+    "rows of pairs": ("gattn", "formula", "chunks"),
 }
 """The kinds of attention in the order of the table, and who computes each of them."""
 
@@ -129,6 +140,8 @@ TERMS = (
         "sparse bias",
         "bucket bias",
         "distance",
+        "distance in space",
+        "top blocks",
     ),
 )
 """The kinds that are compared with a plain softmax."""
@@ -193,7 +206,8 @@ class Case(Measurement):
     @property
     def has_gradients(self) -> bool:
         """Whether the reference is small enough to compute gradients."""
-        return self.group != "decoding" and (self.nodes <= CHECKED or self.graphs > 1)
+        most = CHECKED // 8 if self.group == "rows" else CHECKED
+        return self.group != "decoding" and (self.nodes <= most or self.graphs > 1)
 
     @property
     def num_targets(self) -> int:
@@ -228,6 +242,7 @@ class Case(Measurement):
             inputs, targets = draw(case), None
             if not self.has_gradients:
                 count = min(SAMPLED_PAIRS // self.nodes, 128)
+                count = count // self.nodes + 1 if self.group == "rows" else count  # whole rows
                 targets = torch.randperm(self.num_targets, generator=torch.Generator().manual_seed(SEED))[:count]
             exact, rounded = (reference(case, inputs, targets, dtype) for dtype in (torch.float64, torch.float32))
             terms = self.nodes, self.nodes ** (2 if "table" in inputs.leaves else 1)
@@ -274,7 +289,7 @@ class Inputs(NamedTuple):
     pairs: Tensor
     """The pairs with a bias, `[2, E]`, sources first."""
     buckets: Tensor
-    """The bucket of each pair of target and source, `[N, N]`."""
+    """The bucket of each pair of target and source, `[N, N]`; or which blocks attend to which, `[H, n, n]`."""
 
     def to(self, device: str) -> Inputs:
         """The inputs on another device."""
@@ -309,6 +324,10 @@ def draw(case: Case) -> Inputs:
         leaves = {"x": randn(nodes, LAYER_HEADS * CHANNELS)}
         leaves |= {name: 0.1 * randn(*x.shape) for name, x in layer_of(case).named_parameters()}
         return Inputs(leaves, randn(nodes, LAYER_HEADS * CHANNELS), pairs, buckets)
+    if case.group == "rows":
+        size = nodes, nodes, ROW_HEADS, CHANNELS
+        leaves = {name: randn(*size) for name in ("query", "key", "value")}
+        return Inputs({**leaves, "bias": randn(ROW_HEADS, nodes, nodes)}, randn(*size), pairs, buckets)
     leaves = {"query": randn(case.num_targets, HEADS, CHANNELS)}
     leaves |= {name: randn(nodes, HEADS, CHANNELS) for name in ("key", "value")}
     grad = randn(case.num_targets, HEADS, CHANNELS)
@@ -322,6 +341,12 @@ def draw(case: Case) -> Inputs:
         leaves["table"] = randn(BUCKETS, HEADS)
     elif case.part == "distance":
         leaves["table"] = randn(2 * BAND + 1, HEADS)
+    elif case.part == "distance in space":
+        leaves |= {"position": 3 * randn(nodes, 3), "factor": torch.linspace(0, 10, RADIAL)}
+        leaves["weight"] = randn(RADIAL, HEADS)
+    elif case.part == "top blocks":  # of targets and sources, of each head, in the place of buckets
+        graph = gattn.graphs.top_blocks(leaves["query"], leaves["key"], BLOCK, TOP, causal=False)
+        buckets = graph.tiles >= 0
     return Inputs(leaves, grad, pairs, buckets)
 
 
@@ -349,6 +374,11 @@ def layer_of(case: Case) -> torch.nn.Module:
 def bias_of(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -> Tensor | float:
     """What is added to the logits of these targets, `[n, N, H]`."""
     distance = torch.arange(case.nodes) - targets.unsqueeze(1)
+    if case.part == "distance in space":
+        return radial(x["position"][targets], x["position"], x["factor"], x["weight"])
+    if case.part == "top blocks":
+        seen = inputs.buckets[:, targets // BLOCK].repeat_interleave(BLOCK, 2)[..., : case.nodes]
+        return torch.zeros(()).where(seen, -torch.inf).permute(1, 2, 0)
     if case.part == "sparse bias":
         place = torch.full((case.nodes,), -1)
         place[targets] = torch.arange(targets.numel())
@@ -371,8 +401,19 @@ def bias_of(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -
     return bias + (x["position.weight"][distance.clamp(-64, 64) + 64] if case.part == "window, learnt" else 0.0)
 
 
+def radial(x: Tensor, y: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+    """Gaussian functions of distances, times a matrix, `[n, N, H]`."""
+    squares = (x.unsqueeze(1) - y).square().sum(-1)
+    distance = squares.where(squares > 0, 1.0).sqrt().where(squares > 0, 0.0)  # whose gradient is zero at zero
+    steps = (distance.unsqueeze(-1) - factor) * (RADIAL - 1) / 10
+    return (-steps.square() / 2).exp() @ weight
+
+
 def plain(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -> Tensor:
     """Attention of these targets by its formula, with all pairs."""
+    if case.group == "rows":
+        rows = x["query"][targets], x["key"][targets], x["value"][targets], x["bias"]
+        return by_rows(*rows)
     if case.group == "window":
         projected = F.linear(x["x"], x["in_proj_weight"], x["in_proj_bias"])
         query, key, value = projected.unflatten(1, (3, LAYER_HEADS, -1)).unbind(1)
@@ -387,6 +428,12 @@ def plain(case: Case, inputs: Inputs, x: dict[str, Tensor], targets: Tensor) -> 
         weights = weights_of(case, products / math.sqrt(CHANNELS), bias_of(case, inputs, x, targets))
     out = torch.einsum("nmh,mhc->nhc", weights, value)
     return F.linear(out.flatten(1), x["out_proj.weight"], x["out_proj.bias"]) if case.group == "window" else out
+
+
+def by_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Attention of rows of pairs, `[n, N, H, C]`, with one bias, `[H, N, N]`."""
+    logits = torch.einsum("rihc,rjhc->rhij", query, key) / math.sqrt(CHANNELS) + bias
+    return torch.einsum("rhij,rjhc->rihc", logits.softmax(-1), value)
 
 
 def weights_of(case: Case, products: Tensor, bias: Tensor | float, dim: int = 1) -> Tensor:
@@ -446,16 +493,18 @@ def layer_reference(case: Case, x: dict[str, Tensor]) -> Tensor:
 def build(case: Case) -> Computation:
     """A peer with its inputs."""
     inputs = draw(case).to(case.device)
+    if case.group == "rows":
+        return build_rows(case, {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}, inputs.grad)
     if case.peer in ("sdpa", "dense", "formula", "flex"):
         return build_heads_first(case, inputs)
     leaves = {name: leaf.requires_grad_(case.group != "decoding") for name, leaf in inputs.leaves.items()}
     if case.part in RAGGED_LAYERS:
         layer: Any = ragged_layer(case).to(case.device)
-        x, sizes, graph = leaves["x"], case.sizes(), gattn.CompleteGraph.packed(case.sizes())
+        x, sizes, packed = leaves["x"], case.sizes(), gattn.CompleteGraph.packed(case.sizes())
         leaves = {"x": x, **dict(layer.named_parameters())}
         if case.peer == "pyg":
             return Computation(lambda: by_pyg(layer, x, sizes), leaves, inputs.grad)
-        return Computation(lambda: layer(x, graph=graph), leaves, inputs.grad)
+        return Computation(lambda: layer(x, graph=packed), leaves, inputs.grad)
     if case.group == "window":
         layer = layer_of(case).to(case.device)
         layer.load_state_dict({name: leaf.detach() for name, leaf in leaves.items() if name != "x"})
@@ -468,7 +517,7 @@ def build(case: Case) -> Computation:
     if case.peer == "padded":
         batch = torch.arange(case.graphs).repeat_interleave(torch.tensor(case.sizes())).to(case.device)
         return Computation(lambda: padded(query, key, value, batch), leaves, inputs.grad)
-    graph = gattn.CompleteGraph(
+    graph: gattn.graphs.Graph = gattn.CompleteGraph(
         case.num_targets,
         case.nodes,
         causal="causal" in case.part,
@@ -476,10 +525,19 @@ def build(case: Case) -> Computation:
     )
     if case.graphs > 1:
         graph = gattn.CompleteGraph.packed(case.sizes())
+    if case.part == "top blocks":
+        graph = gattn.graphs.BlockGraph(inputs.buckets, BLOCK, case.nodes)
+    kernel = gattn.nn.RadialBias(HEADS, RADIAL)
+    if case.part == "distance in space":
+        kernel.kernel.factor, kernel.kernel.weight = (
+            torch.nn.Parameter(leaves[x].detach()) for x in ("factor", "weight")
+        )
+        leaves |= dict(kernel.kernel.named_parameters())
     biases: dict[str, Callable[[], gattn.Bias]] = {
         "sparse bias": lambda: gattn.SparseBias(inputs.pairs, leaves["values"]),
         "bucket bias": lambda: gattn.BucketBias(inputs.buckets, leaves["table"]),
         "distance": lambda: gattn.BucketBias(band, leaves["table"]),
+        "distance in space": lambda: kernel(leaves["position"]),
     }
     bias, options = biases.get(case.part, lambda: None), LINEAR if case.group in ("linear", "ragged") else {}
     laws = {"softcap": gattn.Softmax(softcap=CAP), "sink": gattn.Softmax(sink=SINK), "sigmoid": gattn.Sigmoid()}
@@ -487,6 +545,24 @@ def build(case: Case) -> Computation:
         options = {"distribution": law}
     leaves = {} if case.group == "decoding" else leaves
     return Computation(lambda: gattn.attend(query, key, value, graph, bias=bias(), **options), leaves, inputs.grad)
+
+
+def build_rows(case: Case, leaves: dict[str, Tensor], grad: Tensor) -> Computation:
+    """Attention of rows of pairs: at once, by the formula, or by PyTorch's fused attention for some rows at a time."""
+    query, key, value, bias = (leaves[name] for name in ("query", "key", "value", "bias"))
+    if case.peer == "formula":
+        return Computation(lambda: by_rows(query, key, value, bias), leaves, grad)
+    if case.peer == "gattn":
+        graph = gattn.CompleteGraph(case.nodes)
+        return Computation(lambda: gattn.attend(query, key, value, graph, bias=bias.unsqueeze(0)), leaves, grad)
+
+    def by_chunks() -> Tensor:
+        rows = (x.transpose(1, 2).split(CHUNK) for x in (query, key, value))
+        parts = zip(*rows, strict=True)
+        outs = [F.scaled_dot_product_attention(q, k, v, attn_mask=bias.unsqueeze(0)) for q, k, v in parts]
+        return torch.cat(outs).transpose(1, 2)
+
+    return Computation(by_chunks, leaves, grad)
 
 
 def einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -540,12 +616,17 @@ def build_heads_first(case: Case, inputs: Inputs) -> Computation:
         if case.part == "bucket bias":
             found = leaves["table"].t().contiguous().index_select(1, inputs.buckets.flatten().int())
             return found.view(1, HEADS, nodes, nodes)
+        if case.part == "distance in space":
+            position = leaves["position"]
+            return radial(position, position, leaves["factor"], leaves["weight"]).permute(2, 0, 1).unsqueeze(0)
         return mask
 
     mask = None
     if case.part == "causal window":
         distance = torch.arange(nodes) - torch.arange(nodes).unsqueeze(1)
         mask = ((distance <= 0) & (distance >= -REACH)).to(case.device)
+    if case.part == "top blocks":
+        mask = inputs.buckets.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :nodes, :nodes].unsqueeze(0)
     leaves = {} if case.group == "decoding" else leaves
     for leaf in leaves.values():
         leaf.requires_grad_()
@@ -582,7 +663,9 @@ REMARKS = (
     f"attention with {REACH}. Softcaps are {CAP:g}, the sink's logit is {SINK:g}. The formula makes a "
     "matrix of all pairs. A sparse bias has "
     f"{PAIRS // 1000} 000 random pairs, but at most an eighth of all pairs. There are {BUCKETS} buckets of pairs, and "
-    f"{2 * BAND + 1} of distances.",
+    f"{2 * BAND + 1} of distances, and {RADIAL} Gaussian functions of distances in space. Of blocks of {BLOCK} nodes, "
+    f"each attends to {TOP}. Rows of pairs have N rows of N nodes and {ROW_HEADS} heads; chunks are fused attention of "
+    f"{CHUNK} rows at a time.",
     f"A call that takes longer than --seconds is timed {MIN_REPEATS} times, or until {LONG:g} s have passed; if it is "
     "timed only once, its quartiles equal its median.",
 )

@@ -43,7 +43,7 @@ def small(monkeypatch, one_process):
     """Few nodes, and no garbage collection."""
     monkeypatch.setattr(measuring.gc, "collect", lambda: None)
     monkeypatch.setattr(measuring, "peak_above", lambda function, device: (function(), 10**6))
-    sizes = {"linear": (16, 32), "ragged": (2,), "softmax": (40,), "window": (50,), "decoding": (60,)}
+    sizes = {"linear": (16, 32), "ragged": (2,), "softmax": (40,), "window": (50,), "decoding": (60,), "rows": (12,)}
     monkeypatch.setattr(complete, "QUICK", sizes)
 
 
