@@ -165,15 +165,17 @@ class Bias:
         if graph.blocks is None:
             sizes = edges.num_targets, edges.num_sources
             found = self.of_group(None, *sizes, sizes[1] - sizes[0]).of_pairs(target, source)
-            return found.squeeze(0) if self.shared else found.reshape(*batch, *found.shape[1:])
-        parts, first_target, first_source = [], 0, 0
+            is_shared = self.shared or found.size(0) == 1
+            return found.squeeze(0) if is_shared else found.reshape(*batch, *found.shape[1:])
+        assert isinstance(graph, CompleteGraph)
+        prepared, parts, first_target, first_source = self.of_graph(graph), [], 0, 0
         ends = torch.tensor([n for n, _ in graph.blocks], device=target.device).cumsum(0)
         counts = torch.bucketize(target, ends, right=True).bincount(minlength=len(graph.blocks)).tolist()
         for block, (rows, columns) in enumerate(
             zip(torch.split(target, counts), torch.split(source, counts), strict=True)
         ):
             n, m = graph.blocks[block]
-            group = self.of_group((block,), n, m, m - n)
+            group = prepared.of_group((block,), n, m, m - n)
             parts.append(group.of_pairs(rows - first_target, columns - first_source).squeeze(0))
             first_target, first_source = first_target + n, first_source + m
         return torch.cat(parts) if parts else self.of_group((), 0, 0, 0).of_pairs(target, source).flatten(0, 1)

@@ -71,6 +71,7 @@ def test_from_edges(block):
     if pairs is not None:
         assert graph.filled == pytest.approx(edges.size(1) / float(pairs))
     check(graph, nodes((2,), 90, 70))
+    check(BlockGraph.from_edges(edges[:, :0], 90, 70, block=block), nodes((), 90, 70))
     whole = SparseGraph(edges, 90, 70)
     x = nodes((), 90, 70)
     torch.testing.assert_close(gattn.attend(*x, graph), gattn.attend(*x, whole))

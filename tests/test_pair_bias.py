@@ -116,10 +116,12 @@ def test_elements_of_a_batch_have_positions_of_their_own():
             torch.testing.assert_close(found[place], expected)
 
 
-def test_blocks_of_other_sizes_and_targets_that_were_chosen():
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+def test_blocks_of_other_sizes_and_targets_that_were_chosen(backend):
     module, x, y = MODULES["log-spaced"](), torch.randn(N, S), torch.randn(M, S)
     query, key = torch.randn(N, H, C), torch.randn(M, H, C)
-    found = gattn.attend(query, key, key, CompleteGraph.packed([6, 3], [2, 5]), bias=module(x, y))
+    graph = CompleteGraph.packed([6, 3], [2, 5])
+    found = gattn.attend(query, key, key, graph, bias=module(x, y), backend=backend)
     for of, seen in ((slice(0, 6), slice(0, 2)), (slice(6, 9), slice(2, 7))):
         bias = values("log-spaced", module, x[of], y[seen])
         torch.testing.assert_close(found[of], dense(query[of], key[seen], key[seen], bias, torch.ones(1, 1) > 0))

@@ -131,7 +131,7 @@ class BlockGraph(Graph):
         holes[pairs] = True
         if int(holes.sum()) < pairs.numel():
             raise InputError("an edge is listed twice, which a BlockGraph cannot have: use a SparseGraph.")
-        graph.holes = holes.view(count, block, block)
+        graph.holes = holes.view(count, block, block) if count else None
         return graph
 
     @property

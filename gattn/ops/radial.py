@@ -92,7 +92,6 @@ class _Kernel(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, factor: Tensor, weight: Tensor, cutoff: float, is_bessel: bool
     ) -> Tensor:
-        x, y, factor, weight = map(native.readable, (x, y, factor, weight))
         bias = x.new_empty(*x.shape[:-2], weight.size(1), x.size(-2), y.size(-2))
         ctx.arguments = cutoff, is_bessel
         _run("gattn_radial", (x, y, factor, weight), cutoff, is_bessel, bias=bias)
@@ -111,7 +110,7 @@ class _Kernel(torch.autograd.Function):
         x, y, factor, weight = tensors
         front, parts = x.shape[:-2], max(y.size(-2) // _SOURCES_OF_PART, 1)
         grad_x = x.new_empty(*front, parts, *x.shape[-2:])
-        grad_y = torch.empty_like(y)
+        grad_y = y.new_empty(y.shape)
         sums = x.new_empty(*front, parts, factor.numel() + weight.numel(), dtype=torch.float64)
         given = {"grad": native.readable(grad), "grad_x": grad_x, "grad_y": grad_y, "grad_parameters": sums}
         _run("gattn_radial_backward", tensors, cutoff, is_bessel, parts, **given)
@@ -124,9 +123,9 @@ def _run(
     name: str, tensors: tuple[Tensor, ...], cutoff: float, is_bessel: bool, parts: int = 1, **more: Tensor
 ) -> None:
     """Calls a function of the library."""
-    x, y, factor, weight = tensors
+    x, y, factor, weight = tensors = tuple(map(native.readable, tensors))  # saved ones, too, may be what hooks return
     batch, count = math.prod(x.shape[:-2]), x[..., 0].numel() * y.size(-2) * factor.numel()
-    more |= {"x": x, "y": y, "factor": factor, "weight": weight}
+    more |= dict(zip(("x", "y", "factor", "weight"), tensors, strict=True))
     arguments = native.Radial(
         type=DTYPES.index(x.dtype),
         threads=torch.get_num_threads() if count > _SERIAL else 1,

@@ -26,7 +26,7 @@ from tests.ops.fuzz_compiled import compiled
 from tests.ops.fuzz_edits import edits
 from tests.ops.fuzz_formulas import formula
 from tests.ops.fuzz_layers import layer
-from tests.ops.fuzz_sequences import sequence
+from tests.ops.fuzz_sequences import blocks, sequence
 from tests.ops.fuzz_sharded import sharded
 from tests.ops.fuzz_shared import Draw, compare_types
 from tests.ops.fuzz_threads import concurrent
@@ -65,6 +65,7 @@ KINDS = {
     "layer": Kind(layer, 20),
     "conv": Kind(conv, 10),
     "sequence": Kind(sequence, 25),
+    "blocks": Kind(blocks, 5),
     "edits": Kind(edits, 8),
     "sharded": Kind(sharded, 6),
     "threads": Kind(concurrent, 2),

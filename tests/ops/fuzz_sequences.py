@@ -8,8 +8,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gattn import Bias, BucketBias, CompleteGraph, Identity, LocalGaussian, SparseBias, attend
+from gattn import Bias, BucketBias, CompleteGraph, Identity, LocalGaussian, PairBias, SparseBias, attend
+from gattn.graphs import BlockGraph
 from gattn.ops.backends.dense import linear, matrices
+from gattn.ops.radial import radial
 from tests.cases import SCORES, Alter, Results, make_score
 from tests.ops.fuzz_shared import Draw, compare_types, stored, tampering, with_gradients
 
@@ -23,11 +25,34 @@ PARTS = (
 )
 
 
+class _Distances(torch.nn.Module):
+    """Biases of distances: by radial functions, or minus their squares."""
+
+    def __init__(self, heads: int, basis: str | None):
+        super().__init__()
+        self.heads, self.basis = heads, basis
+        weight = torch.linspace(-1, 1, 3 * heads).view(3, heads)
+        self.factor, self.weight = torch.tensor([0.5, 1.0, 2.0]), weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The biases, `[..., n, m, H]`."""
+        if self.basis is None:
+            squares = (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1, keepdim=True)
+            return squares * -self.weight[0].to(x)
+        found = radial(x, y, self.factor.to(x), self.weight.to(x), 4.0, self.basis == "bessel")
+        return found.movedim(-3, -1)
+
+
 def random_bias(draw: Draw, graph: CompleteGraph, batch: tuple[int, ...], heads: int) -> tuple[Bias, Tensor]:
     """A bias as a value, and what it holds."""
     n, m, blocks = graph.num_targets, graph.num_sources, graph.blocks
     of_heads = (draw.choice((1, heads)),) if draw.maybe(0.8) else ()
-    kind = draw.choice(("sparse", "buckets", "function"))
+    kind = draw.choice(("sparse", "buckets", "function", "positions"))
+    if kind == "positions":
+        front = (torch.Size(batch).numel(),) if blocks is None and batch and draw.maybe(0.3) else ()
+        x, y = (draw.grid(*front, size, 2) for size in (n, m))
+        function = _Distances(of_heads[0] if of_heads else 1, draw.choice(("gaussian", "bessel", None)))
+        return PairBias(function, x, None if n == m and draw.maybe(0.5) else y.double()), x
     if kind == "sparse":
         pairs = graph.edge_index if blocks is not None else CompleteGraph(n, m).edge_index
         count = draw.choice((0, 1, 5, 20)) if pairs.size(1) > 0 else 0
@@ -67,6 +92,36 @@ def random_complete_graph(draw: Draw, batch: tuple[int, ...]) -> CompleteGraph:
         if batch and draw.maybe(0.25):
             lengths[name] = draw.integers(limit + 1, *batch)
     return CompleteGraph(n, m, causal=causal, window=window, **lengths)
+
+
+def blocks(draw: Draw, alter: Alter) -> None:
+    """One call on a graph of blocks: by tiles, or by a list of its edges."""
+    batch, heads = draw.choice(((), (), (2,), (1,), (2, 3))), draw.choice((1, 2, 4))
+    n, block = draw.choice((1, 5, 9, 30, 70, 140)), draw.choice((1, 2, 5, 16, 64, 100))
+    m = n if draw.maybe(0.5) else draw.choice((1, 5, 9, 70))
+    front = draw.choice(((), (heads,), (1,), (*batch, heads), (*batch, 1)))
+    listed = draw.booleans(*front, -(-n // block), -(-m // block), share=draw.random())
+    graph = BlockGraph(listed, block, n, m, causal=draw.maybe(0.3))
+    if draw.maybe(0.3):
+        edges = CompleteGraph(n, m).edge_index
+        graph = BlockGraph.from_edges(edges[:, draw.booleans(n * m, share=draw.random())], n, m, block=block)
+    shared = draw.choice([g for g in (1, 2, 4) if heads % g == 0])
+    channels, value_channels = draw.choice((1, 3, 8, 16, 33)), draw.choice((1, 3, 8, 16, 33))
+    shapes = {"query": (n, heads, channels), "key": (m, shared, channels), "value": (m, shared, value_channels)}
+    terms = {name: stored(draw.grid(*batch, *shape), draw) for name, shape in shapes.items()}
+    weights, lse, law = draw.maybe(0.2), draw.maybe(0.2), draw.choice(("softmax", "softmax", "sigmoid"))
+    lse, backend = lse and law == "softmax", draw.choice(("auto", "cpu"))
+    dtype = draw.choice((torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16))
+    draw.note(graph=graph, batch=batch, shapes=shapes, weights=weights, lse=lse, law=law, backend=backend, dtype=dtype)
+    exact = {name: term.to(dtype).double() for name, term in terms.items()}
+
+    def run(dtype: torch.dtype, reference: bool) -> Results:
+        leaves = {name: term.to(dtype).detach().requires_grad_() for name, term in exact.items()}
+        options = {"distribution": law, "return_weights": weights, "return_lse": lse}
+        out = attend(*leaves.values(), graph, backend="reference" if reference else backend, **options)
+        return with_gradients(named(out, lse), leaves, draw.case)
+
+    compare_types(run, dtype, n * m, alter)
 
 
 def sequence(draw: Draw, alter: Alter) -> None:
@@ -116,7 +171,8 @@ def sequence(draw: Draw, alter: Alter) -> None:
     centred = blocks is None and draw.maybe(0.1)
     if centred:
         terms["centres"] = draw.grid(*draw.choice(((n,), (*batch, n)))) + 2
-    is_linear = is_product and not centred and draw.maybe(0.2)
+    # Weights that are divided by their sum need one that is far from zero.
+    is_linear = is_product and not centred and not isinstance(bias, PairBias) and draw.maybe(0.2)
     if is_linear:
         scale = None if scale is None else abs(scale)  # weights are divided by their sum
         terms |= {name: terms[name].abs() + 0.25 for name in ("query", "key")}
@@ -142,7 +198,12 @@ def sequence(draw: Draw, alter: Alter) -> None:
         distribution = LocalGaussian(given.pop("centres"), 3.0) if centred else "softmax"
         distribution = Identity(normalize=True) if is_linear else distribution
         if bias is not None:
-            given["bias"] = bias.with_tensors([given.pop("table")])
+            table = given.pop("table")
+            if isinstance(bias, PairBias):
+                y = None if bias.y is None else bias.y.to(table.dtype)
+                given["bias"] = PairBias(bias.function.to(table.dtype), table, y)
+            else:
+                given["bias"] = bias.with_tensors([table])
         with ExitStack() as stack:
             for module, constant, number in () if is_whole else PARTS:
                 stack.enter_context(patch.object(module, constant, number))

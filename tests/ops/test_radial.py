@@ -49,6 +49,15 @@ def test_kernels_compute_the_formula(sizes, basis, dtype):
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=allowed)
 
 
+def test_tensors_with_strides_of_their_own():
+    x, y, factor, weight = inputs((2,), 5, 7, 3, 4, 2, "gaussian")
+    strided = [t.detach().mT.contiguous().mT.requires_grad_() for t in (x, y)]
+    expected = results((x, y, factor, weight), "gaussian")
+    torch.testing.assert_close(results((*strided, factor, weight), "gaussian"), expected)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
+        torch.testing.assert_close(results((x, y, factor, weight), "gaussian"), expected)
+
+
 @pytest.mark.parametrize("basis", BASES)
 def test_same_bits_with_any_number_of_threads(basis, monkeypatch):
     tensors, found = inputs((2,), 70, 1100, 3, 16, 4, basis, torch.float), []
