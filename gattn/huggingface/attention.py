@@ -23,6 +23,11 @@ from gattn.huggingface.swapped import swapped
 from gattn.recording import is_watched
 from gattn.scores import DotScore
 
+try:  # where models say which layers' weights they gather
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:
+    _collector = None
+
 __all__ = ["IGNORED", "attention"]
 
 #: Arguments that models pass and that change nothing here, with the reason.
@@ -122,7 +127,7 @@ def attention(
     if s_aux is not None or softcap is not None:
         options["distribution"] = Softmax(None if s_aux is None else s_aux.reshape(-1), softcap)
     if output_attentions is None:
-        output_attentions = bool(getattr(getattr(module, "config", None), "output_attentions", False))
+        output_attentions = _asks_for_weights(module)
     swap = swapped()
     if swap is not None and _attends_to_itself(module, attention_mask, n, m):
         keep = attention_mask.keep if isinstance(attention_mask, GraphMask) else None
@@ -177,6 +182,14 @@ def attention(
         weights = F.pad(weights, (0, key.size(1) - m))
         weights = weights if head_mask is None else weights * head_mask
     return _scaled(out, head_mask), weights
+
+
+def _asks_for_weights(module: Module) -> bool:
+    """Whether the model gathers weights, which not all models tell their attention function."""
+    gathered = None if _collector is None else _collector.get()
+    if gathered:
+        return any("attentions" in kind for kind in gathered)
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False))
 
 
 def _attends_to_itself(module: Module, mask: Any, num_targets: int, num_sources: int) -> bool:

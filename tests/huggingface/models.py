@@ -20,6 +20,7 @@ import transformers
 import gattn.huggingface
 
 TOKENS, TEXTS = 11, 3
+EXPERTS = "mixture of experts"
 NO_DROPOUT = (
     *("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "attn_pdrop", "resid_pdrop"),
     *("embd_pdrop", "dropout", "dropout_rate", "activation_dropout", "hidden_dropout", "embed_dropout", "layerdrop"),
@@ -59,15 +60,15 @@ ENCODERS = {
 }
 DECODERS = {
     **dict.fromkeys("llama qwen2 qwen3 gemma phi phi3 olmo2 cohere stablelm granite smollm3 glm".split(), Row("decoder", "grouped heads")),
-    **dict.fromkeys("gpt2 gpt_neox opt gpt_bigcode biogpt xglm".split(), Row("decoder")),
+    **dict.fromkeys("gpt2 gpt_neox opt gpt_bigcode biogpt".split(), Row("decoder")),
     **dict.fromkeys("mistral starcoder2 cohere2 gemma3_text olmo3 exaone4".split(), Row("decoder", "sliding")),
-    **dict.fromkeys("mixtral qwen2_moe qwen3_moe olmoe phimoe".split(), Row("decoder", "mixture of experts")),
+    **dict.fromkeys("mixtral qwen2_moe qwen3_moe olmoe phimoe".split(), Row("decoder", EXPERTS)),
     "gptj": Row("decoder", "", {"rotary_dim": 4}),
     "gemma2": Row("decoder", "sliding, capped", {"attn_logit_softcapping": 2.0}),
-    "gpt_oss": Row("decoder", "sliding, sinks, mixture of experts"),
-    "llama4_text": Row("decoder", "chunked, mixture of experts", {"attention_chunk_size": 4, "intermediate_size_mlp": 48}),
-    "deepseek_v2": Row("decoder", "latent: other sizes of values", {**LATENT, "n_shared_experts": 1}),
-    "deepseek_v3": Row("decoder", "latent: other sizes of values", {**LATENT, "n_shared_experts": 1}),
+    "gpt_oss": Row("decoder", f"sliding, sinks, {EXPERTS}"),
+    "llama4_text": Row("decoder", f"chunked, {EXPERTS}", {"attention_chunk_size": 4, "intermediate_size_mlp": 48}),
+    "deepseek_v2": Row("decoder", f"latent: values of another size, {EXPERTS}", {**LATENT, "n_shared_experts": 1}),
+    "deepseek_v3": Row("decoder", f"latent: values of another size, {EXPERTS}", {**LATENT, "n_shared_experts": 1}),
 }
 PAIRS = {
     **dict.fromkeys("t5 mt5 umt5 longt5".split(), Row("pair", "relative buckets")),
@@ -77,7 +78,6 @@ OTHERS = {
     **dict.fromkeys("vit deit dinov2 vit_mae ijepa".split(), Row("image")),
     **dict.fromkeys("clip_vision_model siglip_vision_model".split(), Row("image")),
     "clip_text_model": Row("encoder", "causal", {"eos_token_id": 49}),
-    "siglip_text_model": Row("encoder"),
     "audio-spectrogram-transformer": Row("spectrogram", "", {"num_mel_bins": 16, "max_length": 32}),
     **dict.fromkeys("wav2vec2 hubert".split(), Row("sound", "", SPEECH)),
     "whisper": Row("listener", "", {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64}),
@@ -209,12 +209,16 @@ def generated(name, **options):
 
 
 def compiled(name):
+    """Without breaks of the graph; transformers' default experts, which compile, are not made for float64."""
     given, real = inputs(name, "right" if TABLE[name].kind in PADDED else None)
     torch._dynamo.reset()
+    model = copy.deepcopy(models(name)[1]).float()
+    if EXPERTS in TABLE[name].traits:
+        model.set_experts_implementation("grouped_mm")
     with torch.no_grad():
-        expected = run(models(name)[1], given, real)[1]
-        found = run(torch.compile(models(name)[1], fullgraph=True, backend="aot_eager"), given, real)[1]
-    assert_close({"output": found}, {"output": expected}, 1e-6)
+        expected = run(model, given, real)[1]
+        found = run(torch.compile(model, fullgraph=True, backend="aot_eager"), given, real)[1]
+    assert_close({"output": found}, {"output": expected}, 1e-4)
 
 
 def checkpointed(name):
@@ -240,10 +244,9 @@ def weights(name):
     given, real = inputs(name, "left" if TABLE[name].kind in PADDED else None)
     with torch.no_grad(), exact():
         theirs, ours = (run(model, given, real, output_attentions=True)[0] for model in models(name))
-    kinds = [kind for kind in theirs if kind.endswith("attentions")]
+    kinds = [kind for kind in theirs if kind.endswith("attentions") and theirs[kind]]
     assert kinds
     for kind in kinds:
-        assert len(ours[kind]) == len(theirs[kind]) > 0
         for found, expected in zip(ours[kind], theirs[kind], strict=True):
             if given.get("attention_mask") is not None and kind in ("attentions", "encoder_attentions"):
                 there = given["attention_mask"].bool()
@@ -305,9 +308,10 @@ def cell(name, check):
 
 def main():
     transformers.logging.set_verbosity_error()
-    names = sys.argv[1:] or list(TABLE)
+    names = [name for name in sys.argv[1:] if name in TABLE] or list(TABLE)
+    checks = [check for check in sys.argv[1:] if check in CHECKS] or CHECKS
     for name in names:
-        print(name, *[cell(name, check) for check in CHECKS], flush=True)
+        print(name, *[cell(name, check) for check in checks], flush=True)
 
 
 if __name__ == "__main__":
