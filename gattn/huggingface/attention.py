@@ -242,16 +242,15 @@ def _on_graph(
         keep = None if keep is None else keep.flatten()
     else:
         tensors = [query, key, value]
+    graph = graph.resolve(tensors[1].size(-3), tensors[0].size(-3))
     if keep is not None:
         graph, padding = graph.hide_padding(~keep, tensors[0].shape[:-3])
         if padding is not None:
-            options = {**options, "mask": _of_sources(graph, ~padding)}
+            pairs = ~padding[..., None, None, :]
+            if graph.blocks == ((n, n),) * batch:  # one for each text, which needs no matrix
+                pairs = pairs.view(batch, 1, 1, n)
+            else:
+                pairs = graph.from_pairs(pairs if padding.dim() == 2 else pairs[0], query.size(-2))
+            options = {**options, "mask": pairs}
     out = attend(*tensors, graph, **options)
     return out if out.dim() == 4 else out.unflatten(0, (batch, n))
-
-
-def _of_sources(graph: Any, keep: Tensor) -> Tensor:
-    """Which sources are seen, as a mask of a graph: `[..., 1, 1, M]`, or `[..., E]` and heads of a list of edges."""
-    if graph.is_dense:
-        return keep[..., None, None, :]
-    return keep[..., graph.sources_and_targets()[0], None]
